@@ -1,31 +1,34 @@
-"""The dynamic cases end to end: whole training runs on two real ranks, one thread each, with
-everything that balancing costs.
+"""The dynamic cases end to end: whole training runs on two ranks.
 
-Sides of a case, all of one model, data and seed:
+The runs include everything that balancing costs. Each rank has one thread. Sides of a case, all of
+one model, data and seed:
 
     dense        without the technique, uniform
     uniform      the technique, layers spread evenly for good: what it brings by itself
-    parameters   the technique, spread once by parameters as DeepSpeed does (left out where that is the uniform placement)
-    mask         pruning alone: weights are zeroed under a mask and the work stays dense, as frameworks do that prune by mask
-    dynmo        the technique, starting uniform, balanced by measured time when the work has changed (`balance.every = "auto"`)
+    parameters   the technique, spread once by parameters as DeepSpeed does (left out where that
+                 is the uniform placement)
+    mask         pruning alone: weights are zeroed under a mask and the work stays dense, as in
+                 frameworks that prune by mask
+    dynmo        the technique, starting uniform, balanced by measured time when the work has
+                 changed (`balance.every = "auto"`)
 
-Each side is the trainer's own loop: the case acts, layers are profiled, the balancer decides, layers
-move, a step trains. The sides take turns, one step each, so that all meet the same machine. The
-order turns with the step. Seconds are of a whole turn of the loop, from barrier to barrier. The
+Each side is the trainer's own loop: the case acts, layers are profiled, the balancer decides,
+layers move, a step trains. The sides take turns, one step each, so that all meet the same machine.
+The order turns with the step. Seconds are of a whole turn of the loop, from barrier to barrier. The
 planner's loops are compiled before. `same_weights` says whether the sides with the technique end
 with the same weights to the last bit. The side `mask` is left out, because its sums run in another
 order.
 
-`ideal` is the simulator's, from the layer costs measured in the same run, without links. It is the
-uniform placement's time over the best placement's, phase by phase, had that been known at once. A
-phase lasts until the technique changes the model again. `ideal_as_placed` takes the placements as
-they were, step by step. The difference is what deciding late costs. `share_of_ideal` = (speedup - 1)
-/ (ideal - 1). It is not given where the ideal is under 1.03.
+`ideal` comes from the simulator and the layer costs measured in the same run, without links. It is
+the uniform placement's time over the best placement's, phase by phase, had that been known at once.
+A phase lasts until the technique changes the model again. `ideal_as_placed` takes the placements as
+they were, step by step. The difference is what deciding late costs.
+`share_of_ideal` = (speedup - 1) / (ideal - 1). It is not given where the ideal is under 1.03.
 
 `same_work_takes` compares the layers' seconds in the balanced run with those in the uniform one, in
-the last phase. The work is the same, but the cores no longer idle. They share caches, memory and, on
-some machines, their arithmetic. The simulator knows nothing of that. Overhead is what the run's own
-account (the `end` event) says.
+the last phase. The work is the same, but the cores no longer idle. They share caches, memory and,
+on some machines, their arithmetic. The simulator knows nothing of that. Overhead is what the run's
+own account (the `end` event) says.
 
 Aims, written before measuring: 95 % of the ideal in the last phase; overhead under 1 % of the run.
 A round of all cases takes about half an hour.
@@ -75,12 +78,15 @@ LEAST_IDEAL = 1.03
 
 
 def settled(phase: tuple[int, int]) -> slice:
-    """The second half of a phase: measured, decided, moved."""
+    """Returns the second half of a phase: measured, decided, moved."""
     return slice((phase[0] + phase[1]) // 2, phase[1])
 
 
 def middle_costs(accounts: Sequence[dict[str, Any]]) -> list[tuple[LayerCost, ...]]:
-    """Per phase: each figure's median over the accounts."""
+    """Returns the layers' costs of each phase.
+
+    Each figure is its median over the accounts.
+    """
     medians: list[tuple[LayerCost, ...]] = []
     for phase in zip(*(x["costs"] for x in accounts), strict=True):
         layers = zip(*phase, strict=True)
@@ -94,7 +100,10 @@ def middle_costs(accounts: Sequence[dict[str, Any]]) -> list[tuple[LayerCost, ..
 
 
 def work(account: dict[str, Any]) -> float:
-    """Seconds of all layers' F, B and W of a microbatch, in the last phase."""
+    """Returns the seconds of all layers' F, B and W in the last phase.
+
+    They are for one microbatch.
+    """
     return math.fsum(seconds for layer in account["costs"][-1] for seconds in layer)
 
 
@@ -103,8 +112,16 @@ def simulated(
     costs: Sequence[tuple[LayerCost, ...]],
     partitions: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Seconds of each phase: placed uniformly, at its best, and as it was (`placed`, layer counts
-    at each step)."""
+    """Simulates each phase under three placements.
+
+    Args:
+        spans: [start, stop) of each phase, in steps.
+        costs: Costs of the layers in each phase.
+        partitions: Number of layers on each rank, at each step.
+
+    Returns:
+        Seconds of each phase, placed uniformly, at its best, and as it was at each step.
+    """
     out: dict[str, list[float]] = {"uniform": [], "best": [], "as_placed": []}
     for (start, stop), layers in zip(spans, costs, strict=True):
         even = uniform(len(layers), len(partitions[0]))
@@ -200,15 +217,15 @@ def summarize(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "uniform": late["uniform"] * length / model["uniform"][-1],
             "dynmo": late["dynmo"] * length / model["as_placed"][-1],
         },
-        # Of that, what the step's program takes, which is all that the simulator knows of; the rest
-        # is the step's end and the loop's turn.
+        # The simulator knows only the step's program. The rest is the step's end and the loop's
+        # turn.
         "program_over_simulated": {
             "uniform": program["uniform"] * length / model["uniform"][-1],
             "dynmo": program["dynmo"] * length / model["as_placed"][-1],
         },
         "program_share": {name: program[name] / late[name] for name in program},
-        # What the ops took, over what the layers' costs say: these are medians, which know nothing
-        # of an op that was held up.
+        # The ops' seconds over the layers' costs. The costs are medians, so they know nothing of
+        # an op that was held up.
         "ops_over_costs": {
             name: median(
                 median(r[name]["ops"][last]) / (MICROBATCHES * work(r[name])) for r in rounds
@@ -237,7 +254,10 @@ def summarize(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """In Markdown, as docs/cases.md shows it: run / last phase."""
+    """Returns the first table in Markdown, as docs/cases.md shows it.
+
+    Each cell has the whole run / the last phase.
+    """
     head = [
         "case",
         "over dense",
@@ -292,7 +312,7 @@ def published_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def best_static(row: dict[str, Any]) -> str:
-    """The faster of the sides with the technique whose layers never move."""
+    """Returns the faster of the sides with the technique whose layers never move."""
     speedups = row["speedup_over"]
     return min(
         (name for name in ("uniform", "parameters") if name in speedups),
@@ -301,6 +321,12 @@ def best_static(row: dict[str, Any]) -> str:
 
 
 def both(values: dict[str, float | None], form: str) -> str:
+    """Formats the figures of the whole run and of the last phase.
+
+    Args:
+        values: Figures by part of the run. A missing figure is None.
+        form: Format of a figure.
+    """
     return " / ".join(
         "-" if values[key] is None else form.format(values[key]) for key in ("run", "last_phase")
     )
@@ -340,7 +366,7 @@ def main() -> None:
     else:
         steps, rounds = (40, 1) if options.quick else (options.steps, options.pairs)
         rows: list[dict[str, Any]] = []
-        # All cases take long: what is known is told as it comes.
+        # All cases take long, so each result is printed as it comes.
         for case in track(options.case or CASES, "cases", console=Console(stderr=True)):
             rows.append(
                 summarize(

@@ -1,5 +1,7 @@
-"""What `benchmarks.cases` runs: every side of a case, a step of each in turn, and what each did, as
-plain JSON."""
+"""The race of `benchmarks.cases`: every side of a case, a step of each in turn.
+
+It returns what each side did, as plain JSON.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,20 @@ TECHNIQUE = ("uniform", "parameters", "dynmo")  # the same numbers
 
 
 def section_of(case: str) -> str:
-    """The case's section of the configuration, below `dynamism`."""
+    """Returns the case's section of the configuration, below `dynamism`."""
     return _SECTIONS.get(case, case)
 
 
 def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The config of the side `uniform`. The policies that decide for themselves are hurried, to act
-    within so few steps. sizes: keys of the section `model`, instead of those that are measured."""
+    """Returns the config of the side `uniform`.
+
+    The policies that decide for themselves are hurried, to act within so few steps.
+
+    Args:
+        case: One of `CASES`.
+        steps: Steps of the run.
+        sizes: Keys of the section `model`, instead of those that are measured.
+    """
     model = {"blocks": 8, "hidden": 256, "heads": 4, "sequence": 128}
     if case == "pruning":
         model |= {"blocks": 6, "sequence": 256}
@@ -112,6 +121,13 @@ def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict
 
 
 def sides(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    """Returns the config of each side.
+
+    Args:
+        case: One of `CASES`.
+        steps: Steps of the run.
+        sizes: Keys of the section `model`, instead of those that are measured.
+    """
     base = settings(case, steps, sizes)
     model = model_of(case, parse(base))
     configs = {"uniform": base}
@@ -148,9 +164,16 @@ def dense(case: str, dynamism: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def model_of(case: str, config: Config) -> Model:
-    """The config's model. For pruning its linears differ in scale, from 0.6 at the front to 1.6 at
-    the end, so that one threshold for all prunes the front more, as it does trained models
-    (untrained ones are alike everywhere, which hides the case)."""
+    """Returns the config's model.
+
+    For pruning the model's linears differ in scale, from 0.6 at the front to 1.6 at the end. One
+    threshold for all then prunes the front more, as it does in trained models. Untrained linears
+    are alike everywhere, which hides the case.
+
+    Args:
+        case: One of `CASES`.
+        config: Config of the run.
+    """
     model = load_model(config)
     if case != "pruning":
         return model
@@ -176,8 +199,18 @@ def placed_by_parameters(model: Model) -> Partition:
 def race(
     world: World, case: str, steps: int, rounds: int, sizes: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Runs on each rank: every side trains `steps` steps, a step of each in turn; so many times.
-    Per round and side: what happened."""
+    """Runs on each rank: every side trains, a step of each in turn.
+
+    Args:
+        world: The ranks.
+        case: One of `CASES`.
+        steps: Steps of each side.
+        rounds: How often the training is repeated.
+        sizes: Keys of the section `model`, instead of those that are measured.
+
+    Returns:
+        What happened, by round and side.
+    """
     out: list[dict[str, Any]] = []
     best(
         (LayerCost(1.0, 1.0, 1.0),) * 2 * RANKS, RANKS, MICROBATCHES, schedule=SCHEDULE
@@ -229,13 +262,22 @@ def race(
 
 
 def phases(changes: Sequence[int], steps: int) -> list[tuple[int, int]]:
-    """[start, stop) of the stretches of steps between the changes."""
+    """Returns [start, stop) of the stretches of steps between the changes.
+
+    Args:
+        changes: Steps at which the model changes.
+        steps: Steps of the run.
+    """
     return list(pairwise(sorted({0, *changes, steps})))
 
 
 def noted(pipeline: Engine) -> list[tuple[float, float]]:
-    """From now on, of each step on this rank: seconds from its program's first op or wait to its
-    last, and of its ops together."""
+    """Records the seconds of each step on this rank from now on.
+
+    Returns:
+        A list that grows with each step. Its entries are the seconds from the program's first op
+        or wait to its last, and those of its ops together.
+    """
     advance, seconds = pipeline.advance, list[tuple[float, float]]()
 
     def noting(*args: Any, **options: Any) -> tuple[StepResult, ...]:
@@ -251,9 +293,13 @@ def noted(pipeline: Engine) -> list[tuple[float, float]]:
 
 
 def drifts(case: str, steps: int) -> tuple[int, ...]:
-    """Steps that start a phase although nothing changes there.
+    """Returns the steps that start a phase although nothing changes there.
 
     The share of tokens that exit drifts, because the model learns. It drifts most at the start.
+
+    Args:
+        case: One of `CASES`.
+        steps: Steps of the run.
     """
     tenth = steps // 10
     return (2 * tenth, 4 * tenth) if case == "early_exit" else ()
@@ -268,13 +314,13 @@ def account(
     """Describes one side of one round as plain JSON.
 
     Args:
-        seconds: Of each step.
-        costs: Of each layer, measured until the end of each step.
-        events: Of the run.
+        seconds: Seconds of each step.
+        costs: Costs of each layer, measured until the end of each step.
+        events: Events of the run.
         drifts: Steps that start a phase although nothing changes there.
 
     Returns:
-        What is measured. `costs` has F, B and W of each layer at the end of each phase.
+        The measured figures. `costs` has F, B and W of each layer at the end of each phase.
     """
     changes = sorted({e.step for e in events if isinstance(e, ChangeEvent)} | set(drifts))
     steps = [e for e in events if isinstance(e, StepEvent)]

@@ -1,5 +1,6 @@
-"""The fixed cost traces that several benchmarks replay, and how they are placed and timed in the
-simulator: ZB-H1 if not said otherwise, no link times.
+"""Fixed cost traces that several benchmarks replay, placed and timed.
+
+The simulator times them: with ZB-H1 if not said otherwise, and without link times.
 
 Each trace (benchmarks/data/traces) is a model of cost, per half block, at 24 moments of a training
 run.
@@ -34,6 +35,12 @@ Layers = tuple[LayerCost, ...]
 
 
 def name_of(case: str, sequence: int) -> str:
+    """Returns the name of a case for people.
+
+    Args:
+        case: Name of the case.
+        sequence: Tokens of a sequence. Named for sparse attention only.
+    """
     return case.replace("_", " ") + (
         f", {sequence // 1024}k tokens" if case == "sparse_attention" else ""
     )
@@ -44,7 +51,17 @@ def name_of(case: str, sequence: int) -> str:
 
 @cache
 def trace(case: str, blocks: int, sequence: int) -> tuple[Layers, ...]:
-    """Every moment's halves. parameters: those that train and are not pruned."""
+    """Loads the costs of the half blocks at every moment.
+
+    Args:
+        case: Name of the case.
+        blocks: Depth of the model.
+        sequence: Tokens of a sequence.
+
+    Returns:
+        Costs of each half block, by moment. `parameters` counts those that train and are not
+        pruned.
+    """
     data = json.loads((TRACES / f"{case}-{blocks}-{sequence}.json").read_text())
     densities = (
         pruned(blocks, sequence, data["seed"], len(data["f"])) if case == "pruning" else None
@@ -61,8 +78,20 @@ def trace(case: str, blocks: int, sequence: int) -> tuple[Layers, ...]:
 
 
 def pruned(blocks: int, sequence: int, seed: int, moments: int) -> list[list[float]]:
-    """The share of weights that the trace's own model leaves in each half: normal weights of layers
-    that differ in scale, cut at one magnitude over all so that 0, 52, 79, 90 % are gone."""
+    """Returns the share of weights that the trace's own model leaves in each half.
+
+    The model has normal weights of layers that differ in scale. They are cut at one magnitude over
+    all, so that 0, 52, 79, 90 % are gone.
+
+    Args:
+        blocks: Depth of the model.
+        sequence: Tokens of a sequence. Part of the seed.
+        seed: Seed of the trace.
+        moments: Number of moments.
+
+    Returns:
+        Shares by moment and half block.
+    """
     draw = random.Random(f"{seed} pruning {blocks} {sequence}")
     scales = [math.exp(draw.gauss(0, 0.35)) for _ in range(2 * blocks)]
     shares = [1 / 3 / blocks, 2 / 3 / blocks] * blocks
@@ -82,8 +111,17 @@ def pruned(blocks: int, sequence: int, seed: int, moments: int) -> list[list[flo
 
 
 def dense(blocks: int, sequence: int) -> Layers:
-    """F = 2P + A, B = 2P + 2A, W = 2P, in units of a block's F: products with the P weights, and
-    the A of the attention's pairs."""
+    """Returns the costs of the half blocks without any technique.
+
+    The unit is a block's F.
+
+    F = 2P + A, B = 2P + 2A, W = 2P. These are products with the P weights, and the A of the
+    attention's pairs.
+
+    Args:
+        blocks: Depth of the model.
+        sequence: Tokens of a sequence.
+    """
     linear, attention = 24 * HIDDEN**2, 2 * sequence * HIDDEN
     unit = linear + attention
     first, second, a = linear / 3 / unit, 2 * linear / 3 / unit, attention / unit
@@ -102,7 +140,7 @@ def in_blocks(layers: Sequence[LayerCost]) -> Layers:
 
 
 def condensed(moments: Sequence[Layers], middle: Callable[[list[float]], float]) -> Layers:
-    """Each layer's costs over the moments, F, B and W by themselves.
+    """Condenses each layer's costs over the moments, F, B and W by themselves.
 
     Args:
         moments: The layers' costs at each moment.
@@ -116,7 +154,7 @@ def condensed(moments: Sequence[Layers], middle: Callable[[list[float]], float])
 
 
 def in_halves(placement: Partition) -> Partition:
-    """Of whole blocks."""
+    """Returns a placement of whole blocks as one of half blocks."""
     return Partition(tuple(2 * count for count in placement.counts))
 
 
@@ -126,11 +164,26 @@ def in_halves(placement: Partition) -> Partition:
 def timeline(
     layers: Layers, placement: Partition, microbatches: int, schedule: str = "zb-h1"
 ) -> Timeline:
+    """Simulates a step.
+
+    Args:
+        layers: Costs of each layer.
+        placement: Number of layers on each rank.
+        microbatches: Microbatches of a step.
+        schedule: Name of the schedule.
+    """
     costs = pipeline_costs(layers, placement)
     return simulate(by_name(schedule, microbatches)(costs), costs)
 
 
 def perfect(layers: Layers, ranks: int, microbatches: int) -> Timeline:
+    """Simulates a step whose ranks all have the same part of all work.
+
+    Args:
+        layers: Costs of each layer.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+    """
     f, b, w = (math.fsum(getattr(x, key) for x in layers) / ranks for key in "fbw")
     costs = Costs((StageCost(f, b, w),) * ranks, (0.0,) * (ranks - 1))
     return simulate(by_name("zb-h1", microbatches)(costs), costs)
@@ -143,12 +196,26 @@ def best(
     current: Partition | None = None,
     schedule: str = "zb-h1",
 ) -> Partition:
+    """Searches the placement with the shortest makespan.
+
+    Args:
+        layers: Costs of each layer.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+        current: The placement that is in use, if any.
+        schedule: Name of the schedule.
+    """
     make = by_name(schedule, microbatches)
     return search(layers, ranks, make=make, objective=Objective.MAKESPAN, current=current).partition
 
 
 def bottleneck(layers: Layers, placement: Partition) -> float:
-    """The busiest rank's time for one microbatch."""
+    """Returns the busiest rank's time for one microbatch.
+
+    Args:
+        layers: Costs of each layer.
+        placement: Number of layers on each rank.
+    """
     return max(
         math.fsum(layers[i].seconds for i in placement.range_of(rank))
         for rank in range(placement.ranks)

@@ -1,4 +1,4 @@
-"""Ranks that leave a running run and come back: what it costs, what it returns, and the same bits.
+"""Ranks that leave a running run and come back: costs, gains, the same bits.
 
     python -m benchmarks.elastic [--json]
 
@@ -9,7 +9,7 @@ It is mostly the making of process groups: the model is a small GPT. `start` is 
 process takes until it may join, while the run goes on (`elastic.reshape_at` waits for it).
 
 The last part is `elastic.repack` by itself. Three quarters of the layers freeze for the middle half
-of the run. The layers sleep instead of computing, so that 4 ranks do not share 2 cores. Three sides:
+of the run. The layers sleep instead of computing, so that 4 ranks do not share 2 cores. The sides:
 
     static      4 ranks, layers stay
     balanced    4 ranks, layers move: a step becomes shorter while layers are frozen
@@ -60,7 +60,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Of the run that decides by itself.
+# Settings of the run that decides by itself.
 LAYERS, AUTO_STEPS, FROZEN, THAWED = 16, 80, 20, 60
 
 
@@ -89,7 +89,7 @@ def train(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Trains in processes of their own.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
 
     Returns:
         The events of the run.
@@ -114,12 +114,17 @@ def train(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def last(events: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """The last event of a kind."""
+    """Returns the last event of a kind.
+
+    Args:
+        events: The events of a run.
+        kind: The kind of the event.
+    """
     return next(event for event in reversed(events) if event["event"] == kind)
 
 
 def merged(base: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
-    """A config of several parts. Later ones have precedence."""
+    """Merges several parts of a config. Later parts have precedence."""
     out = dict(base)
     for other in others:
         for key, section in other.items():
@@ -128,7 +133,10 @@ def merged(base: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
 
 
 def resized(row: str) -> dict[str, Any]:
-    """One line of the table: a run whose ranks leave and come back, and one whose ranks stay."""
+    """Measures one line of the table.
+
+    It compares a run whose ranks leave and come back with a run whose ranks stay.
+    """
     config = merged(
         {
             "model": {"blocks": 4, "hidden": 256, "heads": 4, "sequence": 64},
@@ -161,7 +169,10 @@ def resized(row: str) -> dict[str, Any]:
 
 
 def automatic() -> dict[str, Any]:
-    """A run that decides by itself how many ranks it has, and one that keeps them."""
+    """Measures a run that decides by itself how many ranks it has.
+
+    Also measures a run that keeps its ranks.
+    """
     config = {
         "model": {"kind": "emulated", "layers": LAYERS, "f": 0.003, "b": 0.003, "w": 0.003},
         "data": {"source": f"file:{ROOT / 'LICENSE'}"},
@@ -199,7 +210,12 @@ def automatic() -> dict[str, Any]:
 
 
 def change(event: dict[str, Any], measured: float | None) -> dict[str, Any]:
-    """What a change of ranks did. measured: share of a step that it saved."""
+    """Describes what a change of ranks did.
+
+    Args:
+        event: The event of the change.
+        measured: Share of a step that the change saved.
+    """
     grows = event["event"] == "grow"
     return {
         "step": event["step"],
@@ -213,7 +229,7 @@ def change(event: dict[str, Any], measured: float | None) -> dict[str, Any]:
 
 
 def gpu_seconds(events: list[dict[str, Any]]) -> float:
-    """Ranks times seconds of the steps."""
+    """Returns ranks times seconds of the steps."""
     ranks, total = RANKS, 0.0
     for event in events:
         if event["event"] in ("repack", "grow"):
@@ -224,7 +240,7 @@ def gpu_seconds(events: list[dict[str, Any]]) -> float:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Every row, and the run that decides by itself."""
+    """Measures every row, and the run that decides by itself."""
     rows: list[dict[str, Any]] = []
     for row in ROWS:
         print(f"{row}: 4 to 2 to 4 ranks, and 4 ranks", file=sys.stderr)
@@ -234,7 +250,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """In Markdown, as docs/how-to/fewer-ranks.md shows it."""
+    """Returns the table in Markdown, as docs/how-to/fewer-ranks.md shows it."""
     lines = [
         ["run", "pause 4 to 2", "pause 2 to 4", "wait for new processes", "moved", "same weights"]
     ]

@@ -1,11 +1,13 @@
-"""What a solver's proof adds to the heuristic: zb-auto's span, the best that CP-SAT finds from it,
-and what it proves, case by case.
+"""The gain of a solver's proof over the heuristic, case by case.
 
-The named cases of the Zero Bubble paper's ILP (p ranks, m microbatches, memory for p or 2p
-microbatches) at equal times and at the published times of two models, two published settings at
-full size, and uneven stages drawn at random: links, memory limits between two microbatches and 2p,
-some with a frozen prefix; of these the table shows where the solver found something shorter or
-proved nothing. The bound is `lower_bound`'s, made without any search.
+Each case has zb-auto's span, the best span that CP-SAT finds from it, and what CP-SAT proves.
+
+The named cases of the Zero Bubble paper's ILP have p ranks, m microbatches and memory for p or 2p
+microbatches. They are solved at equal times and at the published times of two models. Two published
+settings are solved at full size. Uneven stages are drawn at random, with links and memory limits
+between two microbatches and 2p. Some have a frozen prefix. The table shows only the uneven cases
+where the solver found something shorter or proved nothing. The bound is `lower_bound`'s, made
+without any search.
 
     gain = 1 - exact span / auto span        room = 1 - bound / exact span
 """
@@ -84,6 +86,15 @@ def uneven_cases(count: int) -> Iterator[Case]:
 
 
 def measure(case: Case, seconds: float) -> dict[str, Any]:
+    """Solves one case.
+
+    Args:
+        case: The case.
+        seconds: Limit of the solver.
+
+    Returns:
+        The spans of zb-auto and of the solver, the bounds, and what was proven.
+    """
     given = {"caps": case.caps, "first_trainable": case.first_trainable}
     auto = automatic(case.costs, case.microbatches, **given)
     result = exact(case.costs, case.microbatches, **given, start=auto, seconds=seconds)

@@ -1,10 +1,13 @@
-"""The executor against its own simulator, and against torch.distributed.pipelining, in one run.
+"""The executor against its own simulator and torch.distributed.pipelining.
 
-Emulated: 8 ranks, 32 microbatches, ops that sleep 10 ms: what is left over is scheduling and
-messages. The limit is what the simulator predicts from the ops' times and the measured links. Real:
-2 ranks of one thread, a GPT of 6 blocks and hidden size `--hidden`, 4 and 8 microbatches of 2 x 128
-tokens. Splitting a linear's backward costs some Python, which torch's fused 1F1B does not run: the
-smaller the model, the more it shows (`--hidden 256`).
+All are measured in one run.
+
+Emulated: 8 ranks, 32 microbatches, ops that sleep 10 ms. The rest of a step is scheduling and
+messages. The limit is what the simulator predicts from the ops' times and the measured links.
+
+Real: 2 ranks of one thread, a GPT of 6 blocks and hidden size `--hidden`, 4 and 8 microbatches of
+2 x 128 tokens. Splitting a linear's backward costs some Python, which torch's fused 1F1B does not
+run. The smaller the model, the more it shows (`--hidden 256`).
 
 ZB-2p (zb-auto in twice 1F1B's memory, no barrier: post-validation) is timed per step, over several
 steps without their first. Its limit is the busiest rank's own time in ops, as measured: a schedule
@@ -12,7 +15,7 @@ without any bubble.
 
 The others, ours and torch's, are timed from a start together to the end of the slowest rank's last
 op, without an optimizer. The peers are torch's Schedule1F1B and ScheduleInterleavedZeroBubble, the
-latter with one and with two stages a rank (torch_peer.py); the fastest of them in the same run
+latter with one and with two stages a rank (torch_peer.py). The fastest of them in the same run
 counts. torch's other schedules are measured beside them.
 """
 
@@ -50,7 +53,17 @@ NAMED_PEERS = ("torch 1f1b", "torch zero-bubble", "torch interleaved-zero-bubble
 
 
 def timed(world: World, pipeline: Engine, inputs: Tensor, targets: Tensor) -> Callable[[], float]:
-    """One step's forward and backward of ours: seconds on the slowest rank."""
+    """Returns a side that times the forward and backward of one step of ours.
+
+    Args:
+        world: The ranks.
+        pipeline: The engine.
+        inputs: Inputs of a step, [microbatches, micro_batch, ...].
+        targets: Targets of a step, of the same shape.
+
+    Returns:
+        A function that runs a step and returns the seconds of the slowest rank.
+    """
 
     def step() -> float:
         start = start_together()
@@ -64,14 +77,23 @@ def timed(world: World, pipeline: Engine, inputs: Tensor, targets: Tensor) -> Ca
     return step
 
 
-STEPS = 4  # in a run of ZB-2p, whose first fills the pipeline
+STEPS = 4  # of a run of ZB-2p. The first step fills the pipeline.
 
 
 def without_barrier(
     world: World, pipeline: Engine, batch: Tensor, busy: list[float]
 ) -> Callable[[], float]:
-    """Steps that begin before the one before is final: seconds per step on the slowest rank. busy:
-    takes the busiest rank's, of each."""
+    """Returns a side whose steps begin before the step before is final.
+
+    Args:
+        world: The ranks.
+        pipeline: The engine.
+        batch: Inputs and targets of each step.
+        busy: Takes the busiest rank's seconds in ops, of each step.
+
+    Returns:
+        A function that runs `STEPS` steps and returns the seconds per step of the slowest rank.
+    """
 
     def run() -> float:
         world.barrier("the run to start")
@@ -87,8 +109,16 @@ def without_barrier(
 
 
 def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) -> dict[str, Any]:
-    """Runs on each rank. One emulated layer a stage; a rank's op takes as long whether it has one
-    stage or two."""
+    """Runs on each rank, with one emulated layer a stage.
+
+    A rank's op takes as long whether the rank has one stage or two.
+
+    Args:
+        world: The ranks.
+        microbatches: Microbatches of a step.
+        milliseconds: Time of an op.
+        rounds: Number of counted turns.
+    """
     seconds = milliseconds / 1000
     schedules = ("1f1b", "zb-h1", "zb-h2", "zb-v")
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
@@ -115,7 +145,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     )
     busy: list[float] = []
     without_barrier(world, second, batch, busy)()
-    # Made for what the ops sleep, and for activations that half stay until W.
+    # The schedule is made for the ops' sleeps, and for activations of which half stay until W.
     even = {
         "f": seconds,
         "b": seconds,
@@ -165,7 +195,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
             "over_busiest_rank": measured["dynmo zb-2p"] / median(busy),
             "over_predicted_span": measured["dynmo zb-2p"] / predicted["zb-2p"],
             "speedup_over_best_peer": measured[best] / measured["dynmo zb-2p"],
-            # Without any bubble or overhead.
+            # The limit has no bubble and no overhead.
             "speedup_limit": measured[best] / (3 * seconds * microbatches),
         },
         "best_of_all_torch": others,
@@ -176,8 +206,18 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
 def gpt(
     microbatches: int, blocks: int, hidden: int, sequence: int, micro_batch: int
 ) -> tuple[Model, Tensor, Tensor]:
-    """A GPT, and the inputs and targets of one step of it: [microbatches, micro_batch,
-    sequence]."""
+    """Makes a GPT and the batch of one step.
+
+    Args:
+        microbatches: Microbatches of a step.
+        blocks: Depth of the model.
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+        micro_batch: Sequences of a microbatch.
+
+    Returns:
+        The model, the inputs and the targets, both [microbatches, micro_batch, sequence].
+    """
     batch = micro_batch * microbatches
     config = parse(
         {
@@ -196,8 +236,16 @@ def gpt(
 
 
 def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str, Any]:
-    """Runs on each rank: the same GPT layers, cut the same way, under ours and each of torch's
-    schedules."""
+    """Runs on each rank: the same GPT layers, cut the same way, under each schedule.
+
+    The schedules are ours and torch's.
+
+    Args:
+        world: The ranks.
+        microbatches: Microbatches of a step.
+        rounds: Number of counted turns.
+        hidden: Width of the model.
+    """
     model, inputs, targets = gpt(microbatches, blocks=6, hidden=hidden, sequence=128, micro_batch=2)
     stages = {
         name: world.size * chunks_of(name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v")
@@ -208,7 +256,7 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
         )
         for name, count in stages.items()
     }
-    # The same cut for all, by measured time.
+    # All sides have the same cut, by measured time.
     first = pipelines["zb-h1"]
     for _ in range(3):
         timed(world, first, inputs, targets)()

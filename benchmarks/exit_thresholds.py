@@ -1,4 +1,4 @@
-"""How fast an evaluation with early exits is, and what it costs in loss, by threshold.
+"""Evaluation with early exits: its speed and its loss, by threshold.
 
 One GPT is trained with exits (CALM, softmax), with a high threshold, so that nearly all tokens
 train all blocks. Then the same weights are evaluated under each threshold and without exits, in
@@ -35,11 +35,11 @@ BLOCKS, EXITS = 8, (2, 4)
 
 
 def limit(config: Config, shares: Sequence[float]) -> float:
-    """The speed-up of a forward by arithmetic.
+    """Returns the speed-up of a forward by arithmetic.
 
     Args:
-        config: Of the run.
-        shares: Of all tokens, those that leave at each exit.
+        config: Config of the run.
+        shares: Share of all tokens that leaves at each exit.
     """
     head = 2 * config.model.vocab * config.model.hidden
     remaining, total = 1.0, 0.0
@@ -52,7 +52,15 @@ def limit(config: Config, shares: Sequence[float]) -> float:
 
 
 def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -> dict[str, Any]:
-    """Runs on the one rank: trains, then evaluates."""
+    """Runs on the one rank: trains, then evaluates.
+
+    Args:
+        world: The one rank.
+        steps: Steps of the run.
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+        rounds: Number of counted turns.
+    """
     case = {
         "cases": ["early_exit"],
         "early_exit": {"exits": list(EXITS), "threshold": 0.99, "start": steps - 1},
@@ -72,7 +80,7 @@ def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -
         head.register_forward_hook(count)
 
     def evaluate(threshold: float | None) -> tuple[float, float, list[float]]:
-        """Loss, seconds, and shares of the tokens that left. None: without exits."""
+        """Returns loss, seconds, and shares of the tokens that left. None: without exits."""
         for head in heads:
             head.exits = threshold is not None
             head.rule = replace(head.rule, threshold=threshold or 0.0)
@@ -109,7 +117,7 @@ def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -
 
 
 def table(result: dict[str, Any]) -> str:
-    """In Markdown, as docs/cases.md shows it."""
+    """Returns the table in Markdown, as docs/cases.md shows it."""
     head = ["threshold", "exited at each exit", "held-out loss", "evaluation", "limit"]
     lines = [
         head,

@@ -1,5 +1,6 @@
-"""A model of how many tokens choose each expert, for 16 replicas, by layer and moment. It is drawn
-with a fixed seed and not recorded from a run.
+"""A model of how many tokens choose each expert, by layer and moment.
+
+It is made for 16 replicas. It is drawn with a fixed seed and not recorded from a run.
 
 - Popularity. The experts of a layer follow Zipf's law: the expert of place i gets a share in
   proportion to i ** -exponent.

@@ -1,4 +1,6 @@
-"""Experts over the replicas of a stage, live: two stages of two replicas, with layers that sleep.
+"""Experts over the replicas of a stage, live, with layers that sleep.
+
+There are two stages of two replicas.
 
     python -m benchmarks.expert_parallel [--json]
 
@@ -9,8 +11,8 @@ Four sides of one training, a step of each in turn. All end with the same weight
     layers balanced   layers move between the two stages by their time (`balance.every = "auto"`)
     both
 
-Seconds are medians over the second half of the steps. `perfect` is arithmetic: all that the four
-ranks sleep in a step of `static`, in equal parts, without the pipeline's filling and without what
+Seconds are medians over the second half of the steps. `perfect` is arithmetic: all sleeps of the
+four ranks in a step of `static`, in equal parts. It does not count the pipeline's filling and what
 the processors compute. No side can be faster. The times are emulated. The rows, the messages and
 the decisions are real. A run's idle ratio counts a wait for rows as work, because it lies within F
 and B.
@@ -28,7 +30,7 @@ from benchmarks.harness import main, run_ranks
 
 
 def summarize(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The figures of each side, from what the ranks tell."""
+    """Returns the figures of each side, from the reports of the ranks."""
     half = len(sides["static"]["seconds"]) // 2
     step = {name: median(side["seconds"][half:]) for name, side in sides.items()}
     slept = [math.fsum(ranks) for ranks in sides["static"]["slept"][half:]]
@@ -38,7 +40,7 @@ def summarize(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
             "step_seconds": step[name],
             "over_static": step["static"] / step[name],
             "idle_ratio": median(side["idle"][half:]),
-            # Of the ranks' work, the largest over the mean.
+            # The largest of the ranks' work over its mean.
             "busiest": median(
                 max(ranks) * len(ranks) / math.fsum(ranks) for ranks in side["slept"][half:]
             ),
@@ -56,7 +58,7 @@ def summarize(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """In Markdown, as docs/cases.md shows it."""
+    """Returns the table in Markdown, as docs/cases.md shows it."""
     lines = [
         ["side", "seconds of a step", "over static", "idle", "busiest rank over the mean", "layers"]
     ]

@@ -1,5 +1,7 @@
-"""What `benchmarks.expert_parallel` runs on each of four ranks: two stages of two replicas that share
-the experts. The layers sleep, so that four ranks keep two cores no busier than two would.
+"""The race of `benchmarks.expert_parallel` on each of four ranks.
+
+The ranks are two stages of two replicas that share the experts. The layers sleep, so that four
+ranks keep two cores no busier than two would.
 
 An attention half sleeps equally long for each microbatch, an expert equally long for each row. The
 biases of the routers are fixed: each makes some experts hot, more so in later layers.
@@ -30,7 +32,10 @@ from dynmo.train.trainer import Trainer
 STAGES, REPLICAS, MICROBATCHES = 2, 2, 8
 BLOCKS, EXPERTS, TOP_K, SEQUENCE = 6, 8, 2, 64
 ATTENTION, PER_ROW = 5e-3, 60e-6
-"""Seconds of F, of B and of W each: an attention half, and a row in one of an expert's two linears."""
+"""Seconds of F, of B and of W each.
+
+The first is for an attention half, the second for a row in one of an expert's two linears.
+"""
 SKEW = 0.2
 """The largest difference of the biases, in the last layer. Scores differ by some 0.03."""
 
@@ -43,14 +48,17 @@ SIDES: dict[str, dict[str, Any]] = {
 
 
 class Slept:
-    """Seconds that this rank's layers have slept, and what all of them are multiplied with."""
+    """Counts the seconds that this rank's layers have slept.
+
+    Also holds the factor of all sleeps.
+    """
 
     seconds = 0.0
     scale = 1.0
 
 
 def sleep(seconds: float) -> None:
-    """Sleeps, and counts it."""
+    """Sleeps, and counts the seconds."""
     Slept.seconds += seconds * Slept.scale
     time.sleep(seconds * Slept.scale)
 
@@ -88,7 +96,7 @@ class SlowAttention(AttentionHalf):
 
 
 def slow(model: Model) -> Model:
-    """The model with layers that sleep, and routers that prefer some experts."""
+    """Returns the model with layers that sleep, and routers that prefer some experts."""
 
     def build(owned: Collection[int]) -> list[nn.Module]:
         layers = model.build(owned)
@@ -105,12 +113,21 @@ def slow(model: Model) -> Model:
 
 
 def preference(depth: float) -> Tensor:
-    """The bias of each expert at a depth of 0 to 1. The hot ones lie side by side."""
+    """Returns the bias of each expert at a depth of 0 to 1.
+
+    The hot experts lie side by side.
+    """
     return torch.tensor([SKEW * depth / math.sqrt(1 + expert) for expert in range(EXPERTS)])
 
 
 def settings(steps: int, place_every: int = 0, balancer: str = "none") -> dict[str, Any]:
-    """The config of a side."""
+    """Returns the config of a side.
+
+    Args:
+        steps: Steps of the run.
+        place_every: Steps between two placements of experts. 0 never moves experts.
+        balancer: The balancer of the layers.
+    """
     model = {
         "kind": "moe",
         "blocks": BLOCKS,
@@ -142,8 +159,8 @@ def race(world: World, steps: int, scale: float = 1.0) -> dict[str, Any]:
 
     Args:
         world: The ranks.
-        steps: Of each side.
-        scale: What all sleeps are multiplied with.
+        steps: Number of steps of each side.
+        scale: Factor of all sleeps.
 
     Returns:
         By side: seconds and idle ratio of each step, seconds slept on each rank, and what happened.

@@ -1,4 +1,6 @@
-"""Mixture of experts in the simulator: a pipeline of 8 stages with 16 replicas of each, under four sides.
+"""Mixture of experts in the simulator, under four sides.
+
+The pipeline has 8 stages with 16 replicas of each.
 
 static            whole blocks spread evenly, and contiguous experts, as many on every replica
 experts placed    experts placed by counts of tokens (`dynmo.balance.expert_search`)
@@ -7,8 +9,8 @@ both              experts first, then half blocks by what the experts then cost
 
 One layer's experts are spread over groups of 8 or 16 replicas. A layer of experts takes as long as
 its busiest replica: the replica's tokens over the mean, times a dense feed-forward half. Attention
-halves never change. The tokens are drawn by a model (`benchmarks.expert_loads`). Its `skew` says how
-uneven the last layers are.
+halves never change. The tokens are drawn by a model (`benchmarks.expert_loads`). Its `skew` says
+how uneven the last layers are.
 
 A placement of moment t follows from the counts of moment t - 1. All sides begin as static. Layers
 move where the simulator predicts a gain of 2 %, experts where the busiest replica falls by 5 %.
@@ -16,16 +18,17 @@ Moves are free and are counted. The schedule is ZB-H1 with 4 microbatches for ea
 in the paper. There are no link times, and all-to-alls are free.
 
 `gain` is the time of static over another side's. `known at once` is both, decided from the moment's
-own counts. `perfect` has the same tokens on every replica and the same work on every stage. `experts
-in turn` is static with expert i on replica i mod the group's size.
+own counts. `perfect` has the same tokens on every replica and the same work on every stage.
+`experts in turn` is static with expert i on replica i mod the group's size.
 
-Three shares of a step: `idle` is that of a stage without an op (the paper's bubble ratio, figure 1).
-`bubble` is 1 - busiest stage / span. `unused` is the share of all replicas' time that computes no
-token, for lack of an op or while the busiest replica of the stage computes.
+Three shares of a step are given. `idle` is that of a stage without an op (the paper's bubble ratio,
+figure 1). `bubble` is 1 - busiest stage / span. `unused` is the share of all replicas' time that
+computes no token, for lack of an op or while the busiest replica of the stage computes.
 
-A second table has the idleness from static to both. The third replays the traces of experts that this project uses elsewhere
-(benchmarks/data/traces/moe-*.json). They have costs of layers and no counts of tokens, so experts
-cannot be placed. `even stages` has the same work on every stage. `published` are the paper's (figure 3). Everything here is simulated.
+A second table has the idleness from static to both. The third replays the traces of experts that
+this project uses elsewhere (benchmarks/data/traces/moe-*.json). They have costs of layers and no
+counts of tokens, so experts cannot be placed. `even stages` has the same work on every stage.
+`published` are the paper's (figure 3). Everything here is simulated.
 """
 
 from __future__ import annotations
@@ -70,12 +73,22 @@ Experts = list[ExpertPlacement]
 
 
 def groups_of(counts: Counts, replicas: int) -> list[Counts]:
-    """The counts of each group of replicas."""
+    """Returns the counts of each group of replicas.
+
+    Args:
+        counts: Tokens by replica and expert.
+        replicas: Size of a group.
+    """
     return [counts[first : first + replicas] for first in range(0, REPLICAS, replicas)]
 
 
 def busiest(placement: ExpertPlacement, counts: Counts) -> float:
-    """The tokens of the busiest replica of all groups, over the mean."""
+    """Returns the tokens of the busiest replica of all groups, over the mean.
+
+    Args:
+        placement: Experts of each replica of a group.
+        counts: Tokens by replica and expert.
+    """
     loads = [
         load for group in groups_of(counts, placement.ranks) for load in placement.loads(group)
     ]
@@ -83,7 +96,12 @@ def busiest(placement: ExpertPlacement, counts: Counts) -> float:
 
 
 def summed(counts: Counts, replicas: int) -> Counts:
-    """The counts of all groups together, by place in the group."""
+    """Returns the counts of all groups together, by place in the group.
+
+    Args:
+        counts: Tokens by replica and expert.
+        replicas: Size of a group.
+    """
     return [
         [sum(column) for column in zip(*rows, strict=True)]
         for rows in zip(*groups_of(counts, replicas), strict=True)
@@ -91,13 +109,27 @@ def summed(counts: Counts, replicas: int) -> Counts:
 
 
 def least_busiest(counts: Counts, replicas: int, per_rank: int) -> float:
-    """No placement has a busiest replica below this, over the mean."""
+    """Returns a lower bound of the busiest replica's tokens, over the mean.
+
+    It holds for any placement.
+
+    Args:
+        counts: Tokens by replica and expert.
+        replicas: Size of a group.
+        per_rank: Places for experts on each replica.
+    """
     total = summed(counts, replicas)
     return load_bound(total, replicas, per_rank) * replicas / sum(map(sum, total))
 
 
 def place(moments: Sequence[Sequence[Counts]], replicas: int, more: int) -> list[Experts]:
-    """Places the experts of each moment by the counts of the moment before."""
+    """Places the experts of each moment by the counts of the moment before.
+
+    Args:
+        moments: Tokens by moment, block, replica and expert.
+        replicas: Size of the groups that hold all experts once.
+        more: Places on each replica beyond those that all experts need once.
+    """
     placements = [[even_placement(EXPERTS, replicas)] * len(moments[0])]
     for counts in moments[:-1]:
         placements.append(replace(placements[-1], counts, more))
@@ -124,7 +156,14 @@ def replace(current: Experts, counts: Sequence[Counts], more: int) -> Experts:
 
 
 def layers_of(placements: Experts, counts: Sequence[Counts]) -> Layers:
-    """The costs of the half blocks. Each layer of experts takes as long as its busiest replica."""
+    """Returns the costs of the half blocks.
+
+    Each layer of experts takes as long as its busiest replica.
+
+    Args:
+        placements: The placement of the experts of each block.
+        counts: Tokens by block, replica and expert.
+    """
     layers = list(dense(len(placements), SEQUENCE))
     for block, (placement, tokens) in enumerate(zip(placements, counts, strict=True)):
         x, factor = layers[2 * block + 1], busiest(placement, tokens)
@@ -147,7 +186,12 @@ def balance(expected: Sequence[Layers]) -> list[Partition]:
 
 
 def time_of(moments: Sequence[Layers], partitions: Sequence[Partition]) -> dict[str, Any]:
-    """Means over the moments: seconds of a step, and the shares of it that stages do not work."""
+    """Returns the mean seconds of a step, and the mean shares without work.
+
+    Args:
+        moments: Costs of each half block, at each moment.
+        partitions: The placement at each moment.
+    """
     played = [timeline(*x, MICROBATCHES) for x in zip(moments, partitions, strict=True)]
     work = MICROBATCHES * sum(layer.seconds for layer in dense(len(moments[0]) // 2, SEQUENCE))
     result: dict[str, Any] = {
@@ -170,7 +214,7 @@ def time_of(moments: Sequence[Layers], partitions: Sequence[Partition]) -> dict[
 def row(
     skew: float, replicas: int, more: int, blocks: int = BLOCKS, moments: int = 24
 ) -> dict[str, Any]:
-    """One line of the first table.
+    """Measures one line of the first table.
 
     Args:
         skew: Exponent at the end of the model (`benchmarks.expert_loads`).
@@ -241,13 +285,13 @@ def row(
 
 
 def moved(partitions: Sequence[Partition]) -> dict[str, int]:
-    """How often layers moved, and how many half blocks in all."""
+    """Counts how often layers moved, and how many half blocks in all."""
     each = [len(moves(old, new)) for old, new in pairwise(partitions)]
     return {"times": sum(map(bool, each)), "layers": sum(each)}
 
 
 def trace_row(blocks: int) -> dict[str, Any]:
-    """One line of the second table: the trace of experts at this depth."""
+    """Measures one line of the second table: the trace of experts at this depth."""
     moments = trace("moe", blocks, SEQUENCE)
     halves = [in_halves(uniform(blocks, STAGES))] * len(moments)
     balanced = balance(moments[:-1])
@@ -275,7 +319,7 @@ def trace_row(blocks: int) -> dict[str, Any]:
     }
 
 
-# -- telling ---------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -284,7 +328,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The speed-ups in Markdown."""
+    """Returns the speed-ups in Markdown."""
     head = [
         "skew",
         "replicas of a group",
@@ -312,7 +356,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def idle_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The shares of a step without work in Markdown, from static to both."""
+    """Returns the shares of a step without work in Markdown, from static to both."""
     head = [
         "skew",
         "replicas of a group",
@@ -336,7 +380,7 @@ def start_of(x: dict[str, Any]) -> list[str]:
 
 
 def trace_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The traces in Markdown."""
+    """Returns the traces in Markdown."""
     names = ("layers balanced", "known at once", "even stages", "perfect")
     lines: list[list[str]] = []
     for x in rows:
@@ -396,7 +440,13 @@ def measure(
     groups: Sequence[tuple[int, int]] = GROUPS,
     depths: Sequence[int] = DEPTHS,
 ) -> dict[str, Any]:
-    """All rows of both tables."""
+    """Measures all rows of both tables.
+
+    Args:
+        skews: Exponents at the end of the model.
+        groups: Replicas of a group, and more places for experts on each.
+        depths: Depths of the model in the second table.
+    """
     rows = [row(skew, *group) for skew in skews for group in groups]
     least = {schedule: rows[0]["sides"]["perfect"]["idle"][schedule] for schedule in SCHEDULES}
     return {

@@ -1,10 +1,10 @@
-"""Half of a GPT's layers frozen as a prefix: balanced over static-uniform, on two ranks of real
-compute, one thread each.
+"""Half of a GPT's layers frozen as a prefix: balanced over static-uniform.
 
-One run holds both sides: the layers are moved to and fro between the static and the balanced
-placement, a few steps on each, pair after pair, so that both meet the same machine. Steps are whole
-ones: forward, backward, agreement, clipping, AdamW. The ideal is the simulator's, from the layers'
-measured costs without links: what a perfect executor would gain with this placement.
+It runs on two ranks of real compute, one thread each. One run holds both sides. The layers are
+moved to and fro between the static and the balanced placement, a few steps on each, pair after
+pair. Both sides thus meet the same machine. Steps are whole ones: forward, backward, agreement,
+clipping, AdamW. The ideal is the simulator's, from the layers' measured costs without links: the
+gain of a perfect executor with this placement.
 """
 
 from __future__ import annotations
@@ -31,7 +31,17 @@ from dynmo.schedule.simulator import simulate
 def balanced(
     world: World, pairs: int, steps: int, blocks: int, hidden: int, sequence: int, microbatches: int
 ) -> dict[str, Any]:
-    """Runs on each rank."""
+    """Runs on each rank: the static and the balanced placement, in turn.
+
+    Args:
+        world: The ranks.
+        pairs: Number of turns of both placements.
+        steps: Number of counted steps on a placement in each turn.
+        blocks: Depth of the model.
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+        microbatches: Microbatches of a step.
+    """
     config = parse(
         {
             "model": {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": sequence},

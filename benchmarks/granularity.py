@@ -1,17 +1,19 @@
-"""W whole, or a linear at a time while a message is late (`pipeline.w_granularity`): the same
-schedules both ways, in turn, in one run.
+"""W whole, or one linear at a time while a message is late.
+
+`pipeline.w_granularity` chooses between the two. The same schedules run both ways, in turn, in one
+run.
 
 Real: a GPT on 2 ranks of one thread, ZB-H1, cut evenly by measured time and with more on the last
-rank. Emulated: 4 ranks of several layers each, that are alike, whose ops take longer or shorter at
-random, and of which one is slower.
+rank. Emulated: 4 ranks of several layers each. The ranks are alike, or their ops take longer or
+shorter at random, or one rank is slower.
 
-Where there is nothing to fill the two should take the same time: one rank, which never waits; 1F1B,
-which never defers; ranks that are all alike, whose waits are as short as messages take.
+The two should take the same time if there is nothing to fill. One rank never waits. 1F1B never
+defers. Ranks that are all alike only wait as long as messages take.
 
 The gain is the time of "whole" over that of "linear", of medians. No order of the same ops is
-shorter than the busiest rank's ops: that is the limit. `fillable` is what ranks waited, with
-"whole", while there was W to run, and `filled` the W that "linear" has run in such waits, as shares
-of a step, means over the ranks.
+shorter than the busiest rank's ops: that is the limit. `fillable` is how long ranks waited, with
+"whole", while there was W to run. `filled` is the W that "linear" has run in such waits. Both are
+shares of a step, means over the ranks.
 """
 
 from __future__ import annotations
@@ -39,13 +41,23 @@ from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Kind
 
 SIDES = ("whole", "linear")
-LAYERS = 4  # of a rank, emulated: so many pieces has a W
+LAYERS = 4  # of an emulated rank. A W has as many parts.
 SLOW = 1.4
 
 
 class Jittery(EmulatedLayer):
-    """Its times are others at every microbatch: drawn in its own order, the same for both sides.
-    spread: of their logarithm."""
+    """An emulated layer whose times are others at every microbatch.
+
+    Each layer draws in its own order, the same for both sides.
+
+    Args:
+        f: Mean seconds of F.
+        b: Mean seconds of B.
+        w: Mean seconds of W.
+        size: Floats of a message.
+        spread: Standard deviation of the logarithm of the times.
+        seed: Seed of the draws.
+    """
 
     def __init__(self, f: float, b: float, w: float, size: int, spread: float, seed: int) -> None:
         super().__init__(f, b, w, size)
@@ -59,7 +71,14 @@ class Jittery(EmulatedLayer):
 
 
 def emulated_model(ranks: int, seconds: float, spread: float, slow: bool) -> Model:
-    """seconds: of an F, a B or a W of a rank. slow: the last one takes SLOW times as long."""
+    """Makes the emulated model.
+
+    Args:
+        ranks: Number of ranks.
+        seconds: Time of an F, a B or a W of a rank.
+        spread: Standard deviation of the logarithm of the times.
+        slow: Whether the last rank takes SLOW times as long.
+    """
     precise_timers()
     times = [
         seconds / LAYERS * (SLOW if slow and i // LAYERS == ranks - 1 else 1)
@@ -72,8 +91,12 @@ def emulated_model(ranks: int, seconds: float, spread: float, slow: bool) -> Mod
 
 
 def waits(step_output: StepOutput) -> tuple[float, float, float]:
-    """Of this rank: seconds in ops, waited while there was W to run, and of W that ran in a
-    wait."""
+    """Sums the seconds of this rank by what they were spent on.
+
+    Returns:
+        Seconds in ops, seconds waited while there was W to run, and seconds of W that ran in a
+        wait.
+    """
     busy = fillable = filled = 0.0
     waiting = 0
     before = ""
@@ -91,7 +114,15 @@ def waits(step_output: StepOutput) -> tuple[float, float, float]:
 def compare(
     world: World, pipelines: dict[str, Engine], inputs: Tensor, targets: Tensor, rounds: int
 ) -> dict[str, Any]:
-    """Both sides in turn."""
+    """Times both sides in turn.
+
+    Args:
+        world: The ranks.
+        pipelines: An engine for each of `SIDES`.
+        inputs: Inputs of a step, [microbatches, micro_batch, ...].
+        targets: Targets of a step, of the same shape.
+        rounds: Number of counted turns.
+    """
     outcomes: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SIDES}
 
     def seen(name: str, pipeline: Engine) -> Callable[[], float]:
@@ -128,7 +159,14 @@ def compare(
 
 
 def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) -> dict[str, Any]:
-    """Runs on each rank."""
+    """Runs on each rank: emulated layers under several schedules.
+
+    Args:
+        world: The ranks.
+        microbatches: Microbatches of a step.
+        milliseconds: Mean time of an F, a B or a W of a rank.
+        rounds: Number of counted turns.
+    """
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
     cases = {
         "zb-h1, random times": ("zb-h1", 0.5, False),
@@ -153,7 +191,16 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
 def real(
     world: World, microbatches: int, rounds: int, blocks: int, hidden: int, sequence: int
 ) -> dict[str, Any]:
-    """Runs on each rank."""
+    """Runs on each rank: a GPT, cut evenly and unevenly.
+
+    Args:
+        world: The ranks.
+        microbatches: Microbatches of a step.
+        rounds: Number of counted turns.
+        blocks: Depth of the model.
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+    """
     model, inputs, targets = gpt(microbatches, blocks, hidden, sequence, micro_batch=4)
 
     def make(schedule: str) -> dict[str, Engine]:
@@ -171,7 +218,7 @@ def real(
     for _ in range(3):
         timed(world, pipelines["whole"], inputs, targets)()
     even = exact([cost.seconds for cost in pipelines["whole"].costs()], world.size)
-    # A quarter of the first rank's layers too many on the last.
+    # The last rank gets a quarter of the first rank's layers too many.
     shift = even.counts[0] // 4
     uneven = Partition((even.counts[0] - shift, *even.counts[1:-1], even.counts[-1] + shift))
     figures: dict[str, Any] = {}

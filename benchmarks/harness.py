@@ -1,5 +1,7 @@
-"""Runs a benchmark's function on several local ranks and brings back what rank 0 returned; and the
-statistics all benchmarks share."""
+"""Runs a benchmark's function on local ranks, and statistics of all benchmarks.
+
+The result of rank 0 is brought back.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,22 @@ Taken = TypeVar("Taken")
 
 
 def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) -> Any:
-    """`function` is "module:name", called as name(world, **arguments) on every rank, one thread
-    each.
+    """Calls a function on several local ranks, one thread each.
 
     Ranks on a CUDA device share it: their messages pass through host memory.
+
+    Args:
+        function: "module:name". It is called as name(world, **arguments) on every rank.
+        ranks: Number of ranks.
+        device: "cpu" or a CUDA device.
+        arguments: Passed on to the function, as JSON.
+
+    Returns:
+        The result of rank 0.
     """
     if device != "cpu":
-        # No kernel of theirs waits on the device, so modules may be loaded late. To load all takes
-        # long.
+        # The ranks' kernels do not wait on the device, so modules may be loaded late. Loading all
+        # of them takes long.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "result.json"
@@ -55,12 +65,12 @@ def alternate(
     """Calls the sides in turn, round after round, so that all meet the same machine.
 
     Args:
-        sides: By name. Each returns its seconds, or the seconds of its parts.
-        rounds: How often each counts.
-        warmup: How often each is called before.
+        sides: Functions by name. Each returns its seconds, or the seconds of its parts.
+        rounds: How often each side counts.
+        warmup: How often each side is called before.
 
     Returns:
-        What each side returned, one a round.
+        The results of each side, one a round.
     """
     times: dict[str, list[Taken]] = {name: [] for name in sides}
     for turn in range(warmup + rounds):
@@ -72,9 +82,13 @@ def alternate(
 
 
 def start_together() -> float:
-    """On every rank: waits for the others, and then for a moment that all have agreed on, which it
-    returns (time.perf_counter, the same clock for all processes of a machine). Ranks leave a
-    barrier apart where they share cores."""
+    """Waits on every rank for the others, and then for an agreed moment.
+
+    Ranks leave a barrier apart if they share cores.
+
+    Returns:
+        The moment (time.perf_counter, the same clock for all processes of a machine).
+    """
     import torch
     import torch.distributed as dist
 
@@ -91,20 +105,30 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def part_medians(times: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
-    """As `medians`, of sides that return the seconds of their parts."""
+    """Returns medians for sides that return the seconds of their parts."""
     return {
         name: [median(part) for part in zip(*rows, strict=True)] for name, rows in times.items()
     }
 
 
 def bound_of(share: float, lost: dict[str, float], least: float = 0.85) -> dict[str, Any]:
-    """What keeps a saving from its ideal. lost: measured seconds over the ideal by where they are
-    spent; named where the share of the ideal is under `least`."""
+    """Says what keeps a saving from its ideal.
+
+    Args:
+        share: Share of the ideal that is reached.
+        lost: Measured seconds over the ideal, by where they are spent.
+        least: The largest part of `lost` is named if `share` is under this.
+    """
     return {"lost": lost, "bounded_by": max(lost, key=lost.__getitem__) if share < least else None}
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """As SVG, the same text whenever it is drawn from the same figures."""
+    """Saves a figure as SVG. The same figures always give the same text.
+
+    Args:
+        figure: A figure of matplotlib.
+        path: The file. Its folder is made if it is missing.
+    """
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +139,7 @@ def save_picture(figure: Any, path: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on, in kind."""
+    """Describes the machine and the software, in kind."""
     import torch
 
     return {
@@ -131,8 +155,15 @@ def main(
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     options: Sequence[tuple[str, int, str]] = (),
 ) -> None:
-    """`python -m benchmarks.NAME [--json]`: prints the figures as a table, or as one JSON
-    object."""
+    """Runs `python -m benchmarks.NAME [--json]`.
+
+    Prints the figures as a table, or as one JSON object.
+
+    Args:
+        about: The command's description.
+        measure: Returns the figures.
+        options: Name, default and help text of each option. All are integers.
+    """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     for name, default, text in options:
@@ -144,7 +175,12 @@ def main(
 
 
 def report(result: dict[str, Any], as_json: bool) -> None:
-    """Prints the figures: as one JSON object, or as a table."""
+    """Prints the figures.
+
+    Args:
+        result: The figures.
+        as_json: Whether to print one JSON object instead of a table.
+    """
     if as_json:
         print(json.dumps(result))
         return

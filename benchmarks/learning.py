@@ -1,14 +1,15 @@
-"""What early exit, mixture of depths and experts learn, against a dense model at equal compute.
+"""Early exit, mixture of depths and experts beside dense at equal compute.
 
 Model, data and evaluation are those of `benchmarks.quality`. Each technique trains for all steps.
-Its compute is counted by arithmetic, in units of a dense step: 2 FLOPs per weight and token in F, B
-and W each, and the pairs of the causal attention. The shares of tokens come from the run's log. The
-dense model then trains for as many steps as that compute pays for, with a learning rate of its own
-length. The distance is the technique's last held-out loss over this dense run's, less 1.
+Its compute is counted by arithmetic, in units of a dense step. F, B and W each take 2 FLOPs per
+weight and token. The pairs of the causal attention are added. The shares of tokens come from the
+run's log. The dense model then trains for as many steps as that compute pays for, with a
+learning-rate schedule of that length. The distance is the technique's last held-out loss over this
+dense run's, less 1.
 
-The held-out loss is that of the model as it would be used: with exits, and with blocks that select
-tokens by their predictors. For early exit the log also has the loss and the speed of the same model
-without exits, in turn on the same windows, on one thread.
+The held-out loss is that of the model in use: with exits, and with blocks that select tokens by
+their predictors. For early exit the log also has the loss and the speed of the same model
+without exits. Both take turns on the same windows, on one thread.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ RUNS: dict[str, dict[str, Run]] = {
 
 
 def block_flops(config: Config, kept: float, keys: float, pairs: float) -> float:
-    """FLOPs of a block's F for one token of the whole batch.
+    """Returns the FLOPs of a block's F for one token of the whole batch.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         kept: Share of the tokens that the block computes.
         keys: Share of the tokens that need keys and values.
         pairs: Share of the attention's pairs.
@@ -93,11 +94,13 @@ def block_flops(config: Config, kept: float, keys: float, pairs: float) -> float
 
 
 def step_flops(config: Config, shares: Sequence[float]) -> float:
-    """FLOPs of F, B and W for one token. B of the attention takes twice its F, and it has no W.
+    """Returns the FLOPs of F, B and W for one token.
+
+    B of the attention takes twice its F, and it has no W.
 
     Args:
-        config: Of the run.
-        shares: Of all tokens, those that left at each exit. Empty without early exit.
+        config: Config of the run.
+        shares: Share of all tokens that left at each exit. Empty without early exit.
     """
     m, cases = config.model, config.dynamism.cases
     exits = config.dynamism.early_exit.exits_of(m.blocks) if "early_exit" in cases else ()
@@ -116,7 +119,12 @@ def step_flops(config: Config, shares: Sequence[float]) -> float:
 
 
 def compute_of(config: Config, events: Sequence[Event]) -> list[float]:
-    """Compute up to the end of each step, in dense steps."""
+    """Returns the compute up to the end of each step, in dense steps.
+
+    Args:
+        config: Config of the run.
+        events: Events of the run.
+    """
     dense = step_flops(config_of(1, 0, {}, 1, 1, config.model.hidden), ())
     records = [
         (e.step, e.shares["exited"])
@@ -130,7 +138,7 @@ def compute_of(config: Config, events: Sequence[Event]) -> list[float]:
     )
     total, done = 0.0, list[float]()
     for step in range(config.train.steps):
-        # A record tells of the steps before it. None leaves before the first.
+        # A record describes the steps before it. No token leaves before the first record.
         shares = next(
             (shares for at, shares in records if at > step),
             records[-1][1] if records else [0.0] * len(exits),
@@ -150,7 +158,20 @@ def train(
     batches: int,
     hidden: int,
 ) -> dict[str, Any]:
-    """Runs on the one rank: held-out loss by step and by compute."""
+    """Runs on the one rank.
+
+    Args:
+        world: The one rank.
+        steps: Steps of the run.
+        dynamism: The section of this name.
+        model: More keys of [model].
+        evaluations: Points of a curve.
+        batches: Held-out microbatches of 4 windows each.
+        hidden: Width of the model.
+
+    Returns:
+        The held-out loss by step and by compute.
+    """
     config = config_of(steps, 0, dynamism, evaluations, batches, hidden, model)
     events: list[Event] = []
     Trainer(config, world, load_model(config), None, listen=events.append).run()
@@ -168,7 +189,7 @@ def train(
         "compute": compute[-1],
         "shares": dict(tokens[-1].shares) if tokens else {},
         "loss_without_exits": None if last is None else last.dense_loss,
-        # Of the later half of the evaluations, for one takes a moment only.
+        # One evaluation takes a moment only, so this is the median of the later half.
         "evaluation_speedup": median([_gain(e) for e in with_exits[len(with_exits) // 2 :]])
         if with_exits
         else None,
@@ -189,8 +210,16 @@ def measure(
     batches: int = 16,
     hidden: int = HIDDEN,
 ) -> dict[str, Any]:
-    """Trains all runs of `RUNS[what]`. jobs: runs at once, each of one thread in a process of its
-    own."""
+    """Trains all runs of `RUNS[what]`.
+
+    Args:
+        what: A key of `RUNS`.
+        steps: Steps of each run.
+        jobs: Runs at once, each of one thread in a process of its own.
+        evaluations: Points of a curve.
+        batches: Held-out microbatches of 4 windows each.
+        hidden: Width of the model.
+    """
     common = {"evaluations": evaluations, "batches": batches, "hidden": hidden}
     plain: Run = ({}, {})
     asked = [
@@ -222,7 +251,7 @@ def _run(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """In Markdown, as docs/cases.md shows it."""
+    """Returns the table in Markdown, as docs/cases.md shows it."""
     head = [
         "run",
         "compute, dense steps",
@@ -253,7 +282,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    # No date and no random ids: the same figures give the same file. Text stays text.
+    # The same figures give the same file: it has no date and no random ids. Text stays text.
     mpl.rcParams |= {
         "svg.hashsalt": "dynmo",
         "svg.fonttype": "none",

@@ -1,15 +1,16 @@
-"""Placement of layers on stages: how long it takes, how near it comes to the best there is, and
-what it brings on fixed cost traces.
+"""Placement of layers on stages: time, distance to the optimum, and gain.
+
+The gain is measured on fixed cost traces.
 
 times           `exact`, warm (best of several) and in a new process
 brute_force     `exact` against every placement, under memory limits
 chunked         several stages per rank: over equal shares, and whether proven
 diffusion       rounds, and the distance to the optimum in heaviest layers
 schedule_aware  under the best and the worst placement of the least bottleneck
-traces          48 blocks on 24 ranks, 24 moments of each case (benchmarks/data/traces: models of cost, per half block): the gain over
-                as many blocks on every rank, as the ratio of the bottlenecks summed over the
-                moments; None where the balancer's answer
-                    cannot run at some of them (cannot_run_at: at how many)
+traces          48 blocks on 24 ranks, 24 moments of each case (benchmarks/data/traces: models of
+                cost, per half block). The gain is over as many blocks on every rank: the ratio of
+                the bottlenecks summed over the moments. It is None where the balancer's answer
+                cannot run at some moments (cannot_run_at: at how many).
 """
 
 from __future__ import annotations
@@ -50,7 +51,12 @@ WEIGHTS: dict[str, Callable[[random.Random], float]] = {
 
 
 def best_of(run: Callable[[], object], times: int) -> float:
-    """Milliseconds."""
+    """Returns the least milliseconds of several runs.
+
+    Args:
+        run: The function to time.
+        times: Number of runs.
+    """
     seconds: list[float] = []
     for _ in range(times):
         start = time.perf_counter()
@@ -86,7 +92,15 @@ def times_of(repeat: int) -> list[dict[str, Any]]:
 
 
 def some_memory(draw: random.Random, weights: list[float], ranks: int) -> MemoryLimits:
-    """Stage s keeps ranks - s microbatches, as in 1F1B; limits of 1.6 times an equal share."""
+    """Draws memory limits of 1.6 times an equal share.
+
+    Stage s keeps ranks - s microbatches, as in 1F1B.
+
+    Args:
+        draw: The source of random numbers.
+        weights: Seconds of each layer.
+        ranks: Number of pipeline ranks.
+    """
     layers = tuple(
         LayerCost(x, 0, 0, weight_bytes=draw.randint(1, 10), activation_bytes=draw.randint(1, 10))
         for x in weights
@@ -100,9 +114,14 @@ def some_memory(draw: random.Random, weights: list[float], ranks: int) -> Memory
 
 
 def cold() -> dict[str, float]:
-    """Seconds in a new process with the compiled code cached: imports, then the first call."""
+    """Measures a new process with the compiled code cached.
+
+    Returns:
+        Seconds of the imports, then of the first call.
+    """
     code = (
-        "import time; a = time.perf_counter(); from dynmo.balance.partition import exact; b = time.perf_counter(); "
+        "import time; a = time.perf_counter(); "
+        "from dynmo.balance.partition import exact; b = time.perf_counter(); "
         "exact([1.0 + i % 7 for i in range(96)], 24); print(b - a, time.perf_counter() - b)"
     )
     best = min(
@@ -248,8 +267,10 @@ def diffusion_table(cases: int) -> list[dict[str, Any]]:
 
 
 def schedule_table(cases: int) -> list[dict[str, Any]]:
-    """18 halves on 5 ranks, a frozen prefix of 6 to 12 of them: all placements of the least
-    bottleneck are simulated."""
+    """Simulates all placements of the least bottleneck.
+
+    There are 18 halves on 5 ranks, with a frozen prefix of 6 to 12 of them.
+    """
     blocks = tuple(
         LayerCost(1.0, 1.0, 0.8) if i % 2 else LayerCost(1.2, 1.4, 0.6) for i in range(18)
     )
@@ -330,7 +351,10 @@ _BALANCERS: tuple[str, ...] = ("diffusion", "deepspeed-time", "algorithm-3")
 
 
 def simulated_row(case: str) -> dict[str, Any]:
-    """The gain in simulated makespan, ZB-H1, 48 microbatches, a moment in six."""
+    """Returns the gain in simulated makespan.
+
+    The schedule is ZB-H1 with 48 microbatches, at a moment in six.
+    """
     make = by_name("zb-h1", 48)
     base = blind = seeing = 0.0
     for layers in trace(case)[::6]:

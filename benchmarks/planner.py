@@ -1,16 +1,18 @@
-"""The planner: zb-auto against the published automatic schedules, on uneven stages, and against the
-clock.
+"""The planner: against published schedules, on uneven stages, and its seconds.
 
-published    bubble = 1 - m (F + B + W) / span in the 12 settings of the Zero Bubble paper, with memory for p and for 2p microbatches: as
-             published, ours, and the least that `lower_bound` leaves possible
-uneven       random stages (p 2-24, m 1-4p, times spread by up to 60 %, links, frozen prefixes, uneven memory and limits): the span of a
-             plan made from the stages' own times over that of a plan made from their median, as the
-             published planner is fed; both within the true limits and replayed at the true times
-seconds      to a schedule in a warm process, and from the start of Python in a new one, by then with the compiled code on disk; and in
-             the very first one, which compiles it. The best of several runs, on uneven stages.
+published    bubble = 1 - m (F + B + W) / span in the 12 settings of the Zero Bubble paper, with
+             memory for p and for 2p microbatches: as published, ours, and the least that
+             `lower_bound` leaves possible
+uneven       random stages (p 2-24, m 1-4p, times spread by up to 60 %, links, frozen prefixes,
+             uneven memory and limits). The span of a plan made from the stages' own times is
+             divided by that of a plan made from their median, as the published planner is fed.
+             Both are within the true limits and replayed at the true times.
+seconds      to a schedule in a warm process, and from the start of Python in a new one, by then
+             with the compiled code on disk; and in the very first one, which compiles it. The
+             best of several runs, on uneven stages.
 
-`--plot` draws how the warm time grows with p and m into docs/pictures/planner_growth.svg. It is not
-smooth: a search ends where it meets the bound, and its budget grows from 24 ranks and 96
+`--plot` draws how the warm time grows with p and m into docs/pictures/planner_growth.svg. The curve
+is not smooth: a search ends where it meets the bound, and its budget grows from 24 ranks and 96
 microbatches on.
 """
 
@@ -75,13 +77,17 @@ def published() -> list[dict[str, Any]]:
 
 
 def uneven_case(random: Random) -> tuple[Costs, Costs, int, list[float], int]:
-    """Costs, the same with every stage's times at their median, microbatches, caps, first trainable
-    stage."""
+    """Draws an uneven pipeline.
+
+    Returns:
+        Costs, the same costs with every stage's times at their median, microbatches, caps, and the
+        first trainable stage.
+    """
     p = random.randint(2, 24)
     m, spread = random.randint(1, 4 * p), random.uniform(0, 0.6)
     first = random.randrange(1, p) if random.random() < 0.2 else 0
     base = (10.0, random.uniform(7, 15), random.uniform(3, 12))
-    together = random.random() < 0.5  # a long stage is long in F, B and W; or each for itself
+    together = random.random() < 0.5  # a long stage is long in F, B and W, or each is drawn alone
     times: list[list[float]] = []
     for _ in range(p):
         common = random.uniform(-spread, spread)
@@ -151,6 +157,12 @@ def uneven(cases: int) -> dict[str, Any]:
 
 
 def timed_case(p: int, roomy: bool) -> tuple[Costs, list[float]]:
+    """Draws the costs and memory limits of a pipeline to be timed.
+
+    Args:
+        p: Number of ranks. Also the seed.
+        roomy: Whether a rank has memory for about 2p microbatches. Otherwise it is about p.
+    """
     random = Random(p)
     stages = tuple(
         StageCost(
@@ -165,7 +177,13 @@ def timed_case(p: int, roomy: bool) -> tuple[Costs, list[float]]:
 
 
 def warm(p: int, m: int, runs: int) -> float:
-    """The slower of roomy and tight memory."""
+    """Returns the slower of roomy and tight memory, in seconds.
+
+    Args:
+        p: Number of ranks.
+        m: Number of microbatches.
+        runs: Number of runs. The best one counts.
+    """
     worst = 0.0
     for roomy in (True, False):
         costs, caps = timed_case(p, roomy)
@@ -179,10 +197,19 @@ def warm(p: int, m: int, runs: int) -> float:
 
 
 def new_process(p: int, m: int, cache: str | None = None) -> float:
-    """From the start of Python to its end."""
+    """Measures a new process, in seconds from the start of Python to its end.
+
+    Args:
+        p: Number of ranks.
+        m: Number of microbatches.
+        cache: Folder of the compiled code. None leaves the environment as it is.
+    """
     costs, caps = timed_case(p, roomy=False)
     code = "from dynmo.cost.layer_cost import Costs, StageCost\n"
-    code += f"from dynmo.schedule.automatic.zero_bubble import automatic\nautomatic({costs!r}, {m}, caps={caps!r})"
+    code += (
+        "from dynmo.schedule.automatic.zero_bubble import automatic\n"
+        f"automatic({costs!r}, {m}, caps={caps!r})"
+    )
     environment = dict(os.environ) | ({"NUMBA_CACHE_DIR": cache} if cache else {})
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)
@@ -209,7 +236,7 @@ def seconds(runs: int) -> dict[str, Any]:
 
 
 def growth(runs: int) -> dict[str, list[tuple[int, float]]]:
-    """Warm seconds by p at m = 128, and by m at p = 16."""
+    """Returns the warm seconds by p at m = 128, and by m at p = 16."""
     warm(2, 2, 1)
     return {
         "ranks": [(p, warm(p, 128, runs)) for p in (2, 4, 8, 16, 32, 64, 128)],

@@ -1,21 +1,22 @@
-"""A barrier at every step's end against post-validation (Zero Bubble, section 4): time per step
-over many steps, emulated.
+"""A barrier at every step's end against post-validation, emulated.
 
-8 ranks whose ops sleep four times as long as the paper's 28.3B model needs
-(tests/facts/zero_bubble_table5.json: F 10.4, B 10.2, W 7.7 ms): between eight processes on two
-cores a message takes far longer than between GPUs, and this is about the ends of steps. 3p
-microbatches, under zb-auto in twice the memory of 1F1B (ZB-2p) and under ZB-H2. Sides take turns, a
-run of several steps each; a side's figure is the median of its runs. A run's time per step is
-counted from the end of its first step to the end of its last, on the slowest rank, so that neither
-filling the pipeline nor emptying it counts.
+Post-validation is section 4 of Zero Bubble. The figure is the time per step over many steps.
 
-What the simulator says of one step is the limit: the makespan with a barrier, the span without.
+8 ranks' ops sleep four times as long as the paper's 28.3B model needs
+(tests/facts/zero_bubble_table5.json: F 10.4, B 10.2, W 7.7 ms). A message between eight processes
+on two cores takes far longer than between GPUs. Short ops would measure these messages, and this
+benchmark is about the ends of steps. There are 3p microbatches, under zb-auto in twice the memory
+of 1F1B (ZB-2p) and under ZB-H2. Sides take turns, a run of several steps each. A side's figure is
+the median of its runs. A run's time per step counts from the end of its first step to the end of
+its last, on the slowest rank. So neither filling the pipeline nor emptying it counts.
+
+The limit is the simulator's figure for one step: the makespan with a barrier, the span without.
 Wanted: at most 3 % over the span. The paper's authors report that a synchronous optimizer is 8.8 %
 slower on average.
 
-A rollback's cost is measured with a limit on the gradient norm, at every so many steps, which the
-first ranks' norms keep and all together do not: so these ranks have stepped, take it back, do it
-again, and run their warm-up again.
+A rollback's cost is measured with a limit on the gradient norm, at every so many steps. The norms
+of the first ranks keep the limit, and all together do not. These ranks have stepped, roll back,
+step again, and run their warm-up again.
 """
 
 from __future__ import annotations
@@ -44,15 +45,24 @@ SCHEDULES = ("zb-auto", "zb-h2")
 
 
 def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Callable[[], float]:
-    """A run of so many steps: seconds per step. every: so many steps between two that are taken
-    back (0: none is)."""
+    """Returns a side that runs so many steps.
+
+    Args:
+        world: The ranks.
+        pipeline: The engine.
+        steps: Number of steps of a run.
+        every: Number of steps between two that are rolled back. 0: no step is.
+
+    Returns:
+        A function that runs the steps and returns the seconds per step on the slowest rank.
+    """
     microbatches = pipeline.schedule_for(pipeline.partition).microbatches
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
 
     def run() -> float:
         limit = 0.0
         if every:
-            # All together are just over it, the first ranks are not.
+            # The norm of all ranks together is just over the limit, that of the first ranks is not.
             limit = 0.9 * pipeline.step(0, batch, batch, lr=0.0).norm
         world.barrier("the run to start")
         ends: list[float] = []
@@ -83,8 +93,17 @@ def emulated(
     every: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Runs on each rank. times: F, B and W in seconds. stash: the share of a forward's activations
-    that stays until W."""
+    """Runs on each rank.
+
+    Args:
+        world: The ranks.
+        times: F, B and W in seconds.
+        stash: Share of a forward's activations that stays until W.
+        microbatches: Microbatches of a step.
+        steps: Number of steps of a run.
+        every: Number of steps between two that are rolled back.
+        rounds: Number of runs of each side.
+    """
     f, b, w = times
     ranks = world.size
     pipelines: dict[str, Engine] = {}
@@ -105,8 +124,8 @@ def emulated(
             side = f"{name} {'post-validation' if afterwards else 'barrier'}"
             pipelines[side], sides[side] = pipeline, steps_of(world, pipeline, steps)
             steps_of(world, pipeline, 3)()
-            # Schedules are made for what the ops sleep, and not for what else this machine was
-            # doing; and for the paper's model's memory.
+            # Schedules are made for the ops' sleeps, and not for what else this machine was doing.
+            # The memory is that of the paper's model.
             memory = {"activation_bytes": 1_000_000, "stash_bytes": round(1_000_000 * stash)}
             costs = tuple(replace(layer, f=f, b=b, w=w, **memory) for layer in pipeline.costs())
             pipeline.actions.replan(costs)

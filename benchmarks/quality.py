@@ -1,13 +1,14 @@
-"""What the dynamic techniques do to what is learnt: held-out loss of a small GPT on the standard
-library's sources, by case.
+"""The effect of the dynamic techniques on held-out loss, by case.
 
-Four blocks of the demo's width (`--hidden`), sequences of 128 bytes, 8 of them a step, one process
-(any ranks give the same bits: tests/test_equality.py). Every run sees the same data in the same
-order and is evaluated on the same held-out windows, with the technique as it is at that moment. The
-distance is the last held-out loss over the dense run's, less 1; its limits were written before the
-runs. Sparse attention is held against the same model with shared queries and keys that leaves no
-pair out, so that the distance is the sparsity's and not the sharing's; that model's own distance to
-dense is a row too. The dense run under other seeds shows how much chance alone does.
+The data are the standard library's sources. The model has four blocks of the demo's width
+(`--hidden`). A step has 8 sequences of 128 bytes. One process runs it, because any ranks give the
+same bits (tests/test_equality.py). Every run sees the same data in the same order. It is evaluated
+on the same held-out windows, with the technique as it is at that moment. The distance is the last
+held-out loss over the dense run's, less 1. Its limits were written before the runs.
+
+Sparse attention is held against the same model with shared queries and keys that leaves no pair
+out. The distance is thus the sparsity's and not the sharing's. That model's own distance to dense
+is a row too. The dense run under other seeds shows how much chance alone does.
 """
 
 from __future__ import annotations
@@ -49,8 +50,13 @@ def attention(**options: Any) -> dict[str, Any]:
 
 
 def runs(steps: int) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
-    """name -> what it is held against, the limit of the distance, `[dynamism]`. Up to half of the
-    ten layers freeze."""
+    """Returns all runs by name.
+
+    Up to half of the ten layers freeze.
+
+    Returns:
+        The run that each is held against, the limit of the distance, and its `[dynamism]`.
+    """
     third = steps // 3
     adaptive = {"start": steps // 10, "max_layers": 5}
     return {
@@ -85,10 +91,15 @@ def runs(steps: int) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
 
 
 def chosen(steps: int, only: Sequence[str]) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
-    """Of `runs`, those named and what they are held against; all, where none is named."""
+    """Selects the named runs of `runs`, and the runs that they are held against.
+
+    Args:
+        steps: Steps of each run.
+        only: Names of runs. Empty selects all.
+    """
     every = runs(steps)
     wanted = {*only, *(every[name][0] for name in only)} or every.keys()
-    # Shared keys are held against dense, themselves.
+    # The run with shared keys is itself held against dense.
     wanted = {*wanted, *(every[name][0] for name in wanted)}
     return {name: run for name, run in every.items() if name in wanted}
 
@@ -102,11 +113,11 @@ def config_of(
     hidden: int = HIDDEN,
     model: dict[str, Any] | None = None,
 ) -> Config:
-    """The run of a technique.
+    """Returns the config of a technique's run.
 
     Args:
-        steps: Of the run.
-        seed: Of weights and data.
+        steps: Steps of the run.
+        seed: Seed of weights and data.
         dynamism: The section of this name.
         evaluations: Points of a curve.
         batches: Held-out microbatches of 4 windows each.
@@ -141,7 +152,20 @@ def train(
     batches: int,
     hidden: int = HIDDEN,
 ) -> dict[str, Any]:
-    """Runs on the one rank: the held-out losses by step, and what the case did."""
+    """Runs on the one rank.
+
+    Args:
+        world: The one rank.
+        steps: Steps of the run.
+        seed: Seed of weights and data.
+        dynamism: The section of this name.
+        evaluations: Points of a curve.
+        batches: Held-out microbatches of 4 windows each.
+        hidden: Width of the model.
+
+    Returns:
+        The held-out losses by step, and what the case did.
+    """
     config = config_of(steps, seed, dynamism, evaluations, batches, hidden)
     events: list[Event] = []
     result = Trainer(config, world, load_model(config), None, listen=events.append).run()
@@ -153,8 +177,14 @@ def train(
 
 
 def compare(by_technique: dict[str, dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """A row per run of `runs`: the last held-out loss and its distance to what it is held
-    against."""
+    """Returns a row for each run of `runs` that was measured.
+
+    A row has the last held-out loss, and its distance to the run that it is held against.
+
+    Args:
+        by_technique: Result of each run, by name.
+        steps: Steps of the run.
+    """
     out: list[dict[str, Any]] = []
     for name, (against, limit, dynamism) in runs(steps).items():
         if name not in by_technique:
@@ -179,8 +209,17 @@ def measure(
     hidden: int = HIDDEN,
     only: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """jobs: runs at once, each of one thread in a process of its own. only: names of `runs` (and
-    what they are held against), not all."""
+    """Trains the runs and compares them.
+
+    Args:
+        steps: Steps of each run.
+        seeds: Number of seeds of the dense run.
+        jobs: Runs at once, each of one thread in a process of its own.
+        evaluations: Points of a curve.
+        batches: Held-out microbatches of 4 windows each.
+        hidden: Width of the model.
+        only: Names of `runs`, taken with the runs that they are held against. Empty takes all.
+    """
     common = {"steps": steps, "evaluations": evaluations, "batches": batches, "hidden": hidden}
     techniques = chosen(steps, only)
     asked: list[dict[str, Any]] = [
@@ -212,7 +251,7 @@ def _run(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """In Markdown, as docs/cases.md shows it."""
+    """Returns the table in Markdown, as docs/cases.md shows it."""
     lines = [
         ["run", "held-out loss", "held against", "distance", "limit", "changes at steps"],
         ["---", "---:", "---", "---:", "---:", "---"],
@@ -240,7 +279,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    # No date and no random ids: the same figures give the same file. Text stays text.
+    # The same figures give the same file: it has no date and no random ids. Text stays text.
     mpl.rcParams |= {
         "svg.hashsalt": "dynmo",
         "svg.fonttype": "none",
@@ -274,7 +313,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.legend(frameon=False)
         axes.grid(color="#dddddd")
     all_axes[0].set_ylabel("held-out loss, nats a byte")
-    # What the first steps bring would leave no room for the differences.
+    # The large fall of the first steps would leave no room for the differences.
     late = [
         loss for row in rows for step, loss in row["curve"] if step >= rows[0]["curve"][-1][0] / 5
     ]

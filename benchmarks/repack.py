@@ -75,7 +75,7 @@ PAPER = {
 
 
 def seconds_of(layers: Layers) -> Callable[[Partition], float]:
-    """The seconds of a step with these costs, by placement."""
+    """Returns a function from a placement to the seconds of a step with these costs."""
     return cache(lambda partition: timeline(layers, partition, MICROBATCHES).makespan)
 
 
@@ -86,12 +86,12 @@ def of_baseline(
     limit: float,
     room: float,
 ) -> int:
-    """The fewest ranks that an algorithm comes to, over all targets, and that are fast enough.
+    """Returns an algorithm's fewest ranks that are fast enough, over all targets.
 
     Args:
         name: The algorithm, of `BASELINES`.
         layers: Costs of each half block.
-        seconds: The seconds of a step, by placement.
+        seconds: Returns the seconds of a step, by placement.
         limit: The most seconds that a step may take.
         room: Parameters that fit on a rank.
 
@@ -105,7 +105,12 @@ def of_baseline(
 
 
 def least_seconds(layers: Layers, ranks: int) -> float:
-    """No placement on so many ranks has a shorter step, whatever the schedule."""
+    """Returns a lower bound on the step of any placement and schedule, in seconds.
+
+    Args:
+        layers: Costs of each half block.
+        ranks: Number of ranks.
+    """
     before = [0.0, *accumulate(layer.f for layer in layers)]
     work = [0.0, *accumulate(MICROBATCHES * layer.seconds for layer in layers)]
     # Bound by number of layers, on the ranks of the rounds done. Zero ranks hold no layer.
@@ -121,7 +126,7 @@ def least_seconds(layers: Layers, ranks: int) -> float:
 
 
 def search_fewer(layers: Layers, limit: float, ranks: int) -> dict[str, Any]:
-    """The fewest ranks that any placement needs, if fewer than `ranks`, and how that was searched.
+    """Searches the fewest ranks that any placement needs, if fewer than `ranks`.
 
     Args:
         layers: Costs of each half block.
@@ -183,13 +188,13 @@ def row(
     stride: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """One line of the table.
+    """Measures one line of the table.
 
     Args:
         case: The trace.
         blocks: Depth of the model.
         stride: Takes every so many-th moment.
-        progress: Is told each moment that begins.
+        progress: Called with the name of each moment that begins.
 
     Returns:
         The line, as in the result file.
@@ -225,7 +230,7 @@ def row(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """In Markdown, as docs/planning.md shows it."""
+    """Returns the table in Markdown, as docs/planning.md shows it."""
     counted = {"proven": "fewer is impossible at", "complete": "searched completely at"}
     shown = {"kept": "least throughput over dense", "speedup": "speed-up on 8 ranks"}
     lines = [["case", "blocks", *SIDES, *counted.values(), *shown.values()]]
@@ -238,7 +243,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def speed_table(rows: list[dict[str, Any]]) -> str:
-    """Speed-up and throughput per rank, in Markdown."""
+    """Returns speed-up and throughput per rank, in Markdown."""
     shown = {
         "speedup": "speed-up on 8 ranks",
         "repacked": "speed-up repacked",
@@ -253,13 +258,16 @@ def speed_table(rows: list[dict[str, Any]]) -> str:
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """A table of which the first line is the head. All columns but the first are numbers."""
+    """Formats a table.
+
+    The first line is the head. All columns but the first are numbers.
+    """
     ruled = [lines[0], ["---", *["---:"] * (len(lines[0]) - 1)], *lines[1:]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in ruled)
 
 
 def report(result: dict[str, Any]) -> str:
-    """The tables, and the paper's figure."""
+    """Returns the tables, and the paper's figure."""
     paper = result["paper"]
     published = f"The paper: {paper['average']} of {paper['ranks']} GPUs over {paper['case']}."
     tables = [table(result["rows"]), speed_table(result["rows"])]
@@ -267,7 +275,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Throughput per rank and ranks over the run, as the paper's figure 4."""
+    """Draws throughput per rank and ranks over the run, as the paper's figure 4."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
@@ -287,7 +295,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def show_progress(text: str) -> None:
-    """On one line of stderr."""
+    """Shows a text on one line of stderr."""
     print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
 
 

@@ -48,7 +48,7 @@ _DONE, _PLACED, _STOPPED = 0, 1, 2
 
 @dataclass(frozen=True)
 class PlacementSearch:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
         placement: A placement whose step is within the limit. None if none was found.
@@ -70,7 +70,7 @@ def search_placements(
     limit: float,
     most: int = _REPLAYS,
 ) -> PlacementSearch:
-    """Looks for a placement on exactly `ranks` ranks whose step takes at most `limit` seconds.
+    """Searches a placement on `ranks` ranks whose step takes at most `limit` seconds.
 
     Args:
         layers: Costs of each layer. The first one must have a B or a W.
@@ -119,7 +119,7 @@ def window_seconds(
     low: int,
     high: int,
 ) -> float:
-    """The lower bound on a step that knows the layers of the ranks `low` .. `high` only.
+    """Returns the lower bound on a step that knows only the layers of the window.
 
     Args:
         layers: Costs of each layer.
@@ -138,13 +138,13 @@ def window_seconds(
 
 
 def sums_of(layers: Layers) -> Floats:
-    """Seconds of F, B and W (rows) of the layers before each (columns)."""
+    """Returns the seconds of F, B and W (rows) of the layers before each (columns)."""
     times = [(x.f, x.b, x.w) for x in layers]
     return np.array([(0.0, 0.0, 0.0), *times]).cumsum(0).T.copy()
 
 
 def rows_of(schedule: Schedule, low: int, high: int) -> Ints:
-    """The ops of some ranks as rows of rank, kind and microbatch, each behind what it needs.
+    """Returns the ops of some ranks as rows, each behind what it needs.
 
     Args:
         schedule: One stage per rank.
@@ -152,7 +152,7 @@ def rows_of(schedule: Schedule, low: int, high: int) -> Ints:
         high: The last rank.
 
     Returns:
-        An array of [ops, 3].
+        An array of [ops, 3]: rank, kind and microbatch.
     """
     ops = [(rank, op) for rank, op in in_order(schedule) if low <= rank <= high]
     return np.array([(rank, _KINDS[op.kind], op.microbatch) for rank, op in ops], np.int64)
@@ -168,7 +168,10 @@ def _replay(
     ranks: int,
     ended: Floats,
 ) -> float:
-    """The bound of a window. ended: scratch, by rank, F or B, and microbatch."""
+    """Returns the bound of a window.
+
+    `ended` is scratch, by rank, F or B, and microbatch.
+    """
     layers = works.shape[1] - 1
     before, stop = bounds[low], bounds[high + 1]
     behind = works[0, layers] - works[0, stop] + works[1, layers] - works[1, stop]  # F and B
@@ -221,7 +224,10 @@ def _single(
 
 @jit()
 def _suffixes(fits: Bools) -> Bools:
-    """Says by [rank, start] whether `rank` and those behind can have the layers from `start` on."""
+    """Says by [rank, start] whether the last ranks can have the last layers.
+
+    The ranks are `rank` and those behind, the layers those from `start` on.
+    """
     ranks, layers = fits.shape[0], fits.shape[1] - 1
     can = np.zeros((ranks + 1, layers + 1), np.bool_)
     can[ranks, layers] = True

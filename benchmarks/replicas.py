@@ -1,13 +1,15 @@
-"""What replicas cost: the share of the gradients' reduction that a rank's own work hides, and what
-ZeRO-1 saves in memory.
+"""The cost of replicas: the hidden share of the reduction, and ZeRO-1's saving.
+
+The hidden share is that part of the gradients' reduction that a rank's own work hides. ZeRO-1 saves
+memory.
 
 Two replicas of two stages, a GPT, four processes. Limits, written before measuring: half of the
 reduction hidden, and a rank's optimizer state under 0.55 of the whole. With ZeRO-1 the parameters
-are gathered after the optimizer, where nothing is left to hide them: that part is reported with the
-rest, so its hidden share is lower.
+are gathered after the optimizer, where nothing is left to hide them. That part is reported with the
+rest, so the hidden share of ZeRO-1 is lower.
 
-`could_hide` is what the measured times of this run allow, on the rank where that is least: a
-layer's reduction starts when its last W has run, and hides behind the last W's of the layers that
+`could_hide` is the share that the measured times of this run allow, on the rank where it is least.
+A layer's reduction starts when its last W has run. It hides behind the last W's of the layers that
 are still to come.
 
     W of layers   9 8 7 6 5|          the step's end
@@ -36,8 +38,17 @@ MICROBATCHES = 4
 
 
 def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any] | None:
-    """Both ways in turn, on the same ranks. Of every figure the median over the steps, and of those
-    the worst rank's."""
+    """Runs both ways in turn, on the same ranks.
+
+    Args:
+        world: The ranks.
+        rounds: Number of counted turns.
+        hidden: Width of the model.
+        blocks: Depth of the model.
+
+    Returns:
+        For each figure, the median over the steps, on the worst rank. None on ranks other than 0.
+    """
     model = {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": 64}
     here = arrange(world, 2)
     pipelines: dict[str, Engine] = {}
@@ -62,11 +73,8 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
         before, start = pipeline.measurements.reduction_seconds, time.perf_counter()
         pipeline.step(len(seconds[name]), text[..., :-1], text[..., 1:], lr=1e-3, max_norm=1.0)
         end = time.perf_counter()
-        seconds[name].append(
-            tuple(
-                b - a for a, b in zip(before, pipeline.measurements.reduction_seconds, strict=True)
-            )
-        )  # pyright: ignore[reportArgumentType]
+        worked, waited = pipeline.measurements.reduction_seconds
+        seconds[name].append((worked - before[0], waited - before[1]))
         return end - start
 
     times = alternate({name: lambda name=name: step(name) for name in pipelines}, rounds, warmup=2)
@@ -94,8 +102,14 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
 
 
 def could_hide(weights: list[float], reductions: list[float]) -> float:
-    """The share of the reductions, one after another, that ends before the last W does. Seconds by
-    layer, in the order of the W's."""
+    """Returns the share of the reductions that ends before the last W does.
+
+    The reductions run one after another.
+
+    Args:
+        weights: Seconds of the last W of each layer, in the order of the W's.
+        reductions: Seconds of the reduction of each layer, in the same order.
+    """
     now = free = 0.0
     for weight, reduction in zip(weights, reductions, strict=True):
         now += weight

@@ -1,16 +1,21 @@
-"""Fixed cost traces (48 blocks, benchmarks/data/traces) on 24 ranks: how near to perfect balance
-they come, simulated. ZB-H1, 48 microbatches, no link times, and reductions take none either.
+"""Fixed cost traces on 24 ranks: their distance to perfect balance, simulated.
+
+The traces have 48 blocks (benchmarks/data/traces). The schedule is ZB-H1 with 48 microbatches.
+There are no link times, and reductions take none either.
 
 blocks      whole blocks, the best placement for each moment
 halves      halves of blocks, the same
-reshaped    halves, and on the same 24 ranks a shorter pipeline with more replicas, the microbatches split among them: the best whose ranks
-            fit. memory x2: half the depth fits, no third; x4: a quarter fits, no sixth
+reshaped    halves, and on the same 24 ranks a shorter pipeline with more replicas, the
+            microbatches split among them: the best whose ranks fit. memory x2: half the depth
+            fits, no third; x4: a quarter fits, no sixth
 perfect     24 ranks that each have the same part of all work
 
 loads       the gain over as many blocks on every rank, by the busiest rank's work in a step
-seconds     the same by the simulated step, with the filling of the pipeline: a shorter one fills sooner, so it can be over 100 % of perfect
+seconds     the same by the simulated step, with the filling of the pipeline. A shorter pipeline
+            fills sooner, so it can be over 100 % of perfect.
 shares      of perfect's gain; the aim is 95 %
-decided     what `balance.reshape` does from moment to moment, 50 steps each: how often it changes the mesh, and the mean step
+decided     what `balance.reshape` does from moment to moment, 50 steps each: how often it changes
+            the mesh, and the mean step
 """
 
 from __future__ import annotations
@@ -57,8 +62,17 @@ AIM = 0.95
 
 
 def request(layers: Layers, memory: int) -> MeshRequest:
-    """Sizes are the dense model's, in thirds of a block: what is pruned or frozen still counts, as
-    it may come back. The limit is just under what the next shorter pipeline needs."""
+    """Returns the request for a mesh with the dense model's sizes.
+
+    Sizes are in thirds of a block.
+
+    Pruned or frozen layers still count, as they may come back. The limit is just under what the
+    next shorter pipeline needs.
+
+    Args:
+        layers: Costs of each half block.
+        memory: Memory of a rank, in multiples of the even share of weights.
+    """
     sized = tuple(replace(x, weight_bytes=2 if i % 2 else 1) for i, x in enumerate(layers))
     share = sum(x.weight_bytes for x in sized) // RANKS
     first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
@@ -78,11 +92,18 @@ def request(layers: Layers, memory: int) -> MeshRequest:
 
 
 def busiest(plan: MeshPlan) -> float:
-    """Seconds of work of the busiest rank in a step."""
+    """Returns the seconds of work of the busiest rank in a step."""
     return plan.mesh.microbatches * max(plan.plan.rank_cost)
 
 
 def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
+    """Measures one line of the table.
+
+    Args:
+        case: Name of the case.
+        sequence: Tokens of a sequence.
+        stride: Takes every so many-th moment.
+    """
     moments = trace(case, BLOCKS, sequence)[::stride]
     even = uniform(BLOCKS, RANKS)
     loads: dict[str, float] = {}
@@ -140,6 +161,12 @@ def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
 
 
 def decisions(moments: Sequence[Layers], memory: int) -> dict[str, Any]:
+    """Replays the decisions of `balance.reshape` from moment to moment.
+
+    Args:
+        moments: Costs of each half block, at each moment.
+        memory: Memory of a rank, in multiples of the even share of weights.
+    """
     mesh, partition = Mesh(RANKS, 1, MICROBATCHES, 1, "zb-h1"), in_halves(uniform(BLOCKS, RANKS))
     changes, seconds = 0, 0.0
     for layers in moments:
@@ -166,7 +193,7 @@ def measure(stride: int, cases: int) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """In Markdown: the gains by load."""
+    """Returns the gains by load, in Markdown."""
     names = ["blocks", "halves", *(f"reshaped, memory x{m}" for m in MEMORY), "perfect"]
     lines = [["case", *names, "of perfect"], ["---", *["---:"] * (len(names) + 1)]]
     for x in rows:

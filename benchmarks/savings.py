@@ -1,9 +1,10 @@
-"""What each case truly saves: F, B and W seconds of a layer against dense, at several intensities,
-beside the ideal of the arithmetic.
+"""True savings of each case: seconds of F, B and W beside dense and the ideal.
+
+Each case is measured at several intensities. The ideal is that of the arithmetic.
 
 Joins `savings_pruning`, `savings_attention`, `savings_freezing`, `savings_tokens` (early exit and
-mixture of depths) and `savings_experts`. Each runs alone too, and says in its docstring what it
-measures and what bounds it. One thread; medians of counted turns, sparse and dense alternating.
+mixture of depths) and `savings_experts`. Each runs alone too. Its docstring says what it measures
+and what bounds it. One thread; medians of counted turns, sparse and dense alternating.
 """
 
 from __future__ import annotations

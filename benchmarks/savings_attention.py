@@ -1,22 +1,31 @@
-"""What sparse attention saves: F, B and W of an attention half against dense attention (torch's
-SDPA), at several lengths.
+"""The savings of sparse attention in F, B and W of an attention half.
+
+They are measured at several lengths, against dense attention (torch's SDPA).
 
 Layer: `SharedAttentionHalf`, hidden 256, 4 heads, microbatches of 2, one thread, in the runtime's
 own `Layer` and a rank's environment. The sides take turns; medians. Seconds are the thread's own,
 so that what else runs on the machine counts little.
 
-The ideal takes from the dense half the part of its attention's own seconds, measured alone, that
-the pairs left out are of all pairs:
+`pairs` is the share of all pairs that sparse attention keeps. The ideal saves the rest of the
+attention's own seconds, which are measured alone:
 
     ideal = dense - attention (1 - pairs)        share_of_ideal = (dense - sparse) / (dense - ideal)
 
-What bounds it: `computed` (pairs the tiles compute, over all: padding to the longest bucket of a
-batch, and what the mask hides in the last tile), `rate` (computed pairs per second in small tiles,
-over those of dense attention), `around` (seconds of hashing, sorting, gathering and spreading, and
-the keys' lengths). `lost`: seconds of F + B over the ideal, by where: `around`, `padding` (pairs
-computed in vain, at dense attention's speed), `rate` (what the computed pairs take over dense
-attention's speed), `elsewhere` (the rest; all of it, for `drop`). `bounded_by` names the largest
-where the share of the ideal is under 85 %.
+Three figures bound it:
+
+    computed    pairs the tiles compute, over all: padding to the longest bucket of a batch, and
+                what the mask hides in the last tile
+    rate        computed pairs per second in small tiles, over those of dense attention
+    around      seconds of hashing, sorting, gathering and spreading, and the keys' lengths
+
+`lost` is the seconds of F + B over the ideal, by where:
+
+    around      as above
+    padding     pairs computed in vain, at dense attention's speed
+    rate        the computed pairs' seconds over those at dense attention's speed
+    elsewhere   the rest; all of it, for `drop`
+
+`bounded_by` names the largest where the share of the ideal is under 85 %.
 """
 
 from __future__ import annotations
@@ -51,7 +60,7 @@ Seconds = tuple[float, float, float]
 
 
 class ThreadClock:
-    """Seconds that this thread has computed."""
+    """A clock of the seconds that this thread has computed."""
 
     mark = staticmethod(time.thread_time)
 
@@ -66,6 +75,13 @@ class ThreadClock:
 
 
 def half(sequence: int, sparse: SparseAttention | None, shared: bool = True) -> AttentionHalf:
+    """Builds an attention half.
+
+    Args:
+        sequence: Tokens of a sequence.
+        sparse: The sparse attention. None is dense.
+        shared: Whether queries and keys are shared. Sparse attention needs that.
+    """
     torch.manual_seed(0)
     module = (SharedAttentionHalf if shared else AttentionHalf)(
         HIDDEN, HEADS, sequence, 0.02, 0.02, 0.0
@@ -76,6 +92,13 @@ def half(sequence: int, sparse: SparseAttention | None, shared: bool = True) -> 
 
 
 def once(layer: Layer, x: Tensor, gy: Tensor) -> Seconds:
+    """Times F, B and W of a layer for one microbatch.
+
+    Args:
+        layer: The layer.
+        x: Its input.
+        gy: The gradient of its output.
+    """
     layer.marks.clear()
     layer.forward(0, (x,), 0, True, True, None)
     layer.backward_input(0, (gy,), True)
@@ -86,7 +109,14 @@ def once(layer: Layer, x: Tensor, gy: Tensor) -> Seconds:
 
 
 def alone(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor) -> Seconds:
-    """F and B of the attention without its projections."""
+    """Times F and B of the attention without its projections.
+
+    Args:
+        attend: The attention, called with `x` and `v`.
+        x: The rotated vectors, [batch, sequence, heads, size].
+        v: The values, of the same shape.
+        g: The gradient of the output, of the same shape.
+    """
     x, v = x.detach().requires_grad_(), v.detach().requires_grad_()
     start = time.thread_time()
     out = attend(x, v)
@@ -96,8 +126,15 @@ def alone(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: T
 
 
 def around(x: Tensor, v: Tensor, hashed: Hashed) -> Seconds:
-    """What the kernel does besides its tiles. F: hashing, planning, gathering, the keys' lengths,
-    spreading; B: gathering and spreading."""
+    """Times what the kernel does besides its tiles.
+
+    F: hashing, planning, gathering, the keys' lengths, spreading. B: gathering and spreading.
+
+    Args:
+        x: The rotated vectors, [batch, sequence, heads, size].
+        v: The values, of the same shape.
+        hashed: The sparse attention.
+    """
     start = time.thread_time()
     directions = kernel.draw_directions(HEADS, x.shape[3], hashed.buckets, hashed.seed)
     plan = plan_buckets(hash_buckets(x, directions), hashed.buckets, hashed.tile)
@@ -126,7 +163,7 @@ def around(x: Tensor, v: Tensor, hashed: Hashed) -> Seconds:
 
 
 def inner(module: AttentionHalf, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What the half hands to its attention: the rotated vectors and the values."""
+    """Returns the half's inputs of its attention: rotated vectors and values."""
     handed: list[tuple[Tensor, Tensor]] = []
 
     def listen(both: Tensor, v: Tensor) -> Tensor:
@@ -142,7 +179,12 @@ def inner(module: AttentionHalf, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def length(sequence: int, rounds: int) -> dict[str, Any]:
-    """All kinds at one length, against dense."""
+    """Measures all kinds at one length, against dense.
+
+    Args:
+        sequence: Tokens of a sequence.
+        rounds: Number of counted turns.
+    """
     clock, x = (
         ThreadClock(),
         torch.randn(BATCH, sequence, HIDDEN, generator=torch.Generator().manual_seed(0)),

@@ -1,5 +1,6 @@
-"""What choosing experts saves: F, B and W of a feed-forward half with experts, against computing
-every expert for every token.
+"""The savings of choosing experts in F, B and W of a feed-forward half.
+
+The other side computes every expert for every token.
 
 Microbatches of 512 tokens, hidden 256, one thread, in the runtime's own `Layer`. The sides take
 turns; medians. Seconds are the thread's own. The dense side is one plain feed-forward half:
@@ -7,8 +8,8 @@ turns; medians. Seconds are the thread's own. The dense side is one plain feed-f
     all     E x dense           every expert, every token
     ideal   top_k x dense       the same products, without router and sorting
 
-share_of_ideal = (all - ours) / (all - ideal) over F + B + W. `over_ideal` is ours / ideal: what
-router, sorting and small products cost. `lost`: `router` (scores, choice, auxiliary loss, measured
+share_of_ideal = (all - ours) / (all - ideal) over F + B + W. `over_ideal` is ours / ideal: the cost
+of router, sorting and small products. `lost`: `router` (scores, choice, auxiliary loss, measured
 alone), `rows` (rows to their experts and back, measured alone) and `elsewhere` (small products).
 
 Loads: `even` (the auction assigns equal numbers) and `one` (all tokens at the same experts).
@@ -33,7 +34,13 @@ SHAPES = ((4, 1), (4, 2), (8, 1), (8, 2), (16, 2))  # experts, top_k
 
 
 def half(experts: int, top_k: int, load: str) -> ExpertsHalf:
-    """A half whose tokens spread evenly, or all choose the same experts."""
+    """Builds a half whose tokens spread evenly, or all choose the same experts.
+
+    Args:
+        experts: Number of experts.
+        top_k: Experts that compute a token.
+        load: "even" or "one".
+    """
     torch.manual_seed(0)
     module = ExpertsHalf(
         HIDDEN,
@@ -49,7 +56,7 @@ def half(experts: int, top_k: int, load: str) -> ExpertsHalf:
 
 
 def rows_to_experts(module: ExpertsHalf, x: Tensor) -> Side:
-    """Takes rows to their experts and back, without the experts."""
+    """Returns a side that takes rows to their experts and back, without the experts."""
     with torch.no_grad():
         _, chosen, _, load = module.router(x)
     places, _, order = module.sort_by_expert(chosen, load)
@@ -75,7 +82,14 @@ def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
 
 
 def shape_row(experts: int, top_k: int, load: str, rounds: int) -> dict[str, Any]:
-    """One shape under one load."""
+    """Measures one shape under one load.
+
+    Args:
+        experts: Number of experts.
+        top_k: Experts that compute a token.
+        load: "even" or "one".
+        rounds: Number of counted turns.
+    """
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     module = half(experts, top_k, load)
     sides = {
@@ -102,7 +116,7 @@ def shape_row(experts: int, top_k: int, load: str, rounds: int) -> dict[str, Any
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """In Markdown, as docs/cases.md shows it."""
+    """Returns the table in Markdown, as docs/cases.md shows it."""
     head = [
         "experts",
         "top_k",

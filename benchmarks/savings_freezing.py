@@ -1,21 +1,21 @@
-"""What layer freezing saves: F, B and W of a layer against one that trains; and what watching it
-costs.
+"""The savings of layer freezing in F, B and W, and the cost of watching.
 
-Layers: both halves of a GPT block at DynMo's width (hidden 1024, 32 heads), one microbatch of one
-sequence, one thread, in the runtime's own `Layer`. The sides take turns; medians. The ideal:
+A frozen layer is measured against one that trains. Layers: both halves of a GPT block at DynMo's
+width (hidden 1024, 32 heads). One microbatch of one sequence, one thread, in the runtime's own
+`Layer`. The sides take turns; medians. The ideal:
 
-    prefix   nothing trainable before it: F alone      share_of_ideal = (trains - frozen) / (trains - ideal), over F + B + W
+    prefix   nothing trainable before it: F alone
     above    a trainable layer before it: F and B
 
-`lost`: seconds over the ideal in each of F, B and W; `bounded_by` names the worst where the share
-is under 85 %.
+share_of_ideal = (trains - frozen) / (trains - ideal), over F + B + W. `lost` is the seconds over
+the ideal in each of F, B and W. `bounded_by` names the worst where the share is under 85 %.
 
-`cache`: F of a frozen block, both halves, against getting at its output where that was kept
-(`dynamism.freezing.cache_bytes`), and against F and keeping it; and what a sequence's output takes.
-Only the last layer's output is kept, so longer prefixes gain more.
+`cache` measures F of both halves of a frozen block in three ways: run, run and kept, and taken from
+the cache (`dynamism.freezing.cache_bytes`). It also gives the bytes of a sequence's output. Only
+the last layer's output is kept, so longer prefixes gain more.
 
-`egeria`: a reading (the reference's forward and two similarities) and a new reference, as parts of
-a step: of 8 microbatches, one reading in 10 steps, one reference in 200.
+`egeria` gives a reading (the reference's forward and two similarities) and a new reference, as
+parts of a step. A step has 8 microbatches, with one reading in 10 steps and one reference in 200.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ MICROBATCHES, EVERY, REFRESH = 8, 10, 200
 
 
 def half(which: int, hidden: int, heads: int, sequence: int) -> nn.Module:
-    """The attention (0) or the feed-forward (1) half of a block."""
+    """Builds the attention (0) or the feed-forward (1) half of a block.
+
+    Args:
+        which: 0 or 1.
+        hidden: Width of the model.
+        heads: Number of attention heads.
+        sequence: Tokens of a sequence.
+    """
     config = parse({"model": {"blocks": 1, "hidden": hidden, "heads": heads, "sequence": sequence}})
     return make(config).build([1 + which])[1 + which]
 
@@ -52,6 +59,18 @@ def half(which: int, hidden: int, heads: int, sequence: int) -> nn.Module:
 def step(
     layer: Layer, x: torch.Tensor, gy: torch.Tensor, trains: bool, backward: bool
 ) -> dict[str, float]:
+    """Times F, B and W of a layer for one microbatch.
+
+    Args:
+        layer: The layer.
+        x: The input.
+        gy: The gradient of the output.
+        trains: Whether the layer has a W.
+        backward: Whether the layer has a B.
+
+    Returns:
+        Seconds by `f`, `b` and `w`. A missing op takes 0.
+    """
     layer.marks.clear()
     layer.forward(0, (x,), 0, backward, backward, None)
     if backward:
@@ -67,6 +86,14 @@ def step(
 
 
 def layers(hidden: int, heads: int, sequence: int, rounds: int) -> list[dict[str, Any]]:
+    """Measures both halves: frozen against one that trains.
+
+    Args:
+        hidden: Width of the model.
+        heads: Number of attention heads.
+        sequence: Tokens of a sequence.
+        rounds: Number of counted turns.
+    """
     out: list[dict[str, Any]] = []
     clock = clock_for(torch.device("cpu"))
     x = torch.randn(1, sequence, hidden)
@@ -118,8 +145,16 @@ def layers(hidden: int, heads: int, sequence: int, rounds: int) -> list[dict[str
 
 
 def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]:
-    """Seconds of F of both halves of a frozen block, run, kept and taken from the cache, in
-    turn."""
+    """Times F of a frozen block: run, run and kept, and taken from the cache.
+
+    The three take turns. F is of both halves.
+
+    Args:
+        hidden: Width of the model.
+        heads: Number of attention heads.
+        sequence: Tokens of a sequence.
+        rounds: Number of counted turns.
+    """
     clock, x = clock_for(torch.device("cpu")), torch.randn(1, sequence, hidden)
     block = [
         Layer(which, half(which, hidden, heads, sequence).requires_grad_(False), clock, 0)
@@ -154,7 +189,7 @@ def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]
 
 
 def watching(module: nn.Module, x: torch.Tensor, rounds: int) -> tuple[float, float]:
-    """Seconds of a reading, and of a new reference."""
+    """Returns the seconds of a reading, and of a new reference."""
     reference = quantised(module)
     reading = median_of(
         lambda: plasticity(module, reference, (x,), relations(x), (0, 0, 0)), rounds
@@ -163,6 +198,12 @@ def watching(module: nn.Module, x: torch.Tensor, rounds: int) -> tuple[float, fl
 
 
 def median_of(run: Callable[[], object], rounds: int) -> float:
+    """Returns the median seconds of a function.
+
+    Args:
+        run: The function.
+        rounds: Number of counted turns.
+    """
     seconds: list[float] = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -172,6 +213,12 @@ def median_of(run: Callable[[], object], rounds: int) -> float:
 
 
 def measure(sequence: int, rounds: int) -> dict[str, Any]:
+    """Runs on one rank.
+
+    Args:
+        sequence: Tokens of a sequence.
+        rounds: Number of counted turns.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return {

@@ -1,22 +1,25 @@
-"""What gradual pruning saves: F, B and W of a layer against dense, and from which sparsity the
-sparse kernels win.
+"""The savings of gradual pruning in F, B and W, and the break-even sparsity.
 
-Layers: both halves of a GPT block at DynMo's width (hidden 1024, 32 heads, sequence 2048), one
+Layers: both halves of a GPT block at DynMo's width (hidden 1024, 32 heads, sequence 2048). One
 microbatch of one sequence, one thread, in the runtime's own `Layer`. The sides take turns; medians.
 The ideal is the count of products at the dense layer's own speed:
 
     F  2P + A -> 2P (1-s) + A        B  2P + 2A -> 2P (1-s) + 2A        W  2P -> 2P (1-s)
 
-where the linears' dense time is measured and A's is the rest. share_of_ideal = (dense - pruned) /
-(dense - ideal).
+The linears' dense time is measured, and A's is the rest.
+share_of_ideal = (dense - pruned) / (dense - ideal).
 
-`lost`: seconds of F + B + W over the ideal, by parts measured alone: `kernel` (what the sparse
-kernels take over their share of the dense linears' time: they do fewer products a second),
-`packing` (tokens to panels and back, values to their transposed order), `elsewhere` (the rest:
-autograd, allocation, caches). `bounded_by` names the largest where the share is under 85 %.
+`lost` is the seconds of F + B + W over the ideal, by parts measured alone:
 
-`crossover`: one matrix, sparse over dense time of F + B + W at each sparsity; and from where on
-sparse wins, by bisection apart from them. `--plot` draws it into
+    kernel      the sparse kernels, over their share of the dense linears' time: they do fewer
+                products a second
+    packing     tokens to panels and back, values to their transposed order
+    elsewhere   the rest: autograd, allocation, caches
+
+`bounded_by` names the largest part where the share is under 85 %.
+
+`crossover` gives the sparse over the dense time of F + B + W of one matrix at each sparsity. The
+break-even sparsity is found by a bisection apart from them. `--plot` draws it into
 docs/pictures/sparse_crossover.svg. DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096).
 """
 
@@ -53,13 +56,28 @@ Seconds = tuple[float, float, float]
 
 
 def half(which: int, hidden: int, heads: int, sequence: int) -> nn.Module:
-    """The attention (0) or the feed-forward (1) half of a block."""
+    """Builds the attention (0) or the feed-forward (1) half of a block.
+
+    Args:
+        which: 0 or 1.
+        hidden: Width of the model.
+        heads: Number of attention heads.
+        sequence: Tokens of a sequence.
+    """
     config = parse({"model": {"blocks": 1, "hidden": hidden, "heads": heads, "sequence": sequence}})
     return make(config).build([1 + which])[1 + which]
 
 
 def pruned_half(which: int, hidden: int, heads: int, sequence: int, sparsity: float) -> nn.Module:
-    """Each of its linears by magnitude to the sparsity, in sparse form."""
+    """Builds a half whose linears are pruned by magnitude, in sparse form.
+
+    Args:
+        which: 0 for the attention, 1 for the feed-forward half.
+        hidden: Width of the model.
+        heads: Number of attention heads.
+        sequence: Tokens of a sequence.
+        sparsity: Share of each linear's weights that is pruned.
+    """
     module = half(which, hidden, heads, sequence)
     for _, linear in list(linears(module)):
         weights = survivors(linear)
@@ -79,8 +97,15 @@ def time_once(layer: Layer, x: torch.Tensor, gy: torch.Tensor) -> Seconds:
 
 
 def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Seconds]:
-    """Medians of each layer's F, B, W; one round of warm-up (in which a layer measures its sizes)
-    is not counted."""
+    """Returns medians of each layer's F, B and W.
+
+    One round of warm-up, in which a layer measures its sizes, is not counted.
+
+    Args:
+        layers: The layers.
+        x: The input.
+        rounds: Number of counted turns.
+    """
     gy = torch.randn_like(x)
     rows: list[list[Seconds]] = [[] for _ in layers]
     for turn in range(rounds + 1):
@@ -95,7 +120,13 @@ def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Secon
 
 
 def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
-    """Of a dense module's linears alone."""
+    """Times a dense module's linears alone.
+
+    Args:
+        module: The half.
+        tokens: Tokens of a microbatch.
+        rounds: Number of counted turns.
+    """
     each = [
         time_linear(make_pruned(x.out_features, x.in_features, 0.0, False), tokens, rounds)
         for _, x in linears(module)
@@ -105,8 +136,16 @@ def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
 
 
 def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, float]:
-    """Of a pruned module's sparse linears in one microbatch: seconds in the kernels, of F, B and W,
-    and of packing for them."""
+    """Times a pruned module's sparse linears in one microbatch.
+
+    Args:
+        module: The pruned half.
+        tokens: Tokens of a microbatch.
+        rounds: Number of counted turns.
+
+    Returns:
+        Seconds in the kernels, of F, B and W, and of packing for them.
+    """
     seconds = {"kernel": 0.0, "packing": 0.0}
 
     def add(key: str, run: Callable[[], object], times: int = 1) -> None:
@@ -137,8 +176,18 @@ def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, flo
 def layers(
     hidden: int, heads: int, sequence: int, sparsities: Sequence[float], rounds: int
 ) -> list[dict[str, Any]]:
-    """Rows of (half, sparsity): seconds of F, B, W dense and pruned, the ideal, the share
-    reached."""
+    """Measures a row for each half and sparsity.
+
+    Args:
+        hidden: Width of the model.
+        heads: Number of attention heads.
+        sequence: Tokens of a sequence.
+        sparsities: Share of pruned weights in each row.
+        rounds: Number of counted turns.
+
+    Returns:
+        Rows with the seconds of F, B, W dense and pruned, the ideal, and the share reached.
+    """
     out: list[dict[str, Any]] = []
     clock = clock_for(torch.device("cpu"))
     x = torch.randn(1, sequence, hidden)
@@ -180,8 +229,16 @@ def layers(
 
 
 def curves(tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Per matrix: sparse over dense time at each sparsity, F, B and W each, and the crossover by
-    bisection."""
+    """Measures sparse over dense time of each matrix at each sparsity.
+
+    F, B and W are measured each.
+
+    The crossover is found by bisection.
+
+    Args:
+        tokens: Tokens of a microbatch.
+        rounds: Number of counted turns.
+    """
     out: list[dict[str, Any]] = []
     for rows, columns in MATRICES:
         points: list[dict[str, float]] = []
@@ -211,7 +268,7 @@ def curves(tokens: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def on_a_rank(world: World, sequence: int, rounds: int, tokens: int) -> dict[str, Any]:
-    """One rank as dynmo starts them, with the allocator set as it is there."""
+    """Runs on one rank as dynmo starts it, with the allocator set as it is there."""
     torch.manual_seed(0)
     return {
         "layers": layers(1024, 32, sequence, PAPER, rounds),
@@ -230,7 +287,10 @@ def plot(crossovers: Sequence[dict[str, Any]]) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for one, colour, marker in zip(crossovers, ("#0072b2", "#d55e00"), ("o", "s"), strict=True):
         x = [100 * point["sparsity"] for point in one["points"]]
-        text = f"{one['rows']} x {one['columns']}, {one['tokens']} tokens: pays from {100 * one['crossover']:.0f} %"
+        text = (
+            f"{one['rows']} x {one['columns']}, {one['tokens']} tokens: "
+            f"pays from {100 * one['crossover']:.0f} %"
+        )
         axes.plot(
             x, [point["all"] for point in one["points"]], marker=marker, color=colour, label=text
         )

@@ -1,23 +1,29 @@
-"""What early exit and mixture of depths save: F, B and W of a half whose tokens have partly left, or
-pass by, against the half with all tokens.
+"""The savings of early exit and mixture of depths in F, B and W of a half.
 
+A half whose tokens have partly left, or pass by, is measured against the half with all tokens.
 Microbatches of 2 rows, one thread, in the runtime's own `Layer`. The sides take turns; medians.
 Seconds are the thread's own. Tokens leave, or are selected, at random places.
 
 The ideal, with `a` the share of tokens that remain (or the capacity):
 
-    early exit, attention   linears (1 + a) / 2 (keys and values of all tokens), attention by its pairs
+    early exit, attention       linears (1 + a) / 2 (keys and values of all tokens), attention by
+                                its pairs
     early exit, feed-forward    a
-    depths, attention       linears a, attention by its pairs: about a^2
-    depths, feed-forward    a
+    depths, attention           linears a, attention by its pairs: about a^2
+    depths, feed-forward        a
 
-The seconds of the attention are measured alone, and the linears' are the rest of the dense half.
-share_of_ideal = (dense - ours) / (dense - ideal) over F + B + W.
+The seconds of the attention are measured alone. The linears' are the rest of the dense half.
 
-`lost`: seconds over the ideal, by where: `rows` (taking rows from the stream and putting them back,
-measured alone), `attention` (the attention alone over its ideal), `router` (scores, choice and
-predictor alone), `elsewhere` (small products, and what each call costs). `bounded_by` names the
-largest where the share of the ideal is under 85 %.
+    share_of_ideal = (dense - ours) / (dense - ideal)        over F + B + W
+
+`lost` is the seconds over the ideal, by where:
+
+    rows        taking rows from the stream and putting them back, measured alone
+    attention   the attention alone over its ideal
+    router      scores, choice and predictor alone
+    elsewhere   small products, and what each call costs
+
+`bounded_by` names the largest where the share of the ideal is under 85 %.
 """
 
 from __future__ import annotations
@@ -52,7 +58,12 @@ Tensors = tuple[Tensor, ...]
 
 
 def layer_side(module: nn.Module, inputs: Tensors) -> Side:
-    """F, B and W of a module as a layer."""
+    """Returns a side that times F, B and W of a module as a layer.
+
+    Args:
+        module: The module.
+        inputs: Its inputs for one microbatch.
+    """
     clock = ThreadClock()
     layer = Layer(0, module, clock, 0)
     outputs = layer.forward(0, inputs, 0, False, True, None)
@@ -71,7 +82,7 @@ def layer_side(module: nn.Module, inputs: Tensors) -> Side:
 
 
 def function_side(function: Callable[..., Tensor | Tensors], *inputs: Tensor) -> Side:
-    """F and B of a function of tensors."""
+    """Returns a side that times F and B of a function of tensors."""
 
     def once() -> Seconds:
         given = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
@@ -86,25 +97,31 @@ def function_side(function: Callable[..., Tensor | Tensors], *inputs: Tensor) ->
 
 
 def places_of(tokens: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Random places of the tokens that remain, and of the others, ascending."""
+    """Draws random places of the tokens that remain, and of the others, ascending.
+
+    Args:
+        tokens: Number of tokens.
+        share: Share of the tokens that remain.
+        seed: Seed of the draw.
+    """
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
     count = round(share * tokens)
     return order[:count].sort().values, order[count:].sort().values
 
 
 def pairs_of(index: Tensor, sequence: int) -> float:
-    """Share of the causal pairs that queries at these places have."""
+    """Returns the share of the causal pairs that queries at these places have."""
     return float((index % sequence + 1).sum()) / (BATCH * sequence * (sequence + 1) / 2)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q, k, v: [batch, sequence, heads, size]."""
+    """Computes dense attention of q, k and v, each [batch, sequence, heads, size]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def exit_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, float]]:
-    """The sides of early exit, and the share of pairs by the share of tokens."""
+    """Returns the sides of early exit, and the share of pairs by the share of tokens."""
     tokens, generator = BATCH * sequence, torch.Generator().manual_seed(1)
     stream = torch.randn(tokens, hidden, generator=generator)
     targets = torch.randint(VOCAB, (tokens,), generator=generator)
@@ -137,7 +154,7 @@ def exit_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, f
 
 
 def depth_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, float]]:
-    """The sides of mixture of depths, and the share of pairs by capacity."""
+    """Returns the sides of mixture of depths, and the share of pairs by capacity."""
     tokens, generator = BATCH * sequence, torch.Generator().manual_seed(1)
     x = torch.randn(BATCH, sequence, hidden, generator=generator)
     heads = torch.randn(BATCH, sequence, HEADS, hidden // HEADS, generator=generator)
@@ -184,7 +201,14 @@ def depth_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, 
 def compare(
     dense: Sequence[float], ours: Sequence[float], ideal: Sequence[float], lost: dict[str, float]
 ) -> dict[str, Any]:
-    """A row: seconds, speed-up, share of the ideal, and what is lost."""
+    """Returns a row: seconds, speed-up, share of the ideal, and what is lost.
+
+    Args:
+        dense: Seconds of F, B and W of the half with all tokens.
+        ours: Seconds of F, B and W of the half with fewer tokens.
+        ideal: Seconds of F, B and W by arithmetic.
+        lost: Seconds over the ideal, by where they are spent.
+    """
     whole = (sum(dense) - sum(ours)) / (sum(dense) - sum(ideal))
     lost = lost | {"elsewhere": sum(ours) - sum(ideal) - sum(lost.values())}
     return {
@@ -197,7 +221,14 @@ def compare(
 
 
 def size_row(case: str, hidden: int, sequence: int, rounds: int) -> dict[str, Any]:
-    """All shares of one case at one size."""
+    """Measures all shares of one case at one size.
+
+    Args:
+        case: Name of the case.
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+        rounds: Number of counted turns.
+    """
     exits = case == "early_exit"
     sides, pairs = (exit_sides if exits else depth_sides)(hidden, sequence)
     seconds = part_medians(alternate(sides, rounds, warmup=2))
@@ -249,7 +280,7 @@ def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
 
 
 def table(sizes: Sequence[dict[str, Any]]) -> str:
-    """In Markdown, as docs/cases.md shows it: the range over all sizes."""
+    """Returns the range over all sizes in Markdown, as docs/cases.md shows it."""
     head = [
         "case",
         "half",

@@ -1,21 +1,23 @@
-"""Scaling, static against balanced, in the simulator and on emulated ranks, beside the paper's
-figure 8 and table 1.
+"""Scaling, static against balanced, beside the paper's figure 8 and table 1.
 
-weak          the fixed trace of pruning (figure 8's case), two blocks a rank: 12 to 24 ranks x 30 replicas, up to 720. Throughput in
-              microbatches per unit of time (a block's F), mean over the moments; replicas multiply
-              it, reductions are not counted.
+It is measured in the simulator and on emulated ranks.
+
+weak          the fixed trace of pruning (figure 8's case), two blocks a rank: 12 to 24 ranks x 30
+              replicas, up to 720. Throughput in microbatches per unit of time (a block's F), mean
+              over the moments. Replicas multiply it, reductions are not counted.
               `speed_up`: balanced over static; `efficiency`: throughput a rank over the smallest
-                  size's. Published: up to 2.12x
-vertical      hash-sparse attention, table 1: so many blocks on 2, 4, 8 ranks, twice as many microbatches as ranks. static: whole blocks,
-              evenly; balanced: halves by `exact`, moment by moment. The published speed-ups are the
-              best balancer's over Megatron-LM
-equal_memory  Zero Bubble's rebuttal: ZB-2p against 1F1B and ZB-1p that get the same memory by microbatches of twice the size. Costs of
-              table 5; twice the size is taken to cost twice the time, which is kinder to ZB-2p than
-              a GPU that does better on more. The published gain over 1F1B at twice the size is 14 %
-              on average (4 to 22 %)
-emulated      the moment 18 of the same traces on real processes whose layers sleep: see `benchmarks.traces_emulated`
+              size's. Published: up to 2.12x
+vertical      hash-sparse attention, table 1: so many blocks on 2, 4, 8 ranks, twice as many
+              microbatches as ranks. static: whole blocks, evenly; balanced: halves by `exact`,
+              moment by moment. The published speed-ups are the best balancer's over Megatron-LM
+equal_memory  Zero Bubble's rebuttal: ZB-2p against 1F1B and ZB-1p that get the same memory by
+              microbatches of twice the size. Costs of table 5. Twice the size is taken to cost
+              twice the time, which is kinder to ZB-2p than a GPU that does better on more. The
+              published gain over 1F1B at twice the size is 14 % on average (4 to 22 %)
+emulated      the moment 18 of the same traces on real processes whose layers sleep: see
+              `benchmarks.traces_emulated`
 
-Static and balanced are mean simulated makespans of ZB-H1; decisions are free and know each moment's
+Static and balanced are mean simulated makespans of ZB-H1. Decisions are free and know each moment's
 costs.
 """
 
@@ -149,8 +151,10 @@ def equal_memory() -> list[dict[str, Any]]:
 
 
 def _costs(row: dict[str, Any], size: int) -> Costs:
-    """Of microbatches of `size` times the size, in milliseconds and in activations of one of the
-    measured size."""
+    """Returns the costs of microbatches of `size` times the size.
+
+    Times are in milliseconds. Memory is in activations of a microbatch of the measured size.
+    """
     f, b, w, comm = (size * row[f"t_{key}_ms"] for key in ("f", "b", "w", "comm"))
     costs = uniform_costs(row["ranks"], f, b, w, comm, row["w_memory_share"])
     return Costs(
@@ -193,26 +197,30 @@ def emulated(ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:
-    """In Markdown, as docs/scaling.md shows them, by name."""
+    """Returns the tables in Markdown by name, as docs/scaling.md shows them."""
     if "emulated" in result and "weak" not in result:
         return {"emulated": emulated_table(result["emulated"])}
     weak_rows = [
-        f"| {x['ranks']} | {x['blocks']} | {x['speed_up']:.2f} | {x['bound']:.2f} | {x['efficiency']['static']:.2f} | "
-        f"{x['efficiency']['balanced']:.2f} |"
+        f"| {x['ranks']} | {x['blocks']} | {x['speed_up']:.2f} | {x['bound']:.2f} | "
+        f"{x['efficiency']['static']:.2f} | {x['efficiency']['balanced']:.2f} |"
         for x in result["weak"]
     ]
     vertical_rows = [
-        f"| {x['blocks']} | {x['ranks']} | {x['speed_up']:.2f} | {x['bound']:.2f} | {x['published']:.2f} |"
+        f"| {x['blocks']} | {x['ranks']} | {x['speed_up']:.2f} | {x['bound']:.2f} | "
+        f"{x['published']:.2f} |"
         for x in result["vertical"]
     ]
     equal_rows = [
-        f"| {x['model']} | {x['ranks']} | {x['microbatches']} | {x['over_1f1b']:.0%} | {x['over_zb_1p']:.0%} |".replace(
-            "%", " %"
-        )
+        (
+            f"| {x['model']} | {x['ranks']} | {x['microbatches']} | {x['over_1f1b']:.0%} | "
+            f"{x['over_zb_1p']:.0%} |"
+        ).replace("%", " %")
         for x in result["equal_memory"]
     ]
     heads = {
-        "weak": "| ranks | blocks | speed-up | at most | efficiency, static | efficiency, balanced |",
+        "weak": (
+            "| ranks | blocks | speed-up | at most | efficiency, static | efficiency, balanced |"
+        ),
         "vertical": "| blocks | ranks | speed-up | at most | published |",
         "equal memory": "| model | ranks | microbatches | ZB-2p faster than 1F1B | than ZB-1p |",
     }

@@ -1,8 +1,8 @@
 """A constant GPT on a busy machine: its layers should stay where they are.
 
 Other processes keep every core busy. A small GPT, whose work never changes, trains on two ranks
-with `every = "auto"`. Whatever the readings say beyond the truth is noise. A run may move once, to
-a placement that is better; no move may make the steps longer.
+with `every = "auto"`. Everything that the readings say beyond the truth is noise. A run may move
+once, to a placement that is better. No move may make the steps longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.harness import main
 from dynmo.config import parse
 
-# Ends with the process that started it, however that ends.
+# This program ends with the process that started it, however that ends.
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 
@@ -50,7 +50,14 @@ def settings(name: str, steps: int, blocks: int) -> dict[str, Any]:
 
 
 def train(folder: Path, name: str, steps: int, blocks: int) -> dict[str, Any]:
-    """One run of `dynmo train`, and where its layers moved."""
+    """Runs `dynmo train` once, and returns where its layers moved.
+
+    Args:
+        folder: Folder of the run.
+        name: Name of the run.
+        steps: Steps of the run.
+        blocks: Depth of the model.
+    """
     config = folder / f"{name}.toml"
     config.write_text(parse(settings(name, steps, blocks)).to_toml())
     ran = subprocess.run(
@@ -83,7 +90,7 @@ def train(folder: Path, name: str, steps: int, blocks: int) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     busy = os.cpu_count() or 1 if options.busy < 0 else options.busy
-    # Their folder is not where this one's package lies, unless that is installed.
+    # The runs' folder does not hold this package, and the package may not be installed.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH")))
     )

@@ -1,20 +1,26 @@
-"""Every schedule over what a model, a memory limit and the number of microbatches do to it;
+"""Every schedule over models, memory limits and numbers of microbatches.
+
 docs/schedules.md shows the figures.
 
-attention   s / h from 0.1 to 30: the longer the sequence, the larger F and B beside W. Per layer and token P = 12 h^2 weights and
-            A = 4 s h operations of attention's products make F = 2P + A, B = 2P + 2A, W = 2P, and
-            the activations 34h + 5as, of which W needs 32h (a heads of 128; h 4096). p 8, m 24.
-memory      zb-auto with memory for p to 3p microbatches, at the published times of four models (m = 3p)
-few         no more microbatches than ranks, m = 1..p, at the published times and links: by how much 1F1B takes longer than zb-auto and
-            ZB-H1; and, without links, zb-auto's and ZB-H1's time over (m + p - 1)(F + B) + W
+attention   s / h from 0.1 to 30: the longer the sequence, the larger F and B beside W. Per layer
+            and token P = 12 h^2 weights and A = 4 s h operations of attention's products make
+            F = 2P + A, B = 2P + 2A, W = 2P, and the activations 34h + 5as, of which W needs 32h
+            (a heads of 128; h 4096). p 8, m 24.
+memory      zb-auto with memory for p to 3p microbatches, at the published times of four models
+            (m = 3p)
+few         no more microbatches than ranks, m = 1..p, at the published times and links: by how
+            much 1F1B takes longer than zb-auto and ZB-H1; and, without links, zb-auto's and
+            ZB-H1's time over (m + p - 1)(F + B) + W
 published   the 12 settings of the Zero Bubble paper (table 5) under all schedules
 
-    bubble = 1 - m (F + B + W) / span        least: the bubble at the lower bound        gap = 1 - lower bound / span
+    bubble = 1 - m (F + B + W) / span
+    least  = the bubble at the lower bound
+    gap    = 1 - lower bound / span
 
-The lower bound is for the memory that the schedule was given; where it was given none, for its own
-peak on every rank.
+The lower bound is for the memory that the schedule was given. If it was given none, the bound is
+for its own peak on every rank.
 
-`--plot` draws docs/pictures/{attention,memory_limit,few_microbatches,published}.svg; `--read FILE`
+`--plot` draws docs/pictures/{attention,memory_limit,few_microbatches,published}.svg. `--read FILE`
 takes the figures of an earlier `--json` instead of measuring.
 """
 
@@ -38,12 +44,12 @@ ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 TABLE_5 = ROOT / "tests" / "facts" / "zero_bubble_table5.json"
 
-# The published runs interleave single layers: so many of them in all.
+# Number of layers of each model. The published runs interleave single layers.
 LAYERS = {"1.5B": 24, "6.2B": 32, "14.6B": 48, "28.3B": 64}
 
 
 class Side(NamedTuple):
-    """A schedule and, in multiples of p, the memory that it is given."""
+    """A schedule and the memory that it is given, in multiples of p."""
 
     schedule: str
     limit: float | None = None
@@ -55,7 +61,10 @@ SIDES |= {name: Side(name) for name in ("zb-v", "v-half", "v-min")}
 
 
 class Setting(NamedTuple):
-    """Times of a rank, all alike, and the share of its activations that stays until W."""
+    """Times of a rank, all alike.
+
+    `w_memory` is the share of a rank's activations that stays until W.
+    """
 
     ranks: int
     f: float
@@ -69,7 +78,12 @@ class Setting(NamedTuple):
 
 
 def published_rows(per_rank: int | None = None) -> list[dict[str, Any]]:
-    """The rows of table 5, or those with so many microbatches per rank: one for each model."""
+    """Returns the rows of table 5.
+
+    Args:
+        per_rank: Selects the rows with so many microbatches per rank, one for each model. None
+            selects all rows.
+    """
     rows: list[dict[str, Any]] = json.loads(TABLE_5.read_text())["rows"]
     return [
         row for row in rows if per_rank is None or row["microbatches"] == per_rank * row["ranks"]
@@ -77,6 +91,13 @@ def published_rows(per_rank: int | None = None) -> list[dict[str, Any]]:
 
 
 def setting_of(row: dict[str, Any], ranks: int | None = None, links: bool = True) -> Setting:
+    """Returns the setting of a row of table 5.
+
+    Args:
+        row: The row. Times are in milliseconds.
+        ranks: Number of ranks, if not the row's own.
+        links: Whether messages take time.
+    """
     link = row["t_comm_ms"] if links else 0.0
     return Setting(
         ranks or row["ranks"],
@@ -89,14 +110,25 @@ def setting_of(row: dict[str, Any], ranks: int | None = None, links: bool = True
 
 
 def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict[str, float]:
-    """span, peak memory (in activations of a rank), and the bound for that memory."""
+    """Simulates one schedule.
+
+    Args:
+        side: The schedule and its memory.
+        setting: Times of a rank.
+        m: Number of microbatches.
+        chunks: Number of stages on a rank, if the schedule leaves a choice.
+
+    Returns:
+        The span, the peak memory (in activations of a rank), and figures against the lower bound
+        for that memory.
+    """
     p = setting.ranks
     placement = placement_of(side.schedule, p, chunks)
     costs = split_costs(setting.costs(), placement)
     caps = None if side.limit is None else [side.limit * p] * p
     schedule = make(side.schedule, p, m, costs=costs, chunks=chunks, caps=caps)
-    # As `dynmo schedule` does: the published figures of interleaving let most messages from the
-    # last rank to the first come for nothing.
+    # The published figures of interleaving do not count most messages from the last rank to the
+    # first. `dynmo schedule` does the same.
     timeline = (
         simulate(schedule, costs, wrap_group=p)
         if side.schedule == "interleaved-1f1b"
@@ -108,8 +140,8 @@ def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict
     return {
         "span": timeline.span,
         "bubble": 1 - work / timeline.span,
-        # A bound is summed in another order, so it may lie a rounding error under the work or over
-        # what reaches it.
+        # A bound is summed in another order. It may lie a rounding error under the work, or over
+        # a span that reaches it.
         "least": max(0.0, 1 - work / bound),
         "gap": max(0.0, 1 - bound / timeline.span),
         "peak": peak,
@@ -120,7 +152,14 @@ def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict
 
 
 def attention_setting(ratio: float, ranks: int = 8, hidden: int = 4096, head: int = 128) -> Setting:
-    """Times per token in units of h^2, at s / h = ratio."""
+    """Returns the times per token in units of h^2, at s / h = ratio.
+
+    Args:
+        ratio: Length of the sequence over the width, s / h.
+        ranks: Number of ranks.
+        hidden: Width h.
+        head: Width of an attention head.
+    """
     linear, products = 24.0, 4 * ratio  # 2P = 2 * 12 h^2; A = 4 s h
     heads, sequence = hidden / head, ratio * hidden
     share = 32 * hidden / (34 * hidden + 5 * heads * sequence)
@@ -128,6 +167,12 @@ def attention_setting(ratio: float, ranks: int = 8, hidden: int = 4096, head: in
 
 
 def attention(points: int = 16, m: int = 24) -> list[dict[str, Any]]:
+    """Sweeps s / h from 0.1 to 30.
+
+    Args:
+        points: Number of ratios.
+        m: Number of microbatches.
+    """
     out: list[dict[str, Any]] = []
     for i in range(points):
         ratio = 0.1 * 300 ** (i / (points - 1))
@@ -155,8 +200,12 @@ def memory(steps: int = 16) -> list[dict[str, Any]]:
 
 
 def few() -> list[dict[str, Any]]:
-    """gain: how much longer 1F1B takes; of_formula: the span over (m + p - 1)(F + B) + W, without
-    links."""
+    """Sweeps the number of microbatches from 1 to p.
+
+    Returns:
+        For each model and p, points with `gain` and `of_formula`. `gain` is how much longer 1F1B
+        takes. `of_formula` is the span over (m + p - 1)(F + B) + W, without links.
+    """
     out: list[dict[str, Any]] = []
     for row in published_rows(3):
         for p in (8, 16):
@@ -205,7 +254,7 @@ def measure() -> dict[str, Any]:
 
 
 def rounded(value: object) -> object:
-    """To seven digits, so that a result file does not change with the order of a sum."""
+    """Rounds to seven digits, so that the order of a sum changes no result file."""
     if isinstance(value, dict):
         return {key: rounded(x) for key, x in cast("dict[str, object]", value).items()}
     if isinstance(value, list):
@@ -220,7 +269,7 @@ _FEW = (0.125, 0.25, 0.5, 1.0)
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:
-    """By name, tables in Markdown, in percent but for times and memory."""
+    """Returns the tables in Markdown by name, in percent except for times and memory."""
     names = list(SIDES)
     texts: dict[str, str] = {}
     texts["attention"] = _table(
@@ -300,7 +349,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 # -- pictures --------------------------------------------------------------------------------------
 
-# Colours that the colour-blind can tell apart; marker and dashes say the same without any.
+# Colours that the colour-blind can tell apart. Marker and dashes say the same without colour.
 _LOOKS: dict[str, tuple[str, str, str]] = {
     "1f1b": ("#000000", "s", "-"),
     "interleaved-1f1b": ("#7f7f7f", "D", "--"),
@@ -330,7 +379,7 @@ def draw(result: dict[str, Any]) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    # No date and no random ids: the same figures give the same file. Text stays text.
+    # The same figures give the same file: it has no date and no random ids. Text stays text.
     mpl.rcParams |= {
         "svg.hashsalt": "dynmo",
         "svg.fonttype": "none",

@@ -1,6 +1,6 @@
-"""The orders of torch.distributed.pipelining's schedules, as schedules that dynmo runs.
+"""The orders of torch.distributed.pipelining, as schedules that dynmo runs.
 
-torch's own class makes the order, from stages that are stand-ins; `dynmo.schedule.torch_csv` reads
+torch's own class makes the order, from stages that are stand-ins. `dynmo.schedule.torch_csv` reads
 it as it reads torch's CSV. So two orders can be compared on one executor. torch's runtime has no
 part in it.
 """

@@ -1,10 +1,10 @@
-"""The peer: torch.distributed.pipelining's own schedules, timed as they are on the work that dynmo
-is timed on.
+"""The peer: torch.distributed.pipelining's schedules, timed on dynmo's work.
 
-A `TorchPeer` is one rank's part of such a pipeline; its `step()` runs one whole training step (all
-microbatches forward and backward, gradients zeroed before, no optimizer) and returns its seconds.
-Make all peers first, then alternate their steps with those of the executor they are compared with,
-so that both meet the same machine. Both see the same gloo, threads, batch and loss.
+A `TorchPeer` is one rank's part of such a pipeline. Its `step()` runs one whole training step and
+returns its seconds. A step is all microbatches forward and backward, with gradients zeroed before
+and no optimizer. Make all peers first, then alternate their steps with those of the executor they
+are compared with, so that both meet the same machine. Both see the same gloo, threads, batch and
+loss.
 
 The stages are real modules, or emulated ones that sleep instead of computing (`emulated_peer`).
 """
@@ -29,7 +29,7 @@ from dynmo.models.emulated import precise_timers, sleep_until
 class PeerSchedule:
     """One of torch's schedules and how the model is cut for it.
 
-    With two stages on a rank a stage is half as large: a rank's work stays the same, its messages
+    With two stages on a rank a stage is half as large. A rank's work stays the same, its messages
     double.
     """
 
@@ -38,24 +38,35 @@ class PeerSchedule:
     v_shape: bool = False  # rank r holds stages r and 2p-1-r, instead of r and p+r
 
     def stages(self, ranks: int, rank: int) -> list[int]:
-        """The indices of the stages that `rank` holds."""
+        """Returns the indices of the stages that `rank` holds.
+
+        Args:
+            ranks: Number of ranks.
+            rank: One of them.
+        """
         if self.v_shape:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + chunk * ranks for chunk in range(self.stages_per_rank)]
 
     def build(self, stages: list[Any], microbatches: int, **options: Any) -> Any:
-        """Makes torch's schedule over this rank's stages."""
+        """Makes torch's schedule over this rank's stages.
+
+        Args:
+            stages: Stages of torch, those of this rank.
+            microbatches: Microbatches of a step.
+            options: More arguments of torch's class.
+        """
         return self.make(
             stages[0] if self.make is Schedule1F1B else stages, microbatches, **options
         )
 
 
-# Each schedule at its defaults; who compares takes the fastest of a kind, measured in the same run.
-# Fewer stages on a rank cost less Python and fewer messages, more leave a smaller bubble: which
-# wins depends on how long an op is. Ideal step time over work, at 8 ranks, 32 microbatches and f =
-# b = w: 1.22, 1.11, 1.07, 1.04, 1.04. Tried, and slower or the same: shapes given beforehand (used
-# in the first step only), `defer_pp_recv`, 1F1B's order in the runtime of the others, four stages
-# on a rank.
+# Each schedule is at its defaults. Comparisons take the fastest of a kind, measured in the same
+# run. Fewer stages on a rank cost less Python and fewer messages, more stages leave a smaller
+# bubble. The winner depends on how long an op is. Ideal step time over work, at 8 ranks, 32
+# microbatches and f = b = w: 1.22, 1.11, 1.07, 1.04, 1.04. Some variants were slower or the same:
+# shapes given beforehand (used in the first step only), `defer_pp_recv`, 1F1B's order in the
+# runtime of the others, four stages on a rank.
 PEERS = {
     "1f1b": PeerSchedule(Schedule1F1B),
     "interleaved-1f1b": PeerSchedule(ScheduleInterleaved1F1B, stages_per_rank=2),
@@ -66,12 +77,12 @@ PEERS = {
 
 
 class TorchPeer:
-    """One rank of a torch.distributed.pipelining run over the default process group, whose size is
-    the number of ranks.
+    """One rank of a torch.distributed.pipelining run over the default process group.
 
-    All ranks make it, and step it, together. The first step is torch's set-up too (it infers the
-    shapes by a forward and a backward of its own): run at least one before any that counts. Threads
-    are the caller's to set, for all that it compares.
+    The group's size is the number of ranks. All ranks make the peer, and step it, together. The
+    first step is also torch's set-up, which infers the shapes by a forward and a backward of its
+    own. Run at least one step before any that counts. The caller sets the threads, for everything
+    that it compares.
     """
 
     def __init__(
@@ -113,8 +124,10 @@ class TorchPeer:
         self._device = inputs.device
 
     def step(self) -> float:
-        """Seconds of one step on the slowest rank: from a start together to the end of the rank's
-        last op. All ranks return the same.
+        """Runs one step and returns the seconds of the slowest rank.
+
+        They count from a start together to the end of the rank's last op. All ranks return the
+        same.
 
         Outputs are not gathered (`return_outputs=False`), since nobody asks for them. Zeroing
         gradients is not timed.
@@ -135,13 +148,14 @@ class TorchPeer:
 
 
 class EmulatedStage(nn.Module):
-    """Adds a one-element weight to its input; takes `f` seconds forward, `b` for the input's
-    gradient and `w` for the weight's.
+    """A stage that adds a one-element weight to its input, and sleeps.
 
-    torch splits a backward by walking the autograd graph: the input's gradient is what lies between
-    output and input, the weight's what hangs off it. It cannot split one node, so the two sleeps
-    are two nodes (one graph of three nodes for a whole stage is the least that torch can have to
-    walk):
+    It takes `f` seconds forward, `b` for the input's gradient and `w` for the weight's.
+
+    torch splits a backward by walking the autograd graph. The path between output and input belongs
+    to the input's gradient. The nodes that hang off it belong to the weight's. torch cannot split
+    one node, so the two sleeps are two nodes. One graph of three nodes for a whole stage is the
+    least that torch can have to walk:
 
         input ── _InputPath ──┐
                               add ── output
@@ -149,6 +163,12 @@ class EmulatedStage(nn.Module):
 
     The stage that `ends` the model gives the mean, the loss, within its F. `slept` counts the
     sleeps of each kind.
+
+    Args:
+        f: Seconds of F.
+        b: Seconds of B.
+        w: Seconds of W.
+        ends: Whether this is the model's last stage.
     """
 
     def __init__(self, f: float, b: float, w: float, ends: bool = False) -> None:
@@ -160,8 +180,8 @@ class EmulatedStage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         start = time.perf_counter()
-        # A batch needs no gradient, but a first stage of several layers does: all but its first
-        # layer pass one on.
+        # A batch needs no gradient. A first stage of several layers still does: all of its
+        # layers but the first pass one on.
         x = x if x.requires_grad else x.detach().requires_grad_()
         y = _InputPath.apply(x, self) + _WeightPath.apply(self.weight, x.shape, self)
         y = y.mean() if self.ends else y
@@ -169,8 +189,14 @@ class EmulatedStage(nn.Module):
         return y
 
     def sleep(self, kind: str, start: float) -> None:
-        """Sleeps until the op has taken its seconds since `start`: as in dynmo's own emulated
-        layers, arithmetic is part of them."""
+        """Sleeps until the op has taken its seconds since `start`.
+
+        Arithmetic is part of these seconds, as in dynmo's own emulated layers.
+
+        Args:
+            kind: F, B or W.
+            start: When the op began (time.perf_counter).
+        """
         sleep_until(start + self.seconds[kind])
         self.slept[kind] += 1
 
@@ -206,11 +232,18 @@ class _WeightPath(torch.autograd.Function):
 def emulated_peer(
     schedule: str, microbatches: int, f: float, b: float, w: float, message_bytes: int
 ) -> TorchPeer:
-    """A peer whose ranks sleep `f`, `b` and `w` seconds for each microbatch and pass on messages of
-    `message_bytes`.
+    """Makes a peer whose ranks sleep for each microbatch.
 
-    Of two stages on a rank each sleeps half of it. The loss is the mean of the output, so each
-    weight's gradient is 1.
+    Each of two stages on a rank sleeps half of a rank's time. The loss is the mean of the output,
+    so each weight's gradient is 1.
+
+    Args:
+        schedule: A name in `PEERS`.
+        microbatches: Microbatches of a step.
+        f: Seconds of a rank's F of a microbatch.
+        b: Seconds of a rank's B of a microbatch.
+        w: Seconds of a rank's W of a microbatch.
+        message_bytes: Bytes of a message between stages.
     """
     precise_timers()
     share = 1 / PEERS[schedule].stages_per_rank

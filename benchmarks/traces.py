@@ -1,25 +1,28 @@
-"""Fixed cost traces of pruning, freezing and sparse attention under every balancer, in the
-simulator: ZB-H1, twice as many microbatches as ranks, no link times. Each trace
-(benchmarks/data/traces: models of cost, per half block, 24 moments) is timed as
+"""Fixed cost traces of three cases under every balancer, in the simulator.
+
+The cases are pruning, freezing and sparse attention. The schedule is ZB-H1 with twice as many
+microbatches as ranks and no link times. Each trace (benchmarks/data/traces: models of cost, per
+half block, 24 moments) is timed as
 
 dense                 without the technique, as many whole blocks on every rank as on any other
 uniform               with the technique, placed the same: what a run has that does not balance
 parameters, static    whole blocks, by parameters, once
-partition, diffusion  whole blocks, by parameters that train or by time, anew at every moment: DynMo's four, at their best (`exact` places,
-                      path diffusion moves; both at once and for nothing)
-ours                  halves of blocks, schedule-aware, as a run decides: every 5 steps of 50 a moment, from the costs of the step
-                      before, where it gains 2 % at least
-optimum               of whole blocks, of halves: the least time found for a moment's costs, known at once (`share_of_least_bottleneck` is
-                      against a proven optimum: the least bottleneck that any placement has, without
-                          the pipeline's filling)
+partition, diffusion  whole blocks, by parameters that train or by time, anew at every moment:
+                      DynMo's four, at their best (`exact` places, path diffusion moves; both at
+                      once and for nothing)
+ours                  halves of blocks, schedule-aware, as a run decides: every 5 steps of 50 a
+                      moment, from the costs of the step before, where it gains 2 % at least
+optimum               of whole blocks, of halves: the least time found for a moment's costs, known
+                      at once (`share_of_least_bottleneck` is against a proven optimum: the least
+                      bottleneck that any placement has, without the pipeline's filling)
 perfect               every rank has the same part of all work, as if layers could be cut anywhere
 
-`gain` is the uniform placement's time over another's: placing whole blocks cannot gain more than
+`gain` is the uniform placement's time over another's. Placing whole blocks cannot gain more than
 `bound` = ceil(blocks / ranks). Speed-ups over dense contain what the technique itself saves.
 `published` are the paper's (figure 3).
 
-Early exit and mixture of depths, whose costs differ at every step, have a table of their own:
-`benchmarks.traces_stepwise`.
+Early exit and mixture of depths have a table of their own, because their costs differ at every
+step: `benchmarks.traces_stepwise`.
 """
 
 from __future__ import annotations
@@ -59,10 +62,24 @@ EVERY, STEPS = 5, 50  # a decision, a moment
 
 
 def static(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Partition]:
+    """Places the layers once, at the first moment.
+
+    Args:
+        cost: "parameters" or "time".
+        moments: Costs of each layer, at each moment.
+        ranks: Number of pipeline ranks.
+    """
     return [exact(weigh(moments[0], cost), ranks)] * len(moments)
 
 
 def partitioned(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Partition]:
+    """Partitions the layers anew at every moment.
+
+    Args:
+        cost: "parameters" or "time".
+        moments: Costs of each layer, at each moment.
+        ranks: Number of pipeline ranks.
+    """
     out = [uniform(len(moments[0]), ranks)]
     for layers in moments:
         out.append(exact(weigh(layers, cost), ranks, current=out[-1]))
@@ -70,6 +87,13 @@ def partitioned(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Parti
 
 
 def diffused(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Partition]:
+    """Lets the layers diffuse at every moment, from the placement before.
+
+    Args:
+        cost: "parameters" or "time".
+        moments: Costs of each layer, at each moment.
+        ranks: Number of pipeline ranks.
+    """
     out = [uniform(len(moments[0]), ranks)]
     for layers in moments:
         out.append(diffuse(weigh(layers, cost), out[-1]).partition)
@@ -89,7 +113,18 @@ BASELINES: dict[str, Placer] = {
 def ours(
     case: str, moments: Sequence[Layers], ranks: int, microbatches: int, start: Partition
 ) -> tuple[float, float, int]:
-    """The mean step's time and bottleneck, and how often layers moved."""
+    """Replays a run's own decisions.
+
+    Args:
+        case: Name of the case.
+        moments: Costs of each half block, at each moment.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+        start: The first placement.
+
+    Returns:
+        The mean seconds and the mean bottleneck of a step, and how often layers moved.
+    """
     names = tuple(str(i) for i in range(len(moments[0])))
     workload = Workload(
         case,
@@ -114,7 +149,15 @@ def ours(
 
 
 def row(case: str, sequence: int, blocks: int, ranks: int, stride: int = 1) -> dict[str, Any]:
-    """One line of the table. stride: of the moments, every so many-th."""
+    """Measures one line of the table.
+
+    Args:
+        case: Name of the case.
+        sequence: Tokens of a sequence.
+        blocks: Depth of the model.
+        ranks: Number of pipeline ranks.
+        stride: Takes every so many-th moment.
+    """
     halves, microbatches = trace(case, blocks, sequence)[::stride], 2 * ranks
     wholes = [in_blocks(layers) for layers in halves]
     even = uniform(blocks, ranks)
@@ -167,9 +210,15 @@ def row(case: str, sequence: int, blocks: int, ranks: int, stride: int = 1) -> d
 
 
 def idleness(blocks: int, ranks: int) -> dict[str, Any]:
-    """The share of a step in which a rank does not work, mean over moments and ranks: placed
-    evenly, balanced by halves; and of the dense model. Moments with nothing of the technique yet
-    count as any other."""
+    """Returns the share of a step in which a rank does not work.
+
+    The shares are means over moments and ranks: placed evenly, balanced by halves, and of the
+    dense model. Moments with nothing of the technique yet count as any other.
+
+    Args:
+        blocks: Depth of the model.
+        ranks: Number of pipeline ranks.
+    """
     microbatches = 2 * ranks
     even = uniform(blocks, ranks)
 
@@ -205,11 +254,11 @@ def idleness(blocks: int, ranks: int) -> dict[str, Any]:
 def with_stepwise(
     rows: Sequence[dict[str, Any]], stepwise: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The idleness, with the cases whose costs differ at every step.
+    """Adds the cases whose costs differ at every step to the idleness.
 
     Args:
-        rows: Of `idleness`, one for each depth.
-        stepwise: Of `traces_stepwise.row`.
+        rows: Results of `idleness`, one for each depth.
+        stepwise: Results of `traces_stepwise.row`.
     """
     return [
         row
@@ -226,7 +275,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    # No date and no random ids: the same figures give the same file. Text stays text.
+    # The same figures give the same file: it has no date and no random ids. Text stays text.
     mpl.rcParams |= {
         "svg.hashsalt": "dynmo",
         "svg.fonttype": "none",
@@ -265,11 +314,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     save_picture(figure, path)
 
 
-# -- telling ---------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """In Markdown."""
+    """Returns the table in Markdown."""
     names = [*BASELINES, "ours", "optimum of blocks", "optimum of halves", "perfect"]
     head = [
         "case",
@@ -293,8 +342,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
-    """What docs/cases.md shows: the best of the static placements and of the paper's dynamic ones
-    beside ours."""
+    """Returns the short table of docs/cases.md.
+
+    It has the best of the static placements and of the paper's dynamic ones beside ours.
+    """
     head = [
         "24 ranks",
         "blocks",
@@ -393,7 +444,10 @@ def main() -> None:
     parser.add_argument(
         "--only",
         choices=("simulated", "stepwise", "emulated"),
-        help="one of the three: the simulator, the simulator step by step, or 48 blocks on real ranks that sleep",
+        help=(
+            "one of the three: the simulator, the simulator step by step, "
+            "or 48 blocks on real ranks that sleep"
+        ),
     )
     parser.add_argument(
         "--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of the emulated runs"

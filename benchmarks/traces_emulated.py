@@ -1,5 +1,7 @@
-"""The simulator against real ranks: a moment of a cost trace on processes whose layers sleep as
-long, evenly placed and balanced."""
+"""The simulator against real ranks: a moment of a trace, even and balanced.
+
+The processes' layers sleep as long as the trace says.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,22 @@ from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 
 MOMENT = 18  # of 24
-SHORTEST = 0.01  # seconds that the shortest op of any stage sleeps: under that, waking up and the interpreter would count
+# Seconds that the shortest op of any stage sleeps. In a shorter sleep, waking up and the
+# interpreter would count.
+SHORTEST = 0.01
 
 
 def emulate(
     world: World, cases: Sequence[tuple[str, int]], pairs: int, steps: int
 ) -> list[dict[str, Any]]:
-    """Runs on each rank."""
+    """Runs on each rank: one moment of each case's trace.
+
+    Args:
+        world: The ranks.
+        cases: Name and tokens of a sequence, for each case.
+        pairs: Number of turns of both placements.
+        steps: Number of counted steps on a placement in each turn.
+    """
     return [
         emulated(world, case, sequence, 48, MOMENT, pairs, steps, beside_dense=True)
         for case, sequence in cases
@@ -44,14 +55,27 @@ def emulated(
     size: int = 1024,
     beside_dense: bool = False,
 ) -> dict[str, Any]:
-    """Runs on each rank: the uniform placement and ours in turn, on layers that sleep in proportion
-    to the trace, and the model without the technique, placed evenly, if it shall be `beside_dense`.
-    size: floats of a message."""
+    """Runs on each rank: the uniform placement and ours, in turn.
+
+    The layers sleep in proportion to the trace.
+
+    Args:
+        world: The ranks.
+        case: Name of the case.
+        sequence: Tokens of a sequence.
+        blocks: Depth of the model.
+        moment: Moment of the trace.
+        pairs: Number of turns of both placements.
+        steps: Number of steps on a placement in each turn.
+        shortest: Seconds that the shortest op of any stage sleeps.
+        size: Floats of a message.
+        beside_dense: Whether to also time the model without the technique, placed evenly.
+    """
     ranks, microbatches = world.size, 2 * world.size
     layers = trace(case, blocks, sequence)[moment]
     frozen = next((i for i, x in enumerate(layers) if x.b or x.w), 0)
     full = dense(blocks, sequence)
-    # A frozen layer sleeps in B and W no more, because it is frozen.
+    # A frozen layer no longer sleeps in B and W, because it is frozen.
     slept = tuple(
         replace(x, b=y.b, w=y.w) if i < frozen else x
         for i, (x, y) in enumerate(zip(layers, full, strict=True))
@@ -125,7 +149,10 @@ def emulated(
 
 
 def emulated_table(rows: Sequence[dict[str, Any]]) -> str:
-    """In Markdown, as the documents show it: measured beside simulated."""
+    """Returns the table in Markdown, as the documents show it.
+
+    Measured figures are beside simulated ones.
+    """
     head = [
         "emulated",
         "ranks",

@@ -1,4 +1,4 @@
-"""Cost traces of early exit and mixture of depths, under placements of half blocks.
+"""Cost traces of early exit and mixture of depths, placed by half blocks.
 
 The costs differ at every step: one moment of a trace is one step. The schedule is ZB-H1, with twice
 as many microbatches as ranks and without link times. Moves are free.
@@ -98,7 +98,7 @@ def _selected(draw: random.Random) -> float:
 
 
 def _costs(shares: Sequence[float], exits: bool) -> Layers:
-    """The costs of half blocks, each block of which computes a share of the tokens.
+    """Returns the costs of half blocks. Each block computes a share of the tokens.
 
     The attention's pairs of a routed block fall with the square of the share. Keys and values of
     exited tokens are computed still: half of the products of an attention half.
@@ -115,7 +115,14 @@ def _costs(shares: Sequence[float], exits: bool) -> Layers:
 
 
 def decide(case: str, moments: Sequence[Layers], ranks: int, start: Partition) -> ReplayResult:
-    """Replays the steps under a run's own decisions, one before each step."""
+    """Replays the steps under a run's own decisions, one before each step.
+
+    Args:
+        case: Name of the case.
+        moments: Costs of each half block, at each step.
+        ranks: Number of pipeline ranks.
+        start: The first placement.
+    """
     workload = Workload(
         case,
         tuple(enumerate(moments)),
@@ -150,7 +157,12 @@ class Placements:
         self._works = cache(self._sums)
 
     def seconds(self, layers: Layers, placement: Partition) -> float:
-        """Makespan of a step."""
+        """Returns the makespan of a step.
+
+        Args:
+            layers: Costs of each half block.
+            placement: Number of half blocks on each rank.
+        """
         shape, bounds = self._shape, np.array(placement.bounds, np.int64)
         return compiled_replay(
             shape.rows,
@@ -164,7 +176,7 @@ class Placements:
         )
 
     def mean(self, steps: Sequence[Layers], placements: Sequence[Partition]) -> float:
-        """Mean makespan of the steps.
+        """Returns the mean makespan of the steps.
 
         Args:
             steps: Costs of each step.
@@ -204,7 +216,7 @@ class Placements:
 def row(
     case: str, blocks: int, ranks: int, steps: int = 24, pilot_steps: int = PILOT_STEPS
 ) -> dict[str, Any]:
-    """One line of the table.
+    """Measures one line of the table.
 
     Args:
         case: Name of the case.
@@ -252,7 +264,8 @@ def row(
         "over_dense": {name: times["dense"] / x for name, x in times.items()},
         "share_of_best_static": times["best static"] / times["ours"],
         "share_of_optimum": times["optimum"] / times["ours"],
-        # Whether what is best in hindsight is better than the pilot's placement in a third run, too.
+        # Says whether the placement that is best in hindsight also beats the pilot's placement in
+        # a third run.
         "best_static_over_pilot_in_a_third_run": on.mean(third, [start]) / on.mean(third, [static]),
         "moves": len(ours.moves),
         "moves_from_uniform": len(from_uniform.moves),
@@ -263,7 +276,7 @@ def row(
 
 
 def table(rows: Sequence[dict[str, Any]], ranks: Sequence[int] = (16, 24)) -> str:
-    """The table in Markdown."""
+    """Returns the table in Markdown."""
     head = [
         "case",
         "blocks",
@@ -289,7 +302,13 @@ def table(rows: Sequence[dict[str, Any]], ranks: Sequence[int] = (16, 24)) -> st
 def stepwise(
     blocks: Sequence[int], ranks: Sequence[int], cases: Sequence[str] = CASES
 ) -> dict[str, Any]:
-    """All lines of the table, and the least share of best static."""
+    """Measures all lines of the table, and the least share of best static.
+
+    Args:
+        blocks: Depths of the model.
+        ranks: Numbers of pipeline ranks.
+        cases: Names of the cases.
+    """
     rows = [row(case, depth, n) for case in cases for depth in blocks for n in ranks]
     return {
         "stepwise": rows,

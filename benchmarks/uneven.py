@@ -1,13 +1,13 @@
-"""Uneven stages: does a step take what the simulator says, under every schedule; and does the plan
-gain what it promised?
+"""Uneven stages: steps against the simulator, and the plan's gain.
 
-Emulated: 8 ranks, 16 microbatches, 32 layers that sleep 7.5 ms on average for each of F, B and W,
-so that a stage's op is 30 ms; the last layers three times as long as the first, as in a model whose
-front was pruned, and each up to 30 % more or less than that. Every schedule first runs on the
-uniform placement; its step is held against what the simulator says for the layer costs and links
-measured in the same run. Then the plan: the better of zb-auto and ZB-V, each with its
-schedule-aware placement, made from those costs, against uniform and ZB-H1. torch's schedules run
-the same uneven uniform stages beside it.
+Emulated: 8 ranks, 16 microbatches, 32 layers that sleep 7.5 ms on average for each of F, B and W. A
+stage's op is thus 30 ms. The last layers take three times as long as the first, as in a model whose
+front was pruned. Each takes up to 30 % more or less than that.
+
+Every schedule first runs on the uniform placement. Its step is held against what the simulator says
+for the layer costs and links measured in the same run. Then the plan is made from those costs: the
+better of zb-auto and ZB-V, each with its schedule-aware placement. It is compared with uniform and
+ZB-H1. torch's schedules run the same uneven uniform stages beside it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ MESSAGE_BYTES = 16384
 
 
 def layer_seconds(milliseconds: int) -> list[list[float]]:
-    """F, B and W of every layer, in seconds: the mean of a stage's op of four layers is
-    `milliseconds`."""
+    """Returns F, B and W of every layer, in seconds.
+
+    The mean of a stage's op of four layers is `milliseconds`.
+    """
     generator = torch.Generator().manual_seed(3)
     mean = milliseconds / 1000 / 4
     spread = (
@@ -46,7 +48,14 @@ def layer_seconds(milliseconds: int) -> list[list[float]]:
 
 
 def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> dict[str, Any]:
-    """Runs on each rank."""
+    """Runs on each rank: every schedule on uneven stages, and the plan.
+
+    Args:
+        world: The ranks.
+        milliseconds: Mean time of a stage's op.
+        microbatches: Microbatches of a step.
+        rounds: Number of counted turns.
+    """
     f, b, w = layer_seconds(milliseconds)
     model = make_layers(f, b, w, MESSAGE_BYTES // 4)
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
@@ -58,8 +67,8 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
         sides[name] = timed(world, pipelines[name], batch, batch)
         sides[name]()
         pipelines[name].actions.replan(pipelines[name].costs())
-    # The plan: of the schedules that are made from costs and keep no more than 1F1B does, each with
-    # its own placement, the best.
+    # The plan is the better of these schedules, each with its own placement. Both are made from
+    # costs and keep no more than 1F1B does.
     layers = pipelines["zb-h1"].costs()
     start = time.perf_counter()
     targets = {

@@ -8,7 +8,7 @@
     │   │   └── NoRoomError        its memory does not suffice
     │   └── CheckpointError        a checkpoint that is missing, damaged or of another model
     └── RunError(RuntimeError)     the run failed: exit status 1
-        ├── WaitTimeout            a rank waited too long; the message names who waits for whom
+        ├── WaitTimeout            a rank waited too long for others, which the message names
         ├── RankDied               a peer is gone
         └── Interrupted            a signal ended the run before its ranks stopped: exit status 130
 
@@ -28,7 +28,7 @@ class DynmoError(Exception):
 
 
 class InputError(DynmoError, ValueError):
-    """The user's input is wrong; nothing was started or changed."""
+    """The user's input is wrong. Nothing was started or changed."""
 
     exit_status = 2
 
@@ -58,7 +58,12 @@ class RunError(DynmoError, RuntimeError):
 
 
 class WaitTimeout(RunError):
-    """A rank waited longer than the limit for others: for `ranks`, where they are known."""
+    """A rank waited longer than the limit for others.
+
+    Args:
+        message: One line that says who waits for whom.
+        ranks: The ranks that it waited for, if they are known.
+    """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -82,13 +87,13 @@ def place(error: BaseException, own: bool = False) -> str:
     none, it is the innermost frame outside dynmo and torch.
 
     Args:
-        error: What was raised.
-        own: If there is neither, take dynmo's own line. It tells only those who mend dynmo.
+        error: The exception that was raised.
+        own: If there is neither, take dynmo's own line. Only developers of dynmo can use it.
 
     Returns:
         ` (model.py:12)`, or an empty string.
     """
-    if isinstance(error, SyntaxError):  # says so itself
+    if isinstance(error, SyntaxError):  # its message names the line
         return ""
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")
@@ -110,7 +115,7 @@ _STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
 def _is_installed(file: Path) -> bool:
-    """Whether the file belongs to dynmo, to Python or to an installed package."""
+    """True if the file belongs to dynmo, to Python or to an installed package."""
     return (
         file.is_relative_to(_DYNMO)
         or file.is_relative_to(_STDLIB)

@@ -1,7 +1,7 @@
-"""The typed records of a run's log (`runs/<name>/events.jsonl`), one JSON object a line.
+"""The typed records of a run's log (`runs/<name>/events.jsonl`).
 
-Shared by the runtime, the trainer and the reports. Floats are written so that they read back
-exactly (Python's repr does).
+The log has one JSON object a line. The runtime, the trainer and the reports share these records.
+Floats are written so that they read back exactly (Python's repr does).
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from dynmo.errors import InputError, RunError
 
 @dataclass(frozen=True)
 class Event:
-    """Base: what happened before step `step` was over, at `time` (seconds since the epoch)."""
+    """Base of all events.
+
+    Attributes:
+        step: The event happened before this step was over.
+        time: Seconds since the epoch.
+    """
 
     event: ClassVar[str] = ""
     step: int
@@ -28,8 +33,19 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """One optimizer step. `seconds` is its wall time; idle_ratio and imbalance are measured; layers
-    is the placement."""
+    """One optimizer step.
+
+    Attributes:
+        loss: Mean loss of the step.
+        tokens_per_s: Tokens per second.
+        idle_ratio: Measured share of idle time.
+        imbalance: Measured imbalance of the ranks.
+        seconds: Wall time of the step.
+        gradient_norm: Norm of the gradients. None if it is not finite.
+        learning_rate: Learning rate of the step.
+        layers: The placement.
+        frozen: Number of frozen layers.
+    """
 
     event: ClassVar[str] = "step"
     loss: float
@@ -45,8 +61,12 @@ class StepEvent(Event):
 
 @dataclass(frozen=True)
 class SkippedEvent(Event):
-    """The step's gradients overflowed at `loss_scale`: nothing was updated, and the next step takes
-    `next_scale`."""
+    """The gradients of a step overflowed, so nothing was updated.
+
+    Attributes:
+        loss_scale: Loss scale at which they overflowed.
+        next_scale: Loss scale of the next step.
+    """
 
     event: ClassVar[str] = "skipped"
     loss_scale: float
@@ -55,8 +75,17 @@ class SkippedEvent(Event):
 
 @dataclass(frozen=True)
 class EvalEvent(Event):
-    """An evaluation. If tokens exit early, it runs once more without exits, and `dense_loss` and
-    `dense_tokens_per_s` are of that run. Older logs have the loss alone."""
+    """An evaluation.
+
+    If tokens exit early, the evaluation runs once more without exits. Older logs have the loss
+    alone.
+
+    Attributes:
+        loss: Mean loss.
+        tokens_per_s: Tokens per second.
+        dense_loss: Mean loss of the run without exits.
+        dense_tokens_per_s: Tokens per second of the run without exits.
+    """
 
     event: ClassVar[str] = "eval"
     loss: float
@@ -67,8 +96,13 @@ class EvalEvent(Event):
 
 @dataclass(frozen=True)
 class ChangeEvent(Event):
-    """A dynamic case changed layers: which case, which global layer indices, in words what
-    happened. The case "balance", and no layers: why the balancer can do nothing."""
+    """A dynamic case changed layers.
+
+    Attributes:
+        case: Name of the case. "balance", without layers, says why the balancer can do nothing.
+        layers: Global indices of the layers.
+        what: The change, in words.
+    """
 
     event: ClassVar[str] = "change"
     case: str
@@ -78,8 +112,14 @@ class ChangeEvent(Event):
 
 @dataclass(frozen=True)
 class TokensEvent(Event):
-    """How many tokens some layers computed or let go, since the last such record: of the first
-    replica (of all if they share experts), shares of all tokens by what is counted, one a layer."""
+    """Shares of tokens that layers computed or let go since the last such record.
+
+    Attributes:
+        case: Name of the case.
+        layers: Global indices of the layers.
+        shares: By what is counted: shares of all tokens, one a layer. They are of the first
+            replica, or of all replicas if these share experts.
+    """
 
     event: ClassVar[str] = "tokens"
     case: str
@@ -89,9 +129,19 @@ class TokensEvent(Event):
 
 @dataclass(frozen=True)
 class RebalanceEvent(Event):
-    """`source` and `target` are written as `from` and `to`: layer counts per rank. Gathering the
-    costs took `measure_seconds`; `seconds` is what came then: `decide_seconds` to find out where to
-    and whether it pays, and the move."""
+    """Layers moved to other ranks.
+
+    Attributes:
+        id: Number of the move.
+        source: Layers per rank before. Written as `from`.
+        target: Layers per rank after. Written as `to`.
+        moved_bytes: Bytes that moved.
+        seconds: Time after the costs were gathered: the decision and the move.
+        predicted_gain: Share of a step's time that the move should save.
+        reason: Why, in one line.
+        measure_seconds: Time to gather the costs.
+        decide_seconds: Part of `seconds` that the decision took: the target, and whether it pays.
+    """
 
     event: ClassVar[str] = "rebalance"
     id: int
@@ -107,8 +157,12 @@ class RebalanceEvent(Event):
 
 @dataclass(frozen=True)
 class ScheduleEvent(Event):
-    """The ranks' order of work was made anew from measured costs: the share of a step's time that
-    the simulator says it saves."""
+    """The ranks' order of work was made anew from measured costs.
+
+    Attributes:
+        name: Name of the schedule.
+        predicted_gain: Share of a step's time that the simulator says it saves.
+    """
 
     event: ClassVar[str] = "schedule"
     name: str
@@ -117,8 +171,12 @@ class ScheduleEvent(Event):
 
 @dataclass(frozen=True)
 class RebalanceResultEvent(Event):
-    """What rebalance `id` brought: the share of a step's time that it saved, measured (compare
-    `predicted_gain`)."""
+    """The measured gain of a rebalance.
+
+    Attributes:
+        id: Number of the rebalance.
+        measured_gain: Measured share of a step's time that it saved. Compare `predicted_gain`.
+    """
 
     event: ClassVar[str] = "rebalance_result"
     id: int
@@ -127,8 +185,15 @@ class RebalanceResultEvent(Event):
 
 @dataclass(frozen=True)
 class ReshapeEvent(Event):
-    """The same ranks became another mesh. `source` and `target` are written as `from` and `to`:
-    ranks of a pipeline, and how many pipelines; layers: the new placement, in counts."""
+    """The same ranks became another mesh.
+
+    Attributes:
+        source: Ranks of a pipeline, and how many pipelines, before. Written as `from`.
+        target: The same after. Written as `to`.
+        layers: The new placement, in counts.
+        moved_bytes: Bytes that moved.
+        seconds: How long the change took.
+    """
 
     event: ClassVar[str] = "reshape"
     source: tuple[int, ...]
@@ -179,7 +244,7 @@ class GrowEvent(Event):
     Attributes:
         predicted_gain: Share of a step that is saved. None if nobody asked.
         joined: The processes that came.
-        gpu_seconds_returned: Of all ranks that were away, until now.
+        gpu_seconds_returned: GPU seconds of all ranks that were away, until now.
     """
 
     event: ClassVar[str] = "grow"
@@ -202,8 +267,8 @@ class ReleaseEvent(Event):
     """A resource manager has taken ranks back, or has started ranks that may join.
 
     Attributes:
-        by: Its word in `elastic.releaser`, or "launcher".
-        what: What it has done, in one line.
+        by: Its name in `elastic.releaser`, or "launcher".
+        what: The action, in one line.
         ranks: How many ranks.
         seconds: How long it took.
     """
@@ -217,7 +282,11 @@ class ReleaseEvent(Event):
 
 @dataclass(frozen=True)
 class FaultEvent(Event):
-    """Something failed that the run can do without. what: One line."""
+    """Something failed that the run can do without.
+
+    Attributes:
+        what: One line.
+    """
 
     event: ClassVar[str] = "fault"
     what: str
@@ -225,8 +294,12 @@ class FaultEvent(Event):
 
 @dataclass(frozen=True)
 class RollbackEvent(Event):
-    """With post-validation, step `step` was taken back. what: "non-finite" (and not made) or
-    "clipped" (and made again, clipped). seconds: of rank 0's work that was thrown away."""
+    """With post-validation, step `step` was taken back.
+
+    Attributes:
+        what: "non-finite" (the step is not made) or "clipped" (it is made again, clipped).
+        seconds: Time of rank 0's work that was thrown away.
+    """
 
     event: ClassVar[str] = "rollback"
     what: str
@@ -235,8 +308,15 @@ class RollbackEvent(Event):
 
 @dataclass(frozen=True)
 class PostValidationEvent(Event):
-    """From the step after this one on, steps end without a barrier (`on`), or with one: too many
-    were taken back, or what the model is asks for it (then from this step on)."""
+    """Steps begin or cease to end without a barrier.
+
+    The change holds from the step after this one on. If the model asks for a barrier, it holds from
+    this step on.
+
+    Attributes:
+        on: Whether steps end without a barrier.
+        reason: Why. Either too many steps were taken back, or the model asks for a barrier.
+    """
 
     event: ClassVar[str] = "post_validation"
     on: bool
@@ -245,6 +325,14 @@ class PostValidationEvent(Event):
 
 @dataclass(frozen=True)
 class CheckpointEvent(Event):
+    """A checkpoint was saved.
+
+    Attributes:
+        path: Its path.
+        bytes: Its size.
+        seconds: How long saving took.
+    """
+
     event: ClassVar[str] = "checkpoint"
     path: str
     bytes: int
@@ -253,13 +341,22 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """`weights_digest` and `buffers_digest` are those of `LayerStates.digest` and
-    `LayerStates.buffers_digest`; older logs lack the second. `reason` is "done", or "interrupted"
-    when a signal ended the run early. What balancing took of all `seconds`, moves or not:
-    `measure_seconds` to condense and gather the layers' costs, `decide_seconds`, `move_seconds`. Of
-    the caches of a frozen prefix's outputs, on all ranks: `spared_forwards`, the F's of single
-    layers that need not run, and `cached_bytes` at the end. `gpu_seconds_returned`: of the ranks that
-    the run did without."""
+    """The run has ended.
+
+    Attributes:
+        loss: Last loss.
+        weights_digest: See `LayerStates.digest`.
+        seconds: Seconds of the whole run.
+        reason: "done", or "interrupted" if a signal ended the run early.
+        measure_seconds: Part of `seconds` to condense and gather the layers' costs, moves or not.
+        decide_seconds: Part of `seconds` for the decisions of balancing.
+        move_seconds: Part of `seconds` for moves.
+        spared_forwards: F's of single layers that the caches of a frozen prefix spared, on all
+            ranks.
+        cached_bytes: Bytes of these caches at the end, on all ranks.
+        buffers_digest: See `LayerStates.buffers_digest`. None in older logs.
+        gpu_seconds_returned: GPU seconds of the ranks that the run did without.
+    """
 
     event: ClassVar[str] = "end"
     loss: float
@@ -301,6 +398,7 @@ _WORDS = {"source": "from", "target": "to"}
 
 
 def to_json(event: Event) -> dict[str, Any]:
+    """Returns the record that is written for an event."""
     return {
         "event": event.event,
         **{_WORDS.get(key, key): value for key, value in vars(event).items()},
@@ -308,8 +406,17 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def from_json(record: dict[str, Any]) -> Event:
-    """Raises InputError for a record of an unknown kind or with fields missing (but those with a
-    default: an older version did not write them); keys that it does not know are left out."""
+    """Reads an event from a record.
+
+    Keys that the kind does not know are left out. Fields with a default may be missing, because an
+    older version did not write them.
+
+    Args:
+        record: A record as `to_json` returns it.
+
+    Raises:
+        InputError: The kind is unknown, or a field without a default is missing.
+    """
     kind = _KINDS.get(str(record.get("event")))
     if kind is None:
         raise InputError(f"unknown event {record.get('event')!r}")
@@ -327,10 +434,10 @@ def from_json(record: dict[str, Any]) -> Event:
 
 
 class EventLog:
-    """Appends events to a file, a line each, flushed at once so that a run can be watched.
+    """Appends events to a file, a line each.
 
-    A torn last line (an earlier run was cut off) is dropped: what follows must start a line of its
-    own.
+    Each line is flushed at once, so that a run can be watched. A torn last line (an earlier run was
+    cut off) is dropped, because the next event must start its own line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -360,8 +467,16 @@ class EventLog:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """The events of a log. A torn last line (the run was cut off) is left out; any other bad line
-    raises InputError with its number."""
+    """Reads the events of a log.
+
+    A torn last line (the run was cut off) is left out.
+
+    Args:
+        path: The log.
+
+    Raises:
+        InputError: Any other line is bad. The message has its number.
+    """
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -381,4 +496,5 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def now() -> float:
+    """Returns the seconds since the epoch."""
     return time.time()

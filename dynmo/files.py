@@ -14,14 +14,14 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     Args:
         path: The file to create or to replace.
         text: The new content. Written as UTF-8.
-        mode: Who may read and write the file. The umask of the process takes away from it.
+        mode: Permissions of the file. The umask of the process takes away from them.
 
     Raises:
-        OSError: The file cannot be written. What `path` held before is unchanged.
+        OSError: The file cannot be written. The former content of `path` is unchanged.
     """
     partial = path.with_name(path.name + ".tmp")
     try:
-        partial.unlink(missing_ok=True)  # it would keep its mode
+        partial.unlink(missing_ok=True)  # an existing file would keep its mode
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)

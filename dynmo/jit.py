@@ -1,7 +1,9 @@
-"""Loops compiled by numba, without Python's lock: the same machine code on every rank, so the same
-bits."""
+"""Loops compiled by numba, which run without Python's lock.
 
-# numba has no types: its functions are given theirs by `jit`.
+Every rank runs the same machine code, so the bits are the same.
+"""
+
+# numba has no types, so `jit` gives them to its functions.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -17,19 +19,25 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def jit(*fast: str) -> Callable[[_F], _F]:
-    """fast: what LLVM may change about floating-point arithmetic, by its fast-math flags."""
+    """Compiles a function at its first call.
+
+    Args:
+        fast: LLVM's fast-math flags: the changes that it may make to floating-point arithmetic.
+    """
 
     def compiled(function: _F) -> _F:
         try:
             return cast(_F, numba.njit(nogil=True, fastmath=set(fast), cache=True)(function))
-        except RuntimeError:  # nowhere to keep the compiled code: it is made anew in each process
+        except RuntimeError:  # no place to keep the code: each process compiles anew
             return cast(_F, numba.njit(nogil=True, fastmath=set(fast))(function))
 
     return compiled
 
 
 def jit_as(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compiles a function that Python calls, together with all that it calls, at its first call.
+    """Compiles a function that Python calls, at its first call.
+
+    All functions that it calls are compiled together with it.
 
     Args:
         signature: The types of the result and the arguments, as numba writes them.
@@ -42,7 +50,9 @@ def jit_as(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
                 warnings.simplefilter("ignore")
                 try:
                     return numba.njit(signature, cache=True)(function)
-                except Exception:  # nowhere to keep the code, or a damaged file there, which pickle meets with any error it likes
+                except Exception:
+                    # There is no place to keep the code, or a file there is damaged. Pickle meets
+                    # a damaged file with any error.
                     return numba.njit(signature)(function)
 
         @wraps(function)

@@ -1,5 +1,7 @@
-"""Shared by all tests: CPU threads as one rank has them, and a pool of ranks for the whole
-session."""
+"""Fixtures of all tests.
+
+CPU threads are those of one rank, and one pool of ranks serves the whole session.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from tests.pool import Pool
 settings.register_profile("dynmo", deadline=None, max_examples=60)
 settings.load_profile("dynmo")
 
-# What is measured on this machine and kept for later runs would be somebody's: the pool's ranks
-# inherit it too.
+# Measurements on this machine that are kept for later runs would end up in the user's own files.
+# The pool's ranks inherit this setting too.
 os.environ["DYNMO_CACHE"] = tempfile.mkdtemp(prefix="dynmo-test-cache-")
 atexit.register(shutil.rmtree, os.environ["DYNMO_CACHE"], ignore_errors=True)
 
@@ -46,8 +48,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests marked gpu without their device, and tests marked matrix unless `-m` is
-    given."""
+    """Deselects tests marked gpu without their device, and tests marked matrix.
+
+    Tests marked matrix stay if `-m` is given.
+    """
     unwanted = set[str]() if config.option.markexpr else {"matrix"}
     if config.getoption("--gpu-device") == "cuda" and any(
         item.get_closest_marker("gpu") for item in items

@@ -1,5 +1,6 @@
-"""Prints loss and weights digest of fixed configurations: run it before and after a change of
-structure.
+"""Prints loss and weights digest of fixed configurations.
+
+Run it before and after a change of structure.
 
     python -m tests.digests > before.json       # at the old commit
     python -m tests.digests --compare before.json
@@ -71,7 +72,15 @@ def main() -> int:
 
 
 def run(name: str, sections: dict[str, Any]) -> dict[str, Any]:
-    """Trains one configuration on two local ranks and returns its loss and weights digest."""
+    """Trains one configuration on two local ranks.
+
+    Args:
+        name: Name of the run.
+        sections: Sections of the configuration, added to the defaults.
+
+    Returns:
+        Its loss and weights digest.
+    """
     from dynmo.config import parse
 
     defaults: dict[str, dict[str, Any]] = {

@@ -1,5 +1,6 @@
-"""Figures in the documents that stem from benchmarks/results: `python -m tests.test_docs` writes
-them.
+"""Figures in the documents that stem from benchmarks/results.
+
+`python -m tests.test_docs` writes them.
 
 A figure stands between two comments that do not show on the page:
 
@@ -61,8 +62,10 @@ def fill(text: str) -> str:
 
 
 def differences(text: str) -> list[str]:
-    """The figures of a text that differ from their result file, and the marks that are no
-    figure."""
+    """The figures of a text that differ from their result file.
+
+    Marks that are no figure are included.
+    """
     matches = list(_FIGURE.finditer(text))
     marks = text.count("<!-- figure ") - len(matches)
     unread = [f"{marks} marks of figures cannot be read"] if marks else []

@@ -1,4 +1,7 @@
-"""A disk that is full, for code of this process: what the operating system says, without a disk."""
+"""A disk that is full, for code of this process.
+
+It raises the error of the operating system, without a disk.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from unittest import mock
 
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond `size` bytes. Writing more raises OSError."""
+    """No file of this process may grow beyond `size` bytes.
+
+    Writing more raises OSError.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -23,7 +29,10 @@ def files_up_to(size: int) -> Iterator[None]:
 
 @contextmanager
 def full_at(number: int) -> Iterator[list[int]]:
-    """The `number`-th file that is synced no longer fits the disk. Yields what was synced."""
+    """The `number`-th file that is synced no longer fits the disk.
+
+    Yields what was synced.
+    """
     synced: list[int] = []
     fsync = os.fsync
 

@@ -67,7 +67,7 @@ class Refusal(Exception):
 
 @dataclass
 class Observed:
-    """What a run shows that must not depend on where it ran."""
+    """The results of a run that must not depend on where it ran."""
 
     steps: dict[int, str] = field(default_factory=dict[int, str])
     evaluations: dict[int, str] = field(default_factory=dict[int, str])
@@ -76,7 +76,10 @@ class Observed:
     end: dict[str, str] = field(default_factory=dict[str, str])
 
     def read(self, events: Sequence[Tables]) -> None:
-        """Adds the events of a run. Floats are compared as text, so that NaN equals itself."""
+        """Adds the events of a run.
+
+        Floats are compared as text, so that NaN equals itself.
+        """
         for event in events:
             step = event["step"]
             if event["event"] == "step":
@@ -116,7 +119,10 @@ def _make_pool(log: Path) -> Pool:
 
 
 class Runner:
-    """Runs cases one after another on a pool of ranks. Replaces a pool that hangs or dies."""
+    """Runs cases one after another on a pool of ranks.
+
+    Replaces a pool that hangs or dies.
+    """
 
     def __init__(self, make_pool: Callable[[Path], Pool] = _make_pool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dynmo-fuzz-")
@@ -162,7 +168,10 @@ class Runner:
         return CaseResult(case, EQUAL)
 
     def reference(self, case: Case) -> Observed:
-        """What the case shows on one rank. Raises Failure where a plain PyTorch loop disagrees."""
+        """The results of the case on one rank.
+
+        Raises Failure if a plain PyTorch loop disagrees.
+        """
         expected = Observed()
         expected.read(self._train(case.reference))
         if case.plain:
@@ -186,7 +195,10 @@ class Runner:
         return ours
 
     def _train(self, config: Tables, **arguments: Any) -> list[Tables]:
-        """Returns the events of a run. Raises Refusal or Failure where it did not end well."""
+        """Returns the events of a run.
+
+        Raises Refusal or Failure where it did not end well.
+        """
         ranks = parse(config).ranks
         results = self._job("tests.fuzz_jobs:train", ranks, config=config, **arguments)
         errors = [(rank, result) for rank, result in enumerate(results) if "error" in result]
@@ -195,7 +207,7 @@ class Runner:
             rank, result = crash
             raise Failure(f"{result['error']} on rank {rank} of {ranks}", result["text"])
         if errors:
-            # A rank that finds its input wrong leaves; the others may only say that it has gone.
+            # A rank that finds its input wrong leaves. The others may only say that it has gone.
             rank, result = max(errors, key=lambda pair: pair[1]["status"])
             text = result["text"]
             if result["status"] != 2:
@@ -220,8 +232,8 @@ def replay(outcome: CaseResult, folder: Path) -> str:
     """Writes the TOML files of a case and says how to run them.
 
     Args:
-        outcome: Of the case.
-        folder: Where the files go.
+        outcome: Outcome of the case.
+        folder: Folder of the files.
 
     Returns:
         The commands, and each file's text.
@@ -251,10 +263,10 @@ def run_all(
     """Run cases on several pools side by side.
 
     Args:
-        cases: What to run.
-        jobs: How many pools.
+        cases: Cases to run.
+        jobs: Number of pools.
         tell: Called with each outcome as it comes.
-        runner: Makes one that runs cases on a pool.
+        runner: Makes a runner of cases on a pool.
 
     Returns:
         The outcomes, in the order in which they came.
@@ -308,14 +320,17 @@ def summary(outcomes: Sequence[CaseResult], seconds: float) -> str:
 
 
 def passed(outcomes: Sequence[CaseResult]) -> bool:
-    """Whether no case failed and few enough were refused."""
+    """True if no case failed and few enough were refused."""
     refused = sum(outcome.kind == REFUSED for outcome in outcomes)
     failed = any(outcome.kind == FAILED for outcome in outcomes)
     return not failed and (refused <= MOST_REFUSED * len(outcomes) or len(outcomes) < 20)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 1 if a case failed or too many were refused."""
+    """The command line.
+
+    Returns the exit status: 1 if a case failed or too many were refused.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz", description=(__doc__ or "").partition("\n")[0]
     )
@@ -356,7 +371,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nonlocal last
         counts[outcome.kind] += 1
         if outcome.kind == FAILED:
-            repeat = f"python -m tests.fuzz --seed {options.seed} --elastic {options.elastic} --only {outcome.case.number}"
+            repeat = (
+                f"python -m tests.fuzz --seed {options.seed} --elastic {options.elastic} --only "
+                f"{outcome.case.number}"
+            )
             print(f"\ncase {outcome.case.number}: {outcome.what}\n{outcome.detail}\n    {repeat}")
             print(replay(outcome, folder), flush=True)
         now, done = time.monotonic(), sum(counts.values())

@@ -1,7 +1,8 @@
-"""What the random test draws: configurations that hold together, each from one integer.
+"""Cases of the random test: valid configurations, each drawn from one integer.
 
-The draw avoids impossible combinations by construction: a schedule that needs more stages than the
-model has layers is not among the choices, and so on. What dynmo refuses all the same is counted.
+The draw avoids impossible combinations by construction. For example, a schedule that needs more
+stages than the model has layers is not among the choices. Cases that dynmo refuses all the same are
+counted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Case:
     """One case of the random test.
 
     Attributes:
-        number: Which one of its seed.
+        number: Number of the case within its seed.
         config: The run under test, as nested tables.
         resumed: The configuration that goes on after `stop`, or None for a run in one go.
         stop: The step after which the first part is asked to stop.
@@ -46,7 +47,10 @@ class Case:
 
     @property
     def plain(self) -> bool:
-        """Whether a plain PyTorch loop trains the same: no cases or random numbers, float32."""
+        """True if a plain PyTorch loop trains the same.
+
+        That needs float32, and no cases or random numbers.
+        """
         model = self.config["model"]
         train = self.config["train"]
         return (
@@ -85,8 +89,8 @@ def draw(seed: int, number: int, elastic: float = 0.35) -> Case:
     """Draw a case.
 
     Args:
-        seed: Of the whole test.
-        number: Which of its cases.
+        seed: Seed of the whole test.
+        number: Number of the case.
         elastic: Share of the cases whose mesh or number of ranks changes, of those that allow it.
 
     Returns:
@@ -198,7 +202,10 @@ class _Draw:
     def _mesh(
         self, layers: int, data: int, each: int | None = None
     ) -> tuple[int, int, str, int | None]:
-        """Ranks of a pipeline, replicas, schedule, chunks. each: microbatches of a replica."""
+        """Ranks of a pipeline, replicas, schedule and chunks.
+
+        `each` is the number of microbatches of a replica.
+        """
         random = self._random
         pipeline = (
             random.choice([1, 2, 2, 3, 4, 4]) if data == 1 else random.randrange(1, 4 // data + 1)
@@ -301,7 +308,10 @@ class _Draw:
         return {"parallel": parallel, "pipeline": pipe, "balance": balance, "elastic": elastic}
 
     def _limit(self, model: Tables, pipeline: int) -> int:
-        """A limit near what the whole model takes on one rank, or a share of it for several."""
+        """A limit near what the whole model takes on one rank.
+
+        For several ranks it is a share of that.
+        """
         hidden, blocks = model["hidden"], model["blocks"]
         parameters = 2 * VOCAB * hidden + blocks * (
             4 * hidden**2 + 3 * hidden * feed_forward_size(hidden)
@@ -438,7 +448,7 @@ class _Draw:
 
 
 def fits(groups: int, replicas: int, microbatches: int) -> bool:
-    """Whether so many reduction slots fit so many replicas and microbatches of a step."""
+    """True if this number of reduction slots fits the replicas and microbatches."""
     each, rest = divmod(groups, replicas)
     split = microbatches % groups == 0 and microbatches % replicas == 0
     return split and not rest and (replicas == 1 or each & (each - 1) == 0)

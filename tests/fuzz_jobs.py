@@ -1,4 +1,7 @@
-"""What the ranks of the random test run. Each function takes the job's world first."""
+"""Jobs of the ranks of the random test.
+
+Each function takes the job's world first.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def train(
     """Train as one rank and say how it ended.
 
     Args:
-        world: Of all ranks.
+        world: World of all ranks.
         config: The run.
         folder: Where the run saves, if it does.
         resume: Whether to go on from the newest checkpoint there.
@@ -55,7 +58,10 @@ def _ended(events: list[Event], **how: Any) -> dict[str, Any]:
 
 
 def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
-    """The losses of the same training in a plain PyTorch loop over the model's layers."""
+    """The losses of the same training in a plain PyTorch loop.
+
+    The loop runs over the model's layers.
+    """
     loaded = parse(config)
     train, model = loaded.train, load_model(loaded)
     layers = nn.ModuleList(model.build(range(model.layers)))

@@ -52,7 +52,10 @@ def _linear() -> nn.Linear:
 
 
 class Channels(nn.Module):
-    """Runs a module that wants its channels in dimension 1: [microbatch, WIDTH, sequence, ...]."""
+    """Runs a module that wants its channels in dimension 1.
+
+    The input is [microbatch, WIDTH, sequence, ...].
+    """
 
     def __init__(self, module: nn.Module, dimensions: int = 1) -> None:
         super().__init__()
@@ -84,7 +87,10 @@ class OwnBatchNorm(nn.Module):
 
 
 class Counted(nn.Module):
-    """Buffers that change: a count of forwards, and a mean that is replaced by a new tensor."""
+    """Buffers that change.
+
+    They are a count of forwards, and a mean that is replaced by a new tensor.
+    """
 
     count: Tensor
     mean: Tensor
@@ -185,7 +191,10 @@ class OwnMatmul(torch.autograd.Function):
 
 
 class OwnWeight(nn.Module):
-    """A weight of the layer's own, without dimensions another, and a part that never trains."""
+    """A layer with a weight of its own and a weight without dimensions.
+
+    A part of it never trains.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +264,10 @@ class Skipped(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Looks up what its input rounds to: integers within a layer, and a second embedding."""
+    """Looks up what its input rounds to.
+
+    There are integers within a layer, and a second embedding.
+    """
 
     def __init__(self, padding: int | None = None) -> None:
         super().__init__()
@@ -532,7 +544,10 @@ LAYERS: dict[str, Kind] = {
 
 @cache
 def can_prune(parts: tuple[str, ...]) -> bool:
-    """Whether there is a linear to prune in layers called so, and none that must not be pruned."""
+    """True if layers with this name have a linear to prune.
+
+    None of them may have a linear that must not be pruned.
+    """
     kinds = [LAYERS[word] for word in parts if word in LAYERS]
     modules = [part for kind in kinds for part in kind.make().modules()]
     linears = [part for part in modules if type(part) is nn.Linear and "weight" in part._parameters]
@@ -543,7 +558,10 @@ def can_prune(parts: tuple[str, ...]) -> bool:
 
 
 class Fan(nn.Module):
-    """Hands on its input and more tensors: floats that train, integers, booleans, constants."""
+    """Hands on its input and more tensors.
+
+    They are floats that train, integers, booleans and constants.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -564,7 +582,10 @@ class Fan(nn.Module):
 
 
 class Carrying(nn.Module):
-    """Runs a module on the first of several tensors and hands on the others as they are."""
+    """Runs a module on the first of several tensors.
+
+    The others are handed on as they are.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -590,7 +611,10 @@ class Mix(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits; of several tensors, all floats count. auxiliary: a second number goes to the loss."""
+    """A loss on logits. Of several tensors, all floats count.
+
+    With `auxiliary`, a second number goes to the loss.
+    """
 
     def __init__(self, auxiliary: bool) -> None:
         super().__init__()
@@ -682,7 +706,10 @@ def _carrying(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 class StopAfter(Dynamism):
-    """Asks for a stop after a step, by the signal that a launcher sends, on the first rank only."""
+    """Asks for a stop after a step, on the first rank only.
+
+    It uses the signal that a launcher sends.
+    """
 
     name = "stop"
 
@@ -701,7 +728,7 @@ class StopAfter(Dynamism):
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """`StopAfter_3` is the case that stops after step 3; every other name is a model's."""
+    """The case `StopAfter_3` stops after step 3. Every other name is a model's."""
     prefix, _, step = name.partition("_")
     if prefix == "StopAfter" and step.isdigit():
         return partial(StopAfter, int(step))

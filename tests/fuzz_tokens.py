@@ -1,4 +1,4 @@
-"""What the random test draws of cases that choose tokens, and of experts."""
+"""Draws of the random test for cases that choose tokens, and for experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 Tables = dict[str, Any]
 
-# Of each measure of confidence: some tokens of an untrained model are over these, and some are not.
+# Thresholds for each measure of confidence. Some tokens of an untrained model are over these, and
+# some are not.
 THRESHOLDS = {
     "softmax": [0.0005, 0.002, 0.005],
     "state": [0.9, 0.99, 0.999],
@@ -17,7 +18,10 @@ THRESHOLDS = {
 
 
 def token_case(random: Random, blocks: int, steps: int) -> Tables:
-    """A case that chooses tokens, and its section; empty if there is none."""
+    """A case that chooses tokens, and its section.
+
+    Both are empty if there is none.
+    """
     if random.random() > 0.35:
         return {}
     if blocks > 1 and random.random() < 0.5:

@@ -1,5 +1,7 @@
-"""What the pool's ranks can run. Each function takes the job's world first; arguments and results
-are JSON."""
+"""Jobs that the pool's ranks can run.
+
+Each function takes the job's world first. Arguments and results are JSON.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,18 @@ SOURCE = f"file:{Path(__file__).resolve().parents[1] / 'LICENSE'}"
 
 
 def parsed(config: dict[str, Any]) -> Config:
-    """On a short text, if no other is asked for: collecting and shuffling the standard library
-    takes longer than a small run."""
+    """The configuration, on a short text if no other is asked for.
+
+    Collecting and shuffling the standard library takes longer than a small run.
+    """
     return parse({"data": {"source": SOURCE}} | config)
 
 
 def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
-    """A whole run without a folder: digest and last loss, and on rank 0 every step's loss and
-    placement."""
+    """A whole run without a folder.
+
+    Returns the digest and the last loss. Rank 0 also returns every step's loss and placement.
+    """
     loaded = parsed(config)
     events: list[Event] = []
     result = Trainer(loaded, world, load_model(loaded), None, listen=events.append).run()
@@ -48,14 +54,16 @@ def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_staged(world: World, config: dict[str, Any]) -> dict[str, Any]:
-    """As `train`, with messages that are received into other memory first, as between CUDA ranks
-    over gloo."""
+    """As `train`, with messages that are received into other memory first.
+
+    CUDA ranks over gloo do the same.
+    """
     world.staged = True
     return train(world, config)
 
 
 def train_and_weights(world: World, config: dict[str, Any]) -> dict[str, Any]:
-    """As `train`, and this rank's weights by layer, flat, in parameter order."""
+    """As `train`, with this rank's weights by layer, flat, in parameter order."""
     loaded = parsed(config)
     events: list[Event] = []
     trainer = Trainer(loaded, world, load_model(loaded), None, listen=events.append)
@@ -77,8 +85,15 @@ def train_in(
     resume: bool = False,
     stop_after: int | None = None,
 ) -> dict[str, Any]:
-    """A run in a folder. stop_after: the step after which rank 0 is asked to stop, by the signal
-    that a launcher sends."""
+    """A run in a folder.
+
+    Args:
+        world: World of all ranks.
+        config: Configuration of the run.
+        folder: Folder of the run.
+        resume: True goes on from the newest checkpoint in the folder.
+        stop_after: Step after which rank 0 is asked to stop, by the signal that a launcher sends.
+    """
 
     def listen(event: Event) -> None:
         if isinstance(event, StepEvent) and event.step == stop_after:
@@ -89,15 +104,20 @@ def train_in(
 
 
 def resume_and_listen(world: World, config: dict[str, Any], folder: str) -> dict[str, Any]:
-    """A run that goes on; `said` is what it prints on stderr."""
+    """A run that goes on. The key `said` has what it prints on stderr."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         result = train_in(world, config, folder, resume=True)
     return {**result, "said": said.getvalue()}
 
 
 def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict[str, Any]]:
-    """What a run without a folder tells its listener, as the log would have it. fits: whether any
-    move that is tried finds room."""
+    """The events that a run without a folder tells its listener, as in the log.
+
+    Args:
+        world: World of all ranks.
+        config: Configuration of the run.
+        fits: False if no move that is tried finds room.
+    """
     loaded = parsed(config)
     told: list[Event] = []
     trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
@@ -112,8 +132,10 @@ def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict
 
 
 def costs_beside_a_slow_replica(world: World, config: dict[str, Any]) -> list[float]:
-    """Seconds of each layer's F, as all ranks know them, where the last rank's first emulated layer
-    takes three times as long."""
+    """Seconds of each layer's F, as all ranks know them.
+
+    The last rank's first emulated layer takes three times as long.
+    """
     loaded = parsed(config)
     trainer = Trainer(loaded, world, load_model(loaded), None)
     if world.rank == world.size - 1:
@@ -126,8 +148,10 @@ def costs_beside_a_slow_replica(world: World, config: dict[str, Any]) -> list[fl
 
 
 def train_elastic(world: World, config: dict[str, Any]) -> dict[str, Any]:
-    """As `train`, of a run whose ranks may leave and come back: what rank 0 saw, and how often this
-    process was a rank."""
+    """As `train`, for a run whose ranks may leave and come back.
+
+    Returns what rank 0 saw, and how often this process was a rank.
+    """
     loaded = parsed(config)
     events: list[Event] = []
     model = load_model(loaded)

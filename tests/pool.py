@@ -1,8 +1,8 @@
-"""A pool of rank processes that serves many tests: importing torch costs seconds a process, a job
-milliseconds.
+"""A pool of rank processes that serves many tests.
 
-Each job runs a function of `tests/jobs.py` (or `module:function`) on the first n ranks, in a world
-of its own (a generation), and brings back what each returned.
+Importing torch costs seconds a process. A job costs milliseconds. Each job runs a function of
+`tests/jobs.py` (or `module:function`) on the first n ranks. The job has a world of its own (a
+generation), and brings back what each rank returned.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class JobFailed(Exception):
-    """At least one rank raised; the message holds each rank's traceback."""
+    """At least one rank raised. The message holds each rank's traceback."""
 
 
 class PoolLost(JobFailed):
-    """A rank died or did not answer; the pool serves no more jobs."""
+    """A rank died or did not answer. The pool serves no more jobs."""
 
 
 class Pool:
-    """Rank processes that wait for jobs. log: a file for what they write to stderr, else this
-    process's own."""
+    """Rank processes that wait for jobs.
+
+    Their stderr goes to the file `log`, or to that of this process if `log` is None.
+    """
 
     def __init__(self, size: int, log: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dynmo-pool-")
@@ -64,7 +66,17 @@ class Pool:
                 )
 
     def run(self, function: str, ranks: int, timeout: float = 60.0, **arguments: Any) -> list[Any]:
-        """Runs `function(world, **arguments)` on so many ranks; arguments and results are JSON."""
+        """Runs `function(world, **arguments)` on so many ranks.
+
+        Args:
+            function: Name of a function of `tests/jobs.py`, or `module:function`.
+            ranks: Number of ranks.
+            timeout: Seconds that each rank has to answer.
+            **arguments: Arguments of the function, as JSON.
+
+        Returns:
+            The result of each rank, from JSON.
+        """
         self._generation += 1
         job = json.dumps(
             {
@@ -128,7 +140,7 @@ def _serve() -> None:
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     profiler.PAUSE = 0.0  # links need not be measured well here, and every job would wait for it
-    # Jobs may print; the replies have the real stdout to themselves.
+    # Jobs may print. The replies have the real stdout to themselves.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     store = open_store(rendezvous, timeout=30)

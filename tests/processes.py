@@ -1,4 +1,7 @@
-"""Starting processes in a folder of their own, and seeing that none is left there."""
+"""Starting processes in a folder of their own.
+
+The helpers also see that none is left there.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,18 @@ from pathlib import Path
 def start(
     command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """A process group of its own, working in `folder`, with temporary files in `folder/tmp`.
-    Warnings are errors there too."""
+    """Starts a process group of its own, working in `folder`.
+
+    Temporary files are in `folder/tmp`. Warnings are errors there too.
+
+    Args:
+        command: The program and its arguments.
+        folder: Working folder.
+        env: Additional environment variables.
+
+    Returns:
+        The process, with pipes for stdout and stderr.
+    """
     (folder / "tmp").mkdir(exist_ok=True)
     given = {"PYTHONWARNINGS": "error", "TMPDIR": str(folder / "tmp"), **(env or {})}
     pipe = subprocess.PIPE
@@ -43,7 +56,16 @@ def end_all(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def run_script(script: Path, *arguments: str, ranks: int = 1) -> str:
-    """Runs a Python script that must end well, under torchrun if it has several ranks. Returns its output."""
+    """Runs a Python script that must end well.
+
+    Args:
+        script: Path of the script.
+        *arguments: Arguments of the script.
+        ranks: Number of ranks. Several ranks run under torchrun.
+
+    Returns:
+        The script's stdout.
+    """
     root = Path(__file__).parents[1]
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -62,12 +84,15 @@ def run_script(script: Path, *arguments: str, ranks: int = 1) -> str:
 
 
 def gone(folder: Path) -> bool:
-    """Whether no living process works in `folder`."""
+    """True if no living process works in `folder`."""
     return not living(folder)
 
 
 def living(folder: Path) -> list[int]:
-    """The processes that work in `folder`, oldest first. A zombie has no folder any more."""
+    """The processes that work in `folder`, oldest first.
+
+    A zombie has no folder any more.
+    """
     pids: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -80,6 +105,12 @@ def living(folder: Path) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Waits until a condition holds.
+
+    Args:
+        condition: Called every 10 ms.
+        seconds: Time limit. The test fails after it.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

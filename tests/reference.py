@@ -1,4 +1,6 @@
-"""The generated parts of docs/reference: configuration keys, options of commands, public names.
+"""The generated parts of docs/reference.
+
+They are configuration keys, options of commands and public names.
 
     python -m tests.reference            # writes them
     python -m tests.reference --check    # fails if one is out of date
@@ -181,7 +183,10 @@ def _placeholder(option: Any) -> str:
 
 
 def names_text() -> str:
-    """Every public name of dynmo with its signature and the first paragraph of its docstring."""
+    """Every public name of dynmo with its signature and its docstring's summary.
+
+    The summary is the first paragraph of the docstring.
+    """
     return "\n\n".join(_name_text(name) for name in sorted(dynmo.__all__, key=str.lower))
 
 

@@ -1,14 +1,15 @@
-"""What README.md and docs/ show is what the commands print, every link leads somewhere, and the
-formulas hold.
+"""README.md and docs/ show what the commands print.
 
-    python -m tests.test_docs      # prints the drawings and tables of the documents anew, into the documents
+Their links and formulas hold.
 
-In a block of code, what stands under a line `dynmo schedule ..` is a part of its output: the
-drawing whole, of the rest the lines that the document wants to show. `export COLUMNS=..` gives the
-width from there on, and `echo '..' > FILE` makes the file for the commands after it. A table under
-`<!-- table: NAME -->` is made from a file in benchmarks/results (tests/result_tables.py). A figure
-between `<!-- figure FILE PATH FORMAT -->` and `<!-- end -->` is the one of that result file
-(tests/figures.py).
+    python -m tests.test_docs      # writes the drawings and tables into the documents anew
+
+The lines under a line `dynmo schedule ..` in a block of code are a part of its output. The drawing
+is whole. Other output has only the lines that the document wants to show. `export COLUMNS=..`
+gives the width from there on, and `echo '..' > FILE` makes the file for the commands after it. A
+table under `<!-- table: NAME -->` is made from a file in benchmarks/results
+(tests/result_tables.py). A figure between `<!-- figure FILE PATH FORMAT -->` and `<!-- end -->` is
+the one of that result file (tests/figures.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ COMMAND = "dynmo schedule "
 
 @dataclass
 class Example:
-    """A command, the numbers of the lines that show its output, and what came before it."""
+    """A command, the line numbers of its output, and what came before it."""
 
     line: int
     command: str
@@ -72,8 +73,10 @@ class Example:
 
 
 def code(text: list[str]) -> Iterator[tuple[list[int], str]]:
-    """The line numbers of each block of code, and its language: between fences, or indented by
-    four."""
+    """The line numbers of each block of code, and its language.
+
+    A block is between fences, or indented by four.
+    """
     block: list[int] = []
     fence: str | None = None
     for i, line in enumerate([*text, "end"]):
@@ -113,8 +116,11 @@ def is_row(line: str) -> bool:
 
 
 def plain(line: str) -> str:
-    """A drawing to the column; of a table only the words, since its columns are as wide as the
-    seconds it took make them."""
+    """The comparable form of a drawing or a table.
+
+    A drawing is compared to the column. A table is compared by its words, because the times in it
+    make its columns wider or narrower.
+    """
     return line.strip() if is_row(line) else " ".join(line.split())
 
 
@@ -133,7 +139,10 @@ def test_commands_print_what_is_shown(path: Path, example: Example) -> None:
     shown = example.lines(path.read_text().splitlines())
     status, printed = example.run()
     assert status == (2 if shown[-1].strip().startswith("dynmo: ") else 0), printed
-    message = f"{path.name}, line {example.line + 1}: `{example.command}` prints something else; python -m tests.test_docs writes it anew"
+    message = (
+        f"{path.name}, line {example.line + 1}: `{example.command}` prints something else; "
+        f"python -m tests.test_docs writes it anew"
+    )
     if any(map(is_row, shown)):
         assert [plain(line) for line in shown if is_row(line)] == [
             plain(line) for line in printed if is_row(line)
@@ -170,7 +179,7 @@ def test_links(path: Path) -> None:
 
 
 def headings(path: Path) -> set[str]:
-    """As GitHub names them."""
+    """The headings' anchors as GitHub names them."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -266,7 +275,7 @@ def test_formulas_of_the_v_shapes(p: int, m: int) -> None:
 
 
 def about(line: str) -> str:
-    """What a line of output is about, whatever figure it gives."""
+    """The subject of a line of output, whatever figure it gives."""
     if is_row(line):
         return "row"
     line = line.strip()

@@ -1,4 +1,7 @@
-"""The code of README.md, the tutorial and the how-to guides: it runs, and imports `dynmo` only."""
+"""The code of README.md, the tutorial and the how-to guides.
+
+It runs, and imports `dynmo` only.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,10 @@ def block(page: Path, kind: str, start: str = "") -> str:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The working folder, which has `my_model.py`, as a world of one rank that no launcher has
-    started."""
+    """The working folder, which has `my_model.py`, as a world of one rank.
+
+    No launcher has started the world.
+    """
     for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -89,7 +94,10 @@ def test_the_loop_of_the_tutorial(
     folder: Path,
     launched: bool,
 ) -> None:
-    """On one rank, in this process. After 12 steps it has frozen layers."""
+    """The loop runs on one rank, in this process.
+
+    After 12 steps it has frozen layers.
+    """
     world = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -190,8 +198,10 @@ def test_the_model_of_the_tutorial_sees_no_token_before_its_time() -> None:
 
 
 def test_weights_go_out_and_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """A run's checkpoint as a state_dict, and a model that begins with it; on shapes alone too, and
-    without a warning."""
+    """A run's checkpoint as a state_dict, and a model that begins with it.
+
+    It works on shapes alone too, and without a warning.
+    """
     (folder / "my_start.py").write_text(block(HOW_TO / "checkpoints.md", "python", "# my_start.py"))
     monkeypatch.delitem(sys.modules, "my_start", raising=False)
     given = tomllib.loads(block(TUTORIAL, "toml", "# run.toml"))
@@ -217,7 +227,10 @@ def test_weights_go_out_and_in(monkeypatch: pytest.MonkeyPatch, folder: Path) ->
 
 
 def test_the_loss_takes_an_auxiliary_one() -> None:
-    """As the last layer's second output; both reach every layer."""
+    """The auxiliary loss is the last layer's second output.
+
+    Both losses reach every layer.
+    """
 
     class Part(nn.Module):
         def __init__(self, ids: int, out: int) -> None:

@@ -1,5 +1,6 @@
-"""Same numbers: one digest for every number of ranks, schedule and balancer, with freezing,
-clipping and dropout.
+"""Same numbers: one digest for every number of ranks, schedule and balancer.
+
+The runs have freezing, clipping and dropout.
 
 And a plain PyTorch loop, which shares no dynmo code beyond the modules, agrees closely.
 """
@@ -32,9 +33,11 @@ def _reference(pool: Pool, freezing: bool, clipping: bool) -> dict[str, Any]:
 
 
 def _combinations() -> list[Any]:
-    """Every balancer with and without freezing and clipping, on all ranks and schedules. Three of
-    the modes for each two of those belong to the everyday suite, so that every mode meets every
-    number of ranks and every schedule; `pytest -m matrix` runs the rest."""
+    """Every balancer with and without freezing and clipping, on all ranks and schedules.
+
+    The everyday suite has three of the modes for each pair of a number of ranks and a schedule. So
+    every mode meets every number of ranks and every schedule. `pytest -m matrix` runs the rest.
+    """
     names = {
         (False, False): "plain",
         (False, True): "clip",
@@ -76,7 +79,10 @@ def test_one_digest(
 
 
 def test_staged_messages_change_nothing(pool: Pool) -> None:
-    """Activations, gradients, moved layers, the sums of replicas and the optimizer's shares."""
+    """The staged messages are of all kinds.
+
+    They are activations, gradients, moved layers, the sums of replicas and the optimizer's shares.
+    """
     base = config(1, "zb-h1", BALANCERS["random"], freezing=True, clipping=True)
     base["train"] |= {"global_batch": 12, "reduction_slots": 2}
     alone = pool.run("train", 1, config=base)[0]
@@ -89,7 +95,7 @@ def test_staged_messages_change_nothing(pool: Pool) -> None:
 @pytest.mark.parametrize(("freezing", "clipping"), [(False, False), (True, True)])
 @pytest.mark.parametrize("schedule", GENERATORS)
 def test_one_digest_of_one_rank(pool: Pool, schedule: str, freezing: bool, clipping: bool) -> None:
-    """Where nothing can move, a balancer has nothing to say."""
+    """A balancer has nothing to say if nothing can move."""
     results = pool.run(
         "train", 1, config=config(1, schedule, BALANCERS["exact"], freezing, clipping)
     )
@@ -109,8 +115,10 @@ def _deeper_reference(pool: Pool, freezing: bool) -> dict[str, Any]:
 def test_one_digest_of_chunks_and_of_schedules_from_costs(
     pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool
 ) -> None:
-    """Several stages a rank, in loops and in V shapes, and schedules made anew from measured costs
-    while layers move and freeze."""
+    """Several stages a rank, in loops and in V shapes.
+
+    Schedules are made anew from measured costs while layers move and freeze.
+    """
     expected = _deeper_reference(pool, freezing)
     results = pool.run(
         "train", ranks, config=deeper(ranks, schedule, BALANCERS[balancer], freezing)
@@ -129,7 +137,10 @@ def test_one_digest_of_chunks_and_of_schedules_from_costs(
 def test_pieces_of_w_ahead_of_their_time(
     pool: Pool, schedule: str, ranks: int, afterwards: bool
 ) -> None:
-    """Which pieces run ahead is as messages come; nothing that is computed may show it."""
+    """The arrival of messages decides which pieces run ahead.
+
+    The computed results must not show it.
+    """
     wanted = deeper(ranks, schedule, BALANCERS["random"], True)
     wanted["pipeline"] |= {"w_granularity": "linear", "post_validation": afterwards}
     results = pool.run("train", ranks, config=wanted)
@@ -139,8 +150,10 @@ def test_pieces_of_w_ahead_of_their_time(
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_slices(pool: Pool, schedule: str) -> None:
-    """A pipeline of slices in one process, without the GPU: layers move between the slices and
-    freeze, in every step."""
+    """A pipeline of slices in one process, without the GPU.
+
+    Layers move between the slices and freeze, in every step.
+    """
     wanted = deeper(3, schedule, BALANCERS["random"], freezing=True)
     wanted["parallel"] |= {"slices": True, "device": "cpu"}
     (result,) = pool.run("train", 1, config=wanted)
@@ -178,8 +191,10 @@ def _tied_reference(pool: Pool) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_tied_embeddings(pool: Pool, ranks: int, schedule: str) -> None:
-    """One weight, on one rank (V shapes) or on two: its gradient is the head's sum plus the
-    embedding's. It freezes at the third step."""
+    """One tied weight, on one rank (V shapes) or on two.
+
+    Its gradient is the head's sum plus the embedding's. It freezes at the third step.
+    """
     wanted = deeper(ranks, schedule, BALANCERS["random"], freezing=True)
     wanted["model"]["tied"] = True
     results = pool.run("train", ranks, config=wanted)
@@ -191,7 +206,10 @@ def test_tied_embeddings(pool: Pool, ranks: int, schedule: str) -> None:
 
 
 def test_compiled_layers(pool: Pool) -> None:
-    """torch.compile rounds otherwise than eager arithmetic, and the same wherever a layer is."""
+    """torch.compile rounds otherwise than eager arithmetic.
+
+    It rounds the same wherever a layer is.
+    """
     results: dict[tuple[int, bool], dict[str, Any]] = {}
     for ranks, compiles in ((1, False), (1, True), (2, True)):
         wanted = config(ranks, "zb-h1", BALANCERS["random"], False, False)
@@ -204,7 +222,10 @@ def test_compiled_layers(pool: Pool) -> None:
 
 
 def test_what_changes_the_digest(pool: Pool) -> None:
-    """The digest is no constant: freezing, clipping, dropout and the seed each change it."""
+    """The digest is no constant.
+
+    Freezing, clipping, dropout and the seed each change it.
+    """
     digests = [
         _reference(pool, freezing, clipping)["digest"]
         for freezing, clipping in product((False, True), repeat=2)
@@ -227,8 +248,10 @@ def _pruned_reference(pool: Pool) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_one_digest_with_pruning(pool: Pool, ranks: int, schedule: str, balancer: str) -> None:
-    """The largest of all layers stay, wherever these are; they move in sparse form, with their
-    moments."""
+    """The largest weights of all layers stay, wherever these are.
+
+    The layers move in sparse form, with their moments.
+    """
     expected = _pruned_reference(pool)
     results = pool.run("train", ranks, config=pruned(ranks, schedule, BALANCERS[balancer]))
     assert results[0]["losses"] == expected["losses"]
@@ -246,8 +269,10 @@ def test_one_digest_with_pruning(pool: Pool, ranks: int, schedule: str, balancer
 def test_a_pruned_run_goes_on_elsewhere(
     pool: Pool, tmp_path: Path, stop: int, before: tuple[int, str], after: tuple[int, str]
 ) -> None:
-    """Stopped between two prunes and resumed on other ranks under another schedule: nothing
-    shows."""
+    """A run is stopped between two prunes and resumed on other ranks.
+
+    The schedule is another. Nothing shows.
+    """
     expected = _pruned_reference(pool)
     tmp_path.joinpath("run").mkdir()
     for (ranks, schedule), resume in ((before, False), (after, True)):
@@ -267,8 +292,10 @@ def test_a_pruned_run_goes_on_elsewhere(
 
 
 def test_a_prune_that_drops_nothing(pool: Pool) -> None:
-    """All is gone at the first of three prunes; the last of four ranks has the head alone, which is
-    never pruned."""
+    """All weights are gone at the first of three prunes.
+
+    The last of four ranks has the head alone, which is never pruned.
+    """
     once = {
         "cases": ["pruning"],
         "pruning": {
@@ -289,7 +316,7 @@ def test_a_prune_that_drops_nothing(pool: Pool) -> None:
 
 
 def test_pruning_changes_the_digest_and_nearly_everything_may_go(pool: Pool) -> None:
-    """At the extreme whole matrices are empty, and still move and train."""
+    """At the extreme whole matrices are empty, and they still move and train."""
     extreme = {"initial_sparsity": 0.999, "final_sparsity": 0.9999, "dense_below": 0.0}
     digests = [
         pool.run("train", ranks, config=pruned(ranks, "zb-h1", BALANCERS["random"], **options))[0][
@@ -310,9 +337,11 @@ def test_pruning_changes_the_digest_and_nearly_everything_may_go(pool: Pool) -> 
 def cached(
     ranks: int, schedule: str, data: Path, cache_bytes: int, **sections: dict[str, Any]
 ) -> dict[str, Any]:
-    """Seventeen steps in epochs of two, of the same batches in another order. Layers freeze, and
-    move every third step; all thaw for step 3, 8 and 13; every five steps another one is left out,
-    frozen or not; evaluations are of the same sequences each time."""
+    """Seventeen steps in epochs of two, of the same batches in another order.
+
+    Layers freeze, and move every third step. All layers thaw for steps 3, 8 and 13. Every five
+    steps another layer is left out, frozen or not. Evaluations are of the same sequences each time.
+    """
     wanted = config(
         ranks,
         schedule,
@@ -340,7 +369,10 @@ def cached(
 
 @pytest.fixture(scope="module")
 def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """23 windows of 16 bytes to train on and one held out: two batches of eight or ten an epoch."""
+    """23 windows of 16 bytes to train on and one held out.
+
+    An epoch is two batches of eight or ten.
+    """
     path = tmp_path_factory.mktemp("data") / "text"
     path.write_bytes(bytes(range(256)) + bytes(range(0, 256, 2)) + b"ab")
     return path
@@ -414,8 +446,10 @@ def test_autofreeze_decides_the_same_on_any_ranks(pool: Pool) -> None:
 
 @pytest.mark.parametrize(("freezing", "clipping"), list(product((False, True), repeat=2)))
 def test_a_plain_loop_agrees(pool: Pool, freezing: bool, clipping: bool) -> None:
-    """torch's own AdamW, clipping and backward over the same modules, 1e-6 relative in loss and
-    weights."""
+    """torch's own AdamW, clipping and backward over the same modules.
+
+    Loss and weights agree to 1e-6 relative.
+    """
     wanted = config(3, "zb-h2", BALANCERS["random"], freezing, clipping, dropout=0.0)
     got = pool.run("train_and_weights", 3, config=wanted)
     losses, weights = _plain_loop(wanted, freezing, clipping)
@@ -466,8 +500,10 @@ def _plain_loop(
 
 
 def _rate(step: int) -> float:
-    """Two steps of warm-up, then a cosine to a tenth at the last step: written out, not taken from
-    the trainer."""
+    """Two steps of warm-up, then a cosine to a tenth at the last step.
+
+    The rates are written out, not taken from the trainer.
+    """
     if step < 2:
         return 1e-2 * (step + 1) / 2
     return 1e-2 * (

@@ -1,5 +1,7 @@
-"""Same numbers where ranks leave and come back: one digest with the run that has one rank, and
-nothing lost where a change of ranks fails."""
+"""Same numbers where ranks leave and come back.
+
+The digest is that of the run with one rank. Nothing is lost if a change of ranks fails.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ CASES: dict[str, dict[str, Any]] = {
             "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 6, "every": 2},
         }
     },
-    "sparse attention": {"dynamism": {"cases": ["sparse_attention"]}},
+    "sparse attention": {
+        "dynamism": {"cases": ["sparse_attention"], "sparse_attention": {"buckets": 4}}
+    },
     "early exit": {
         "dynamism": {
             "cases": ["early_exit"],
@@ -57,7 +61,7 @@ def wanted(
 
 
 def told(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What must not depend on where it ran."""
+    """The results that must not depend on where the run was."""
     return {
         "steps": fields_of(events, "step", "step", "loss", "gradient_norm"),
         "evaluations": fields_of(events, "eval", "loss", "dense_loss"),
@@ -226,7 +230,7 @@ def test_it_shrinks_and_grows_by_itself(pool):
     "algorithm", ["first-fit", pytest.param("halving", marks=pytest.mark.matrix)]
 )
 def test_a_published_algorithm(pool, algorithm):
-    """It merges ranks by memory alone."""
+    """The algorithm merges ranks by memory alone."""
     config = wanted(
         "plain",
         4,
@@ -241,8 +245,11 @@ def test_a_published_algorithm(pool, algorithm):
 
 
 def test_microbatches_are_retuned(pool):
-    """Larger microbatches fill the pipeline of two ranks less well, and smaller ones more often pay
-    the fixed time of a message: the planner chooses, and the run goes on to its end."""
+    """The planner chooses the microbatch size, and the run goes on to its end.
+
+    Larger microbatches fill the pipeline of two ranks less well. Smaller ones pay the fixed time of
+    a message more often.
+    """
     config = {
         "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
         "train": {"steps": 16, "global_batch": 8, "micro_batch": 2},

@@ -1,5 +1,7 @@
-"""Same numbers with post-validation: one digest with and without it, with rollbacks, moves,
-freezing and replicas."""
+"""Same numbers with post-validation: one digest with and without it.
+
+The runs have rollbacks, moves, freezing and replicas.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ LIMITS = {
 
 
 def late(ranks: int, schedule: str, afterwards: bool = True, **sections: Any) -> dict[str, Any]:
-    """Twelve steps of which some are clipped; prunes, freezes and moves between some of them, the
-    others follow each other closely."""
+    """Twelve steps of which some are clipped.
+
+    Prunes, freezes and moves come between some of them. The others follow each other closely.
+    """
     wanted = pruned(ranks, schedule, {"balancer": "random", "every": 4})
     train: dict[str, Any] = wanted["train"]
     train |= {"steps": 12, "max_grad_norm": LIMITS["adamw"], "eval_every": 5}
@@ -56,8 +60,10 @@ def _late_reference(pool: Pool, optimizer: str) -> list[dict[str, Any]]:
 def test_post_validation_changes_nothing(
     pool: Pool, schedule: str, ranks: int, optimizer: str
 ) -> None:
-    """Steps are told a step late; all that looks at the model sees what it would see with a
-    barrier."""
+    """Steps are told a step late.
+
+    Everything that looks at the model sees what it would see with a barrier.
+    """
     expected = _late_reference(pool, optimizer)
     events = pool.run("events", ranks, config=late(ranks, schedule, train=_by(optimizer)))[0]
     for kind, keys in (
@@ -86,8 +92,10 @@ def test_post_validation_changes_nothing(
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_replicas_validate_together(pool: Pool, zero: int) -> None:
-    """The last ranks of two pipelines combine their tables before they go back; with ZeRO-1 what is
-    taken back is shared out again."""
+    """The last ranks of two pipelines combine their tables before they go back.
+
+    With ZeRO-1 a step that is taken back is shared out again.
+    """
     mesh = {"pipeline": 2, "data": 2, "zero": zero, "timeout": 20.0}
     sections: dict[str, Any] = {"parallel": mesh, "train": {"global_batch": 12, "micro_batch": 1}}
     expected, events = (
@@ -110,7 +118,10 @@ def test_replicas_validate_together(pool: Pool, zero: int) -> None:
 
 
 def test_a_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
-    """Neither rank could step without the other; on one rank, in a V, there is none."""
+    """Neither rank could step without the other.
+
+    On one rank, in a V, there is no barrier.
+    """
     model = {"tied": True}
     expected = pool.run(
         "events", 1, config=late(1, "1f1b", False, model=model, balance={"balancer": "none"})
@@ -125,8 +136,10 @@ def test_a_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
 
 @pytest.mark.parametrize("stop", [3, 6])
 def test_a_post_validated_run_stops_and_goes_on(pool: Pool, tmp_path: Path, stop: int) -> None:
-    """Its checkpoints are of final steps; it stops a step later than with a barrier, and goes on
-    with one or without."""
+    """The checkpoints of a run are of final steps.
+
+    It stops a step later than with a barrier, and goes on with one or without.
+    """
     expected = fields_of(_late_reference(pool, "adamw"), "end", "loss", "weights_digest")
     tmp_path.joinpath("run").mkdir()
     for (ranks, schedule, afterwards), resume in (
@@ -155,7 +168,10 @@ def test_a_post_validated_run_stops_and_goes_on(pool: Pool, tmp_path: Path, stop
     ],
 )
 def test_what_freezes_by_itself_freezes_the_same(pool: Pool, options: dict[str, Any]) -> None:
-    """Decisions from measurements: those of a step are there before the case acts on them."""
+    """The case decides from measurements.
+
+    Those of a step are there before the case acts on them.
+    """
     runs: list[dict[str, Any]] = []
     for ranks, afterwards in ((1, False), (3, True)):
         wanted: dict[str, Any] = config(ranks, "zb-h1", BALANCERS["none"], False, False)
@@ -171,8 +187,10 @@ def test_what_freezes_by_itself_freezes_the_same(pool: Pool, options: dict[str, 
 
 
 def test_a_barrier_where_all_is_clipped(pool: Pool) -> None:
-    """Six rollbacks, a seventh that was on its way, and the run says that it goes on with a
-    barrier."""
+    """After six rollbacks and a seventh on its way, the run takes a barrier.
+
+    The run says so.
+    """
     wanted = config(2, "zb-h1", BALANCERS["none"], False, True)
     wanted["train"] = {**wanted["train"], "steps": 10}
     wanted["pipeline"]["post_validation"] = True

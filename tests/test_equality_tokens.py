@@ -1,5 +1,7 @@
-"""Same numbers where tokens exit, pass by or choose experts: one digest for ranks, schedules, placements, replicas,
-precisions and resumed runs."""
+"""Same numbers where tokens exit, pass by or choose experts.
+
+There is one digest for ranks, schedules, placements, replicas, precisions and resumed runs.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def wanted(case: str, ranks: int, schedule: str, **sections: dict[str, Any]) -> 
 
 
 def told(pool: Pool, ranks: int, configuration: dict[str, Any]) -> dict[str, Any]:
-    """What must not depend on where it ran."""
+    """The results that must not depend on where the run was."""
     events = pool.run("events", ranks, config=configuration)[0]
     return {
         "steps": fields_of(events, "step", "step", "loss", "gradient_norm"),
@@ -102,7 +104,10 @@ RUNS: dict[str, tuple[int, str, dict[str, dict[str, Any]]]] = {
 
 
 def _combinations() -> list[Any]:
-    """Half of them belong to the everyday suite, so that every case meets two kinds of run."""
+    """Half of the runs belong to the everyday suite.
+
+    So every case meets two kinds of run.
+    """
     return [
         pytest.param(
             case, *run, id=f"{case}-{name}", marks=() if (i + k) % 2 else pytest.mark.matrix
@@ -167,7 +172,10 @@ def test_experts_over_replicas(
     schedule: str,
     sections: dict[str, dict[str, Any]],
 ) -> None:
-    """The replicas share the experts, which move, and the numbers are those of one process."""
+    """The replicas share the experts, which move.
+
+    The numbers are those of one process.
+    """
     pipeline, data, expert = mesh
     parallel = {
         "pipeline": pipeline,
@@ -239,7 +247,10 @@ def test_tokens_really_choose(pool: Pool, case: str) -> None:
 
 
 def test_a_plain_loop_agrees(pool: Pool) -> None:
-    """torch's own AdamW and backward over the same modules, 1e-6 relative in the losses."""
+    """torch's own AdamW and backward over the same modules.
+
+    The losses agree to 1e-6 relative.
+    """
     configuration = config(
         1, "1f1b", BALANCERS["none"], freezing=False, clipping=False, dropout=0.0
     )

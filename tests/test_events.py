@@ -138,7 +138,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_an_end_of_an_older_log() -> None:
-    """It has no digest of the buffers."""
+    """The event has no digest of the buffers."""
     record = to_json(ALL[-1])
     del record["buffers_digest"]
     assert from_json(record) == dataclasses.replace(cast(EndEvent, ALL[-1]), buffers_digest=None)
@@ -156,8 +156,10 @@ def test_floats_are_exact(loss: float, seconds: float) -> None:
 
 
 def test_a_torn_last_line(tmp_path: Path) -> None:
-    """Left out when read; dropped when a resumed run writes on, so that its first event has a line
-    of its own."""
+    """A torn line is left out when the log is read.
+
+    A resumed run drops it before it writes on, so its first event has a line of its own.
+    """
     path = tmp_path / "events.jsonl"
     write(path, ALL[:3])
     whole = path.read_bytes()
@@ -225,7 +227,7 @@ def test_flushed_at_once(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """What was written before reads back, and closing the log is no second error."""
+    """Events written before read back, and closing the log is no second error."""
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
     log.write(ALL[0])

@@ -1,5 +1,7 @@
-"""The layout's order: a package imports from packages above it in the list, never from below. There
-are no cycles."""
+"""The layout's order: a package imports from packages above it in the list.
+
+It never imports from below. There are no cycles.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,10 @@ KNOWN: tuple[tuple[str, str], ...] = ()
 
 
 class Import(NamedTuple):
-    """`source` imports `target`: when it is imported itself, inside a function, or for the type
-    checker only."""
+    """`source` imports `target`.
+
+    It does so when it is imported itself, inside a function, or for the type checker only.
+    """
 
     source: str
     target: str
@@ -89,8 +93,10 @@ FILES = {module(path): path for path in sorted((ROOT / "dynmo").rglob("*.py"))}
 
 
 def imports(name: str, text: str, package: bool, known: set[str]) -> Iterator[Import]:
-    """Every import in a module's text; `from a import b` is an import of `a.b` where that is a
-    module."""
+    """Every import in a module's text.
+
+    `from a import b` is an import of `a.b` if that is a module.
+    """
 
     def visit(node: ast.AST, place: Literal["module", "function", "typing"]) -> Iterator[Import]:
         if isinstance(node, ast.Import):
@@ -164,8 +170,9 @@ def going_up(imported: Sequence[Import]) -> list[str]:
 
 
 def cycle(imported: Sequence[Import]) -> list[str] | None:
-    """Returns a circle of imports, or None. Imports inside functions and for the type checker
-    count.
+    """Returns a circle of imports, or None.
+
+    Imports inside functions and for the type checker count.
 
     An import of a module also runs the packages that contain it.
     """
@@ -215,8 +222,10 @@ def test_no_cycles() -> None:
 
 
 def test_functions_import_no_modules_of_dynmo() -> None:
-    """Only cli/ may, so that it starts fast, and a module that has an optional dependency may be
-    imported late."""
+    """Only cli/ may import modules of dynmo in functions, so that it starts fast.
+
+    A module that has an optional dependency may be imported late too.
+    """
     late = [
         x
         for x in allowed_imports((*KNOWN, *OPTIONAL))
@@ -257,7 +266,10 @@ def test_models_know_no_ranks() -> None:
     ids=["pure packages", "schedule", "command line"],
 )
 def test_imported_without_torch(names: list[str]) -> None:
-    code = f"import sys, importlib\nfor n in {names!r}: importlib.import_module(n)\nsys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys, importlib\nfor n in {names!r}: importlib.import_module(n)\n"
+        f"sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
@@ -301,7 +313,10 @@ def test_an_import_upwards_is_seen() -> None:
     assert going_up(
         [Import("dynmo.balance.partition", "dynmo.runtime.layer.stage", 3, "function")]
     ) == [
-        "dynmo.balance.partition:3 (dynmo.balance) imports dynmo.runtime.layer.stage (dynmo.runtime.layer)"
+        (
+            "dynmo.balance.partition:3 (dynmo.balance) imports dynmo.runtime.layer.stage "
+            "(dynmo.runtime.layer)"
+        )
     ]
     assert (
         going_up([Import("dynmo.schedule.op", "dynmo.schedule.automatic.exact", 1, "typing")]) != []

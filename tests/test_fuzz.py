@@ -48,7 +48,10 @@ def runner(pool: Pool) -> Iterator[Runner]:
 
 @pytest.mark.parametrize("part", range(4))
 def test_a_short_run(runner: Runner, part: int) -> None:
-    """`python -m tests.fuzz --seed 20 --cases 24`, in parts that may run side by side."""
+    """`python -m tests.fuzz --seed 20 --cases 24`, in parts.
+
+    The parts may run side by side.
+    """
     outcomes = [runner.run(draw(SEED, number)) for number in range(part, SHORT, 4)]
     assert [(o.case.number, o.what, o.detail) for o in outcomes if o.kind != EQUAL] == []
 
@@ -62,7 +65,10 @@ def test_the_same_numbers_draw_the_same_case() -> None:
 
 
 def test_draws_hold_together_and_cover_everything() -> None:
-    """Any configuration is one that dynmo accepts, and every kind of anything is drawn."""
+    """dynmo accepts any configuration that is drawn.
+
+    Every kind of anything is drawn.
+    """
     cases = [draw(1, number) for number in range(400)]
     configs = [
         config for case in cases for config in (case.config, case.reference, case.resumed) if config

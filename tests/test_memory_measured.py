@@ -1,5 +1,7 @@
-"""The memory model, from shapes alone, against what ranks truly held: schedules, precisions,
-recomputation, replicas."""
+"""The memory model, from shapes alone, against what ranks truly held.
+
+The tests cover schedules, precisions, recomputation and replicas.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,12 @@ MODEL = {"blocks": 4, "hidden": 32, "heads": 2, "sequence": 32}
 
 
 Seconds = tuple[Sequence[float], Sequence[float], Sequence[float]]
-"""Of F, B and W, of one layer after another, and from the first again."""
+"""Seconds of F, B and W, of one layer after another, and from the first again."""
 EVEN: Seconds = (1.0,), (1.0,), (1.0,)
 
 
 def unsent(*given: object, **options: object) -> None:
-    """In the place of a collective whose result does not matter."""
+    """Takes the place of a collective whose result does not matter."""
 
 
 def peak(
@@ -57,11 +59,13 @@ def peak(
     sizes: Mapping[str, int] | None = None,
     seconds: Seconds = EVEN,
 ) -> dict[str, float]:
-    """Bytes that this rank held at the peak of one step, and what was predicted. Weights, masters
-    and moments are counted one by one; gradients, activations, messages and what ops need for
-    themselves as torch's allocator tells them. rollback: with post-validation, two steps, of which
-    the first is final in the middle of the second. seconds: that schedules made from costs are made
-    for."""
+    """Bytes that this rank held at the peak of one step, measured and predicted.
+
+    Weights, masters and moments are counted one by one. Torch's allocator tells the bytes of
+    gradients, activations, messages and workspaces of ops. With `rollback`, post-validation is on
+    and there are two steps. The first is final in the middle of the second. Schedules made from
+    costs are made for `seconds`.
+    """
     pipelined = {"post_validation": rollback is not None} | (
         {"rollback": rollback} if rollback else {}
     )
@@ -115,7 +119,8 @@ def peak(
     ):
         worker.close()
         worker._thread = None
-    # Nor of what gloo's threads let go of. What replicas sum is never looked at here.
+    # The profile also leaves out what gloo's threads free. The sums of replicas are never looked at
+    # here.
     with (
         mock.patch.object(dist, "all_to_all_single", unsent),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
@@ -125,7 +130,8 @@ def peak(
         else:
             for step in (3, 4):
                 pipeline.advance(step, inputs, targets, lr=1e-3)
-            pipeline.drain()  # a message that ended after the profile would be written into what the profile has freed
+            # A message that ended after the profile would write into memory that it has freed.
+            pipeline.drain()
     if rollback is None:
         pipeline.discard()
     with tempfile.TemporaryDirectory() as folder:
@@ -165,8 +171,8 @@ CASES += [
     ("zb-v", "bfloat16", True, None),
     ("zb-h1", "bfloat16", False, "exact"),
 ]
-# Where a rank runs ahead of its peer while the peer waits for a verdict, sends in place (see above)
-# would wait for each other: not zb-h2.
+# zb-h2 is left out. One of its ranks runs ahead of its peer while the peer waits for a verdict.
+# Sends in place (see above) would then wait for each other.
 AFTERWARDS = ("gpipe", "1f1b", "zb-h1", "zb-v", "zb-auto")
 CASES += [
     (schedule, "float32", False, rollback)
@@ -213,8 +219,10 @@ def test_peaks_of_schedules_made_from_uneven_costs(
 
 @pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 0), ("zb-v", 0), ("zb-h1", 1)])
 def test_the_reduction_over_replicas_is_part_of_it(pool: Pool, schedule: str, zero: int) -> None:
-    """Of a model whose weights are most of what it holds. With ZeRO-1 a share is of whole norm
-    blocks, of which a layer needs several."""
+    """Weights are most of what the model holds.
+
+    With ZeRO-1 a share consists of whole norm blocks. A layer needs several of them.
+    """
     sizes = {"hidden": 256 if zero else 64, "sequence": 4}
     for rank, row in enumerate(
         pool.run(

@@ -1,5 +1,7 @@
-"""Names that say too little are gone. The list is the left column of the style guide's table of
-names."""
+"""Names that say too little are gone.
+
+The list is the left column of the style guide's table of names.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,10 @@ class Use(NamedTuple):
 
 
 def identifiers(text: str) -> Iterator[Use]:
-    """Every identifier of a Python text. Also those inside f-strings, which the tokenizer of Python
-    3.11 hides."""
+    """Every identifier of a Python text.
+
+    Also those inside f-strings, which the tokenizer of Python 3.11 hides.
+    """
     for node in ast.walk(ast.parse(text)):
         line = getattr(node, "lineno", 0)
         match node:
@@ -109,8 +113,10 @@ def old_names(text: str) -> list[Use]:
 
 
 def code_blocks(text: str) -> Iterator[str]:
-    """The Python blocks of a Markdown text. A block that is only a part of a file may be
-    indented."""
+    """The Python blocks of a Markdown text.
+
+    A block that is only a part of a file may be indented.
+    """
     for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         lines = block.splitlines()
         indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
@@ -170,12 +176,18 @@ def test_an_old_name_is_seen_wherever_it_stands() -> None:
 
 
 def test_prose_and_slots_of_a_dataclass_are_fine() -> None:
-    text = '"""What was found."""\nkey = "found"\n@dataclass(slots=True)\nclass A:\n    pass  # made again\n'
+    text = (
+        '"""What was found."""\nkey = "found"\n@dataclass(slots=True)\nclass A:\n'
+        "    pass  # made again\n"
+    )
     assert old_names(text) == []
 
 
 def test_python_blocks_are_read() -> None:
-    text = "# made\n\n```python\n  found = 1\n  if found:\n      pass\n```\n\n```toml\nslots = 2\n```\n"
+    text = (
+        "# made\n\n```python\n  found = 1\n  if found:\n      pass\n```\n\n```toml\nslots = 2\n"
+        "```\n"
+    )
     assert [use.name for block in code_blocks(text) for use in old_names(block)] == [
         "found",
         "found",

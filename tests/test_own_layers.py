@@ -1,5 +1,7 @@
-"""Layers of one's own, however they are built and whatever they hand on: the same bits anywhere, or
-one line that says why not."""
+"""Layers of one's own, however they are built and whatever they hand on.
+
+They give the same bits anywhere, or one line that says why not.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +45,31 @@ def test_several_tensors_between_layers(pool: Pool, function: str) -> None:
     [
         (
             "too_many",
-            r"layer 1 \(Spread\) returned 5001 tensors; a layer hands on at most 4096, so let it stack them",
+            (
+                r"layer 1 \(Spread\) returned 5001 tensors; a layer hands on at most 4096, so "
+                r"let it stack them"
+            ),
         ),
         (
             "eighths",
-            r"layer 1 \(Low\) returned a tensor of torch.float8_e5m2, which cannot travel; known are float32",
+            (
+                r"layer 1 \(Low\) returned a tensor of torch.float8_e5m2, which cannot travel; "
+                r"known are float32"
+            ),
         ),
         (
             "sparse",
-            r"layer 1 \(Sparse\) returned a torch.sparse_coo tensor, which cannot travel; let it hand on a dense one",
+            (
+                r"layer 1 \(Sparse\) returned a torch.sparse_coo tensor, which cannot travel; "
+                r"let it hand on a dense one"
+            ),
         ),
         (
             "counting",
-            r"layer 1 \(Counting\): its forward writes to its attribute 'count' and has another output when it runs again",
+            (
+                r"layer 1 \(Counting\): its forward writes to its attribute 'count' and has "
+                r"another output when it runs again"
+            ),
         ),
     ],
 )
@@ -67,7 +81,9 @@ def test_refused(pool: Pool, function: str, reason: str) -> None:
 def test_a_scripted_module_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match="the module itself of layer 1 is a ScriptModule, whose parameters cannot be exchanged",
+        match=(
+            "the module itself of layer 1 is a ScriptModule, whose parameters cannot be exchanged"
+        ),
     ):
         load_model(parse(config(HERE + "scripted"))).build(range(3))
 
@@ -83,8 +99,10 @@ def test_a_reference_leaves_a_module_that_is_used_twice_alone() -> None:
 
 
 def test_watching_changes_no_weights(pool: Pool) -> None:
-    """Egeria compares layers with their references while they move, and with this tolerance freezes
-    none."""
+    """Egeria compares layers with their references while they move.
+
+    With this tolerance it freezes none.
+    """
     watched = {
         "cases": ["freezing"],
         "freezing": {"policy": "egeria", "every": 1, "window": 2, "tolerance": 1e-9},
@@ -114,7 +132,10 @@ def held_out(pool: Pool, function: str, ranks: int, **changes: Any) -> list[floa
 
 
 def test_pruned_encoder_layers_are_evaluated(pool: Pool) -> None:
-    """In evaluation torch's own encoder layer would read sparse weights as dense ones."""
+    """Sparse weights stay sparse in evaluation.
+
+    torch's own encoder layer would read them as dense ones.
+    """
     sparse = held_out(pool, HERE + "encoders", 1, **pruning(0.5))
     assert held_out(pool, HERE + "encoders", 2, **pruning(0.5)) == sparse
     assert held_out(pool, HERE + "encoders", 1, **pruning(0.99)) == pytest.approx(sparse, rel=1e-5)
@@ -124,6 +145,9 @@ def test_pruned_encoder_layers_are_evaluated(pool: Pool) -> None:
 def test_a_pruned_weight_is_its_linears_alone(pool: Pool, dense_below: float) -> None:
     with pytest.raises(
         JobFailed,
-        match="layer 1 uses the weight of its pruned linear 'linear' by itself; let it call the linear",
+        match=(
+            "layer 1 uses the weight of its pruned linear 'linear' by itself; let it call the "
+            "linear"
+        ),
     ):
         run(pool, HERE + "by_itself", **pruning(dense_below))

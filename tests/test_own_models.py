@@ -1,5 +1,7 @@
-"""Models of one's own, whatever their layers do: the same bits anywhere, or one line that says what
-cannot be."""
+"""Models of one's own, whatever their layers do.
+
+They give the same bits anywhere, or one line that says what cannot be.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def run(pool: Pool, function: str, ranks: int = 1, **changes: dict[str, Any]) ->
 
 
 def plain_losses(function: str) -> list[float]:
-    """Of the same steps without dynmo, but for the modules: no clipping, one learning rate."""
+    """Losses of the same steps without dynmo, except for the modules.
+
+    There is no clipping and one learning rate.
+    """
     from dynmo.data.batches import Batches
     from dynmo.data.corpus import open_corpus
     from tests.jobs import SOURCE
@@ -83,8 +88,11 @@ def plain_losses(function: str) -> list[float]:
     "function", ["columns", "table", "energy", "spectral", "in_place", "narrow"]
 )
 def test_the_same_bits_anywhere(pool: Pool, function: str) -> None:
-    """Outputs and buffers in columns, backwards within F, buffers that F writes to, work in place,
-    a dtype that few have."""
+    """Models with unusual outputs, buffers or dtypes.
+
+    They have outputs and buffers in columns, a backward within F, buffers that F writes to, work in
+    place, and a dtype that few have.
+    """
     first = run(pool, function, train={"max_grad_norm": 0.0})
     assert first["losses"] == pytest.approx(plain_losses(function), rel=1e-5)
     for ranks, schedule in ((2, "zb-h1"), (3, "gpipe")):
@@ -99,8 +107,7 @@ def test_the_same_bits_anywhere(pool: Pool, function: str) -> None:
 
 
 def test_work_in_place_changes_nothing(pool: Pool) -> None:
-    """torch gives what functions of one's own return to nobody to work on in place, if it is a
-    view."""
+    """torch forbids work in place on a view that a user's function returns."""
     assert run(pool, "in_place")["losses"] == run(pool, "not_in_place")["losses"]
 
 
@@ -122,8 +129,10 @@ def numbers(
 
 @pytest.mark.parametrize("function", ["statistics", "checkpointed"])
 def test_running_statistics(pool: Pool, function: str) -> None:
-    """Weights, buffers and held-out losses are those of one rank, under recompute and every
-    schedule; layers move at each step."""
+    """Weights, buffers and held-out losses are those of one rank.
+
+    They are so under recompute and every schedule. Layers move at each step.
+    """
     expected = numbers(pool, function)
     assert expected[2].keys() >= {"weights_digest", "buffers_digest"}
     assert numbers(pool, function, train={"recompute": "all"}) == expected
@@ -151,7 +160,10 @@ def test_running_statistics_of_steps_that_are_taken_back(pool: Pool) -> None:
 
 
 def test_a_buffer_that_is_written_in_place_and_needed_by_b(pool: Pool) -> None:
-    """Several microbatches are between F and B, each of which has its own value of the buffer."""
+    """Several microbatches are between F and B.
+
+    Each of them has its own value of the buffer.
+    """
     expected = run(pool, "averaged", pipeline={"schedule": "1f1b"})
     for ranks, schedule in ((1, "gpipe"), (2, "zb-h1"), (3, "zb-h2")):
         other = run(pool, "averaged", ranks, pipeline={"schedule": schedule})
@@ -179,7 +191,10 @@ def test_attributes_that_change_no_output_are_anybodys(pool: Pool) -> None:
 def test_a_layer_that_writes_to_its_inputs_works_on_copies(
     pool: Pool, function: str, twin: str
 ) -> None:
-    """And a loss on copies of its targets: nobody else has an input changed."""
+    """A loss works on copies of its targets too.
+
+    So nobody else has an input changed.
+    """
     expected = numbers(pool, twin)
     assert numbers(pool, function) == expected
     assert numbers(pool, function, train={"recompute": "all"}) == expected
@@ -199,19 +214,31 @@ def test_a_layer_that_writes_to_its_inputs_works_on_copies(
         ),
         (
             "complex_between",
-            r"layer 1 \(Do\) returned a tensor of torch.complex64, which cannot travel; let it hand on torch.view_as_real",
+            (
+                r"layer 1 \(Do\) returned a tensor of torch.complex64, which cannot travel; let "
+                r"it hand on torch.view_as_real"
+            ),
         ),
         (
             "writes_late",
-            r"layer 1 \(Late\) writes to its input in place, which it did not in its first microbatch, .*; let it compute with",
+            (
+                r"layer 1 \(Late\) writes to its input in place, which it did not in its first "
+                r"microbatch, .*; let it compute with"
+            ),
         ),
         (
             "counting",
-            r"layer 1 \(Counting\): its forward writes to its attribute 'calls' and has another output when it runs again\. Such",
+            (
+                r"layer 1 \(Counting\): its forward writes to its attribute 'calls' and has "
+                r"another output when it runs again\. Such"
+            ),
         ),
         (
             "no_graph",
-            "the loss does not depend on the model's output in a way that autograd follows, so nothing would train",
+            (
+                "the loss does not depend on the model's output in a way that autograd follows, "
+                "so nothing would train"
+            ),
         ),
         (
             "no_tensor",
@@ -219,7 +246,10 @@ def test_a_layer_that_writes_to_its_inputs_works_on_copies(
         ),
         (
             "eighths",
-            "layer 1: seen is of torch.float8_e5m2, which can neither move nor be saved; known are float32",
+            (
+                "layer 1: seen is of torch.float8_e5m2, which can neither move nor be saved; "
+                "known are float32"
+            ),
         ),
     ],
 )
@@ -232,7 +262,10 @@ RAGGED = "tests.models.ragged_model:"
 
 
 def test_batches_without_their_padding(pool: Pool) -> None:
-    """Every message has a shape of its own, forwards and backwards; layers move at each step."""
+    """Every message has a shape of its own, forwards and backwards.
+
+    Layers move at each step.
+    """
     expected = numbers(pool, RAGGED + "ragged")
     for ranks, schedule in ((2, "zb-h1"), (3, "gpipe"), (2, "zb-v")):
         assert numbers(pool, RAGGED + "ragged", ranks, pipeline={"schedule": schedule}) == expected
@@ -246,7 +279,10 @@ def test_batches_without_their_padding(pool: Pool) -> None:
 def test_shapes_that_vary_must_be_declared(pool: Pool) -> None:
     with pytest.raises(
         JobFailed,
-        match=r"changed shape from .* give the layer that hands them on the attribute varying_shapes",
+        match=(
+            r"changed shape from .* give the layer that hands them on the attribute "
+            r"varying_shapes"
+        ),
     ):
         run(pool, RAGGED + "undeclared", 3, parallel={"timeout": 3.0})
 
@@ -255,7 +291,10 @@ def test_what_each_replica_would_renormalise(pool: Pool) -> None:
     run(pool, "renormalised", 2)
     with pytest.raises(
         JobFailed,
-        match="layer 0: the embedding itself has max_norm, so its forward writes to its weight, of which every replica",
+        match=(
+            "layer 0: the embedding itself has max_norm, so its forward writes to its weight, of "
+            "which every replica"
+        ),
     ):
         pool.run("train", 2, config=config("renormalised", 1, parallel={"data": 2}))
 
@@ -263,7 +302,10 @@ def test_what_each_replica_would_renormalise(pool: Pool) -> None:
 def test_running_statistics_of_replicas_are_refused(pool: Pool) -> None:
     with pytest.raises(
         JobFailed,
-        match=r"layer 1 \(Normed\): its forward writes to its buffer 'norm.mean' .*, of which every replica would",
+        match=(
+            r"layer 1 \(Normed\): its forward writes to its buffer 'norm.mean' .*, of which "
+            r"every replica would"
+        ),
     ):
         numbers(pool, "own_norm", 2, parallel={"pipeline": 1, "data": 2})
 

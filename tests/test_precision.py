@@ -1,5 +1,7 @@
-"""Low precision, loss scaling and recomputation: one digest wherever and however it runs, and
-float32's loss nearly."""
+"""Low precision, loss scaling and recomputation.
+
+There is one digest wherever and however a run is, and nearly float32's loss.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from tests.pool import Pool
 def wanted(
     ranks: int, schedule: str, precision: str, recompute: str | list[int] = "none", **train: Any
 ) -> dict[str, Any]:
-    """Layers move at every step, dropout is on, the front freezes, gradients are clipped."""
+    """Layers move at every step, the front freezes and gradients are clipped.
+
+    Dropout is on.
+    """
     config = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=True)
     config["train"] |= {"precision": precision, "recompute": recompute, "steps": 5, **train}
     return config
@@ -57,7 +62,7 @@ def test_computed_again_is_the_same(pool: Pool, ranks: int, schedule: str) -> No
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_low_precision_is_near_float32(pool: Pool, precision: str) -> None:
-    """Within 1 % in loss over these steps; and it is another computation."""
+    """The loss is within 1 % over these steps, and the computation is another."""
     low, wide = (_reference(pool, name) for name in (precision, "float32"))
     assert low["losses"] == pytest.approx(wide["losses"], rel=1e-2)
     assert low["losses"] != wide["losses"]
@@ -66,7 +71,10 @@ def test_low_precision_is_near_float32(pool: Pool, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_pruned_in_low_precision(pool: Pool, precision: str) -> None:
-    """From under a mask into CSR, with masters that move along; and computed again."""
+    """Weights go from under a mask into CSR, with masters that move along.
+
+    Layers also recompute.
+    """
     digests: set[str] = set()
     for ranks, schedule, recompute in (
         (1, "1f1b", "none"),
@@ -81,7 +89,10 @@ def test_pruned_in_low_precision(pool: Pool, precision: str) -> None:
 
 @pytest.mark.parametrize("kind", ["hash", "drop"])
 def test_sparse_attention_in_low_precision(pool: Pool, kind: str) -> None:
-    """Its directions are drawn anew each step; computed again in B, they are the same."""
+    """The directions of attention are drawn anew each step.
+
+    Recomputed in B, they are the same.
+    """
     results: dict[str, dict[str, Any]] = {}
     for key, ranks, precision, recompute in (
         ("one", 1, "bfloat16", "none"),
@@ -99,7 +110,10 @@ def test_sparse_attention_in_low_precision(pool: Pool, kind: str) -> None:
 
 
 def test_an_overflow_skips_its_step_and_the_run_goes_on(pool: Pool) -> None:
-    """The scale doubles after every good step, until float16 really overflows. Every rank skips."""
+    """The scale doubles after every good step, until float16 really overflows.
+
+    Every rank skips.
+    """
     runs = [
         pool.run(
             "events", ranks, config=wanted(ranks, "zb-h1", "float16", steps=12, loss_scale_window=1)
@@ -132,8 +146,10 @@ def test_an_overflow_skips_its_step_and_the_run_goes_on(pool: Pool) -> None:
 
 
 def test_replicas_skip_together(pool: Pool) -> None:
-    """With shares of the optimizer's state, and without a barrier: the steps that one process of as
-    many slots skips."""
+    """The run has shares of the optimizer's state, and no barrier.
+
+    It skips the steps that one process of as many slots skips.
+    """
     results: dict[tuple[int, int, bool], tuple[list[tuple[int, float]], str]] = {}
     for pipeline, data, later in ((1, 1, False), (1, 2, False), (2, 2, True)):
         config = wanted(
@@ -149,8 +165,10 @@ def test_replicas_skip_together(pool: Pool) -> None:
 
 
 def test_the_scale_goes_on_after_a_restart(pool: Pool, tmp_path: Path) -> None:
-    """Stopped in the middle of what doubles and halves it, resumed on other ranks: the same as in
-    one go."""
+    """A run is stopped while the loss scale is being doubled and halved.
+
+    Resumed on other ranks, it is the same as in one go.
+    """
     expected = pool.run(
         "train", 1, config=wanted(1, "1f1b", "float16", steps=10, loss_scale_window=1)
     )[0]
@@ -177,7 +195,10 @@ def test_another_precision_is_not_resumed(pool: Pool, tmp_path: Path) -> None:
     config["train"] |= {"precision": "float32", "steps": 4}
     with pytest.raises(
         Exception,
-        match=r"is bfloat16 in the checkpoint, float32 in the config's model; resume with the train.precision",
+        match=(
+            r"is bfloat16 in the checkpoint, float32 in the config's model; resume with the "
+            r"train.precision"
+        ),
     ):
         pool.run("train_in", 1, config=config, folder=str(tmp_path), resume=True)
 

@@ -1,4 +1,7 @@
-"""docs/reference is generated from the package, and each key, option and name has a description."""
+"""docs/reference is generated from the package.
+
+Each key, option and name has a description.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Replicas: at fixed reduction slots, any mesh gives the digest of one process, and so does one
-that changes its shape on the way."""
+"""Replicas: any mesh gives the digest of one process.
+
+The reduction slots are fixed. A mesh that changes its shape on the way gives the digest too.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,24 @@ def config(
     cases: bool = True,
     **model: Any,
 ) -> dict[str, Any]:
-    """Six layers, eight microbatches; dropout, clipping, freezing. The embedding has several norm
-    blocks, so that shares cut it."""
+    """Six layers and eight microbatches, with dropout, clipping and freezing.
+
+    The embedding has several norm blocks, so that shares cut it.
+
+    Args:
+        pipeline: Ranks of a pipeline.
+        data: Number of replicas.
+        groups: Value of train.reduction_slots. None leaves it out.
+        zero: 1 shards the optimizer's state.
+        schedule: Name of the schedule.
+        balance: The section [balance]. None means no balancer.
+        reshape_at: Value of elastic.reshape_at.
+        cases: True freezes layers.
+        **model: Keys of [model].
+
+    Returns:
+        The sections of the configuration.
+    """
     sections: dict[str, Any] = {
         "seed": 7,
         "model": {"blocks": 2, "hidden": 96, "heads": 2, "sequence": 8, "dropout": 0.1} | model,
@@ -133,7 +151,10 @@ def test_schedules_and_tied_weights(
 
 
 def test_pieces_of_w_ahead_of_their_time(pool: Pool) -> None:
-    """Replicas wait for different messages, and still reduce their layers in one order."""
+    """Replicas wait for different messages.
+
+    They still reduce their layers in one order.
+    """
     wanted = config(2, 2, zero=1, balance=RANDOM)
     wanted["pipeline"]["w_granularity"] = "linear"
     same(run(pool, wanted), reference(pool, 4))
@@ -160,24 +181,30 @@ def test_a_live_reshape(
 
 
 def test_masters_in_shares_after_a_reshape(pool: Pool) -> None:
-    """Replicas have got their layers in other orders, and together make the masters whole that the
-    digest is of."""
+    """Replicas have got their layers in other orders.
+
+    Together they make the masters whole that the digest is of.
+    """
     wanted = config(4, 1, zero=1, reshape_at=[[2, 2, 2]])
     wanted["train"]["precision"] = "bfloat16"
     assert len({r["digest"] for r in run(pool, wanted)}) == 1
 
 
 def test_a_reshape_after_a_verdict(pool: Pool) -> None:
-    """Steps without a barrier, all of them taken back, with shares of the optimizer: the mesh
-    changes between final ones."""
+    """Steps run without a barrier, and all of them are taken back.
+
+    The optimizer has shares. The mesh changes between final steps.
+    """
     wanted = config(2, 2, zero=1, balance=RANDOM, reshape_at=[[2, 4, 1], [4, 2, 2]])
     wanted["pipeline"]["post_validation"] = True
     same(run(pool, wanted), reference(pool, 4))
 
 
 def test_three_replicas(pool: Pool) -> None:
-    """No power of two: what is left over of the tree folds last. Slots are counted out once per
-    replica by default."""
+    """No power of two: what is left over of the tree folds last.
+
+    Slots are counted out once per replica by default.
+    """
     wanted = config(1, 3, groups=None, zero=1)
     wanted["train"]["global_batch"] = 6
     alone = config(1, 1, groups=3, schedule="1f1b")
@@ -186,8 +213,10 @@ def test_three_replicas(pool: Pool) -> None:
 
 
 def test_cases_decide_alike(pool: Pool) -> None:
-    """What a replica measures on its own microbatches, or in seconds, is not what the others
-    measure: the first one's counts."""
+    """The measurements of the first replica count.
+
+    Replicas measure their own microbatches, in seconds, so their measurements differ.
+    """
     for cases in (
         {
             "cases": ["pruning"],
@@ -332,8 +361,10 @@ def test_slots_change_the_bits(pool: Pool) -> None:
 
 @pytest.mark.parametrize("balancer", ["exact", "none"])
 def test_a_run_reshapes_itself_where_it_pays(pool: Pool, balancer: str) -> None:
-    """One layer is half of the work: two stages can never be even, two replicas are. The bits are
-    those of the run that does not."""
+    """One layer is half of the work: two stages can never be even, two replicas are.
+
+    The bits are those of the run that does not.
+    """
     wanted: dict[str, Any] = {
         "model": {
             "kind": "emulated",
@@ -371,8 +402,10 @@ def test_a_run_reshapes_itself_where_it_pays(pool: Pool, balancer: str) -> None:
 def test_a_run_of_one_rank_pipelines_weighs_another_mesh_by_a_link_that_it_measures(
     pool: Pool,
 ) -> None:
-    """It has none between stages. Gradients of 4 bytes cost nothing, so replicas of an even model
-    stay; and the bits do."""
+    """The run has no link between stages.
+
+    Gradients of 4 bytes cost nothing, so replicas of an even model stay. The bits stay too.
+    """
     wanted: dict[str, Any] = {
         "model": {"kind": "emulated", "layers": 4, "f": 0.002, "b": 0.002, "w": 0.002},
         "train": {"steps": 5, "global_batch": 4, "micro_batch": 1, "reduction_slots": 2},
@@ -396,8 +429,10 @@ def test_a_reduction_hides_behind_the_layers_that_are_still_to_come() -> None:
 
 
 def test_the_slowest_replica_is_planned_for(pool: Pool) -> None:
-    """One placement serves all: a layer counts as long as it takes where it takes longest, on
-    whichever replica that is."""
+    """One placement serves all replicas.
+
+    A layer counts as long as it takes on the replica where it takes longest.
+    """
     wanted: dict[str, Any] = {
         "model": {"kind": "emulated", "layers": 2, "f": 0.004, "b": 0.004, "w": 0.004},
         "train": {"steps": 3, "global_batch": 4, "micro_batch": 1},
@@ -410,8 +445,11 @@ def test_the_slowest_replica_is_planned_for(pool: Pool) -> None:
 
 
 def test_what_a_costs_file_says_of_optimizer_state(pool: Pool, tmp_path: Path) -> None:
-    """A whole replica's, also where each keeps a share: who plans another mesh divides it by its
-    replicas. And what waits in slots."""
+    """The bytes are a whole replica's, also if each replica keeps a share.
+
+    A planner of another mesh divides them by its replicas. Gradients that wait in slots are
+    included.
+    """
     profiles: dict[int, profile_file.Profile] = {}
     for zero in (0, 1):
         folder = tmp_path / str(zero)

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one command: `python -m benchmarks.gpu` (`make gpu`).
+"""Everything that needs a GPU: `python -m benchmarks.gpu` (`make gpu`).
 
 UNPROVEN: none has run on a device yet.
 
@@ -6,7 +6,7 @@ Each part is also a command of its own: `python -m benchmarks.gpu.NAME [--json] 
 
 split        the backward in two parts against one, and against plain torch, eager and compiled
 slices       schedules on slices of one GPU, beside torch's orders and torch's runtime
-sparse       pruned linears (CSR) against dense ones: from which sparsity they win
+sparse       pruned linears (CSR) against dense ones: the break-even sparsity
 attention    hash-sparse attention (Triton) against torch's SDPA, by length
 cases        a large GPT on slices: freezing, sparse attention and pruning, static against balanced
 memory       two ranks that share the GPU: peak memory beside the account, a move of layers

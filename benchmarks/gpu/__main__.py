@@ -1,10 +1,10 @@
-"""`make gpu`: runs every part that needs a GPU, one after another, and prints one table.
+"""`make gpu`: runs every part that needs a GPU, and prints one table.
 
-A part that fails or takes too long ends alone. Each writes its result file as soon as it has
-ended, and its output to a log.
+The parts run one after another. A part that fails or takes too long ends alone. Each part writes
+its result file as soon as it has ended, and its output to a log.
 
-Exit status: 0 if every part came out as expected, 1 if one did not, 2 if the machine lacks a
-package or a GPU, 130 if interrupted.
+Exit status: 0 if every part came out as expected, 1 if one did not. It is 2 if the machine lacks a
+package or a GPU, and 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -30,14 +30,23 @@ DRY_LIMIT = 120.0  # seconds of a part in a dry run: a shared machine may be bus
 
 
 def chosen(parts: Sequence[Part], only: str | None) -> list[Part]:
-    """The parts named in `only`, in their own order. Raises Unfit for an unknown name."""
+    """Returns the parts named in `only`, in their own order.
+
+    Args:
+        parts: All parts.
+        only: Names separated by commas. None chooses all parts.
+
+    Raises:
+        Unfit: A name is unknown.
+    """
     names = None if only is None else only.split(",")
     unknown = next(
         (name for name in names or () if name not in {part.name for part in parts}), None
     )
     if unknown is not None:
         raise Unfit(
-            f"--only: there is no part {unknown!r}; choose from {', '.join(part.name for part in parts)}"
+            f"--only: there is no part {unknown!r}; "
+            f"choose from {', '.join(part.name for part in parts)}"
         )
     return [part for part in parts if names is None or part.name in names]
 
@@ -50,15 +59,15 @@ def run_all(
     seconds: float,
     stretch: float = 1.0,
 ) -> list[tuple[Part, Ended]]:
-    """Runs the parts in turn and tells of each.
+    """Runs the parts in turn and prints how each ended.
 
     Args:
-        parts: What to run.
+        parts: The parts to run.
         out: Folder of the result files and of the logs.
-        about: The machine, for the result files.
+        about: Describes the machine, for the result files.
         dry: Whether the parts run on CPU with tiny sizes.
         seconds: Limit of all parts together.
-        stretch: Multiplies the limit of each part.
+        stretch: Factor of the limit of each part.
 
     Returns:
         How each part ended. It is shorter than `parts` if the user interrupted.
@@ -169,7 +178,8 @@ def main() -> int:
     )
     out = (temporary or options.out or RESULTS).resolve()
     print(
-        f"{about.get('gpu', 'CPU')}, torch {about['torch']}, CUDA {about['cuda']}, driver {about['driver']}, Python {about['python']}"
+        f"{about.get('gpu', 'CPU')}, torch {about['torch']}, CUDA {about['cuda']}, "
+        f"driver {about['driver']}, Python {about['python']}"
     )
     rows = run_all(parts, out, about, options.dry, options.seconds, options.stretch)
     show(rows)

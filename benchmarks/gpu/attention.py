@@ -1,9 +1,9 @@
-"""Hash-sparse attention (Triton) against torch's SDPA: F, and F + B, of the attention alone.
+"""Hash-sparse attention (Triton) against torch's SDPA: F, and F + B.
 
-`pairs` is the share of all causal pairs that share a bucket; so `ideal` is SDPA's seconds times
-it, and `share_of_ideal` what of the possible saving is there. `hashing` (drawing directions,
-buckets) counts. `wins_from`: the first of the lengths at which F + B takes less than SDPA's, None
-where none does.
+Only the attention itself is timed. `pairs` is the share of all causal pairs that share a bucket.
+`ideal` is SDPA's seconds times `pairs`. `share_of_ideal` is the part of the possible saving that is
+reached. `hashing` (drawing directions, buckets) counts. `wins_from` is the first of the lengths at
+which F + B takes less than SDPA's. It is None if there is none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def both(
 
 
 def share_of_pairs(x: Tensor, hashed: Hashed) -> float:
-    """Of all pairs (query, earlier key), those in one bucket."""
+    """Returns the share of all pairs (query, earlier key) that are in one bucket."""
     buckets = hash_buckets(
         x, draw_directions(x.shape[2], x.shape[3], hashed.buckets, hashed.seed, x.device)
     )
@@ -60,6 +60,17 @@ def length(
     batch: int,
     rounds: int,
 ) -> dict[str, Any]:
+    """Measures the attention at one length, against dense attention.
+
+    Args:
+        device: The device.
+        dtype: The precision.
+        sequence: Tokens of a sequence.
+        heads: Number of attention heads.
+        size: Width of a head.
+        batch: Sequences of a microbatch.
+        rounds: Number of counted turns.
+    """
     progress(f"{dtype}, {sequence} tokens")
     generator = torch.Generator().manual_seed(0)
     x, v, g = (

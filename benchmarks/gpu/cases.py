@@ -1,9 +1,10 @@
-"""A large GPT on slices of one GPU, in bfloat16, placed evenly and by measured cost.
+"""A large GPT on slices of one GPU, placed evenly and by measured cost.
 
-One pipeline holds the weights once. For each case the work changes, and the layers move to and fro
-between the even and the balanced placement, some steps on each (between slices a move sends
-nothing). Steps are whole: forward, backward, clipping, AdamW. The frozen layers thaw and attention
-is dense again before the next case; pruned weights are gone for good, so pruning is last.
+The GPT computes in bfloat16. One pipeline holds the weights once. For each case the work changes.
+The layers then move to and fro between the even and the balanced placement, some steps on each. A
+move between slices sends nothing. Steps are whole: forward, backward, clipping, AdamW. The frozen
+layers thaw and attention is dense again before the next case. Pruned weights are gone for good, so
+pruning is last.
 
     freezing           the first half of the layers
     sparse attention   hashed, in the first half of the blocks
@@ -14,7 +15,7 @@ is dense again before the next case; pruned weights are gone for good, so prunin
 Pruned layers run in CSR form from a sparsity of 0.9 on, so that the work becomes uneven. With
 `dense_below = "auto"` they would stay dense where that is faster.
 
-`speedup` is the even placement's step over the balanced one's; `ideal` is the simulator's, from
+`speedup` is the even placement's step over the balanced one's. `ideal` is the simulator's, from
 the layers' measured costs.
 """
 
@@ -44,7 +45,14 @@ HELD = 18  # bytes of a weight: itself in bfloat16, its float32 gradient and mas
 
 
 def config_of(options: argparse.Namespace, blocks: int) -> Config:
-    """The run. The cases act where `measure` calls them, at steps that are names only."""
+    """Returns the config of the run.
+
+    The cases act where `measure` calls them, at steps that are names only.
+
+    Args:
+        options: The sizes of the command line.
+        blocks: Depth of the model.
+    """
     sparse = [[SPARSE, list(range(max(1, blocks // 2)))], [DENSE, []]]
     return parse(
         {
@@ -81,7 +89,15 @@ def config_of(options: argparse.Namespace, blocks: int) -> Config:
 
 
 def blocks_for(device: torch.device, options: argparse.Namespace) -> int:
-    """As many blocks as asked for, or as leave half of the device's memory to activations."""
+    """Returns the number of blocks.
+
+    It is at most as many as asked for, and at most as many as leave half of the device's memory
+    to activations.
+
+    Args:
+        device: The device.
+        options: The sizes of the command line.
+    """
     if device.type != "cuda":
         return options.blocks
     room = torch.cuda.get_device_properties(device).total_memory // 2
@@ -118,12 +134,12 @@ class Run:
         self.losses.append(result.loss)
 
     def steps(self, count: int) -> float:
-        """The median seconds of so many steps, after one that is not counted."""
+        """Returns the median seconds of so many steps, after one that is not counted."""
         self.step()
         return median(seconds(self._device, self.step) for _ in range(count))
 
     def sides(self) -> dict[str, Any]:
-        """Both placements in turn, for the work as it is now."""
+        """Times both placements in turn, for the work as it is now."""
         pipeline = self.pipeline
         self.steps(1)
         costs = pipeline.costs()
@@ -188,7 +204,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
 
 
 def assess(result: dict[str, Any]) -> Verdict:
-    """Balanced must be no slower (2 % for noise)."""
+    """Requires that balanced is no slower (2 % for noise)."""
     speedups = {name: row["speedup"] for name, row in result["cases"].items() if "speedup" in row}
     alone = {name: result["cases"][name]["dense_over_even"] for name in speedups}
     told = ", ".join(

@@ -1,4 +1,4 @@
-"""What `make gpu` needs before its first part.
+"""The checks of `make gpu` before its first part.
 
 Imports the standard library only, because torch itself may be missing.
 """
@@ -17,7 +17,7 @@ from typing import Any
 TORCH = (2, 10)
 NO_GPU = "torch sees no CUDA device; run this on a machine that has one"
 
-# By the name under which pip knows a package: the module that is imported.
+# The module that is imported, by the package's name in pip.
 PACKAGES: Mapping[str, str] = {
     "torch": "torch",
     "numpy": "numpy",
@@ -34,7 +34,8 @@ PACKAGES: Mapping[str, str] = {
     "hypothesis": "hypothesis",
 }
 
-# Runs in a process of its own: this one loads no torch, and keeps no context on the device.
+# This program runs in a process of its own. This process loads no torch, and keeps no context on
+# the device.
 _PROBE = """
 import json, torch
 about = {"torch": torch.__version__, "cuda": torch.version.cuda}
@@ -53,7 +54,7 @@ class Unfit(Exception):
 
 
 def installed(module: str) -> bool:
-    """Whether the module can be imported, by its files alone."""
+    """Says whether the module can be imported, by its files alone."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
@@ -61,12 +62,16 @@ def installed(module: str) -> bool:
 
 
 def missing() -> list[str]:
-    """The packages that are needed and not installed, by pip's names."""
+    """Returns the packages that are needed and not installed, by pip's names."""
     return [name for name, module in PACKAGES.items() if not installed(module)]
 
 
 def check_packages() -> None:
-    """Raises Unfit naming all missing packages, or a torch that is too old."""
+    """Checks that all needed packages are installed.
+
+    Raises:
+        Unfit: Packages are missing, or torch is too old. The message names all missing packages.
+    """
     names = missing()
     if names:
         raise Unfit(
@@ -113,7 +118,7 @@ def probe(needs_gpu: bool, commit: str | None = None) -> dict[str, Any]:
 
 
 def output_of(command: Sequence[str]) -> str | None:
-    """What a command prints; None if it cannot run or fails."""
+    """Returns what a command prints. None if it cannot run or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

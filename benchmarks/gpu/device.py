@@ -1,4 +1,7 @@
-"""What the benchmarks of this package share: the device (in a dry run the CPU) and its clock."""
+"""The device and the clock of the benchmarks of this package.
+
+The device is the CPU in a dry run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": t
 
 
 class Option(NamedTuple):
-    """A size that can be given on the command line, with its default and that of a dry run."""
+    """A size of the command line, with its default and that of a dry run."""
 
     name: str
     default: int
@@ -29,7 +32,7 @@ class Option(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether the figures are as expected, and what they are in one line."""
+    """Says whether the figures are as expected, and what they are in one line."""
 
     met: bool
     came: str
@@ -96,7 +99,7 @@ def main(
 
 
 def about_device(device: torch.device) -> dict[str, Any]:
-    """Name, size and capability of a CUDA device."""
+    """Returns name, size and capability of a CUDA device."""
     if device.type != "cuda":
         return {"name": device.type}
     known = torch.cuda.get_device_properties(device)
@@ -110,7 +113,14 @@ def about_device(device: torch.device) -> dict[str, Any]:
 
 
 def built_on(device: torch.device, model: Model) -> Model:
-    """The model with weights drawn on the device, which is faster. They are not the CPU's."""
+    """Returns the model with weights drawn on the device.
+
+    That is faster. The weights are not those of the CPU.
+
+    Args:
+        device: The device that draws.
+        model: The model.
+    """
 
     def build(owned: Collection[int]) -> list[nn.Module]:
         with device:
@@ -125,7 +135,14 @@ def progress(text: str) -> None:
 
 
 def seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """From an idle device to an idle device: launching counts where it is what takes longest."""
+    """Times work from an idle device to an idle device, in seconds.
+
+    Launching counts if it takes longest.
+
+    Args:
+        device: The device.
+        work: The function to time.
+    """
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -141,6 +158,14 @@ def synchronize(device: torch.device) -> None:
 def turns(
     device: torch.device, sides: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, float]:
-    """Median seconds of each side, in turn. The first two of each are not counted."""
+    """Returns the median seconds of each side, in turn.
+
+    The first two of each are not counted.
+
+    Args:
+        device: The device.
+        sides: Functions by name.
+        rounds: Number of counted turns.
+    """
     timed = {name: lambda work=work: seconds(device, work) for name, work in sides.items()}
     return harness.medians(harness.alternate(timed, rounds, warmup=2))

@@ -1,9 +1,9 @@
-"""Two processes that share the GPU: peak memory beside the account, and a move in mid-training.
+"""Two processes that share the GPU: peak memory, and a move in mid-training.
 
-Each process has its own allocator, so `torch.cuda.max_memory_allocated` is a rank's own peak. Of
-one process with slices it would be the peak of all. The account
-(`dynmo.schedule.memory.rank_memory`) knows tensors only: cuBLAS's workspace and what the allocator
-rounds up come on top.
+The peak is held against the account. Each process has its own allocator, so
+`torch.cuda.max_memory_allocated` is a rank's own peak. One process with slices would only give the
+peak of all slices. The account (`dynmo.schedule.memory.rank_memory`) knows tensors only: cuBLAS's
+workspace and what the allocator rounds up come on top.
 
 The account is made from what the layers were measured to keep. The plan's account is made before
 any run, from shapes alone. It counts more than CUDA keeps: torch has one kernel for an RMS norm
@@ -42,7 +42,16 @@ SCHEDULE = "zb-h1"
 def on_a_rank(
     world: World, blocks: int, hidden: int, sequence: int, batch: int, microbatches: int
 ) -> dict[str, Any]:
-    """Runs on each rank. Returns what both ranks found."""
+    """Runs on each rank. Returns what both ranks found.
+
+    Args:
+        world: The ranks.
+        blocks: Depth of the model.
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+        batch: Sequences of a microbatch.
+        microbatches: Microbatches of a step.
+    """
     device = world.device
     config = parse(
         {
@@ -79,7 +88,7 @@ def on_a_rank(
     count = 0
 
     def steps(number: int) -> float:
-        """Seconds of the last of so many steps."""
+        """Runs so many steps. Returns the seconds of the last one."""
         nonlocal count
         taken = 0.0
         for _ in range(number):
@@ -150,7 +159,10 @@ def assess(result: dict[str, Any]) -> Verdict:
         f"rank {rank} {ratio:.3f} of the account, {planned[rank]:.3f} of the plan"
         for rank, ratio in enumerate(ratios)
     )
-    move = f"moved {result['moved_bytes'] / 1e9:.2f} GB in {result['move_seconds']:.2f} s, same weights"
+    move = (
+        f"moved {result['moved_bytes'] / 1e9:.2f} GB in {result['move_seconds']:.2f} s, "
+        "same weights"
+    )
     return Verdict(
         all(0.9 <= ratio <= 1.1 for ratio in ratios) and max(planned) <= 1.1, f"{told}; {move}"
     )

@@ -1,4 +1,7 @@
-"""The parts of `make gpu`, the most valuable first. Imports the standard library only."""
+"""The parts of `make gpu`, the most valuable first.
+
+Imports the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ class Part:
         name: Names the result file and the log.
         expected: What the part must show, for a person.
         limit: Seconds after which the part is ended.
-        command: What follows `python -m`. `{out}` stands for the folder of the results.
-        dry: What `command` becomes in a dry run: the same on CPU with tiny sizes.
+        command: Arguments of `python -m`. `{out}` stands for the folder of the results.
+        dry: The `command` of a dry run: the same on CPU with tiny sizes.
         needs: Optional packages without which the part cannot run on a GPU.
     """
 
@@ -37,7 +40,16 @@ def benchmark(
     module: str = "",
     needs: tuple[str, ...] = (),
 ) -> Part:
-    """A part that is a module of this package, by default the one of its name."""
+    """Makes a part of a module of this package.
+
+    Args:
+        name: Name of the part.
+        expected: What the part must show, for a person.
+        limit: Seconds after which the part is ended.
+        options: Options of the command.
+        module: Name of the module, by default that of the part.
+        needs: Optional packages without which the part cannot run on a GPU.
+    """
     command = (f"benchmarks.gpu.{module or name}", "--json", *options)
     return Part(name, expected, limit, command, (*command, "--dry"), needs)
 

@@ -1,4 +1,6 @@
-"""`dynmo profile` on slices of the GPU, and `dynmo plan` on its costs file, for eight ranks.
+"""`dynmo profile` on slices of the GPU, and `dynmo plan` on its costs file.
+
+The plan is for eight ranks.
 
 `--out FILE` keeps the costs file: `dynmo plan --costs FILE` then plans for this GPU on any machine.
 """
@@ -22,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*arguments: str) -> dict[str, Any]:
-    """Runs a dynmo command and returns the object it prints. Raises RuntimeError if it fails."""
+    """Runs a dynmo command and returns the object that it prints.
+
+    Raises:
+        RuntimeError: The command failed.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "dynmo", *arguments, "--json"],
         cwd=ROOT,
@@ -72,7 +78,8 @@ def assess(result: dict[str, Any]) -> Verdict:
     f, b, w = (1e3 * result["microbatch_seconds"][op] for op in "fbw")
     return Verdict(
         min(f, b, w) > 0,
-        f"{result['layers']} layers, F {f:.2f} B {b:.2f} W {w:.2f} ms a microbatch, planned for 8 ranks",
+        f"{result['layers']} layers, F {f:.2f} B {b:.2f} W {w:.2f} ms a microbatch, "
+        "planned for 8 ranks",
     )
 
 

@@ -1,4 +1,7 @@
-"""Runs one part of `make gpu` in a process of its own. Imports the standard library only."""
+"""Runs one part of `make gpu` in a process of its own.
+
+Imports the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,10 @@ class Ended:
 
     Attributes:
         status: "ok"; "missed" (it ran, its figures are not as expected); "failed"; "timeout"; or
-        "left out" (it did not start). came: What the part showed, or why it showed nothing.
-        seconds: How long it ran. result: The object that the part printed, if it printed one.
+            "left out" (it did not start).
+        came: What the part showed, or why it showed nothing.
+        seconds: How long it ran.
+        result: The object that the part printed, if it printed one.
     """
 
     status: Status
@@ -80,7 +85,16 @@ def run(
 
 
 def read_output(code: int, printed: str, log: Path, seconds: float) -> Ended:
-    """Reads a part's exit status and its last line: one JSON object, or the last line of pytest."""
+    """Reads a part's exit status and its last line.
+
+    The last line is one JSON object, or the last line of pytest.
+
+    Args:
+        code: The exit status. Negative: the signal that ended the process.
+        printed: The process's output on stdout.
+        log: The log, with the output on stderr.
+        seconds: How long the part ran.
+    """
     lines = [line for line in printed.splitlines() if line.strip()]
     if code:
         told = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -100,7 +114,7 @@ def read_output(code: int, printed: str, log: Path, seconds: float) -> Ended:
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and its descendants, those in sessions of their own too."""
+    """Kills a process and its descendants, also those in sessions of their own."""
     for pid in (*descendants(process.pid), *([process.pid] if process.poll() is None else [])):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -111,7 +125,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """All living descendants of a process, as far as /proc tells."""
+    """Returns all living descendants of a process, as far as /proc shows them."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -127,7 +141,15 @@ def descendants(pid: int) -> list[int]:
 
 
 def write(out: Path, part: Part, ended: Ended, about: Mapping[str, Any], dry: bool) -> None:
-    """Writes a part's result file, whole or not at all."""
+    """Writes a part's result file, whole or not at all.
+
+    Args:
+        out: Folder of the result files.
+        part: The part.
+        ended: How it ended.
+        about: Describes the machine.
+        dry: Whether it was a dry run.
+    """
     record = {
         "part": part.name,
         "expected": part.expected,

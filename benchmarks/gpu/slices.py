@@ -1,4 +1,4 @@
-"""Schedules on slices of one GPU, beside torch's orders on the same slices, and both runtimes.
+"""Schedules on slices of one GPU, beside torch's orders and runtime.
 
 The sides take turns. A step is forward and backward without an optimizer. For each schedule:
 
@@ -20,7 +20,7 @@ comparisons stand in for that:
 
 torch's stages are in the low precision and sum gradients in it. dynmo sums them in float32. Overlap
 on slices is not several GPUs: slices share memory bandwidth, and the SMs that a split leaves over
-are idle. `over_whole` says what that costs. `sms`: of each slice.
+are idle. `over_whole` says what that costs. `sms` is the number of SMs of each slice.
 """
 
 from __future__ import annotations
@@ -56,14 +56,23 @@ V_SHAPED = ("zb-v", "torch zbv")  # two stages a slice
 
 
 class Sides:
-    """Pipelines on the same slices, each with several schedules. A placement holds weights once."""
+    """Pipelines on the same slices, each with several schedules.
+
+    A placement holds weights once.
+    """
 
     def __init__(self, device: torch.device, inputs: Tensor, targets: Tensor) -> None:
         self._device, self._inputs, self._targets = device, inputs, targets
         self.steps: dict[str, Callable[[], float]] = {}
 
     def add(self, name: str, pipeline: Engine, schedule: Schedule | None = None) -> None:
-        """Adds a side. schedule: runs in place of the pipeline's own."""
+        """Adds a side.
+
+        Args:
+            name: Name of the side.
+            pipeline: The engine that runs it.
+            schedule: Runs in place of the pipeline's own.
+        """
 
         def step() -> float:
             if schedule is not None:
@@ -89,7 +98,7 @@ def on_slices(
         model: The model.
         count: Number of slices.
         microbatches: Microbatches of a step.
-        dtype: What the model computes in.
+        dtype: The precision in which the model computes.
 
     Returns:
         For each schedule, the pipeline that runs it and the schedule.
@@ -126,7 +135,13 @@ def on_slices(
 def torch_stages(
     model: Model, device: torch.device, dtype: torch.dtype
 ) -> Callable[[int, int], nn.Module]:
-    """Makes torch's stages: the same layers, placed evenly."""
+    """Returns a function that makes torch's stages: the same layers, placed evenly.
+
+    Args:
+        model: The model.
+        device: The device of the stages.
+        dtype: The precision of the stages.
+    """
 
     def build(stage: int, stages: int) -> nn.Module:
         own = uniform(model.layers, stages).range_of(stage)
@@ -153,6 +168,19 @@ def pipelines(
     microbatches: int,
     rounds: int,
 ) -> dict[str, Any]:
+    """Measures all schedules and runtimes in one precision.
+
+    Args:
+        device: The device.
+        dtype: The precision.
+        slices: Number of slices.
+        blocks: Depth of the model.
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+        batch: Sequences of a microbatch.
+        microbatches: Microbatches of a step.
+        rounds: Number of counted turns.
+    """
     shape = {
         "blocks": blocks,
         "hidden": hidden,
@@ -179,7 +207,7 @@ def pipelines(
                     dtype=dtype,
                 ),
             )
-            # One rank with all stages, in both runtimes.
+            # Here one rank holds all stages, in both runtimes.
             kind = PeerSchedule(ScheduleInterleavedZeroBubble, stages_per_rank=slices)
             partition = uniform(model.layers, slices)
             chunked = Engine(
@@ -241,7 +269,10 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
 
 
 def assess(result: dict[str, Any]) -> Verdict:
-    """Ours must gain over 1f1b. torch's orders and runtime must not be faster (2 % for noise)."""
+    """Requires that ours gain over 1f1b.
+
+    torch's orders and runtime must not be faster (2 % for noise).
+    """
     gains = {name: row["gain"] for name, row in result["schedules"].items()}
     torchs = max(gain for name, gain in gains.items() if name.startswith("torch "))
     ours = max(gain for name, gain in gains.items() if name in ("zb-h1", "zb-auto", "zb-v"))

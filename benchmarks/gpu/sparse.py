@@ -1,7 +1,7 @@
-"""From which sparsity a pruned linear in CSR form takes less time than a dense one, F + B + W.
+"""The break-even sparsity of a pruned linear (CSR) against dense, F + B + W.
 
 DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096). `crossover` is found by bisection to
-1/64 (1.0: never), the median of several; `points` are sparse over dense seconds of F, B and W at
+1/64 (1.0: never), the median of several. `points` are sparse over dense seconds of F, B and W at
 some sparsities. A run finds the same number for itself with `dynamism.pruning.dense_below =
 "measured"`.
 """
@@ -29,6 +29,17 @@ def matrix(
     rounds: int,
     bisections: int = 1,
 ) -> dict[str, Any]:
+    """Measures one matrix at several sparsities.
+
+    Args:
+        device: The device.
+        dtype: The precision.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        tokens: Tokens of a microbatch.
+        rounds: Number of counted turns.
+        bisections: Number of bisections. Their median counts.
+    """
     progress(f"{dtype}, {rows} x {columns}")
     dense = time_linear(make_pruned(rows, columns, 0.0, False, device, dtype), tokens, rounds)
     points: list[dict[str, float]] = []

@@ -1,14 +1,16 @@
-"""What it costs to split the backward: a stage of GPT blocks, several microbatches, four ways.
+"""The cost of a split backward of a stage of GPT blocks, four ways.
+
+Each side runs several microbatches.
 
     plain       torch's own: the modules, y.backward(g)
     fused       dynmo's layers, BW: input and weight gradient in one op
     split       dynmo's layers, B then W of each microbatch
     deferred    dynmo's layers, all B's, then all W's: what a zero-bubble schedule may do at most
 
-each eager and under torch.compile (dynmo's layers between their linears, plain as a whole).
-`split_over_fused` is what splitting costs, `fused_over_plain` what dynmo's layers cost beside it.
-In low precision plain sums its gradients in that precision and dynmo in float32, which is a part of
-its cost.
+Each runs eager and under torch.compile (dynmo's layers between their linears, plain as a whole).
+`split_over_fused` is the cost of splitting. `fused_over_plain` is the cost of dynmo's layers beside
+plain. In low precision plain sums its gradients in that precision and dynmo in float32, which is a
+part of dynmo's cost.
 """
 
 from __future__ import annotations
@@ -30,7 +32,16 @@ from dynmo.runtime.layer.split_backward import Layer
 
 
 def halves(device: torch.device, blocks: int, hidden: int, sequence: int) -> list[nn.Module]:
-    """The halves of so many GPT blocks in float32, with weights drawn on the device."""
+    """Builds the halves of so many GPT blocks in float32.
+
+    The weights are drawn on the device.
+
+    Args:
+        device: The device.
+        blocks: Number of blocks.
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+    """
     heads = max(1, hidden // 64)
     model = load_model(
         parse({"model": {"blocks": blocks, "hidden": hidden, "heads": heads, "sequence": sequence}})
@@ -43,6 +54,15 @@ def halves(device: torch.device, blocks: int, hidden: int, sequence: int) -> lis
 def plain(
     modules: list[nn.Module], x: Tensor, gy: Tensor, microbatches: int, compiles: bool
 ) -> Callable[[], None]:
+    """Returns a side that runs torch's own backward.
+
+    Args:
+        modules: The halves of the blocks.
+        x: The input of a microbatch, [batch, sequence, hidden].
+        gy: The gradient of the output, of the same shape.
+        microbatches: Microbatches of a step.
+        compiles: Whether torch.compile is used.
+    """
     whole: Callable[[Tensor], Tensor] = nn.Sequential(*modules)
     parameters = [p for module in modules for p in module.parameters()]
     if compiles:
@@ -60,6 +80,16 @@ def plain(
 def ours(
     layers: list[Layer], x: Tensor, gy: Tensor, microbatches: int, how: str
 ) -> Callable[[], None]:
+    """Returns a side that runs dynmo's layers.
+
+    Args:
+        layers: The layers.
+        x: The input of a microbatch, [batch, sequence, hidden].
+        gy: The gradient of the output, of the same shape.
+        microbatches: Microbatches of a step.
+        how: "fused", "split" or "deferred".
+    """
+
     def step() -> None:
         for j in range(microbatches):
             tensors = (x,)
@@ -95,6 +125,19 @@ def stage(
     microbatches: int,
     rounds: int,
 ) -> dict[str, Any]:
+    """Measures one precision, eager or compiled.
+
+    Args:
+        device: The device.
+        dtype: The precision.
+        compiles: Whether torch.compile is used.
+        blocks: Number of blocks.
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+        batch: Sequences of a microbatch.
+        microbatches: Microbatches of a step.
+        rounds: Number of counted turns.
+    """
     generator = torch.Generator().manual_seed(0)
     x, gy = (
         torch.randn(batch, sequence, hidden, generator=generator).to(device, dtype)

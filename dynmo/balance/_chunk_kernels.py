@@ -1,8 +1,17 @@
-"""Compiled inner loops of `chunks`: several stages per rank. Loads are int64, times floats: load /
-speed.
+"""Compiled inner loops of `chunks`: several stages per rank.
 
-rank_of[s] is the rank of stage s; memory as in `_kernels`, caps per rank: what a rank's stages need
-together.
+Loads are int64. Times are floats: load / speed.
+
+These arguments are the same everywhere:
+
+    sums     prefix sums of the weights
+    rank_of  the rank of each stage
+    speeds   one per rank
+    held     prefix sums of static, activation and stash bytes: [3, boundary]
+    pairs    resident microbatches of all stages, one pair (forward, stashed) per row
+    pair_at  where each stage's pairs begin
+    caps     bytes of each rank, for all of its stages together; empty: no limits
+    bounds   first layer of each stage, then the number of layers
 """
 
 from __future__ import annotations
@@ -18,7 +27,16 @@ Floats = NDArray[np.float64]
 
 @jit()
 def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: int) -> int:
-    """`MemoryLimits.need`."""
+    """`MemoryLimits.need`.
+
+    Args:
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        stage: The stage.
+        start: Its first layer.
+        stop: The layer after its last.
+    """
     static = held[0, stop] - held[0, start]
     activation = held[1, stop] - held[1, start]
     stash = held[2, stop] - held[2, start]
@@ -40,8 +58,22 @@ def evaluate_bounds(
     bounds: Ints,
     scratch: Ints,
 ) -> tuple[float, float, int]:
-    """(largest time of a rank, sum of squared times, bytes over the caps). scratch: two numbers per
-    rank."""
+    """Time and memory of one placement.
+
+    Args:
+        sums: See the top of this file.
+        rank_of: See the top of this file.
+        speeds: See the top of this file.
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        bounds: See the top of this file.
+        scratch: Room for two numbers per rank.
+
+    Returns:
+        The largest time of a rank, the sum of squared times, and the bytes over the caps.
+    """
     scratch[:] = 0
     for s in range(len(rank_of)):
         scratch[rank_of[s], 0] += sums[bounds[s + 1]] - sums[bounds[s]]
@@ -68,8 +100,23 @@ def descend(
     caps: Ints,
     bounds: Ints,
 ) -> tuple[float, float, int]:
-    """One layer at a time along the path between two stages, while (bytes over, largest time,
-    squares) falls. Changes `bounds`."""
+    """Moves one layer at a time along the path between two stages.
+
+    Goes on while (bytes over, largest time, squares) falls. Changes `bounds`.
+
+    Args:
+        sums: See the top of this file.
+        rank_of: See the top of this file.
+        speeds: See the top of this file.
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        bounds: The placement to start from. Receives the result.
+
+    Returns:
+        As `evaluate_bounds`, for the result.
+    """
     stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
     largest, squares, over = evaluate_bounds(
         sums, rank_of, speeds, held, pairs, pair_at, caps, bounds, scratch
@@ -110,11 +157,24 @@ def wander(
     kicks: int,
     floor: float,
 ) -> tuple[float, int]:
-    """Iterated descent: some boundaries are pushed by a layer or two, and down again; the best is
-    kept in `bounds`.
+    """Iterated descent: pushes some boundaries by a layer or two, and descends again.
 
-    The pushes come from a generator with a fixed seed. Ends early at `floor`, below which no
-    placement can be.
+    The pushes come from a generator with a fixed seed.
+
+    Args:
+        sums: See the top of this file.
+        rank_of: See the top of this file.
+        speeds: See the top of this file.
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        bounds: The placement to start from. Receives the best result.
+        kicks: The most pushes.
+        floor: Time below which no placement can be. The descent ends early there.
+
+    Returns:
+        The largest time of a rank, and the bytes over the caps.
     """
     stages = len(rank_of)
     best, squares, over = descend(sums, rank_of, speeds, held, pairs, pair_at, caps, bounds)
@@ -152,11 +212,25 @@ def branch(
     best: float,
     nodes: int,
 ) -> tuple[float, bool]:
-    """Depth first over the stages in order, for placements of less than `best`: (the least, whether
-    everything was seen).
+    """Branch and bound: depth first over the stages in order.
 
-    A branch ends where a rank is full, or where the rest weighs as much as the ranks that still
-    come can take. Changes `bounds`.
+    A branch ends if a rank is full. It also ends if the rest weighs as much as the ranks that still
+    come can take.
+
+    Args:
+        sums: See the top of this file.
+        rank_of: See the top of this file.
+        speeds: See the top of this file.
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        bounds: Receives the best placement, if there is one.
+        best: Only placements of less time than this are looked for.
+        nodes: The most steps.
+
+    Returns:
+        The least time found, and whether everything was seen.
     """
     stages, layers, ranks = len(rank_of), len(sums) - 1, len(speeds)
     last_of = np.zeros(ranks, np.int64)
@@ -223,10 +297,23 @@ def nested(
     reached: NDArray[np.uint8],
     bounds: Ints,
 ) -> tuple[bool, float]:
-    """The V: rank r holds stages r and 2 p - 1 - r. Whether a placement within `limit` exists:
-    (True, its largest time), or (False, the least limit worth trying next).
+    """Solves the V within `limit`: rank r holds stages r and 2 p - 1 - r.
 
-    reached[r, x, y]: ranks 0 .. r-1 can hold exactly the layers before x and from y on.
+    reached[r, x, y] says that ranks 0 .. r-1 can hold exactly the layers before x and from y on.
+
+    Args:
+        sums: See the top of this file.
+        speeds: See the top of this file.
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        limit: The largest time of a rank that is allowed.
+        reached: Scratch space: [ranks + 1, boundaries, boundaries].
+        bounds: Receives the placement.
+
+    Returns:
+        (True, the placement's largest time), or (False, the least limit worth trying next).
     """
     layers, ranks = len(sums) - 1, len(speeds)
     reached[:] = 0
@@ -259,7 +346,7 @@ def nested(
                             and size + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y) > caps[r]
                         ):
                             break
-                        # What is left must go into the ranks that are left.
+                        # The layers that are left must go into the ranks that are left.
                         if last or sums[b] - sums[a] <= limit * rest * (1 + 1e-12):
                             reached[r + 1, a, b] = 1
                         else:

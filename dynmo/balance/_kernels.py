@@ -1,12 +1,21 @@
-"""Compiled inner loops of `partition.exact`: exact sums of layers as limbs, and what a stage can
-hold.
+"""Compiled inner loops of `partition.exact`: exact sums and memory of stages.
 
-A prefix sum is an integer of any length, so it is kept as limbs of 32 bits, the most significant
-first, one row per layer boundary: loads are compared exactly, whatever the floats were. Bytes are
-int64 (the caller checks that they fit).
+A prefix sum is an integer of any length. It is kept as limbs of 32 bits, the most significant
+first, one row per layer boundary. Loads are therefore compared exactly, whatever the floats were.
+Bytes are int64. The caller checks that they fit.
 
-Windows: stage s may start at low[s] .. high[s]; `offset[s]` is where its states begin in the flat
+Windows: stage s may start at low[s] .. high[s]. `offset[s]` is where its states begin in the flat
 tables.
+
+These arguments are the same everywhere:
+
+    sums     limbs of the prefix sums of the weights: [boundary, limb]
+    limits   limbs of the largest loads: [stage or one row for all, size sent, limb]
+    classes  for each stop, the index of the size sent (the second axis of `limits`)
+    held     prefix sums of static, activation and stash bytes: [3, boundary]
+    pairs    resident microbatches of all stages, one pair (forward, stashed) per row
+    pair_at  where each stage's pairs begin
+    caps     bytes of each stage; empty: no limits
 """
 
 from __future__ import annotations
@@ -23,7 +32,14 @@ FAILED, FOUND, STUCK = 0, 1, 2
 
 @jit()
 def weighs_at_most(sums: Ints, start: int, stop: int, limit: Ints) -> bool:
-    """Whether the layers start..stop-1 weigh at most `limit`."""
+    """Tells if the layers start..stop-1 weigh at most `limit`.
+
+    Args:
+        sums: See the top of this file.
+        start: First layer.
+        stop: The layer after the last.
+        limit: Limbs of the largest load.
+    """
     over = 0
     for k in range(sums.shape[1]):
         over = over * 4294967296 + sums[stop, k] - sums[start, k] - limit[k]
@@ -36,7 +52,15 @@ def weighs_at_most(sums: Ints, start: int, stop: int, limit: Ints) -> bool:
 
 @jit()
 def lighter(sums: Ints, start: int, stop: int, other_start: int, other_stop: int) -> bool:
-    """Whether the layers start..stop-1 weigh less than other_start..other_stop-1."""
+    """Tells if the layers start..stop-1 weigh less than other_start..other_stop-1.
+
+    Args:
+        sums: See the top of this file.
+        start: First layer of one range.
+        stop: The layer after its last.
+        other_start: First layer of the other range.
+        other_stop: The layer after its last.
+    """
     over = 0
     for k in range(sums.shape[1]):
         over = (
@@ -57,8 +81,17 @@ def lighter(sums: Ints, start: int, stop: int, other_start: int, other_stop: int
 def fits(
     held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, stop: int
 ) -> bool:
-    """`MemoryLimits.fits`. held: prefix sums of static, activation and stash bytes; no caps, no
-    limits."""
+    """`MemoryLimits.fits`.
+
+    Args:
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        stage: The stage.
+        start: Its first layer.
+        stop: The layer after its last.
+    """
     if caps.size == 0:
         return True
     static = held[0, stop] - held[0, start]
@@ -72,8 +105,16 @@ def fits(
 
 @jit()
 def farthest(sums: Ints, start: int, limit: Ints, high: int) -> int:
-    """The largest stop up to `high` for which the layers from `start` on weigh at most `limit`: by
-    doubling, then by halving."""
+    """The largest stop for which the layers from `start` on weigh at most `limit`.
+
+    Searches by doubling, then by halving.
+
+    Args:
+        sums: See the top of this file.
+        start: First layer.
+        limit: Limbs of the largest load. A negative first limb refuses every load.
+        high: The largest stop to consider.
+    """
     if limit[0] < 0:
         return start
     step, low = 1, start
@@ -97,7 +138,17 @@ def farthest(sums: Ints, start: int, limit: Ints, high: int) -> int:
 def reach(
     held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, high: int
 ) -> int:
-    """The largest stop up to `high` for which the layers from `start` on fit `stage`."""
+    """The largest stop up to `high` for which the layers from `start` on fit `stage`.
+
+    Args:
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        stage: The stage.
+        start: Its first layer.
+        high: The largest stop to consider.
+    """
     if caps.size == 0 or fits(held, pairs, pair_at, caps, stage, start, high):
         return high
     low = start
@@ -123,12 +174,23 @@ def greedy(
     bounds: Ints,
     rise: Ints,
 ) -> tuple[int, int]:
-    """Fills the stages in order, each as far as it goes: (FOUND, FAILED or STUCK, stages looked
-    at).
+    """Fills the stages in order, each as far as possible.
 
-    rise[s] = (start, stop) is the least load at which stage s could have taken one layer more; stop
-    -1 where memory ended it. STUCK: a stage cannot hold the very layer that it starts with, so an
-    earlier one would have to stop short.
+    Args:
+        sums: See the top of this file.
+        limits: See the top of this file.
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        stages: Number of stages.
+        bounds: Receives the bounds of the placement.
+        rise: Receives for each stage s a pair (start, stop), the least load at which s could have
+            taken one layer more. stop is -1 if memory ended it.
+
+    Returns:
+        FOUND, FAILED or STUCK, and the number of stages looked at. STUCK: a stage cannot hold the
+        very layer that it starts with, so an earlier stage would have to stop short.
     """
     layers, start = sums.shape[0] - 1, 0
     bounds[0] = 0
@@ -149,7 +211,12 @@ def greedy(
 
 @jit()
 def widest(limits: Ints, row: int) -> Ints:
-    """The largest of a row's limits."""
+    """The largest of a row's limits, as limbs.
+
+    Args:
+        limits: See the top of this file.
+        row: The stage, or 0 if there is one row for all.
+    """
     best = 0
     for d in range(1, limits.shape[1]):
         for k in range(limits.shape[2]):
@@ -174,13 +241,28 @@ def every(
     bounds: Ints,
     rise: Ints,
 ) -> tuple[int, int]:
-    """As `greedy`, but tries every stop: for memory that makes a stage stop short, and for links
-    whose time depends on where it stops.
+    """Like `greedy`, but tries every stop.
 
-    The layers before stop e weigh and hold the least behind the latest start before e, so that
-    start alone decides whether e is reached. Starts before low[s] (see `floors`) lead nowhere.
-    classes[e] says which of a stage's limits counts if it stops at e; rise has a pair for each.
-    high[s] becomes the latest start that is reached.
+    This is for memory that makes a stage stop short, and for links whose time depends on the stop.
+
+    The layers before stop e weigh and hold the least behind the latest start before e. That start
+    alone therefore decides whether e is reached. Starts before low[s] lead nowhere.
+
+    Args:
+        sums: See the top of this file.
+        limits: See the top of this file.
+        classes: For each stop, the index of the limit that counts.
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        low: The first start of each stage, from `floors`.
+        high: Receives the latest start of each stage that is reached.
+        bounds: Receives the bounds of the placement.
+        rise: As for `greedy`, with a pair for each of a stage's limits.
+
+    Returns:
+        As `greedy`.
     """
     layers, stages = sums.shape[0] - 1, len(low) - 1
     kinds = limits.shape[1]
@@ -248,8 +330,20 @@ def floors(
     stages: int,
     low: Ints,
 ) -> None:
-    """low[s]: before it stage s cannot start, for the stages from there on would carry too much, or
-    hold too much."""
+    """Finds the first start of each stage.
+
+    The stages from s on would carry or hold too much if s started before low[s].
+
+    Args:
+        sums: See the top of this file.
+        limits: See the top of this file.
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        stages: Number of stages.
+        low: Receives the first start of each stage.
+    """
     low[stages] = sums.shape[0] - 1
     for stage in range(stages - 1, -1, -1):
         stop = low[stage + 1]
@@ -285,11 +379,33 @@ def best_tie(
     slowness: Ints,
     bounds: Ints,
 ) -> bool:
-    """Dynamic programming over (stage, stop) inside the windows: least (bytes moved, squared times,
-    squared counts), then least stops.
+    """Finds the best placement within the windows.
 
-    own[s]: what stage s holds now; sizes, loads: prefix sums of bytes and of rounded weights. A
-    stage's time is load * slowness / 2^30 + extra. False when nothing is reached.
+    Uses dynamic programming over (stage, stop).
+
+    The best one has the least (bytes moved, squared times, squared counts), then the least stops. A
+    stage's time is load * slowness / 2^30 + extra.
+
+    Args:
+        sums: See the top of this file.
+        limits: See the top of this file.
+        classes: See the top of this file.
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        low: The first start of each stage.
+        high: The last start of each stage.
+        offset: Index at which each stage's states begin in the flat tables.
+        own: The first layer that each stage holds now, and the layer after its last.
+        sizes: Prefix sums of bytes.
+        loads: Prefix sums of rounded weights.
+        extra: Time of each stage for each size sent.
+        slowness: Slowness of each stage, times 2^30.
+        bounds: Receives the bounds of the placement.
+
+    Returns:
+        False if nothing is reached.
     """
     stages = len(low) - 1
     states = offset[stages + 1]
@@ -360,8 +476,24 @@ def near(
     targets: Ints,
     bounds: Ints,
 ) -> bool:
-    """A placement whose boundaries are, one after another, as near to `targets` as the limits and
-    low[s] allow."""
+    """Finds a placement whose boundaries are near to `targets`.
+
+    Each boundary in turn is as near as the limits and low[s] allow.
+
+    Args:
+        sums: See the top of this file.
+        limits: See the top of this file.
+        held: See the top of this file.
+        pairs: See the top of this file.
+        pair_at: See the top of this file.
+        caps: See the top of this file.
+        low: The first start of each stage.
+        targets: The bounds to be near to.
+        bounds: Receives the bounds of the placement.
+
+    Returns:
+        False if there is no such placement.
+    """
     stages = len(low) - 1
     bounds[0] = 0
     for stage in range(stages):

@@ -1,12 +1,13 @@
-"""`simulator.simulate`, compiled: one schedule under many placements. The clock only, in floats;
-the last word is the simulator's.
+"""`simulator.simulate`, compiled: one schedule under many placements.
 
-A schedule becomes rows of numbers, one per op, in an order in which every op stands behind what it
-waits for:
+The replay computes the clock only, in floats. The simulator has the last word.
 
-    rank  stage  kind  | before  boundary | before  boundary        before: the row of an op that must have ended, or -1
-                                                                    boundary: the link that its
-                                                                        result crosses, or -1
+A schedule becomes rows of numbers, one per op. Every op stands behind the ops that it waits for:
+
+    rank  stage  kind  | before  boundary | before  boundary
+
+    before    the row of an op that must have ended, or -1
+    boundary  the link that its result crosses, or -1
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ _KINDS = {Kind.F: 0, Kind.B: 1, Kind.W: 2, Kind.BW: 3}
 
 @dataclass(frozen=True)
 class Shape:
-    """A schedule as `rows`, and `counts`: how many ops of each kind every stage has."""
+    """A schedule as rows of numbers.
+
+    Attributes:
+        schedule: The schedule.
+        rows: One row per op. See the top of this file.
+        counts: Number of ops of each stage and kind (F, B, W, BW).
+        placement: The rank of each stage.
+    """
 
     schedule: Schedule
     rows: Ints
@@ -36,7 +44,11 @@ class Shape:
 
 
 def shape_of(schedule: Schedule) -> Shape:
-    """Raises ScheduleError when the schedule can never finish."""
+    """Converts a schedule into rows.
+
+    Raises:
+        ScheduleError: The schedule can never finish.
+    """
     placement = schedule.placement
     row_of: dict[Op, int] = {}
     rows: list[int] = []
@@ -68,12 +80,21 @@ def replay(
     best: float,
     whole: bool,
 ) -> float:
-    """The time of the schedule with stage s on layers bounds[s] .. bounds[s + 1] - 1: makespan if
-    `whole`, else span.
+    """The time of the schedule for one placement.
 
-    works[k, s, i]: time of kind k (F, B, W) of the layers before i on stage s's rank (one s where
-    all ranks are alike); sends[s, i]: of the output of a stage s that stops at i. Infinity as soon
-    as some rank's work alone takes `best` or longer.
+    Args:
+        rows: `Shape.rows`.
+        counts: `Shape.counts`.
+        placement: `Shape.placement`.
+        works: works[k, s, i] is the time of kind k (F, B, W) of the layers before i on the rank of
+            stage s. There is one s only if all ranks are alike.
+        sends: sends[s, i] is the time of the output of a stage s that stops at i.
+        bounds: Stage s has the layers bounds[s] .. bounds[s + 1] - 1.
+        best: The replay stops early if some rank's work alone takes this long or longer.
+        whole: Return the makespan instead of the span.
+
+    Returns:
+        The makespan or the span. Infinity if the replay stopped early.
     """
     stages, ranks = len(bounds) - 1, placement.max() + 1
     cost = np.empty((stages, 4))

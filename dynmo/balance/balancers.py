@@ -1,5 +1,7 @@
-"""The balancers by name: pure functions from a request to a `Partition`, the same on every rank
-that asks the same."""
+"""The balancers by name: pure functions from a request to a `Partition`.
+
+Every rank that asks the same gets the same answer.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,26 @@ from dynmo.schedule.memory import MemoryLimits, Pairs
 
 @dataclass(frozen=True)
 class BalanceRequest:
-    """Where the layers are and what they cost.
+    """The costs of the layers and their current placement.
 
-    `resident` (from `simulator.resident`, of the schedule that will run) and `memory_limit` (bytes)
-    have one entry per stage; a limit needs both, and without them memory is not looked at. `seed`
-    and `step` key what is random. `names` are the layers', for the baselines that go by them.
-
-    `make` gives the schedule that would run at some costs (`by_name`): what "schedule-aware" needs,
-    and what lets "exact" choose among ties. `links` (one per boundary), `objective` and
-    `first_trainable_layer` are for it alone. `speeds` has one entry per rank. `placement` is the
-    rank of each stage where a rank has several; then `current` has a count per stage, and "exact"
-    and "schedule-aware" take it into account.
+    Attributes:
+        layers: Cost of each layer.
+        current: The placement now. If a rank has several stages, it has a count per stage.
+        cost: What the balancer goes by.
+        resident: Microbatches that each stage keeps alive, from `simulator.resident` of the
+            schedule that will run. One entry per stage.
+        memory_limit: Bytes, one entry per stage. Needs `resident`. None: memory is ignored.
+        seed: Keys random choices, together with `step`.
+        step: Keys random choices, together with `seed`.
+        names: Names of the layers, for the baselines that go by them. May be empty.
+        make: Gives the schedule that would run at some costs (see `by_name`). "schedule-aware"
+            needs it, and "exact" chooses among ties with it.
+        links: One per boundary. Only used with `make`.
+        objective: What the schedule keeps short. Only used with `make`.
+        first_trainable_layer: The layers before it are frozen. Only used with `make`.
+        speeds: One entry per rank.
+        placement: The rank of each stage, if a rank has several. "exact" and "schedule-aware" take
+            it into account.
     """
 
     layers: tuple[LayerCost, ...]
@@ -65,16 +76,19 @@ class BalanceRequest:
             )
         if self.placement is not None and len(self.placement) != self.current.ranks:
             raise PartitionError(
-                f"a placement of {len(self.placement)} stages on ranks for {self.current.ranks} stages of layers"
+                f"a placement of {len(self.placement)} stages on ranks for {self.current.ranks} "
+                "stages of layers"
             )
         if self.names and len(self.names) != len(self.layers):
             raise PartitionError(
-                f"{len(self.names)} names for {len(self.layers)} layers; give one per layer, or none"
+                f"{len(self.names)} names for {len(self.layers)} layers; "
+                "give one per layer, or none"
             )
         if self.memory_limit is not None:
             if self.resident is None:
                 raise PartitionError(
-                    "a memory limit needs the schedule's resident microbatches too; give both or neither"
+                    "a memory limit needs the schedule's resident microbatches too; "
+                    "give both or neither"
                 )
             for what, count in (
                 ("memory limits", len(self.memory_limit)),
@@ -91,7 +105,7 @@ class BalanceRequest:
 
     @property
     def several(self) -> tuple[int, ...]:
-        """The rank of each stage where a rank has several of them; empty where each has one."""
+        """The rank of each stage if a rank has several stages, else empty."""
         placement = self.placement or ()
         return placement if len(set(placement)) < len(placement) else ()
 
@@ -99,7 +113,7 @@ class BalanceRequest:
     def memory(self) -> MemoryLimits | None:
         if self.memory_limit is None or self.resident is None:
             return None
-        # Whatever layers a stage has, the largest workspace is room enough for each of its ops.
+        # The largest workspace is room enough for each op of a stage, whatever its layers.
         aside = max((layer.workspace_bytes for layer in self.layers), default=0)
         return MemoryLimits(
             self.layers, self.resident, tuple(max(0, limit - aside) for limit in self.memory_limit)
@@ -107,12 +121,13 @@ class BalanceRequest:
 
 
 Balancer = Callable[[BalanceRequest], Partition]
-"""Returns a placement on as many ranks as `current` has; PartitionError where what it stands for
-does not fit the memory."""
+"""Returns a placement on as many ranks as `current` has.
+
+Raises PartitionError if the placement that the balancer stands for does not fit the memory."""
 
 
 def _none(request: BalanceRequest) -> Partition:
-    """The placement as it is, whether it fits or not."""
+    """The current placement, whether it fits or not."""
     return request.current
 
 
@@ -148,7 +163,8 @@ def _exact(request: BalanceRequest) -> Partition:
 def _schedule_aware(request: BalanceRequest) -> Partition:
     if request.make is None:
         raise PartitionError(
-            "the balancer 'schedule-aware' needs the schedule that will run: give the request a `make`, or take 'exact'"
+            "the balancer 'schedule-aware' needs the schedule that will run: "
+            "give the request a `make`, or take 'exact'"
         )
     return _simulated(request, request.make, ties_only=False)
 
@@ -227,10 +243,10 @@ def _algorithm_3(request: BalanceRequest) -> Partition:
 
 
 def _random(request: BalanceRequest) -> Partition:
-    """Forced moves, for testing: any other placement that fits, each with the same chance;
-    `current` where there is no other.
+    """Any other placement that fits, each with the same chance. For tests.
 
-    The generator is a hash of (seed, step): nothing to carry along, and the same on every rank.
+    Returns `current` if there is no other. The generator is a hash of (seed, step). It needs no
+    state and is the same on every rank.
     """
     layers, ranks, memory = len(request.layers), request.current.ranks, request.memory
 
@@ -238,8 +254,8 @@ def _random(request: BalanceRequest) -> Partition:
         last = layers - (ranks - 1 - stage)
         return last if memory is None else min(last, memory.reach(stage, start))
 
-    # ways[stage][start]: in how many ways the stages from there on can hold the layers from there
-    # on. below[...] are their running sums, so that a range of ends is one subtraction.
+    # ways[stage][start] is the number of placements of the layers from `start` on, on the stages
+    # from `stage` on. below[...] are running sums, so that a range of ends is one subtraction.
     ways = [[0] * layers + [1]]
     below: list[list[int]] = []
     for stage in reversed(range(ranks)):
@@ -253,7 +269,7 @@ def _random(request: BalanceRequest) -> Partition:
         )
     ways.reverse()
     below.reverse()
-    # The placements in lexicographic order have numbers; the current one's is skipped.
+    # Placements are numbered in lexicographic order. The number of the current one is skipped.
     fits = memory is None or all(
         memory.fits(s, span.start, span.stop)
         for s, span in enumerate(map(request.current.range_of, range(ranks)))
@@ -278,7 +294,7 @@ def _random(request: BalanceRequest) -> Partition:
 
 
 def _fitting(request: BalanceRequest, partition: Partition) -> Partition:
-    """`partition`, or NoRoomError naming its first stage that does not fit."""
+    """`partition`, or NoRoomError with its first stage that does not fit."""
     memory = request.memory
     if memory is None:
         return partition
@@ -287,7 +303,8 @@ def _fitting(request: BalanceRequest, partition: Partition) -> Partition:
         need, limit = memory.need(stage, span.start, span.stop), memory.limits[stage]
         if need > limit:
             raise NoRoomError(
-                f"stage {stage} of the placement {partition.counts} needs {need} bytes, its limit is {limit}; "
+                f"stage {stage} of the placement {partition.counts} needs {need} bytes, its "
+                f"limit is {limit}; "
                 "take the balancer 'exact', which looks for a placement that fits"
             )
     return partition
@@ -309,13 +326,17 @@ BALANCERS: dict[str, Balancer] = {
     "algorithm-3": _algorithm_3,
 }
 
-# "deepspeed-type:attention" balances the layers whose names match the regular expression behind the
-# colon.
+# "deepspeed-type:attention" balances the layers whose names match the regular expression after
+# the colon.
 _BY_TYPE = "deepspeed-type:"
 
 
 def balancer(name: str) -> Balancer:
-    """The balancer called `name`. Raises PartitionError listing the known ones."""
+    """The balancer called `name`.
+
+    Raises:
+        PartitionError: The name is unknown. The message lists the known ones.
+    """
     if name.startswith(_BY_TYPE):
         return _deepspeed_type(name.removeprefix(_BY_TYPE))
     if name not in BALANCERS:

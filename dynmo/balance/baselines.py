@@ -1,20 +1,22 @@
-"""How others place layers, as they published it: for comparison, with their faults.
+"""Placements of other systems, as published: for comparison, with their faults.
 
-DeepSpeed (runtime/utils.py, the pipeline module's `partition_method`): "uniform" counts layers,
-"parameters" and "type:REGEX" balance weights by bisecting the bottleneck with a linear probe;
-DynMo's "partition by time" is the same on measured times (section 3.3). What the tests show of it,
-and `partition.exact` does without:
+DeepSpeed (runtime/utils.py, the pipeline module's `partition_method`): "uniform" counts layers.
+"parameters" and "type:REGEX" balance weights by bisecting the bottleneck with a linear probe.
+DynMo's "partition by time" is the same on measured times (section 3.3). The tests show these
+faults, which `partition.exact` does not have:
 
-- it stops at an absolute tolerance of 1e-3: right for parameters, and up to a tenth off for layers that take some milliseconds;
-- a stage may stay empty, where a layer weighs as much as the bottleneck, and wherever layers are no more than stages;
-- a load equal to the bottleneck counts as too much; and with fewer layers than stages the probe never ends.
+- It stops at an absolute tolerance of 1e-3. This is right for parameters. It is up to a tenth off
+  for layers that take some milliseconds.
+- A stage may stay empty if a layer weighs as much as the bottleneck. Stages also stay empty if
+  there are no more layers than stages.
+- A load equal to the bottleneck counts as too much.
+- The probe never ends if there are fewer layers than stages.
 
-Megatron-LM: the same number of transformer blocks on every stage, which must divide; the embedding
-sits on the first stage, the loss on the last, on top or counted as a block each
+Megatron-LM: every stage has the same number of transformer blocks, which must divide. The embedding
+sits on the first stage, and the loss on the last. They come on top or count as a block each
 (`account_for_embedding_in_pipeline_split`, `account_for_loss_in_pipeline_split`).
 
-DynMo's Algorithm 3 is `diffusion.published_diffusion`; `in_order` says whether what it arrives at
-can run at all.
+DynMo's Algorithm 3 is `diffusion.published_diffusion`. `in_order` says whether its result can run.
 """
 
 from __future__ import annotations
@@ -33,9 +35,16 @@ TOLERANCE = 1e-3
 
 
 def deepspeed_uniform(items: int, parts: int, *, rest_last: bool = False) -> list[int]:
-    """Bounds with items // parts in each part; the first parts take one more each. In older
-    versions (`rest_last`) the last part takes all that is left. With fewer items than parts the
-    last parts are empty."""
+    """Bounds with items // parts in each part. The first parts take one more each.
+
+    Args:
+        items: Number of items.
+        parts: Number of parts. The last parts are empty if there are fewer items.
+        rest_last: The last part takes everything that is left, as in older versions.
+
+    Returns:
+        First item of each part, then the number of items.
+    """
     if items <= parts:
         return [min(part, items) for part in range(parts + 1)]
     each, more = divmod(items, parts)
@@ -47,11 +56,19 @@ def deepspeed_uniform(items: int, parts: int, *, rest_last: bool = False) -> lis
 def deepspeed_balanced(
     weights: Sequence[float], parts: int, *, tolerance: float = TOLERANCE
 ) -> list[int]:
-    """Bounds by bisecting the bottleneck between the mean and the sum until they are `tolerance`
-    apart. Parts may be empty.
+    """Bounds by bisecting the bottleneck between the mean and the sum of the weights.
 
-    Raises PartitionError where the published code fails on its own assertion: its probe refuses the
-    bottleneck that it ends at.
+    Args:
+        weights: One per item.
+        parts: Number of parts. Parts may be empty.
+        tolerance: The bisection ends when its two ends are this near.
+
+    Returns:
+        First item of each part, then the number of items.
+
+    Raises:
+        PartitionError: The published code fails on its own assertion, because its probe refuses the
+            bottleneck that it ends at.
     """
     if len(weights) <= parts:
         return deepspeed_uniform(len(weights), parts)
@@ -59,31 +76,41 @@ def deepspeed_balanced(
     low, high = sums[-1] / parts, sums[-1]
     while high > low + tolerance:
         middle = low + (high - low) / 2
-        if (
-            not low < middle < high
-        ):  # of large loads the tolerance is less than a rounding error: as published, it never ends
+        # The published code never ends here: for large loads the tolerance is less than a rounding
+        # error.
+        if not low < middle < high:
             break
         _, enough = deepspeed_probe(sums, parts, middle)
         low, high = (low, middle) if enough else (middle + tolerance, high)
     bounds, enough = deepspeed_probe(sums, parts, high)
     if not enough:
         raise PartitionError(
-            f"DeepSpeed's partitioning fails on these weights: no placement within its own bottleneck {high:g}; use 'exact'"
+            "DeepSpeed's partitioning fails on these weights: "
+            f"no placement within its own bottleneck {high:g}; use 'exact'"
         )
     return bounds
 
 
 def deepspeed_probe(sums: Sequence[float], parts: int, bottleneck: float) -> tuple[list[int], bool]:
-    """Fills the parts in order with sums that stay under `bottleneck`; whether that was enough.
-    sums: of the weights up to each item.
+    """Fills the parts in order with sums that stay under `bottleneck`.
 
-    Raises PartitionError for fewer items than parts, where the published loop never ends.
+    Args:
+        sums: Sum of the weights up to and including each item.
+        parts: Number of parts.
+        bottleneck: The load that a part must stay under.
+
+    Returns:
+        The bounds, and whether the parts were enough.
+
+    Raises:
+        PartitionError: There are fewer items than parts. The published loop never ends then.
     """
     items = len(sums)
     stride = items // parts
     if stride == 0:
         raise PartitionError(
-            f"DeepSpeed's probe never ends for {items} layers on {parts} stages; it needs at least as many layers as stages"
+            f"DeepSpeed's probe never ends for {items} layers on {parts} stages; "
+            "it needs at least as many layers as stages"
         )
     bounds = [0] + [items] * parts
     target, at = bottleneck, stride
@@ -92,8 +119,7 @@ def deepspeed_probe(sums: Sequence[float], parts: int, bottleneck: float) -> tup
             at += stride
         bounds[part] = bisect_left(sums, target, lo=at - stride, hi=min(at, items))
         if bounds[part] == items:
-            # As published: the sum up to and with the part's first item is taken off, one item too
-            # many.
+            # As published: subtracts the sum including the part's first item, one item too many.
             return bounds, sums[-1] - sums[bounds[part - 1]] < bottleneck
         # As published: with nothing placed yet, index -1 is the sum of everything.
         target = sums[bounds[part] - 1] + bottleneck
@@ -101,10 +127,18 @@ def deepspeed_probe(sums: Sequence[float], parts: int, bottleneck: float) -> tup
 
 
 def deepspeed_type(names: Sequence[str], pattern: str, parts: int) -> list[int]:
-    """Bounds that balance how many layers have a name in which `pattern` is found, upper and lower
-    case alike.
+    """Bounds that balance how many layers have a name in which `pattern` is found.
 
-    Raises PartitionError where none has, or the pattern is no regular expression.
+    Args:
+        names: One per layer.
+        pattern: Regular expression. Upper and lower case are alike.
+        parts: Number of parts.
+
+    Returns:
+        First layer of each part, then the number of layers.
+
+    Raises:
+        PartitionError: No name matches, or the pattern is no regular expression.
     """
     try:
         wanted = re.compile(pattern, re.IGNORECASE)
@@ -121,9 +155,16 @@ def deepspeed_type(names: Sequence[str], pattern: str, parts: int) -> list[int]:
 def megatron_uniform(
     names: Sequence[str], stages: int, *, embedding: bool = False, loss: bool = False
 ) -> Partition:
-    """The same number of whole blocks on every stage; `embedding` and `loss` count as a block each.
+    """The same number of whole blocks on every stage.
 
-    Raises PartitionError where the blocks do not divide by the stages: Megatron refuses them too.
+    Args:
+        names: One per layer. See `blocks_of`.
+        stages: Number of stages.
+        embedding: The embedding counts as a block.
+        loss: The loss counts as a block.
+
+    Raises:
+        PartitionError: The blocks do not divide by the stages. Megatron refuses them too.
     """
     first, blocks, _ = blocks_of(names)
     counted = len(blocks) + embedding + loss
@@ -131,7 +172,8 @@ def megatron_uniform(
     if rest or not each:
         what = f"{len(blocks)} blocks" + " and the embedding" * embedding + " and the loss" * loss
         raise PartitionError(
-            f"Megatron's uniform placement needs a multiple of {stages} blocks for {stages} stages, not {what}; use 'exact'"
+            f"Megatron's uniform placement needs a multiple of {stages} blocks for {stages} "
+            f"stages, not {what}; use 'exact'"
         )
     per_stage = [each] * stages
     per_stage[0] -= embedding
@@ -142,24 +184,37 @@ def megatron_uniform(
 
 
 def placement(bounds: Sequence[int], whose: str) -> Partition:
-    """As a `Partition`. Raises PartitionError naming the first empty stage: nothing could run
-    there."""
+    """Converts bounds to a `Partition`.
+
+    Args:
+        bounds: First layer of each stage, then the number of layers.
+        whose: Name of the placement, for the message.
+
+    Raises:
+        PartitionError: A stage is empty, so nothing could run there. The message names the first.
+    """
     for stage, (start, stop) in enumerate(pairwise(bounds)):
         if stop <= start:
             raise PartitionError(
-                f"{whose} leaves stage {stage} without a layer (bounds {list(bounds)}), which cannot run; use 'exact'"
+                f"{whose} leaves stage {stage} without a layer (bounds {list(bounds)}), which "
+                "cannot run; use 'exact'"
             )
     return Partition.from_bounds(bounds)
 
 
 def in_order(transfers: Transfers) -> Partition:
-    """As a `Partition`. Raises PartitionError naming the first rank whose layers are not the
-    neighbours of the rank's before."""
+    """Converts the result of Algorithm 3 to a `Partition`.
+
+    Raises:
+        PartitionError: A rank's layers do not follow those of the rank before. The message names
+            the first such rank.
+    """
     bounds = [0]
     for rank, held in enumerate(transfers.ranks):
         if sorted(held) != list(range(bounds[-1], bounds[-1] + len(held))) or not held:
             raise PartitionError(
-                f"Algorithm 3 leaves rank {rank} with the layers {list(held)}, out of the network's order: that cannot run; use 'diffusion'"
+                f"Algorithm 3 leaves rank {rank} with the layers {list(held)}, out of the "
+                "network's order: that cannot run; use 'diffusion'"
             )
         bounds.append(bounds[-1] + len(held))
     return Partition.from_bounds(bounds)

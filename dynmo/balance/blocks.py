@@ -1,7 +1,9 @@
-"""Which layers are one transformer block, by their names.
+"""Finds the layers of each transformer block.
 
-names     embedding  blocks.0.attention  blocks.0.feed_forward  blocks.1.attention  ...  head
-blocks    before     |------------ block 0 ------------|        |-- block 1 --          after
+    names     embedding  blocks.0.attention  blocks.0.feed_forward  blocks.1.attention  ...  head
+    blocks    before     |------------ block 0 ------------|        |-- block 1 --          after
+
+The names of the layers say which layers form a block.
 """
 
 from __future__ import annotations
@@ -15,10 +17,16 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 def blocks_of(names: Sequence[str]) -> tuple[int, list[range], range]:
-    """(layers before the first block, each block's layers, the layers after the last). Names
-    without numbers are a block each.
+    """Groups layers into blocks by the number in their names.
 
-    Raises PartitionError where a layer without a number stands between blocks.
+    Layers without numbers are a block each if no layer has a number.
+
+    Returns:
+        The number of layers before the first block, the layers of each block, and the layers after
+        the last block.
+
+    Raises:
+        PartitionError: A layer without a number stands between blocks.
     """
     numbers = [int(match[1]) if (match := _NUMBER.search(name)) else None for name in names]
     numbered = [i for i, number in enumerate(numbers) if number is not None]
@@ -29,7 +37,8 @@ def blocks_of(names: Sequence[str]) -> tuple[int, list[range], range]:
     for layer in range(first, last + 1):
         if numbers[layer] is None:
             raise PartitionError(
-                f"layer {layer} ({names[layer]}) stands between numbered blocks; give it the number of the block that it belongs to"
+                f"layer {layer} ({names[layer]}) stands between numbered blocks; "
+                "give it the number of the block that it belongs to"
             )
         if blocks and numbers[blocks[-1].start] == numbers[layer]:
             blocks[-1] = range(blocks[-1].start, layer + 1)

@@ -1,12 +1,15 @@
-"""Chains on chains: the least largest time of contiguous stages, exactly, and the best of the
-placements that attain it.
+"""Chains on chains: the exact least bottleneck of stages, and its best tie.
+
+Stages are contiguous.
 
     sums     0 3 5 9 10 16      of the weights, as integers: every float is one over a power of two
-    stage s  sums[stop] - sums[start] <= limit[s]       and its memory fits, and a layer is left for each stage after it
+    stage s  sums[stop] - sums[start] <= limit[s]
 
-The bottleneck is found by bisection between times that placements truly have, so it is a sum of
-layers and never a number near one; the ties by dynamic programming. The loops run compiled, in
-`_kernels`.
+A stage must also fit its memory, and a layer must be left for each stage after it.
+
+The bottleneck is found by bisection between times that placements truly have. It is therefore a
+sum of layers and never a number near one. Ties are resolved by dynamic programming. The loops run
+compiled, in `_kernels`.
 """
 
 from __future__ import annotations
@@ -31,8 +34,13 @@ Time = int | Fraction
 
 
 def integer_sums(weights: Sequence[float]) -> list[int]:
-    """Prefix sums of the weights (one longer than they), exact: every float is an integer over a
-    power of two."""
+    """Exact prefix sums of the weights.
+
+    Every float is an integer over a power of two.
+
+    Returns:
+        One number more than there are weights.
+    """
     for layer, weight in enumerate(weights):
         if not math.isfinite(weight) or weight < 0:
             raise PartitionError(
@@ -44,6 +52,15 @@ def integer_sums(weights: Sequence[float]) -> list[int]:
 
 
 def enough(layers: int, ranks: int) -> None:
+    """Checks that each rank can have a layer.
+
+    Args:
+        layers: Number of layers.
+        ranks: Number of ranks.
+
+    Raises:
+        PartitionError: There is no rank, or there are fewer layers than ranks.
+    """
     if ranks < 1:
         raise PartitionError(f"a placement on {ranks} ranks; at least 1 is needed")
     if layers < ranks:
@@ -51,6 +68,15 @@ def enough(layers: int, ranks: int) -> None:
 
 
 def same_layers(have: int, want: int) -> None:
+    """Checks that two numbers of layers are equal.
+
+    Args:
+        have: Number of layers found.
+        want: Number of layers expected.
+
+    Raises:
+        PartitionError: The numbers differ.
+    """
     if have != want:
         raise PartitionError(
             f"{have} layers where {want} are expected; both must be of the same model"
@@ -58,8 +84,15 @@ def same_layers(have: int, want: int) -> None:
 
 
 def tie_unit(largest: int, stages: int) -> int:
-    """The step in which loads up to `largest` are counted where ties are compared, so that the sum
-    of their squares is an int64."""
+    """The step in which loads are counted when ties are compared.
+
+    Args:
+        largest: The largest load.
+        stages: Number of stages.
+
+    Returns:
+        A step so coarse that the sum of the squared loads is an int64.
+    """
     if stages * largest * largest < 1 << 62:
         return 1
     bits = (62 - stages.bit_length()) // 2
@@ -73,8 +106,15 @@ def _limbs(values: Sequence[int], limbs: int) -> Ints:
 
 
 def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> list[Fraction] | None:
-    """As fractions; None where all are 1. Raises PartitionError for another number of them, or one
-    that is not over 0."""
+    """The speeds as fractions, or None if all are 1.
+
+    Args:
+        speeds: One per rank. None: all are 1.
+        ranks: Number of ranks.
+
+    Raises:
+        PartitionError: There is not one speed per rank, or a speed is not over 0.
+    """
     if speeds is None:
         return None
     if len(speeds) != ranks:
@@ -86,8 +126,12 @@ def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> list[Fraction] | 
 
 
 def memory_tables(memory: MemoryLimits | None) -> tuple[Ints, Ints, Ints, Ints]:
-    """The limits as `_kernels` takes them: held, pairs, where each stage's pairs begin, caps;
-    without limits, no caps."""
+    """The limits as `_kernels` takes them.
+
+    Returns:
+        held, pairs, the index at which each stage's pairs begin, and caps. Without limits, caps is
+        empty.
+    """
     if memory is None:
         return (
             np.zeros((3, 1), np.int64),
@@ -107,7 +151,8 @@ def memory_tables(memory: MemoryLimits | None) -> tuple[Ints, Ints, Ints, Ints]:
     )
     if largest >= 1 << 62:
         raise PartitionError(
-            f"the layers would hold {largest} bytes; sizes are in bytes, and no machine has 2^62 of them"
+            f"the layers would hold {largest} bytes; "
+            "sizes are in bytes, and no machine has 2^62 of them"
         )
     caps = [max(-1, min(limit, 1 << 62)) for limit in memory.limits]
     starts = [0, *accumulate(map(len, rows))]
@@ -120,8 +165,10 @@ def memory_tables(memory: MemoryLimits | None) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 class _Filled(NamedTuple):
-    """What `greedy` or `every` (then with `low`) came to: a placement if FOUND, the latest starts,
-    and what each stage was refused."""
+    """The result of `greedy`, or of `every` (then with `low`).
+
+    It has a placement if `code` is FOUND, the latest starts, and what each stage was refused.
+    """
 
     code: int
     bounds: Ints
@@ -135,11 +182,21 @@ _TRANSITIONS = 2_500_000  # of the search among ties: some milliseconds
 
 @final
 class Problem:
-    """Weights as exact prefix sums, and what bounds a stage: its time, its memory, and one layer
-    left for each stage after it.
+    """Weights as exact prefix sums, and the limits of a stage.
 
-    A time is in units of the weights' own smallest step, divided by a rank's speed: an integer
-    while all speeds are 1 and no link counts.
+    A stage is limited by its time and its memory, and one layer must be left for each stage after
+    it.
+
+    A time is in units of the weights' own smallest step, divided by a rank's speed. It is an
+    integer while all speeds are 1 and no link counts.
+
+    Args:
+        weights: Load of each layer.
+        ranks: Number of ranks. Each has one stage.
+        memory: Limit of each stage. None: unlimited.
+        speeds: One per rank. None: all are 1.
+        links: One per boundary. Needs `output_bytes`. None: messages take no time.
+        output_bytes: Size of each layer's output.
     """
 
     def __init__(
@@ -154,8 +211,8 @@ class Problem:
         self.layers, self.ranks, self.memory = len(weights), ranks, memory
         enough(self.layers, ranks)
         sums = integer_sums(weights)
-        # As small as integers can be: then a small model is compared in one limb, and its ties
-        # exactly.
+        # With the smallest possible integers, a small model is compared in one limb, and its ties
+        # are compared exactly.
         shared = gcd(*(stop - start for start, stop in pairwise(sums))) or 1
         self.sums = [x // shared for x in sums] if shared > 1 else sums
         self.heaviest = max(stop - start for start, stop in pairwise(self.sums))
@@ -165,7 +222,8 @@ class Problem:
             same_layers(len(memory.layers), self.layers)
             if memory.stages != ranks:
                 raise PartitionError(
-                    f"memory limits for {memory.stages} stages, but {ranks} ranks; give one limit per rank"
+                    f"memory limits for {memory.stages} stages, but {ranks} ranks; "
+                    "give one limit per rank"
                 )
         self.limbs = max(1, -(-self.sums[-1].bit_length() // 32))
         self.table = _limbs(self.sums, self.limbs)
@@ -177,8 +235,12 @@ class Problem:
         links: Sequence[LinkCost] | None,
         output_bytes: Sequence[int] | None,
     ) -> tuple[Ints, list[list[Fraction]] | None]:
-        """classes[e]: which of the sizes a stage that stops at e sends; and per stage, the time of
-        sending each size."""
+        """The sizes that stages send, and their times.
+
+        Returns:
+            classes and sends. classes[e] is the index of the size that a stage sends if it stops at
+            e. sends has, for each stage, the time of sending each size.
+        """
         if links is None and output_bytes is None:
             return np.zeros(0, np.int64), None
         if links is None or output_bytes is None:
@@ -187,7 +249,8 @@ class Problem:
             )
         if len(links) != self.ranks - 1:
             raise PartitionError(
-                f"{len(links)} links for {self.ranks} ranks; give {self.ranks - 1}, one per boundary"
+                f"{len(links)} links for {self.ranks} ranks; "
+                f"give {self.ranks - 1}, one per boundary"
             )
         same_layers(len(output_bytes), self.layers)
         sizes = sorted(set(output_bytes[:-1]) or {0})
@@ -207,7 +270,8 @@ class Problem:
             for value in seconds:
                 if not math.isfinite(value) or value < 0:
                     raise PartitionError(
-                        f"boundary {boundary} takes {value} s; a link's time is a number of at least 0"
+                        f"boundary {boundary} takes {value} s; "
+                        "a link's time is a number of at least 0"
                     )
             sends.append([Fraction(value) / unit for value in seconds])
         return classes, [*sends, [Fraction(0)] * len(sizes)]
@@ -215,6 +279,13 @@ class Problem:
     # -- times and limits --------------------------------------------------------------------------
 
     def time(self, stage: int, start: int, stop: int) -> Time:
+        """Time of a stage.
+
+        Args:
+            stage: The stage.
+            start: Its first layer.
+            stop: The layer after its last.
+        """
         time: Time = self.sums[stop] - self.sums[start]
         if self.speeds is not None:
             time = time / self.speeds[stage]
@@ -223,8 +294,11 @@ class Problem:
         return time
 
     def limits(self, bottleneck: Time) -> list[list[int]]:
-        """Per stage (or one row for all) and size sent: the largest load within `bottleneck`; -1
-        where sending alone takes longer."""
+        """The largest load within `bottleneck`, per stage and size sent.
+
+        There is one row for all stages if they are alike. A limit is -1 if sending alone takes
+        longer.
+        """
         total = self.sums[-1]
         if self.speeds is None and self.sends is None:
             return [[min(total, int(bottleneck))]]
@@ -255,9 +329,12 @@ class Problem:
     # -- the bottleneck ----------------------------------------------------------------------------
 
     def least_bottleneck(self) -> Time:
-        """Bisection between values that placements truly have: a success lowers `high` to the time
-        of what was found, a failure raises `low` to the least time at which some stage could take
-        one layer more (Pinar and Aykanat's exact bisection)."""
+        """The least bottleneck, by bisection between values that placements truly have.
+
+        A success lowers `high` to the time of the placement found. A failure raises `low` to the
+        least time at which some stage could take one layer more (Pinar and Aykanat's exact
+        bisection).
+        """
         low: Time
         high: Time
         total = self.sums[-1]
@@ -285,8 +362,12 @@ class Problem:
         return high
 
     def probe(self, bottleneck: Time) -> tuple[bool, Time]:
-        """(True, the largest time of a placement within `bottleneck`), or (False, the least
-        bottleneck worth trying next)."""
+        """Tries one bottleneck.
+
+        Returns:
+            (True, the largest time of a placement within `bottleneck`), or (False, the least
+            bottleneck worth trying next).
+        """
         filled = self._fill(self._table(bottleneck))
         if filled.code == FOUND:
             ends: list[int] = filled.bounds.tolist()
@@ -319,7 +400,7 @@ class Problem:
         return math.ceil(least) if isinstance(beyond, int) else least
 
     def _fill(self, limits: Ints) -> _Filled:
-        """`greedy` where that is enough, else `every`."""
+        """Uses `greedy` if that is enough, else `every`."""
         bounds, high = np.zeros(self.ranks + 1, np.int64), np.zeros(self.ranks + 1, np.int64)
         rise = np.full((self.ranks, limits.shape[1], 2), -1, np.int64)
         if limits.shape[1] == 1:
@@ -342,10 +423,14 @@ class Problem:
     def best_tie(
         self, bottleneck: Time, current: Sequence[int] | None, move_bytes: Sequence[int]
     ) -> list[int]:
-        """The bounds of the best placement with no time above `bottleneck`: dynamic programming
-        over (stage, end).
+        """The bounds of the best placement with no time above `bottleneck`.
 
-        current: the bounds to stay near, move_bytes: what moving each layer away from there costs.
+        Uses dynamic programming over (stage, end).
+
+        Args:
+            bottleneck: The largest time of a stage.
+            current: Bounds to stay near. None: nothing is placed yet.
+            move_bytes: Cost of moving each layer away from `current`.
         """
         limits = self._table(bottleneck)
         low, high = self._windows(limits, current)
@@ -366,9 +451,11 @@ class Problem:
         return bounds.tolist()
 
     def _windows(self, limits: Ints, current: Sequence[int] | None) -> tuple[Ints, Ints]:
-        """Per stage, the first and the last layer that it may start with; where that is more than
-        can all be looked at, only what lies around a placement near `current`, or near equal
-        shares."""
+        """The first and the last layer that each stage may start with.
+
+        If these windows are too large to search, they are narrowed around a placement near
+        `current`, or near equal shares.
+        """
         filled = self._fill(limits)
         low, high = self._floors(limits), filled.high
         low[0] = 0
@@ -388,8 +475,10 @@ class Problem:
         return np.maximum(low, guide - half), np.minimum(high, guide + half)
 
     def extremes(self, bottleneck: Time) -> list[list[int]]:
-        """Filled from the front, and from the back. Where memory makes a stage stop short, one of
-        them may not exist."""
+        """Placements filled from the front, and from the back.
+
+        If memory makes a stage stop short, one of them may not exist.
+        """
         limits = self._table(bottleneck)
         both: list[list[int]] = [
             self._fill(limits).high.tolist(),
@@ -408,7 +497,7 @@ class Problem:
         return self.memory is None or self.memory.fits(stage, start, stop)
 
     def _even(self) -> list[int]:
-        """Boundaries nearest to equal shares of the load."""
+        """The boundaries nearest to equal shares of the load."""
         total = self.sums[-1]
         return [
             min(self.layers, bisect_left(self.sums, total * stage // self.ranks))
@@ -416,8 +505,10 @@ class Problem:
         ] + [self.layers]
 
     def _rounded(self, limits: Ints, bottleneck: Time) -> tuple[Ints, Ints, Ints]:
-        """Prefix sums of the weights, and links' times, in whole units so coarse that the sum of
-        all squared times is an int64."""
+        """Prefix sums of the weights, links' times and slowness, in coarse whole units.
+
+        The units are so coarse that the sum of all squared times is an int64.
+        """
         slowest = Fraction(1) if self.speeds is None else min(self.speeds)
         largest = max(math.floor(bottleneck * slowest), *map(max, self.limits(bottleneck)))
         unit = tie_unit(largest, self.ranks)
@@ -436,7 +527,10 @@ class Problem:
         return loads, extra, slowness
 
     def no_memory(self) -> str:
-        """Why no placement fits, found by filling the stages in order as far as memory goes."""
+        """Says why no placement fits.
+
+        The cause is found by filling the stages in order as far as memory goes.
+        """
         memory = self.memory
         assert memory is not None, "without memory limits a placement always exists"
         remedy = "use more ranks, a smaller microbatch or a schedule that keeps less"
@@ -448,7 +542,8 @@ class Problem:
                 )
                 need, limit = memory.need(stage, layer, layer + 1), memory.limits[stage]
                 return (
-                    f"layer {layer} fits no stage: alone on stage {stage} it needs {need} bytes, the limit there is {limit}; "
+                    f"layer {layer} fits no stage: alone on stage {stage} it needs {need} bytes, "
+                    f"the limit there is {limit}; "
                     "use a larger limit, a smaller microbatch or a schedule that keeps less"
                 )
         starts = [0]
@@ -463,7 +558,8 @@ class Problem:
                 held = f"layers {start}..{stop - 1}" if stop > start + 1 else f"layer {start}"
                 return (
                     f"stage {stage} cannot hold {held} once the stages before it are full: "
-                    f"{memory.need(stage, start, stop)} bytes needed, the limit is {memory.limits[stage]}; {remedy}"
+                    f"{memory.need(stage, start, stop)} bytes needed, the limit is "
+                    f"{memory.limits[stage]}; {remedy}"
                 )
             starts = ends
         raise AssertionError("memory was said not to suffice, but it does")

@@ -1,12 +1,13 @@
-"""Several stages per rank: the contiguous stages that make the most loaded rank's time least.
+"""Several stages per rank, so that the busiest rank's time is least.
 
     looped  placement 0 1 2 0 1 2        V  placement 0 1 2 2 1 0
-    layers  . . | . . | . | . | . . | .     rank 0 holds stages 0 and 3      rank 0 holds stages 0 and 5
+    layers  . . | . . | . | . | . . | .     both have 6 stages on 3 ranks
+    rank 0  stages 0 and 3                  stages 0 and 5
 
-Only the sum of a rank's stages counts, so one of its stages may be long and another short. For the
-V an exact answer is cheap: the ranks are nested from the outside inwards. For any other placement
-it is a hard problem: it is solved by branch and bound while that takes `NODES` steps at most, and
-otherwise by an iterated descent, whose answer is then not proven to be the best.
+Only the sum of a rank's stages counts, so one of its stages may be long and another short. An exact
+answer is cheap for the V, because the ranks are nested from the outside inwards. Any other
+placement is a hard problem. Branch and bound solves it if that takes at most `NODES` steps.
+Otherwise an iterated descent is used, whose answer is not proven to be the best.
 """
 
 from __future__ import annotations
@@ -28,16 +29,21 @@ from dynmo.errors import NoRoomError, PartitionError
 from dynmo.schedule.automatic.vshape import v_placement
 from dynmo.schedule.memory import MemoryLimits
 
-NODES = 2_000_000  # of branch and bound: some hundredths of a second
-_STATES = 30_000_000  # of the search through a V: bytes
-_KICKS = 8_000_000  # of the iterated descent: how often it starts anew, times the stages cubed
-_BITS = 52  # of all weights together: loads are exact in a float
+NODES = 2_000_000  # steps of branch and bound: some hundredths of a second
+_STATES = 30_000_000  # bytes of the search through a V
+_KICKS = 8_000_000  # restarts of the iterated descent, times the stages cubed
+_BITS = 52  # bits of all weights together, so that loads are exact in a float
 
 
 @dataclass(frozen=True)
 class Chunked:
-    """`partition` has a count per stage; `seconds` is the most loaded rank's time; `proven`: no
-    placement has less."""
+    """A placement with several stages per rank.
+
+    Attributes:
+        partition: Number of layers on each stage.
+        seconds: Time of the most loaded rank.
+        proven: Whether it is proven that no placement has less.
+    """
 
     partition: Partition
     seconds: float
@@ -53,15 +59,23 @@ def chunked(
     speeds: Sequence[float] | None = None,
     nodes: int = NODES,
 ) -> Chunked:
-    """Contiguous stages, stage s on rank placement[s] (`Schedule.placement`), none empty.
+    """Places contiguous stages on ranks that have several each. No stage is empty.
 
-    A rank's time is the sum of its stages' loads divided by its entry of `speeds` (per rank,
-    default 1). What its stages need at their peaks may together not be more than the least of their
-    `memory.limits`. `current` is returned where nothing takes less time. Weights that are not small
+    A rank's time is the sum of its stages' loads divided by its speed. Weights that are not small
     integers count in units of 2^-52 of their sum. With one stage per rank this is `exact`.
 
-    Raises PartitionError where there are fewer layers than stages, a number is negative or not
-    finite, or nothing is found that fits.
+    Args:
+        weights: Load of each layer.
+        placement: The rank of each stage (`Schedule.placement`).
+        memory: Limits. The peaks of a rank's stages together must not be more than the least of
+            their limits. None: unlimited.
+        current: Is returned if nothing takes less time.
+        speeds: One per rank. None: all are 1.
+        nodes: The most steps of branch and bound.
+
+    Raises:
+        PartitionError: There are fewer layers than stages, a number is negative or not finite, or
+            nothing is found that fits.
     """
     stages, ranks = len(placement), max(placement, default=-1) + 1
     if sorted(set(placement)) != list(range(ranks)) or not ranks:
@@ -74,7 +88,8 @@ def chunked(
             same_layers(layers, len(weights))
     if memory is not None and memory.stages != stages:
         raise PartitionError(
-            f"memory limits for {memory.stages} stages, but {stages} in the placement; give one limit per stage"
+            f"memory limits for {memory.stages} stages, but {stages} in the placement; "
+            "give one limit per stage"
         )
     rates = rank_speeds(speeds, ranks) or [Fraction(1)] * ranks
     if stages == ranks:
@@ -121,6 +136,12 @@ class _Chunks:
         self.what = (self.sums, np.array(placement, np.int64), self.speeds, *self.bytes)
 
     def solve(self, current: Partition | None, nodes: int) -> tuple[Partition, bool]:
+        """Finds the placement, and says whether it is proven to be the best.
+
+        Args:
+            current: Is returned if nothing takes less time.
+            nodes: The most steps of branch and bound.
+        """
         bounds = np.array(exact(self.weights, self.stages).bounds, np.int64)
         if (
             tuple(self.placement) == v_placement(self.ranks)
@@ -151,8 +172,10 @@ class _Chunks:
         )
 
     def nested(self, bounds: Ints) -> float:
-        """The V, by bisection between times that placements truly have, as in `chains`; infinity
-        where nothing fits."""
+        """Solves the V by bisection between times that placements truly have.
+
+        Works as in `chains`. Returns infinity if nothing fits.
+        """
         reached = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.uint8)
         total, largest = int(self.sums[-1]), int(np.diff(self.sums).max())
         low = max(total / float(self.speeds.sum()), largest / float(self.speeds.max()))
@@ -181,6 +204,8 @@ class _Chunks:
         needs = self.evaluate_bounds(exact(self.weights, self.stages).bounds)[2]
         held = "no placement fits" if proven else "no placement that fits was found"
         return (
-            f"{held} {self.stages} stages on {self.ranks} ranks of {min(self.caps)} to {max(self.caps)} bytes: balanced by time they are "
-            f"{needs} bytes over; use more ranks, a larger limit, a smaller microbatch or a schedule that keeps less"
+            f"{held} {self.stages} stages on {self.ranks} ranks of {min(self.caps)} to "
+            f"{max(self.caps)} bytes: balanced by time they are "
+            f"{needs} bytes over; use more ranks, a larger limit, a smaller microbatch or a "
+            "schedule that keeps less"
         )

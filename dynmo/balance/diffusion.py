@@ -1,9 +1,12 @@
-"""Diffusion along the pipeline, which keeps the order of the layers; and DynMo's Algorithm 3 as
-published, which does not.
+"""Diffusion along the pipeline, and DynMo's Algorithm 3 as published.
 
-loads        9       3       3      mean 5
-flow     0   |  +4   |  +2   |   0          prefix of the loads - i * mean, over boundary i
-layers     4 3 2 | 2 1 | 1 2                over each boundary, one layer at a time may cross, downstream where the flow is positive
+Diffusion keeps the order of the layers. Algorithm 3 does not.
+
+    loads        9       3       3      mean 5
+    flow     0   |  +4   |  +2   |   0          prefix of the loads - i * mean, over boundary i
+    layers     4 3 2 | 2 1 | 1 2
+
+One layer at a time may cross each boundary. It goes downstream if the flow is positive.
 """
 
 from __future__ import annotations
@@ -17,14 +20,18 @@ from dynmo.balance.partition import Move, Partition, moves
 from dynmo.errors import PartitionError
 
 Fits = Callable[[int, int, int], bool]
-"""(stage, start, stop) -> whether the layers start..stop-1 fit the stage, as
-`MemoryLimits.fits`."""
+"""(stage, start, stop) -> do the layers start..stop-1 fit the stage? See `MemoryLimits.fits`."""
 
 
 @dataclass(frozen=True)
 class Diffusion:
-    """What a diffusion arrived at: in how many rounds, and each layer's crossing of a boundary in
-    the order made."""
+    """The result of a diffusion.
+
+    Attributes:
+        partition: The placement.
+        rounds: Number of rounds.
+        moves: Each layer's crossing of a boundary, in the order made.
+    """
 
     partition: Partition
     rounds: int
@@ -32,18 +39,26 @@ class Diffusion:
 
 
 def diffuse(weights: Sequence[float], current: Partition, *, fits: Fits | None = None) -> Diffusion:
-    """Path diffusion from `current`: in each round at most one layer crosses each boundary, to the
-    neighbouring stage.
+    """Path diffusion: per round at most one layer crosses each boundary.
 
-    A round is accepted when the loads, sorted from the largest, fall lexicographically, and every
-    stage that gains a layer `fits`. So no placement comes back, and it ends. It ends where neither
-    the flows nor one path between two stages lower the loads further: as a rule within one layer of
-    `exact`, without a promise. Raises PartitionError for weights of another number of layers,
-    negative or not finite.
+    A layer goes to the neighbouring stage. A round is accepted when the loads, sorted from the
+    largest, fall lexicographically, and every stage that gains a layer `fits`. No placement
+    therefore comes back, and the diffusion ends. It ends when neither the flows nor one path
+    between two stages lower the loads further. The result is usually within one layer of `exact`,
+    without a guarantee.
+
+    Args:
+        weights: Load of each layer.
+        current: The placement to start from.
+        fits: Checks the memory of a stage. None: everything fits.
+
+    Raises:
+        PartitionError: The weights are for another number of layers, negative or not finite.
     """
     if len(weights) != current.layers:
         raise PartitionError(
-            f"{len(weights)} weights for a placement of {current.layers} layers; give one weight per layer"
+            f"{len(weights)} weights for a placement of {current.layers} layers; "
+            "give one weight per layer"
         )
     sums = integer_sums(weights)
     bounds, crossings, rounds = list(current.bounds), list[Move](), 0
@@ -71,14 +86,17 @@ def _next_round(sums: Sequence[int], bounds: list[int], fits: Fits | None) -> li
 
 
 def _candidates(sums: Sequence[int], bounds: list[int]) -> Iterator[list[int]]:
-    """First every boundary over which a layer lessens the flow, together; then one layer along the
-    path from one stage to another, from the most loaded to the least loaded first. The paths are
-    what gets a load down a slope such as 4 3 2, where no neighbours can trade.
+    """Placements to try in a round.
+
+    The first one shifts every boundary over which a layer lessens the flow, together. Then one
+    layer moves along the path from one stage to another. Paths from the most loaded to the least
+    loaded come first. The paths get a load down a slope such as 4 3 2, where no neighbours can
+    trade.
     """
     ranks, total = len(bounds) - 1, sums[-1]
     shifted = list(bounds)
     for i in range(1, ranks):
-        # The flow times the number of ranks, to stay with integers.
+        # The flow is multiplied by the number of ranks, to stay with integers.
         shift = min(
             (bounds[i], bounds[i] - 1, bounds[i] + 1),
             key=lambda b: abs(sums[b] * ranks - i * total),
@@ -100,8 +118,12 @@ def _sorted_loads(sums: Sequence[int], bounds: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Transfers:
-    """What Algorithm 3 arrived at: the layers of each rank in the order in which the rank holds
-    them, and the transfers in order."""
+    """The result of Algorithm 3.
+
+    Attributes:
+        ranks: The layers of each rank, in the order in which the rank holds them.
+        moves: The transfers in order.
+    """
 
     ranks: tuple[tuple[int, ...], ...]
     moves: tuple[Move, ...]
@@ -115,20 +137,34 @@ def published_diffusion(
     limits: Sequence[int] | None = None,
     iterations: int = 100,
 ) -> Transfers:
-    """DynMo's Algorithm 3 (appendix C.3), a baseline on loads alone. The runtime never uses it.
+    """DynMo's Algorithm 3 (appendix C.3), a baseline on loads alone.
 
-    Every overloaded rank offers its lightest layer to the least loaded rank, wherever that sits;
-    the receiver appends it. A rank then holds layers that are not neighbours, and the network would
-    run in another order: so the result is sets of layers, not a `Partition`. As published, memory
-    is a sum of bytes per layer, whatever the schedule keeps.
+    The runtime never uses it.
 
-    Where the printed text compares with the variance of the start of the iteration, this compares
-    with the variance as it is now: the stale one accepts transfers that make the balance worse.
-    Stops after `iterations`, or after one that accepts nothing.
+    Every overloaded rank offers its lightest layer to the least loaded rank, wherever that sits.
+    The receiver appends it. A rank then holds layers that are not neighbours, and the network would
+    run in another order. The result is therefore sets of layers, not a `Partition`. As published,
+    memory is a sum of bytes per layer, whatever the schedule keeps.
+
+    The printed text compares with the variance of the start of the iteration. This function
+    compares with the present variance, because the stale one accepts transfers that worsen the
+    balance.
+
+    Args:
+        weights: Load of each layer.
+        current: The placement to start from.
+        layer_bytes: Bytes of each layer. Needs `limits`.
+        limits: Bytes of each rank. Needs `layer_bytes`.
+        iterations: The most iterations. An iteration that accepts nothing is the last.
+
+    Raises:
+        PartitionError: The weights are for another number of layers, or only one of `layer_bytes`
+            and `limits` is given.
     """
     if len(weights) != current.layers:
         raise PartitionError(
-            f"{len(weights)} weights for a placement of {current.layers} layers; give one weight per layer"
+            f"{len(weights)} weights for a placement of {current.layers} layers; "
+            "give one weight per layer"
         )
     if (layer_bytes is None) != (limits is None):
         raise PartitionError(
@@ -149,8 +185,8 @@ def published_diffusion(
             layer = min(ranks[source], key=lambda held: weight[held], default=None)
             if layer is None or target == source:
                 continue
-            # Two loads change and the mean does not: the variance falls by 2 w (load of source -
-            # load of target - w) / ranks.
+            # Two loads change and the mean does not. The variance falls by
+            # 2 w (load of source - load of target - w) / ranks.
             if weight[layer] * (load[source] - load[target] - weight[layer]) <= 0:
                 continue
             if layer_bytes is not None and limits is not None:

@@ -1,7 +1,8 @@
-"""Where the experts of a layer sit: on the ranks of an expert-parallel group, hot experts on several.
+"""The ranks that hold the experts of a layer, with hot experts on several ranks.
 
-    expert     0   1   2   3          rank 0 holds 0 and 1, rank 1 holds 0 and 2, rank 2 holds 2 and 3
-    holders   0 1  0  1 2  2
+    expert     0   1   2   3
+    holders   0 1  0  1 2  2         rank 0 holds 0 and 1, rank 1 holds 0 and 2, rank 2 holds 2 and
+    3
 
 A rank computes the tokens of an expert that it holds, for its own tokens. The tokens of the other
 ranks go to the holders in turn. A placement follows from counts of tokens and never from times, so
@@ -33,7 +34,8 @@ class ExpertPlacement:
         ranks: Number of ranks of the group.
 
     Raises:
-        PartitionError: An expert has no holder, or its holders are not ascending ranks of the group.
+        PartitionError: An expert has no holder, or its holders are not ascending ranks of the
+            group.
 
     Example:
         >>> placement = ExpertPlacement(((0, 1), (0,), (1,)), ranks=2)
@@ -55,7 +57,8 @@ class ExpertPlacement:
                 or ranks[-1] >= self.ranks
             ):
                 raise PartitionError(
-                    f"expert {expert} is held by {ranks}; give one or more ascending ranks of 0..{self.ranks - 1}"
+                    f"expert {expert} is held by {ranks}; "
+                    f"give one or more ascending ranks of 0..{self.ranks - 1}"
                 )
 
     @property
@@ -107,11 +110,18 @@ class ExpertPlacement:
 
 
 def target_of(holders: Holders, expert: int, source: int) -> int:
-    """`ExpertPlacement.target` of an expert with these holders."""
+    """`ExpertPlacement.target` of an expert with these holders.
+
+    Args:
+        holders: Ranks that hold the expert.
+        expert: The expert.
+        source: Rank that the tokens come from.
+    """
     below = bisect_left(holders, source)
     if below < len(holders) and holders[below] == source:
         return source
-    # The sources that do not hold the expert are numbered without gaps, so holders share them evenly.
+    # The sources that do not hold the expert are numbered without gaps. Holders therefore share
+    # them evenly.
     return holders[(source - below + expert) % len(holders)]
 
 
@@ -138,7 +148,7 @@ def tokens_by_holder(holders: Holders, expert: int, tokens: Sequence[float]) -> 
 
 
 def expert_moves(old: ExpertPlacement, new: ExpertPlacement) -> tuple[tuple[int, int], ...]:
-    """Lists what ranks must receive.
+    """Lists the experts that ranks must receive.
 
     Args:
         old: The placement before.
@@ -146,10 +156,14 @@ def expert_moves(old: ExpertPlacement, new: ExpertPlacement) -> tuple[tuple[int,
 
     Returns:
         (expert, rank) for each expert that a rank holds only in the new placement.
+
+    Raises:
+        PartitionError: The placements are of different numbers of experts or ranks.
     """
     if (old.experts, old.ranks) != (new.experts, new.ranks):
         raise PartitionError(
-            f"{old.experts} experts on {old.ranks} ranks cannot become {new.experts} on {new.ranks}; keep the experts and the ranks"
+            f"{old.experts} experts on {old.ranks} ranks cannot become {new.experts} on "
+            f"{new.ranks}; keep the experts and the ranks"
         )
     pairs = enumerate(zip(old.holders, new.holders, strict=True))
     return tuple(
@@ -188,13 +202,24 @@ def round_robin_placement(experts: int, ranks: int) -> ExpertPlacement:
 def _experts_per_rank(experts: int, ranks: int) -> int:
     if ranks < 1 or experts < 1 or experts % ranks:
         raise PartitionError(
-            f"{experts} experts do not divide over {ranks} ranks; choose a number of experts that is a multiple"
+            f"{experts} experts do not divide over {ranks} ranks; "
+            "choose a number of experts that is a multiple"
         )
     return experts // ranks
 
 
 def check_counts(counts: Counts, ranks: int, experts: int) -> None:
-    """Raises PartitionError unless there is one row for each rank with one count for each expert."""
+    """Checks that there is one row for each rank with one count for each expert.
+
+    Args:
+        counts: Tokens by source and expert.
+        ranks: Number of ranks of the group.
+        experts: Number of experts.
+
+    Raises:
+        PartitionError: A row or a count is missing or superfluous, or a count is negative or not
+            finite.
+    """
     if len(counts) != ranks:
         raise PartitionError(
             f"counts of tokens from {len(counts)} sources for {ranks} ranks; give one row per rank"
@@ -202,9 +227,11 @@ def check_counts(counts: Counts, ranks: int, experts: int) -> None:
     for source, row in enumerate(counts):
         if len(row) != experts:
             raise PartitionError(
-                f"rank {source} counts {len(row)} experts, but there are {experts}; give one count per expert"
+                f"rank {source} counts {len(row)} experts, but there are {experts}; "
+                "give one count per expert"
             )
         if min(row) < 0 or not sum(row) < float("inf"):
             raise PartitionError(
-                f"a count of tokens of rank {source} is negative or not finite; give counts of 0 or more"
+                f"a count of tokens of rank {source} is negative or not finite; "
+                "give counts of 0 or more"
             )

@@ -1,4 +1,6 @@
-"""Finds a placement of experts for given counts of tokens, with copies of hot experts.
+"""Finds a placement of experts for given counts of tokens.
+
+Hot experts get copies.
 
     1. copies    the expert with the largest load per copy gets the next redundant place, as in
                  DeepSeek's EPLB
@@ -30,8 +32,8 @@ Change = tuple[tuple[int, Holders], ...]
 """New holders of one or two experts."""
 
 _MOST_IMPROVEMENTS = 4  # for each place of the group
-_STARTS = 4  # numbers of copies beside none
-_NEAR = 0.01  # over the bound: near enough to end the search
+_STARTS = 4  # numbers of copies to try, beside none
+_NEAR = 0.01  # the search ends within this share above the bound
 
 
 def place_experts(
@@ -49,7 +51,7 @@ def place_experts(
     Args:
         counts: Tokens by source and expert. One row for each rank.
         ranks: Number of ranks of the group.
-        per_rank: How many experts a rank can hold. Places beyond one for each expert serve copies.
+        per_rank: Most experts that a rank can hold. Places beyond one for each expert serve copies.
         current: The placement now. None at the start.
         least_gain: The largest load must fall by more than this share. Otherwise `current` stays.
 
@@ -58,8 +60,8 @@ def place_experts(
         there are as many experts as ranks or more, every rank holds one at least.
 
     Raises:
-        PartitionError: The experts do not fit the ranks, the counts are not one row for each rank, or
-            `current` is of another group.
+        PartitionError: The experts do not fit the ranks, the counts are not one row for each rank,
+            or `current` is of another group.
 
     Example:
         >>> place_experts([[8, 1, 1, 2], [8, 1, 1, 2]], ranks=2, per_rank=3).holders
@@ -73,12 +75,14 @@ def place_experts(
         return anew
     if (current.experts, current.ranks) != (experts, ranks):
         raise PartitionError(
-            f"a placement of {current.experts} experts on {current.ranks} ranks cannot go on with {experts} on {ranks}; begin anew"
+            f"a placement of {current.experts} experts on {current.ranks} ranks cannot go on "
+            f"with {experts} on {ranks}; begin anew"
         )
     for rank in range(ranks):
         if len(current.held_by(rank)) > per_rank:
             raise PartitionError(
-                f"rank {rank} holds {len(current.held_by(rank))} experts, more than {per_rank}; begin anew"
+                f"rank {rank} holds {len(current.held_by(rank))} experts, more than {per_rank}; "
+                "begin anew"
             )
     near = _improve(counts, current, per_rank, enough)
     largest, by_near, by_current = (max(x.loads(counts)) for x in (anew, near, current))
@@ -96,7 +100,7 @@ def load_bound(counts: Counts, ranks: int, per_rank: int) -> float:
     Args:
         counts: Tokens by source and expert. One row for each rank.
         ranks: Number of ranks of the group.
-        per_rank: How many experts a rank can hold.
+        per_rank: Most experts that a rank can hold.
 
     Returns:
         The largest of these numbers of tokens: the mean load, the load of the hottest copy if the
@@ -116,7 +120,8 @@ def load_bound(counts: Counts, ranks: int, per_rank: int) -> float:
 def _check(counts: Counts, ranks: int, per_rank: int, experts: int) -> None:
     if not 1 <= experts <= ranks * per_rank:
         raise PartitionError(
-            f"{experts} experts do not fit {ranks} ranks of {per_rank} experts each; let each rank hold more"
+            f"{experts} experts do not fit {ranks} ranks of {per_rank} experts each; "
+            "let each rank hold more"
         )
     check_counts(counts, ranks, experts)
 
@@ -126,8 +131,10 @@ def _totals(counts: Counts) -> list[float]:
 
 
 def _from_scratch(counts: Counts, ranks: int, per_rank: int, enough: float) -> ExpertPlacement:
-    """Packs and improves for several numbers of copies, and returns the best result. More copies
-    make even loads easier, but leave less room for changes."""
+    """Packs and improves for several numbers of copies, and returns the best result.
+
+    More copies make even loads easier, but leave less room for changes.
+    """
     experts = len(counts[0])
     redundant, least = ranks * per_rank - experts, float("inf")
     best = None
@@ -145,7 +152,7 @@ def _from_scratch(counts: Counts, ranks: int, per_rank: int, enough: float) -> E
 
 
 def _copies(totals: list[float], ranks: int, places: int) -> list[int]:
-    """How many copies each expert gets. An expert without tokens gets one."""
+    """Number of copies of each expert. An expert without tokens gets one."""
     copies = [1] * len(totals)
     for _ in range(places - len(totals)):
         more = [expert for expert, total in enumerate(totals) if copies[expert] < ranks and total]
@@ -167,7 +174,7 @@ def _pack(counts: Counts, ranks: int, per_rank: int, places: int) -> ExpertPlace
                 for rank in range(ranks)
                 if len(held[rank]) < per_rank and expert not in held[rank]
             ]
-            # As many places are left as copies, so a first copy always has one.
+            # There are as many places left as copies, so a first copy always has one.
             if not free:
                 assert copy
                 break
@@ -208,7 +215,7 @@ class _Search:
         """Makes the change after which the largest load of the ranks concerned is least.
 
         Returns:
-            Whether there was a change that leaves them all below the largest load of now.
+            True if there was a change that leaves all of them below the present largest load.
         """
         busiest = max(range(self.ranks), key=lambda rank: self.loads[rank])
         least, best = self.loads[busiest], None
@@ -228,9 +235,11 @@ class _Search:
         return True
 
     def _changes(self, busiest: int) -> Iterator[tuple[float, Change]]:
-        """What could take tokens off the busiest rank: a move, a copy or a swap of one of its
-        experts. Another expert makes room if its holder is full. Each comes with the load of the
-        rank that the expert goes to."""
+        """Changes that could take tokens off the busiest rank.
+
+        A change is a move, a copy or a swap of one of its experts. Another expert makes room if its
+        holder is full. Each change comes with the load of the rank that the expert goes to.
+        """
         only = len(self.held[busiest]) == 1  # it stays, unless another expert comes
         for expert in sorted(self.held[busiest]):
             ranks = self.holders[expert]
@@ -283,7 +292,12 @@ class _Search:
         return after
 
     def shares(self, expert: int, ranks: Holders) -> dict[int, float]:
-        """The tokens of the expert that each of its holders computes."""
+        """The tokens of the expert that each of its holders computes.
+
+        Args:
+            expert: The expert.
+            ranks: Ranks that hold the expert.
+        """
         known = self._known.get((expert, ranks))
         if known is None:
             known = self._known[expert, ranks] = tokens_by_holder(

@@ -1,12 +1,16 @@
-"""Where a model is: the layers of each stage, the rank of each stage, and how many microbatches
-each pipeline of the mesh takes.
+"""The layout of a model: layers of each stage, rank of each stage, microbatches.
 
-    layers      e  a f | a  f a | f a  f | a f  h       partition (3, 3, 3, 3): how many each stage has
+    layers      e  a f | a  f a | f a  f | a f  h
     stages         0   |   1    |   2    |   3
-    ranks          0   |   1    |   1    |   0          placement (0, 1, 1, 0): two stages a rank, as a V
+    ranks          0   |   1    |   1    |   0
 
-A pipeline has one layout at a time. It gets another where layers move (the same ranks) or the mesh
-is reshaped (more replicas of fewer ranks, or the reverse).
+    partition (3, 3, 3, 3)    number of layers on each stage
+    placement (0, 1, 1, 0)    rank of each stage: two stages a rank, as a V
+
+The layout also has the number of microbatches that each pipeline of the mesh takes.
+
+A pipeline has one layout at a time. It gets another one if layers move (the same ranks) or if the
+mesh is reshaped (more replicas of fewer ranks, or the reverse).
 """
 
 from __future__ import annotations
@@ -23,15 +27,25 @@ from dynmo.schedule.catalogue import check_microbatches, placement_of
 from dynmo.schedule.op import Schedule
 
 RecomputeRule = Collection[int] | Callable[[Partition, Schedule, int], Collection[int]]
-"""The layers whose activations are computed again in B, or a pure function of a placement, the
-schedule with every stage training, and the number of replicas."""
+"""The layers that are recomputed in B, or a pure function that returns them.
+
+The function takes a placement, the schedule with every stage training, and the number of
+replicas."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """ranks: of one pipeline; replicas: pipelines in the mesh; microbatches: of one of them in a
-    step. placement: per stage, the rank that holds it. recomputed: the layers whose activations are
-    computed again in B. sliced: the pipeline's ranks are slices of one GPU, in one process."""
+    """The layout of one pipeline of a mesh.
+
+    Attributes:
+        ranks: Number of ranks of one pipeline.
+        replicas: Number of pipelines in the mesh.
+        microbatches: Microbatches of one pipeline in a step.
+        partition: Number of layers on each stage.
+        placement: The rank of each stage.
+        recomputed: The layers that are recomputed in B.
+        sliced: The pipeline's ranks are slices of one GPU, in one process.
+    """
 
     ranks: int
     replicas: int
@@ -43,7 +57,7 @@ class Layout:
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Per stage, the rank of the world that holds it."""
+        """The rank of the world that holds each stage."""
         return (0,) * len(self.placement) if self.sliced else self.placement
 
     def stages_of(self, process: int) -> tuple[int, ...]:
@@ -55,7 +69,7 @@ class Layout:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """The ranks of the world, the lower first, that hold neighbouring stages."""
+        """Pairs of ranks of the world that hold neighbouring stages, the lower first."""
         return sorted(
             {(min(pair), max(pair)) for pair in pairwise(self.processes) if pair[0] != pair[1]}
         )
@@ -63,8 +77,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Makes the layouts that one pipeline can have: of a model of so many layers, under one
-    schedule. accumulation_groups: of the whole mesh."""
+    """Makes the layouts that one pipeline can have, for one model and one schedule.
+
+    Attributes:
+        layers: Number of layers of the model.
+        schedule: Name of the schedule.
+        chunks: Stages per rank. None means the schedule's own number.
+        accumulation_groups: Number of accumulation groups of the whole mesh.
+        recompute: The layers that are recomputed.
+        sliced: The pipeline's ranks are slices of one GPU, in one process.
+    """
 
     layers: int
     schedule: str
@@ -76,13 +98,24 @@ class Layouts:
     def make(
         self, ranks: int, replicas: int, microbatches: int, partition: Partition | None = None
     ) -> Layout:
-        """partition: default is equally many layers for each stage. Raises InputError where
-        something does not fit."""
+        """Makes a layout.
+
+        Args:
+            ranks: Number of ranks of one pipeline.
+            replicas: Number of pipelines in the mesh.
+            microbatches: Microbatches of one pipeline in a step.
+            partition: The placement. None: equally many layers for each stage.
+
+        Raises:
+            InputError: The numbers or the placement do not fit the model, the schedule or each
+                other.
+        """
         check_microbatches(self.schedule, ranks, microbatches)
         problem = accumulation_problem(self.accumulation_groups, replicas, replicas * microbatches)
         if problem:
             raise ConfigError(
-                f"reduction slots: {self.accumulation_groups} {problem}; use another number of slots, replicas or microbatches"
+                f"reduction slots: {self.accumulation_groups} {problem}; "
+                "use another number of slots, replicas or microbatches"
             )
         placement = placement_of(self.schedule, ranks, self.chunks)
         partition = partition or uniform(self.layers, len(placement))
@@ -97,13 +130,32 @@ class Layouts:
         )
 
     def moved(self, layout: Layout, partition: Partition) -> Layout:
-        """The layers elsewhere, on the same ranks."""
+        """The same ranks with the layers elsewhere.
+
+        Args:
+            layout: The layout now.
+            partition: The new placement.
+
+        Raises:
+            InputError: As `make`.
+        """
         return self.make(layout.ranks, layout.replicas, layout.microbatches, partition)
 
     def reshaped(
         self, layout: Layout, ranks: int, replicas: int, partition: Partition | None = None
     ) -> Layout:
-        """The same ranks and the same batch, as another mesh."""
+        """The same ranks and the same batch, as another mesh.
+
+        Args:
+            layout: The layout now.
+            ranks: Number of ranks of one pipeline.
+            replicas: Number of pipelines in the mesh.
+            partition: The placement. None: equally many layers for each stage.
+
+        Raises:
+            InputError: The mesh has another number of ranks, the replicas do not divide the
+                microbatches, or as `make`.
+        """
         everyone, batch = layout.ranks * layout.replicas, layout.microbatches * layout.replicas
         microbatches, rest = divmod(batch, replicas)
         if ranks * replicas != everyone or rest:
@@ -120,8 +172,18 @@ class Layouts:
         partition: Partition | None = None,
         microbatches: int | None = None,
     ) -> Layout:
-        """The same batch on another number of ranks, perhaps cut into another number of
-        microbatches. The default is the present number."""
+        """The same batch on another number of ranks.
+
+        Args:
+            layout: The layout now.
+            ranks: Number of ranks of one pipeline.
+            replicas: Number of pipelines in the mesh.
+            partition: The placement. None: equally many layers for each stage.
+            microbatches: Microbatches of a step, of all replicas. None: the present number.
+
+        Raises:
+            InputError: The replicas do not divide the microbatches, or as `make`.
+        """
         batch = microbatches or layout.microbatches * layout.replicas
         microbatches, rest = divmod(batch, replicas)
         if rest:
@@ -135,14 +197,24 @@ class Layouts:
         if (partition.layers, partition.ranks) != (layers, stages):
             unit = "ranks" if stages == max(placement) + 1 else "stages"
             raise PartitionError(
-                f"a placement of {partition.layers} layers on {partition.ranks} {unit}, for {layers} layers on {stages} {unit}"
+                f"a placement of {partition.layers} layers on {partition.ranks} {unit}, for "
+                f"{layers} layers on {stages} {unit}"
             )
 
 
 def moves_between_ranks(
     old: Partition, new: Partition, placement: Sequence[int]
 ) -> tuple[Move, ...]:
-    """The layers whose rank changes, in layer order, with ranks in the place of stages."""
+    """The layers whose rank changes, in layer order.
+
+    Args:
+        old: The placement before.
+        new: The placement after.
+        placement: The rank of each stage.
+
+    Returns:
+        Moves whose source and target are ranks, not stages.
+    """
     across = (
         Move(layer, placement[source], placement[target])
         for layer, source, target in moves(old, new)

@@ -1,13 +1,17 @@
-"""Where the layers sit: contiguous ranges, one per stage, and the exact way to choose them.
+"""Contiguous ranges of layers, one per stage, and the exact way to choose them.
 
     counts (3, 2, 3)   layers  0 1 2 | 3 4 | 5 6 7
                        stage     0   |  1  |   2         bounds (0, 3, 5, 8)
 
-Here every rank has one stage (several: see `chunks`). `exact` solves chains-on-chains partitioning:
-the least largest stage time over all contiguous placements (DynMo, section 3.3, without the faults
-of the DeepSpeed utility it builds on, which `baselines` keeps: empty stages, an absolute tolerance,
-an endless loop when layers are fewer than ranks). Loads are compared as exact integers (`chains`),
-so the bottleneck is a sum of layers, never a number near one, and a tie is a tie.
+Every rank has one stage here. For several stages per rank, see `chunks`.
+
+`exact` solves chains-on-chains partitioning: the least largest stage time over all contiguous
+placements (DynMo, section 3.3). DynMo builds on a DeepSpeed utility with three faults: empty
+stages, an absolute tolerance, and an endless loop if there are fewer layers than ranks. `exact`
+does not have these faults. `baselines` keeps them.
+
+Loads are compared as exact integers (`chains`). The bottleneck is therefore a sum of layers, never
+a number near one, and a tie is a tie.
 """
 
 from __future__ import annotations
@@ -74,8 +78,10 @@ class Partition:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """First layer of each stage, then the number of layers: stage s holds bounds[s] .. bounds[s
-        + 1] - 1."""
+        """First layer of each stage, then the number of layers.
+
+        Stage s holds bounds[s] .. bounds[s + 1] - 1.
+        """
         return tuple(accumulate(self.counts, initial=0))
 
     def range_of(self, stage: int) -> range:
@@ -100,16 +106,26 @@ class Move(NamedTuple):
 
 
 def moves(old: Partition, new: Partition) -> tuple[Move, ...]:
-    """The layers whose stage changes, in layer order; the numbers of ranks may differ, the layers
-    may not (PartitionError)."""
+    """The layers whose stage changes, in layer order.
+
+    Args:
+        old: The placement before.
+        new: The placement after. It may have another number of stages.
+
+    Raises:
+        PartitionError: The placements have different numbers of layers.
+    """
     same_layers(old.layers, new.layers)
     both = ((layer, old.owner(layer), new.owner(layer)) for layer in range(old.layers))
     return tuple(Move(layer, source, target) for layer, source, target in both if source != target)
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """DynMo's dL = (max - min) / mean (section 2.2); 0 where nothing is loaded. Raises
-    PartitionError for no loads at all."""
+    """DynMo's dL = (max - min) / mean (section 2.2). 0 if nothing is loaded.
+
+    Raises:
+        PartitionError: There are no loads.
+    """
     if not loads:
         raise PartitionError("the imbalance of no loads; give one load per stage")
     mean = math.fsum(loads) / len(loads)
@@ -117,10 +133,16 @@ def imbalance(loads: Sequence[float]) -> float:
 
 
 def weigh(layers: Sequence[LayerCost], cost: str) -> tuple[float, ...]:
-    """One weight per layer: "time" is F + B + W in seconds, "parameters" their number.
+    """One weight per layer.
 
-    By parameters a frozen layer weighs as much as a trained one: that is the baseline's own fault,
-    and it is kept.
+    A frozen layer weighs as many parameters as a trained one. This fault of the baseline is kept.
+
+    Args:
+        layers: Cost of each layer.
+        cost: "time" is F + B + W in seconds, "parameters" is their number.
+
+    Raises:
+        PartitionError: The cost is unknown.
     """
     if cost == "time":
         return tuple(layer.seconds for layer in layers)
@@ -130,14 +152,31 @@ def weigh(layers: Sequence[LayerCost], cost: str) -> tuple[float, ...]:
 
 
 def stage_loads(weights: Sequence[float], partition: Partition) -> tuple[float, ...]:
-    """The sum of the weights of each stage, correctly rounded."""
+    """The sum of the weights of each stage, correctly rounded.
+
+    Args:
+        weights: One per layer.
+        partition: Number of layers on each stage.
+
+    Raises:
+        PartitionError: The placement is of another number of layers.
+    """
     same_layers(len(weights), partition.layers)
     return tuple(math.fsum(weights[start:stop]) for start, stop in pairwise(partition.bounds))
 
 
 def uniform(layers: int, ranks: int) -> Partition:
-    """As many layers on every stage; where they do not divide, the first stages take one more
-    (DeepSpeed's order)."""
+    """Places equally many layers on every stage.
+
+    If the layers do not divide, the first stages take one more (DeepSpeed's order).
+
+    Args:
+        layers: Number of layers.
+        ranks: Number of stages.
+
+    Raises:
+        PartitionError: There are fewer layers than stages.
+    """
     enough(layers, ranks)
     each, more = divmod(layers, ranks)
     return Partition((each + 1,) * more + (each,) * (ranks - more))
@@ -154,23 +193,36 @@ def exact(
     links: Sequence[LinkCost] | None = None,
     output_bytes: Sequence[int] | None = None,
 ) -> Partition:
-    """The placement whose largest stage time is least, among all that fit `memory` and leave no
-    stage empty.
+    """Places contiguous layers so that the largest stage time is least.
 
-    A stage's time is its load, divided by its rank's entry of `speeds` (default 1), plus the time
-    its output takes over the link behind it: links[s].seconds(output_bytes of its last layer). That
-    is DynMo's reading of a slow network (E.1): the work of A and the transfer after it are to equal
-    the work of B. The last stage sends nothing.
+    A stage's time is its load divided by its rank's speed, plus the time of sending its output.
+    Sending takes links[s].seconds(output_bytes of its last layer). The last stage sends nothing.
+    This is DynMo's reading of a slow network (E.1): the work of A and the transfer after it should
+    equal the work of B.
 
-    Of several, the one that moves the fewest `move_bytes` (per layer; without them, the fewest
-    layers) away from `current`; then the one with the least sum of squared times, then of squared
-    counts; then the one whose last boundaries are nearest the front. Times are squared in whole
-    units, of 2^-25 of the bottleneck or finer where the weights are not small integers; the
-    bottleneck itself is exact. Where there are more ties than can be looked at, those near
-    `current`, or near an even spread, are.
+    Ties are resolved in this order:
 
-    Raises PartitionError where there are fewer layers than ranks, a number is negative or not
-    finite, or no placement fits `memory`.
+    1. the fewest bytes moved away from `current`
+    2. the least sum of squared times, then of squared counts
+    3. the last boundaries nearest to the front
+
+    Times are squared in whole units. The units are 2^-25 of the bottleneck or finer if the weights
+    are not small integers. The bottleneck itself is exact. If there are too many ties, only those
+    near `current`, or near an even spread, are compared.
+
+    Args:
+        weights: Load of each layer.
+        ranks: Number of ranks. Each has one stage, and no stage is empty.
+        memory: Limit of each stage. None: unlimited.
+        current: The placement to stay near. None: nothing is placed yet.
+        move_bytes: Bytes of each layer. None: layers are counted.
+        speeds: One per rank. None: all are 1.
+        links: One per boundary. Needs `output_bytes`. None: messages take no time.
+        output_bytes: Size of each layer's output.
+
+    Raises:
+        PartitionError: There are fewer layers than ranks, a number is negative or not finite, or no
+            placement fits `memory`.
     """
     problem = Problem(weights, ranks, memory, speeds, links, output_bytes)
     if current is not None:
@@ -193,9 +245,23 @@ def ties(
     move_bytes: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> list[Partition]:
-    """Some of the placements with the least largest stage time, all different: `exact`'s; the one
-    that `exact` would take if nothing were placed yet; the ones that fill the stages from the front
-    and from the back, each as far as it goes. Raises as `exact`."""
+    """Some of the placements with the least largest stage time, all different.
+
+    Args:
+        weights: As for `exact`.
+        ranks: As for `exact`.
+        memory: As for `exact`.
+        current: As for `exact`.
+        move_bytes: As for `exact`.
+        speeds: As for `exact`.
+
+    Returns:
+        The placement of `exact`, the one that `exact` would take if nothing were placed yet, and
+        the ones that fill the stages from the front and from the back as far as possible.
+
+    Raises:
+        PartitionError: As for `exact`.
+    """
     problem = Problem(weights, ranks, memory, speeds)
     if current is not None:
         same_layers(current.layers, problem.layers)

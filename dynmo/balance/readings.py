@@ -1,9 +1,11 @@
-"""Readings of one layer's times, condensed so that no single reading decides anything.
+"""Readings of one layer's times, condensed so that no single reading decides.
 
     step        | 1        2        3        4        5      |   the newest `WINDOW` steps
     microbatch    0 1 2 3  0 1 2 3  0 1 2 3  0 1 2 3  0 1 2 3    one reading each, of F, B and W
     seconds     | median over the steps of each step's median |
-    halves      | earlier steps    |        | later steps     |   of one step: its earlier and its later microbatches
+    halves      | earlier steps    |        | later steps     |
+
+The halves of a single step are its earlier and its later microbatches.
 
 The two halves share no reading. A difference between layers that both halves show is a difference
 that two independent measurements show.
@@ -40,13 +42,13 @@ class Readings:
         self._steps: deque[_Step] = deque(maxlen=WINDOW)
 
     def add(self, f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> None:
-        """Takes the readings of one step, in the order in which they were taken: seconds, one per
-        microbatch.
+        """Adds the readings of one step: seconds, one per microbatch, in the order taken.
 
         Args:
-            f: Of the forwards.
-            b: Of the backwards of the input. Empty if the layer has none, as in a frozen prefix.
-            w: Of the backwards of the weights. Likewise.
+            f: Seconds of the forwards.
+            b: Seconds of the backwards of the input. Empty if the layer has none, as in a frozen
+                prefix.
+            w: Seconds of the backwards of the weights. Empty if the layer has none.
         """
         kinds = (f, b, w)
         halves = None
@@ -57,13 +59,15 @@ class Readings:
 
     @property
     def seconds(self) -> Times:
-        """The layer's times by all readings; 0 where there is none."""
+        """The layer's times by all readings. 0 without readings."""
         return _over(self._steps)
 
     @property
     def halves(self) -> tuple[Times, Times] | None:
-        """The layer's times by the earlier readings alone, and by the later ones; None if some time
-        has one reading only."""
+        """The layer's times by the earlier readings alone, and by the later ones alone.
+
+        None if some time has one reading only.
+        """
         steps = list(self._steps)
         count = len(steps) // 2
         if count:

@@ -1,4 +1,6 @@
-"""Fewer ranks for a model that has become small (DynMo, appendix C.4, algorithm 4).
+"""Fewer ranks for a model that has become small (DynMo, appendix C.4).
+
+Algorithm 4 merges ranks:
 
     8 ranks   3 3 3 3 3 3 3 3        first-fit merges neighbours while their memory fits one rank
     5 ranks   6 6 6 3 3
@@ -78,13 +80,15 @@ def fewest_ranks(
 def first_fit(
     partition: Partition, memory: Sequence[float], limit: float, target: int
 ) -> Partition:
-    """Algorithm 4: merges each rank into the next one if both fit, until `target` ranks are left.
+    """Algorithm 4: merges each rank into the next one if both fit.
+
+    It stops when `target` ranks are left.
 
     Args:
         partition: The layers of each rank.
         memory: Bytes of each layer.
         limit: Bytes of a rank. The sum of two must be under it.
-        target: Where to stop.
+        target: Number of ranks at which merging stops.
 
     Returns:
         The layers of each rank that is left. More than `target` if no more fit.
@@ -99,7 +103,14 @@ def first_fit(
 
 
 def best_fit(partition: Partition, memory: Sequence[float], limit: float, target: int) -> Partition:
-    """As `first_fit`, but merges the neighbours that leave the least room."""
+    """Merges like `first_fit`, but the neighbours that leave the least room first.
+
+    Args:
+        partition: As for `first_fit`.
+        memory: As for `first_fit`.
+        limit: As for `first_fit`.
+        target: As for `first_fit`.
+    """
     left = _loads(partition, memory)
     while len(left) > target:
         fitting = [
@@ -117,7 +128,16 @@ def best_fit(partition: Partition, memory: Sequence[float], limit: float, target
 def round_robin(
     partition: Partition, memory: Sequence[float], limit: float, target: int
 ) -> Partition:
-    """As `first_fit`, but merges one pair after the other and begins again behind the last."""
+    """Merges like `first_fit`, but one pair after the other.
+
+    It begins again behind the last pair.
+
+    Args:
+        partition: As for `first_fit`.
+        memory: As for `first_fit`.
+        limit: As for `first_fit`.
+        target: As for `first_fit`.
+    """
     left, rank, misses = _loads(partition, memory), 0, 0
     while 1 < len(left) > target and misses < len(left):
         rank = 0 if rank + 1 >= len(left) else rank
@@ -130,8 +150,16 @@ def round_robin(
 
 
 def halving(partition: Partition, memory: Sequence[float], limit: float, target: int) -> Partition:
-    """PipeTransformer: merges all pairs of neighbours at once, if every pair fits and at least
-    `target` ranks are left."""
+    """PipeTransformer: merges all pairs of neighbours at once.
+
+    It merges only if every pair fits and at least `target` ranks are left.
+
+    Args:
+        partition: As for `first_fit`.
+        memory: As for `first_fit`.
+        limit: As for `first_fit`.
+        target: As for `first_fit`.
+    """
     left = _loads(partition, memory)
     while len(left) % 2 == 0 and len(left) // 2 >= target:
         pairs = list(zip(left[::2], left[1::2], strict=True))
@@ -158,7 +186,7 @@ def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:
 
     Args:
         nodes: Name of the machine of each rank.
-        count: How many ranks stay.
+        count: Number of ranks that stay.
 
     Returns:
         The ranks that stay, ascending.

@@ -1,15 +1,15 @@
-"""The placement whose simulated time, under the schedule that will run, is least.
+"""The placement with the least simulated time under the schedule that will run.
 
-The least bottleneck is shared by many placements, and they do not take the same time: a heavy stage
-far upstream fills the pipeline more slowly than one near its end, and a slightly larger bottleneck
-may be worth a shorter way. So the search starts from several placements of the least bottleneck,
-and moves one layer at a time along the path between two stages as long as the simulated time falls:
+Many placements share the least bottleneck, and they do not take the same time. A heavy stage far
+upstream fills the pipeline more slowly than one near its end. A slightly larger bottleneck may be
+worth a shorter way. The search therefore starts from several placements of the least bottleneck. It
+moves one layer at a time along the path between two stages while the simulated time falls:
 
     4 3 | 2 2 | 1 1 2      from stage 0 to stage 2:      4 | 3 2 | 2 1 1 2
 
-Every step is judged by a compiled replay of one schedule (`_replay`); what is returned was judged
-by the simulator, with the schedule that would be made for it. Nothing depends on the clock or on
-chance: equal inputs give equal placements, on every rank.
+Every step is judged by a compiled replay of one schedule (`_replay`). The result was judged by the
+simulator, with the schedule that would be made for it. Nothing depends on the clock or on chance:
+equal inputs give equal placements, on every rank.
 """
 
 from __future__ import annotations
@@ -35,18 +35,24 @@ from dynmo.schedule.simulator import simulate
 
 Bounds = tuple[int, ...]
 
-# Times nearer than this share are equal, and fewer bytes moved decide: sums in another order differ
-# by as much.
+# Times nearer than this share count as equal, because sums in another order differ by as much. The
+# fewer bytes moved decide then.
 _SAME = 1e-9
 _STARTS = 3  # placements from which a round descends
-_ROUNDS = 3  # a schedule that follows the costs is made anew for what was found, at most so often
+_ROUNDS = 3  # the most times that the schedule is made anew for the best placement
 _OPS = 40_000_000  # ops replayed in one round: some tenths of a second
 
 
 @dataclass(frozen=True)
 class PlacementSearchResult:
-    """`seconds`: simulated, in the costs' unit. `started`: the same of `exact`'s placement, where
-    the search began."""
+    """The result of `search`.
+
+    Attributes:
+        partition: The placement.
+        seconds: Simulated time of the placement, in the costs' unit.
+        started: Simulated time of the placement of `exact`, where the search began.
+        evaluations: Number of replays.
+    """
 
     partition: Partition
     seconds: float
@@ -68,7 +74,21 @@ def schedule_aware(
     placement: Sequence[int] | None = None,
     ties_only: bool = False,
 ) -> Partition:
-    """The placement with the least simulated time that `search` finds."""
+    """The placement with the least simulated time that `search` finds.
+
+    Args:
+        layers: As for `search`.
+        ranks: As for `search`.
+        make: As for `search`.
+        links: As for `search`.
+        memory: As for `search`.
+        current: As for `search`.
+        first_trainable_layer: As for `search`.
+        objective: As for `search`.
+        speeds: As for `search`.
+        placement: As for `search`.
+        ties_only: As for `search`.
+    """
     result = search(
         *(layers, ranks),
         make=make,
@@ -98,22 +118,36 @@ def search(
     placement: Sequence[int] | None = None,
     ties_only: bool = False,
 ) -> PlacementSearchResult:
-    """Looks for the placement with the least span or makespan of the schedule that `make` gives for
-    its costs.
+    """Looks for the placement with the least span or makespan.
 
-    placement: the rank of each stage, as the schedule has it (default: one stage per rank, in
-    order). The layers before `first_trainable_layer` are a frozen prefix: forward only, whatever
-    their costs say. links: one per boundary between stages, speeds: one per rank. Never worse, by
-    the simulator, than the placement of `exact` (or `chunked`), nor than `current` where that has
-    as many stages and fits. Of placements of equal time, the one that moves the fewest bytes.
-    `ties_only` keeps to the least bottleneck.
+    The schedule is the one that `make` gives for a placement's costs. The result is never worse in
+    the simulator than the placement of `exact` (or `chunked`). It is also never worse than
+    `current` if that has as many stages and fits. Of placements of equal time, the one that moves
+    the fewest bytes is returned.
 
-    Raises PartitionError as `exact` does, and ScheduleError as `make` does for `exact`'s placement.
+    Args:
+        layers: Cost of each layer.
+        ranks: Number of ranks.
+        make: Gives the schedule that would run at some costs.
+        links: One per boundary between stages. None: messages take no time.
+        memory: Limit of each stage. None: unlimited.
+        current: The placement now.
+        first_trainable_layer: The layers before it are a frozen prefix: forward only, whatever
+            their costs say.
+        objective: Whether the span or the makespan should be short.
+        speeds: One per rank. None: all are 1.
+        placement: The rank of each stage in the schedule. None: one stage per rank, in order.
+        ties_only: Keep to the least bottleneck.
+
+    Raises:
+        PartitionError: As for `exact`.
+        ScheduleError: `make` fails for the placement of `exact`.
     """
     placement = tuple(range(ranks) if placement is None else placement)
     if max(placement, default=-1) + 1 != ranks:
         raise PartitionError(
-            f"placement {list(placement)} for {ranks} ranks; it must name the ranks 0 to {ranks - 1}"
+            f"placement {list(placement)} for {ranks} ranks; "
+            f"it must name the ranks 0 to {ranks - 1}"
         )
     if speeds is not None and len(speeds) != ranks:
         raise PartitionError(f"{len(speeds)} speeds for {ranks} ranks; give one per rank")
@@ -168,8 +202,8 @@ class _Search:
         sizes = [layer.moved_bytes for layer in layers]
         self.sizes = sizes if any(sizes) else [1] * len(sizes)
         self.size_sums = [0, *accumulate(self.sizes)]
-        # What the replay reads: sums of F, B, W before each layer, on each stage's rank; and each
-        # link's time wherever a stage may stop.
+        # The replay reads sums of F, B, W before each layer on each stage's rank, and each link's
+        # time wherever a stage may stop.
         sums = np.array(
             [
                 [0.0, *accumulate(times)]
@@ -181,8 +215,8 @@ class _Search:
         self.sends = np.zeros((max(1, self.stages - 1), len(layers) + 1))
         for boundary, link in enumerate(links or ()):
             self.sends[boundary, 1:] = [link.seconds(x.output_bytes) for x in layers]
-        # Layers before this one have neither B nor W. How many stages they fill decides which ops a
-        # schedule has.
+        # Layers before this one have neither B nor W. The number of stages that they fill decides
+        # which ops a schedule has.
         self.frozen = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers))
         self.shapes: dict[int, Shape] = {}
         self.limit = math.inf
@@ -209,8 +243,10 @@ class _Search:
         )
 
     def starts(self) -> list[Bounds]:
-        """Placements of the least bottleneck, the one with the fewest moves first; and, where they
-        may be, the current and the even one."""
+        """Placements of the least bottleneck, the one with the fewest moves first.
+
+        The current and the even placement follow if they are allowed.
+        """
         weights = [layer.seconds for layer in self.layers]
         if self.stages > self.ranks:
             best = chunked(
@@ -239,8 +275,10 @@ class _Search:
         ]
 
     def with_links(self, weights: Sequence[float], links: Sequence[LinkCost]) -> list[Partition]:
-        """The placement of the least bottleneck if a stage's time counts the way of its output,
-        too; none if links take no time."""
+        """The placement of the least bottleneck if stages also send their output.
+
+        Empty if links take no time.
+        """
         sizes = [layer.output_bytes for layer in self.layers]
         if not any(link.seconds(size) for link in links for size in sizes):
             return []
@@ -257,7 +295,10 @@ class _Search:
         ]
 
     def allowed(self, bounds: Bounds) -> bool:
-        """Within memory and, if that is asked for, the least bottleneck."""
+        """Checks that a placement fits the memory and the least bottleneck.
+
+        A limit that is not set is not checked.
+        """
         if self.memory is not None:
             if self.stages > self.ranks:
                 held = [0] * self.ranks
@@ -289,7 +330,7 @@ class _Search:
         ]
 
     def moved(self, bounds: Bounds) -> int:
-        """Bytes that are not where `current` has them."""
+        """Bytes of the layers that are not where `current` has them."""
         if self.current is None:
             return 0
         sums, kept = self.size_sums, 0
@@ -302,7 +343,7 @@ class _Search:
     # -- how long it takes -------------------------------------------------------------------------
 
     def evaluate(self, bounds: Bounds) -> _Candidate:
-        """By the simulator, under the schedule made for this placement."""
+        """Evaluates a placement by the simulator, under the schedule made for it."""
         costs = pipeline_costs(
             self.layers, Partition.from_bounds(bounds), links=self.links, speeds=self.speeds
         )
@@ -317,9 +358,7 @@ class _Search:
             return best
         try:
             evaluated = self.evaluate(bounds)
-        except (
-            ScheduleError
-        ):  # memory, say, that is enough for the stages but not for a schedule of its own
+        except ScheduleError:  # say, the memory is enough for the stages, but for no own schedule
             return best
         return evaluated if evaluated.beats(best) else best
 
@@ -339,8 +378,10 @@ class _Search:
         return self.shapes[frozen]
 
     def replay(self, bounds: Bounds, best: float = math.inf) -> float:
-        """The time under the round's schedule; infinity where it is not less than `best` for sure,
-        or there is no schedule."""
+        """The time under the round's schedule.
+
+        Infinity if the time is certainly not less than `best`, or if there is no schedule.
+        """
         shape = self.shape(bounds)
         if shape is None:
             return math.inf
@@ -354,8 +395,10 @@ class _Search:
     # -- the descent -------------------------------------------------------------------------------
 
     def descend(self, bounds: Bounds) -> Bounds:
-        """One layer at a time along a path of stages, as long as the time falls, or stays and fewer
-        bytes move."""
+        """Moves one layer at a time along a path of stages.
+
+        Goes on while the time falls, or stays equal while fewer bytes move.
+        """
         least = value = self.replay(bounds)
         moved = self.moved(bounds)
         tried = {bounds}
@@ -382,8 +425,11 @@ class _Search:
         return bounds
 
     def neighbours(self, bounds: Bounds) -> Iterator[Bounds]:
-        """From the most loaded stage to the least loaded first, though a load is not all that
-        counts."""
+        """Placements with one layer moved between two stages.
+
+        Moves from the most loaded to the least loaded stage come first. The order is a heuristic,
+        because a load is not all that counts.
+        """
         load = self.loads(bounds)
         order = sorted(range(self.stages), key=lambda stage: (-load[stage], stage))
         for source in order:

@@ -1,9 +1,10 @@
-"""From a placement of layers to what the simulator and the schedulers take: the costs of stages and
-boundaries.
+"""From a placement of layers to the costs of stages and boundaries.
 
-layers    e  a f | a f | a f  h        a layer's F, B, W, bytes
-stages       0   |  1  |   2           sums of the layers, divided by the speed of the stage's rank
-links          out0  out1              the time of the last layer's output over the link behind the stage
+The simulator and the schedulers take these costs.
+
+    layers    e  a f | a f | a f  h    a layer's F, B, W, bytes
+    stages       0   |  1  |   2       sums of the layers, divided by the speed of the stage's rank
+    links          out0  out1          time of the last layer's output over the link behind it
 """
 
 from __future__ import annotations
@@ -29,8 +30,17 @@ def pipeline_costs(
     links: Sequence[LinkCost] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Costs:
-    """The costs of `partition`: one link per boundary (none: no time), one speed per stage (none:
-    1)."""
+    """The costs of the stages and boundaries of `partition`.
+
+    Args:
+        layers: Cost of each layer.
+        partition: Number of layers on each stage.
+        links: One per boundary. None: messages take no time.
+        speeds: One per stage. None: all are 1.
+
+    Raises:
+        PartitionError: The number of links or speeds is wrong.
+    """
     stages = stage_costs(layers, partition.counts)
     check_lengths(partition.ranks, links, speeds)
     if speeds is not None:
@@ -52,8 +62,16 @@ def pipeline_costs(
 def check_lengths(
     stages: int, links: Sequence[LinkCost] | None, speeds: Sequence[float] | None
 ) -> None:
-    """Raises PartitionError unless there is a link per boundary and a speed per stage, where there
-    are any."""
+    """Checks that there is one link per boundary and one speed per stage.
+
+    Args:
+        stages: Number of stages.
+        links: None is not checked.
+        speeds: None is not checked.
+
+    Raises:
+        PartitionError: The number of links or speeds is wrong.
+    """
     if links is not None and len(links) != stages - 1:
         raise PartitionError(
             f"{len(links)} links for {stages} stages; give {stages - 1}, one per boundary"
@@ -63,11 +81,21 @@ def check_lengths(
 
 
 def freeze(layers: Sequence[LayerCost], first_trainable_layer: int) -> tuple[LayerCost, ...]:
-    """The layers before `first_trainable_layer` as a frozen prefix: forward only, and nothing
-    kept."""
+    """Turns the layers before `first_trainable_layer` into a frozen prefix.
+
+    A frozen layer runs forward only and keeps nothing.
+
+    Args:
+        layers: Cost of each layer.
+        first_trainable_layer: Index of the first layer that trains.
+
+    Raises:
+        PartitionError: There is no such layer. At least the last layer must train.
+    """
     if not 0 <= first_trainable_layer < max(1, len(layers)):
         raise PartitionError(
-            f"first trainable layer {first_trainable_layer} of {len(layers)} layers; at least the last must train"
+            f"first trainable layer {first_trainable_layer} of {len(layers)} layers; "
+            "at least the last must train"
         )
     frozen = (
         replace(x, b=0.0, w=0.0, activation_bytes=0, stash_bytes=0)
@@ -77,10 +105,18 @@ def freeze(layers: Sequence[LayerCost], first_trainable_layer: int) -> tuple[Lay
 
 
 def frozen_stages(costs: Costs) -> int:
-    """How many stages at the front have neither B nor W; the last one always counts as training."""
+    """Number of stages at the front that have neither B nor W.
+
+    The last stage always counts as training.
+    """
     return len(list(takewhile(lambda x: x.b == 0 and x.w == 0, costs.stages[:-1])))
 
 
 def by_name(name: str, microbatches: int) -> Make:
-    """Makes the schedule called `name`, with the frozen prefix that the costs show."""
+    """Makes the schedule called `name`, with the frozen prefix that the costs show.
+
+    Args:
+        name: Name of the schedule.
+        microbatches: Microbatches of a step.
+    """
     return lambda costs: make_schedule(name, len(costs.stages), microbatches, frozen_stages(costs))

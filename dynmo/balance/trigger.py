@@ -1,18 +1,23 @@
-"""Does the gain repay the move? DynMo moves at a fixed frequency and leaves the question open
-(section 3.6).
+"""Decides whether the gain of a move repays the move.
 
-(seconds_now - seconds_then) * steps left  >  seconds of the move * margin      and      1 - then / now  >=  hysteresis
+DynMo moves at a fixed frequency and leaves the question open (section 3.6). Layers move here if
+both conditions hold:
 
-Where it is known what will change (a forecast), the steps left are cut into intervals, and the gain
-is believed only as far as it lasts:
+    (seconds_now - seconds_then) * steps left  >  seconds of the move * margin
+    1 - then / now  >=  hysteresis
 
-    intervals       |  now 1.2 s, then 1.0 s  |  now 1.0 s, then 0.9 s  |  now 0.8 s, then 1.1 s  |
-                    step                                                turn                      end of the run
-    believed         saved: 0.2 s a step        and 0.1 s a step        | from here on it is wrong: the move back is paid too
+If a forecast says what will change, the steps left are cut into intervals. The gain is believed
+only as far as it lasts:
 
-A gain that rests on measured times must be certain, too (`confirmed`): the earlier and the later
-half of the readings must each support it, and on a machine that is busy with other processes it
-must stand out from what they disturb.
+    intervals  |  now 1.2 s, then 1.0 s  |  now 1.0 s, then 0.9 s  |  now 0.8 s, then 1.1 s  |
+    believed   |  saves 0.2 s a step     |  saves 0.1 s a step     |  from here on it is wrong
+               step                                                turn             end of the run
+
+The move back at the turn is paid, too.
+
+A gain that rests on measured times must also be certain (`confirmed`). The earlier and the later
+half of the readings must each support it. On a machine that is busy with other processes, it must
+stand out from what they disturb.
 
 `RebalanceWatch` serves `balance.every = "auto"`. After every step it checks the step's measurements
 for a reason to decide.
@@ -37,9 +42,15 @@ FORCED = ("uniform", "random", "deepspeed-uniform", "megatron-uniform", "megatro
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to move; the share of a step's time that the move is predicted to save (negative
-    where it loses); one line that says why. uncertain: more readings may confirm a gain that is not
-    acted on yet."""
+    """A decision to move or to stay.
+
+    Attributes:
+        move: True to move.
+        predicted_gain: Share of a step's time that the move is predicted to save. Negative if the
+            move makes a step slower.
+        reason: Why, in one line.
+        uncertain: More readings may confirm a gain that is not acted on yet.
+    """
 
     move: bool
     predicted_gain: float
@@ -55,12 +66,18 @@ def worth_moving(
     margin: float = 1.5,
     hysteresis: float = 0.02,
 ) -> Decision:
-    """Decides from the seconds of a step as placed now and as it would be, over the `horizon_steps`
-    for which that is believed to hold.
+    """Decides from the seconds of a step now and after a move.
 
-    `move_seconds` is the measured cost of a move. `margin` multiplies it, for predictions are
-    better than what follows; `hysteresis` is the least relative gain, for noise of a percent must
-    not move layers to and fro. Raises PartitionError for a number that is negative or not finite.
+    Args:
+        seconds_now: Seconds of a step as placed now.
+        seconds_then: Seconds of a step after the move.
+        horizon_steps: Number of steps for which these times are believed to hold.
+        move_seconds: Measured cost of a move.
+        margin: Multiplies the cost of the move, because predictions are better than what follows.
+        hysteresis: The least relative gain. Noise of a percent must not move layers to and fro.
+
+    Raises:
+        PartitionError: A number is negative or not finite.
     """
     given = {
         "seconds_now": seconds_now,
@@ -84,13 +101,18 @@ def worth_moving(
             gain,
             f"stay: {step}, a gain of {gain:.2%} under the {hysteresis:.2%} that counts",
         )
-    sums = f"{saved:.4g} s saved over {horizon_steps} steps against {move_seconds:.4g} s for the move x {margin:g}"
+    sums = (
+        f"{saved:.4g} s saved over {horizon_steps} steps against {move_seconds:.4g} s for the "
+        f"move x {margin:g}"
+    )
     return Decision(saved > price, gain, f"{'move' if saved > price else 'stay'}: {step}, {sums}")
 
 
 class Expected(Protocol):
-    """What is known of the future: from `step` on these layers take `f`, `b`, `w` times what they
-    take now (`dynamism.Forecast`)."""
+    """A forecast for some layers (`dynamism.Forecast`).
+
+    From `step` on these layers take `f`, `b`, `w` times the time that they take now.
+    """
 
     @property
     def step(self) -> int: ...
@@ -106,7 +128,7 @@ class Expected(Protocol):
 
 @dataclass(frozen=True)
 class ForecastInterval:
-    """In the steps start .. stop - 1 the layers cost this."""
+    """The costs of the layers in the steps start .. stop - 1."""
 
     start: int
     stop: int
@@ -116,12 +138,17 @@ class ForecastInterval:
 def forecast_intervals(
     layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]], step: int, end: int
 ) -> tuple[ForecastInterval, ...]:
-    """The steps `step` .. end - 1, cut where a forecast says that costs change. `layers`: what they
-    cost now.
+    """Cuts the steps `step` .. end - 1 where a forecast says that costs change.
 
-    forecasts: of each case its own. Of one case the latest for a layer holds, and what several
-    cases say of it is multiplied. A layer that will have neither B nor W keeps nothing between F
-    and B; one without W nothing for W.
+    The latest forecast of a case for a layer holds. The forecasts of several cases for a layer are
+    multiplied. A layer that will have neither B nor W keeps nothing between F and B. A layer
+    without W keeps nothing for W.
+
+    Args:
+        layers: Cost of each layer now.
+        forecasts: The forecasts of each case.
+        step: The first step.
+        end: The step after the last.
     """
     if end <= step:
         return ()
@@ -156,7 +183,7 @@ def _expected(
 
 @dataclass(frozen=True)
 class Outlook:
-    """Seconds of a step in the steps start .. stop - 1, as placed now and as it would be."""
+    """Seconds of a step in the steps start .. stop - 1, now and after the move."""
 
     start: int
     stop: int
@@ -165,8 +192,9 @@ class Outlook:
 
 
 SOON = 5
-"""A gain that is known to end in fewer steps is not begun: the first step after a move opens
-channels anew."""
+"""A move is not begun if its gain is known to end in fewer steps than this.
+
+The first step after a move opens channels anew."""
 
 
 def worth_moving_through(
@@ -176,12 +204,22 @@ def worth_moving_through(
     hysteresis: float = 0.02,
     soon: int = SOON,
 ) -> Decision:
-    """As `worth_moving`, over steps of which it is known how they will differ.
+    """Decides as `worth_moving` does, over steps whose differences are known.
 
-    The gain is believed up to the first phase in which the move would be no gain any more. If there
-    is one, it is taken that the layers will have to move again then, so that the price is paid
-    twice; and if it comes in fewer than `soon` steps, nothing moves: wait. With nothing known it is
-    `worth_moving`. Raises PartitionError as that.
+    The gain is believed up to the first interval in which the move would be no gain any more. If
+    there is such an interval, the layers are assumed to move again then, so the price is paid
+    twice. If that interval begins in fewer than `soon` steps, nothing moves. With a single interval
+    this is `worth_moving`.
+
+    Args:
+        outlook: Seconds of a step in each interval, in order.
+        move_seconds: As for `worth_moving`.
+        margin: As for `worth_moving`.
+        hysteresis: As for `worth_moving`.
+        soon: The fewest steps for which a gain must last.
+
+    Raises:
+        PartitionError: As for `worth_moving`.
     """
     if len(outlook) < 2:
         first = outlook[0] if outlook else Outlook(0, 0, 0.0, 0.0)
@@ -203,7 +241,10 @@ def worth_moving_through(
         if stop - start < soon:
             gain = 1 - outlook[0].then / outlook[0].now
             later = outlook[count]
-            why = f"from step {stop} on a step would take {later.then:.4g} s instead of {later.now:.4g} s"
+            why = (
+                f"from step {stop} on a step would take {later.then:.4g} s instead of "
+                f"{later.now:.4g} s"
+            )
             return Decision(
                 False, gain, f"wait: a gain of {gain:.2%} would last {stop - start} steps; {why}"
             )
@@ -223,9 +264,9 @@ def worth_moving_through(
     return Decision(whole.move, first, f"{whole.reason}{until}")
 
 
-# A gain must be at least this times the share of the ops' time that other processes take: the
-# steps' own lengths scatter with that share (`benchmarks.steadiness` shows by how much), so a
-# smaller gain would come out as a loss now and then.
+# A gain must be at least this times the share of the ops' time that other processes take. The
+# lengths of steps scatter with that share (`benchmarks.steadiness` shows by how much). A smaller
+# gain would sometimes come out as a loss.
 _PREEMPTED_COUNTS = 1 / 3
 
 
@@ -239,8 +280,8 @@ def confirmed(
     """The decision, if what was measured is certain enough to act on.
 
     Args:
-        decision: By all readings.
-        parts: The same question answered by disjoint parts of the readings. None: there is one
+        decision: The decision by all readings.
+        parts: The same question answered by disjoint parts of the readings. Empty: there is one
             reading only, which proves nothing.
         preempted: The share of its ops' time for which a rank lost its core to other processes.
         difference: The share of a step's time that must stand out from this disturbance. None: the
@@ -256,7 +297,10 @@ def confirmed(
     difference = decision.predicted_gain if difference is None else difference
     least, shown = _PREEMPTED_COUNTS * preempted, f"{what} of {difference:.2%}"
     if difference < least:
-        why = f"other processes take {preempted:.0%} of the ops' time, and {shown} is under the {least:.2%} that counts then"
+        why = (
+            f"other processes take {preempted:.0%} of the ops' time, and {shown} is under the "
+            f"{least:.2%} that counts then"
+        )
     elif not parts:
         why = f"{shown} rests on one reading"
     elif not all(part.move for part in parts):
@@ -266,19 +310,24 @@ def confirmed(
     return Decision(False, decision.predicted_gain, f"stay: {why}", uncertain=True)
 
 
-# After so many measured steps of changed work it is time to look. A step's figures are medians over
-# its microbatches, so one says much; the second look is for when that one was a freak, and moves
-# nothing where it finds the same.
+# It is time to look after so many measured steps of changed work. A step's figures are medians over
+# its microbatches, so one step says much. The second look helps if the first step was a freak. It
+# moves nothing if it finds the same.
 _LOOKS = (1, 3)
 
 
 @final
 class RebalanceWatch:
-    """Is it time to look whether moving pays? After some steps at first; one step after the work
-    changed, and again a few later; and when the imbalance of the ranks' busy seconds, max / mean,
-    has drifted by more than `drift` from what it was after the last decision.
+    """Says when it is time to check whether a move pays.
 
-    Fed with what all ranks know of a step, so all ranks find the same.
+    It is time after some steps at first. It is time one step after the work changed, and again a
+    few steps later. It is also time when the imbalance has drifted by more than `drift` from its
+    value after the last decision. The imbalance is max / mean of the ranks' busy seconds.
+
+    The watch is fed with what all ranks know of a step, so all ranks find the same.
+
+    Args:
+        drift: Relative change of the imbalance.
     """
 
     def __init__(self, drift: float) -> None:
@@ -286,12 +335,12 @@ class RebalanceWatch:
         self._reference: float | None = None
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._first = True
-        # Since the work changed: steps that were measured, and after how many it is time to look.
+        # Steps measured since the work changed, and after how many of them it is time to look.
         self._measured = 0
         self._looks: deque[int] = deque()
 
     def observe(self, busy: Sequence[float]) -> None:
-        """After a step: each rank's busy seconds."""
+        """Takes each rank's busy seconds of a finished step."""
         mean = math.fsum(busy) / len(busy)
         self._recent.append(max(busy) / mean if mean else 1.0)
         self._measured += 1
@@ -299,15 +348,19 @@ class RebalanceWatch:
             self._reference = median(self._recent)
 
     def on_workload_change(self) -> None:
-        """The work has changed before the next step. Of changes that follow one upon another the
-        first counts: else none would ever."""
+        """Notes that the work has changed before the next step.
+
+        If changes follow one another, the first one counts. Otherwise none would ever count.
+        """
         if not self._looks:
             self._measured = 0
             self._looks.extend(_LOOKS)
 
     def check_later(self) -> None:
-        """What was decided is not certain yet. Looks once more when the readings that it was
-        decided by have been replaced."""
+        """Notes that the decision is not certain yet.
+
+        The next look comes when the readings behind the decision have been replaced.
+        """
         if not self._looks:
             self._measured = 0
             self._looks.append(WINDOW)
@@ -321,8 +374,7 @@ class RebalanceWatch:
         return self._first or abs(median(self._recent) / self._reference - 1) > self._drift
 
     def decided(self) -> None:
-        """Something was decided: what is measured from now on is what the next decision compares
-        with."""
+        """Notes a decision. The next decision compares with measurements from now on."""
         self._first, self._reference = False, None
         while self._looks and self._measured >= self._looks[0]:
             self._looks.popleft()

@@ -1,7 +1,6 @@
-"""The `dynmo` command: one file per command here, and `main`, the one place where errors become a
-line and an exit status.
+"""The `dynmo` command: one file per command, and `main`, which reports errors.
 
-A command's file imports what it needs inside its function, so that `dynmo --help` and a typing
+A command's file imports its modules inside its function, so that `dynmo --help` and a typing
 mistake are answered at once.
 """
 
@@ -39,8 +38,8 @@ app.command("schedule")(schedule)
 app.command("simulate")(simulate)
 app.command("report")(report)
 
-# The base of the usage errors (wrong option, missing argument, wrong type), which typer does not
-# export by name.
+# Base class of the usage errors (wrong option, missing argument, wrong type). Typer does not export
+# it by name.
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 
@@ -62,10 +61,13 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status: 0 done, 1 the run failed, 2 the input is
-    wrong, 130 interrupted.
+    """Runs the command line. Every error becomes one line on stderr.
 
-    Whatever goes wrong is one line on stderr. `arguments` default to the process's own.
+    Args:
+        arguments: The arguments. The default is the process's own.
+
+    Returns:
+        The exit status: 0 done, 1 the run failed, 2 the input is wrong, 130 interrupted.
     """
     show_notices()
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
@@ -90,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except BrokenPipeError:
-        # Whoever read our output has seen enough (`| head`). Python would complain again when it
+        # The reader of our output has seen enough (`| head`). Python would complain again when it
         # flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -100,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("DYNMO_TRACEBACK") == "1":
             traceback.print_exc()
         return _fail(
-            f"a defect in dynmo, please report it: {_place(error)}: {type(error).__name__}: {error} (DYNMO_TRACEBACK=1 shows more)",
+            f"a defect in dynmo, please report it: {_place(error)}: {type(error).__name__}: "
+            f"{error} (DYNMO_TRACEBACK=1 shows more)",
             1,
         )
 
@@ -116,7 +119,7 @@ def _help(error: Exception) -> str:
 
 
 def _place(error: Exception) -> str:
-    """The innermost place in dynmo's own code that the error came through."""
+    """Returns the innermost place in dynmo's own code that the error came through."""
     package = Path(__file__).parents[1]
     places = [
         frame

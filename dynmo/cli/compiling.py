@@ -1,4 +1,4 @@
-"""Tell once that loops are being compiled, so that a first run or plan does not seem to hang."""
+"""Reports once that loops are compiled, so that a first run seems not to hang."""
 
 # numba has no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -12,8 +12,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def compilation_told() -> Iterator[None]:
-    """While open, the first loop that numba compiles is told on stderr. Loops that are loaded from
-    its cache are not."""
+    """Reports the first loop that numba compiles on stderr, while it is open.
+
+    Loops that numba loads from its cache are not reported.
+    """
     from numba.core import event
 
     class Notice(event.Listener):

@@ -1,5 +1,8 @@
-"""`dynmo plan --gpus N --global-batch B`: how many replicas of how long a pipeline, with which
-microbatches and schedule."""
+"""`dynmo plan --gpus N --global-batch B` searches a mesh.
+
+A mesh is a number of replicas and the ranks of a pipeline. The search also finds the microbatches
+and the schedule.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """As given on the command line; None: not given."""
+    """Options of the command line. None means that an option was not given.
+
+    Attributes:
+        gpus: Number of GPUs.
+        global_batch: Sequences of a step, over all replicas.
+        micro_batch: Sizes of microbatches to search, such as "1,2,4".
+        zero: 1 divides the optimizer state over the replicas.
+        bandwidth: Bytes per second between replicas, such as "40GiB".
+        ranks: Ranks of a pipeline.
+        microbatches: Microbatches of a step.
+    """
 
     gpus: int | None
     global_batch: int | None
@@ -36,13 +49,17 @@ class Options:
     microbatches: int | None
 
     def wanted(self) -> bool:
-        """Whether a mesh is asked for. Raises InputError where an option goes without those that it
-        belongs to."""
+        """Returns True if the options ask for a mesh.
+
+        Raises:
+            InputError: An option lacks the options that it belongs to.
+        """
         if self.gpus is None:
             for option in ("global_batch", "micro_batch", "zero", "bandwidth"):
                 if getattr(self, option) is not None:
                     raise InputError(
-                        f"--{option.replace('_', '-')} goes with --gpus, which searches the mesh; add --gpus N"
+                        f"--{option.replace('_', '-')} goes with --gpus, which searches the mesh; "
+                        "add --gpus N"
                     )
             return False
         if self.global_batch is None:
@@ -67,6 +84,21 @@ def request_of(
     objective: Objective,
     recompute: RecomputeMode,
 ) -> MeshRequest:
+    """Returns the request of a mesh search.
+
+    Args:
+        options: Options of the command line, with GPUs and a global batch.
+        profile: Measured costs of the layers.
+        schedule: Name of the schedule. None searches several.
+        balancer: Name of the balancer. None searches several.
+        chunks: Stages per rank. None means the schedule's own number.
+        memory_limit: Bytes of a rank. None means unlimited.
+        objective: The time that the schedule keeps short.
+        recompute: Layers that recompute.
+
+    Raises:
+        InputError: An option is wrong, or the costs have no sizes for a memory limit.
+    """
     from dynmo.planner.mesh_search import BALANCERS, MeshRequest
 
     assert options.gpus is not None
@@ -75,7 +107,8 @@ def request_of(
         x.static_bytes or x.activation_bytes for x in profile.layers
     ):
         raise InputError(
-            "a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, ... (one per layer)"
+            "a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, "
+            "... (one per layer)"
         )
     return MeshRequest(
         profile,
@@ -98,12 +131,16 @@ def _sizes(text: str | None) -> tuple[int, ...]:
         return () if text is None else tuple(int(word) for word in text.split(","))
     except ValueError:
         raise InputError(
-            f"--micro-batch {text}: numbers of sequences with commas between them are expected, such as 1,2,4"
+            f"--micro-batch {text}: numbers of sequences with commas between them are expected, "
+            "such as 1,2,4"
         ) from None
 
 
 def _bandwidth(text: str | None, profile: Profile) -> float:
-    """As given, else the slowest link that was measured; without any, reductions take no time."""
+    """Returns the given bandwidth, or else that of the slowest measured link.
+
+    Without any link, reductions take no time.
+    """
     if text is None:
         return min((link.bytes_per_second for _, link in profile.links), default=math.inf)
     from dynmo.config import parse_bytes
@@ -121,7 +158,16 @@ def _bandwidth(text: str | None, profile: Profile) -> float:
 
 
 def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
-    """Searches and tells. Raises InputError as `mesh.search` does."""
+    """Searches a mesh and prints the result.
+
+    Args:
+        request: The request.
+        as_json: Whether to print one JSON object.
+        exports: Names of other trainers. The plan is also printed in their forms.
+
+    Raises:
+        InputError: The search finds no mesh. See `mesh_search.search`.
+    """
     from dynmo.planner.mesh_search import search
 
     began = time.perf_counter()
@@ -150,8 +196,16 @@ def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
 
 
 def to_json(request: MeshRequest, result: MeshSearchResult, seconds: float) -> dict[str, Any]:
-    """The plan of the best mesh's one replica, in the words of `dynmo plan`; `mesh` and
-    `candidates`, the best first; `refused`."""
+    """Returns the result as JSON.
+
+    It has the keys of `dynmo plan` for one replica of the best mesh. Further keys are `mesh`,
+    `candidates` (the best first) and `refused`.
+
+    Args:
+        request: The request.
+        result: Result of the search.
+        seconds: Seconds that the search took.
+    """
     best = result.candidates[0]
     return plan_json(best.plan, seconds) | {
         "alternatives": {},
@@ -167,7 +221,10 @@ def to_json(request: MeshRequest, result: MeshSearchResult, seconds: float) -> d
 
 
 def _mesh(candidate: MeshPlan) -> dict[str, Any]:
-    """step_seconds: of a step, with the `exposed` seconds of reductions after its ops."""
+    """Returns a mesh as JSON.
+
+    `step_seconds` includes the `exposed` seconds of reductions.
+    """
     timeline = candidate.plan.timeline
     return vars(candidate.mesh) | {
         "balancer": candidate.plan.request.balancer,
@@ -208,13 +265,15 @@ def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:
         f", {show_time(best.exposed)} of it reductions after the last op" if best.exposed else ""
     )
     console.print(
-        f"best: {best.mesh}, placed by {best.plan.request.balancer}: a step of {show_time(best.seconds)}{exposed}; {rate}",
+        f"best: {best.mesh}, placed by {best.plan.request.balancer}: a step of "
+        f"{show_time(best.seconds)}{exposed}; {rate}",
         highlight=False,
         markup=False,
     )
     if math.isinf(request.bandwidth):
         console.print(
-            "no bandwidth was measured: what replicas sum takes no time here; --bandwidth says how fast it is",
+            "no bandwidth was measured: what replicas sum takes no time here; --bandwidth says "
+            "how fast it is",
             soft_wrap=True,
         )
     if best.plan.request.recomputed:
@@ -274,7 +333,7 @@ _WHY = ("memory", "does not divide", "need at least")
 
 
 def _print_others(console: Console, request: MeshRequest, result: MeshSearchResult) -> None:
-    """Why the others are not there: per reason how many, and the one that is nearest."""
+    """Prints why other meshes are refused, with number and nearest mesh per reason."""
     if result.slower:
         console.print(f"{result.slower} more are slower", highlight=False, soft_wrap=True)
     kinds: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Shows what dynmo logs as lines on stderr."""
+"""Shows dynmo's log records as lines on stderr."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ class _StderrHandler(logging.Handler):
 
 
 def show_notices() -> None:
-    """Print warnings of dynmo's loggers as lines `dynmo: ...` on stderr. A second call changes
-    nothing."""
+    """Prints warnings of dynmo's loggers as lines `dynmo: ...` on stderr.
+
+    A second call changes nothing.
+    """
     logger = logging.getLogger("dynmo")
     if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         logger.addHandler(_StderrHandler())

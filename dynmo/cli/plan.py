@@ -1,5 +1,7 @@
-"""`dynmo plan`: the placement and the schedule for measured costs, what they would take, and what
-another choice would give."""
+"""`dynmo plan` finds the placement and the schedule for measured costs.
+
+It also shows their time and memory, and those of other choices.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,8 @@ def plan(
         typer.Option(
             metavar="SHARE",
             min=0.0,
-            help="Instead: compare 1 to P (or N) ranks, and find the fewest on which a step takes at most this share longer than on all.",
+            help="Instead: compare 1 to P (or N) ranks, and find the fewest on which a step "
+            "takes at most this share longer than on all.",
         ),
     ] = None,
     alternatives: Annotated[
@@ -155,12 +158,14 @@ def plan(
     if cost != "time" and (compared or fewest_ranks is not None):
         option = "--gpus" if compared else "--fewest-ranks"
         raise InputError(
-            f"--cost {cost} does not go with {option}, which compares seconds; leave one of the two out"
+            f"--cost {cost} does not go with {option}, which compares seconds; leave one of the "
+            "two out"
         )
     if fewest_ranks is not None:
         if exports:
             raise InputError(
-                f"--{exports[0]} does not go with --fewest-ranks, which makes many plans; leave one of the two out"
+                f"--{exports[0]} does not go with --fewest-ranks, which makes many plans; leave "
+                "one of the two out"
             )
         profile = fewest.with_microbatch(profile)
         if not compared:
@@ -256,7 +261,10 @@ def _alternatives_json(others: Alternatives, plan: Plan) -> dict[str, Any]:
 
 
 def _alternative(other: Alternative, plan: Plan) -> dict[str, Any]:
-    """gain: the share of the plan's step time that it would save."""
+    """Returns a choice as JSON.
+
+    `gain` is the share of the plan's step time that it would save.
+    """
     if other.plan is None:
         return {"choice": other.choice, "problem": other.problem}
     return {
@@ -289,8 +297,8 @@ def _print_text(plan: Plan, seconds: float, others: Alternatives, exports: list[
         else f", at most {show_size(request.memory_limit)} a rank"
     )
     console.print(
-        f"{request.schedule} by {request.balancer}: {len(request.layers)} layers, {request.ranks} ranks, "
-        f"{request.microbatches} microbatches{limit}",
+        f"{request.schedule} by {request.balancer}: {len(request.layers)} layers, {request.ranks} "
+        f"ranks, {request.microbatches} microbatches{limit}",
         highlight=False,
         markup=False,
     )
@@ -352,7 +360,8 @@ def _figures(plan: Plan, seconds: float) -> Table:
         limit = (
             ""
             if request.memory_limit is None
-            else f", {most / request.memory_limit:.0%} of the limit of {show_size(request.memory_limit)}"
+            else f", {most / request.memory_limit:.0%} of the limit of "
+            f"{show_size(request.memory_limit)}"
         )
         table.add_row("memory", show_size(most), f"on rank {plan.memory.index(most)}{limit}")
     since = (

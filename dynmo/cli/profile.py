@@ -1,5 +1,7 @@
-"""`dynmo profile`: measures a model's layers for a few steps and writes a costs file, which `dynmo
-plan` reads."""
+"""`dynmo profile` measures a model's layers and writes a costs file.
+
+It measures for a few steps. `dynmo plan` reads the file.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +78,7 @@ def profile(
 
 
 def _check_out(out: Path) -> None:
-    """Another file of that name is not lost, and a folder that is missing is told before the
-    work."""
+    """Rejects another file of that name, or a missing folder, before the work begins."""
     from dynmo.cost.profile_file import KIND
 
     if not out.parent.is_dir():
@@ -95,7 +96,10 @@ def _check_out(out: Path) -> None:
 
 
 def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
-    """Its ranks on this machine. Their logs are kept only where one failed and says why there."""
+    """Starts the ranks on this machine.
+
+    Keeps their logs only if a rank fails and says why there.
+    """
     from dynmo.launch.supervisor import spawn
 
     folder = Path(tempfile.mkdtemp(prefix="dynmo-profile-"))
@@ -118,8 +122,10 @@ def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
 
 
 def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
-    """A rank that this machine's launcher started: errors go to the launcher, which tells the
-    cause."""
+    """Runs a rank that this machine's launcher started.
+
+    Errors go to the launcher, which reports the cause.
+    """
     from dynmo.launch.rank_side import enter_rank, report_failure
 
     log = path.parent / f"rank-{os.environ['RANK']}.log"
@@ -138,7 +144,7 @@ def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
 def _joined_rank(
     config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json: bool
 ) -> int:
-    """A rank that torchrun or Slurm started: it tells its errors itself."""
+    """Runs a rank that torchrun or Slurm started. It reports its errors itself."""
     from dynmo.launch.rank_side import describe, quiet_torch
 
     quiet_torch()
@@ -213,12 +219,13 @@ def _rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json
 
 
 def table(measured: Profile) -> Table:
-    """A row per layer: milliseconds and sizes of one microbatch."""
+    """Returns a row per layer: milliseconds and sizes of one microbatch."""
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(
-        title=f"{len(measured.layers)} layers, microbatches of {measured.microbatch}, median of {measured.steps} steps",
+        title=f"{len(measured.layers)} layers, microbatches of {measured.microbatch}, median "
+        f"of {measured.steps} steps",
         title_justify="left",
     )
     table.add_column("layer")

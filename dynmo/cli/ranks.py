@@ -1,5 +1,7 @@
-"""`dynmo plan --fewest-ranks SHARE`: how few ranks are fast enough, and what every number of them
-would give."""
+"""`dynmo plan --fewest-ranks SHARE` finds the fewest ranks that are fast enough.
+
+It also shows the step time of every number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,17 @@ if TYPE_CHECKING:
     from dynmo.planner.ranks_needed import RanksNeeded
 
 
-# -- a workload, whose costs change ----------------------------------------------------------------
+# -- a workload with changing costs ----------------------------------------------------------------
 
 
 def run_workload(path: Path, tolerance: float, as_json: bool) -> None:
-    """Tells how many ranks a workload needs, and when."""
+    """Prints how many ranks a workload needs, and when.
+
+    Args:
+        path: The workload file.
+        tolerance: Share by which a step may take longer than at first.
+        as_json: Whether to print one JSON object.
+    """
     from dynmo.planner.ranks_needed import ranks_needed
     from dynmo.planner.workload_file import read
 
@@ -44,7 +52,7 @@ def run_workload(path: Path, tolerance: float, as_json: bool) -> None:
 
 
 def needed_json(needed: tuple[RanksNeeded, ...]) -> dict[str, Any]:
-    """The key `ranks_needed`, if it was asked for."""
+    """Returns the key `ranks_needed`, if it was asked for."""
     from dynmo.planner.ranks_needed import mean_ranks
 
     if not needed:
@@ -54,7 +62,12 @@ def needed_json(needed: tuple[RanksNeeded, ...]) -> dict[str, Any]:
 
 
 def print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
-    """Prints one row for each moment, and the mean."""
+    """Prints one row for each moment, and the mean.
+
+    Args:
+        needed: Ranks needed from each moment on.
+        ranks: Number of ranks of the workload.
+    """
     from rich.table import Table
 
     from dynmo.planner.ranks_needed import mean_ranks
@@ -84,16 +97,16 @@ def check_tolerance(tolerance: float) -> None:
 
 
 def with_microbatch(profile: Profile) -> Profile:
-    """The profile, with microbatches of one sequence if it does not say how many there are."""
+    """Returns the profile, with a microbatch of one sequence if it has no size."""
     return replace(profile, microbatch=profile.microbatch or 1)
 
 
 def pipelines(profile: Profile, ranks: int, microbatches: int) -> mesh.Options:
-    """Asks for up to so many ranks, with the microbatches of the recorded pipeline.
+    """Asks for at most `ranks` ranks, with the recorded pipeline's microbatches.
 
     Args:
-        profile: Says the size of a microbatch.
-        ranks: The most ranks.
+        profile: Has the size of a microbatch.
+        ranks: The largest number of ranks.
         microbatches: Microbatches of a step.
     """
     own = profile.microbatch
@@ -107,16 +120,16 @@ def of_run(
     ranks: int | None,
     microbatches: int | None,
 ) -> MeshRequest:
-    """The request with what a run's folder says of its ranks, their replicas and its batch.
+    """Returns the request with the ranks, replicas and batch of a run's folder.
 
     Args:
-        request: For pipelines of the recorded costs.
+        request: A request for pipelines of the recorded costs.
         path: The file of the costs, or the folder of a run.
-        ranks: The most ranks, if the command line says so.
+        ranks: The largest number of ranks, if the command line says so.
         microbatches: Microbatches of a step, if the command line says so.
 
     Returns:
-        The request. Only pipelines of one replica if there is no config.
+        The request. It has only pipelines of one replica if there is no config.
     """
     from dynmo.config import accumulation_problem, load
 
@@ -137,7 +150,12 @@ def of_run(
 
 
 def run(request: MeshRequest, tolerance: float, as_json: bool) -> None:
-    """Plans every number of ranks up to the request's, and tells.
+    """Plans every number of ranks up to the request's, and prints the result.
+
+    Args:
+        request: The request.
+        tolerance: Share by which a step may take longer than on all ranks.
+        as_json: Whether to print one JSON object.
 
     Raises:
         InputError: All ranks together have no mesh, or none that fits the memory.
@@ -155,7 +173,15 @@ def run(request: MeshRequest, tolerance: float, as_json: bool) -> None:
 
 
 def to_json(request: MeshRequest, table: RankTable, seconds: float) -> dict[str, Any]:
-    """Seconds and bytes. `fewest_ranks` are the fewest whose step takes `limit_seconds` at most."""
+    """Returns the result as JSON, in seconds and bytes.
+
+    `fewest_ranks` are the fewest ranks whose step takes `limit_seconds` at most.
+
+    Args:
+        request: The request.
+        table: A row for every number of ranks.
+        seconds: Seconds that planning took.
+    """
     return {
         "fewest_ranks": table.fewest,
         "limit_seconds": table.limit_seconds,
@@ -187,12 +213,12 @@ def _row_json(row: RankRow, table: RankTable) -> dict[str, Any]:
 
 
 def _speed(seconds: float, table: RankTable) -> float:
-    """The share of the speed on all ranks."""
+    """Returns the share of the speed on all ranks."""
     return table.full_seconds / seconds if seconds else 1.0
 
 
 def _per_rank(row: RankRow) -> float | None:
-    """Sequences per second of each rank. None if a step takes no time."""
+    """Returns sequences per second of each rank. None if a step takes no time."""
     plan = row.plan
     if plan is None or not plan.seconds:
         return None
@@ -257,7 +283,7 @@ def _table(table: RankTable) -> Table:
 
 
 def _retuned(row: RankRow) -> str:
-    """The best size of a microbatch, and what it does to the step."""
+    """Returns the best size of a microbatch, and its effect on the step."""
     best, plan = row.retuned, row.plan
     if best is None:
         return "-"

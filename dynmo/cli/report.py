@@ -1,4 +1,4 @@
-"""`dynmo report RUN [RUN ...]`: a finished run in figures, or several side by side."""
+"""`dynmo report RUN [RUN ...]` shows the figures of one or more finished runs."""
 
 from __future__ import annotations
 
@@ -95,8 +95,10 @@ def report(
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
-    """The run's config as it was written down; None where it cannot be read (a report needs it
-    not)."""
+    """Returns the run's recorded config. None if it cannot be read.
+
+    A report can do without it.
+    """
     from dynmo.config import without_unused_keys
 
     try:
@@ -108,7 +110,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 
 
 def _to_json(summary: Summary) -> dict[str, Any]:
-    """The events in it have the words of events.jsonl, which has the steps one by one."""
+    """Returns the summary as JSON. Its events have the keys of events.jsonl."""
     told = asdict(replace(summary, done=()))
     del told["done"]
     return told | {

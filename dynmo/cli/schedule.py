@@ -1,4 +1,4 @@
-"""`dynmo schedule`: make or read a schedule, replay it at given costs, print what it takes."""
+"""`dynmo schedule` makes or reads a schedule, and replays it at given costs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """The contract's words. Times and memory in the units of the given costs, `seconds` what making
-    the schedule took.
+    """The figures of a schedule, with the keys of the stable contract.
 
-    proven: whether the solver, where asked, found that nothing is shorter; None where it was not
-    asked. every_message: interleaving, whose published figures let most messages between the last
-    rank and the first come for nothing, with every message waited for; None for the others, whose
-    figures are that anyway.
+    Times and memory are in the units of the given costs.
+
+    Attributes:
+        schedule: Name of the schedule.
+        ranks: Number of ranks.
+        microbatches: Microbatches of a step.
+        span: See `Timeline.span`.
+        makespan: See `Timeline.makespan`.
+        bubble_ratio: See `Timeline.bubble_ratio`.
+        makespan_bubble_ratio: Likewise, with the makespan.
+        idle_ratio: See `Timeline.idle_ratio`.
+        lower_bound: Lower bound of the objective.
+        peak_memory: Peak memory of each rank.
+        seconds: Seconds that making the schedule took.
+        proven: Whether the solver found that no schedule is shorter. None if it was not asked.
+        every_message: Figures of interleaving with a wait for every message. The published figures
+            assume no wait for most messages between the last rank and the first. None for other
+            schedules, which always wait.
     """
 
     schedule: str
@@ -161,7 +174,8 @@ def schedule(
     wanted = _Wanted(ranks, microbatches, stage_costs, chunks, caps, first_trainable, objective)
     if read is not None and first_trainable:
         raise InputError(
-            f"costs file {costs}: a frozen prefix, but torch's CSV has a backward of every stage; give costs without one"
+            f"costs file {costs}: a frozen prefix, but torch's CSV has a backward of every stage; "
+            "give costs without one"
         )
     with (
         compilation_told() if read is None and entry(name).from_costs else contextlib.nullcontext()
@@ -172,8 +186,7 @@ def schedule(
     proof = None if exact is None else _prove(schedule, wanted, exact)
     if proof is not None and proof.schedule.ops != schedule.ops:
         name, schedule = "exact", proof.schedule
-    # The published figures of interleaving do not wait for every message; where costs are measured,
-    # we do.
+    # The published figures of interleaving do not wait for every message. Measured costs do.
     published = name == "interleaved-1f1b" and costs is None and len(placement) > ranks > 1
     plain = simulate(schedule, stage_costs)
     timeline = simulate(schedule, stage_costs, wrap_group=ranks) if published else plain
@@ -195,8 +208,8 @@ def schedule(
         bubble_ratio=timeline.bubble_ratio,
         makespan_bubble_ratio=timeline.makespan_bubble_ratio,
         idle_ratio=timeline.idle_ratio,
-        # A bound that is reached may come out a rounding error above what reached it, since it is
-        # summed in another order.
+        # The bound is summed in another order than the time that reaches it. It may therefore come
+        # out a rounding error above that time.
         lower_bound=min(bound, reached),
         peak_memory=timeline.peak_memory,
         seconds=seconds,
@@ -222,7 +235,8 @@ def schedule(
         )
     ):
         raise InputError(
-            "the times or the memory are so large that their sum is not a number any more; choose a larger unit"
+            "the times or the memory are so large that their sum is not a number any more; "
+            "choose a larger unit"
         )
     if torch_csv is not None:
         _write_torch_csv(torch_csv, schedule)
@@ -238,14 +252,18 @@ _T = TypeVar("_T")
 def _needed(option: str, value: _T | None) -> _T:
     if value is None:
         raise InputError(
-            f"Missing option '{option}'; give --schedule, --ranks and --microbatches, or --from-torch-csv FILE"
+            f"Missing option '{option}'; give --schedule, --ranks and --microbatches, or "
+            "--from-torch-csv FILE"
         )
     return value
 
 
 def _read_torch_csv(path: Path, asked: dict[str, object]) -> Schedule:
-    """Reads a schedule. Raises InputError if the file is wrong, or an option of `asked` is given
-    too."""
+    """Reads a schedule.
+
+    Raises:
+        InputError: The file is wrong, or an option of `asked` is given too.
+    """
     from dynmo.schedule.torch_csv import from_torch_csv
 
     given = next((option for option, value in asked.items() if value is not None), None)
@@ -274,7 +292,7 @@ def _write_torch_csv(path: Path, schedule: Schedule) -> None:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What any schedule is made from here, but its name."""
+    """The parts of a schedule request but its name."""
 
     ranks: int
     microbatches: int
@@ -311,8 +329,10 @@ def _uniform(
     tcomm: float | None,
     w_memory: float,
 ) -> Costs:
-    """The times are a rank's: of several stages on a rank each has its part of them, and of the
-    memory."""
+    """Returns equal costs for all stages.
+
+    The times are those of a rank. The stages of a rank share them, and its memory, equally.
+    """
     if tf is None or tb is None or tw is None:
         raise InputError("no costs: give --tf, --tb and --tw (and --tcomm), or --costs FILE")
     tcomm = 0.0 if tcomm is None else tcomm
@@ -325,10 +345,10 @@ def _uniform(
 def _from_file(
     path: Path, placement: tuple[int, ...], times: dict[str, float | None], w_memory: float | None
 ) -> tuple[Costs, int, tuple[float, ...]]:
-    """Costs, first trainable stage, and the limit of every rank.
+    """Returns costs, first trainable stage, and the limit of every rank.
 
-    Where ranks hold several stages, the file's lists are one number per stage, or one per rank:
-    then each stage has its part.
+    The file's lists have one number per stage, or one per rank. The stages of a rank then share its
+    number equally.
     """
     from dynmo.cost.costs_file import read_costs
 
@@ -341,7 +361,8 @@ def _from_file(
     file = read_costs(path, ranks, 0.5 if w_memory is None else w_memory, len(placement))
     if file.has_memory and w_memory is not None:
         raise InputError(
-            f"--w-memory, but costs file {path} has mem_f, mem_b and mem_w, which say it; use one of them"
+            f"--w-memory, but costs file {path} has mem_f, mem_b and mem_w, which say it; use one "
+            "of them"
         )
     costs, caps = file.costs, file.caps or (math.inf,) * len(file.costs.stages)
     if len(placement) == ranks:
@@ -354,7 +375,8 @@ def _from_file(
         return costs, file.first_trainable, together
     if file.first_trainable:
         raise InputError(
-            f"costs file {path}: a frozen prefix and several stages a rank; give one number per stage ({len(placement)})"
+            f"costs file {path}: a frozen prefix and several stages a rank; give one number per "
+            f"stage ({len(placement)})"
         )
     return split_costs(costs, placement), 0, caps
 
@@ -376,14 +398,17 @@ def _prove(schedule: Schedule, wanted: _Wanted, seconds: float) -> Exact:
 
 
 def _check_memory(schedule: Schedule, wanted: _Wanted) -> None:
-    """Raises ScheduleError, with the schedules that would fit, where a rank's peak is over its
-    cap."""
+    """Checks that no rank's peak memory is over its cap.
+
+    Raises:
+        ScheduleError: A peak is over the cap. The message has the schedules that would fit.
+    """
     peaks, caps = peak_memory(schedule, wanted.costs), wanted.caps
     over = [rank for rank in range(schedule.ranks) if not _fits(peaks[rank], caps[rank])]
     if not over:
         return
     rank = over[0]
-    # Only schedules with as many stages can be held against the same costs.
+    # Only schedules with as many stages can be compared at the same costs.
     others = [
         name
         for name in SCHEDULES
@@ -395,7 +420,8 @@ def _check_memory(schedule: Schedule, wanted: _Wanted) -> None:
         else "no other schedule of as many stages fits"
     )
     raise ScheduleError(
-        f"{schedule.name}: peak memory of rank {rank} is {peaks[rank]:.10g}, over the limit of {caps[rank]:.10g}; {hint}"
+        f"{schedule.name}: peak memory of rank {rank} is {peaks[rank]:.10g}, over the limit of "
+        f"{caps[rank]:.10g}; {hint}"
     )
 
 
@@ -409,8 +435,7 @@ def _fits_all(name: str, placement: tuple[int, ...], wanted: _Wanted) -> bool:
 
 
 def _fits(peak: float, cap: float) -> bool:
-    # A peak is a running sum, so it may lie a rounding error above the number of activations that
-    # it stands for.
+    # A peak is a running sum. It may lie a rounding error above its number of activations.
     return peak <= cap * (1 + 1e-9)
 
 

@@ -1,4 +1,4 @@
-"""What `dynmo plan` shows of a plan, whether it searched a mesh or not."""
+"""Shows a plan for `dynmo plan`, with or without a mesh search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ _BAR = 60  # columns of the longest rank's bar
 
 
 def waiting(as_json: bool, what: str = "other choices ...") -> AbstractContextManager[object]:
-    """Other plans may take a while. On stderr, and only where someone looks."""
+    """Shows on stderr that other plans may take a while, unless the output is JSON.
+
+    Args:
+        as_json: Whether the output is JSON.
+        what: The text to show.
+    """
     if as_json:
         return nullcontext()
     from rich.console import Console
@@ -28,11 +33,13 @@ def waiting(as_json: bool, what: str = "other choices ...") -> AbstractContextMa
 
 
 def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
-    """A plan as `--json` gives it: seconds, bytes, and moves as [layer, from rank, to rank].
+    """Returns a plan as JSON.
+
+    Times are in seconds, sizes in bytes. A move is [layer, from rank, to rank].
 
     Args:
         plan: The plan.
-        seconds: How long the search took.
+        seconds: Seconds that the search took.
 
     Returns:
         The keys of the stable contract.
@@ -94,7 +101,7 @@ EXPORTS: dict[str, Callable[[Plan], dict[str, Any]]] = {
 
 
 def _export(name: str, plan: Plan) -> dict[str, Any]:
-    """The plan in the form of another trainer, or {"problem": why it has no such form}."""
+    """Returns the plan in another trainer's form, or {"problem": why it has none}."""
     try:
         return EXPORTS[name](plan)
     except PartitionError as error:
@@ -102,8 +109,10 @@ def _export(name: str, plan: Plan) -> dict[str, Any]:
 
 
 def picture(plan: Plan) -> list[Text]:
-    """One bar per stage, as long as its work of one microbatch; dots where its rank waits for the
-    longest."""
+    """Returns one bar per stage, as long as its work of one microbatch.
+
+    Dots show the time in which its rank waits for the longest one.
+    """
     from rich.text import Text
 
     request, ranks = plan.request, plan.rank_cost
@@ -131,7 +140,8 @@ def picture(plan: Plan) -> list[Text]:
             line.append(" " * (_BAR - used - min(idle, _BAR - used)))
             names = request.profile.names
             line.append(
-                f" {show_time(plan.stage_cost[stage]):>8}  {_range(names[own.start], names[own.stop - 1])} ({len(own)})"
+                f" {show_time(plan.stage_cost[stage]):>8}  "
+                f"{_range(names[own.start], names[own.stop - 1])} ({len(own)})"
             )
             lines.append(line)
     return lines
@@ -142,7 +152,13 @@ def _range(first: str, last: str) -> str:
 
 
 def print_export(console: Console, name: str, plan: Plan) -> None:
-    """Print a plan in the form of another trainer, one of `EXPORTS`."""
+    """Prints a plan in the form of another trainer.
+
+    Args:
+        console: Console to print on.
+        name: One of `EXPORTS`.
+        plan: The plan.
+    """
     console.print()
     for key, value in _export(name, plan).items():
         if key == "rounded":
@@ -158,7 +174,7 @@ def print_export(console: Console, name: str, plan: Plan) -> None:
 
 
 def show_time(seconds: float) -> str:
-    """Seconds with a unit, in four digits."""
+    """Returns seconds with a unit, in four digits."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if float(f"{seconds * scale:.4g}") >= 1 or unit == "us":
             return f"{seconds * scale:.4g} {unit}"
@@ -166,7 +182,7 @@ def show_time(seconds: float) -> str:
 
 
 def show_size(count: int) -> str:
-    """Bytes with a unit."""
+    """Returns bytes with a unit."""
     if count < 1 << 20:
         return f"{count / 1024:.1f} KiB" if count >= 1024 else f"{count} B"
     return f"{count / 2**20:,.1f} MiB" if count < 10 << 30 else f"{count / 2**30:,.1f} GiB"

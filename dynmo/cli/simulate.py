@@ -1,5 +1,4 @@
-"""`dynmo simulate`: replays a workload that changes over time under a policy, and says what
-balancing would bring."""
+"""`dynmo simulate` replays a changing workload and shows the gain of balancing."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ def simulate(
         typer.Option(
             metavar="SHARE",
             min=0.0,
-            help="Also find the fewest ranks at each moment. A step may take longer than the first by this share.",
+            help="Also find the fewest ranks at each moment. A step may take longer than the "
+            "first by this share.",
         ),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -70,8 +70,15 @@ def simulate(
 
 
 def to_json(outcome: ReplayResult, seconds: float) -> dict[str, Any]:
-    """Seconds and bytes. `speedup`: of the whole run with its moves, against static;
-    `perfect_speedup`: what perfect balance would have."""
+    """Returns the result as JSON, in seconds and bytes.
+
+    `speedup` is that of the whole run with its moves against a static placement. `perfect_speedup`
+    is that of perfect balance.
+
+    Args:
+        outcome: Result of the replay.
+        seconds: Seconds that the replay took.
+    """
     workload = outcome.workload
     total = {
         "seconds": outcome.seconds,
@@ -110,7 +117,7 @@ def _ratio(whole: float, part: float) -> float:
 
 
 def _idle(steps: Sequence[StepTime]) -> float:
-    """Of the whole run: the steps count by how long they take."""
+    """Returns the idle ratio of the whole run. Steps are weighted by their seconds."""
     whole = sum(x.seconds for x in steps)
     return sum(x.seconds * x.idle_ratio for x in steps) / whole if whole else 0.0
 
@@ -124,8 +131,9 @@ def _print_text(outcome: ReplayResult, seconds: float) -> None:
     console, workload = console_for_tables(), outcome.workload
     copies = f" x {workload.replicas} replicas" if workload.replicas > 1 else ""
     console.print(
-        f"{workload.name}: {workload.layers} layers on {workload.ranks} ranks{copies}, {workload.microbatches} microbatches of "
-        f"{workload.schedule}, {workload.steps} steps; {workload.policy.balancer} every {workload.policy.every} steps",
+        f"{workload.name}: {workload.layers} layers on {workload.ranks} ranks{copies}, "
+        f"{workload.microbatches} microbatches of {workload.schedule}, {workload.steps} steps; "
+        f"{workload.policy.balancer} every {workload.policy.every} steps",
         highlight=False,
         markup=False,
     )
@@ -178,17 +186,23 @@ def _verdict(outcome: ReplayResult) -> list[str]:
     layers = sum(x.layers for x in moves)
     whole, static, perfect = outcome.seconds, outcome.static_seconds, outcome.perfect_seconds
     return [
-        f"policy   {whole:.4g} s, {_idle(outcome.policy):.1%} idle; {len(moves)} rebalances moved {layers} layers, "
-        f"{size / 2**20:,.1f} MiB in {lost:.3g} s (of {len(outcome.rebalances)} proposed)",
-        f"static   {static:.4g} s, {_idle(outcome.static):.1%} idle: the policy is x{_ratio(static, whole):.3f}",
-        f"perfect  {perfect:.4g} s, {_idle(outcome.perfect):.1%} idle: at most x{_ratio(static, perfect):.3f}",
-        f"bound    x{outcome.bound}: whole layers over an even placement, ceil({outcome.workload.layers} / {outcome.workload.ranks})",
+        f"policy   {whole:.4g} s, {_idle(outcome.policy):.1%} idle; {len(moves)} rebalances moved "
+        f"{layers} layers, {size / 2**20:,.1f} MiB in {lost:.3g} s (of {len(outcome.rebalances)} "
+        "proposed)",
+        f"static   {static:.4g} s, {_idle(outcome.static):.1%} idle: the policy is "
+        f"x{_ratio(static, whole):.3f}",
+        f"perfect  {perfect:.4g} s, {_idle(outcome.perfect):.1%} idle: at most "
+        f"x{_ratio(static, perfect):.3f}",
+        f"bound    x{outcome.bound}: whole layers over an even placement, "
+        f"ceil({outcome.workload.layers} / {outcome.workload.ranks})",
     ]
 
 
 def picture(outcome: ReplayResult) -> list[str]:
-    """Step time over steps: s static, * the policy, - perfect, | a rebalance. A column is the mean
-    of its steps."""
+    """Draws step time over steps: s static, * the policy, - perfect, | a rebalance.
+
+    A column is the mean of its steps.
+    """
     count = outcome.workload.steps
     columns = min(_COLUMNS, count)
     cuts = [(count * i // columns, count * (i + 1) // columns) for i in range(columns)]
@@ -219,7 +233,7 @@ def picture(outcome: ReplayResult) -> list[str]:
 
 
 def _check_plot(path: Path) -> None:
-    """Told before the work is done."""
+    """Checks the plot's file before the work begins."""
     from importlib.util import find_spec
 
     if path.suffix not in (".svg", ".png", ".pdf"):

@@ -1,4 +1,4 @@
-"""`dynmo train`: starts the ranks of a run, or is one of them.
+"""`dynmo train` starts the ranks of a run, or is one of them.
 
 The ranks start on this machine, under Slurm or under Ray. A process that torchrun or `srun` has
 started is a rank itself. With `--join` it becomes a rank of a run that goes on.
@@ -37,7 +37,7 @@ RUNS = Path("runs")
 
 
 class Launcher(StrEnum):
-    """Who starts the ranks."""
+    """The starter of the ranks."""
 
     local = "local"
     slurm = "slurm"
@@ -80,7 +80,8 @@ def train(
     may_start = "RANK" in os.environ
     if join and (overwrite or dry_run or launcher is not None or (resume and not may_start)):
         raise ConfigError(
-            "--join excludes --resume, --overwrite, --dry-run and --launcher: it joins a run that goes on as it is"
+            "--join excludes --resume, --overwrite, --dry-run and --launcher: it joins a run "
+            "that goes on as it is"
         )
     loaded = load(config, set_ or [])
     if join and (status := _join(loaded, may_start)) is not None:
@@ -98,10 +99,10 @@ def train(
 
 
 def import_from_working_folder() -> None:
-    """Let the user's modules be imported from the working folder, after all installed ones.
+    """Makes modules in the working folder importable, after all installed ones.
 
-    The folder comes last in `sys.path`. A file there that is called like a module of Python or of
-    a package, such as `types.py`, therefore hides nothing.
+    The folder comes last in `sys.path`. A file there with the name of a module of Python or of a
+    package, such as `types.py`, therefore hides nothing.
     """
     here = str(Path.cwd())
     if sys.path[:1] in ([""], [here]):  # `python -m dynmo` puts it first
@@ -111,14 +112,15 @@ def import_from_working_folder() -> None:
 
 
 def rank_command(*arguments: str) -> list[str]:
-    """The command line of a local rank. With -P, Python does not put the working folder first in
-    `sys.path`."""
+    """Returns the command line of a local rank.
+
+    With -P, Python does not put the working folder first in `sys.path`.
+    """
     return [sys.executable, "-P", "-m", "dynmo", *arguments]
 
 
 def _check_input(config: Config) -> None:
-    """What can be known at once, without torch: for an error a second after the start, nothing need
-    be made or overwritten."""
+    """Checks the config without torch, before anything is made or overwritten."""
     from dynmo.cluster.choose import make_releaser
     from dynmo.data.corpus import check_vocab, open_corpus
 
@@ -131,11 +133,14 @@ def _check_input(config: Config) -> None:
 
 @contextlib.contextmanager
 def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """runs/NAME, made ready. Raises ConfigError rather than lose anything.
+    """Prepares runs/NAME.
 
-    Where the ranks find the input wrong, or are interrupted, before anything has happened, the
-    folder is left as it was found, so that it does not stand in the way of the next attempt: what
-    --overwrite replaces is gone only once the new run has written its first event.
+    The ranks may find the input wrong, or be interrupted, before the run writes its first event.
+    The folder is then restored, so that it does not block the next attempt. A run that --overwrite
+    replaces is deleted only after the first event of the new run.
+
+    Raises:
+        ConfigError: A run would be lost.
     """
     folder = RUNS / config.name
     with _alone(folder):
@@ -159,12 +164,16 @@ def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While it is open, no other process trains this run. Raises ConfigError if one does."""
+    """Keeps other processes from training this run, while it is open.
+
+    Raises:
+        ConfigError: Another process trains the run.
+    """
     import filelock
 
     path = folder.with_name(f".{folder.name}.lock")
-    # A process that ends removes its lock file. Whoever opened the removed file tries again, so the
-    # timeout is not 0.
+    # A process that ends removes its lock file. A process that opened the removed file tries again,
+    # so the timeout is not 0.
     lock = filelock.FileLock(path, timeout=0.1, poll_interval=0.02)
     with contextlib.ExitStack() as stack:
         try:
@@ -172,7 +181,8 @@ def _alone(folder: Path) -> Iterator[None]:
             stack.enter_context(lock)
         except filelock.Timeout:
             raise ConfigError(
-                f"{folder} is being trained by another process; wait until it ends, or choose another name"
+                f"{folder} is being trained by another process; wait until it ends, or choose "
+                "another name"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -183,18 +193,17 @@ def _alone(folder: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-# What a file system without locks answers. Its users must take care themselves.
+# Errors of a file system without locks. Its users must take care themselves.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def _prepare(
     folder: Path, config: Config, resume: bool, overwrite: bool
 ) -> tuple[str | None, Path | None]:
-    """Returns the config of the run that is resumed, and where the run that is replaced was put."""
+    """Returns the resumed run's config, and the folder that holds the replaced run."""
     previous = replaced = None
-    if _aside(folder).exists() and not _size(
-        folder / "events.jsonl"
-    ):  # an attempt to replace it failed before its first event
+    if _aside(folder).exists() and not _size(folder / "events.jsonl"):
+        # An attempt to replace the run failed before its first event.
         shutil.rmtree(folder, ignore_errors=True)
         _aside(folder).rename(folder)
     if resume:
@@ -210,23 +219,26 @@ def _prepare(
             previous = (folder / "config.toml").read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(
-                f"{folder}/config.toml: not UTF-8 text (byte {error.start}); save it as UTF-8, or start anew with --overwrite"
+                f"{folder}/config.toml: not UTF-8 text (byte {error.start}); save it as UTF-8, or "
+                "start anew with --overwrite"
             ) from None
         config = _with_recorded(config, previous)
         _tell_changes(previous, config.to_toml())
     elif folder.exists():
         if not overwrite:
             raise ConfigError(
-                f"{folder} exists; go on with --resume, replace it with --overwrite, or choose another name"
+                f"{folder} exists; go on with --resume, replace it with --overwrite, or choose "
+                "another name"
             )
         if any(folder.iterdir()) and not (folder / "config.toml").is_file():
             raise ConfigError(
-                f"{folder} does not look like a run (it has no config.toml); --overwrite would delete it; choose another name"
+                f"{folder} does not look like a run (it has no config.toml); --overwrite would "
+                "delete it; choose another name"
             )
         if folder.is_symlink():
             raise OSError("it is a symbolic link")
         replaced = _aside(folder)
-        shutil.rmtree(replaced, ignore_errors=True)  # of one that was killed as it began
+        shutil.rmtree(replaced, ignore_errors=True)  # left by a run that was killed at its start
         folder.rename(replaced)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -244,9 +256,8 @@ def _with_recorded(config: Config, before: str) -> Config:
     """Keeps options that the run has measured by itself (`Pruning.dense_below`)."""
     from dynmo.config import parse, with_options
 
-    with contextlib.suppress(
-        tomllib.TOMLDecodeError, ConfigError
-    ):  # the run's own copy, edited by hand
+    # The run's own copy may be edited by hand.
+    with contextlib.suppress(tomllib.TOMLDecodeError, ConfigError):
         then = parse(tomllib.loads(before)).dynamism.pruning.dense_below
         if config.dynamism.pruning.dense_below in ("auto", "measured") and isinstance(then, dict):
             return with_options(config, ("dynamism", "pruning"), {"dense_below": then})
@@ -254,7 +265,7 @@ def _with_recorded(config: Config, before: str) -> Config:
 
 
 def _tell_changes(before: str, after: str) -> None:
-    """A run that goes on with other values goes another way: nobody should do that by mistake."""
+    """Reports changed values of a resumed run, because they change its result."""
     from dynmo.config import without_unused_keys
     from dynmo.report.summary import difference_line, differences
 
@@ -267,7 +278,7 @@ def _tell_changes(before: str, after: str) -> None:
 
 
 def _aside(folder: Path) -> Path:
-    """Where a run waits that is being replaced: no run can have this name."""
+    """Returns the folder of a run that is being replaced. No run can have this name."""
     return folder.with_name(f".{folder.name}.replaced")
 
 
@@ -281,7 +292,7 @@ def _spawn(config: Config, folder: Path, resume: bool, as_json: bool, launcher: 
     command = rank_command(
         "train", str(folder / "config.toml"), *["--resume"] * resume, *["--json"] * as_json
     )
-    meeting = folder / "meeting.json"  # for those that join
+    meeting = folder / "meeting.json"  # for joiners
     meeting.unlink(missing_ok=True)  # of a run that was killed
     try:
         if launcher is Launcher.local:
@@ -293,9 +304,8 @@ def _spawn(config: Config, folder: Path, resume: bool, as_json: bool, launcher: 
         )
     finally:
         meeting.unlink(missing_ok=True)
-        if (
-            sys.stderr.isatty()
-        ):  # a rank 0 that was killed leaves its live line there, and no cursor
+        if sys.stderr.isatty():
+            # A killed rank 0 leaves its live line there, and no cursor.
             print("\r\x1b[K\x1b[?25h", end="", file=sys.stderr, flush=True)
 
 
@@ -310,15 +320,17 @@ def _starter(launcher: Launcher, config: Config, shared: Path) -> Starter:
 
 
 def _join(config: Config, may_start: bool) -> int | None:
-    """Joins a run, as a process that somebody has started. It tells its errors itself.
+    """Joins a run, as a process that the user has started.
+
+    It reports its errors itself.
 
     Args:
         config: Names the run.
         may_start: Whether the process has the variables of a rank. All pods of a job have the same
-            command: the first ones start the run, and later ones join it.
+            command. The first ones start the run, and later ones join it.
 
     Returns:
-        The exit status. None if the run does not go on, and this process shall be one of its first
+        The exit status. None if the run does not go on. This process is then one of its first
         ranks.
     """
     from dynmo.launch.rank_side import describe, quiet_torch
@@ -343,7 +355,7 @@ def _join(config: Config, may_start: bool) -> int | None:
 
 
 def _local_joiner(path: Path) -> int:
-    """A process that the run's launcher has started to join it: errors go to the launcher."""
+    """Runs a joiner that the run's launcher has started. Errors go to the launcher."""
     from dynmo.launch.rank_side import enter_rank, report_failure
 
     process = int(os.environ["DYNMO_PROCESS"])
@@ -358,8 +370,10 @@ def _local_joiner(path: Path) -> int:
 
 
 def _local_rank(path: Path, resume: bool, as_json: bool) -> int:
-    """A rank that dynmo's launcher started on the config in its run's folder: errors go to the
-    launcher, which tells the cause."""
+    """Runs a rank that dynmo's launcher started on the config in its run's folder.
+
+    Errors go to the launcher, which reports the cause.
+    """
     from dynmo.launch.rank_side import enter_rank, report_failure
 
     log = path.parent / f"rank-{os.environ['RANK']}.log"
@@ -378,13 +392,13 @@ def _local_rank(path: Path, resume: bool, as_json: bool) -> int:
 def _joined_rank(
     config: Config, rendezvous: Rendezvous, resume: bool, overwrite: bool, as_json: bool
 ) -> int:
-    """A rank that torchrun or Slurm started: it tells its errors itself."""
+    """Runs a rank that torchrun or Slurm started. It reports its errors itself."""
     from dynmo.launch.rank_side import describe, quiet_torch
 
     quiet_torch()
     if rendezvous.loopback and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Rank 0 alone writes; in a world of the wrong size nothing is made, `run` says why.
+    # Only rank 0 writes. A world of the wrong size makes nothing, and `run` says why.
     writes = rendezvous.rank == 0 and rendezvous.size == config.ranks
     try:
         with (
@@ -431,8 +445,10 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as
 
 
 def _stdout_for_json(as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """With --json, what a model of one's own prints goes to stderr: stdout is for the one
-    object."""
+    """Redirects the prints of a user's own model to stderr with --json.
+
+    Stdout is for the one JSON object.
+    """
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
@@ -448,7 +464,8 @@ def _print_summary(folder: Path) -> None:
     loss = "" if summary.loss is None else f"loss {summary.loss:.6f}, "
     digest = summary.digest or ""
     console.print(
-        f"{summary.reason}: {loss}weights {digest[:16]}, {summary.seconds:.1f} s of steps; {folder}/",
+        f"{summary.reason}: {loss}weights {digest[:16]}, {summary.seconds:.1f} s of steps; "
+        f"{folder}/",
         highlight=False,
         soft_wrap=True,
     )
@@ -458,7 +475,7 @@ def _print_summary(folder: Path) -> None:
 
 
 def _dry_run(config: Config, as_json: bool) -> None:
-    """What would run: placement, schedule and memory per rank, from shapes alone."""
+    """Prints placement, schedule and memory per rank, from shapes alone."""
     from dynmo.train.dry_run import dry_run
 
     with _stdout_for_json(as_json):

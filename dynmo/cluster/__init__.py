@@ -1,5 +1,6 @@
-"""Resource managers: who gives a run its ranks, takes them back, and gives more.
+"""Resource managers, which give ranks to a run and take them back.
 
-`releaser.py` has the protocol that rank 0 uses while it trains. One file each: the launcher's desk
-(this machine, Slurm, Ray), Kubernetes, a command of the user's own. Nothing here imports torch.
+`releaser.py` has the protocol that rank 0 uses while it trains. Each manager has a file: the
+launcher's desk (this machine, Slurm, Ray), Kubernetes, a command of the user's own. Nothing here
+imports torch.
 """

@@ -1,4 +1,4 @@
-"""Which resource manager a run talks to, by its config and by who started it."""
+"""Chooses the resource manager of a run, by its config and its launcher."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from dynmo.config import Config
 
 
 def make_releaser(config: Config, environ: Mapping[str, str] = os.environ) -> Releaser | None:
-    """Makes what `elastic.releaser` names.
+    """Makes the releaser that `elastic.releaser` names.
 
     Args:
-        config: Of the run.
-        environ: Names the launcher's folder, if dynmo's launcher started this process.
+        config: Config of the run.
+        environ: Environment variables. They name the launcher's folder, if dynmo's launcher
+            started this process.
 
     Returns:
-        The releaser. None: ranks leave and join without anybody being told.
+        The releaser. None if no manager is told that ranks leave and join.
 
     Raises:
         ConfigError: A program or a package that it needs is missing.
@@ -42,11 +43,11 @@ def make_releaser(config: Config, environ: Mapping[str, str] = os.environ) -> Re
 
 
 def parks(config: Config) -> bool:
-    """Whether ranks that leave wait to be called back.
+    """Returns True if ranks that leave wait to be called back.
 
     A pod of an indexed Job must not end by itself, or its index counts as done.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
     """
     return config.elastic.park or config.elastic.releaser == "kubernetes"

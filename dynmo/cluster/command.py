@@ -30,7 +30,7 @@ from dynmo.errors import ConfigError, DynmoError, RunError
 
 _logger = logging.getLogger(__name__)
 
-# A command that starts ranks must not pass these on: they name a rank of this run.
+# A command that starts ranks must not pass these on, because they name a rank of this run.
 _RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -71,7 +71,7 @@ class Worker:
 
         Args:
             kind: Kind of the receipt if the call succeeds.
-            ranks: How many ranks the call is about.
+            ranks: Number of ranks of the call.
             call: Returns the receipt's line, or raises an exception.
         """
         with self._lock:
@@ -88,7 +88,7 @@ class Worker:
 
     @property
     def has_more(self) -> bool:
-        """Whether other calls wait for the current one."""
+        """True if other calls wait for the current one."""
         return not self._closed and not self._calls.empty()
 
     def receipts(self) -> list[Receipt]:
@@ -138,12 +138,12 @@ _Call = tuple[Literal["released", "started"], int, Callable[[], str]]
 class CommandReleaser:
     """Runs a command of the user's own for each release and each request.
 
-    A command gets the environment of rank 0 without what a launcher sets for a rank (`RANK`,
-    `MASTER_ADDR` and similar), and these variables:
+    A command gets the environment of rank 0 without a launcher's variables for a rank (`RANK`,
+    `MASTER_ADDR` and similar). It also gets these variables:
 
         DYNMO_LEFT   ranks that left, a JSON list of objects with rank, host, pid and node
         DYNMO_STAY   ranks that stay, likewise
-        DYNMO_COUNT  how many more ranks the run wants (request alone)
+        DYNMO_COUNT  number of further ranks that the run wants (request alone)
 
     A command may leave processes in the background. The receipt does not wait for them.
 
@@ -161,7 +161,7 @@ class CommandReleaser:
 
     @property
     def can_request(self) -> bool:
-        """Whether there is a command that starts ranks."""
+        """True if there is a command that starts ranks."""
         return bool(self._request)
 
     def check(self) -> None:
@@ -206,7 +206,7 @@ class CommandReleaser:
         )
 
     def receipts(self) -> list[Receipt]:
-        """Returns what has happened since the last call."""
+        """Returns the receipts since the last call."""
         return self._worker.receipts()
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class CommandReleaser:
         if not command:
             raise RunError(f"{key} is empty: give a program and its arguments")
         what = f"{key} ({_shorten(shlex.join(command), 80)})"
-        # A file, not a pipe: a process that stays in the background may keep the output open.
+        # The output goes to a file, not a pipe. A process in the background may keep it open.
         with tempfile.TemporaryFile() as output:
             try:
                 process = subprocess.Popen(
@@ -257,8 +257,8 @@ class CommandReleaser:
                 stopped = f"took over {self._timeout:g} s and was killed; allow it more time"
             else:
                 continue
-            # Not reaped yet, so the number of the group cannot belong to anybody else.
-            with contextlib.suppress(PermissionError):  # of another user: sudo, say
+            # The process is not reaped yet, so the number of its group cannot belong to another.
+            with contextlib.suppress(PermissionError):  # a process of another user, as under sudo
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
@@ -281,7 +281,7 @@ def _as_json(members: Sequence[Member]) -> str:
 
 
 def _last_line(output: IO[bytes]) -> str:
-    """The last line that is not empty, without control characters."""
+    """Returns the last line that is not empty, without control characters."""
     size = output.seek(0, os.SEEK_END)
     output.seek(max(0, size - 4096))
     text = output.read(4096).decode(errors="replace")

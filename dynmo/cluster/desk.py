@@ -1,4 +1,7 @@
-"""The launcher as a resource manager: it started the ranks, and can start more of them."""
+"""The launcher as a resource manager.
+
+It started the ranks, and can start more of them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from dynmo.cluster.releaser import Member, Receipt
 class LauncherDesk:
     """Asks `dynmo train`'s own launcher on this machine, under Slurm or under Ray.
 
-    The launcher sees by itself when a process ends. It gives a node, a job or an actor back once
-    the processes that were told to `release` have ended.
+    The launcher sees by itself when a process ends. `release` names processes. Once these have
+    ended, the launcher gives their node, job or actor back.
     """
 
     name = "launcher"
@@ -28,7 +31,14 @@ class LauncherDesk:
         self._folder = LaunchFolder(folder)
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        """Notes which processes leave. Without the note their end would be the end of the run."""
+        """Notes which processes leave.
+
+        Without the note their end would be the end of the run.
+
+        Args:
+            left: Ranks that leave.
+            stay: The ranks that go on.
+        """
         processes = [member.process for member in left if member.process is not None]
         if processes:
             self._folder.write_note("left", {"processes": processes})
@@ -38,8 +48,8 @@ class LauncherDesk:
         self._folder.write_note("wanted", {"count": count})
 
     def receipts(self) -> list[Receipt]:
-        """Returns what the launcher has done since the last call."""
+        """Returns the launcher's receipts since the last call."""
         return self._folder.new_receipts()
 
     def close(self) -> None:
-        """Does nothing: the launcher ends with the run."""
+        """Does nothing, because the launcher ends with the run."""

@@ -1,4 +1,6 @@
-"""Gives ranks back to Kubernetes, and asks it for others: a run is an elastic Indexed Job.
+"""Gives ranks back to Kubernetes, and asks it for others.
+
+A run is an elastic Indexed Job.
 
     release(left, stay)   patch job: parallelism = completions = len(stay)
                           the Job controller deletes the pods with the highest indexes
@@ -37,9 +39,9 @@ _T = TypeVar("_T")
 
 
 class KubernetesReleaser:
-    """Changes how many pods the run's own Job has.
+    """Changes the number of pods of the run's own Job.
 
-    Connects with the pod's service account. Outside a cluster, with a kubeconfig file.
+    Connects with the pod's service account. Outside a cluster it connects with a kubeconfig file.
 
     Args:
         namespace: Namespace of the job. The default is the environment variable POD_NAMESPACE.
@@ -72,12 +74,13 @@ class KubernetesReleaser:
         for value, variable in ((self._namespace, "POD_NAMESPACE"), (self._job, "JOB_NAME")):
             if not value:
                 raise ConfigError(
-                    f'elastic.releaser = "kubernetes" needs {variable}: set it in the pod as in examples/kubernetes/job.yaml'
+                    f'elastic.releaser = "kubernetes" needs {variable}: set it in the '
+                    "pod as in examples/kubernetes/job.yaml"
                 )
         _configuration(self._kubeconfig)
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        """Lets the job have as many pods as there are ranks that stay.
+        """Sets the number of the job's pods to the number of ranks that stay.
 
         Args:
             left: Ranks that are parked. Their pods have the highest indexes.
@@ -91,7 +94,7 @@ class KubernetesReleaser:
         self._worker.submit("started", count, lambda: self._grow(count))
 
     def receipts(self) -> list[Receipt]:
-        """Returns what has happened since the last call."""
+        """Returns the receipts since the last call."""
         return self._worker.receipts()
 
     def close(self) -> None:
@@ -127,7 +130,8 @@ class KubernetesReleaser:
                 self._patch(api, deadline, parallelism=count, completions=count)
             elif count > (job.spec.completions or count):
                 raise RunError(
-                    f"job {self._name} can have at most {job.spec.completions} pods; Kubernetes can raise spec.completions from 1.27 on"
+                    f"job {self._name} can have at most {job.spec.completions} pods; Kubernetes "
+                    "can raise spec.completions from 1.27 on"
                 )
             else:
                 self._patch(api, deadline, parallelism=count)
@@ -140,7 +144,7 @@ class KubernetesReleaser:
 
     @contextlib.contextmanager
     def _connection(self, wanted: str) -> Generator[_JobApi, None, None]:
-        """Connects anew each time: tokens expire, and idle connections break."""
+        """Connects anew each time, because tokens expire and idle connections break."""
         for value, variable in ((self._namespace, "POD_NAMESPACE"), (self._job, "JOB_NAME")):
             if not value:
                 raise RunError(f"the job is unknown: set {variable}")
@@ -171,12 +175,12 @@ class KubernetesReleaser:
         is_done: Callable[[_PodCount], bool],
         gives_way: bool = False,
     ) -> None:
-        """Waits until the job has the pods that it should have.
+        """Waits until the job has the wanted pods.
 
         Args:
-            api: The calls.
-            deadline: On the monotonic clock.
-            is_done: Looks at the number of pods. May make calls.
+            api: Makes the calls.
+            deadline: Seconds on the monotonic clock.
+            is_done: Checks the number of pods. It may make calls.
             gives_way: Ends with an error if another release or request waits.
 
         Raises:
@@ -207,12 +211,21 @@ class KubernetesReleaser:
 
 
 class _Transient(Exception):
-    """The API server did not answer, or asks to try again. The message is a receipt's line."""
+    """The API server did not answer, or asks to try again.
+
+    The message is a receipt's line.
+    """
 
 
 @dataclass(frozen=True)
 class _PodCount:
-    """How many pods a job has. `active` counts pending and running ones."""
+    """The number of pods of a job.
+
+    Attributes:
+        active: Pending and running pods.
+        ready: Pods that are ready.
+        terminating: Pods that are ending.
+    """
 
     active: int
     ready: int
@@ -223,13 +236,15 @@ class _PodCount:
 
 
 class _JobApi:
-    """The calls that a releaser makes. Every error becomes one line that says what to do.
+    """The calls that a releaser makes.
+
+    Every error becomes one line that says what to do.
 
     Args:
         client: `kubernetes.client.ApiClient`.
         namespace: Namespace of the job.
         job: Name of the job.
-        wanted: What a person would patch by hand if the call fails.
+        wanted: The patch that a person would make by hand if the call fails.
     """
 
     def __init__(self, client: Any, namespace: str, job: str, wanted: str) -> None:
@@ -240,7 +255,10 @@ class _JobApi:
         self._version = _client().VersionApi(client)
 
     def is_elastic(self) -> bool:
-        """Whether the server can change `completions` of an Indexed Job: 1.27 and newer."""
+        """Returns True if the server can change `completions` of an Indexed Job.
+
+        Servers from 1.27 on can.
+        """
         with self._explained():
             version = self._version.get_code(_request_timeout=_ANSWER)
         major, minor = (
@@ -256,9 +274,9 @@ class _JobApi:
             )
 
     def count_pods(self) -> _PodCount:
-        """Reads how many pods the job has.
+        """Reads the number of pods of the job.
 
-        Servers before 1.24 do not count ready pods, and before 1.29 not those that are ending.
+        Servers before 1.24 do not count ready pods. Servers before 1.29 do not count ending pods.
         """
         status = self.read_job().status
         active = status.active or 0
@@ -273,7 +291,7 @@ class _JobApi:
             )
 
     def find_pods(self, members: Sequence[Member]) -> list[str]:
-        """Names of the members' pods that are still there, those that are ending included."""
+        """Returns the names of the members' remaining pods, ending ones included."""
         names = {m.node for m in members} | {_short_host(m) for m in members}
         with self._explained():
             pods = self._core.list_namespaced_pod(
@@ -294,7 +312,7 @@ class _JobApi:
                         name, self._namespace, _request_timeout=_ANSWER
                     )
                 except _client().ApiException as error:
-                    if error.status != 404:  # gone in the meantime
+                    if error.status != 404:  # 404: the pod is gone already
                         raise
 
     @contextlib.contextmanager
@@ -307,7 +325,8 @@ class _JobApi:
             raise self._explain(error) from None
         except (errors.HTTPError, OSError) as error:
             raise _Transient(
-                f"the API server at {self._client.configuration.host} does not answer ({_reason(error)}); {self._by_hand()}"
+                f"the API server at {self._client.configuration.host} does not answer "
+                f"({_reason(error)}); {self._by_hand()}"
             ) from None
 
     def _explain(self, error: Any) -> Exception:
@@ -319,15 +338,18 @@ class _JobApi:
             return RunError(f"the API server rejects the credentials ({said}); renew them")
         if status == 403:
             return RunError(
-                f"the API server forbids it ({said}); let the pod's service account do it as in examples/kubernetes/rbac.yaml"
+                f"the API server forbids it ({said}); let the pod's service account do it as in "
+                "examples/kubernetes/rbac.yaml"
             )
         if status == 404:
             return RunError(
-                f"there is no job {name} ({said}); set JOB_NAME and POD_NAMESPACE as in examples/kubernetes/job.yaml"
+                f"there is no job {name} ({said}); set JOB_NAME and POD_NAMESPACE as in "
+                "examples/kubernetes/job.yaml"
             )
         if status == 422:
             return RunError(
-                f"job {name} cannot change so ({said}); it needs completionMode: Indexed and parallelism = completions"
+                f"job {name} cannot change so ({said}); it needs completionMode: Indexed and "
+                "parallelism = completions"
             )
         line = f"the API server answers {status} ({said}); {self._by_hand()}"
         return _Transient(line) if status in (409, 429) or status >= 500 else RunError(line)
@@ -337,7 +359,7 @@ class _JobApi:
 
 
 def _index(member: Member, job: str) -> int:
-    """The index of a member's pod in an Indexed Job: its host is JOB-INDEX. -1 if it is not."""
+    """Returns the index in an Indexed Job of a member's host JOB-INDEX. -1 for others."""
     name, _, index = _short_host(member).rpartition("-")
     return int(index) if name == job and index.isdecimal() else -1
 
@@ -347,17 +369,21 @@ def _short_host(member: Member) -> str:
 
 
 def _client() -> Any:
-    """The module `kubernetes.client`."""
+    """Imports the module `kubernetes.client`."""
     try:
         return importlib.import_module("kubernetes.client")
     except ImportError as error:
         raise ConfigError(
-            f'elastic.releaser = "kubernetes" needs the extra "kubernetes" ({error}): pip install \'dynmo[kubernetes]\''
+            f'elastic.releaser = "kubernetes" needs the extra "kubernetes" ({error}): '
+            "pip install 'dynmo[kubernetes]'"
         ) from None
 
 
 def _configuration(kubeconfig: str) -> Any:
-    """How to reach the API server: a given file, the pod's service account, or the user's file."""
+    """Returns the configuration of the client.
+
+    It is from a given file, the pod's service account, or the user's file.
+    """
     configuration = _client().Configuration()
     # The releaser repeats calls itself. The client would print a line for each repetition.
     configuration.retries = False
@@ -372,7 +398,8 @@ def _configuration(kubeconfig: str) -> Any:
             )
     except (config.ConfigException, OSError) as error:
         raise ConfigError(
-            f"no credentials for Kubernetes ({_reason(error)}): give the pod a service account, or set KUBECONFIG"
+            f"no credentials for Kubernetes ({_reason(error)}): give the pod a service account, "
+            "or set KUBECONFIG"
         ) from None
     return configuration
 
@@ -386,6 +413,6 @@ def _message(error: Any) -> str:
 
 
 def _reason(error: object) -> str:
-    """One line of at most 200 characters."""
+    """Returns an error in one line of at most 200 characters."""
     line = " ".join(str(error).split())
     return line if len(line) <= 200 else line[:197] + "..."

@@ -1,4 +1,4 @@
-"""The files through which rank 0, the joiners and their launcher talk.
+"""The files through which rank 0, the joiners and their launcher communicate.
 
 They lie in the launch folder, which the environment variable DYNMO_RENDEZVOUS names. Every machine
 of the run sees the folder.
@@ -8,7 +8,7 @@ of the run sees the folder.
     process -> launcher    entered-4 (host, pid, Slurm step) process 4 runs
                            member-4                          joiner 4 has become a rank
                            failed-4.json                     why process 4 ended
-    launcher -> rank 0     receipts.jsonl                    what has come of it
+    launcher -> rank 0     receipts.jsonl                    results of releases and requests
 
 Files with a count in their name are written in order: 1, 2, 3, ...
 """
@@ -30,7 +30,7 @@ RECEIPTS = "receipts.jsonl"
 class LaunchFolder:
     """Reads and writes the files of one launch folder.
 
-    Each reader keeps its own place: `next_note` and `new_receipts` return everything once.
+    Each reader keeps its own place, so `next_note` and `new_receipts` return everything once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,12 @@ class LaunchFolder:
         return {path.name for path in self.path.iterdir()}
 
     def write_note(self, kind: str, content: Mapping[str, object]) -> None:
-        """Writes the next `kind-<n>.json`."""
+        """Writes the next `kind-<n>.json`.
+
+        Args:
+            kind: "wanted" or "left".
+            content: Content of the file.
+        """
         count = self._written.get(kind, 0) + 1
         write_whole(self.path / f"{kind}-{count}.json", json.dumps(content))
         self._written[kind] = count
@@ -58,10 +63,10 @@ class LaunchFolder:
 
         Args:
             kind: "wanted" or "left".
-            names: What `names` returned.
+            names: Result of `names`.
 
         Returns:
-            Its content, or None if it is not there yet.
+            The content, or None if it is not there yet.
         """
         count = self._read.get(kind, 0) + 1
         name = f"{kind}-{count}.json"
@@ -71,19 +76,24 @@ class LaunchFolder:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
 
     def enter(self, process: int, content: Mapping[str, object]) -> None:
-        """Says that a process runs."""
+        """Writes that a process runs.
+
+        Args:
+            process: The launcher's number of the process.
+            content: Host, pid and Slurm step of the process.
+        """
         write_whole(self.entered(process), json.dumps(content))
 
     def entered(self, process: int) -> Path:
-        """The file that says that a process runs."""
+        """Returns the file that says that a process runs."""
         return self.path / f"entered-{process}"
 
     def become_member(self, process: int) -> None:
-        """Says that a joiner has become a rank of the run. Its failure now ends the run."""
+        """Writes that a joiner has become a rank of the run. Its failure now ends the run."""
         (self.path / f"member-{process}").touch()
 
     def failures(self) -> dict[int, dict[str, Any]]:
-        """Returns what processes have written about their failures, by process."""
+        """Returns the failure reports of processes, by process."""
         reports: dict[int, dict[str, Any]] = {}
         for path in self.path.glob("failed-*.json"):
             process = int(path.stem.removeprefix("failed-"))
@@ -91,7 +101,12 @@ class LaunchFolder:
         return reports
 
     def write_failure(self, process: int, content: Mapping[str, object]) -> None:
-        """Says why a process ends."""
+        """Writes why a process ends.
+
+        Args:
+            process: The launcher's number of the process.
+            content: The failure report.
+        """
         write_whole(self.path / f"failed-{process}.json", json.dumps(content))
 
     def append_receipt(self, receipt: Receipt) -> None:

@@ -1,9 +1,9 @@
-"""How rank 0 tells a resource manager that ranks have left, and asks for more.
+"""The protocol by which rank 0 gives ranks back, and asks for more.
 
     rank 0       release(left, stay)         request(2)                      receipts()
-    manager        frees their nodes           starts `dynmo train --join`     what has come of it
+    manager        frees their nodes           starts `dynmo train --join`     results of both
 
-Rank 0 calls every method between two steps. No method waits for the manager: what takes longer runs
+Rank 0 calls every method between two steps. No method waits for the manager. Longer work runs
 beside the training, and its end is a receipt.
 """
 
@@ -16,14 +16,14 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True)
 class Member:
-    """Where one rank runs.
+    """The place where one rank runs.
 
     Attributes:
-        rank: Its number while it was a rank of the run.
+        rank: Number of the rank in the run.
         host: Name of its machine.
-        pid: Its process there.
-        node: What the resource manager calls the machine or the pod. The default is `host`.
-        process: The launcher's number of this process. None: no launcher of dynmo's started it.
+        pid: Number of its process there.
+        node: The resource manager's name of the machine or the pod. The default is `host`.
+        process: The launcher's number of this process. None if no launcher of dynmo's started it.
     """
 
     rank: int
@@ -35,13 +35,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What has come of a release or a request.
+    """The result of a release or a request.
 
     Attributes:
         kind: "released", "started" (ranks that may join soon), or "failed".
-        what: One line. What was given back or started, or what went wrong and what to do.
-        ranks: How many ranks it is about.
-        seconds: How long the manager took.
+        what: One line about the result. After a failure it says what went wrong and what to do.
+        ranks: Number of ranks of the release or the request.
+        seconds: Seconds that the manager took.
     """
 
     kind: Literal["released", "started", "failed"]
@@ -55,12 +55,12 @@ class Releaser(Protocol):
 
     @property
     def name(self) -> str:
-        """The word of `elastic.releaser`."""
+        """Name of the releaser in `elastic.releaser`."""
         ...
 
     @property
     def can_request(self) -> bool:
-        """Whether `request` starts ranks. If not, somebody else starts `dynmo train --join`."""
+        """True if `request` starts ranks. If not, the user starts `dynmo train --join`."""
         ...
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
@@ -77,14 +77,14 @@ class Releaser(Protocol):
         """Begins to ask for more ranks.
 
         Args:
-            count: How many. Each is a process that runs `dynmo train CONFIG --join`.
+            count: Number of ranks. Each is a process that runs `dynmo train CONFIG --join`.
         """
         ...
 
     def receipts(self) -> list[Receipt]:
-        """Returns what has happened since the last call."""
+        """Returns the receipts since the last call."""
         ...
 
     def close(self) -> None:
-        """Ends what runs beside the training. Called at the end of the run."""
+        """Ends the work beside the training. Called at the end of the run."""
         ...

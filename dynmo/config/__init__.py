@@ -1,15 +1,16 @@
-"""The configuration of a run: one frozen model, read from TOML and `--set section.key=value`. Pure:
-no torch.
+"""The configuration of a run: one frozen model. Pure: no torch.
 
-values.py             the types of single values
-section.py            the base class of all sections
-sections.py           Config and the sections about ranks and balancing: keys and defaults
-sections_training.py  [model], [data] and [train]
-sections_dynamism.py  [dynamism] and its cases
-shapes.py             the meshes that a run's ranks can form
-checks.py             checks of values that must fit together
-checks_dynamism.py    the same for [dynamism]
-reading.py            TOML and overrides -> Config, or one line that says what is wrong
+It is read from TOML and `--set section.key=value`.
+
+    values.py             the types of single values
+    section.py            the base class of all sections
+    sections.py           Config and the sections about ranks and balancing: keys and defaults
+    sections_training.py  [model], [data] and [train]
+    sections_dynamism.py  [dynamism] and its cases
+    shapes.py             the meshes that a run's ranks can form
+    checks.py             checks of values that must fit together
+    checks_dynamism.py    the same for [dynamism]
+    reading.py            TOML and overrides -> Config, or one line that says what is wrong
 """
 
 from dynmo.config.reading import load, parse, with_options, without_unused_keys

@@ -1,4 +1,7 @@
-"""Checks of values that must fit together. Each problem is one line that names its keys."""
+"""Checks of values that must fit together.
+
+Each problem is one line that names its keys.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from dynmo.schedule.catalogue import check_microbatches, chunks_of
 
 
 def first_problem(config: Config) -> str | None:
-    """The first reason why the values of a config do not fit together, or None.
+    """Finds the first reason why the values of a config do not fit together.
 
     Args:
         config: A config whose values are valid by themselves.
 
     Returns:
-        One line that names the keys and says what to do.
+        One line that names the keys and says what to do. None if the values fit.
     """
     # A rule may rely on those before it.
     return next((problem for rule in _RULES for problem in rule(config)), None)
@@ -30,42 +33,63 @@ def _model(config: Config) -> Iterator[str]:
     if model.is_gpt:
         if model.hidden % model.heads:
             near = _nearest_divisors(model.heads, model.hidden)
-            yield f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; nearest that do: {near}"
+            yield (
+                f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; "
+                f"nearest that do: {near}"
+            )
         elif model.hidden // model.heads % 2:
             yield (
-                f"model.hidden / model.heads = {model.hidden // model.heads} is odd, but rotary positions turn pairs; "
-                f"use hidden = {model.hidden + model.heads}, or other heads"
+                f"model.hidden / model.heads = {model.hidden // model.heads} is odd, but rotary "
+                f"positions turn pairs; use hidden = {model.hidden + model.heads}, or other heads"
             )
     if model.kind == "emulated":
         for key, times in (("f", model.f), ("b", model.b), ("w", model.w)):
             if isinstance(times, tuple) and len(times) != model.layers:
-                yield f"model.{key} lists {len(times)} layers, model.layers = {model.layers}; give one number, or one per layer"
+                yield (
+                    f"model.{key} lists {len(times)} layers, model.layers = {model.layers}; "
+                    "give one number, or one per layer"
+                )
         if config.train.precision != "float32":
-            yield f'train.precision = "{config.train.precision}", but emulated layers compute nothing but float32; leave it out'
+            yield (
+                f'train.precision = "{config.train.precision}", but emulated layers compute '
+                "nothing but float32; leave it out"
+            )
 
 
 def _batch(config: Config) -> Iterator[str]:
     train, replicas = config.train, config.parallel.data
     if train.global_batch % replicas:
         near = _nearest_divisors(replicas, train.global_batch)
-        yield f"parallel.data = {replicas} does not divide train.global_batch = {train.global_batch}; nearest that do: {near}"
+        yield (
+            f"parallel.data = {replicas} does not divide train.global_batch = "
+            f"{train.global_batch}; nearest that do: {near}"
+        )
     share = train.global_batch // replicas
     if share % train.micro_batch:
         near = _nearest_divisors(train.micro_batch, share)
-        wrong = f"train.micro_batch = {train.micro_batch} does not divide train.global_batch / parallel.data = {share}"
+        wrong = (
+            f"train.micro_batch = {train.micro_batch} does not divide train.global_batch / "
+            f"parallel.data = {share}"
+        )
         yield f"{wrong}; nearest that do: {near}"
 
 
 def _loss_scale(config: Config) -> Iterator[str]:
     if config.train.precision == "float16" and config.train.loss_scale == 1:
-        yield 'train.loss_scale = 1 with train.precision = "float16": small gradients vanish; use "dynamic", or precision = "bfloat16"'
+        yield (
+            'train.loss_scale = 1 with train.precision = "float16": small gradients vanish; '
+            'use "dynamic", or precision = "bfloat16"'
+        )
 
 
 def _recompute(config: Config) -> Iterator[str]:
     recompute, layers = config.train.recompute, config.layer_count
     last = max(recompute, default=0) if isinstance(recompute, tuple) else 0
     if layers is not None and last >= layers:
-        yield f"train.recompute names layer {last}, but the model has {layers}, from 0 to {layers - 1}"
+        yield (
+            f"train.recompute names layer {last}, but the model has {layers}, from 0 to "
+            f"{layers - 1}"
+        )
 
 
 def _accumulation_groups(config: Config) -> Iterator[str]:
@@ -73,7 +97,10 @@ def _accumulation_groups(config: Config) -> Iterator[str]:
     problem = accumulation_problem(groups, replicas, config.all_microbatches)
     if problem:
         near = suggest_groups(config, (replicas,))
-        yield f"train.reduction_slots = {groups} {problem}; leave it out for one per replica, or use {near}"
+        yield (
+            f"train.reduction_slots = {groups} {problem}; leave it out for one per replica, "
+            f"or use {near}"
+        )
 
 
 def _schedule(config: Config) -> Iterator[str]:
@@ -98,29 +125,53 @@ def _placement(config: Config) -> Iterator[str]:
     initial = config.balance.initial
     if initial is not None and len(initial) != stages:
         if chunks == 1:
-            yield f"balance.initial has {len(initial)} entries, parallel.pipeline = {ranks}; give one layer count per rank"
+            yield (
+                f"balance.initial has {len(initial)} entries, parallel.pipeline = {ranks}; "
+                "give one layer count per rank"
+            )
         else:
             has = f"{config.pipeline.schedule} has {stages} stages"
-            yield f"balance.initial has {len(initial)} entries, but {has}; give one layer count per stage"
+            yield (
+                f"balance.initial has {len(initial)} entries, but {has}; give one layer count "
+                "per stage"
+            )
     if layers is not None:
         if stages > layers:
             per_rank = f" x {chunks} stages a rank" if chunks > 1 else ""
-            yield f"parallel.pipeline = {ranks}{per_rank} is more than the model's {layers} layers; use fewer ranks or more layers"
+            yield (
+                f"parallel.pipeline = {ranks}{per_rank} is more than the model's {layers} "
+                "layers; use fewer ranks or more layers"
+            )
         if initial is not None and sum(initial) != layers:
-            yield f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; make it sum to {layers}"
+            yield (
+                f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; "
+                f"make it sum to {layers}"
+            )
 
 
 def _slices(config: Config) -> Iterator[str]:
     if not config.parallel.slices:
         return
     if config.parallel.pipeline == 1:
-        yield "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU anyway; use 2 or more, or leave slices out"
+        yield (
+            "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU "
+            "anyway; use 2 or more, or leave slices out"
+        )
     if config.pipeline.post_validation:
-        yield "parallel.slices = true: one process ends the steps of all slices together, so pipeline.post_validation cannot be true"
+        yield (
+            "parallel.slices = true: one process ends the steps of all slices together, so "
+            "pipeline.post_validation cannot be true"
+        )
     if config.elastic.reshape or config.elastic.reshape_at:
-        yield "parallel.slices = true: slices cannot be reshaped; leave out elastic.reshape and elastic.reshape_at"
+        yield (
+            "parallel.slices = true: slices cannot be reshaped; leave out elastic.reshape and "
+            "elastic.reshape_at"
+        )
     if config.elastic.changes_ranks:
-        yield "parallel.slices = true: slices of one GPU cannot leave; leave out elastic.repack and elastic.target_ranks"
+        yield (
+            "parallel.slices = true: slices of one GPU cannot leave; leave out elastic.repack "
+            "and elastic.target_ranks"
+        )
 
 
 def _repack(config: Config) -> Iterator[str]:
@@ -135,50 +186,73 @@ def _repack(config: Config) -> Iterator[str]:
             other = "elastic.reshape" if elastic.reshape else "elastic.reshape_at"
             yield f"{which} chooses the mesh, too; leave out {other}"
     if elastic.repack and elastic.min_ranks > config.ranks:
-        yield f"elastic.min_ranks = {elastic.min_ranks} is more than the run's {config.ranks} ranks; use at most {config.ranks}"
+        yield (
+            f"elastic.min_ranks = {elastic.min_ranks} is more than the run's {config.ranks} "
+            f"ranks; use at most {config.ranks}"
+        )
     if elastic.retune and not elastic.changes_ranks:
-        yield "elastic.retune = true is for elastic.repack or elastic.target_ranks; set one of them, or leave retune out"
+        yield (
+            "elastic.retune = true is for elastic.repack or elastic.target_ranks; set one of "
+            "them, or leave retune out"
+        )
     if elastic.algorithm != "fewest":
         key = f'elastic.algorithm = "{elastic.algorithm}"'
         if not elastic.repack:
             yield f"{key} is for elastic.repack = true; set that, or leave the algorithm out"
         if config.pipeline.memory_limit is None:
-            yield f"{key} merges ranks by memory and needs pipeline.memory_limit; set the bytes of a rank"
+            yield (
+                f"{key} merges ranks by memory and needs pipeline.memory_limit; set the bytes "
+                "of a rank"
+            )
         if config.chunks > 1:
-            yield f"{key} merges ranks of one stage, but {config.pipeline.schedule} has {config.chunks} a rank; use another schedule"
+            yield (
+                f"{key} merges ranks of one stage, but {config.pipeline.schedule} has "
+                f"{config.chunks} a rank; use another schedule"
+            )
     target = elastic.target_ranks
     if target is not None and target < elastic.min_ranks:
-        yield f"elastic.target_ranks = {target} is less than elastic.min_ranks = {elastic.min_ranks}; use at least that many"
+        yield (
+            f"elastic.target_ranks = {target} is less than elastic.min_ranks = "
+            f"{elastic.min_ranks}; use at least that many"
+        )
     if target is not None and not mesh_shapes(config, target):
         yield (
-            f"elastic.target_ranks = {target}: no mesh of so many ranks fits the model's layers, pipeline.schedule, "
-            f"{config.all_microbatches} microbatches and train.reduction_slots = {config.accumulation_groups}; use another number"
+            f"elastic.target_ranks = {target}: no mesh of so many ranks fits the model's layers, "
+            f"pipeline.schedule, {config.all_microbatches} microbatches and train.reduction_slots "
+            f"= {config.accumulation_groups}; use another number"
         )
     if elastic.releaser == "command" and not (elastic.release_command or elastic.grow_command):
         yield 'elastic.releaser = "command" needs elastic.release_command or elastic.grow_command'
     if elastic.releaser != "command" and (elastic.release_command or elastic.grow_command):
         key = "release_command" if elastic.release_command else "grow_command"
-        yield f'elastic.{key} is for elastic.releaser = "command"; set that, or leave the command out'
+        yield (
+            f'elastic.{key} is for elastic.releaser = "command"; set that, or leave the command out'
+        )
 
 
 def _reshape(config: Config) -> Iterator[str]:
     if not config.elastic.reshape:
         return
     if config.elastic.reshape_at:
-        yield "elastic.reshape = true decides when to reshape, and elastic.reshape_at says when; leave one of them out"
+        yield (
+            "elastic.reshape = true decides when to reshape, and elastic.reshape_at says "
+            "when; leave one of them out"
+        )
     elif len(mesh_shapes(config)) == 1:
         microbatches = config.all_microbatches
         replicas = divisors(math.gcd(config.ranks, microbatches))
         if replicas == [config.parallel.data]:
             ranks = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
             yield (
-                f"elastic.reshape = true: {ranks} and {microbatches} microbatches allow no other mesh; leave it out, or change "
-                "parallel.pipeline, parallel.data or train.global_batch"
+                f"elastic.reshape = true: {ranks} and {microbatches} microbatches allow no other "
+                "mesh; leave it out, or change parallel.pipeline, parallel.data or "
+                "train.global_batch"
             )
         else:
             yield (
-                f"elastic.reshape = true: no other mesh of {config.ranks} ranks fits train.reduction_slots = "
-                f"{config.accumulation_groups}; use {suggest_groups(config, replicas)}"
+                f"elastic.reshape = true: no other mesh of {config.ranks} ranks fits "
+                f"train.reduction_slots = {config.accumulation_groups}; use "
+                f"{suggest_groups(config, replicas)}"
             )
 
 
@@ -189,16 +263,24 @@ def _reshape_at(config: Config) -> Iterator[str]:
     for step, pipeline, data in config.elastic.reshape_at:
         key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
         if step >= config.train.steps:
-            yield f"{key} is at step {step}, but the run has {config.train.steps} steps; reshape sooner"
+            yield (
+                f"{key} is at step {step}, but the run has {config.train.steps} steps; "
+                "reshape sooner"
+            )
         if microbatches % data:
             yield f"{key}: {data} replicas do not divide the {microbatches} microbatches of a step"
         problem = accumulation_problem(config.accumulation_groups, data, microbatches)
         if problem:
             near = suggest_groups(config, replicas)
-            yield f"{key}: train.reduction_slots = {config.accumulation_groups} {problem}; use {near}"
+            yield (
+                f"{key}: train.reduction_slots = {config.accumulation_groups} {problem}; use {near}"
+            )
         stages = pipeline * config.chunks
         if layers is not None and stages > layers:
-            yield f"{key} has {stages} stages, more than the model's {layers} layers; use fewer ranks in a pipeline"
+            yield (
+                f"{key} has {stages} stages, more than the model's {layers} layers; use fewer "
+                "ranks in a pipeline"
+            )
         try:
             check_microbatches(config.pipeline.schedule, pipeline, microbatches // data)
         except ScheduleError as error:

@@ -1,8 +1,8 @@
-"""Reading a config: TOML and `--set section.key=value` in, a `Config` or one line that says what
-was wrong out.
+"""Reads a config from TOML and `--set section.key=value`.
 
-Defaults < TOML < `--set`. A key or value of the contract that this version cannot serve yet is an
-error that says so: it is never ignored, and never taken for a typing mistake.
+The result is a `Config`, or one line that says what was wrong. Overrides win over TOML, and TOML
+over the defaults. Keys and values that this version does not serve yet are rejected with an error
+that says so. They are never ignored, and never taken for a typing mistake.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from dynmo.errors import ConfigError
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The config of the TOML file at `path` (None: the defaults), changed by `section.key=value`
-    overrides, the last of a key winning.
+    """Reads a config from a TOML file and overrides.
 
-    A value is in TOML syntax; a string may go without quotes. Raises ConfigError, one line: file,
-    key, what was wrong, what to do.
+    Args:
+        path: The TOML file. None takes the defaults.
+        overrides: `section.key=value` each. A value is in TOML syntax. A string may go without
+            quotes. The last override of a key wins.
+
+    Raises:
+        ConfigError: One line: the file, the key, what was wrong, what to do.
     """
     data = {} if path is None else without_unused_keys(_read(Path(path)))
     before = _kind_of(data)
     for text in overrides:
         _override(data, text)
-    if _kind_of(data) != before:  # what only the file's own kind has goes with it
+    if _kind_of(data) != before:  # drop the keys that only the file's own kind has
         keys = {text.partition("=")[0].strip() for text in overrides}
         _drop(data, {key for key in KEYS_OF_KIND.get(before, ()) if f"model.{key}" not in keys})
     where = "defaults" if path is None else str(path)
@@ -44,15 +48,22 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
 def parse(
     data: Mapping[str, Any], where: str = "config", overridden: Collection[str] = ()
 ) -> Config:
-    """The config of nested dicts. `where` is named in errors, but for the `overridden` keys `--set`
-    is. Raises ConfigError."""
+    """Makes a config of nested dicts.
+
+    Args:
+        data: Section -> key -> value.
+        where: Names the source in errors.
+        overridden: Keys that come from `--set`. Errors name `--set` as their source.
+
+    Raises:
+        ConfigError: A key or value is wrong.
+    """
     data = without_unused_keys(data)
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        # One line tells one problem, and of several the one most likely at the root: a key that
-        # nobody knows.
+        # One line tells one problem. Of several, an unknown key is most likely the root.
         problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
         parts = tuple(str(part) for part in problem["loc"] if not isinstance(part, int))
         where = "--set" if ".".join(parts) in overridden else where
@@ -66,7 +77,7 @@ def parse(
 
 
 def _kind_of(data: Mapping[str, Any]) -> str:
-    """`model.kind`, or "" if it is not text."""
+    """Returns `model.kind`, or "" if it is not text."""
     model: object = data.get("model", {})
     kind: object = (
         cast(Mapping[str, object], model).get("kind", ModelSection().kind)
@@ -86,10 +97,10 @@ def _drop(data: dict[str, Any], keys: Collection[str]) -> None:
 
 
 def without_unused_keys(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without the keys of [model] that its kind does not have, if the run of an earlier
-    version wrote it.
+    """Copies a config without the keys of [model] that its kind does not have.
 
-    Such a file lists every key that there was, also those that were ignored.
+    That happens only to a config that the run of an earlier version wrote. Such a file lists every
+    key that there was, also those that were ignored.
     """
     copy = dict(data)
     model: object = copy.get("model")
@@ -115,13 +126,19 @@ def _check_kind(data: Mapping[str, Any], where: str, overridden: Collection[str]
         else ": the function makes the layers"
     )
     raise _error(
-        f"{place}: model.{unused[0]} is a key of kind = {value_text(owner)}, which model.kind = {value_text(kind)} "
-        f"has not; leave it out{hint}{more}"
+        f"{place}: model.{unused[0]} is a key of kind = {value_text(owner)}, which model.kind = "
+        f"{value_text(kind)} has not; leave it out{hint}{more}"
     )
 
 
 def with_options(config: Config, section: tuple[str, ...], options: Mapping[str, Any]) -> Config:
-    """The same config with these keys of a section replaced."""
+    """Returns the same config with other options of a section.
+
+    Args:
+        config: The config. It does not change.
+        section: The path of the section, such as ("dynamism", "pruning").
+        options: Key -> new value.
+    """
     data = config.model_dump()
     table = data
     for name in section:
@@ -131,7 +148,7 @@ def with_options(config: Config, section: tuple[str, ...], options: Mapping[str,
 
 
 def _error(message: str) -> ConfigError:
-    """One printable line, whatever keys and values it quotes."""
+    """Makes one printable line, whatever keys and values it quotes."""
     return ConfigError("".join(c if c.isprintable() else "?" for c in " ".join(message.split())))
 
 
@@ -144,10 +161,8 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except UnicodeDecodeError as error:
         raise _error(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # tomllib's own error, but also an integer of thousands of digits
+    except (ValueError, RecursionError) as error:
+        # ValueError is tomllib's own error, but also that of an integer of thousands of digits.
         raise _error(f"{path}: not valid TOML: {error}") from None
 
 
@@ -161,7 +176,8 @@ def _override(data: dict[str, Any], text: str) -> None:
         raise _error(f"--set: {_unknown(parts)}")
     if _fields(parts) is not None:
         raise _error(
-            f"--set: {key} is a section; set its keys one by one, like {key}.{next(iter(_fields(parts) or ()))}=..."
+            f"--set: {key} is a section; set its keys one by one, like "
+            f"{key}.{next(iter(_fields(parts) or ()))}=..."
         )
     node = data
     for part in parts[:-1]:
@@ -175,8 +191,10 @@ def _override(data: dict[str, Any], text: str) -> None:
 
 
 def _value(text: str, value: str, plain: bool) -> Any:
-    """An override's value: TOML, or else a bare string. A `plain` key is a string, so that a run
-    may be called 2024."""
+    """Reads an override's value: TOML, or else a bare string.
+
+    The value of a `plain` key is a string, so that a run may be called 2024.
+    """
     try:
         table = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError) as error:
@@ -188,11 +206,11 @@ def _value(text: str, value: str, plain: bool) -> Any:
     return table["value"]
 
 
-# Naming what was wrong.
+# Messages that say what was wrong.
 
 
 def _fields(parts: Sequence[str]) -> dict[str, Any] | None:
-    """Key -> type of the section at `parts`; None if that is no section."""
+    """Returns key -> type of the section at `parts`, or None if that is no section."""
     section: Any = Config
     for part in parts:
         section = section.model_fields[part].annotation if part in section.model_fields else None
@@ -210,8 +228,11 @@ def _keys(parts: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def _unknown(parts: tuple[str, ...]) -> str:
-    """An unknown key, and the nearest: in its own section, else the same word elsewhere; or of an
-    unknown section, the whole path."""
+    """Says that a key is unknown, and suggests the nearest key.
+
+    Suggests a key of the same section, or else the same word in another section. For an unknown
+    section, compares the whole path.
+    """
     key, section = ".".join(parts), parts[:-1]
     siblings, known = _fields(section), [".".join(path) for path in _keys()]
     near = [
@@ -236,7 +257,7 @@ _SAY = {
 
 
 def _explain(problem: dict[str, Any], parts: tuple[str, ...]) -> str:
-    """One of pydantic's problems in the words of a TOML file."""
+    """Says one of pydantic's problems in the words of a TOML file."""
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
         return _unknown(parts)
@@ -256,6 +277,6 @@ def _explain(problem: dict[str, Any], parts: tuple[str, ...]) -> str:
 def _short(value: object) -> str:
     try:
         text = value_text(value)
-    except RecursionError:  # lists in lists, deeper than anything here is
+    except RecursionError:  # lists in lists, too deep
         text = "[[..."
     return text if len(text) <= 60 else text[:57] + "..."

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys, strings for numbers, and infinities are errors.
+    """Frozen. Unknown keys, strings for numbers, and infinities are errors.
 
     The string under each key is its description in docs/reference/configuration.md.
     """

@@ -1,4 +1,4 @@
-"""The sections about ranks and balancing, and `Config`, the whole configuration of a run.
+"""The sections about ranks and balancing, and `Config`, the whole configuration.
 
 Every key has a default, so that an empty file is a valid small run.
 """
@@ -54,7 +54,7 @@ class ParallelSection(Section):
 
     @property
     def staged(self) -> bool:
-        """Whether all messages pass through host memory."""
+        """True if all messages pass through host memory."""
         return self.backend == "gloo"
 
 
@@ -79,7 +79,8 @@ class PipelineSection(Section):
     at a time, while a message is late."""
 
 
-# The words of dynmo/balance/balancers.py, a floor above this file; a test holds the two together.
+# The names in dynmo/balance/balancers.py. This package may not import that one, so a test compares
+# the two.
 BALANCERS = (
     "none",
     "uniform",
@@ -114,7 +115,7 @@ class Balance(Section):
     """A move must save at least this share of a step."""
 
 
-# "fewest" is dynmo's own. The others are the words of dynmo/balance/repack.py.
+# "fewest" is dynmo's own. The others are the names in dynmo/balance/repack.py.
 RANK_ALGORITHMS = ("fewest", "first-fit", "best-fit", "round-robin", "halving")
 RELEASERS = ("auto", "none", "command", "kubernetes")
 
@@ -158,7 +159,7 @@ class ElasticSection(Section):
 
     @property
     def changes_ranks(self) -> bool:
-        """Whether the run decides how many ranks it has."""
+        """True if the run decides how many ranks it has."""
         return self.repack or self.target_ranks is not None
 
 
@@ -221,7 +222,7 @@ class Config(Section):
 
     @property
     def layer_count(self) -> int | None:
-        """The number of layers as placements count them. None for a model of the user's own."""
+        """Number of layers as placements count them. None for the user's own model."""
         exits = self.dynamism.early_exit.exits_of(self.model.blocks)
         has_exits = self.model.is_gpt and "early_exit" in self.dynamism.cases
         count = self.model.layer_count
@@ -229,11 +230,11 @@ class Config(Section):
 
     @property
     def accumulation_groups(self) -> int:
-        """The number of parts in which the gradients of a step are summed, over all replicas."""
+        """Number of groups in which a step's gradients are summed, over all replicas."""
         return self.train.reduction_slots or self.parallel.data
 
     def shape_at(self, step: int) -> tuple[int, int]:
-        """The mesh at this step: ranks of a pipeline, and how many pipelines."""
+        """The mesh at this step: ranks of a pipeline, and number of pipelines."""
         shapes = [(pipeline, data) for at, pipeline, data in self.elastic.reshape_at if at <= step]
         return shapes[-1] if shapes else (self.parallel.pipeline, self.parallel.data)
 
@@ -244,7 +245,7 @@ class Config(Section):
 
     @property
     def slices(self) -> int | None:
-        """Into how many slices each GPU is cut; None: into none."""
+        """Number of slices of each GPU. None if GPUs are not cut."""
         return self.parallel.pipeline if self.parallel.slices else None
 
     @property
@@ -254,8 +255,7 @@ class Config(Section):
 
     @property
     def ranks(self) -> int:
-        """The size of the world: pipeline x data; a pipeline of slices is one rank of
-        it."""
+        """The size of the world: pipeline x data. A pipeline of slices is one rank."""
         return (1 if self.parallel.slices else self.parallel.pipeline) * self.parallel.data
 
     def to_toml(self) -> str:

@@ -1,4 +1,4 @@
-"""[dynamism]: the dynamic cases of a run, and one section of options for each case."""
+"""[dynamism]: the dynamic cases of a run, and one section of options each."""
 
 from __future__ import annotations
 
@@ -132,14 +132,14 @@ class EarlyExitSection(Section):
         return 0.9 if self.policy == "calm" else 0.998
 
     def exits_of(self, blocks: int) -> tuple[int, ...]:
-        """The blocks after which an exit head stands, in a model of so many."""
+        """The blocks after which an exit head stands, in a model of `blocks` blocks."""
         if self.exits is not None:
             return self.exits
         thirds = (-(-third * blocks // 3) - 1 for third in (1, 2))
         return tuple(sorted({block for block in thirds if 0 <= block < blocks - 1}))
 
     def start_of(self, steps: int) -> int:
-        """The first step at which tokens exit, in a run of so many."""
+        """The first step at which tokens exit, in a run of `steps` steps."""
         return 3 * steps // 10 if self.start is None else self.start
 
 
@@ -162,7 +162,7 @@ class MixtureOfDepthsSection(Section):
     """Steps between two records of how many tokens each routed block computes."""
 
     def routed_blocks(self, blocks: int) -> tuple[int, ...]:
-        """The blocks that only some tokens pass, in a model of so many."""
+        """The blocks that only some tokens pass, in a model of `blocks` blocks."""
         return tuple(range(self.every - 1, blocks, self.every))
 
 

@@ -49,7 +49,10 @@ def keys_of_other_kinds(kind: str) -> frozenset[str]:
 
 
 class ModelSection(Section):
-    """The model that is trained. `KEYS_OF_KIND` has the keys that belong to one kind only."""
+    """The model that is trained.
+
+    `KEYS_OF_KIND` has the keys that belong to one kind only.
+    """
 
     kind: ModelKind = "gpt"
     """`gpt`, `moe` (a GPT with experts), `emulated` (layers that sleep), or your own:
@@ -105,14 +108,15 @@ class ModelSection(Section):
 
     @property
     def is_gpt(self) -> bool:
-        """Whether the model is a GPT, with experts or without."""
+        """True if the model is a GPT, with experts or without."""
         return self.kind in ("gpt", "moe")
 
     @property
     def layer_count(self) -> int | None:
-        """The number of layers as placements count them. None for a model of the user's own."""
+        """Number of layers as placements count them. None for the user's own model."""
         if self.is_gpt:
-            return 2 * self.blocks + 2  # each block is two layers; embedding and head are one each
+            # Each block is two layers. Embedding and head are one layer each.
+            return 2 * self.blocks + 2
         return self.layers if self.kind == "emulated" else None
 
 

@@ -1,4 +1,4 @@
-"""The meshes that the ranks of a run can form, and which accumulation groups fit a mesh."""
+"""The meshes that the ranks of a run can form, and their accumulation groups."""
 
 from __future__ import annotations
 
@@ -30,8 +30,15 @@ def accumulation_problem(groups: int, replicas: int, microbatches: int) -> str |
 
 
 def suggest_groups(config: Config, replicas: Collection[int]) -> str:
-    """The numbers of accumulation groups that fit each of these numbers of replicas, for an error
-    message."""
+    """Lists numbers of accumulation groups that fit, for an error message.
+
+    Args:
+        config: The run.
+        replicas: The numbers fit each of these numbers of replicas.
+
+    Returns:
+        At most four numbers. If none fits, advice to use another batch.
+    """
     microbatches = config.all_microbatches
     fitting = [
         str(n)
@@ -42,7 +49,9 @@ def suggest_groups(config: Config, replicas: Collection[int]) -> str:
 
 
 def mesh_shapes(config: Config, ranks: int | None = None) -> tuple[tuple[int, int], ...]:
-    """The meshes that ranks can form with the run's batch, accumulation groups and schedule.
+    """Lists the meshes that ranks can form.
+
+    They fit the run's batch, accumulation groups and schedule.
 
     Args:
         config: The run.
@@ -67,7 +76,7 @@ def mesh_shapes(config: Config, ranks: int | None = None) -> tuple[tuple[int, in
 
 
 def divisors(total: int) -> list[int]:
-    """The divisors in ascending order."""
+    """Returns the divisors in ascending order."""
     return sorted(
         {d for i in range(1, math.isqrt(total) + 1) if total % i == 0 for d in (i, total // i)}
     )

@@ -1,5 +1,7 @@
-"""What a single value may be: types with their limits, and checks whose message says what was wrong
-and what to write instead."""
+"""The types of single values with their limits, and their checks.
+
+The message of a check says what was wrong and what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from typing import Annotated, TypeAlias, cast
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, PlainValidator, TypeAdapter
 
 NOT_SERVED = "known but not served by this version"
-LARGEST = 2**31 - 1  # of any count: a slip of the keyboard should not become an endless loop
+# Largest count. A slip of the keyboard should not become an endless loop.
+LARGEST = 2**31 - 1
 _BYTE_SIZE = TypeAdapter(ByteSize)
 
-# Of [dynamism] cases.
+# The cases that [dynamism] serves.
 CASES = ("freezing", "pruning", "sparse_attention", "early_exit", "mixture_of_depths", "moe")
 
 
@@ -42,12 +45,13 @@ def parse_bytes(text: str) -> int:
         return int(_BYTE_SIZE.validate_python(text.strip()))
     except ValueError:
         raise ValueError(
-            'not a size; write bytes, or a number and one of KiB, MiB, GiB, TiB, KB, MB, GB, TB, like "40GiB"'
+            "not a size; write bytes, or a number and one of KiB, MiB, GiB, TiB, KB, MB, GB, TB, "
+            'like "40GiB"'
         ) from None
 
 
 def value_text(value: object) -> str:
-    """A value in one line of TOML, as error messages quote it."""
+    """Writes a value in one line of TOML, as error messages quote it."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, bool):
@@ -55,7 +59,12 @@ def value_text(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(value_text(item) for item in cast(Sequence[object], value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {value_text(item)}' for key, item in cast(dict[str, object], value).items())}}}"
+        return f"""{{{
+            ", ".join(
+                f"{key} = {value_text(item)}"
+                for key, item in cast(dict[str, object], value).items()
+            )
+        }}}"""
     return str(value)
 
 
@@ -66,7 +75,7 @@ def _quoted(values: Collection[str]) -> str:
 def _check_word(
     value: str, served: Collection[str], planned: Collection[str], own: str = ""
 ) -> str:
-    """own: how something of one's own is written, where that is served too."""
+    """`own` is how a value of the user's own is written, if that is served too."""
     if value in served:
         return value
     choices = f"choose one of {_quoted(served)}" if len(served) > 1 else f"use {_quoted(served)}"
@@ -81,12 +90,23 @@ def _check_word(
 
 @dataclass(frozen=True, slots=True)
 class OneOf(AfterValidator):
-    """A check that a value is one of `allowed`."""
+    """A check that a value is one of `allowed`.
+
+    Attributes:
+        allowed: The served words, for the documentation.
+    """
 
     allowed: tuple[str, ...] = ()
 
 
 def word(served: Collection[str], planned: Collection[str] = ()) -> OneOf:
+    """Returns a check that a value is one of the served words.
+
+    Args:
+        served: The words that are allowed.
+        planned: Words that a later version may serve. The error message says so.
+    """
+
     def check(value: str) -> str:
         return _check_word(value, served, planned)
 
@@ -94,7 +114,7 @@ def word(served: Collection[str], planned: Collection[str] = ()) -> OneOf:
 
 
 def _check_name(value: str) -> str:
-    # The name becomes a folder: nothing that a path could read as "elsewhere" or hide.
+    # The name becomes a folder. It must not lead elsewhere or be hidden.
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
         raise ValueError("must be 1 to 100 letters, digits, '.', '_' or '-', not starting with '.'")
     return value
@@ -127,7 +147,7 @@ def _check_source(value: str) -> str:
 
 
 def _check_seconds(value: object) -> float | tuple[float, ...]:
-    # By hand: for a union pydantic would report one error per alternative.
+    # Checked by hand, because pydantic would report one error per alternative of a union.
     if isinstance(value, list | tuple):
         return tuple(_check_one_time(item) for item in cast(Sequence[object], value))
     return _check_one_time(value)
@@ -149,7 +169,8 @@ def _check_dense_below(value: object) -> float | str | dict[str, float]:
         )
         if wrong is not None:
             raise ValueError(
-                f'has the key {wrong!r}; a table says shapes of weights, such as "256x1024" = 0.6 (rows x columns)'
+                f'has the key {wrong!r}; a table says shapes of weights, such as "256x1024" = 0.6 '
+                "(rows x columns)"
             )
         return {shape: _check_share(share) for shape, share in shapes.items()}
     return _check_share(value)
@@ -209,7 +230,8 @@ def _check_pairs(value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], .
     for (step, layers), (next_step, next_layers) in itertools.pairwise(value):
         if next_step <= step or next_layers < layers:
             raise ValueError(
-                f"[{next_step}, {next_layers}] after [{step}, {layers}]: steps must ascend, and frozen layers never be fewer"
+                f"[{next_step}, {next_layers}] after [{step}, {layers}]: steps must ascend, and "
+                "frozen layers never be fewer"
             )
     return value
 
@@ -242,13 +264,13 @@ Count: TypeAlias = Annotated[int, Field(ge=1, le=LARGEST)]
 Whole: TypeAlias = Annotated[int, Field(ge=0, le=LARGEST)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
-# A longer wait overflows what the system takes; more threads take long to start and gain nothing.
+# A longer wait overflows the system's type. More threads take long to start and gain nothing.
 Timeout: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
 Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 BelowOne: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-# TOML has lists only, and strict pydantic takes no list for a tuple: so tuples (frozen, hashable)
-# are lax, their items are not.
+# TOML has lists only, and strict pydantic takes no list for a tuple. Tuples (frozen, hashable) are
+# therefore lax. Their items are not.
 Lax = Field(strict=False)
 
 Seconds: TypeAlias = Annotated[float | tuple[float, ...], PlainValidator(_check_seconds)]
@@ -269,7 +291,7 @@ Cases: TypeAlias = Annotated[
     tuple[Annotated[str, AfterValidator(_check_case)], ...], Lax, AfterValidator(_check_unique)
 ]
 
-# What happens at which step; steps ascend.
+# Values that change at given steps. The steps ascend.
 FrozenAt: TypeAlias = Annotated[
     tuple[Annotated[tuple[Whole, Whole], Lax], ...], Lax, AfterValidator(_check_pairs)
 ]

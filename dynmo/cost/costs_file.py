@@ -2,9 +2,10 @@
 
     {"f": [1, 1], "b": [1, 1.2], "w": [1, 0.8], "comm": 0.1, "cap": [2, 2]}
 
-f, b, w are times per stage; comm is one link time or one per boundary (default 0). mem_f, mem_b,
-mem_w are the changes of live memory at each op and sum to 0 per stage; they come together or not at
-all. cap is the most live memory a stage may have, in the same unit.
+The keys f, b and w are times per stage. The key comm is one link time, or one per boundary (default
+0). The keys mem_f, mem_b and mem_w are the changes of live memory at each op. These three sum to 0
+per stage, and come together or not at all. The key cap is the most live memory of a stage, in the
+same unit.
 """
 
 from __future__ import annotations
@@ -39,8 +40,13 @@ class _File(BaseModel):
 
 @dataclass(frozen=True)
 class CostsFile:
-    """What the file says: `caps` per stage in its unit of memory (None: no limit), `has_memory`
-    whether it gives mem_f, mem_b, mem_w."""
+    """The content of a costs file.
+
+    Attributes:
+        costs: Costs of the stages and the links.
+        caps: Memory limit of each stage, in the file's unit of memory. None means no limit.
+        has_memory: Whether the file gives mem_f, mem_b and mem_w.
+    """
 
     costs: Costs
     caps: tuple[float, ...] | None
@@ -48,21 +54,31 @@ class CostsFile:
 
     @property
     def first_trainable(self) -> int:
-        """Stages before it have neither B nor W: a frozen prefix."""
+        """The first stage with B or W. Those before it are a frozen prefix."""
         return next(i for i, stage in enumerate(self.costs.stages) if stage.b or stage.w)
 
 
-_OF_LAYERS = "here one number per stage is wanted; dynmo plan --costs takes the costs of layers, or a run's folder"
+_OF_LAYERS = (
+    "here one number per stage is wanted; dynmo plan --costs takes the costs of layers, or a "
+    "run's folder"
+)
 
 
 def read_costs(
     path: Path, stages: int, w_memory: float = 0.5, or_stages: int | None = None
 ) -> CostsFile:
-    """Reads and checks the file for a pipeline of `stages` stages; of `or_stages` where its list f
-    has so many.
+    """Reads and checks a file of costs per stage.
 
-    Where the file gives no memory, F adds 1, W takes `w_memory` of it away and B the rest. Raises
-    InputError, one line, with the file, the list and the stage.
+    If the file gives no memory, F adds 1, W takes `w_memory` of it away, and B the rest.
+
+    Args:
+        path: The file.
+        stages: Number of stages of the pipeline.
+        w_memory: Share of a forward's activations that stays until W has run.
+        or_stages: Another number of stages. It is taken if the file's list f has that length.
+
+    Raises:
+        InputError: One line with the file, the list and the stage.
     """
     try:
         if path.is_dir():
@@ -95,8 +111,16 @@ def read_costs(
 
 
 def parse_costs(data: object, stages: int, w_memory: float = 0.5) -> CostsFile:
-    """The same for data that is already read from JSON. Raises InputError without the file's
-    name."""
+    """Checks costs per stage that are already read from JSON.
+
+    Args:
+        data: The object that JSON gives.
+        stages: Number of stages of the pipeline.
+        w_memory: Share of a forward's activations that stays until W has run.
+
+    Raises:
+        InputError: One line without the file's name.
+    """
     if not isinstance(data, dict):
         raise InputError(
             'expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}'
@@ -104,7 +128,7 @@ def parse_costs(data: object, stages: int, w_memory: float = 0.5) -> CostsFile:
     fields = dict(cast("dict[str, Any]", data))
     comm = fields.get("comm", 0.0)
     if not isinstance(comm, list):
-        # One number serves all boundaries; a single stage has none, but the number is still
+        # One number serves all boundaries. A single stage has none, but the number is still
         # checked.
         fields["comm"] = [comm] * max(1, stages - 1)
     try:
@@ -118,11 +142,13 @@ def parse_costs(data: object, stages: int, w_memory: float = 0.5) -> CostsFile:
         count, unit = (stages - 1, "boundary") if key == "comm" else (stages, "stage")
         if values is not None and len(values) != count:
             raise InputError(
-                f"{key} has {len(values)} numbers, {count} expected (one per {unit} of {stages} ranks)"
+                f"{key} has {len(values)} numbers, {count} expected (one per {unit} of {stages} "
+                "ranks)"
             )
     if not any(file.b) and not any(file.w):
         raise InputError(
-            "b and w are 0 on every stage, so nothing trains; the last stage at least has a backward"
+            "b and w are 0 on every stage, so nothing trains; the last stage at least has a "
+            "backward"
         )
     memory = _memory(file, stages, w_memory)
     costs = tuple(
@@ -145,19 +171,23 @@ def _memory(file: _File, stages: int, w_memory: float) -> list[tuple[float, floa
     for stage, (f, b, w) in enumerate(memory):
         if abs(f + b + w) > 1e-6 * max(abs(f), abs(b), abs(w)):
             raise InputError(
-                f"stage {stage}: mem_f + mem_b + mem_w is {f + b + w:g}; what F adds, B and W take away: the sum is 0"
+                f"stage {stage}: mem_f + mem_b + mem_w is {f + b + w:g}; what F adds, B and W "
+                "take away: the sum is 0"
             )
         if f < 0 or w > 0:
             key, value, rule = ("mem_f", f, "at least") if f < 0 else ("mem_w", w, "at most")
             raise InputError(
-                f"stage {stage}: {key} is {value:g}; it is {rule} 0, or live memory would be negative"
+                f"stage {stage}: {key} is {value:g}; it is {rule} 0, or live memory would be "
+                "negative"
             )
     return cast("list[tuple[float, float, float]]", memory)
 
 
 def _explain(error: ValidationError) -> str:
-    """Pydantic's first finding in this file's words; a mistyped key before the key that is missing
-    for it."""
+    """Says pydantic's first finding in this file's words.
+
+    A mistyped key comes before the key that is missing for it.
+    """
     first = first_problem(error)
     if not first["loc"]:
         return f"a key is no text that can be written as UTF-8: {first['msg']}"
@@ -167,10 +197,16 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"key {key!r} is missing; f, b and w are needed, one number per stage"
     if not rest:
-        return f"{key} is {short(first['input'])}; it is a list of numbers, one per {'boundary' if key == 'comm' else 'stage'}"
+        return (
+            f"{key} is {short(first['input'])}; it is a list of numbers, one per "
+            f"{'boundary' if key == 'comm' else 'stage'}"
+        )
     rules = {
         "cap": "a limit is a number of at least 0",
         "mem": "a change of memory is a finite number",
     }
     rule = rules.get(str(key)[:3], "a time is a number of at least 0")
-    return f"{'boundary' if key == 'comm' else 'stage'} {rest[0]}: {key} is {short(first['input'])}; {rule}"
+    return (
+        f"{'boundary' if key == 'comm' else 'stage'} {rest[0]}: {key} is "
+        f"{short(first['input'])}; {rule}"
+    )

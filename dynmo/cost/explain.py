@@ -1,4 +1,4 @@
-"""Says in one line what is wrong with a file that pydantic has refused."""
+"""One-line messages about a file that pydantic has refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ _LONGEST = 40
 
 
 def first_problem(error: ValidationError, rank: Callable[[Any], int] = lambda problem: 0) -> Any:
-    """Picks one of pydantic's problems: a mistyped key before the key that is missing for it.
+    """Picks one of pydantic's problems.
+
+    A mistyped key comes before the key that is missing for it.
 
     Args:
-        error: What pydantic raised.
+        error: The exception of pydantic.
         rank: Orders the other problems, the least first. Equal ones stay in pydantic's order.
 
     Returns:
@@ -28,12 +30,15 @@ def first_problem(error: ValidationError, rank: Callable[[Any], int] = lambda pr
 
 
 def unknown_key(key: str, keys: Iterable[str], name: str | None = None) -> str:
-    """Refuses a key, and suggests the one that was meant.
+    """Says that a key is unknown, and suggests the one that was meant.
 
     Args:
-        key: What was written.
-        keys: The keys that there are.
+        key: The key as it was written.
+        keys: The known keys.
         name: How to call the key in the message. The default is the key itself.
+
+    Returns:
+        One line.
     """
     keys = list(keys)
     near = get_close_matches(key.lower(), keys, n=1)
@@ -42,7 +47,7 @@ def unknown_key(key: str, keys: Iterable[str], name: str | None = None) -> str:
 
 
 def short(value: object) -> str:
-    """A value as JSON has it, cut to at most 40 characters."""
+    """Writes a value as JSON does, cut to at most 40 characters."""
     text = (
         "NaN" if isinstance(value, float) and math.isnan(value) else json.dumps(value, default=str)
     )

@@ -1,7 +1,7 @@
-"""What work costs: one layer (`LayerCost`), one stage (`StageCost`), and the links between stages.
+"""The cost of a layer (`LayerCost`), a stage (`StageCost`) and a link.
 
-Seconds and bytes when measured; any one unit of time, and memory in units of one stage's forward
-activations, when given by hand.
+Measured costs are in seconds and bytes. Costs given by hand are in any one unit of time. Their
+memory is in units of one stage's forward activations.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dynmo.errors import InputError
 
 
 def most_pending_gradients(accumulation_groups: int) -> int:
-    """The most gradients of one parameter that wait while the next accumulation group is summed.
+    """The most gradients of one parameter that wait for their sum.
 
-    Groups fold as a binary tree (`runtime/layer/accumulation.py`), in which a finished group waits
-    for its neighbour.
+    They wait while the next accumulation group is summed. Groups fold as a binary tree
+    (`runtime/layer/accumulation.py`), in which a finished group waits for its neighbour.
     """
     return max(finished.bit_count() for finished in range(accumulation_groups))
 
@@ -39,12 +39,12 @@ class LayerCost:
         activation_bytes: Live from F until B.
         stash_bytes: The part of the activations (inputs and output gradients) that W still needs
             after B.
-        output_bytes: What the layer hands on.
-        workspace_bytes: What B needs beside all this while it runs.
+        output_bytes: Bytes that the layer hands on.
+        workspace_bytes: Bytes that B needs beside all this while it runs.
         forward_workspace_bytes: The same for F, if it keeps what B needs.
         weight_workspace_bytes: The same for W.
-        rollback_bytes: What a step without a barrier keeps until it is final, so that it can be
-            taken back.
+        rollback_bytes: Bytes that a step without a barrier keeps until it is final. With them
+            the step can be taken back.
         pending_gradient_bytes: Gradients of finished accumulation groups that wait to be summed.
 
     Example:
@@ -75,7 +75,10 @@ class LayerCost:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes that are held whatever runs, counted as if all stayed from step to step."""
+        """Bytes that are held at all times.
+
+        They are counted as if all stayed from step to step.
+        """
         return (
             self.weight_bytes
             + self.gradient_bytes
@@ -90,7 +93,10 @@ class LayerCost:
         return self.weight_bytes + self.optimizer_bytes
 
     def shared(self, replicas: int) -> LayerCost:
-        """The cost on one of so many replicas with ZeRO-1, which share the optimizer's state."""
+        """The cost on one of `replicas` replicas with ZeRO-1.
+
+        The replicas share the optimizer's state.
+        """
         return replace(
             self,
             optimizer_bytes=-(-self.optimizer_bytes // replicas),
@@ -98,7 +104,7 @@ class LayerCost:
         )
 
     def with_accumulation(self, accumulation_groups: int) -> LayerCost:
-        """The cost if a replica sums its gradients in so many groups."""
+        """The cost if a replica sums its gradients in `accumulation_groups` groups."""
         return replace(
             self,
             pending_gradient_bytes=most_pending_gradients(accumulation_groups)
@@ -108,8 +114,16 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage and one microbatch: times of F, B, W and the change of live memory at each op (the
-    three sum to 0)."""
+    """The cost of one stage for one microbatch.
+
+    Attributes:
+        f: Time of F.
+        b: Time of B.
+        w: Time of W.
+        mem_f: Change of live memory at F. The three changes sum to 0.
+        mem_b: Change of live memory at B.
+        mem_w: Change of live memory at W.
+    """
 
     f: float
     b: float
@@ -124,14 +138,21 @@ class StageCost:
 
     @property
     def held(self) -> float:
-        """The most that one microbatch holds: before B, or before W where B computes again what F
-        did not keep."""
+        """The most memory that one microbatch holds.
+
+        That is before B. It is before W if B recomputes activations that F did not keep.
+        """
         return max(self.mem_f, self.mem_f + self.mem_b)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Stage costs in stage order, and the link time of each boundary (one less than stages)."""
+    """The costs of a pipeline.
+
+    Attributes:
+        stages: Costs in stage order.
+        links: Link time of each boundary. One less than stages.
+    """
 
     stages: tuple[StageCost, ...]
     links: tuple[float, ...]
@@ -159,8 +180,19 @@ class Costs:
 def uniform_costs(
     stages: int, f: float, b: float, w: float, comm: float = 0.0, w_memory: float = 0.5
 ) -> Costs:
-    """The same stage `stages` times. `w_memory` is the share of a forward's activations that stays
-    until W has run."""
+    """Returns the costs of a pipeline of equal stages.
+
+    Args:
+        stages: Number of stages.
+        f: Time of F of a stage.
+        b: Time of B.
+        w: Time of W.
+        comm: Link time of a boundary.
+        w_memory: Share of a forward's activations that stays until W has run.
+
+    Raises:
+        InputError: `w_memory` is not between 0 and 1.
+    """
     if not 0 <= w_memory <= 1:
         raise InputError(f"w-memory is {w_memory}; it is a share between 0 and 1")
     stage = StageCost(f, b, w, 1.0, w_memory - 1.0, -w_memory)
@@ -168,9 +200,18 @@ def uniform_costs(
 
 
 def split_costs(costs: Costs, placement: Sequence[int]) -> Costs:
-    """Costs of ranks, one stage each, as costs of the stages of `placement` (stage -> rank): each
-    has its part of its rank's times and memory. Between two stages lies the slowest of the links
-    between their ranks; none where they share one."""
+    """Splits the costs of ranks over several stages on each rank.
+
+    Each stage gets an equal part of the times and memory of its rank. The link between two stages
+    is the slowest of the links between their ranks. It costs nothing if they share a rank.
+
+    Args:
+        costs: Costs of ranks, one stage each.
+        placement: Rank of each stage.
+
+    Returns:
+        The costs of the stages of `placement`.
+    """
     parts = [placement.count(rank) for rank in range(len(costs.stages))]
     stages = tuple(_part(costs.stages[rank], parts[rank]) for rank in placement)
     links = tuple(
@@ -191,8 +232,13 @@ def _part(stage: StageCost, parts: int) -> StageCost:
 def elide(
     layers: Sequence[LayerCost], first_trainable: int, frozen: Collection[int]
 ) -> tuple[LayerCost, ...]:
-    """The same layers, without the work that freezing spares: B, W and stash below
-    `first_trainable`, W of frozen layers above it."""
+    """Takes away the work that freezing spares.
+
+    Args:
+        layers: Costs of the layers in model order.
+        first_trainable: The layers before it lose B, W, activations and stash.
+        frozen: Frozen layers. Those above `first_trainable` lose W and stash.
+    """
     out: list[LayerCost] = []
     for index, layer in enumerate(layers):
         if index < first_trainable:
@@ -204,8 +250,17 @@ def elide(
 
 
 def stage_costs(layers: Sequence[LayerCost], counts: Sequence[int]) -> tuple[StageCost, ...]:
-    """Sums layers into contiguous stages of `counts` layers each: the one cost function of
-    simulator, scheduler and balancers."""
+    """Sums layers into contiguous stages.
+
+    Simulator, scheduler and balancers all use this one cost function.
+
+    Args:
+        layers: Costs of the layers in model order.
+        counts: Number of layers on each stage.
+
+    Raises:
+        InputError: `counts` does not sum to the number of layers.
+    """
     if sum(counts) != len(layers):
         raise InputError(f"a placement of {sum(counts)} layers for {len(layers)} layer costs")
     out: list[StageCost] = []
@@ -232,13 +287,18 @@ def stage_costs(layers: Sequence[LayerCost], counts: Sequence[int]) -> tuple[Sta
 
 @dataclass(frozen=True)
 class LinkCost:
-    """A link as a line: `latency` seconds, then `bytes_per_second`."""
+    """The cost of a link: a fixed time, and a time per byte.
+
+    Attributes:
+        latency: Seconds of an empty message.
+        bytes_per_second: Bandwidth.
+    """
 
     latency: float
     bytes_per_second: float
 
     def seconds(self, size: int) -> float:
-        """Seconds of a message of so many bytes."""
+        """Returns the seconds of a message of `size` bytes."""
         return self.latency + (size / self.bytes_per_second if size else 0.0)
 
     def ring_seconds(self, size: float, ranks: int) -> float:

@@ -1,14 +1,18 @@
-"""The costs file of a model's layers: what `dynmo profile` writes and `dynmo plan` reads.
+"""The costs file of a model's layers.
 
-    {"version": 1, "kind": "dynmo-costs", "names": ["embedding", ...], "f": [...], "b": [...], "w":
-    [...], "weight_bytes": [...], ...,
-     "links": [{"latency": 2e-5, "bytes_per_second": 1e9}, ...], "partition": [3, 3],
-         "first_trainable": 0, ...}
+`dynmo profile` writes it, and `dynmo plan` reads it.
 
-Every list has one entry per layer; times are seconds of one microbatch. Only f, b and w are needed,
-so a file can be written by hand; sizes that are not given are 0. `links` has one entry per pair of
-neighbouring ranks (`between` says which pair, where it is not i and i + 1), or `comm` gives the
-seconds of a message over any boundary, or one number per boundary.
+    {"version": 1, "kind": "dynmo-costs", "names": ["embedding", ...],
+     "f": [...], "b": [...], "w": [...], "weight_bytes": [...], ...,
+     "links": [{"latency": 2e-5, "bytes_per_second": 1e9}, ...],
+     "partition": [3, 3], "first_trainable": 0, ...}
+
+Every list has one entry per layer. Times are seconds of one microbatch. Only f, b and w are needed,
+so a file can be written by hand. Sizes that are not given are 0.
+
+`links` has one entry per pair of neighbouring ranks. `between` says which pair, if it is not i and
+i + 1. Instead of `links`, `comm` gives the seconds of a message over any boundary, or one number
+per boundary.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from dynmo.files import write_whole
 
 VERSION = 1
 KIND = "dynmo-costs"
-IN_RUN = "costs.json"  # the costs file of a recorded run, in its folder
+IN_RUN = "costs.json"  # name of the costs file in a run's folder
 
 TIMES = ("f", "b", "w")
 SIZES = (
@@ -57,7 +61,7 @@ AT_MOST = {
     "forward_workspace_bytes": "workspace_bytes",
     "weight_workspace_bytes": "workspace_bytes",
 }
-"""Of sizes that are not given, those which they are at most."""
+"""Size -> an upper bound. It stands in for the size if the file does not give it."""
 
 Pair = tuple[int, int]
 
@@ -66,10 +70,19 @@ Pair = tuple[int, int]
 class Profile:
     """A model's layers, and the links between the ranks they were measured on.
 
-    links: per pair of ranks, the lower first; comm: instead of them, seconds over every boundary
-    (one number) or over each. partition and schedule: how the layers lay, in which order the ranks
-    worked, where that is known. microbatch: sequences in one of the `microbatches` of a step.
-    first_trainable: the layers before it have neither B nor W.
+    Attributes:
+        layers: Costs of the layers in model order.
+        names: Names of the layers.
+        first_trainable: The layers before it have neither B nor W.
+        links: Cost of the link of each pair of ranks, the lower rank first.
+        comm: Seconds over every boundary (one number) or over each. It stands instead of `links`.
+        model: Kind of the model.
+        microbatch: Sequences in one microbatch.
+        microbatches: Microbatches of a step.
+        ranks: Number of ranks.
+        partition: Layers on each stage. None if it is not known.
+        schedule: Order in which the ranks worked. None if it is not known.
+        steps: Number of measured steps.
     """
 
     layers: tuple[LayerCost, ...]
@@ -86,10 +99,18 @@ class Profile:
     steps: int | None = None
 
     def boundaries(self, placement: Sequence[int], exactly: bool = True) -> tuple[LinkCost, ...]:
-        """The link behind each stage but the last; between two stages of one rank it costs nothing.
+        """Returns the link behind each stage but the last.
 
-        A pair of ranks that was not measured gets the slowest of those that were. Raises InputError
-        where `comm` lists another number of boundaries; not `exactly`: its largest counts for all.
+        The link between two stages of one rank costs nothing. A pair of ranks that was not measured
+        gets the slowest measured link.
+
+        Args:
+            placement: Rank of each stage.
+            exactly: Whether `comm` must list one number per boundary. If not, its largest number
+                counts for all boundaries.
+
+        Raises:
+            InputError: `comm` lists another number of boundaries.
         """
         pairs = [(min(pair), max(pair)) for pair in pairwise(placement)]
         if self.links:
@@ -109,8 +130,8 @@ class Profile:
             seconds = [max(self.comm, default=0.0)] * len(pairs)
         else:
             raise InputError(
-                f"comm has {len(self.comm)} numbers, but {len(placement)} stages have {len(pairs)} boundaries; give one per boundary, "
-                "or one number for all"
+                f"comm has {len(self.comm)} numbers, but {len(placement)} stages have {len(pairs)} "
+                "boundaries; give one per boundary, or one number for all"
             )
         return tuple(
             _HERE if low == high else LinkCost(x, math.inf)
@@ -122,9 +143,13 @@ _HERE = LinkCost(0.0, math.inf)
 
 
 def read(path: Path) -> Profile:
-    """Reads and checks a costs file, or that of a recorded run where `path` is its folder.
+    """Reads and checks a costs file.
 
-    Raises InputError, one line: the file, the key and the layer, or the line where it is not JSON.
+    Args:
+        path: The file, or the folder of a recorded run.
+
+    Raises:
+        InputError: One line: the file, the key and the layer. If the file is not JSON: the line.
     """
     if path.is_dir():
         path = _in_run(path)
@@ -150,7 +175,8 @@ def _in_run(folder: Path) -> Path:
         return folder / IN_RUN
     if (folder / "config.toml").is_file():
         raise InputError(
-            f"run {folder} has recorded no {IN_RUN}; measure with: dynmo profile {folder / 'config.toml'} --out FILE"
+            f"run {folder} has recorded no {IN_RUN}; measure with: dynmo profile "
+            f"{folder / 'config.toml'} --out FILE"
         )
     raise InputError(
         f"{folder} is a folder, but no run: it has no {IN_RUN}; give a costs file, or runs/NAME"
@@ -158,7 +184,15 @@ def _in_run(folder: Path) -> Path:
 
 
 def write(path: Path, profile: Profile) -> None:
-    """Writes the file whole or not at all."""
+    """Writes a costs file whole or not at all.
+
+    Args:
+        path: The file to create or to replace.
+        profile: Its content.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
     try:
         write_whole(path, json.dumps(to_json(profile), indent=1, allow_nan=False) + "\n")
     except OSError as error:
@@ -166,7 +200,7 @@ def write(path: Path, profile: Profile) -> None:
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
-    """The file's content; numbers read back exactly."""
+    """Returns the file's content. Numbers read back exactly."""
     whole = asdict(profile) | {"version": VERSION, "kind": KIND}
     del whole["layers"]
     for field in (*TIMES, *SIZES):
@@ -203,7 +237,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
 
 
 def _whole(value: object) -> object:
-    """4e9 is how one writes bytes by hand."""
+    """Makes 4e9 an integer. Bytes are written so by hand."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -255,8 +289,14 @@ class _File(BaseModel):
 
 
 def parse(data: object) -> Profile:
-    """The same for data that is already read from JSON. Raises InputError without the file's
-    name."""
+    """Checks costs of layers that are already read from JSON.
+
+    Args:
+        data: The object that JSON gives.
+
+    Raises:
+        InputError: One line without the file's name.
+    """
     if not isinstance(data, dict):
         raise InputError(
             'expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}'
@@ -267,7 +307,8 @@ def parse(data: object) -> Profile:
     version: object = fields.get("version", VERSION)
     if version is True or version != VERSION:
         raise InputError(
-            f"version {short(version)} is unknown; this dynmo reads version {VERSION}, so write the file anew"
+            f"version {short(version)} is unknown; this dynmo reads version {VERSION}, so write "
+            "the file anew"
         )
     comm = fields.get("comm")
     if comm is not None and not isinstance(comm, list):
@@ -310,11 +351,13 @@ def _check_lengths(file: _File) -> int:
         values = getattr(file, key)
         if values is not None and len(values) != count:
             raise InputError(
-                f"{KEY_OF.get(key, key)} has {len(values)} entries, f has {count}; every list has one per layer"
+                f"{KEY_OF.get(key, key)} has {len(values)} entries, f has {count}; every list has "
+                "one per layer"
             )
     if file.partition is not None and sum(file.partition) != count:
         raise InputError(
-            f"partition sums to {sum(file.partition)}, but there are {count} layers; it counts the layers of each stage"
+            f"partition sums to {sum(file.partition)}, but there are {count} layers; it counts "
+            "the layers of each stage"
         )
     return count
 
@@ -323,13 +366,15 @@ def _first_trainable(file: _File, count: int) -> int:
     working = next((index for index in range(count) if file.b[index] or file.w[index]), None)
     if working is None:
         raise InputError(
-            "b and w are 0 for every layer, so nothing trains; the last layer at least has a backward"
+            "b and w are 0 for every layer, so nothing trains; the last layer at least has a "
+            "backward"
         )
     if file.first_trainable is None:
         return working
     if file.first_trainable > working:
         raise InputError(
-            f"layer {working}: it has a backward, but first_trainable = {file.first_trainable} says that it is frozen"
+            f"layer {working}: it has a backward, but first_trainable = {file.first_trainable} "
+            "says that it is frozen"
         )
     return file.first_trainable
 
@@ -350,20 +395,25 @@ def _links(links: Sequence[_Link]) -> tuple[tuple[Pair, LinkCost], ...]:
 
 
 def file_keys(section: type[BaseModel]) -> list[str]:
-    """The keys that a section of a file may have."""
+    """Returns the keys that a section of a file may have."""
     return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def _explain(error: ValidationError) -> str:
-    """Pydantic's first finding in this file's words; a mistyped key before the key that is missing
-    for it."""
+    """Says pydantic's first finding in this file's words.
+
+    A mistyped key comes before the key that is missing for it.
+    """
     first = first_problem(error)
     if not first["loc"]:
         return f"a key is no text that can be written as UTF-8: {first['msg']}"
     key, *rest = (str(part) if isinstance(part, str) else part for part in first["loc"])
     if key == "links" and rest:
         inner = "" if len(rest) < 2 else f"{rest[1]} is {short(first['input'])}; "
-        return f"link {rest[0]}: {inner}a link has latency (seconds) and bytes_per_second (over 0, or null), and may have between"
+        return (
+            f"link {rest[0]}: {inner}a link has latency (seconds) and bytes_per_second (over "
+            "0, or null), and may have between"
+        )
     if first["type"] == "extra_forbidden":
         return unknown_key(str(key), file_keys(_File))
     if first["type"] == "missing":

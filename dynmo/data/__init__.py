@@ -1,2 +1,4 @@
-"""What is trained on: a corpus of bytes, and the batch of every step as a pure function of (seed,
-step)."""
+"""The training data: a corpus of bytes, and the batch of every step.
+
+A batch is a pure function of (seed, step).
+"""

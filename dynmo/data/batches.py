@@ -1,10 +1,11 @@
 """The batch of a step, as a pure function of (seed, step).
 
-Not a stream with a cursor: a function needs no state in checkpoints, resumes at any step, gives
-every rank the same batch without a word between them, and gives the same sequences in the same
-order however they are split into microbatches, replicas or stages. A rollback or a changed number
-of ranks can neither skip nor repeat data. Which sequences these are, and when they come again:
-`order.py`.
+A function has advantages over a stream with a cursor. It needs no state in checkpoints and resumes
+at any step. It gives every rank the same batch without communication. It gives the same sequences
+in the same order for any split into microbatches, replicas or stages. A rollback or a changed
+number of ranks can neither skip nor repeat data.
+
+`order.py` decides which sequences a batch has, and when they come again.
 """
 
 from __future__ import annotations
@@ -19,10 +20,22 @@ from dynmo.data.order import Order
 
 
 class Batches:
-    """Batches of `global_batch` sequences of `sequence` tokens, in microbatches of `micro_batch`.
+    """Batches of sequences, in microbatches.
 
-    `windows` is how many are trained on, `held_out_windows` how many are not. shuffle:
-    `data.shuffle`. Raises ConfigError if the corpus is too short for one of each.
+    Args:
+        corpus: The bytes.
+        sequence: Tokens in a sequence.
+        global_batch: Sequences in a batch, over all replicas.
+        micro_batch: Sequences in a microbatch.
+        seed: Seed of the order.
+        shuffle: See `data.shuffle`.
+
+    Attributes:
+        windows: Number of windows that are trained on.
+        held_out_windows: Number of windows that are not.
+
+    Raises:
+        ConfigError: The corpus is too short for one of each.
     """
 
     def __init__(
@@ -39,13 +52,17 @@ class Batches:
         self.windows, self.held_out_windows = self._order.windows, self._order.held_out_windows
 
     def train(self, step: int) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of `step`: int64 tensors [microbatches, micro_batch, sequence], of all
-        replicas in order."""
+        """Returns (inputs, targets) of `step`, of all replicas in order.
+
+        Both are int64 tensors [microbatches, micro_batch, sequence].
+        """
         return _split(self._rows(self._order.train(step), shift=0))
 
     def held_out(self, index: int) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of one microbatch to evaluate on: int64 [micro_batch, sequence]; after
-        the last window, the first."""
+        """Returns (inputs, targets) of one microbatch to evaluate on.
+
+        Both are int64 tensors [micro_batch, sequence]. The first window follows the last.
+        """
         return _split(self._rows(self._order.held_out(index), shift=1))
 
     def _rows(self, windows: NDArray[np.int64], shift: int) -> NDArray[np.int64]:

@@ -1,8 +1,8 @@
-"""A corpus is one array of bytes, and a byte is a token: nothing to download, nothing to train
-first.
+"""A corpus is one array of bytes, and a byte is a token.
 
-"stdlib" is the running Python's own standard library, so every machine has some megabytes of text;
-"file:PATH" is any file, read a window at a time, so it may be larger than memory.
+There is nothing to download, and nothing to train first. "stdlib" is the standard library of the
+running Python, so every machine has some megabytes of text. "file:PATH" is any file. It is read a
+window at a time, so it may be larger than memory.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ VOCAB = 256  # a token is a byte
 STDLIB_LIMIT = 16 * 2**20
 SEPARATOR = b"\0"  # between files: no source text holds it
 
-# What is installed beside the library, or is no prose; and files that tell of this machine rather
-# than of this Python.
+# Folders that are installed beside the library, or hold no prose. `_MACHINE` files describe this
+# machine rather than this Python.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 _MACHINE = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 class FileCorpus:
-    """The bytes of a file. A slice of it is read when it is asked for.
+    """The bytes of a file. A slice is read on demand.
 
-    The file is not mapped: a mapped file that is cut off ends the process with SIGBUS.
+    The file is not mapped, because a mapped file that is cut off ends the process with SIGBUS.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,12 +71,17 @@ def check_vocab(vocab: int) -> None:
     """Raises ConfigError if a model of `vocab` tokens cannot read bytes."""
     if vocab < VOCAB:
         raise ConfigError(
-            f"model.vocab = {vocab}: the corpus is bytes, so at least {VOCAB} tokens are needed; set it to {VOCAB}"
+            f"model.vocab = {vocab}: the corpus is bytes, so at least {VOCAB} tokens are needed; "
+            f"set it to {VOCAB}"
         )
 
 
 def open_corpus(source: str) -> Corpus:
-    """The bytes of "stdlib" or "file:PATH", read-only. Raises ConfigError if there are none."""
+    """Returns the bytes of "stdlib" or "file:PATH", read-only.
+
+    Raises:
+        ConfigError: There are none.
+    """
     if source == "stdlib":
         return stdlib(Path(sysconfig.get_path("stdlib")))
     kind, _, path = source.partition(":")
@@ -86,8 +91,18 @@ def open_corpus(source: str) -> Corpus:
 
 
 def stdlib(folder: Path, limit: int = STDLIB_LIMIT) -> NDArray[np.uint8]:
-    """The .py files under `folder`, each followed by a separator, in the order of their relative
-    paths; at most `limit` bytes."""
+    """Returns the .py files of a folder, each followed by a separator.
+
+    Args:
+        folder: Its files are read in the order of their relative paths.
+        limit: Most bytes.
+
+    Returns:
+        uint8 [bytes], read-only.
+
+    Raises:
+        ConfigError: There are no sources.
+    """
     text = bytearray()
     for _, path in sorted((path.relative_to(folder).as_posix(), path) for path in _sources(folder)):
         text += path.read_bytes() + SEPARATOR
@@ -102,8 +117,8 @@ def stdlib(folder: Path, limit: int = STDLIB_LIMIT) -> NDArray[np.uint8]:
 
 def _sources(folder: Path) -> Iterator[Path]:
     for where, folders, names in os.walk(folder):
-        # In place, so that the walk never enters them: site-packages may hold far more than the
-        # library.
+        # Changed in place, so that the walk never enters these folders. site-packages may hold far
+        # more than the library.
         folders[:] = [
             name
             for name in folders
@@ -121,9 +136,10 @@ def _named(path: Path) -> str:
 
 
 def file(path: Path) -> FileCorpus:
-    """The bytes of the file at `path`.
+    """Returns the bytes of the file at `path`.
 
-    Raises ConfigError if it is missing, no regular file, unreadable or empty.
+    Raises:
+        ConfigError: The file is missing, no regular file, unreadable or empty.
     """
     problem = None
     try:

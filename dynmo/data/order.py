@@ -1,13 +1,16 @@
-"""Which windows of the corpus a step reads, as a pure function of (seed, step): numbers only, so
-that every rank may know them.
+"""The windows that a step reads, as a pure function of (seed, step).
 
-corpus   |--w0--|--w1--|--w2--|  ...  |--w(n-1)--|.|--h0--|--h1--|      each window is `sequence` tokens and the next one
-          training: shuffled every epoch            held out: never trained on
+They are numbers only, so that every rank may know them. A window is `sequence` tokens of the corpus
+and the next one.
 
-shuffle "windows"   number i is window permutation(seed, i // n)[i % n]; step s takes the numbers s * global_batch and on. An epoch has
-                    every window once, and a batch may span two epochs.
-shuffle "batches"   the first epoch is as above, and cut to whole batches; later ones have the same batches in another order. So every
-                    microbatch comes again, with the same sequences.
+    corpus   |--w0--|--w1--|  ...  |--w(n-1)--|.|--h0--|--h1--|
+              training: shuffled every epoch     held out: never trained on
+
+shuffle "windows": number i is window permutation(seed, i // n)[i % n]. Step s takes the numbers
+from s * global_batch on. An epoch has every window once, and a batch may span two epochs.
+
+shuffle "batches": the first epoch is as above, cut to whole batches. Later epochs have the same
+batches in another order. So every microbatch comes again, with the same sequences.
 """
 
 from __future__ import annotations
@@ -19,18 +22,29 @@ from numpy.typing import NDArray
 
 from dynmo.errors import ConfigError
 
-HELD_OUT_SHARE = 20  # one window of so many
+HELD_OUT_SHARE = 20  # one window of this many is held out
 HELD_OUT_MOST = 1024
 
 Numbers = NDArray[np.int64]
 
 
 class Order:
-    """Windows of a corpus of `length` tokens. `windows` is how many are trained on,
-    `held_out_windows` how many are not.
+    """The order in which the windows of a corpus are read.
 
-    Raises ConfigError if the corpus is too short for one of each, or for the batches that are to
-    come again.
+    Args:
+        length: Tokens of the corpus.
+        sequence: Tokens in a sequence.
+        global_batch: Sequences in a batch, over all replicas.
+        micro_batch: Sequences in a microbatch.
+        seed: Seed of the order.
+        shuffle: "windows" or "batches".
+
+    Attributes:
+        windows: Number of windows that are trained on.
+        held_out_windows: Number of windows that are not.
+
+    Raises:
+        ConfigError: The corpus is too short for one of each, or for the batches that come again.
     """
 
     def __init__(
@@ -43,13 +57,14 @@ class Order:
         shuffle: str = "windows",
     ) -> None:
         assert global_batch % micro_batch == 0, "the config checks this"
-        # Two bytes more than the windows: the last target, and a gap that keeps the last training
-        # target out of the held-out text.
+        # The corpus needs two bytes more than the windows: the last target, and a gap. The gap
+        # keeps the last training target out of the held-out text.
         windows = (length - 2) // sequence
         if windows < 2:
             raise ConfigError(
-                f"data.source has {length} bytes, model.sequence = {sequence} needs at least {2 * sequence + 2} "
-                "(a window to train on and one held out); use a longer file or a shorter sequence"
+                f"data.source has {length} bytes, model.sequence = {sequence} needs at least "
+                f"{2 * sequence + 2} (a window to train on and one held out); use a longer file or "
+                "a shorter sequence"
             )
         self.held_out_windows = min(HELD_OUT_MOST, max(1, windows // HELD_OUT_SHARE))
         self.windows = windows - self.held_out_windows
@@ -57,20 +72,23 @@ class Order:
         self._batches = self.windows // global_batch if shuffle == "batches" else None
         if self._batches == 0:
             raise ConfigError(
-                f'data.shuffle = "batches": data.source has {self.windows} windows to train on, fewer than train.global_batch = '
-                f'{global_batch}; use a smaller batch or "windows"'
+                f'data.shuffle = "batches": data.source has {self.windows} windows to train on, '
+                f'fewer than train.global_batch = {global_batch}; use a smaller batch or "windows"'
             )
-        # Spread over the held-out text, and the same for every seed, so that losses of different
-        # runs compare.
+        # The windows are spread over the held-out text. They are the same for every seed, so that
+        # losses of different runs compare.
         self._held_out = self.windows + _permutation(self.held_out_windows, 0, 2**64 - 1)
-        # Steps come in order: the current epoch's, and that of the first, where it says what the
-        # batches are.
+        # Steps come in order, so two permutations are enough. One is that of the current epoch. The
+        # other is that of the first epoch, which defines the batches.
         self._permutation = lru_cache(maxsize=2)(
             lambda size, epoch: _permutation(size, seed, epoch)
         )
 
     def train(self, step: int) -> Numbers:
-        """The windows of `step`: [microbatches, micro_batch], of all replicas in order."""
+        """Returns the windows of `step`, of all replicas in order.
+
+        The shape is [microbatches, micro_batch].
+        """
         assert step >= 0
         if self._batches is not None:
             epoch, place = divmod(step, self._batches)
@@ -84,8 +102,10 @@ class Order:
         return np.concatenate(order).reshape(-1, self._micro_batch)
 
     def held_out(self, index: int) -> Numbers:
-        """The windows of one microbatch to evaluate on: [micro_batch]; after the last window, the
-        first."""
+        """Returns the windows of one microbatch to evaluate on, [micro_batch].
+
+        The first window follows the last.
+        """
         assert index >= 0
         return self._held_out[
             np.arange(index * self._micro_batch, (index + 1) * self._micro_batch)
@@ -93,15 +113,20 @@ class Order:
         ]
 
     def repeats(self, steps: int) -> bool:
-        """Whether, within so many steps, a microbatch comes again with the very same sequences,
-        other than by rare chance."""
+        """True if a microbatch comes again within this number of steps.
+
+        It then has the very same sequences. Rare chance does not count.
+        """
         if self._batches is not None:
             return steps > self._batches
         return self._micro_batch == 1 and steps * self._global_batch > self.windows
 
 
 def _permutation(size: int, seed: int, epoch: int) -> Numbers:
-    """By sorting raw random numbers: numpy keeps those of a bit generator from version to version,
-    not what `permutation` makes of them."""
+    """Returns a random permutation: it sorts raw random numbers.
+
+    numpy keeps the raw numbers of a bit generator from version to version, but not the results of
+    `permutation`.
+    """
     random = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(size)
     return np.argsort(random, kind="stable")

@@ -1,4 +1,4 @@
-"""The protocol of a dynamic case: something that changes the model's work while it trains.
+"""The protocol of a dynamic case: it changes the model's work while it trains.
 
     before a run       check(modules)       refuses a model that lacks what the case needs
     before each step   act(step, layers)    changes layers, and says which
@@ -11,8 +11,8 @@
 Every rank holds the same cases and calls them with the same measurements. So all ranks reach the
 same decision. A case knows no ranks: it works on the layers of its rank (`layers.own`). If every
 rank must know one number per layer, the case asks for a sum (`layers.collective`). Tensors in
-`layers.kept(i)` move and are saved with layer i. dynmo does not know which case runs: it sees the
-costs that result.
+`layers.kept(i)` move and are saved with layer i. dynmo does not know which case runs. It sees the
+resulting costs only.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from dynmo.errors import RunError
 
 @dataclass(frozen=True)
 class Signals:
-    """What every rank knows after a step.
+    """The measurements that every rank knows after a step.
 
     Attributes:
         step: Number of the step.
         loss: Mean loss of the step.
-        squared_norms: Of each layer's gradients before clipping, in the model's order.
+        squared_norms: Squared norm of each layer's gradients before clipping, in the model's order.
         rate: Learning rate of the step.
     """
 
@@ -47,36 +47,41 @@ class Signals:
 
 
 class Collective(Protocol):
-    """What a case may ask of the other ranks. Every rank must ask the same, in the same order."""
+    """The requests of a case to the other ranks.
+
+    Every rank must ask the same, in the same order.
+    """
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """Adds a tensor up over the ranks, in place.
 
-        The result must not depend on the placement. So the tensor has integers, or floats of which
-        all ranks but one give 0.
+        The result must not depend on the placement. So the tensor has integers, or floats that are
+        0 on all ranks but one.
 
         Args:
             tensor: Equal shapes on all ranks.
-            what: What is waited for, for messages.
+            what: Names the wait, for messages.
         """
         ...
 
     def sum_all(self, tensor: Tensor, what: str) -> Tensor:
-        """Adds a tensor up over the ranks of all replicas, in place. `sum` counts the first replica
-        alone. Give integers, so that the sum is the same for any number of replicas.
+        """Adds a tensor up over the ranks of all replicas, in place.
+
+        `sum` counts the first replica alone. Give integers, so that the sum is the same for any
+        number of replicas.
 
         Args:
             tensor: Equal shapes on all ranks.
-            what: What is waited for, for messages.
+            what: Names the wait, for messages.
         """
         ...
 
 
 class Layers(Protocol):
-    """The model as a case sees it, and what a case may do.
+    """The model as a case sees it, and the changes that a case may make.
 
-    All ranks call `freeze` and `unfreeze` alike. What a case does takes effect before the next
-    step. The object is the same at every call, so a case may keep it.
+    All ranks call `freeze` and `unfreeze` alike. Changes take effect before the next step. The
+    object is the same at every call, so a case may keep it.
     """
 
     @property
@@ -102,8 +107,10 @@ class Layers(Protocol):
     def collective(self) -> Collective: ...
 
     def kept(self, layer: int) -> dict[str, Tensor]:
-        """The tensors on the CPU that move and are saved with one of this rank's layers. The case
-        fills it."""
+        """Returns the CPU tensors that move and are saved with one of this rank's layers.
+
+        The case fills the dictionary.
+        """
         ...
 
     def moments(self, layer: int) -> dict[str, Tensor]:
@@ -122,16 +129,24 @@ class Layers(Protocol):
 
     @property
     def expert_place(self) -> int:
-        """This rank's place among the replicas that share experts. 0 without `parallel.expert`."""
+        """This rank's place among the replicas that share experts.
+
+        It is 0 without `parallel.expert`.
+        """
         ...
 
     @property
     def expert_placements(self) -> Mapping[int, ExpertPlacement]:
-        """Which of these replicas hold which experts, by layer. Empty without `parallel.expert`."""
+        """The experts that each of these replicas holds, by layer.
+
+        Empty without `parallel.expert`.
+        """
         ...
 
     def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
-        """Moves experts between replicas, with their optimizer state. All ranks call it alike.
+        """Moves experts between replicas, with their optimizer state.
+
+        All ranks call it alike.
 
         Args:
             placements: New ones, by layer.
@@ -144,13 +159,13 @@ class Layers(Protocol):
 
 @dataclass(frozen=True)
 class Change:
-    """What a case did before a step.
+    """The changes that a case made before a step.
 
     Attributes:
-        layers: Indices of the layers whose cost or output is no longer what it was.
+        layers: Indices of the layers whose cost or output has changed.
         what: A line for the log.
         options: Keys of `[dynamism.NAME]` that the case has measured. The run's saved config has
-            them, so that a run from it need not measure. A case of one's own has no section.
+            them, so that a run from it need not measure. A case of the user's own has no section.
 
     Example:
         >>> Change((0, 1), "froze the first block").layers
@@ -185,7 +200,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class TokenShares:
-    """How many of the tokens some layers compute, or let go.
+    """Shares of the tokens that some layers compute or let go.
 
     Attributes:
         layers: Indices of the layers.
@@ -197,7 +212,9 @@ class TokenShares:
 
 
 class Dynamism(Protocol):
-    """One dynamic case. Inherit from it and write `act`. The other methods have defaults.
+    """One dynamic case. Inherit from it and write `act`.
+
+    The other methods have defaults.
 
     Attributes:
         name: Names the case in messages and checkpoints.
@@ -221,16 +238,18 @@ class Dynamism(Protocol):
         """Changes the model before a step.
 
         Args:
-            step: Number of the step that comes.
+            step: Number of the next step.
             layers: The model.
 
         Returns:
-            What has changed. None if nothing has.
+            The changes. None if nothing has changed.
         """
         ...
 
     def check(self, modules: Sequence[nn.Module]) -> None:
-        """Refuses a model that lacks what the case needs. Called before a run, and in a dry run.
+        """Refuses a model that lacks what the case needs.
+
+        Called before a run, and in a dry run.
 
         Args:
             modules: All layers as they were built. They may be on the meta device.
@@ -247,35 +266,38 @@ class Dynamism(Protocol):
         called all the same. It must not read weights, moments or the last signals then.
 
         Args:
-            step: Number of the step that comes.
+            step: Number of the next step.
         """
         return True
 
     def observe(self, signals: Signals) -> None:
-        """Takes what is known after a step."""
+        """Takes the measurements of a step."""
         return
 
     def forecast(self, step: int) -> Sequence[Forecast]:
-        """Returns what the case expects to do after a step, soonest first. Empty if it cannot
-        know."""
+        """Returns what the case expects to do after a step, soonest first.
+
+        It is empty if the case cannot know.
+        """
         return ()
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
-        """Collects what layers have counted in the step before. Called before layers move, on all
-        ranks.
+        """Collects what layers have counted in the step before.
+
+        Called before layers move, on all ranks.
 
         Args:
-            step: Number of the step that comes. `acts` must be true of it if the case asks other
-                ranks for anything.
+            step: Number of the next step. If the case asks other ranks for anything, `acts` must be
+                true of it.
             layers: The model.
 
         Returns:
-            What the log should know of tokens. None if there is nothing to tell.
+            The shares of tokens for the log. None if there is nothing to tell.
         """
         return None
 
     def dense(self, layers: Layers) -> AbstractContextManager[None] | None:
-        """Switches the case off within the context, so that an evaluation can be compared.
+        """Switches the case off within a context, to compare an evaluation.
 
         Args:
             layers: The model.
@@ -286,7 +308,10 @@ class Dynamism(Protocol):
         return None
 
     def state(self) -> dict[str, Any]:
-        """Returns the case's own state for checkpoints: plain JSON, the same on every rank."""
+        """Returns the case's own state for checkpoints.
+
+        It is plain JSON, the same on every rank.
+        """
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -296,7 +321,13 @@ class Dynamism(Protocol):
 
 @contextmanager
 def named(case: Dynamism, what: str, step: int) -> Generator[None]:
-    """Adds the case's name to what is raised within."""
+    """Adds the case's name to exceptions that are raised within the context.
+
+    Args:
+        case: The case that is called.
+        what: The method that is called.
+        step: Number of the step.
+    """
     try:
         yield
     except Exception as error:
@@ -305,7 +336,16 @@ def named(case: Dynamism, what: str, step: int) -> Generator[None]:
 
 
 def checked(case: Dynamism, change: object, layers: int) -> Change | None:
-    """Returns what `act` returned. Raises RunError if `act` may not return that."""
+    """Returns what `act` returned.
+
+    Args:
+        case: The case.
+        change: The value that its `act` returned.
+        layers: Number of layers of the model.
+
+    Raises:
+        RunError: `act` may not return that.
+    """
     if change is None:
         return None
     if not isinstance(change, Change):

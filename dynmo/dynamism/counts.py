@@ -1,4 +1,4 @@
-"""What layers count while they train, over the steps and wherever the layers were."""
+"""Numbers that layers count while they train, over steps and moves."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from dynmo.dynamism.case import Layers
 
 Numbers = tuple[float | Tensor, ...]
-"""What a layer has counted. Tensors without dimensions stay on their device until a total is asked
-for, so that no step waits for it."""
+"""The counts of a layer. Tensors without dimensions stay on their device until a total is needed.
+So no step waits for them."""
 Counted = Callable[[nn.Module], Numbers | Tensor]
-"""Returns what a layer has counted since it was asked last, and sets that back to 0. The layer must
-not change a tensor that it has returned."""
+"""Returns the counts of a layer since the last call, and sets them back to 0. The layer must not
+change a tensor that it has returned."""
 
 
 def counts_of(
     layers: Layers, counting: Sequence[int], counted: Counted
 ) -> dict[int, Numbers | Tensor]:
-    """Asks the layers what they have counted. Call it before they move.
+    """Asks the layers for their counts. Call it before they move.
 
     Args:
         layers: The model.
@@ -47,10 +47,10 @@ class Counts:
         self._own: dict[int, Numbers | Tensor] = {}
 
     def add(self, counted: Mapping[int, Numbers | Tensor]) -> None:
-        """Adds what this rank's layers have counted.
+        """Adds the counts of this rank's layers.
 
         Args:
-            counted: Of each layer, as many numbers as a layer counts.
+            counted: As many numbers of each layer as a layer counts.
         """
         for index, numbers in counted.items():
             self._own[index] = _sum(self._own[index], numbers) if index in self._own else numbers
@@ -63,7 +63,7 @@ class Counts:
         Args:
             layers: The model.
             counting: The layers that count.
-            what: What is waited for, for messages.
+            what: Names the wait, for messages.
             all_replicas: Whether every replica counts. If not, the first one does.
 
         Returns:

@@ -1,8 +1,8 @@
-"""Early exit: from a step on, tokens leave the model at exit heads (DynMo 2.2 and F.6).
+"""Early exit: from a step on, tokens leave the model at exit heads.
 
-The layers do the work (`dynmo.models.early_exit`). The case says from when on tokens leave, and
-records how many do. What a token does depends on the model alone, so a layer that moves knows
-already, and nothing has to be sent.
+Sources: DynMo 2.2 and F.6. The layers do the work (`dynmo.models.early_exit`). The case decides
+from which step on tokens leave, and records how many do. The model alone decides which tokens
+leave. So a layer that moves knows already, and nothing has to be sent.
 """
 
 from __future__ import annotations
@@ -37,6 +37,15 @@ class EarlyExitCase(Dynamism):
         exits_of(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        """Opens the exits from step `start` on.
+
+        Args:
+            step: Number of the next step.
+            layers: The model.
+
+        Returns:
+            The change. None if nothing has changed. See `Dynamism.act`.
+        """
         before, self._on = self._on, step >= self._start
         exits = exits_of(layers.modules)
         behind = range(exits[0], layers.count)
@@ -55,6 +64,15 @@ class EarlyExitCase(Dynamism):
         return step > self._start and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
+        """Collects how many tokens have exited.
+
+        Args:
+            step: Number of the next step.
+            layers: The model.
+
+        Returns:
+            The shares. None if no record is due. See `Dynamism.collect`.
+        """
         exits = exits_of(layers.modules)
         self._counts.add(counts_of(layers, exits, _counted))
         if not self._records(step):
@@ -95,7 +113,9 @@ def _set(module: nn.Module, name: str, value: object) -> None:
 
 
 def exits_of(modules: Sequence[nn.Module]) -> list[int]:
-    """Returns the layers at which tokens can exit: they have the attributes `exits` and `seen`.
+    """Returns the layers at which tokens can exit.
+
+    They have the attributes `exits` and `seen`.
 
     Raises:
         ConfigError: There is none.
@@ -107,13 +127,18 @@ def exits_of(modules: Sequence[nn.Module]) -> list[int]:
     ]
     if not exits:
         raise ConfigError(
-            "dynamism.cases: early_exit, but no layer of the model lets tokens exit; give one of your own the attributes `exits` "
-            "and `seen`, as dynmo.models.early_exit.ExitHead has"
+            "dynamism.cases: early_exit, but no layer of the model lets tokens exit; give one of "
+            "your own the attributes `exits` and `seen`, as dynmo.models.early_exit.ExitHead has"
         )
     return exits
 
 
 def make(config: Any, layers: int) -> Dynamism:
-    """From `[dynamism.early_exit]`."""
+    """Makes the case from `[dynamism.early_exit]`.
+
+    Args:
+        config: The run.
+        layers: Number of layers of the model. Not used.
+    """
     options = config.dynamism.early_exit
     return EarlyExitCase(options.start_of(config.train.steps), options.record_every)

@@ -1,22 +1,31 @@
-"""Egeria (Wang et al. 2022; DynMo F.4): a module that has stopped learning freezes, from the front.
+"""Egeria freezes a module that has stopped learning, from the front.
 
-    reference     a layer's weights of some steps ago, in int8 on the CPU; it moves and is saved with the layer (`layers.kept`)
-    plasticity    how differently layer and reference relate the tokens of one microbatch: the similarity-preserving loss
-                  || G / |rows of G|  -  R / |rows of R| ||^2 / b^2     with G = A A^T of the layer's output, R of the reference's
+Sources: Wang et al. 2022, and DynMo F.4.
+
+    reference     weights of a layer some steps ago, in int8 on the CPU. It moves and is saved
+                  with the layer (`layers.kept`)
+    plasticity    how differently layer and reference relate the tokens of one microbatch: the
+                  similarity-preserving loss || G / |rows of G|  -  R / |rows of R| ||^2 / b^2
+                  with G = A A^T of the layer's output, and R of the reference's
     slope         of the plasticity, smoothed over a window, by a line through the window
-    stale         |slope| under a share of what it was at first; for a whole window: the front module freezes
+    stale         |slope| under a share of its first value. The front module freezes when it has
+                  been stale for a whole window
 
-         plasticity      .-o--o--o     stale: freezes           A reference is compared with as long as it lasts: a new one starts a
-                     .o-'                                       new curve, from zero.
+         plasticity      .-o--o--o     stale: freezes
+                     .o-'
                   o'
                  '------------------ readings
 
-Where this differs from Egeria, and why. A layer and its reference get the same input, the live one
-(Egeria runs the whole reference model): so nothing but the plasticities crosses ranks, and for the
-front module, the only one that may freeze, the input is a frozen prefix's, the same in both. b
-counts tokens, not sequences, evenly picked: a microbatch of a language model has few sequences,
-sometimes one, and one has no similarities. Both sides drop the same activations: random numbers are
-keyed by layer and microbatch.
+Layers are compared with a reference as long as it lasts. A new reference starts a new curve, from
+zero.
+
+This differs from Egeria in three points. First, a layer and its reference get the same live input,
+while Egeria runs the whole reference model. So only the plasticities cross ranks. Only the front
+module may freeze, and its input comes from a frozen prefix, which is the same in both.
+
+Second, b counts tokens, evenly picked, and not sequences. A microbatch of a language model has few
+sequences. A single one has no similarities. Third, both sides drop the same activations, because
+random numbers are keyed by layer and microbatch.
 """
 
 from __future__ import annotations
@@ -35,16 +44,25 @@ from dynmo.dynamism.case import Change, Dynamism, Layers, Signals
 from dynmo.dynamism.prefix import freeze_prefix, front, last_to_learn, learns, units
 from dynmo.kernels.seeds import seed_forward
 
-_TOKENS = 64  # so many rows have their similarities compared
+_TOKENS = 64  # rows whose similarities are compared
 _KEPT = "egeria/"
 
 
 @final
 class Egeria(Dynamism):
-    """`every` steps a reading, from step `start` on; `window` readings make a slope, and as many
-    stale slopes a frozen module. tolerance: the share of the first slopes under which one is stale.
-    `refresh`: steps between references. When the learning rate falls to `thaw` times what it was
-    when the first module froze, all train again. most: leading layers that may freeze.
+    """Freezes the front module when its plasticity no longer changes.
+
+    Args:
+        unit: The layers that freeze at once: "half" or "block", see `units`.
+        every: Steps between two readings.
+        start: First step with a reading.
+        window: Readings of a slope. This number of stale slopes freezes a module.
+        tolerance: A slope under this share of the first slopes is stale.
+        refresh: Steps between references.
+        thaw: All layers train again when the learning rate falls to this share of its value when
+            the first module froze.
+        most: Leading layers that may freeze.
+        seed: Seed of the run, for dropout.
     """
 
     name = "freezing"
@@ -73,15 +91,14 @@ class Egeria(Dynamism):
         self._layers: Layers | None = None
         self._hooks: list[RemovableHandle] = []
         self._seen: dict[int, tuple[tuple[Any, ...], Tensor]] = {}
-        # What follows is the same on every rank. By the first layer of a module: readings since its
-        # reference, ...
+        # All values below are the same on every rank. The keys are the first layers of modules.
+        # Readings are those since the reference.
         self._readings: dict[int, list[float]] = {}
         self._first_slopes: dict[int, list[float]] = {}
         self._stale: dict[int, int] = {}
         self._referenced: set[int] = set()  # layers
-        self._rate = self._frozen_at = (
-            0.0  # the last step's, and the first frozen module's; 0: none is frozen
-        )
+        # The learning rate of the last step, and that at which the first module froze (0: none).
+        self._rate = self._frozen_at = 0.0
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -89,6 +106,15 @@ class Egeria(Dynamism):
         self._most = min(self._most, last_to_learn(modules))
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        """Freezes stale modules, or thaws all. Watches a step that is read.
+
+        Args:
+            step: Number of the next step.
+            layers: The model.
+
+        Returns:
+            The change. None if nothing has changed. See `Dynamism.act`.
+        """
         self._layers = layers
         thaws = 0 < self._rate <= self._thaw * self._frozen_at
         change = self._thawed(layers) if thaws and layers.frozen else self._freeze(layers)
@@ -97,8 +123,10 @@ class Egeria(Dynamism):
         return change
 
     def acts(self, step: int) -> bool:
-        """It watches a step, or has just read one or taken references; and while layers are frozen,
-        any learning rate may thaw them."""
+        """True if the case watches a step, or has just read one or taken references.
+
+        While layers are frozen it is always true, because any learning rate may thaw them.
+        """
         return (
             self._reads(step)
             or self._reads(step - 1)
@@ -107,8 +135,10 @@ class Egeria(Dynamism):
         )
 
     def _freeze(self, layers: Layers) -> Change | None:
-        """The front module, if it is stale, and those right behind it that are as well. One with
-        nothing to train freezes with the next."""
+        """Freezes the front module if it is stale, and stale modules right behind it.
+
+        A module with nothing to train freezes with the next.
+        """
         stop = front(layers)
         for module in units(layers.names, self._unit):
             if module.start >= stop and learns(layers.modules, module):
@@ -129,7 +159,10 @@ class Egeria(Dynamism):
         self._stale.clear()
         return Change(
             frozen,
-            f"layers {frozen[0]} to {frozen[-1]} train again (Egeria, learning rate {self._rate:.3g} after {at:.3g})",
+            (
+                f"layers {frozen[0]} to {frozen[-1]} train again (Egeria, learning rate "
+                f"{self._rate:.3g} after {at:.3g})"
+            ),
         )
 
     def _forget(self, gone: Sequence[int], layers: Layers) -> None:
@@ -149,8 +182,10 @@ class Egeria(Dynamism):
         return step >= self._start and (step - self._start) % self._refresh == 0
 
     def _watch(self, layers: Layers) -> None:
-        """Keeps input and output of the first microbatch of the step that comes, of the layers here
-        that have a reference."""
+        """Keeps input and output of the next step's first microbatch.
+
+        It does so for the layers here that have a reference.
+        """
         self._seen.clear()
         for layer in layers.own:
             if layer in self._referenced:
@@ -178,8 +213,8 @@ class Egeria(Dynamism):
         self._hooks.clear()
         table = torch.zeros(layers.count, dtype=torch.float64)
         for layer, (inputs, live) in self._seen.items():
-            # No number: the layer has changed shape since, so there is nothing to compare until the
-            # next reference.
+            # NaN means that the layer has changed shape since. There is nothing to compare until
+            # the next reference.
             table[layer] = plasticity(
                 layers.modules[layer], layers.kept(layer), inputs, live, (self._seed, step, layer)
             )
@@ -211,7 +246,7 @@ class Egeria(Dynamism):
         )
 
     def _refer(self, layers: Layers) -> None:
-        """New references for all that train: curves start anew."""
+        """Takes new references of all layers that train. Their curves start anew."""
         self._readings.clear()
         self._referenced = set(range(self._most)) - layers.frozen
         for layer in layers.own:
@@ -238,7 +273,7 @@ class Egeria(Dynamism):
             float(state.get("frozen_at", 0.0)),
         )
         if "readings" not in state or state.get("unit", self._unit) != self._unit:
-            return  # of another policy or other modules: it begins anew
+            return  # the state is of another policy or other modules, so begin anew
         self._readings = {int(k): list(v) for k, v in state["readings"]}
         self._first_slopes = {int(k): list(v) for k, v in state["first_slopes"]}
         self._stale = {int(k): int(v) for k, v in state["stale"]}
@@ -246,15 +281,22 @@ class Egeria(Dynamism):
 
 
 def slope(values: Sequence[float]) -> float:
-    """Of the least-squares line through the values, per value; 0 of a single one."""
+    """Returns the slope of the least-squares line, per value. 0 for a single value."""
     middle = (len(values) - 1) / 2
     spread = math.fsum((i - middle) ** 2 for i in range(len(values)))
     return math.fsum((i - middle) * y for i, y in enumerate(values)) / spread if spread else 0.0
 
 
 def relations(output: Any) -> Tensor:
-    """A A^T with rows of length 1, of up to 64 tokens. output: of a layer, [..., features]; of
-    several, the first floating-point one."""
+    """Relates up to 64 tokens of an output: A A^T with rows of length 1.
+
+    Args:
+        output: The output of a layer, [..., features]. If it has several tensors, the first
+            floating-point one counts.
+
+    Returns:
+        float64 [tokens, tokens].
+    """
     tensors = (output,) if isinstance(output, Tensor) else output
     a = next(x for x in tensors if isinstance(x, Tensor) and x.is_floating_point()).detach()
     rows = a.reshape(-1, a.shape[-1]) if a.dim() > 1 else a.reshape(-1, 1)
@@ -271,8 +313,18 @@ def plasticity(
     live: Tensor,
     key: tuple[int, int, int],
 ) -> float:
-    """Between a layer and its reference on the same input; NaN where the reference is of other
-    shapes. key: (seed, step, layer)."""
+    """Compares a layer and its reference on the same input.
+
+    Args:
+        module: The layer.
+        reference: The result of `quantised` for the layer some steps ago.
+        inputs: Inputs of the layer.
+        live: `relations` of the layer's output.
+        key: (seed, step, layer), which keys the random numbers.
+
+    Returns:
+        The plasticity. NaN if the reference has other shapes.
+    """
     weights = dequantised(reference)
     if {name: p.shape for name, p in module.named_parameters()} != {
         name: w.shape for name, w in weights.items()
@@ -286,16 +338,19 @@ def plasticity(
     seed_forward(device, *key, microbatch=0)
     with torch.no_grad():
         copies = tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
-        # torch's own tying would put a parameter of a submodule that is used twice back in the
-        # wrong order, and lose it. It is not needed: a layer has each parameter under one name.
+        # torch's own tying is off. It puts the parameters of a submodule that is used twice back in
+        # the wrong order, and loses one. A layer has each parameter under one name anyway.
         output = functional_call(module, tensors, copies, tie_weights=False)
     difference = live - relations(output)
     return float(difference.square().sum()) / live.shape[0] ** 2
 
 
 def quantised(module: nn.Module) -> dict[str, Tensor]:
-    """A layer's weights on the CPU: matrices in int8 with a scale per row, the rest (norms, biases,
-    what is pruned away) as they are."""
+    """Copies a layer's weights to the CPU.
+
+    Matrices are in int8 with a scale per row. The rest stays as it is: norms, biases and pruned
+    weights.
+    """
     out: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         weight = parameter.detach().cpu()
@@ -310,7 +365,7 @@ def quantised(module: nn.Module) -> dict[str, Tensor]:
 
 
 def dequantised(kept: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By parameter name."""
+    """Returns the weights of a reference by parameter name."""
     out: dict[str, Tensor] = {}
     for key, tensor in kept.items():
         name, _, form = key.removeprefix(_KEPT).rpartition("/")
@@ -321,5 +376,6 @@ def dequantised(kept: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def drop(kept: dict[str, Tensor]) -> None:
+    """Removes the reference from the tensors that a layer keeps."""
     for key in [key for key in kept if key.startswith(_KEPT)]:
         del kept[key]

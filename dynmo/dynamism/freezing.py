@@ -1,9 +1,8 @@
-"""Layer freezing: a prefix of the model stops training (DynMo 2.2 and F.4): by schedule, by
-AutoFreeze, or by Egeria (`egeria.py`).
+"""Layer freezing: a prefix of the model stops training (DynMo 2.2 and F.4).
 
-A frozen prefix starts at the embedding. It runs no B and no W, keeps no activations and sends no
-gradients; its optimizer state stays, for unfreezing. Forward work remains, so freezing makes early
-stages cheap, not free.
+The prefix is chosen by schedule, by AutoFreeze, or by Egeria (`egeria.py`). It starts at the
+embedding. It runs no B and no W, keeps no activations and sends no gradients. Its optimizer state
+stays, for unfreezing. Forward work remains, so freezing makes early stages cheap, not free.
 """
 
 from __future__ import annotations
@@ -23,7 +22,11 @@ from dynmo.errors import ConfigError
 
 @final
 class ScheduledFreezing(Dynamism):
-    """Freezes the leading layers at given steps: [(step, layers), ...]."""
+    """Freezes the leading layers at given steps.
+
+    Args:
+        schedule: [(step, layers), ...]. From each step on, this number of leading layers is frozen.
+    """
 
     name = "freezing"
 
@@ -34,11 +37,21 @@ class ScheduledFreezing(Dynamism):
         most, last = max(count for _, count in self._schedule), last_to_learn(modules)
         if most > last:
             raise ConfigError(
-                f"dynamism.freezing.schedule freezes {most} layers, but behind its first {last + 1} the model has nothing to train, and "
-                f"the last of those must; freeze at most {last}"
+                f"dynamism.freezing.schedule freezes {most} layers, but behind its first "
+                f"{last + 1} the model has nothing to train, and the last of those must; freeze at "
+                f"most {last}"
             )
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        """Freezes the layers that the schedule has for this step.
+
+        Args:
+            step: Number of the next step.
+            layers: The model.
+
+        Returns:
+            The change. None if nothing has changed. See `Dynamism.act`.
+        """
         return freeze_prefix(layers, self._due(step), f"schedule, step {step}")
 
     def acts(self, step: int) -> bool:
@@ -57,14 +70,21 @@ class ScheduledFreezing(Dynamism):
 
 @final
 class AutoFreeze(Dynamism):
-    """AutoFreeze (Liu et al. 2021): a module whose gradient norm has stopped changing may freeze.
+    """AutoFreeze (Liu et al. 2021): freezes modules whose gradient norm is steady.
 
-    Per interval, G_l is the norm of module l's gradient added up over the interval's steps, and
-    eta_l = |G_prev - G_l| / G_prev. The prefix up to the first module whose eta is at or over the
-    median of the unfrozen ones freezes. (The original adds up the gradients themselves, which costs
-    another copy of the weights; norms are at hand from clipping.) Modules with nothing to train
-    have no eta: they freeze with those behind them. Steps without a gradient anywhere, which
-    overflow has skipped, do not count.
+    G_l is the norm of module l's gradient, added up over the steps of an interval. The change eta_l
+    is |G_prev - G_l| / G_prev. The prefix freezes up to the first module whose eta is at or over
+    the median of the unfrozen ones.
+
+    The original adds up the gradients themselves, which costs another copy of the weights. The
+    norms are at hand from clipping. Modules with nothing to train have no eta. They freeze with
+    those behind them. Steps without any gradient, which an overflow has skipped, do not count.
+
+    Args:
+        every: Steps of an interval.
+        start: First step that counts.
+        most: Leading layers that may freeze.
+        unit: The layers that freeze at once: "half" or "block", see `units`.
     """
 
     name = "freezing"
@@ -93,6 +113,15 @@ class AutoFreeze(Dynamism):
         self._steps += 1
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        """Freezes the prefix that has settled, if an interval is over.
+
+        Args:
+            step: Number of the next step.
+            layers: The model.
+
+        Returns:
+            The change. None if nothing has changed. See `Dynamism.act`.
+        """
         self._modules = modules = units(layers.names, self._unit)
         if self._steps < self._every:
             return None
@@ -133,7 +162,7 @@ class AutoFreeze(Dynamism):
 
     def load(self, state: dict[str, Any]) -> None:
         if "sums" not in state or state.get("unit", self._unit) != self._unit:
-            return  # of another policy or other modules: it begins anew
+            return  # the state is of another policy or other modules, so begin anew
         self._sums, self._previous, self._steps = (
             list(state["sums"]),
             list(state["previous"]),
@@ -142,18 +171,28 @@ class AutoFreeze(Dynamism):
 
 
 def make(config: Any, layers: int) -> Dynamism:
-    """From `[dynamism.freezing]`. Raises ConfigError when it would freeze every layer."""
+    """Makes the case from `[dynamism.freezing]`.
+
+    Args:
+        config: The run.
+        layers: Number of layers of the model.
+
+    Raises:
+        ConfigError: The case would freeze every layer, or the schedule is empty.
+    """
     options = config.dynamism.freezing
     most = layers - 1 if options.max_layers is None else options.max_layers
     counts = [count for _, count in options.schedule]
     if max([0, *counts]) > layers - 1 or most > layers - 1:
         raise ConfigError(
-            f"dynamism.freezing: {max([most, *counts])} layers to freeze, but the model has {layers} and the last must train"
+            f"dynamism.freezing: {max([most, *counts])} layers to freeze, but the model has "
+            f"{layers} and the last must train"
         )
     if options.policy == "schedule":
         if not options.schedule:
             raise ConfigError(
-                "dynamism.freezing.schedule is empty; give [[step, layers], ...] or choose policy = 'autofreeze'"
+                "dynamism.freezing.schedule is empty; give [[step, layers], ...] or choose policy "
+                "= 'autofreeze'"
             )
         return ScheduledFreezing([(at, count) for at, count in options.schedule])
     if options.policy == "autofreeze":

@@ -1,8 +1,8 @@
-"""Mixture of depths: some blocks compute only the tokens that their router selects (DynMo 2.2).
+"""Mixture of depths: some blocks compute only the tokens that a router selects.
 
-The layers do the work (`dynmo.models.mixture_of_depths`). The case says from when on training
-selects by the predictor, and records how many tokens are selected and how often the predictor is
-right.
+Source: DynMo 2.2. The layers do the work (`dynmo.models.mixture_of_depths`). The case decides from
+which step on training selects by the predictor. It records how many tokens are selected, and how
+often the predictor is right.
 """
 
 from __future__ import annotations
@@ -36,13 +36,22 @@ class MixtureOfDepthsCase(Dynamism):
         routed_of(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        """Switches the routers to or from selection by the predictor.
+
+        Args:
+            step: Number of the next step.
+            layers: The model.
+
+        Returns:
+            The change. None if nothing has changed. See `Dynamism.act`.
+        """
         before, self._by_threshold = self._by_threshold, self._wanted(step)
         routed = routed_of(layers.modules)
         for index in routed:
             _router(layers.modules[index]).by_threshold = self._by_threshold
         if before == self._by_threshold:
             return None
-        # Of a routed block both halves compute the selected tokens.
+        # Both halves of a routed block compute the selected tokens only.
         changed = sorted({place for index in routed for place in (index, index + 1)})
         return Change(
             tuple(changed), f"{len(routed)} blocks select tokens by their predictors (step {step})"
@@ -58,6 +67,15 @@ class MixtureOfDepthsCase(Dynamism):
         return step > 0 and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
+        """Collects how many tokens are selected, and predicted right.
+
+        Args:
+            step: Number of the next step.
+            layers: The model.
+
+        Returns:
+            The shares. None if no record is due. See `Dynamism.collect`.
+        """
         routed = routed_of(layers.modules)
         self._counts.add(counts_of(layers, routed, _counted))
         if not self._records(step):
@@ -78,7 +96,7 @@ class MixtureOfDepthsCase(Dynamism):
 
 
 def _router(module: nn.Module) -> Any:
-    """Of any class that has `by_threshold` and `seen`."""
+    """Returns the router: any class with `by_threshold` and `seen` will do."""
     return getattr(module, "router", None)
 
 
@@ -99,13 +117,19 @@ def routed_of(modules: Sequence[nn.Module]) -> list[int]:
     ]
     if not routed:
         raise ConfigError(
-            "dynamism.cases: mixture_of_depths, but no layer of the model selects tokens; give one of your own an attribute "
-            "`router`, as dynmo.models.mixture_of_depths.RoutedAttentionHalf has"
+            "dynamism.cases: mixture_of_depths, but no layer of the model selects tokens; give one "
+            "of your own an attribute `router`, as "
+            "dynmo.models.mixture_of_depths.RoutedAttentionHalf has"
         )
     return routed
 
 
 def make(config: Any, layers: int) -> Dynamism:
-    """From `[dynamism.mixture_of_depths]`."""
+    """Makes the case from `[dynamism.mixture_of_depths]`.
+
+    Args:
+        config: The run.
+        layers: Number of layers of the model. Not used.
+    """
     options = config.dynamism.mixture_of_depths
     return MixtureOfDepthsCase(options.threshold_from, options.record_every)

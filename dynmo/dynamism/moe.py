@@ -1,12 +1,12 @@
-"""Mixture of experts: measures the load of the experts (DynMo 2.2), and places them.
+"""Mixture of experts: measures the load of the experts, and places them.
 
-The layers do the work (`dynmo.models.experts`). The case records how uneven the load is. With
-`model.routing = "bias"` it also moves the bias of each expert against its load, by the counts of
-all replicas.
+Source: DynMo 2.2. The layers do the work (`dynmo.models.experts`). The case records how uneven the
+load is. With `model.routing = "bias"` it also moves the bias of each expert against its load, by
+the counts of all replicas.
 
-With `parallel.expert` over 1 the replicas of a stage share the experts. The case then decides by
-the counts of the last steps, never by times, which replica computes which expert
-(`dynmo.balance.expert_search`). A hot expert may have copies.
+With `parallel.expert` over 1 the replicas of a stage share the experts. The case then decides which
+replica computes which expert (`dynmo.balance.expert_search`). It decides by the counts of the last
+steps, never by times. A hot expert may have copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PlacingRule:
         ranks: Replicas that share the experts.
         most_experts: Most experts of a layer on one replica.
         every: Steps between two decisions. 0: experts stay.
-        least_gain: By what share the load of the busiest replica must fall.
+        least_gain: Experts move only if the load of the busiest replica falls by this share.
     """
 
     ranks: int
@@ -50,7 +50,7 @@ class MoeCase(Dynamism):
 
     Args:
         experts: Number of experts of a layer.
-        bias_rate: By how much a step changes a bias. 0 changes none.
+        bias_rate: Change of a bias in a step. 0 changes none.
         record_every: Steps between two records.
         places: How experts are placed on replicas. None: they stay.
     """
@@ -62,7 +62,8 @@ class MoeCase(Dynamism):
     ) -> None:
         self._experts, self._rate, self._every = experts, bias_rate, record_every
         self._layers: Layers | None = None
-        # Tokens by replica of the group and expert: since the last record, since the last decision.
+        # Tokens by replica of the group and by expert. The first counts begin anew at each record,
+        # the second at each decision.
         self._places = places
         self._ranks = places.ranks if places is not None else 1
         self._recorded, self._by_source = (
@@ -74,6 +75,15 @@ class MoeCase(Dynamism):
         experts_of(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        """Places the experts, if a decision is due.
+
+        Args:
+            step: Number of the next step.
+            layers: The model.
+
+        Returns:
+            The change. None if nothing has changed. See `Dynamism.act`.
+        """
         self._layers = layers
         return self._place(layers) if self._decides(step) else None
 
@@ -85,7 +95,7 @@ class MoeCase(Dynamism):
         return places is not None and places.every > 0 and step > 0 and step % places.every == 0
 
     def _place(self, layers: Layers) -> Change | None:
-        """Moves the experts of each layer where that evens the load of the replicas."""
+        """Moves the experts of each layer if that evens the load of the replicas."""
         places, counts, current = self._places, self._by_source, layers.expert_placements
         assert places is not None
         indices = sorted(current)
@@ -107,13 +117,25 @@ class MoeCase(Dynamism):
         if not changed:
             return None
         moved = layers.place_experts(changed)
-        what = f"moved experts of {len(changed)} layers ({moved / 1e6:.1f} MB): busiest replica x{before:.2f} of the mean, then x{after:.2f}"
+        what = (
+            f"moved experts of {len(changed)} layers ({moved / 1e6:.1f} MB): busiest replica "
+            f"x{before:.2f} of the mean, then x{after:.2f}"
+        )
         return Change(tuple(changed), what)
 
     def _records(self, step: int) -> bool:
         return step > 0 and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
+        """Collects the load of the experts.
+
+        Args:
+            step: Number of the next step.
+            layers: The model.
+
+        Returns:
+            The shares. None if no record is due. See `Dynamism.collect`.
+        """
         indices = experts_of(layers.modules)
         self._take(layers, indices)
         if not self._records(step):
@@ -136,11 +158,14 @@ class MoeCase(Dynamism):
         return TokenShares(tuple(indices), shares)
 
     def _sources(self, row: Sequence[float]) -> list[Sequence[float]]:
-        """Tokens by expert, of each replica of the group."""
+        """Returns the tokens by expert, for each replica of the group."""
         return [row[first : first + self._experts] for first in range(0, len(row), self._experts)]
 
     def observe(self, signals: Signals) -> None:
-        """Moves the biases as soon as a step is final: a checkpoint behind it has the new ones."""
+        """Moves the biases as soon as a step is final.
+
+        So the next checkpoint has the new biases.
+        """
         layers = self._layers
         if not self._rate or layers is None:
             return
@@ -150,7 +175,10 @@ class MoeCase(Dynamism):
         self._move_biases(layers, indices, last)
 
     def _take(self, layers: Layers, indices: Sequence[int]) -> dict[int, Tensor]:
-        """Asks this rank's layers what they have counted. A layer without tokens is left out."""
+        """Asks this rank's layers for their counts.
+
+        A layer without tokens is left out.
+        """
         counted = {
             index: load
             for index, load in counts_of(layers, indices, self._counted).items()
@@ -169,7 +197,7 @@ class MoeCase(Dynamism):
     def _counted(self, module: nn.Module) -> Numbers | Tensor:
         router = _router(module)
         load, router.load = router.load, 0
-        return load if isinstance(load, Tensor) else ()  # no token since
+        return load if isinstance(load, Tensor) else ()  # no token since the last call
 
     def _move_biases(self, layers: Layers, indices: Sequence[int], last: Counts) -> None:
         rows = last.total(
@@ -184,17 +212,17 @@ class MoeCase(Dynamism):
 
 
 def _hottest(load: Sequence[float]) -> float:
-    """The largest load over the mean."""
+    """Returns the largest load over the mean."""
     return max(load) * len(load) / total if (total := sum(load)) else 0.0
 
 
 def _unused(load: Sequence[float]) -> float:
-    """Share of the experts without a token."""
+    """Returns the share of the experts without a token."""
     return sum(not count for count in load) / len(load)
 
 
 def _router(module: nn.Module) -> Any:
-    """Of any class that has `load`."""
+    """Returns the router of a layer. Any class that has `load` will do."""
     return getattr(module, "router", None)
 
 
@@ -207,21 +235,26 @@ def experts_of(modules: Sequence[nn.Module]) -> list[int]:
     indices = [index for index, module in enumerate(modules) if hasattr(_router(module), "load")]
     if not indices:
         raise ConfigError(
-            "dynamism.cases: moe, but no layer of the model has experts; give one of your own an attribute `router` with a `load`, "
-            "as dynmo.models.experts.ExpertsHalf has"
+            "dynamism.cases: moe, but no layer of the model has experts; give one of your own an "
+            "attribute `router` with a `load`, as dynmo.models.experts.ExpertsHalf has"
         )
     return indices
 
 
 def most_experts(config: Any) -> int:
-    """How many experts of a layer a replica may hold."""
+    """Returns how many experts of a layer a replica may hold."""
     model = config.model
     redundant = config.dynamism.moe.redundant if "moe" in config.dynamism.cases else 0
     return min(model.experts, model.experts // config.parallel.expert + redundant)
 
 
 def make(config: Any, layers: int) -> Dynamism:
-    """From `[dynamism.moe]`."""
+    """Makes the case from `[dynamism.moe]`.
+
+    Args:
+        config: The run.
+        layers: Number of layers of the model. Not used.
+    """
     model = config.model
     rate = model.bias_rate if model.kind == "moe" and model.routing == "bias" else 0.0
     moe, ranks = config.dynamism.moe, config.parallel.expert

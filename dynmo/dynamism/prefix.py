@@ -1,5 +1,7 @@
-"""A frozen prefix of the model: its units, its end, and how it grows. All freezing policies use
-these functions."""
+"""A frozen prefix of the model: its units, its end, and how it grows.
+
+All freezing policies use these functions.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,17 @@ from dynmo.dynamism.case import Change, Layers
 
 
 def units(names: Sequence[str], unit: str) -> tuple[range, ...]:
-    """What freezes as one: "half" a layer each; "block" the layers that are parts of one block, as
-    their names say.
+    """Groups the layers that freeze at once.
 
-    embedding | blocks.0.attention  blocks.0.feed_forward | blocks.1.attention  ... | head
+        embedding | blocks.0.attention  blocks.0.feed_forward | blocks.1.attention  ... | head
+
+    Args:
+        names: Names of all layers.
+        unit: "half" makes each layer a unit. "block" groups the layers that are parts of one block
+            by their names.
+
+    Returns:
+        The layers of each unit, in order.
     """
 
     def module(layer: int) -> str:
@@ -28,24 +37,38 @@ def units(names: Sequence[str], unit: str) -> tuple[range, ...]:
 
 
 def learns(modules: Sequence[nn.Module], layers: Iterable[int]) -> bool:
-    """Whether any of these layers has something to train."""
+    """True if any of these layers has something to train.
+
+    Args:
+        modules: All layers.
+        layers: Indices of layers.
+    """
     return any(
         parameter.requires_grad for layer in layers for parameter in modules[layer].parameters()
     )
 
 
 def last_to_learn(modules: Sequence[nn.Module]) -> int:
-    """The last layer with something to train: it must not freeze."""
+    """Returns the last layer with something to train. It must not freeze."""
     return max((layer for layer in range(len(modules)) if learns(modules, (layer,))), default=0)
 
 
 def front(layers: Layers) -> int:
-    """The first layer that is not frozen."""
+    """Returns the first layer that is not frozen."""
     return next(i for i in range(layers.count) if i not in layers.frozen)
 
 
 def freeze_prefix(layers: Layers, count: int, why: str) -> Change | None:
-    """Freezes layers 0 .. count-1; None if they already are. Never thaws."""
+    """Freezes the leading layers. Never thaws.
+
+    Args:
+        layers: The model.
+        count: Layers 0 to count - 1 freeze.
+        why: The reason, for the log.
+
+    Returns:
+        The change. None if the layers are frozen already.
+    """
     new = tuple(i for i in range(count) if i not in layers.frozen)
     if not new:
         return None

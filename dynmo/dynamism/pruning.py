@@ -1,16 +1,20 @@
-"""Gradual pruning (Zhu & Gupta 2017; DynMo 2.2, C.1): weights of least magnitude leave for good, a
-few at a time, and their work with them.
+"""Gradual pruning: weights of least magnitude leave for good, a few at a time.
 
-    sparsity  S_t = S_f + (S_i - S_f) (1 - (t - t0) / (t1 - t0))^3        steep first, while there is much to spare
+Their work leaves with them. Sources: Zhu & Gupta 2017, and DynMo 2.2 and C.1.
 
-What is pruned: the linears of every layer but the first and the last (embedding, head); norms and
-biases stay. A frozen layer is left alone. Pruned weights never return: their values, moments and
-gradients are gone.
+    sparsity  S_t = S_f + (S_i - S_f) (1 - (t - t0) / (t1 - t0))^3
 
-The global criterion keeps the k largest weights of all layers, wherever these are. Magnitudes order
-like their bit patterns, so the smallest that is kept is found by three histograms, digit by digit,
-each summed over the ranks: 2048 + 1024 + 1024 counts, whatever k is, and exact. Of equal magnitudes
-those of the lower layer, then of the lower position, stay.
+The curve is steep first, while there is much to spare.
+
+The linears of every layer are pruned, except those of the first and the last layer (embedding,
+head). Norms and biases stay. A frozen layer is left alone. Pruned weights never return: their
+values, moments and gradients are gone.
+
+The global criterion keeps the k largest weights of all layers, on any rank. Magnitudes order like
+their bit patterns. So three histograms find the smallest weight that is kept, digit by digit. They
+are summed over the ranks, and have 2048 + 1024 + 1024 counts for any k. The result is exact. Of
+equal magnitudes, the weight in the lower layer stays. Within a layer, the weight at the lower
+position stays.
 
     bit pattern of |w|   0 eeeeeeee mmm | mmmmmmmmmm | mmmmmmmmmm
                               11 bits   |  10 bits   |  10 bits
@@ -36,7 +40,15 @@ DENSE_BELOW_ON_CPU = 0.6
 
 @dataclass(frozen=True)
 class Cubic:
-    """When to prune and how far: at `start`, every `every` steps, and at `end`."""
+    """The steps that prune, and their sparsity.
+
+    Attributes:
+        initial: Sparsity at `start`.
+        final: Sparsity at `end`.
+        start: First step that prunes.
+        end: Last step that prunes.
+        every: Steps between two prunings.
+    """
 
     initial: float
     final: float
@@ -49,7 +61,7 @@ class Cubic:
         return (*range(self.start, self.end, self.every), self.end)
 
     def sparsity(self, step: int) -> float:
-        """The target after pruning at `step`."""
+        """Returns the target after pruning at `step`."""
         if step < self.start:
             return 0.0
         left = 1 - (step - self.start) / (self.end - self.start) if step < self.end else 0.0
@@ -60,13 +72,20 @@ class Cubic:
 
 
 Parts = Mapping[int, "Sequence[Tensor] | Candidates"]
-"""The candidates that are here, by layer: flat tensors, in order."""
+"""The candidates on this rank, by layer: flat tensors, in order."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """A layer's, made one at a time: of a linear under a mask they are a copy. Where weights have
-    float32 masters, those are compared: rounded, too many would be equal."""
+    """The candidates of one layer, made one at a time.
+
+    Those of a linear under a mask are a copy. If weights have float32 masters, the masters are
+    compared, because too many rounded weights would be equal.
+
+    Attributes:
+        module: The layer.
+        masters: Its float32 masters by name.
+    """
 
     module: nn.Module
     masters: Mapping[str, Tensor]
@@ -79,33 +98,60 @@ class Candidates:
 
 
 def masters(layer: int, layers: Layers) -> dict[str, Tensor]:
-    """The float32 masters among a layer's moments. The rest, which the replicas may have to put
-    together, is not kept."""
+    """Returns the float32 masters among a layer's moments.
+
+    The other moments are not kept. The replicas may have to put them together.
+
+    Args:
+        layer: Index of the layer.
+        layers: The model.
+    """
     if not any(linear.weight.dtype in LOW for _, linear in linears(layers.modules[layer])):
         return {}
     return {key: moment for key, moment in layers.moments(layer).items() if key.endswith("/master")}
 
 
 class Alone:
-    """The collective of one that asks nobody."""
+    """The collective of a rank that asks no other."""
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
+        """Returns the tensor.
+
+        Args:
+            tensor: Any tensor.
+            what: Not used.
+        """
         return tensor
 
     def sum_all(self, tensor: Tensor, what: str) -> Tensor:
+        """Returns the tensor.
+
+        Args:
+            tensor: Any tensor.
+            what: Not used.
+        """
         return tensor
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What stays: magnitudes whose bit pattern is over `bits`, and of each layer the first
-    `ties[layer]` that are equal to it."""
+    """The weights that stay.
+
+    Attributes:
+        bits: Magnitudes whose bit pattern is over this stay.
+        ties: For each layer, how many of the magnitudes equal to it stay, the first ones.
+    """
 
     bits: int
     ties: tuple[int, ...]
 
     def keep(self, layer: int, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """One bool per candidate of a layer."""
+        """Returns one bool per candidate of a layer, True for those that stay.
+
+        Args:
+            layer: Index of the layer.
+            tensors: Its candidates, in order.
+        """
         left, out = self.ties[layer], list[Tensor]()
         for tensor in tensors:
             keys = _keys(tensor)
@@ -118,8 +164,11 @@ class Cut:
 
 
 def _keys(tensor: Tensor) -> Tensor:
-    """Integers that order as magnitudes do. NaN is over all: a broken weight is for the loss to
-    find. (Of float64 weights the rounded magnitudes are compared.)"""
+    """Returns integers that order as magnitudes do.
+
+    NaN is over all, because the loss must find a broken weight. Weights in float64 are compared by
+    their rounded magnitudes.
+    """
     return tensor.detach().float().abs().view(torch.int32)
 
 
@@ -127,8 +176,16 @@ _DIGITS = ((20, 11), (10, 10), (0, 10))  # shift and width in bits, the highest 
 
 
 def cut(parts: Parts, keep: int, layers: int, collective: Collective) -> Cut:
-    """Where to cut so that exactly `keep` of everyone's candidates stay (all, if there are no
-    more). Works on one tensor at a time."""
+    """Finds the cut that keeps exactly `keep` of the candidates of all ranks.
+
+    If there are no more than that, all stay. Works on one tensor at a time.
+
+    Args:
+        parts: The candidates of this rank.
+        keep: Number of weights that stay.
+        layers: Number of layers of the model.
+        collective: Sums over the ranks.
+    """
     device = next((t.device for tensors in parts.values() for t in tensors), torch.device("cpu"))
     bits, left = 0, keep
     for shift, width in _DIGITS:
@@ -161,12 +218,16 @@ def cut(parts: Parts, keep: int, layers: int, collective: Collective) -> Cut:
 
 @final
 class Pruning(Dynamism):
-    """criterion: "global" (the largest of all layers stay) or "local" (the largest of each layer).
+    """Prunes the linears of all layers but the first and the last.
 
-    dense_below: a linear that has lost less than this share of its weights stays dense under a
-    mask, which saves nothing; None: measured once per machine and shape, where the first layer is
-    that has it, for `tokens` of a microbatch, and kept in the state. known: of shapes of which the
-    config says it.
+    Args:
+        schedule: The steps that prune, and their sparsity.
+        criterion: "global" (the largest of all layers stay) or "local" (the largest of each layer).
+        dense_below: A linear that has lost less than this share of its weights stays dense under a
+            mask, which saves nothing. None measures the share once per machine and shape. The rank
+            of the first layer with that shape measures. The state keeps the result.
+        tokens: Tokens of a microbatch, for the measurement.
+        known: The shares of shapes that the config gives.
     """
 
     name = "pruning"
@@ -190,6 +251,15 @@ class Pruning(Dynamism):
         self._targets = _targets(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        """Prunes the layers that are not frozen, if the schedule has this step.
+
+        Args:
+            step: Number of the next step.
+            layers: The model.
+
+        Returns:
+            The change. None if nothing has changed. See `Dynamism.act`.
+        """
         self._targets = self._targets or _targets(layers.modules)
         if step not in self._schedule.steps:
             return None
@@ -209,10 +279,10 @@ class Pruning(Dynamism):
             everyone = cut(parts, keep, layers.count, layers.collective)
         else:
             everyone = None
-        # Per layer: weights before and after, linears, linears in sparse form.
+        # Columns per layer: weights before, weights after, linears, linears in sparse form.
         table = torch.zeros(layers.count, 4, dtype=torch.int64)
         for index, tensors in parts.items():
-            # By itself a layer is layer 0.
+            # The cut of a single layer knows it as layer 0.
             which = everyone or cut({0: tensors}, round((1 - wanted) * sizes[index]), 1, Alone())
             keeps = which.keep(index if everyone else 0, tensors)
             table[index, 0] = sum(len(x) for x in keeps)
@@ -230,8 +300,9 @@ class Pruning(Dynamism):
             return None
         shares = [1 - int(table[i, 1]) / sizes[i] for i in targets]
         what = (
-            f"pruned to sparsity {1 - after / sum(sizes.values()):.4f} ({self._criterion} magnitude; layers {min(shares):.3f} to "
-            f"{max(shares):.3f}): {after} of {sum(sizes.values())} weights; {sparse} of {count} linears run sparse{measured}"
+            f"pruned to sparsity {1 - after / sum(sizes.values()):.4f} ({self._criterion} "
+            f"magnitude; layers {min(shares):.3f} to {max(shares):.3f}): {after} of "
+            f"{sum(sizes.values())} weights; {sparse} of {count} linears run sparse{measured}"
         )
         options = {} if self._measured == self._known else {"dense_below": dict(self._measured)}
         return Change(targets, what, options)
@@ -252,7 +323,7 @@ class Pruning(Dynamism):
         return self._measured[_shape(linear)] if self._dense_below is None else self._dense_below
 
     def _measure(self, targets: Sequence[int], layers: Layers) -> str:
-        """Fills in what is not known of the shapes; returns what to tell of it."""
+        """Measures shapes that are not known yet. Returns a text about them for the log."""
         if self._dense_below is not None:
             return ""
         first: dict[str, tuple[int, nn.Linear]] = {}
@@ -273,7 +344,10 @@ class Pruning(Dynamism):
         )
 
     def forecast(self, step: int) -> Sequence[Forecast]:
-        """As if all layers lost alike, and all of a layer's time were in its linears."""
+        """Forecasts the falling times of F, B and W.
+
+        It assumes that all layers lose alike, and that linears take all of a layer's time.
+        """
         out, now, targets = list[Forecast](), self._sparsity, self._targets or ()
         for at in self._schedule.steps:
             then = self._schedule.sparsity(at)
@@ -308,13 +382,19 @@ def _targets(modules: Sequence[nn.Module]) -> tuple[int, ...]:
     layers = tuple(i for i in range(1, len(modules) - 1) if any(True for _ in linears(modules[i])))
     if not layers:
         raise ConfigError(
-            "dynamism.pruning: no layer but the first and the last has an nn.Linear to prune; leave the case out"
+            "dynamism.pruning: no layer but the first and the last has an nn.Linear to prune; "
+            "leave the case out"
         )
     return layers
 
 
 def make(config: Any, layers: int) -> Dynamism:
-    """From `[dynamism.pruning]`."""
+    """Makes the case from `[dynamism.pruning]`.
+
+    Args:
+        config: The run.
+        layers: Number of layers of the model. Not used.
+    """
     options = config.dynamism.pruning
     start, end, every = options.steps_of(config.train.steps)
     schedule = Cubic(options.initial_sparsity, options.final_sparsity, start, end, every)

@@ -12,8 +12,19 @@ from dynmo.errors import ConfigError, place
 
 
 def make_cases(config: Any, layers: int) -> list[Dynamism]:
-    """The cases that `[dynamism]` names. They act in the order below, whatever the order there;
-    one's own come last, as named."""
+    """Makes the cases that `[dynamism]` names.
+
+    Args:
+        config: The run.
+        layers: Number of layers of the model.
+
+    Returns:
+        The cases in the order in which they act. It does not depend on the order in the config. The
+        user's own cases come last, as named.
+
+    Raises:
+        ConfigError: A case is unknown, or two have one name.
+    """
     makers: dict[str, Callable[[Any, int], Dynamism]] = {
         "pruning": pruning.make,
         "sparse_attention": sparse_attention.make,
@@ -26,7 +37,8 @@ def make_cases(config: Any, layers: int) -> list[Dynamism]:
     unknown = [case for case in named if case not in makers and not case.startswith("python:")]
     if unknown:
         raise ConfigError(
-            f"dynamism.cases: {unknown[0]!r} is not served by this version; choose from {', '.join(makers)}"
+            f"dynamism.cases: {unknown[0]!r} is not served by this version; choose from "
+            f"{', '.join(makers)}"
         )
     own = [from_class(case.removeprefix("python:")) for case in named if case.startswith("python:")]
     cases = [*(make(config, layers) for case, make in makers.items() if case in named), *own]
@@ -38,8 +50,14 @@ def make_cases(config: Any, layers: int) -> list[Dynamism]:
 
 
 def from_class(path: str) -> Dynamism:
-    """`package.module:Class`, called without arguments. Raises ConfigError if the path does not
-    lead to a case."""
+    """Makes a case of the user's own class.
+
+    Args:
+        path: `package.module:Class`. It is called without arguments.
+
+    Raises:
+        ConfigError: The path does not lead to a case.
+    """
     where = f"dynamism.cases: 'python:{path}'"
     module_name, _, class_name = path.partition(":")
     try:
@@ -53,7 +71,7 @@ def from_class(path: str) -> Dynamism:
         if getattr(error, "name", None) != class_name:
             raise ConfigError(f"{where}: raised AttributeError: {error}{place(error)}") from error
         raise ConfigError(f"{where}: {module_name} has no class {class_name}") from None
-    except Exception as error:  # whatever its own code raises
+    except Exception as error:  # anything that the user's code raises
         raise ConfigError(
             f"{where}: raised {type(error).__name__}: {error}{place(error)}"
         ) from error
@@ -75,6 +93,7 @@ def from_class(path: str) -> Dynamism:
     missing += [] if isinstance(getattr(case, "name", None), str) else ["name"]
     if missing:
         raise ConfigError(
-            f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name and write act"
+            f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name "
+            "and write act"
         )
     return cast(Dynamism, case)

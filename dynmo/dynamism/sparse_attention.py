@@ -1,12 +1,13 @@
-"""Sparse attention: from a step on, the attention of some blocks computes only a part of its pairs
-(DynMo 2.2 and F.5).
+"""Sparse attention: from a step on, some blocks compute only a part of the pairs.
 
-Which pairs, the kernel says: those in one hash bucket (`hash_attention`), or those of the queries
-and keys that are not dropped (`drop_attention`). F and B of the attention fall, W does not. Blocks
-differ: by schedule, and by how evenly their buckets fill.
+Sources: DynMo 2.2 and F.5.
 
-Directions (or what is dropped) are drawn anew each step from a stream keyed by seed, layer and
-step. Every rank tells all layers, those of other ranks too, what they compute at this step; so a
+The kernel selects the pairs. `hash_attention` computes those in one hash bucket. `drop_attention`
+computes those of the queries and keys that are not dropped. F and B of the attention fall, W does
+not. Blocks differ by schedule, and by how evenly their buckets fill.
+
+Directions (or dropped vectors) are drawn anew each step from a stream keyed by seed, layer and
+step. Every rank tells all layers, also those of other ranks, what they compute at this step. So a
 layer that moves knows already, and nothing has to be sent.
 """
 
@@ -27,13 +28,20 @@ from dynmo.kernels.seeds import Purpose, mix
 from dynmo.kernels.shared_qk import SparseAttention
 
 Blocks = tuple[int, ...] | None
-"""Indices of blocks; None: all."""
+"""Indices of blocks. None means all."""
 
 
 class SparseAttentionCase(Dynamism):
-    """schedule: [(step, blocks), ...]: from that step on these blocks are sparse and the others
-    dense. kind: makes what a layer computes from a seed. ratio: what F and B of a sparse half are
-    expected to take, over dense, where that is known."""
+    """Makes the attention of some blocks sparse.
+
+    Args:
+        schedule: [(step, blocks), ...]. From each step on, these blocks are sparse and the others
+            dense.
+        kind: Makes the computation of a layer from a seed.
+        seed: Seed of the run.
+        ratio: Expected F and B of a sparse half, over those of a dense one. None if it is not
+            known.
+    """
 
     name = "sparse_attention"
 
@@ -53,11 +61,20 @@ class SparseAttentionCase(Dynamism):
         named = max((block for _, blocks in self._schedule for block in blocks or ()), default=0)
         if named >= len(halves):
             raise ConfigError(
-                f"dynamism.sparse_attention names block {named}, but the model has {len(halves)} attention halves, from 0 to "
-                f"{len(halves) - 1}"
+                f"dynamism.sparse_attention names block {named}, but the model has {len(halves)} "
+                f"attention halves, from 0 to {len(halves) - 1}"
             )
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        """Gives each layer its computation for this step.
+
+        Args:
+            step: Number of the next step.
+            layers: The model.
+
+        Returns:
+            The change. None if nothing has changed. See `Dynamism.act`.
+        """
         self._halves = halves_of(layers.modules)
         before, self._sparse = self._sparse, self._wanted(step)
         for index in self._halves:
@@ -66,18 +83,22 @@ class SparseAttentionCase(Dynamism):
                 if index in self._sparse
                 else None
             )
-            setattr(layers.modules[index], "sparse_attention", sparse)
+            # A module of any class has it.
+            setattr(layers.modules[index], "sparse_attention", sparse)  # noqa: B010
         if before == self._sparse:
             return None
-        what = f"{len(self._sparse)} of {len(self._halves)} attention halves are sparse (schedule, step {step})"
+        what = (
+            f"{len(self._sparse)} of {len(self._halves)} attention halves are sparse "
+            f"(schedule, step {step})"
+        )
         return Change(tuple(sorted(before ^ self._sparse)), what)
 
     def acts(self, step: int) -> bool:
-        # New directions for every step are no change: only the forwards that come look at them.
+        # New directions for every step are no change, because only later forwards read them.
         return not self._halves or self._wanted(step) != self._sparse
 
     def _wanted(self, step: int) -> frozenset[int]:
-        """The layers that are sparse at a step."""
+        """Returns the layers that are sparse at a step."""
         begun = [blocks for at, blocks in self._schedule if at <= step]
         if not begun:
             return frozenset()
@@ -95,8 +116,8 @@ class SparseAttentionCase(Dynamism):
             if at <= step:
                 continue
             then = self._wanted(at)
-            # A factor is of what a layer takes now: one that becomes sparse and dense again takes
-            # what it takes now.
+            # A factor is relative to the time that a layer takes now. A layer that becomes sparse
+            # and dense again takes the same time as now.
             for sparse, changing in ((True, then - before), (False, before - then)):
                 for now, which in (
                     (True, changing & self._sparse),
@@ -116,20 +137,33 @@ class SparseAttentionCase(Dynamism):
 
 
 def halves_of(modules: Sequence[nn.Module]) -> list[int]:
-    """The layers whose attention can be sparse: they have an attribute `sparse_attention`. Raises
-    ConfigError if there is none."""
+    """Returns the layers whose attention can be sparse.
+
+    They have an attribute `sparse_attention`.
+
+    Raises:
+        ConfigError: There is none.
+    """
     halves = [index for index, module in enumerate(modules) if hasattr(module, "sparse_attention")]
     if not halves:
         raise ConfigError(
-            "dynamism.cases: sparse_attention, but no layer of the model has attention that can be sparse; "
-            "give one of your own an attribute `sparse_attention`, as dynmo.models.gpt.SharedAttentionHalf has"
+            "dynamism.cases: sparse_attention, but no layer of the model has attention that can be "
+            "sparse; give one of your own an attribute `sparse_attention`, as "
+            "dynmo.models.gpt.SharedAttentionHalf has"
         )
     return halves
 
 
 def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, float]:
-    """F and B of a half whose attention computes this share of the pairs, over dense: P = 3
-    hidden^2 weights, A = 2 sequence hidden."""
+    """Returns F and B of a sparse half, over those of a dense one.
+
+    The half has P = 3 hidden^2 weights and A = 2 sequence hidden.
+
+    Args:
+        hidden: Width of the stream.
+        sequence: Tokens of a row.
+        share: Share of the pairs that the attention computes.
+    """
     linear, attention = 6 * hidden**2, 2 * sequence * hidden
     return (linear + share * attention) / (linear + attention), (
         linear + 2.5 * share * attention
@@ -137,19 +171,29 @@ def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, flo
 
 
 def _check_kernels(kind: str) -> None:
-    """Raises ConfigError where there is none for CUDA."""
+    """Raises ConfigError if the kind has no kernel for CUDA."""
     if kind == "drop":
         raise ConfigError(
-            'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or parallel.device = "cpu"'
+            'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or '
+            'parallel.device = "cpu"'
         )
     if find_spec("triton") is None:
         raise ConfigError(
-            'dynamism.sparse_attention.kind = "hash" needs triton on CUDA; install it, or use parallel.device = "cpu"'
+            'dynamism.sparse_attention.kind = "hash" needs triton on CUDA; install it, or use '
+            'parallel.device = "cpu"'
         )
 
 
 def make(config: Any, layers: int) -> Dynamism:
-    """From `[dynamism.sparse_attention]`."""
+    """Makes the case from `[dynamism.sparse_attention]`.
+
+    Args:
+        config: The run.
+        layers: Number of layers of the model. Not used.
+
+    Raises:
+        ConfigError: There is no kernel of this kind for CUDA.
+    """
     options, model = config.dynamism.sparse_attention, config.model
     if config.parallel.device != "cpu" and torch.cuda.is_available():
         _check_kernels(options.kind)

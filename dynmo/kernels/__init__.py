@@ -1,1 +1,4 @@
-"""Kernels that do only the work that is left, each with a plain reference in the tests."""
+"""Kernels that do only the remaining work.
+
+Each has a plain reference in the tests.
+"""

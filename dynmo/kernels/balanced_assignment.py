@@ -1,7 +1,11 @@
-"""Tokens to experts so that every expert gets as many as any other (BASE, Lewis et al. 2021).
+"""Tokens to experts so that every expert gets as many as any other.
 
-    sinkhorn   scales exp(scores) until rows and columns have equal sums; the largest entry of a row is near to balanced
-    auction    assigns every token, no expert more than its share, and the sum of the scores is the largest to within `slack` a token
+The methods are for BASE layers (Lewis et al. 2021).
+
+    sinkhorn   scales exp(scores) until rows and columns have equal sums; the largest entry of a row
+               is near to balanced
+    auction    assigns every token, no expert more than its share, and the sum of the scores is the
+               largest to within `slack` per token
 
 Both are functions of the scores alone, with a limited number of operations.
 """
@@ -18,23 +22,24 @@ from torch import Tensor
 from dynmo.jit import jit
 
 _TOLERANCE, _MOST_ROUNDS = 1e-4, 100
-# The auction stops after so many bids a token. Who is left takes the free places in order.
+# The auction stops after so many bids per token. The tokens that are left take the free places in
+# order.
 _MOST_BIDS = 1000
 
 
 def sinkhorn(scores: Tensor) -> Tensor:
-    """Scales exp(scores) to equal sums of rows and of columns.
+    """Scale exp(scores) to equal sums of rows and of columns.
 
     Args:
         scores: float32 [tokens, experts].
 
     Returns:
-        Like the scores. Rows sum to 1 / tokens, columns nearly to 1 / experts.
+        A tensor like the scores. Rows sum to 1 / tokens, columns nearly to 1 / experts.
     """
     tokens, experts = scores.shape
     if not tokens:
         return scores
-    # The largest score of a row cancels out, and without it nothing overflows.
+    # The largest score of a row cancels out. Without it nothing overflows.
     cost = torch.exp(scores - scores.amax(1, keepdim=True))
     columns = torch.ones(experts, dtype=cost.dtype, device=cost.device)
     rows = torch.ones(tokens, dtype=cost.dtype, device=cost.device)
@@ -108,11 +113,13 @@ def _auction(
 
 
 def auction(scores: Tensor, slack: float = 1e-3) -> Tensor:
-    """Assigns each token to one expert. Experts get equal numbers of tokens, to within one.
+    """Assign each token to one expert.
+
+    Experts get equal numbers of tokens, to within one.
 
     Args:
         scores: float32 [tokens, experts].
-        slack: How far the sum of the scores may be from the largest possible one, a token.
+        slack: How far the sum of the scores may be from the largest possible one, per token.
 
     Returns:
         The expert of each token, int64 [tokens].

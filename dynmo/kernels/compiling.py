@@ -1,13 +1,13 @@
-"""torch.compile of a layer, in the pieces between what splits its backward.
+"""torch.compile of a layer, between the modules that split its backward.
 
-A split linear's backward leaves work on a tape, which a compiler would trace away. So these modules
-stay as they are, and what lies between them (norms, rotary positions, gates) is compiled, forward
-and backward: B is faster, W is what it was.
+A split linear's backward leaves work on a tape, which a compiler would trace away. These modules
+therefore stay as they are. The parts between them (norms, rotary positions, gates) are compiled,
+forward and backward. B becomes faster, and W stays the same.
 
     compiled | linear | compiled | linear | compiled            (one half of a block)
 
-Compiled arithmetic is rounded otherwise than eager arithmetic, but the same on every rank: a run
-has one digest, and not the eager run's.
+Compiled arithmetic rounds differently from eager arithmetic, but the same on every rank. A run has
+one digest, which is not the eager run's.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from dynmo.kernels.split import splits
 from dynmo.kernels.torch_private import configure_compiler, has_cpp_compiler, has_triton
 
 # A layer's code is compiled anew for each dtype, for training and evaluation, and with parts of it
-# frozen: a dozen or two.
+# frozen: a dozen or two variants.
 _MOST = 64
 
 
 def compiled(module: nn.Module) -> Callable[..., Any]:
-    """What to call in the module's place. Raises ConfigError where this machine has nothing to
-    compile with."""
+    """Return the function to call in the module's place.
+
+    Raises:
+        ConfigError: This machine has no compiler.
+    """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     _check(device)
     for kind in {type(child) for child in module.modules() if splits(child)}:
         _leave_out(kind, "forward")
     for kind in (Hashed, Dropped):
         _leave_out(kind, "__call__")
-    # Of torch's own making: as its compiler is imported, and when it looks at what a linear between
-    # two pieces hands on.
+    # torch itself causes these warnings. One comes as its compiler is imported, the other when the
+    # compiler inspects the output of a linear between two parts.
     for message in (
         "`torch.jit.script_method` is deprecated",
         "The .grad attribute of a Tensor that is not a leaf",
@@ -51,8 +54,10 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
 
 
 def _leave_out(kind: type, name: str) -> None:
-    """Has the compiler step around a method, where its class defines it; without a compiler nothing
-    changes."""
+    """Make the compiler step around a method, in the class that defines it.
+
+    Nothing changes without a compiler.
+    """
     owner = next(base for base in kind.__mro__ if name in vars(base))
     method = vars(owner)[name]
     if not getattr(method, "_torchdynamo_disable", False):
@@ -63,10 +68,12 @@ def _check(device: torch.device) -> None:
     if device.type == "cuda":
         if not has_triton():
             raise ConfigError(
-                "train.compile = true needs Triton on CUDA; install it, or set train.compile = false"
+                "train.compile = true needs Triton on CUDA; install it, or set train.compile = "
+                "false"
             )
         return
     if not has_cpp_compiler():
         raise ConfigError(
-            "train.compile = true needs a C++ compiler on CPU (g++ or clang++); install one, or set it to false"
+            "train.compile = true needs a C++ compiler on CPU (g++ or clang++); install one, or "
+            "set it to false"
         )

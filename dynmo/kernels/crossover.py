@@ -1,11 +1,13 @@
-"""From which sparsity on the CSR kernels pay: measured once per machine and shape, and kept among
-this user's files.
+"""The sparsity from which the CSR kernels pay.
 
-    ~/.cache/dynmo/crossover/1f0c9a....json     {"measured_on": "AMD EPYC, 2 cores, 1 threads, torch 2.13.0, float32, 1024x256, 512 tokens",
-                                                 "sparsity": 0.6875}
+It is measured once per machine and shape. It is kept among this user's files:
 
-A measurement differs from time to time: who asks for it twice gets one answer, and two runs of one
-machine the same bits. `DYNMO_CACHE` in the environment is another folder.
+    ~/.cache/dynmo/crossover/1f0c9a....json
+    {"measured_on": "AMD EPYC, 2 cores, 1 threads, torch 2.13.0, float32, 1024x256, 512 tokens",
+     "sparsity": 0.6875}
+
+A measurement differs from time to time. The file gives every later call the same answer, and two
+runs of one machine the same bits. `DYNMO_CACHE` in the environment is another folder.
 """
 
 from __future__ import annotations
@@ -26,15 +28,28 @@ from torch import nn
 from dynmo.kernels.sparse_linear import prune
 from dynmo.kernels.split import SplitLinear, WeightTape, float32_gradients
 
-# Kernels of another speed are another number: what was measured of the old ones holds no more.
+# Kernels of another speed get another number: measurements of the old ones are no longer valid.
 _KERNELS = 1
 
 
 def known_crossover(linear: nn.Linear, tokens: int) -> float:
-    """For so many tokens of a microbatch: as it was measured here, else measured now, which takes a
-    second or so."""
+    """Return the crossover sparsity of a linear on this machine.
+
+    It is read from this user's files if it was measured before. Otherwise it is measured now, which
+    takes about a second.
+
+    Args:
+        linear: The linear.
+        tokens: Tokens of a microbatch.
+
+    Returns:
+        The sparsity from which CSR is faster.
+    """
     weight = cast(nn.Parameter, linear.weight)
-    shape = f"{str(weight.dtype).removeprefix('torch.')}, {linear.out_features}x{linear.in_features}, {tokens} tokens"
+    shape = (
+        f"{str(weight.dtype).removeprefix('torch.')}, "
+        f"{linear.out_features}x{linear.in_features}, {tokens} tokens"
+    )
     where = f"{_machine(weight.device)}, torch {torch.__version__}, kernels {_KERNELS}, {shape}"
     path = _folder() / f"{hashlib.sha256(where.encode()).hexdigest()[:32]}.json"
     sparsity = _read(path, where)
@@ -52,7 +67,7 @@ def time_linear(linear: nn.Linear, tokens: int, repeats: int = 5) -> tuple[float
     Args:
         linear: The linear. Its gradient is cleared.
         tokens: Tokens of the microbatch.
-        repeats: How often each is timed, after a first time that does not count.
+        repeats: How often each is timed, after a first run that does not count.
 
     Returns:
         The median seconds of F, B and W.
@@ -99,7 +114,9 @@ def make_pruned(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Linear:
-    """A linear without bias that is pruned at random places, for measurements and tests.
+    """Make a linear without bias that is pruned at random places.
+
+    It is for measurements and tests.
 
     Args:
         rows: Output features.
@@ -107,7 +124,7 @@ def make_pruned(
         sparsity: Share of the weights that is pruned.
         sparse: Whether the weight is CSR, or dense under a mask.
         device: Default is the CPU.
-        dtype: Of the weight.
+        dtype: Dtype of the weight.
 
     Returns:
         The linear. Equal arguments give equal weights.
@@ -142,7 +159,7 @@ def measure_crossover(
         columns: Input features.
         tokens: Tokens of a microbatch.
         device: Default is the CPU.
-        dtype: Of the weight.
+        dtype: Dtype of the weight.
 
     Returns:
         The sparsity, to 1/64 by bisection. 1.0 if CSR is never faster.
@@ -166,7 +183,7 @@ def _folder() -> Path:
     own = os.environ.get("DYNMO_CACHE")
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home: nothing is kept
+    except RuntimeError:  # a user without a home: the result is not kept
         cache = Path(os.devnull)
     return (Path(own) if own else cache / "dynmo") / "crossover"
 
@@ -179,11 +196,14 @@ def _machine(device: torch.device) -> str:
     except OSError:
         told = []
     names = [line.partition(":")[2].strip() for line in told if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return (
+        f"{names[0] if names else platform.machine()}, "
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    )
 
 
 def _read(path: Path, where: str) -> float | None:
-    """None where there is none, or none that holds."""
+    """Return the kept sparsity. None if there is no valid one."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         sparsity = float(kept["sparsity"])
@@ -193,8 +213,11 @@ def _read(path: Path, where: str) -> float | None:
 
 
 def _keep(path: Path, where: str, sparsity: float) -> float:
-    """Returns what is kept: the first number, should several processes have measured at once. Where
-    nothing can be written, the next run measures again."""
+    """Keep a sparsity, and return the one that is kept.
+
+    The first number is kept if several processes have measured at once. If nothing can be written,
+    the next run measures again.
+    """
     partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +227,7 @@ def _keep(path: Path, where: str, sparsity: float) -> float:
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)
         kept = _read(path, where)
-        if kept is None:  # there is one that does not hold
+        if kept is None:  # there is a file that is not valid
             partial.replace(path)
         else:
             sparsity = kept

@@ -1,15 +1,17 @@
-"""Products with a sparse matrix in CSR form, over whole vectors of tokens:
+"""Products with a sparse matrix in CSR form, over whole vectors of tokens.
 
-    SpMM    y      = A x                             each kept weight times the tokens of its column, added to those of its row
-    SDDMM   out[k] += g[row of k] . x[column of k]   one dot product over the tokens for each kept weight, nothing for the others
+    SpMM    y      = A x                             each kept weight times the tokens of its
+                                                     column, added to those of its row
+    SDDMM   out[k] += g[row of k] . x[column of k]   one dot product over the tokens for each kept
+                                                     weight, nothing for the others
 
-Tokens are packed in panels of at most 64, each [features, tokens] and contiguous: what is gathered
-for a row of a panel fits a second-level cache, where a row of a plain x^T would share its few cache
-sets with every other row.
+Tokens are packed in panels of at most 64, each [features, tokens] and contiguous. The values that a
+row of a panel gathers fit a second-level cache. A row of a plain x^T would share its few cache sets
+with every other row.
 
 On CPU the loops are our own (csr_loops.py): each sum has one order, given by the number of tokens.
 On CUDA they are torch's. Values and tokens of bfloat16 or float16 are multiplied and summed in
-float32; SpMM's result is rounded, SDDMM's stays so.
+float32. SpMM's result is rounded, SDDMM's stays float32.
 """
 
 from __future__ import annotations
@@ -30,8 +32,14 @@ from dynmo.kernels.torch_private import reshape_unsafe
 
 @dataclass(frozen=True, eq=False)
 class Csr:
-    """Where the kept weights are: row r holds the columns col[crow[r]:crow[r + 1]], ascending.
-    int32, on the device of the weights."""
+    """Positions of the kept weights.
+
+    Attributes:
+        crow: Row r holds the columns col[crow[r]:crow[r + 1]], ascending. int32 [rows + 1], on the
+            device of the weights.
+        col: Column of each kept weight, int32 [kept].
+        width: Number of columns of the matrix.
+    """
 
     crow: Tensor
     col: Tensor
@@ -42,17 +50,22 @@ class Csr:
         return len(self.crow) - 1, self.width
 
     def rows(self) -> Tensor:
-        """The row of each kept weight."""
+        """Return the row of each kept weight."""
         counts = self.crow.diff().long()
         return torch.repeat_interleave(torch.arange(len(counts), device=self.crow.device), counts)
 
     def positions(self) -> Tensor:
-        """row * width + column of each kept weight, ascending."""
+        """Return row * width + column of each kept weight, ascending."""
         return self.rows() * self.width + self.col
 
     @staticmethod
     def at(positions: Tensor, shape: tuple[int, int]) -> Csr:
-        """positions: ascending."""
+        """Make the CSR of these positions.
+
+        Args:
+            positions: row * width + column of each kept weight, ascending.
+            shape: Rows and columns of the matrix.
+        """
         rows, width = shape
         counts = torch.bincount(positions // width, minlength=rows)
         crow = torch.zeros(rows + 1, dtype=torch.int32, device=positions.device)
@@ -60,21 +73,26 @@ class Csr:
         return Csr(crow, (positions % width).to(torch.int32), width)
 
     def transposed(self) -> tuple[Csr, Tensor]:
-        """The CSR of the transposed matrix, and which of our kept weights each of its own is."""
+        """Return the CSR of the transposed matrix, and an index.
+
+        The index gives, for each weight of the transposed matrix, its place in this one.
+        """
         rows, width = self.shape
         turned, order = (self.col.long() * rows + self.rows()).sort()
         return Csr.at(turned, (width, rows)), order.to(torch.int32)
 
 
 def pack(x: Tensor) -> Tensor:
-    """[..., features] -> panels [panels, features, tokens of one], the last filled up with zeros;
-    on CUDA one [features, tokens]."""
+    """Pack [..., features] in panels [panels, features, tokens of one].
+
+    Zeros fill up the last panel. On CUDA the result is one [features, tokens].
+    """
     x = x.reshape(-1, x.shape[-1])
     if x.is_cuda:
         return x.t().contiguous()
     tokens = _panel(len(x))
     packed = torch.empty(-(-len(x) // tokens), x.shape[1], tokens, dtype=x.dtype)
-    # Panel by panel: torch copies a plain transpose four times as fast as the same as one
+    # Panel by panel: torch copies a plain transpose four times as fast as it copies the same in one
     # permutation of three dimensions.
     for panel, part in zip(packed, x.split(tokens), strict=False):
         if len(part) < tokens:
@@ -84,7 +102,15 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of `pack`, to [..., features] of this shape, contiguous, no view."""
+    """Invert `pack`.
+
+    Args:
+        packed: Packed tokens.
+        shape: Shape of the result, [..., features].
+
+    Returns:
+        A contiguous tensor that is no view.
+    """
     if packed.is_cuda:
         return reshape_unsafe(packed.t().contiguous(), shape)
     x = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=packed.dtype)
@@ -94,13 +120,25 @@ def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _panel(tokens: int) -> int:
-    """Tokens of a panel: as few panels as can be, of equal length, in whole vectors."""
+    """Choose the tokens of a panel.
+
+    There are as few panels as possible, of equal length, in whole vectors.
+    """
     count = max(1, -(-tokens // csr_loops.TOKENS))
     return max(1, -(-tokens // count // csr_loops.VECTOR)) * csr_loops.VECTOR
 
 
 def spmm(csr: Csr, values: Tensor, packed: Tensor) -> Tensor:
-    """A x. values: [kept]; x and the result are packed."""
+    """Multiply A x.
+
+    Args:
+        csr: Positions of the kept weights of A.
+        values: [kept].
+        packed: x, packed.
+
+    Returns:
+        The product, packed.
+    """
     if packed.dtype in LOW:
         return spmm(csr, values.float(), packed.float()).to(packed.dtype)
     if packed.is_cuda:
@@ -117,8 +155,14 @@ def spmm(csr: Csr, values: Tensor, packed: Tensor) -> Tensor:
 
 
 def sddmm_(csr: Csr, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out[k] += left[row of k] . right[column of k], over all tokens. left, right: packed; out:
-    [kept], float32 where these are lower."""
+    """Add left[row of k] . right[column of k], over all tokens, to out[k].
+
+    Args:
+        csr: Positions of the kept weights.
+        left: Packed tokens of the rows.
+        right: Packed tokens of the columns.
+        out: [kept], float32 if `left` and `right` are of lower precision.
+    """
     if left.dtype in LOW:
         sddmm_(csr, left.float(), right.float(), out)
         return
@@ -136,7 +180,7 @@ def sddmm_(csr: Csr, left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def sum_tokens(packed: Tensor) -> Tensor:
-    """Over the tokens; of lower precision in float32."""
+    """Sum over the tokens. Lower precisions are summed in float32."""
     dtype = torch.float32 if packed.dtype in LOW else packed.dtype
     return packed.sum(1, dtype=dtype) if packed.is_cuda else packed.sum((0, 2), dtype=dtype)
 

@@ -1,16 +1,16 @@
-"""The loops of the products in csr.py on CPU, compiled by numba. Packed tokens are [panels,
-features, tokens of one].
+"""The loops of the products in csr.py on CPU, compiled by numba.
 
-A panel is gone through in blocks of columns, each small enough for a second-level cache: every
-row's kept weights of the first block, then of the second. Inside, LLVM code of our own keeps 64
-tokens of a row in vector registers until all of its kept weights there are done:
+Packed tokens are [panels, features, tokens of one]. The loops go through a panel in blocks of
+columns, each small enough for a second-level cache: every row's kept weights of the first block,
+then of the second. Inside, LLVM code of our own keeps 64 tokens of a row in vector registers until
+all of its kept weights there are done:
 
-    _add_columns   y[j : j+64] += values[k] * x[col[k], j : j+64]        for start <= k < end, in this order
-    _add_dots      out[k] += g[j : j+64] . x[col[k], j : j+64]           for start <= k < end
+    _add_columns   y[j : j+64] += values[k] * x[col[k], j : j+64]     for start <= k < end, in order
+    _add_dots      out[k] += g[j : j+64] . x[col[k], j : j+64]        for start <= k < end
 
-numba alone makes vectors of such a loop over tokens too, but asks anew for every few k whether the
-arrays overlap, and its sums go through memory. The order of every sum is the one written here, on
-any machine.
+numba alone also makes vectors of such a loop over tokens. But its code asks anew for every few k
+whether the arrays overlap, and its sums go through memory. The order of every sum is the one
+written here, on any machine.
 """
 
 # Neither numba nor llvmlite has types.
@@ -34,21 +34,24 @@ from dynmo.jit import jit
 Array = NDArray[Any]
 
 TOKENS = 64
-"""Of a panel, at most."""
+"""Most tokens of a panel."""
 VECTOR = 16
-"""Tokens that a panel is a multiple of."""
+"""The tokens of a panel are a multiple of this."""
 _COLUMNS = 512  # of a block
 
 _LANES = 8
-# A product and a sum may be one instruction: for all tokens, so the bits do not depend on where in
-# a panel one stands.
+# A product and a sum may be one instruction. This holds for all tokens, so the bits do not depend
+# on a token's place in a panel.
 _FUSED = ("contract",)
 _INT = ir.IntType(64)
 
 
 class _Code:
-    """Builds what both loops are made of. arrays: numba's own, by their places among the
-    arguments."""
+    """Builds the parts of both loops.
+
+    Attributes:
+        arrays: numba's arrays, by their places among the arguments.
+    """
 
     def __init__(self, context: Any, builder: Any, kinds: Any, arguments: Any) -> None:
         if any(kind.layout != "C" for kind in kinds[:4]):
@@ -66,14 +69,14 @@ class _Code:
         return self.builder.gep(array.data, [at])
 
     def row(self, x: Any, index: Any, j: Any) -> Any:
-        """Where x[index, j] is, of an array of two dimensions."""
+        """Return the address of x[index, j] in an array of two dimensions."""
         width = self.builder.extract_value(x.shape, 1)
         return self.builder.gep(
             x.data, [self.builder.add(self.builder.mul(self.builder.sext(index, _INT), width), j)]
         )
 
     def part(self, start: Any, at: int) -> Any:
-        """Where the vector begins that lies so many numbers behind `start`."""
+        """Return the address of the vector that lies `at` numbers behind `start`."""
         return self.builder.bitcast(
             self.builder.gep(start, [ir.Constant(_INT, at)]), self.vector.as_pointer()
         )
@@ -88,7 +91,7 @@ class _Code:
         return self.builder.fadd(total, self.builder.fmul(a, b, flags=_FUSED), flags=_FUSED)
 
     def everywhere(self, value: Any) -> Any:
-        """A vector of this number alone."""
+        """Make a vector of this number alone."""
         nothing = ir.Constant(self.vector, ir.Undefined)
         first = self.builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
         return self.builder.shuffle_vector(
@@ -96,7 +99,7 @@ class _Code:
         )
 
     def total(self, vector: Any) -> Any:
-        """The sum of its numbers: halves are added until one is left."""
+        """Sum the numbers of a vector: halves are added until one is left."""
         count = _LANES
         while count > 1:
             count //= 2
@@ -116,8 +119,12 @@ class _Code:
 
 
 def _add_columns(width: int) -> Any:
-    """(col, values, x, y, j, start, end), where x is [columns, tokens] and contiguous; width: a
-    multiple of 8."""
+    """Make a function of (col, values, x, y, j, start, end).
+
+    x is [columns, tokens] and contiguous.
+
+    `width` is a multiple of 8.
+    """
 
     @intrinsic
     def add(_typing, col, values, x, y, j, start, end):
@@ -146,8 +153,12 @@ def _add_columns(width: int) -> Any:
 
 
 def _add_dots(width: int) -> Any:
-    """(col, g, x, out, j, start, end), where x is [columns, tokens] and contiguous; width: a
-    multiple of 16."""
+    """Make a function of (col, g, x, out, j, start, end).
+
+    x is [columns, tokens] and contiguous.
+
+    `width` is a multiple of 16.
+    """
 
     @intrinsic
     def add(_typing, col, g, x, out, j, start, end):
@@ -158,7 +169,7 @@ def _add_dots(width: int) -> Any:
             with code.each(start, end) as (k, _):
                 row = code.row(x, builder.load(code.item(col, k)), j)
                 right = [code.load(code.part(row, at)) for at in range(0, width, _LANES)]
-                # Two sums side by side: each product need not wait for the one before.
+                # Two sums side by side: no product needs to wait for the one before.
                 sums = [
                     builder.fmul(a, b, flags=_FUSED)
                     for a, b in zip(left[:2], right[:2], strict=True)
@@ -186,8 +197,10 @@ _columns_64, _columns_16, _dots_64, _dots_16 = (
 
 @jit()
 def _blocks(crow: Array, col: Array, columns: int) -> Array:
-    """[blocks + 1, rows]: of each row, where its kept weights of a block begin, and the last ones
-    end."""
+    """Find where each row's kept weights of a block begin, and the last ones end.
+
+    Returns an array [blocks + 1, rows].
+    """
     rows, count = crow.shape[0] - 1, max(1, -(-columns // _COLUMNS))
     out = np.empty((count + 1, rows), np.int64)
     for row in range(rows):
@@ -202,7 +215,15 @@ def _blocks(crow: Array, col: Array, columns: int) -> Array:
 
 @jit()
 def spmm(crow: Array, col: Array, values: Array, panels: Array, out: Array) -> None:
-    """out = A x in each panel."""
+    """Compute out = A x in each panel.
+
+    Args:
+        crow: Row r holds the kept weights crow[r] to crow[r + 1] - 1.
+        col: Column of each kept weight, [kept].
+        values: [kept].
+        panels: x, [panels, columns, tokens of one].
+        out: Receives the product, [panels, rows, tokens of one].
+    """
     tokens, starts = panels.shape[2], _blocks(crow, col, panels.shape[1])
     for panel in range(panels.shape[0]):
         x = panels[panel]
@@ -221,7 +242,15 @@ def spmm(crow: Array, col: Array, values: Array, panels: Array, out: Array) -> N
 
 @jit()
 def sddmm(crow: Array, col: Array, left: Array, right: Array, out: Array) -> None:
-    """out[k] += left[row of k] . right[column of k], panel by panel."""
+    """Add left[row of k] . right[column of k] to out[k], panel by panel.
+
+    Args:
+        crow: Row r holds the kept weights crow[r] to crow[r + 1] - 1.
+        col: Column of each kept weight, [kept].
+        left: [panels, rows, tokens of one].
+        right: [panels, columns, tokens of one].
+        out: [kept].
+    """
     tokens, starts = left.shape[2], _blocks(crow, col, right.shape[1])
     for panel in range(left.shape[0]):
         x = right[panel]

@@ -1,8 +1,8 @@
-"""Sparse causal attention with queries and keys dropped (Pagliardini et al. 2023).
+"""Sparse causal attention with queries and keys dropped.
 
-Of the attention of `shared_qk.py`, a kept query at i attends to the kept keys at j < i; a dropped
-query gives 0. Tiles of queries meet the keys up to the last that any of them sees, and a mask hides
-the rest:
+The method is from Pagliardini et al. 2023. It is the attention of `shared_qk.py`, but a kept query
+at i attends only to the kept keys at j < i. A dropped query gives 0. Tiles of queries meet the keys
+up to the last that any of them sees, and a mask hides the rest:
 
     kept queries 1 4 6 7, kept keys 0 3 5, tiles of 2       keys 0 3 5
                                            queries 1, 4          # #           # computed
@@ -22,8 +22,17 @@ from dynmo.kernels.shared_qk import Tile, attend, attend_backward, scale_keys, t
 
 
 def draw_kept(heads: int, sequence: int, dropped: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Positions of the queries and of the keys that stay, ascending, per head: [heads, kept] each,
-    a function of the seed alone."""
+    """Draw the positions of the queries and of the keys that stay.
+
+    Args:
+        heads: Number of heads.
+        sequence: Number of positions.
+        dropped: Share of the positions that is dropped.
+        seed: The result is a function of the seed alone.
+
+    Returns:
+        Positions of queries and of keys, [heads, kept] each, ascending.
+    """
     generator = torch.Generator().manual_seed(seed)
     kept = max(1, round((1 - dropped) * sequence))
     queries, keys = (
@@ -35,8 +44,15 @@ def draw_kept(heads: int, sequence: int, dropped: float, seed: int) -> tuple[Ten
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """The rows of x that are queries and keys, [batch * heads, kept] each, and the tiles. pairs,
-    computed: as in `BucketPlan`."""
+    """The rows of x that are queries and keys, and the tiles.
+
+    Attributes:
+        queries: Rows of the queries, [batch * heads, kept].
+        keys: Rows of the keys, [batch * heads, kept].
+        tiles: The tiles.
+        pairs: As in `BucketPlan`.
+        computed: As in `BucketPlan`.
+    """
 
     queries: Tensor
     keys: Tensor
@@ -48,15 +64,24 @@ class KeptPlan:
 def plan_kept(
     batch: int, sequence: int, queries: Tensor, keys: Tensor, tile: int, dtype: torch.dtype
 ) -> KeptPlan:
-    """queries, keys: positions, [heads, kept], ascending."""
+    """Find the rows of the kept queries and keys, and cut them into tiles.
+
+    Args:
+        batch: Rows of the microbatch.
+        sequence: Positions of a row.
+        queries: Positions, [heads, kept], ascending.
+        keys: Positions, [heads, kept], ascending.
+        tile: Queries that are computed together.
+        dtype: Dtype of the masks.
+    """
     heads = queries.shape[0]
-    before = torch.searchsorted(keys, queries)  # the keys that each query sees, for both ascend
+    before = torch.searchsorted(keys, queries)  # the keys that each query sees: both ascend
     tiles = list[Tile]()
     for start in range(0, queries.shape[1], tile):
         seen = before[:, start : start + tile]
         end, masked_from = int(seen.max()), int(seen.min())
         hidden = torch.arange(masked_from, end) >= seen[..., None]
-        # Finite: a row without any key has even weights, which `rows` takes away.
+        # Finite: a row without any key has even weights, which `rows` sets to 0.
         mask = (
             torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -1e30).repeat(batch, 1, 1)
         )
@@ -126,11 +151,25 @@ def _apart(x: Tensor, n: int) -> Tensor:
 
 
 def drop_attention(x: Tensor, v: Tensor, queries: Tensor, keys: Tensor, tile: int = 64) -> Tensor:
-    """Attention of the queries and keys that are kept, [heads, kept] positions, ascending. x, v:
-    [batch, sequence, heads, size]; like x."""
+    """Compute the attention of the queries and keys that are kept.
+
+    Args:
+        x: Queries and keys, [batch, sequence, heads, size].
+        v: Values, like x.
+        queries: Positions of the kept queries, [heads, kept], ascending.
+        keys: Positions of the kept keys, [heads, kept], ascending.
+        tile: Queries that are computed together.
+
+    Returns:
+        A tensor like x.
+
+    Raises:
+        RunError: The tensors are not on the CPU.
+    """
     if x.device.type != "cpu":
         raise RunError(
-            'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or train on the CPU'
+            'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; '
+            'use "hash", or train on the CPU'
         )
     wide = widened(x)
     plan = plan_kept(x.shape[0], x.shape[1], queries, keys, tile, wide.dtype)
@@ -139,7 +178,10 @@ def drop_attention(x: Tensor, v: Tensor, queries: Tensor, keys: Tensor, tile: in
 
 @dataclass(frozen=True)
 class Dropped:
-    """Drops this share of the queries and of the keys, others in each head."""
+    """Attention that drops this share of the queries and of the keys.
+
+    Each head drops others.
+    """
 
     share: float
     tile: int

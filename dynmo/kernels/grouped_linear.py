@@ -1,16 +1,16 @@
 """Linears of several groups of rows at once: the experts of a mixture.
 
-    rows     | block 0 | block 1 |  | block 3 |       blocks lie behind one another, one may be empty
+    rows     | block 0 | block 1 |  | block 3 |      blocks lie behind one another, one may be empty
     weight      W_0       W_1          W_3            y = x W^T for the rows of a block
 
-Each group has a parameter of its own, `weights[group]`, [out, in]. A rank that holds some of the
-groups alone lacks the others (`hold`). It may compute rows of several sources, that is of several
-replicas (`take_rows`). Each source then has its own gradient, so that these can be added up in the
-order in which replicas without shared experts add them.
+Each group has a parameter of its own, `weights[group]`, [out, in]. A rank that holds only some of
+the groups lacks the others (`hold`). It may compute rows of several sources, that is of several
+replicas (`take_rows`). Each source then has its own gradient. The gradients can then be added up in
+the order in which replicas without shared experts add them.
 
 The backward is split as that of any linear: B gives gx = gy W, and the tape takes W, which adds
 gy^T x of each block. On CPU each block is one product, in order. That loop is also the reference
-for CUDA, where `torch.nn.functional.grouped_mm` computes the blocks of a source in one kernel if
+for CUDA. There `torch.nn.functional.grouped_mm` computes the blocks of a source in one kernel if
 dtype and sizes allow it.
 """
 
@@ -33,13 +33,13 @@ from dynmo.kernels.split import (
     zero_gradient,
 )
 
-# grouped_mm wants rows that begin at multiples of so many bytes.
+# grouped_mm needs rows that begin at multiples of so many bytes.
 _ALIGNED = 16
 _CACHE_LINE = 64
 
 
 def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """The blocks that have rows, and where these lie."""
+    """List the blocks that have rows, and the positions of these."""
     for block, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
         if stop > start:
             yield block, slice(start, stop)
@@ -48,11 +48,11 @@ def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
 def grouped_product(
     x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], per_kernel: int
 ) -> Tensor:
-    """Multiplies each block of rows with its matrix.
+    """Multiply each block of rows with its matrix.
 
     Args:
         x: [rows, in].
-        weights: Of each block, [in, out].
+        weights: Matrix of each block, [in, out].
         counts: Rows of each block. Their sum is `rows`.
         per_kernel: How many blocks one kernel may compute. It divides the number of blocks.
 
@@ -82,16 +82,21 @@ def _is_aligned(rows: Tensor) -> bool:
 
 
 def aligned(rows: Tensor) -> Tensor:
-    """The rows where a cache line begins. The bits of a product depend on where its factors begin
-    (MKL), and the place of a block in a batch depends on the placement of the experts."""
+    """Return the rows in memory that begins at a cache line.
+
+    The bits of a product depend on where its factors begin (MKL). The place of a block in a batch
+    depends on the placement of the experts.
+    """
     return rows if _is_aligned(rows) else rows.clone()
 
 
 def stacked(matrices: Sequence[Tensor]) -> Tensor:
-    """The matrices as one tensor, [matrices, ...]. It is a view where they lie behind one another.
+    """Return the matrices as one tensor, [matrices, ...].
+
+    It is a view if they lie behind one another.
 
     Args:
-        matrices: Of one shape, one type and equal strides.
+        matrices: Tensors of one shape, one type and equal strides.
     """
     first = matrices[0]
     step = first.numel()
@@ -116,10 +121,12 @@ def _fused(x: Tensor, weight: Tensor) -> bool:
 def accumulate_groups(
     weights: Sequence[nn.Parameter], x: Tensor, gy: Tensor, counts: Sequence[int]
 ) -> None:
-    """Adds gy^T x of each block to the gradient of its weight. A block without rows adds zeros.
+    """Add gy^T x of each block to the gradient of its weight.
+
+    A block without rows adds zeros.
 
     Args:
-        weights: Of each block, [out, in].
+        weights: Weight of each block, [out, in].
         x: [rows, in].
         gy: [rows, out].
         counts: Rows of each block.
@@ -185,35 +192,35 @@ class GroupedLinear(nn.Module):
             weight = nn.Parameter(torch.empty(outputs, inputs))
             nn.init.normal_(weight, std=std)
             self.register_parameter(str(group), weight)
-        # Sources and groups of the blocks; None: one block a group, of this rank's own rows.
+        # Source and group of each block. None: one block per group, of this rank's own rows.
         self._blocks: tuple[tuple[int, int], ...] | None = None
         self._own_source = 0
         self._copies: dict[tuple[int, int], nn.Parameter] = {}
 
     @property
     def weights(self) -> tuple[nn.Parameter | None, ...]:
-        """The parameter of each group, [out, in]. None: the group is elsewhere."""
+        """Return the parameter of each group, [out, in]. None: the group is elsewhere."""
         return tuple(
             cast("nn.Parameter | None", self._parameters[str(group)])
             for group in range(self.groups)
         )
 
     def hold(self, groups: Collection[int]) -> None:
-        """Drops the parameters of all other groups.
+        """Drop the parameters of all other groups.
 
         Args:
-            groups: Those that stay.
+            groups: The groups that stay.
         """
         for group in range(self.groups):
             if group not in groups:
                 self._parameters[str(group)] = None
 
     def take_rows(self, blocks: Sequence[tuple[int, int]], own_source: int) -> None:
-        """Says whose rows come. Call it again when a parameter has been replaced.
+        """Set the sources of the rows. Call it again when a parameter has been replaced.
 
         Args:
             blocks: Source and group of each block, sources together. Groups are held here.
-            own_source: Its gradients are those of the parameters. Other sources have
+            own_source: The source whose gradients are those of the parameters. Other sources have
                 gradients of their own (`source_gradients`).
         """
         self._blocks, self._own_source = tuple(blocks), own_source
@@ -222,7 +229,7 @@ class GroupedLinear(nn.Module):
             weight = self.weights[group]
             assert weight is not None, "rows come to groups that are held"
             if source != own_source:
-                # Of the same memory, so that what the optimizer writes is seen here.
+                # The same memory, so that the optimizer's writes are seen here.
                 self._copies[source, group] = nn.Parameter(
                     weight.detach(), requires_grad=weight.requires_grad
                 )
@@ -230,13 +237,13 @@ class GroupedLinear(nn.Module):
         float32_gradients(copies)
 
     def source_gradients(self, group: int) -> dict[int, nn.Parameter]:
-        """By source, the parameter whose `.grad` is that of the source's rows."""
+        """Return, by source, the parameter whose `.grad` is that of the source's rows."""
         weight = self.weights[group]
         own = {self._own_source: weight} if weight is not None else {}
         return own | {source: copy for (source, of), copy in self._copies.items() if of == group}
 
     def flatten_parameters(self) -> None:
-        """Lays the weights behind one another, so that one kernel can compute them (CUDA)."""
+        """Lay the weights behind one another, so that one kernel can compute them (CUDA)."""
         held = [weight for weight in self.weights if weight is not None]
         if held and held[0].is_cuda:
             for weight, data in zip(
@@ -245,7 +252,15 @@ class GroupedLinear(nn.Module):
                 weight.data = data
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """[rows, in] -> [rows, out]. counts: rows of each block."""
+        """Compute the groups' products of the rows.
+
+        Args:
+            x: [rows, in], blocks behind one another.
+            counts: Rows of each block.
+
+        Returns:
+            [rows, out].
+        """
         weights = self._block_weights()
         ordinary = all(isinstance(weight, nn.Parameter) for weight in weights)
         tape = self.tape if ordinary and autograd_may_split(x.device) else None
@@ -254,7 +269,7 @@ class GroupedLinear(nn.Module):
         )
 
     def _block_weights(self) -> list[nn.Parameter]:
-        """The weight of each block."""
+        """Return the weight of each block."""
         weights, out = self.weights, list[nn.Parameter]()
         for source, group in self._blocks or [
             (self._own_source, group) for group in range(self.groups)
@@ -268,7 +283,10 @@ class GroupedLinear(nn.Module):
         return out
 
     def _per_kernel(self) -> int:
-        """Blocks of one source, if all have as many. Else each is a kernel of its own."""
+        """Return the number of blocks that one kernel computes.
+
+        It is the number of blocks of one source, if all have as many. Otherwise it is 1.
+        """
         if self._blocks is None:
             return self.groups
         lengths = {
@@ -278,7 +296,10 @@ class GroupedLinear(nn.Module):
 
 
 def gradient_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """All that collects gradients in a module: its parameters, and those of other sources' rows."""
+    """List all gradient parameters of a module.
+
+    These are its own, and those of other sources' rows.
+    """
     copies = [
         copy
         for part in module.modules()

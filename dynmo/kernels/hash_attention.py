@@ -1,12 +1,12 @@
-"""Sparse causal attention that computes only the pairs within one hash bucket (Pagliardini et al.
-2023).
+"""Sparse causal attention that computes only the pairs within one hash bucket.
 
-Of the attention of `shared_qk.py`, position i attends to j < i of its own bucket; bucket = argmax
-[xR, -xR] with R random unit directions per head, so a key is in the bucket of its query.
+The method is from Pagliardini et al. 2023. It is the attention of `shared_qk.py`, but position i
+attends only to j < i of its own bucket. bucket = argmax [xR, -xR] with R random unit directions per
+head, so a key is in the bucket of its query.
 
-On CPU the positions of a bucket are gathered one behind the other (stable, so by position), buckets
+On CPU the positions of a bucket are gathered one behind the other (stable, so by position). Buckets
 of like length are laid side by side and attended tile by tile. Only the staircase below the
-diagonal is computed, and B computes the same tiles again from what F gathered:
+diagonal is computed. B computes the same tiles again from the rows that F gathered:
 
     a bucket of 5, tiles of 2          keys  0 1 2 3
                            queries 1, 2      # #           # computed
@@ -41,9 +41,9 @@ from dynmo.kernels.shared_qk import (
     widened,
 )
 
-# Rows of one batch of buckets: what a bmm reads and writes then stays in a core's cache.
+# Rows of one batch of buckets: the data that a bmm reads and writes then stays in a core's cache.
 _CHUNK_ROWS = 2048
-# At most so many tiles along one bucket: long buckets have larger tiles.
+# Most tiles along one bucket: long buckets have larger tiles.
 _MOST_TILES = 8
 
 
@@ -53,26 +53,44 @@ _MOST_TILES = 8
 def draw_directions(
     heads: int, size: int, buckets: int, seed: int, device: torch.device | None = None
 ) -> Tensor:
-    """R: [heads, size, buckets / 2] of unit columns, a function of the seed alone."""
+    """Draw R, the unit directions of the hash.
+
+    Args:
+        heads: Number of heads.
+        size: Size of a head.
+        buckets: Number of buckets, even.
+        seed: The result is a function of the seed alone.
+        device: Device of the result.
+
+    Returns:
+        [heads, size, buckets / 2] of unit columns.
+    """
     generator = torch.Generator().manual_seed(seed)
     return functional.normalize(
         torch.randn(heads, size, buckets // 2, generator=generator), dim=1
     ).to(device)
 
 
-# On CUDA a copy from host memory makes the host wait for the device. As many as one rank may have
-# of layers.
+# On CUDA a copy from host memory makes the host wait for the device. The cache holds as many
+# entries as one rank may have layers.
 _directions_on_device = lru_cache(maxsize=128)(draw_directions)
 
 
 def hash_buckets(x: Tensor, directions: Tensor) -> Tensor:
-    """x: [batch, sequence, heads, size] -> bucket of each, [batch, sequence, heads] of int64:
-    argmax [xR, -xR], the first of equals."""
+    """Find the bucket of each vector: argmax [xR, -xR], the first of equals.
+
+    Args:
+        x: [batch, sequence, heads, size].
+        directions: R, [heads, size, buckets / 2].
+
+    Returns:
+        int64 [batch, sequence, heads].
+    """
     batch, sequence, heads, size = x.shape
     with torch.no_grad():
         rows = x.reshape(batch * sequence, heads, size)
         rows = rows if x.device.type == "cuda" else widened(rows)
-        # This way round: a product with few columns is slow.
+        # In this order of factors: a product with few columns is slow.
         z = torch.bmm(directions.to(rows.dtype).mT, rows.permute(1, 2, 0))
         if z.device.type != "cpu":
             return torch.cat((z, -z), dim=1).argmax(1).t().reshape(batch, sequence, heads)
@@ -83,7 +101,10 @@ def hash_buckets(x: Tensor, directions: Tensor) -> Tensor:
 
 @jit(*FAST)
 def _argmax(z: NDArray[Any], out: NDArray[np.int64]) -> None:
-    """Rows innermost and without branches, so that many are compared at once."""
+    """Find the argmax of [z, -z].
+
+    Rows are innermost and without branches, so that many are compared at once.
+    """
     heads, half, rows = z.shape
     high, low = np.empty(rows, z.dtype), np.empty(rows, z.dtype)
     highest, lowest = np.empty(rows, np.int32), np.empty(rows, np.int32)
@@ -102,11 +123,14 @@ def _argmax(z: NDArray[Any], out: NDArray[np.int64]) -> None:
             out[row, h] = highest[row] if high[row] >= -low[row] else half + lowest[row]
 
 
-# -- what is computed ------------------------------------------------------------------------------
+# -- plan ------------------------------------------------------------------------------------------
 
 
 class Chunk(NamedTuple):
-    """Buckets of like length side by side: `buckets` x `length` places from place `first` on."""
+    """Buckets of like length side by side.
+
+    They are `buckets` x `length` places from place `first` on.
+    """
 
     first: int
     buckets: int
@@ -117,19 +141,25 @@ class Chunk(NamedTuple):
         return slice(self.first, self.first + self.buckets * self.length)
 
     def apart(self, x: Tensor) -> Tensor:
-        """[buckets * length, size] -> [buckets, length, size]."""
+        """Reshape [buckets * length, size] to [buckets, length, size]."""
         return x.view(self.buckets, self.length, -1)
 
     def of(self, x: Tensor) -> Tensor:
-        """The chunk's part of [places, size], as [buckets, length, size]."""
+        """Take the chunk's part of [places, size], as [buckets, length, size]."""
         return self.apart(x[self.places])
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Where each row of x goes. rows: the row in each place (-1: padding); places: the place of
-    each row; pairs: (query, key) pairs that attend; computed: those the tiles compute, masked and
-    padded ones among them."""
+    """Places of the rows of x.
+
+    Attributes:
+        rows: The row in each place. -1 is padding.
+        places: The place of each row.
+        chunks: The chunks that the places form.
+        pairs: Number of (query, key) pairs that attend.
+        computed: Number of pairs that the tiles compute, with masked and padded ones.
+    """
 
     rows: Tensor
     places: Tensor
@@ -139,7 +169,15 @@ class BucketPlan:
 
 
 def plan_buckets(buckets: Tensor, count: int, tile: int) -> BucketPlan:
-    """buckets: [batch, sequence, heads], each of 0..count-1."""
+    """Plan the places of all rows.
+
+    Rows of a bucket lie behind one another, and buckets of like length side by side.
+
+    Args:
+        buckets: [batch, sequence, heads], each of 0..count-1.
+        count: Number of buckets.
+        tile: Queries that are computed together.
+    """
     numbers = buckets.contiguous().numpy()
     batch, _, heads = numbers.shape
     lengths, segments = _count(numbers, count)
@@ -151,7 +189,7 @@ def plan_buckets(buckets: Tensor, count: int, tile: int) -> BucketPlan:
     while at < used:
         length = max(2, ordered[at])
         stop = at + 1
-        # Like lengths only: padding is computed too.
+        # Like lengths only, because padding is computed too.
         while (
             stop < used and (stop - at) * length < _CHUNK_ROWS and 4 * ordered[stop] >= 3 * length
         ):
@@ -174,7 +212,10 @@ def plan_buckets(buckets: Tensor, count: int, tile: int) -> BucketPlan:
 
 @jit(*FAST)
 def _count(buckets: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The length of each segment (batch, head, bucket), and the segment of each row of x."""
+    """Return the length of each segment, and the segment of each row of x.
+
+    A segment is one (batch, head, bucket).
+    """
     batch, sequence, heads = buckets.shape
     lengths = np.zeros(batch * heads * count, np.int64)
     segments = np.empty(batch * sequence * heads, np.int64)
@@ -196,8 +237,10 @@ def _place(
     rows: NDArray[np.int64],
     places: NDArray[np.int64],
 ) -> None:
-    """A stable sort by counting: rows come in the order of their positions, and take the next place
-    of their segment."""
+    """Sort stably by counting.
+
+    Rows come in the order of their positions, and take the next place of their segment.
+    """
     following = base.copy()
     for row in range(segments.shape[0]):
         place = following[segments[row]]
@@ -235,8 +278,10 @@ def _spread_x(
     places: NDArray[np.int64],
     out: NDArray[Any],
 ) -> None:
-    """The gradient of x: as a query, and as a key through k = scale x / |x|. unscale: 1 /
-    scale^2."""
+    """Compute the gradient of x: as a query, and as a key through k = scale x / |x|.
+
+    `unscale` is 1 / scale^2.
+    """
     for row in range(places.shape[0]):
         place = places[row]
         as_query, as_key, key, to = gq[place], gk[place], k[place], out[row]
@@ -282,7 +327,7 @@ class _HashAttention(torch.autograd.Function):
             gout = q.new_empty(chunk.buckets * chunk.length, q.shape[1])
             take(
                 gradients[0], plan.rows[chunk.places], gout
-            )  # 0 in the padding, so that nothing comes from there
+            )  # 0 in the padding, so that it adds nothing
             each = [
                 *(chunk.of(t) for t in (q, k, values)),
                 chunk.apart(gout),
@@ -314,10 +359,17 @@ class _HashAttention(torch.autograd.Function):
 
 
 def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int = 32) -> Tensor:
-    """Attention within buckets. x, v: [batch, sequence, heads, size]; buckets: [batch, sequence,
-    heads] of 0..count-1; like x.
+    """Compute attention within buckets.
 
-    tile: queries that are computed together (a long bucket takes a multiple of it).
+    Args:
+        x: Queries and keys, [batch, sequence, heads, size].
+        v: Values, like x.
+        buckets: [batch, sequence, heads], each of 0..count-1.
+        count: Number of buckets.
+        tile: Queries that are computed together. A long bucket takes a multiple of it.
+
+    Returns:
+        A tensor like x.
     """
     if x.device.type == "cuda":
         from dynmo.kernels import hash_attention_triton
@@ -331,8 +383,11 @@ def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int 
 
 @dataclass(frozen=True)
 class Hashed:
-    """The directions follow from the seed, so nothing of it has to be moved; on CPU they are drawn
-    anew at each call."""
+    """Attention within hash buckets, with directions drawn from a seed.
+
+    The directions follow from the seed, so they never have to be moved. On CPU they are drawn anew
+    at each call.
+    """
 
     buckets: int
     tile: int

@@ -3,10 +3,10 @@
 It agrees with `dynmo.kernels.hash_attention` to 1e-6 in float32, values and gradients, in Triton's
 interpreter on a CPU. `make gpu` has run it on an H100.
 
-Rows are sorted by bucket (stable, so by position within one), and each row knows where its bucket
+Rows are sorted by bucket (stable, so by position within one). Each row knows where its bucket
 begins and ends. A tile of queries meets only the tiles of keys from its first row's bucket on up to
-itself; in B a tile of keys those of queries up to its last row's bucket's end. Softmax runs along
-the keys with a running maximum; B computes the weights again from its logarithm.
+itself. In B a tile of keys meets the tiles of queries up to the end of its last row's bucket.
+Softmax runs along the keys with a running maximum. B computes the weights again from its logarithm.
 
                  keys  | bucket 0 | bucket 1 | bucket 2
     tile of queries a       #
@@ -14,7 +14,7 @@ the keys with a running maximum; B computes the weights again from its logarithm
     tile of queries c                #  #           # computed
 """
 
-# Triton is absent where there is no CUDA, and has no types.
+# Triton is absent on machines without CUDA, and has no types.
 # pyright: basic, reportMissingImports=false, reportOptionalMemberAccess=false, reportIndexIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _forward(q_in, k_in, v_in, begins, out, logs, n, size, TILE: tl.constexpr, W
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = higher
-    # A row that saw nothing: 0.
+    # A row that saw no key gives 0.
     divisor = tl.where(total == 0.0, 1.0, total)
     tl.store(
         out + (base + i)[:, None] * size + column[None, :],
@@ -162,8 +162,11 @@ def _backward_keys(
 
 
 class _Sorted(torch.autograd.Function):
-    """q, k (scaled), v: [batch * heads, sequence, size], sorted by bucket; begins, ends: of each
-    row's bucket."""
+    """Attention on sorted rows.
+
+    q, k (scaled) and v are [batch * heads, sequence, size], sorted by bucket. begins and ends are
+    the bounds of each row's bucket.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
@@ -196,11 +199,24 @@ def _width(size: int) -> int:
 
 
 def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, shortest: float) -> Tensor:
-    """As `dynmo.kernels.hash_attention.hash_attention`, on CUDA. Raises RunError where Triton is
-    missing."""
+    """Compute `dynmo.kernels.hash_attention.hash_attention` on CUDA.
+
+    Args:
+        x: Queries and keys, [batch, sequence, heads, size].
+        v: Values, like x.
+        buckets: Bucket of each vector, [batch, sequence, heads].
+        shortest: A shorter x is divided by this instead of its length.
+
+    Returns:
+        A tensor like x.
+
+    Raises:
+        RunError: Triton is missing.
+    """
     if triton is None:
         raise RunError(
-            "sparse attention on CUDA needs Triton; install it, or train on the CPU (parallel.device = 'cpu')"
+            "sparse attention on CUDA needs Triton; install it, or train on the CPU "
+            "(parallel.device = 'cpu')"
         )
     batch, n, heads, size = x.shape
     each = buckets.transpose(1, 2).reshape(batch * heads, n)

@@ -1,8 +1,8 @@
-"""A loss of a layer's own, beside the model's: a router that predicts, or that must stay balanced.
+"""A layer's own loss beside the model's.
 
-Its gradient starts in the layer's own B, with the weight that the model's loss has there (its share
-of the step, times the loss scale). So nothing travels. The loss that a run reports does not have
-it.
+It is for a router that predicts, or that must stay balanced. Its gradient starts in the layer's own
+B, so nothing travels between ranks. The gradient has the weight that the model's loss has there
+(its share of the step, times the loss scale). The loss that a run reports does not include it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class _AddLoss(torch.autograd.Function):
 
 
 def add_loss(x: Tensor, loss: Tensor, tape: WeightTape | None) -> Tensor:
-    """Returns `x`. Its backward also runs that of a loss.
+    """Return `x`. Its backward also runs the backward of a loss.
 
     Args:
-        x: What the layer hands on.
+        x: The layer's output.
         loss: The mean over a microbatch, a tensor without dimensions.
-        tape: The layer's. None means that the model's loss has the weight 1.
+        tape: The layer's tape. None means that the model's loss has the weight 1.
 
     Example:
         >>> x, a = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)

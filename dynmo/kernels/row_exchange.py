@@ -1,4 +1,7 @@
-"""Rows that are computed on another rank: an all-to-all in F, and the reverse one in B."""
+"""Rows computed on another rank.
+
+F has an all-to-all, and B the reverse one.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,22 @@ from torch import Tensor
 
 
 class RowExchange(Protocol):
-    """The ranks that send rows to each other. All of them call each method alike."""
+    """The ranks that send rows to each other. All of them make the same calls."""
 
     def counts(self, sent: Sequence[Sequence[int]], taken: Sequence[int]) -> list[list[int]]:
-        """Tells each rank how many rows it will get.
+        """Tell each rank how many rows it will get.
 
         Args:
-            sent: By rank, some numbers for it.
-            taken: By rank, how many numbers come from it.
+            sent: Some numbers for each rank.
+            taken: How many numbers come from each rank.
 
         Returns:
-            By rank, its numbers.
+            The numbers from each rank.
         """
         ...
 
     def rows(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """Sends rows, and takes those of the others.
+        """Send rows, and take those of the others.
 
         Args:
             rows: [sum of `sent`, width], the rows of the first rank first.
@@ -33,7 +36,7 @@ class RowExchange(Protocol):
             taken: Rows from each rank.
 
         Returns:
-            [sum of `taken`, width], those from the first rank first.
+            [sum of `taken`, width], the rows from the first rank first.
         """
         ...
 
@@ -54,5 +57,15 @@ class _Exchange(torch.autograd.Function):
 def exchange_rows(
     rows: Tensor, sent: Sequence[int], taken: Sequence[int], exchange: RowExchange
 ) -> Tensor:
-    """As `RowExchange.rows`. The gradients go back the same way."""
+    """Send rows as `RowExchange.rows` does. The gradients go back the same way.
+
+    Args:
+        rows: [sum of `sent`, width], the rows of the first rank first.
+        sent: Rows for each rank.
+        taken: Rows from each rank.
+        exchange: The ranks that send rows to each other.
+
+    Returns:
+        [sum of `taken`, width], the rows from the first rank first.
+    """
     return cast(Tensor, _Exchange.apply(rows, sent, taken, exchange))

@@ -1,8 +1,7 @@
-"""Counter-based random streams: a seed is a pure function of what it is for, never of a rank or of
-how often anything was called.
+"""Counter-based random streams: a seed is a pure function of integer keys.
 
-So nothing about randomness has to move with a layer, and any schedule or placement draws the same
-numbers.
+It depends neither on a rank nor on the number of earlier calls. No random state has to move with a
+layer, and any schedule or placement draws the same numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """What a stream is for; keeps streams of different purposes apart."""
+    """The purpose of a stream. It keeps streams of different purposes apart."""
 
     INITIAL = 1
     FORWARD = 2
@@ -26,8 +25,10 @@ class Purpose(IntEnum):
 
 
 def mix(*keys: int) -> int:
-    """A 63-bit seed from integers: each in turn is added and the sum scrambled (splitmix64's last
-    step)."""
+    """Make a 63-bit seed from integers.
+
+    Each integer in turn is added and the sum scrambled (splitmix64's last step).
+    """
     state = 0x9E3779B97F4A7C15
     for key in keys:
         state = (state + key) * 0xBF58476D1CE4E5B9 & _MASK
@@ -36,15 +37,26 @@ def mix(*keys: int) -> int:
 
 
 def seed_forward(device: torch.device, seed: int, step: int, layer: int, microbatch: int) -> None:
-    """Points torch's generator of `device` at the stream of one layer and one microbatch, so that
-    dropout draws the same anywhere."""
+    """Seed torch's generator of `device` for one layer and one microbatch.
+
+    Dropout then draws the same anywhere.
+
+    Args:
+        device: Device that the layer computes on.
+        seed: Seed of the run.
+        step: Number of the step.
+        layer: Global index of the layer.
+        microbatch: Number of the microbatch in the step.
+    """
     generator_of(device).manual_seed(mix(seed, Purpose.FORWARD, step, layer, microbatch))
 
 
 @contextmanager
 def generators_kept(device: torch.device) -> Generator[None]:
-    """Whatever is seeded within, torch's generators of the CPU and of `device` are behind it as
-    they were: they are the caller's."""
+    """Restore torch's generators of the CPU and of `device` at the end of the block.
+
+    The generators belong to the caller, whatever is seeded within.
+    """
     generators = {generator_of(torch.device("cpu")), generator_of(device)}
     states = [(generator, generator.get_state()) for generator in generators]
     try:
@@ -56,7 +68,7 @@ def generators_kept(device: torch.device) -> Generator[None]:
 
 @cache
 def generator_of(device: torch.device) -> torch.Generator:
-    """The one that torch's own operations draw from on the device."""
+    """Return the generator that torch's own operations draw from on the device."""
     return (
         torch.cuda.default_generators[device.index or 0]
         if device.type == "cuda"

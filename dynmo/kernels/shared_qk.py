@@ -1,10 +1,12 @@
-"""Strict causal attention whose queries and keys are one vector x per position and head; the key is
-x / |x|.
+"""Strict causal attention with one vector x as query and key.
 
-A position never attends to itself (its own key would always win): i attends to j < i, and a query
-with nothing before it gives 0. Here are dense attention, and what sparse kinds of it are made of on
-CPU: rows gathered one behind the other, and tiles of queries and keys. B computes the same tiles
-again from what F gathered.
+Each position and head has its own x. The key is x / |x|. A position never attends to itself,
+because its own key would always win. i attends to j < i, and a query with nothing before it gives
+0.
+
+This file has dense attention, and the parts of its sparse kinds on CPU: rows gathered one behind
+the other, and tiles of queries and keys. B computes the same tiles again from the rows that F
+gathered.
 
 The order of all sums follows from the tiles alone, so a layer leaves the same bits on any rank. On
 CPU the sparse kinds attend x and v of bfloat16 or float16 in float32, and round the result.
@@ -25,9 +27,9 @@ from dynmo.jit import jit
 from dynmo.kernels.split import LOW
 from dynmo.kernels.torch_private import softmax_backward
 
-SHORTEST = 1e-6  # a shorter x is divided by this, not by its length
-# The sum over a head's numbers may be split over a vector's lanes: the same way on every rank, for
-# all run this code.
+SHORTEST = 1e-6  # a shorter x is divided by this instead of its length
+# The sum over a head's numbers may be split over a vector's lanes. It is split alike on every rank,
+# because all ranks run this code.
 FAST = ("reassoc", "contract", "nsz")
 
 Layout = tuple[
@@ -35,14 +37,20 @@ Layout = tuple[
 ]  # sequence, heads, and the strides of batch, position and head
 
 SparseAttention = Callable[[Tensor, Tensor], Tensor]
-"""Takes x and v, [batch, sequence, heads, size] each, and gives the like."""
+"""Takes x and v, [batch, sequence, heads, size] each, and returns a tensor like them."""
 
 
 def dense_attention(x: Tensor, v: Tensor) -> Tensor:
-    """The same attention with nothing left out: position i attends to all j < i. x, v: [batch,
-    sequence, heads, size]; like x.
+    """Compute the attention without omissions: position i attends to all j < i.
 
-    Query i + 1 sees keys 0..i, so one place aside it is plain causal attention.
+    Query i + 1 sees keys 0..i, so shifted by one place it is plain causal attention.
+
+    Args:
+        x: Queries and keys, [batch, sequence, heads, size].
+        v: Values, like x.
+
+    Returns:
+        A tensor like x.
     """
     q, k, values = (
         x[:, 1:],
@@ -59,8 +67,16 @@ def dense_attention(x: Tensor, v: Tensor) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """Queries start..stop-1 against keys 0..end-1; `mask` hides some of the keys
-    masked_from..end-1. rows: 0 for a query without keys."""
+    """Queries start..stop-1 against keys 0..end-1.
+
+    Attributes:
+        start: First query.
+        stop: The query behind the last one.
+        end: The key behind the last one.
+        masked_from: First key that `mask` covers.
+        mask: Hides some of the keys masked_from..end-1.
+        rows: 0 for a query without keys, else 1. None if every query has keys.
+    """
 
     start: int
     stop: int
@@ -79,8 +95,15 @@ def _weights(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, tiles: Sequence[Tile]) -> None:
-    """out = softmax(q k^T) v, tile by tile. q, out: [n, queries, size]; k, v: [n, keys, size]; k is
-    scaled."""
+    """Compute out = softmax(q k^T) v, tile by tile.
+
+    Args:
+        q: Queries, [n, queries, size].
+        k: Scaled keys, [n, keys, size].
+        v: Values, like k.
+        out: Receives the result, like q.
+        tiles: The tiles.
+    """
     for tile in tiles:
         out[:, tile.start : tile.stop] = torch.bmm(_weights(q, k, tile), v[:, : tile.end])
 
@@ -95,9 +118,19 @@ def attend_backward(
     gv: Tensor,
     tiles: Sequence[Tile],
 ) -> None:
-    """Writes gq, gk and gv, of the shapes of q, k and v.
+    """Write gq, gk and gv, of the shapes of q, k and v.
 
-    The last tile sees all keys that any does, so it writes gk and gv and the others add to it.
+    The last tile sees all keys that any tile does. It writes gk and gv, and the others add to them.
+
+    Args:
+        q: Queries, [n, queries, size].
+        k: Scaled keys, [n, keys, size].
+        v: Values, like k.
+        gout: Gradient of the result, like q.
+        gq: Receives the gradient of q.
+        gk: Receives the gradient of k.
+        gv: Receives the gradient of v.
+        tiles: The tiles of `attend`.
     """
     for tile in reversed(tiles):
         weights, g = _weights(q, k, tile), gout[:, tile.start : tile.stop]
@@ -117,13 +150,15 @@ def attend_backward(
 
 
 def widened(x: Tensor) -> Tensor:
-    """In a precision that the loops here know."""
+    """Convert x to a precision that the loops here know."""
     return x.float() if x.dtype in LOW else x
 
 
 def _flat(x: Tensor) -> tuple[NDArray[Any], Layout]:
-    """The memory behind x [batch, sequence, heads, size] from its first number on, and its strides;
-    copies only where the last is not 1."""
+    """Return the memory behind x from its first number on, and its strides.
+
+    x is [batch, sequence, heads, size]. It is copied only if its last stride is not 1.
+    """
     x = x.detach()
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -137,7 +172,7 @@ def _flat(x: Tensor) -> tuple[NDArray[Any], Layout]:
     )
 
 
-# In the loops below each row is first taken as a view: so they become vector instructions.
+# The loops below first take each row as a view: they then become vector instructions.
 
 
 @jit(*FAST)
@@ -164,7 +199,7 @@ def _gather(
 def _gather_keys(
     q: NDArray[Any], scale: float, shortest: float, k: NDArray[Any], factors: NDArray[Any]
 ) -> None:
-    """k = q * factor, with factor = scale / |q|."""
+    """Compute k = q * factor, with factor = scale / |q|."""
     for place in range(q.shape[0]):
         taken, to = q[place], k[place]
         total = taken[0] * taken[0]
@@ -177,15 +212,27 @@ def _gather_keys(
 
 
 def take(x: Tensor, rows: Tensor, out: Tensor) -> None:
-    """x: [batch, sequence, heads, size]; rows: of it as [batch * sequence * heads, size], -1 for
-    zeros; out: [rows, size]."""
+    """Gather rows of x.
+
+    Args:
+        x: [batch, sequence, heads, size].
+        rows: Rows of x as [batch * sequence * heads, size]. -1 gives zeros.
+        out: Receives the rows, [rows, size].
+    """
     _gather(*_flat(x), rows.numpy(), out.numpy())
 
 
 def scale_keys(q: Tensor, scale: float, k: Tensor, factors: Tensor) -> None:
-    """k = q * factor with factor = scale / |q|. q, k: [rows, size]; factors: [rows]."""
+    """Compute k = q * factor, with factor = scale / |q|.
+
+    Args:
+        q: [rows, size].
+        scale: Factor of all keys.
+        k: Receives the keys, like q.
+        factors: Receives the factors, [rows].
+    """
     array = q.numpy()
-    # Numbers of the rows' own precision: else the loops would compute in double.
+    # Numbers of the rows' own precision. Otherwise the loops would compute in double.
     _gather_keys(
         array, array.dtype.type(scale), array.dtype.type(SHORTEST), k.numpy(), factors.numpy()
     )

@@ -1,18 +1,20 @@
-"""A pruned linear layer that does less work: its weight is CSR, and the kept values are the
-parameter.
+"""A pruned linear layer that does less work.
 
-Every product walks the kept weights once and works on whole vectors of tokens (csr.py):
+Its weight is CSR, and the kept values are the parameter. Every product goes through the kept
+weights once and works on whole vectors of tokens (csr.py):
 
     F   y^T  = A   x^T         SpMM
-    B   gx^T = A^T gy^T        SpMM with the transposed CSR, whose permutation is made once per prune
-    W   gA   = gy^T x          SDDMM: one dot product over the tokens for each kept weight, nothing for the others
+    B   gx^T = A^T gy^T        SpMM with the transposed CSR, whose permutation is made once per
+                               prune
+    W   gA   = gy^T x          SDDMM: one dot product over the tokens for each kept weight, nothing
+                               for the others
 
-Deferred or not, W adds into the gradient with the same kernel in microbatch order. Values, tokens
-and what is kept for W may be of bfloat16 or float16: the products are then made in float32, and W's
-sum stays so.
+Deferred or not, W adds into the gradient with the same kernel in microbatch order. The values, the
+tokens and the tensors kept for W may be of bfloat16 or float16. The products are then made in
+float32, and W's sum stays float32.
 
-Below the sparsity where CSR pays, a layer stays dense under a mask (`MaskedLinear`): the same
-numbers to within rounding, nothing saved.
+Below the sparsity at which CSR pays, a layer stays dense under a mask (`MaskedLinear`). Its numbers
+are the same to within rounding, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class _SparseFunction(torch.autograd.Function):
         weight, bias, layer, gy = ctx.weight, ctx.bias, ctx.layer, gradients[0]
         if torch.is_grad_enabled():
             raise RunError(
-                "a pruned layer's gradient cannot be differentiated again (create_graph); prune other layers"
+                "a pruned layer's gradient cannot be differentiated again (create_graph); prune "
+                "other layers"
             )
         rows = pack(gy)
         gx = None
@@ -85,8 +88,17 @@ class _SparseFunction(torch.autograd.Function):
 def accumulate_sparse(
     csr: Csr, weight: nn.Parameter, bias: nn.Parameter | None, columns: Tensor, rows: Tensor
 ) -> None:
-    """weight.grad += gy^T x at the kept positions, bias.grad += sum of gy. columns, rows: x and gy,
-    packed."""
+    """Add the gradients of the kept weights and of the bias.
+
+    weight.grad gets gy^T x at the kept positions, and bias.grad the sum of gy.
+
+    Args:
+        csr: Positions of the kept weights.
+        weight: The kept values, [1, kept].
+        bias: [out], or None.
+        columns: x, packed.
+        rows: gy, packed.
+    """
     with torch.no_grad():
         if weight.grad is None:
             weight.grad = zero_gradient(weight)
@@ -96,8 +108,11 @@ def accumulate_sparse(
 
 
 class _Pruned(nn.Linear):
-    """A linear whose weight has meaning for itself alone. guard: what to say of whoever asks for it
-    now."""
+    """A linear whose weight has a meaning only inside the linear.
+
+    Attributes:
+        guard: Start of the error message for other code that reads the weight now. None allows it.
+    """
 
     guard: str | None = None
 
@@ -112,15 +127,17 @@ class _Pruned(nn.Linear):
 
 
 class SparseLinear(_Pruned):
-    """nn.Linear whose `weight` is [1, kept]: the kept values in row order (a matrix still, so that
-    it decays as one does). `crow` and `col` say where they are. Made by `prune`, never by its
-    constructor."""
+    """nn.Linear whose `weight` holds only the kept values in row order, [1, kept].
+
+    The weight is still a matrix, so that it decays as one does. `crow` and `col` give the positions
+    of the values. `prune` makes it, never its constructor.
+    """
 
     tape: WeightTape | None = None
     crow: Tensor
     col: Tensor
-    # Derived from crow and col, so that neither travels: which CSR, its transposed and the order of
-    # the values there.
+    # Derived from crow and col, so that neither travels: the CSR, and its transposed with the order
+    # of the values there.
     _csr: Csr | None = None
     _flipped: tuple[Csr, Tensor] | None = None
 
@@ -132,7 +149,7 @@ class SparseLinear(_Pruned):
 
     @property
     def csr(self) -> Csr:
-        # Buffers are replaced as a layer moves or is restored; a CSR of others would be wrong.
+        # Buffers are replaced as a layer moves or is restored. A CSR of old buffers would be wrong.
         if self._csr is None or self._csr.crow is not self.crow or self._csr.col is not self.col:
             self._csr, self._flipped = Csr(self.crow, self.col, self.in_features), None
         return self._csr
@@ -182,8 +199,10 @@ def _accumulate_masked(
 
 
 class MaskedLinear(SplitLinear, _Pruned):
-    """A pruned nn.Linear that stays dense: dropped weights are 0 and get no gradient. Saves
-    nothing; for sparsities below the crossover."""
+    """A pruned nn.Linear that stays dense: dropped weights are 0 and get no gradient.
+
+    It saves nothing and is for sparsities below the crossover.
+    """
 
     kept_mask: Tensor
 
@@ -199,21 +218,23 @@ class MaskedLinear(SplitLinear, _Pruned):
 # -- pruning ---------------------------------------------------------------------------------------
 
 
-# Exact types only: a subclass may mean something else by its weight. And the weight must be a
-# parameter, not made from others.
+# Exact types only: the weight of a subclass may have another meaning. The weight must be a
+# parameter that is not made from others.
 _PRUNABLE = (nn.Linear, SplitLinear, MaskedLinear, SparseLinear)
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers of a module that can be pruned, in order of their names in the tree. Also
-    on the meta device."""
+    """List the linear layers of a module that can be pruned.
+
+    They are in the order of their names in the tree. The module may be on the meta device.
+    """
     for name, child in module.named_modules():
         if type(child) in _PRUNABLE and "weight" in child._parameters:
             yield name, cast(nn.Linear, child)
 
 
 def guarded(index: int, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps a layer from using a pruned weight other than through its linear.
+    """Keep a layer from using a pruned weight other than through its linear.
 
     The values of a sparse weight mean nothing without their places, and a weight under a mask would
     get gradients where it is pruned. torch's fused evaluation of `nn.TransformerEncoderLayer` reads
@@ -222,7 +243,7 @@ def guarded(index: int, module: nn.Module, run: Callable[..., Any]) -> Callable[
     Args:
         index: The layer's global index.
         module: The layer.
-        run: What is called in the layer's place: the module, or what a compiler made of it.
+        run: The function called in the layer's place: the module, or its compiled form.
 
     Returns:
         `run` itself if nothing in the layer is pruned.
@@ -253,8 +274,15 @@ def dense_size(linear: nn.Linear) -> int:
 
 
 def survivors(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
-    """The weights that have not been pruned, [kept], in row order: as the float32 master has them,
-    where one is given."""
+    """Return the weights that have not been pruned.
+
+    Args:
+        linear: The linear.
+        master: Float32 master of the weight. If given, the values come from it.
+
+    Returns:
+        The values in row order, [kept].
+    """
     weight = linear.weight.detach() if master is None else master
     if isinstance(linear, SparseLinear):
         return weight[0]
@@ -272,12 +300,18 @@ def _positions(linear: nn.Linear) -> Tensor:
 def prune(
     linear: nn.Linear, keep: Tensor, sparse: bool, moments: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Drops survivors for good, and with them their part of the moments; returns what is left of
-    those.
+    """Drop survivors for good, and with them their part of the moments.
 
-    keep: one bool per survivor. sparse: take the CSR form (which a layer that has it keeps anyway).
-    moments: tensors of the weight's shape by name; others (step counts) pass through. Gradients are
-    dropped.
+    Gradients are dropped.
+
+    Args:
+        linear: The linear. Its class and its weight are replaced.
+        keep: One bool per survivor.
+        sparse: Whether it takes the CSR form. A layer that has it keeps it anyway.
+        moments: Tensors of the weight's shape by name. Others (step counts) pass through.
+
+    Returns:
+        The rest of the moments.
     """
     assert type(linear) in _PRUNABLE
     weight = linear.weight
@@ -307,8 +341,10 @@ def prune(
 
 
 def _become(linear: nn.Linear, kind: type[nn.Linear], buffers: dict[str, Tensor]) -> None:
-    """Replaces the class, not the module: names, bias, hooks and place in the tree stay as they
-    are."""
+    """Replace the class, not the module.
+
+    Names, bias, hooks and place in the tree stay the same.
+    """
     for name in ("kept_mask", "crow", "col"):
         linear._buffers.pop(name, None)
     linear.__class__ = kind
@@ -317,19 +353,33 @@ def _become(linear: nn.Linear, kind: type[nn.Linear], buffers: dict[str, Tensor]
 
 
 def encodes_sparsity(module: nn.Module, name: str) -> bool:
-    """Whether the module's own buffer of this name says where a pruned weight's values are.
-    Forwards never write to it."""
+    """Return whether a buffer gives the positions of a pruned weight.
+
+    It must be the module's own buffer. Forwards never write to it.
+
+    Args:
+        module: The module that has the buffer.
+        name: Name of the buffer in the module.
+    """
     return (isinstance(module, SparseLinear) and name in ("crow", "col")) or (
         isinstance(module, MaskedLinear) and name == "kept_mask"
     )
 
 
 def conform(module: nn.Module, buffers: dict[str, Tensor]) -> frozenset[str]:
-    """Gives the linears of `module` (on any device) the form, not the contents, that a layer with
-    these buffers by name has.
+    """Give the linears of `module` the form of a layer with these buffers.
 
-    Returns the names of the weights whose shape is now their own. Raises ValueError where a pruned
-    weight cannot be this module's.
+    Their contents are not changed to that layer's.
+
+    Args:
+        module: The layer, on any device.
+        buffers: Buffers of the other layer by name.
+
+    Returns:
+        The names of the weights whose shape is now their own.
+
+    Raises:
+        ValueError: A pruned weight cannot be this module's.
     """
     own: set[str] = set()
     for name, linear in list(linears(module)):
@@ -340,7 +390,8 @@ def conform(module: nn.Module, buffers: dict[str, Tensor]) -> frozenset[str]:
                 crow.device.type != "meta" and not _fits(crow, col, linear.in_features)
             ):
                 raise ValueError(
-                    f"{prefix}weight is sparse, but not of {linear.out_features} x {linear.in_features}"
+                    f"{prefix}weight is sparse, but not of {linear.out_features} x "
+                    f"{linear.in_features}"
                 )
             _become(linear, SparseLinear, {"crow": crow, "col": col})
             own.add(prefix + "weight")
@@ -359,7 +410,15 @@ def _fits(crow: Tensor, col: Tensor, width: int) -> bool:
 
 
 def dense_weight(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
-    """[out, in], 0 where pruned: of the float32 master, where one is given."""
+    """Return the weight in dense form.
+
+    Args:
+        linear: The linear.
+        master: Float32 master of the weight. If given, the values come from it.
+
+    Returns:
+        [out, in], 0 at pruned positions.
+    """
     weight = linear.weight.detach() if master is None else master
     if not isinstance(linear, SparseLinear):
         return weight
@@ -371,8 +430,12 @@ def dense_weight(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
 def dense_parameters(
     module: nn.Module, masters: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name, in order, pruned ones in dense form. In place of a parameter that
-    has a float32 master stands that."""
+    """List every parameter by name, in order, pruned ones in dense form.
+
+    Args:
+        module: The module.
+        masters: Float32 masters by name. A parameter that has one is replaced by it.
+    """
     masters = masters or {}
     sparse = {
         f"{name}.weight" if name else "weight": x

@@ -1,14 +1,13 @@
-"""The backward in two parts: a module returns its input gradient at once and leaves the weight
-gradient on a tape.
+"""The backward in two parts: input gradient now, weight gradient on a tape.
 
-A linear's backward is two products: gx = gy W (others wait for it: B) and gW = gy^T x (nobody waits
-for it: W). `SplitLinear` runs the first and hands the second to its layer's `WeightTape`, which
-runs it at once (BW) or keeps it for later (W). Both ways use the same kernel, in microbatch order,
-so they leave the same bits.
+A linear's backward is two products: B is gx = gy W, for which other ranks wait, and W is
+gW = gy^T x, for which no rank waits. `SplitLinear` runs the first and hands the second to its
+layer's `WeightTape`. The tape runs it at once (BW) or keeps it for later (W). Both ways use the
+same kernel, in microbatch order, so they leave the same bits.
 
-Gradients are summed in float32 also where the parameter computes in a lower precision: there, a
-microbatch's product is of the lower precision (on CUDA of float32), and only the sum over
-microbatches must not lose what is small.
+Gradients are summed in float32 even if the parameter computes in a lower precision. A microbatch's
+product is then of the lower precision (on CUDA of float32). Only the sum over microbatches must not
+lose small amounts.
 """
 
 from __future__ import annotations
@@ -29,8 +28,10 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 def float32_gradients(module: nn.Module) -> None:
-    """From now on `.grad` of the module's low-precision parameters is float32, whoever adds to it:
-    autograd, or W."""
+    """Make `.grad` of the module's low-precision parameters float32 from now on.
+
+    This holds for every writer of the gradient: autograd and W.
+    """
     for parameter in module.parameters():
         if parameter.dtype in LOW:
             parameter.grad_dtype = torch.float32
@@ -47,7 +48,13 @@ def zero_gradient(parameter: Tensor) -> Tensor:
 
 
 def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
-    """amount: of the parameter's shape; kept where it is the first and of the gradient's dtype."""
+    """Add an amount to a parameter's gradient.
+
+    Args:
+        parameter: The parameter.
+        amount: Of the parameter's shape. It becomes the gradient itself if it is the first amount
+            and has the gradient's dtype.
+    """
     if parameter.grad is None:
         parameter.grad = amount.to(torch.float32) if parameter.dtype in LOW else amount
     else:
@@ -55,7 +62,13 @@ def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
 
 
 def add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """weight.grad += left @ right."""
+    """Add left @ right to weight.grad.
+
+    Args:
+        weight: The parameter, [m, n].
+        left: [m, k].
+        right: [k, n].
+    """
     if weight.dtype not in LOW:
         if weight.grad is None:
             weight.grad = torch.mm(left, right)
@@ -69,7 +82,12 @@ def add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
 
 
 def add_rows(bias: nn.Parameter, rows: Tensor) -> None:
-    """bias.grad += the sum of rows, [tokens, out]."""
+    """Add the sum of the rows to bias.grad.
+
+    Args:
+        bias: The parameter, [out].
+        rows: [tokens, out].
+    """
     add_to_gradient(bias, rows.sum(0, dtype=torch.float32) if bias.dtype in LOW else rows.sum(0))
 
 
@@ -85,7 +103,7 @@ class WeightTape:
         whole: Parameters that the layer also uses by itself, not through their module
             (`used_twice`). Their gradient comes from autograd, all of it in B. Otherwise the order
             of its parts, and so the bits, would depend on where W runs.
-        loss_share: With what the gradient of a loss of the layer's own starts (`own_loss.py`). A
+        loss_share: The gradient with which a loss of the layer's own starts (`own_loss.py`). A
             tensor without dimensions on the layer's device.
     """
 
@@ -99,14 +117,19 @@ class WeightTape:
         self.whole: frozenset[Tensor] = frozenset()
 
     def add(self, work: WeightWork, *holds: Tensor) -> None:
-        """`holds`: the tensors that stay alive until the work has run (for the memory account)."""
+        """Run the work, or keep it for later.
+
+        Args:
+            work: The work.
+            *holds: The tensors that stay alive until the work has run (for the memory account).
+        """
         if self.deferred:
             self.pending.append((work, holds))
         else:
             self.run(work)
 
     def takes(self, *parameters: Tensor | None) -> bool:
-        """Whether it takes the gradients of these."""
+        """Return whether the tape takes the gradients of these parameters."""
         return self.taking and self.whole.isdisjoint(parameters)
 
     def take(self) -> list[tuple[WeightWork, tuple[Tensor, ...]]]:
@@ -115,8 +138,9 @@ class WeightTape:
 
 
 class Split(Protocol):
-    """A module that leaves its weight gradient on a tape. With tape None it behaves as any module
-    does.
+    """A module that leaves its weight gradient on a tape.
+
+    With tape None it behaves as any module does.
 
     The class of a user's module opts in with the attribute `tape = None`. dynmo sets it on the
     instance.
@@ -126,16 +150,28 @@ class Split(Protocol):
 
 
 def splits(module: nn.Module) -> TypeGuard[Split]:
-    """Whether the module has opted in to a tape. An attribute `tape` of another kind is the
-    module's own affair."""
+    """Return whether the module has opted in to a tape.
+
+    An attribute `tape` of another kind belongs to the module itself.
+    """
     return getattr(type(module), "tape", module) is None and isinstance(
         vars(module).get("tape"), WeightTape | None
     )
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """functional.linear, for a function of its own: what that returns must be no view, or nobody
-    may work on it in place."""
+    """Compute functional.linear for an autograd function.
+
+    Its result must be no view. Otherwise the caller could not change it in place.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out], or None.
+
+    Returns:
+        [..., out].
+    """
     if x.dim() == 2:
         return functional.linear(x, weight, bias)
     y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
@@ -170,8 +206,16 @@ class _LinearFunction(torch.autograd.Function):
 def accumulate_linear(
     weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gy: Tensor
 ) -> None:
-    """weight.grad += gy^T x and bias.grad += sum of gy, over all leading dimensions. x: [..., in],
-    gy: [..., out]; no graph behind them."""
+    """Add the gradients of a linear's weight and bias.
+
+    weight.grad gets gy^T x and bias.grad the sum of gy, over all leading dimensions.
+
+    Args:
+        weight: [out, in].
+        bias: [out], or None.
+        x: [..., in], without a graph behind it.
+        gy: [..., out], without a graph behind it.
+    """
     rows = gy.reshape(-1, gy.shape[-1])
     add_product(weight, rows.t(), x.reshape(-1, x.shape[-1]))
     if bias is not None and bias.requires_grad:
@@ -179,11 +223,15 @@ def accumulate_linear(
 
 
 def may_split(module: nn.Module, device: torch.device) -> bool:
-    """Whether the gradients of the module's weight and bias may come from here and not from
-    autograd.
+    """Return whether the tape may compute the module's gradients.
 
-    They may not where they are made from other parameters (weight_norm, functional_call), where
-    torch.func transforms the call, or where autocast chooses what the product computes in.
+    They are those of its weight and bias. Autograd must compute them if they are made from other
+    parameters (weight_norm, functional_call), if torch.func transforms the call, or if autocast
+    chooses the precision of the product.
+
+    Args:
+        module: A module with a weight, and perhaps a bias.
+        device: Device of the module's input.
     """
     if not autograd_may_split(device):
         return False
@@ -197,7 +245,7 @@ def may_split(module: nn.Module, device: torch.device) -> bool:
 
 
 def autograd_may_split(device: torch.device) -> bool:
-    """As `may_split`, for a module whose parameters are looked at elsewhere."""
+    """Return `may_split` for a module whose parameters are checked elsewhere."""
     return (
         torch.is_grad_enabled()
         and not torch.is_autocast_enabled(device.type)
@@ -237,14 +285,17 @@ class _EmbeddingFunction(torch.autograd.Function):
 
 
 def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
-    """Of a layer's outputs with their graph: the parameters that it has from a module that splits
-    and, besides, without it."""
+    """Find the parameters that a layer uses in a module that splits and outside.
+
+    Args:
+        outputs: The layer's outputs with their graph.
+    """
     by_module, by_itself = set[Tensor](), set[Tensor]()
     nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        # The function of a module that splits has its tape at hand.
+        # The function of a module that splits has its tape as an attribute.
         into = by_module if getattr(node, "tape", None) is not None else by_itself
         for below, _ in node.next_functions:
             variable = getattr(below, "variable", None)
@@ -257,7 +308,13 @@ def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
 
 
 def accumulate_embedding(weight: nn.Parameter, ids: Tensor, gy: Tensor) -> None:
-    """weight.grad[ids] += gy, in the order of the tokens. ids: [...], gy: [..., hidden]."""
+    """Add gy to weight.grad[ids], in the order of the tokens.
+
+    Args:
+        weight: [tokens in the vocabulary, hidden].
+        ids: [...].
+        gy: [..., hidden].
+    """
     with torch.no_grad():
         if weight.grad is None:
             weight.grad = zero_gradient(weight)
@@ -288,7 +345,7 @@ def _plain_embedding(module: nn.Module) -> bool:
     )
 
 
-# Exact types only: a subclass may mean something else by `forward`, so it keeps its own backward
+# Exact types only: a subclass may compute something else in `forward`. It keeps its own backward
 # and takes its weight gradient in B.
 _SPLIT: dict[type[nn.Module], tuple[type[nn.Module], Callable[[nn.Module], bool]]] = {
     nn.Linear: (SplitLinear, lambda _: True),
@@ -297,11 +354,14 @@ _SPLIT: dict[type[nn.Module], tuple[type[nn.Module], Callable[[nn.Module], bool]
 
 
 def install(module: nn.Module, tape: WeightTape | None) -> None:
-    """Gives every module of the tree that can split its backward the tape; the rest takes its
-    weight gradient in B.
+    """Give the tape to every module of the tree that can split its backward.
 
-    The class of a known module is replaced, not the module: names, parameters, hooks and state stay
-    as they are.
+    The other modules take their weight gradient in B. The class of a known module is replaced, not
+    the module: names, parameters, hooks and state stay as they are.
+
+    Args:
+        module: Root of the tree.
+        tape: The tape. None means that modules behave as without dynmo.
     """
     float32_gradients(module)
     for child in module.modules():

@@ -1,11 +1,11 @@
-"""Causal attention of a part of the tokens: those that a model has not let go.
+"""Causal attention of a part of the tokens: those that a model has not dropped.
 
     attend_kept    some queries, the keys and values of all tokens        early exit
     attend_packed  queries, keys and values of the same selected tokens   mixture of depths
 
 Tokens are named by their index in the microbatch, [batch * sequence] in rows. A query attends to
 the keys at its own position and before, in its own row. The order of all sums follows from the
-indices alone. So a layer leaves the same bits on any rank.
+indices alone, so a layer leaves the same bits on any rank.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.nn import functional
 from dynmo.kernels.shared_qk import Tile, attend, attend_backward, widened
 from dynmo.kernels.split import LOW
 
-# Queries that are computed together. A tile computes the pairs above its diagonal in vain.
+# Queries that are computed together. A tile also computes the pairs above its diagonal, in vain.
 _TILE = 64
 
 
 def row_lengths(index: Tensor, batch: int, sequence: int) -> list[int]:
-    """Counts the tokens of each row.
+    """Count the tokens of each row.
 
     Args:
         index: int64 [tokens], ascending.
@@ -34,13 +34,13 @@ def row_lengths(index: Tensor, batch: int, sequence: int) -> list[int]:
         sequence: Tokens of a row.
 
     Returns:
-        One count a row.
+        One count per row.
     """
     return torch.bincount(index // sequence, minlength=batch).tolist()
 
 
 def plan_tiles(positions: Tensor, dtype: torch.dtype, tile: int = _TILE) -> list[Tile]:
-    """Cuts the queries of one row into tiles.
+    """Cut the queries of one row into tiles.
 
     Args:
         positions: int64 [queries], ascending, within the row.
@@ -48,7 +48,7 @@ def plan_tiles(positions: Tensor, dtype: torch.dtype, tile: int = _TILE) -> list
         tile: Most queries in a tile.
 
     Returns:
-        The tiles. The last one sees all keys that any does.
+        The tiles. The last one sees all keys that any tile does.
     """
     places = positions.tolist()
     tiles: list[Tile] = []
@@ -85,7 +85,7 @@ class _KeptAttention(torch.autograd.Function):
         for row, part in _rows(ctx.lengths):
             queries, keys, values = _heads_first(q[part], k[row], v[row])
             tiles = plan_tiles(index[part] - row * k.shape[1], queries.dtype)
-            # Sums over tiles are quicker in one piece.
+            # Sums over tiles are faster in one piece.
             to_k, to_v = (
                 torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (keys, values)
             )
@@ -103,12 +103,12 @@ class _KeptAttention(torch.autograd.Function):
         for row, length in enumerate(ctx.lengths):
             if not length:
                 gk[row], gv[row] = 0, 0
-        gq *= q.shape[-1] ** -0.5  # of the queries before they were scaled
+        gq *= q.shape[-1] ** -0.5  # the gradient of the queries before they were scaled
         return gq.to(q.dtype), gk.to(k.dtype), gv.to(v.dtype), None
 
 
 def _rows(lengths: list[int]) -> list[tuple[int, slice]]:
-    """The rows that have tokens, and where these lie."""
+    """List the rows that have tokens, and the positions of these."""
     ends = np.cumsum([0, *lengths]).tolist()
     return [
         (row, slice(start, stop))
@@ -118,19 +118,21 @@ def _rows(lengths: list[int]) -> list[tuple[int, slice]]:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """On CPU low precisions are computed in float32."""
+    """Return the dtype that computes. On CPU low precisions are computed in float32."""
     return torch.float32 if x.dtype in LOW else x.dtype
 
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[tokens, heads, size] -> [heads, tokens, size], without copies of keys and values where they
-    need not be widened. The queries are scaled."""
+    """Reshape [tokens, heads, size] to [heads, tokens, size], and scale the queries.
+
+    Keys and values are copied only if they need another dtype.
+    """
     q, k, v = (widened(x).transpose(0, 1) for x in (q, k, v))
     return q * q.shape[-1] ** -0.5, k, v
 
 
 def attend_kept(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
-    """Attends from some tokens to all tokens.
+    """Attend from some tokens to all tokens.
 
     Args:
         q: Queries, [kept, heads, size].
@@ -145,7 +147,7 @@ def attend_kept(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """Attends among the selected tokens of each row, which lie behind one another.
+    """Attend among the selected tokens of each row, which lie behind one another.
 
     Args:
         q: Queries, [selected, heads, size].

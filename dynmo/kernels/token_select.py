@@ -1,4 +1,4 @@
-"""Taking some tokens out of a residual stream, and putting several streams together.
+"""Taking tokens out of a residual stream, and putting streams together.
 
 The backwards write each gradient once. Plain indexing would fill a tensor with zeros and add to it.
 """
@@ -25,7 +25,7 @@ class _Select(torch.autograd.Function):
 
 
 def select(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Takes rows, and hands the whole on.
+    """Take rows, and hand the whole on.
 
     Args:
         x: [tokens, features].
@@ -59,7 +59,7 @@ class _Merge(torch.autograd.Function):
 
 
 def merge(first: Tensor, at_first: Tensor, second: Tensor, at_second: Tensor) -> Tensor:
-    """Puts two sets of rows in one tensor.
+    """Put two sets of rows in one tensor.
 
     Args:
         first: [m, features].

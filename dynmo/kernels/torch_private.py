@@ -1,8 +1,8 @@
-"""The functions of torch that have no public name, all in one place, and the versions of torch that
-have them.
+"""The private functions of torch that dynmo uses.
 
-Whatever dynmo takes from a module or an attribute of torch with a leading underscore is named here.
-A new version of torch is admitted by raising `BELOW`, once all tests pass with it.
+The file also limits the versions of torch to those that have them. Every use of a module or an
+attribute of torch with a leading underscore is in this file. To admit a new version of torch, raise
+`BELOW` once all tests pass with that version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dynmo.errors import ConfigError
 
 __all__ = ["FakeTensorMode", "FunctionBase", "TorchDispatchMode", "tree_leaves"]
 
-# The first version that has not been tried. pyproject.toml has the same limit.
+# The first version that was not tried. pyproject.toml has the same limit.
 BELOW = (2, 14)
 
 
@@ -41,7 +41,8 @@ def check_version(version: str) -> None:
     if numbers is not None and tuple(map(int, numbers.groups())) >= BELOW:
         limit = ".".join(map(str, BELOW))
         raise ConfigError(
-            f"torch {version} is newer than this dynmo knows; install one below {limit}: pip install 'torch<{limit}'"
+            f"torch {version} is newer than this dynmo knows; install one below {limit}: pip "
+            f"install 'torch<{limit}'"
         )
 
 
@@ -49,22 +50,42 @@ check_version(torch.__version__)
 
 
 def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiplies all tensors in place, in one kernel where the device has one."""
+    """Multiply all tensors in place, in one kernel if the device has one.
+
+    Args:
+        tensors: The tensors.
+        factor: The factor.
+    """
     torch._foreach_mul_(list(tensors), factor)
 
 
 def reshape_unsafe(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Gives a tensor that nobody else uses another shape. The result is no view for autograd."""
+    """Give another shape to a tensor that has no other user.
+
+    Args:
+        x: The tensor.
+        shape: The new shape, of as many elements.
+
+    Returns:
+        The tensor in its new shape. It is no view for autograd.
+    """
     return torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def softmax_backward(gradient: Tensor, output: Tensor) -> Tensor:
-    """The gradient of the input of a softmax over the last dimension."""
+    """Compute the gradient of the input of a softmax over the last dimension.
+
+    Args:
+        gradient: Gradient of the softmax's output.
+        output: Output of the softmax, of the same shape.
+    """
     return torch._softmax_backward_data(gradient, output, -1, output.dtype)
 
 
 def run_backward(roots: Any, gradients: Any) -> None:
-    """Runs the backward from `roots`, edges of the graph included, and accumulates into leaves.
+    """Run the backward from `roots`, and accumulate into leaves.
+
+    Roots may be edges of the graph.
 
     Args:
         roots: Tensors, or edges (node, index of the node's output).
@@ -76,36 +97,47 @@ def run_backward(roots: Any, gradients: Any) -> None:
 
 
 def in_functorch() -> bool:
-    """Whether a transform of torch.func is active."""
+    """Return whether a transform of torch.func is active."""
     return torch._C._are_functorch_transforms_active()
 
 
 def abort_communicators() -> None:
-    """Ends all process groups at once, whatever they wait for."""
+    """End all process groups at once, whatever they wait for."""
     dist.distributed_c10d._abort_process_group()
 
 
 def restart_group_names() -> None:
-    """Lets torch count process groups from 0 again. Ranks that meet again must have the same
-    count."""
+    """Let torch count process groups from 0 again.
+
+    Ranks that meet again must have the same count.
+    """
     dist.distributed_c10d._world.group_count = 0
 
 
 def default_store() -> dist.Store:
-    """The store through which the ranks of torch's default process group have met."""
+    """Return the store of torch's default process group.
+
+    The ranks have met through it.
+    """
     return dist.distributed_c10d._get_default_store()
 
 
 def set_group_timeout(group: Any, device: torch.device, timeout: timedelta) -> None:
-    """Changes for how long a process group's backend for a device waits."""
+    """Change how long a process group's backend waits.
+
+    Args:
+        group: The process group.
+        device: Device whose backend is changed.
+        timeout: Longest wait.
+    """
     group._get_backend(device)._set_default_timeout(timeout)
 
 
 def configure_compiler(device: torch.device, recompile_limit: int) -> None:
-    """Sets torch.compile up so that all ranks compile the same arithmetic.
+    """Set torch.compile up so that all ranks compile the same arithmetic.
 
     Args:
-        device: What the compiled layers compute on.
+        device: Device that the compiled layers compute on.
         recompile_limit: How often one function may be compiled. More is an error: a layer that fell
             back to eager arithmetic would not have the bits of its twin on another rank.
     """
@@ -124,14 +156,14 @@ def configure_compiler(device: torch.device, recompile_limit: int) -> None:
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed and knows the device."""
+    """Return whether Triton is installed and knows the device."""
     from torch.utils._triton import has_triton as found_by_torch
 
     return found_by_torch()
 
 
 def has_cpp_compiler() -> bool:
-    """Whether torch finds a C++ compiler."""
+    """Return whether torch finds a C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

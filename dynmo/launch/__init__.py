@@ -1,5 +1,5 @@
-"""Starts the processes of a run and supervises them: on this machine, under Slurm, under Ray.
+"""Starts and supervises the processes of a run: here, under Slurm, under Ray.
 
-`supervisor.py` watches processes of any `Starter`. One file each: the starters, what a rank does
-with its launcher, and whose failure is told. Nothing here imports torch.
+`supervisor.py` watches processes of any `Starter`. Each starter has a file. `rank_side.py` is the
+rank's side, and `failure.py` finds the cause of a failure. Nothing here imports torch.
 """

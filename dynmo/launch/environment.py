@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-# A receive that is posted is a kernel that turns until its message is there. A kernel that is
-# loaded at its first launch may wait for the device to run dry, which such a receive prevents.
-# Streams that share a connection wait for each other. CUDA reads both settings as it starts.
+# A posted receive is a kernel that spins until its message is there. A kernel that is loaded at its
+# first launch may wait until the device is idle, which such a receive prevents. Streams that share
+# a connection wait for each other. CUDA reads both settings as it starts.
 FOR_RANKS_ON_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
@@ -23,9 +23,9 @@ def most_local_ranks() -> int:
 def process_environment(process: int, size: int, folder: Path, threads: int) -> dict[str, str]:
     """Returns the environment of one process, on whatever machine.
 
-    glibc returns each large block to the system when it is freed, and stashes are freed all the
-    time. The page faults cost several percent. The MALLOC_ settings keep the memory (32 MiB is
-    the largest threshold that glibc takes).
+    glibc returns each large block to the system when it is freed. Stashes are freed all the time.
+    The page faults cost several percent. The MALLOC_ settings therefore keep the memory. 32 MiB is
+    the largest threshold that glibc takes.
 
     Args:
         process: The launcher's number of the process. One of the first processes is the rank of
@@ -55,7 +55,7 @@ def process_environment(process: int, size: int, folder: Path, threads: int) -> 
 
 
 def local_environment() -> dict[str, str]:
-    """Returns what a process on the launcher's own machine is given as well."""
+    """Returns the further variables of a process on the launcher's own machine."""
     env = {"DYNMO_LAUNCHER": str(os.getpid())}
     if sys.platform == "linux":
         env["GLOO_SOCKET_IFNAME"] = "lo"
@@ -63,5 +63,12 @@ def local_environment() -> dict[str, str]:
 
 
 def rank_environment(rank: int, size: int, folder: Path, threads: int) -> dict[str, str]:
-    """Returns the whole environment of one local rank. See `process_environment`."""
+    """Returns the whole environment of one local rank. See `process_environment`.
+
+    Args:
+        rank: Number of the rank.
+        size: The number of ranks at the start of the run.
+        folder: The launch folder.
+        threads: Threads of the rank.
+    """
     return process_environment(rank, size, folder, threads) | local_environment()

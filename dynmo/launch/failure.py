@@ -1,4 +1,4 @@
-"""Why a run failed: the reports of its ranks, and which of them is the cause."""
+"""Finds the cause of a failed run in the reports of its ranks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from dynmo.cluster.launch_folder import LaunchFolder
 from dynmo.errors import InputError, Interrupted, RunError
 
-# The exit status of a rank that stopped because it was asked to. It is no failure, and other ranks
-# may still have to write their files.
+# The exit status of a rank that stopped on request. It is no failure, and other ranks may still
+# have to write their files.
 STOPPED = 130
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended.
+    """The failure report of a rank.
 
     Attributes:
-        weight: Causes come before consequences: lower is closer to the cause.
-        status: Its exit status.
-        message: One line.
+        weight: Distance from the cause. Causes have lower weights than consequences.
+        status: Exit status of the rank.
+        message: The reason in one line.
         waits_for: Ranks that did not come.
         trace: The traceback, for DYNMO_TRACEBACK=1.
     """
@@ -36,11 +36,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the process of a rank ended.
+    """The end of a rank's process.
 
     Attributes:
-        code: Its exit status. None: it had to be ended.
-        reason: What the resource manager said about it.
+        code: Its exit status. None if it had to be killed.
+        reason: The resource manager's message about it.
     """
 
     code: int | None
@@ -48,12 +48,12 @@ class Ending:
 
 
 def read_failures(folder: LaunchFolder, resized: bool = False) -> dict[int, Failure]:
-    """Returns what processes have said about their failures, by process.
+    """Returns the failure reports of processes, by process.
 
     Args:
         folder: The launch folder.
-        resized: Ranks have left or joined. The numbers of ranks in the reports are then not those
-            of the processes, and `waits_for` is left out.
+        resized: Whether ranks have left or joined. The numbers of ranks in the reports are then not
+            those of the processes, and `waits_for` is left out.
     """
     reports = {process: Failure(**report) for process, report in folder.failures().items()}
     if resized:
@@ -70,13 +70,13 @@ def verdict(
     """Judges a run whose ranks have ended.
 
     Args:
-        endings: How each rank ended, by process.
-        reports: What the ranks have said about their failures.
+        endings: End of each rank, by process.
+        reports: Failure reports of the ranks, by process.
         log_folder: Has `rank-N.log` of each process.
-        asked: How many signals asked the run to stop.
+        asked: Number of signals that asked the run to stop.
 
     Returns:
-        0, or 130 when all stopped as a signal asked.
+        0, or 130 if all ranks stopped because a signal asked.
 
     Raises:
         RunError: A rank failed. The message is the cause, not a consequence.
@@ -84,9 +84,9 @@ def verdict(
         Interrupted: A signal ended ranks that were not training.
     """
     codes = [ending.code for ending in endings.values()]
-    # A rank that was ended on request (it was not training, or was asked twice) has not failed, and
-    # what its peers say is a consequence. (If one returned 130, all had agreed to stop, and a late
-    # signal met the others on their way out.)
+    # A rank that was ended on request has not failed, and its peers' reports are consequences. Such
+    # a rank was not training, or was asked twice. If one rank returned 130, all had agreed to stop,
+    # and a late signal met the others on their way out.
     ours = (None, -signal.SIGTERM, -signal.SIGKILL) if asked else ()
     ended = STOPPED not in codes and (not codes or any(code in ours for code in codes))
     failures: dict[int, Failure] = {}
@@ -110,12 +110,12 @@ def verdict(
 
 
 def how_it_ended(ending: Ending, log: Path, on_terminal: bool = False) -> str:
-    """Returns how a process ended that said nothing itself: "was ended by SIGABRT".
+    """Describes the end of a process without a report, such as "was ended by SIGABRT".
 
     Args:
-        ending: Its status and what the manager said.
+        ending: Its status, and the manager's message.
         log: Its log.
-        on_terminal: Its output went to the terminal, and the log has crashes only.
+        on_terminal: Whether its output went to the terminal. The log then has crashes only.
     """
     code = ending.code
     assert code is not None
@@ -141,7 +141,7 @@ def _error(failures: Mapping[int, Failure]) -> RunError | InputError:
 def _distance(rank: int, failures: Mapping[int, Failure]) -> tuple[int, bool, int]:
     """Orders failures from cause to consequence.
 
-    A rank that waited for ranks which themselves complain is further away.
+    A rank that waited for ranks with reports of their own is further from the cause.
     """
     failure = failures[rank]
     waited = bool(failure.waits_for) and failures.keys() >= set(failure.waits_for)

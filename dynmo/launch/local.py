@@ -21,14 +21,17 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 
 class LocalStarter:
-    """Starts child processes. A joiner gets the lowest local rank that no living process has."""
+    """Starts child processes.
+
+    A joiner gets the lowest local rank that no living process has.
+    """
 
     def __init__(self) -> None:
         self._by_local_rank: dict[int, LocalProcess] = {}
 
     def start(self, rank: RankCommand) -> RankProcess:
-        # The process inherits the blocked signals. Ctrl-C, which a terminal sends to all processes,
-        # therefore does not break into its imports. `enter_rank` lets them in again.
+        # A terminal sends Ctrl-C to all processes. The process inherits the blocked signals, so
+        # Ctrl-C does not break into its imports. `enter_rank` unblocks them.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             local_rank = self._free_local_rank() if rank.joins else rank.process

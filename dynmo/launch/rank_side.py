@@ -1,4 +1,7 @@
-"""The rank's side of its launcher: a rank enters, and leaves the reason if it fails."""
+"""The rank's side of its launcher.
+
+A rank enters, and leaves the reason if it fails.
+"""
 
 from __future__ import annotations
 
@@ -22,28 +25,28 @@ _logger = logging.getLogger(__name__)
 
 
 def is_local_rank() -> bool:
-    """Returns whether a launcher of dynmo started this process."""
+    """Returns True if a launcher of dynmo started this process."""
     return "DYNMO_RENDEZVOUS" in os.environ
 
 
 def enter_rank(log: Path | None = None) -> None:
-    """Called first in a process that a launcher of dynmo started.
+    """Prepares a process that a launcher of dynmo started. Must be called first.
 
-    The process says that it runs, leaves Ctrl-C to its launcher, and tells where it crashed. A
+    The process says that it runs, leaves Ctrl-C to its launcher, and logs the place of a crash. A
     local process dies with its launcher.
 
     Args:
-        log: Takes the stack of a crash, and what torch's C++ writes to stderr. None: stderr.
+        log: Takes the stack of a crash, and the output of torch's C++ to stderr. None means stderr.
     """
     if log is not None:
-        with contextlib.suppress(OSError):  # as on a full disk: the terminal has it then
+        with contextlib.suppress(OSError):  # as on a full disk; the terminal then has it
             _native_stderr_to(log)
     faulthandler.enable(2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if sys.platform == "linux" and "DYNMO_LAUNCHER" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(os.environ["DYNMO_LAUNCHER"]):  # it died before we asked
+        if os.getppid() != int(os.environ["DYNMO_LAUNCHER"]):  # the launcher died before prctl
             os._exit(1)
     _say_that_it_runs()
 
@@ -53,7 +56,7 @@ def _say_that_it_runs() -> None:
     if "SLURM_STEP_ID" in os.environ:
         about["step"] = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
         about["host"] = os.environ.get("SLURMD_NODENAME", about["host"])
-    with contextlib.suppress(OSError):  # as on a full disk: the launcher then knows less
+    with contextlib.suppress(OSError):  # as on a full disk, and the launcher then knows less
         _launch_folder().enter(_process_number(), about)
 
 
@@ -66,11 +69,11 @@ def _process_number() -> int:
 
 
 def _native_stderr_to(log: Path) -> None:
-    """Everything but Python's own `sys.stderr`, which stays where it is."""
+    """Redirects stderr to the log, except for Python's own `sys.stderr`."""
     with log.open("ab") as file:
         terminal = os.dup(2)
         os.dup2(file.fileno(), 2)
-    own = open(
+    own = open(  # noqa: SIM115
         terminal, "w", buffering=1, errors="backslashreplace", closefd=False
     )
     sys.stderr = own
@@ -80,8 +83,8 @@ def report_failure(error: BaseException, log: Path | None = None) -> int:
     """Leaves the reason for the launcher.
 
     Args:
-        error: What ended the rank.
-        log: Where the traceback is written.
+        error: The error that ended the rank.
+        log: Takes the traceback.
 
     Returns:
         The exit status.
@@ -89,7 +92,7 @@ def report_failure(error: BaseException, log: Path | None = None) -> int:
     rank, trace = _process_number(), "".join(traceback.format_exception(error))
     logged = log is not None and _log_traceback(error, log)
     if isinstance(error, DynmoError):
-        # A rank that lost a peer, or waited in vain, suffers from a failure elsewhere.
+        # If a rank has lost a peer or has waited in vain, the failure is elsewhere.
         weight = 3 if isinstance(error, RankDied) else 2 if isinstance(error, WaitTimeout) else 0
         waits_for = error.ranks if isinstance(error, WaitTimeout) else ()
         message = " ".join(str(error).split())
@@ -105,16 +108,16 @@ def report_failure(error: BaseException, log: Path | None = None) -> int:
 
 
 def quiet_torch() -> None:
-    """Leaves out the warnings of torch's C++ about every connection that is lost.
+    """Silences the warnings of torch's C++ about every lost connection.
 
-    For a rank that tells its errors itself, in one line. Works before torch is imported.
+    It is for a rank that reports its errors itself, in one line. It works before torch is imported.
     """
     if os.environ.get("DYNMO_TRACEBACK") != "1":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _log_traceback(error: BaseException, log: Path) -> bool:
-    """Returns whether it could be written. The disk may be full, which is why the rank ends."""
+    """Writes the traceback to the log. Returns False if that fails, as on a full disk."""
     try:
         with log.open("a", encoding="utf-8") as file:
             traceback.print_exception(error, file=file)
@@ -124,13 +127,13 @@ def _log_traceback(error: BaseException, log: Path) -> bool:
 
 
 def describe(error: BaseException, rank: int | None) -> str:
-    """Returns one line for an error that is not dynmo's own: rank, what, where.
+    """Returns one line for an error that is not dynmo's own: rank, error, place.
 
     The error's notes may name the layer.
 
     Args:
         error: The error.
-        rank: The rank that it ended. None: a process that is not a rank yet.
+        rank: The rank that it ended. None if the process is not a rank yet.
     """
     notes = "".join(f", {' '.join(note.split())}" for note in getattr(error, "__notes__", ()))
     what = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,11 +1,11 @@
-"""Starts ranks through Ray: an actor and a placement group of one bundle per rank.
+"""Starts ranks through Ray, with an actor and a placement group per rank.
 
     launcher ── actor of rank 0 (1 GPU) ── process of rank 0
              ├─ actor of rank 1 (1 GPU) ── process of rank 1
              └─ actor of a joiner, pending until Ray has resources for it
 
-The actor ends with its process. The bundle is then free for others. A bundle cannot be released out
-of a larger placement group.
+The actor ends with its process. The bundle is then free for others. A placement group has one
+bundle, because a bundle cannot be released out of a larger group.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RayProcess:
             code = self._ray.get(self._status)
         except self._ray.exceptions.RayError as error:
             code = 1 if self._killed is None else self._killed
-            # The first line says what, the others who and where.
+            # The first line has the error, and the others have the process and the place.
             self._reason = "" if self._killed else f"Ray: {str(error).splitlines()[0]}"
         self._free()
         self._code = code
@@ -136,7 +136,7 @@ class RayProcess:
             self._ray.util.remove_placement_group(self._group)
 
     def _copy(self, path: Path, file: IO[bytes]) -> None:
-        """Passes on what rank 0 writes, until it has ended."""
+        """Passes on the output of rank 0 until it has ended."""
         at = 0
         ended = False
         while not ended:
@@ -161,7 +161,7 @@ class RayProcess:
     def send_signal(self, sig: int, /) -> None:
         if self._entered.exists():
             self._actor.signal.remote(sig)
-        else:  # it may be pending, and would hear the signal only much later
+        else:  # a pending actor would get the signal only much later
             self._end(-sig)
 
     def kill(self) -> None:
@@ -179,7 +179,7 @@ class RayProcess:
 
 
 class RayStarter:
-    """Starts ranks in the Ray cluster of RAY_ADDRESS, or in the one that runs on this machine."""
+    """Starts ranks in the Ray cluster of RAY_ADDRESS, or of this machine."""
 
     def __init__(self) -> None:
         """Connects to the cluster.
@@ -222,7 +222,7 @@ class RayStarter:
 
 
 def _check_that_it_listens(address: str) -> None:
-    """Raises OSError at once if nobody does. Ray would ask again for a minute."""
+    """Raises OSError at once if no server listens. Ray would retry for a minute."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), 10).close()

@@ -27,9 +27,9 @@ from dynmo.launch.starter import RankCommand, RankProcess
 
 # Seconds that a command of Slurm may take.
 _LIMIT = 60.0
-# srun's own lines and those of its node daemon, among the output of the rank.
+# Starts of lines of srun and of its node daemon, among the output of the rank.
 _OWN = (b"srun: ", b"slurmstepd")
-# Parts of lines of srun that say no more than the status does.
+# Parts of lines of srun that repeat the status.
 _STATUS_ONLY = ("task 0: ", "*** STEP ", "*** JOB ")
 _PENDING = "queued and waiting"
 
@@ -39,7 +39,7 @@ class SlurmProcess:
 
     def __init__(self, rank: RankCommand, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.process = rank.process
-        # None: it has a job of its own.
+        # None if the rank has a job of its own.
         self.node: str | None = None
         self._entered = rank.entered
         self._errors: list[str] = []
@@ -62,7 +62,7 @@ class SlurmProcess:
         self._reader.start()
 
     def _read(self, out: IO[bytes] | None) -> None:
-        """Passes on what the rank writes to stderr, and keeps what srun says."""
+        """Passes on the rank's stderr, and keeps the lines of srun."""
         assert self._srun.stderr is not None
         split = LineSplitter()
         while chunk := os.read(self._srun.stderr.fileno(), 65536):
@@ -104,7 +104,7 @@ class SlurmProcess:
         return code
 
     def send_signal(self, sig: int, /) -> None:
-        """Sends the signal to the rank, or ends an `srun` whose rank does not run yet.
+        """Sends the signal to the rank. Ends the `srun` if the rank does not run yet.
 
         A signal to `srun` itself would kill the rank.
         """
@@ -125,7 +125,7 @@ class SlurmProcess:
         return code
 
     def _step(self) -> str | None:
-        """The step, as Slurm counts it. None: the rank has not entered yet."""
+        """Returns the step as Slurm numbers it. None if the rank has not entered yet."""
         try:
             return json.loads(self._entered.read_text(encoding="utf-8")).get("step")
         except (OSError, ValueError):
@@ -133,7 +133,9 @@ class SlurmProcess:
 
 
 class LineSplitter:
-    """Tells the lines of srun from what the rank writes. Unfinished lines of the rank pass at once.
+    """Separates the lines of srun from the rank's output.
+
+    Unfinished lines of the rank pass at once.
 
     Example:
         >>> list(LineSplitter().add(b"step 1\\nsrun: error: no\\nstep"))
@@ -142,10 +144,10 @@ class LineSplitter:
 
     def __init__(self) -> None:
         self._held = b""
-        self._inside = False  # of a line of the rank
+        self._inside = False  # True inside a line of the rank
 
     def add(self, chunk: bytes) -> list[tuple[bool, bytes]]:
-        """Takes the next bytes. Returns pieces, and whether each is a line of srun."""
+        """Takes the next bytes. Returns pieces, each with True if it is a line of srun."""
         pieces: list[tuple[bool, bytes]] = []
         for line in (self._held + chunk).splitlines(keepends=True):
             whole = line.endswith((b"\n", b"\r"))
@@ -160,13 +162,13 @@ class LineSplitter:
         return pieces
 
     def rest(self) -> list[tuple[bool, bytes]]:
-        """Returns what was held back at the end."""
+        """Returns the pieces that were held back at the end."""
         held, self._held = self._held, b""
         return [(held.startswith(_OWN), held)] if held else []
 
 
 def _asks(command: Sequence[str]) -> bool:
-    """Runs a command of Slurm. Returns whether it worked."""
+    """Runs a command of Slurm. Returns True if it worked."""
     try:
         _run(command)
     except RunError:
@@ -178,10 +180,10 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
     """Runs a command of Slurm in a folder.
 
     Returns:
-        Its output.
+        The output of the command.
 
     Raises:
-        RunError: It failed. The message is what it said, in one line.
+        RunError: The command failed. The message is its output in one line.
     """
     name = " ".join(command[:2])
     try:
@@ -211,7 +213,7 @@ class SlurmStarter:
 
         Args:
             size: The number of ranks at the start.
-            folder: `scontrol` leaves its files there. It may not exist yet.
+            folder: Folder for the files of `scontrol`. It may not exist yet.
             job_options: Options of `srun` for jobs of one rank: partition, devices, time limit.
 
         Raises:
@@ -293,7 +295,7 @@ class SlurmStarter:
 
     def _shrink(self, free: Sequence[str]) -> None:
         stay = [node for node in self._nodes if node not in free]
-        # It writes a script into its folder that corrects the environment of a shell.
+        # scontrol writes a script into its folder that corrects the environment of a shell.
         folder = self._folder if self._folder.is_dir() else None
         job = f"JobId={self._job}"
         _run(["scontrol", "update", job, f"NodeList={','.join(stay)}"], folder)
@@ -304,9 +306,9 @@ class SlurmStarter:
 
 
 def _srun(options: Sequence[str], command: Sequence[str]) -> list[str]:
-    """The command line of one rank.
+    """Returns the command line of one rank.
 
-    One rank that fails must not end the others, which Slurm could do with `--kill-on-bad-exit`.
+    A rank that fails must not end the others. Slurm could do so with `--kill-on-bad-exit`.
     """
     setpriv = shutil.which("setpriv")
     # srun dies with the launcher, and the rank with srun.
@@ -323,7 +325,7 @@ def own_job_environment(environ: Mapping[str, str]) -> dict[str, str]:
         environ: The environment, perhaps of a job or a step.
 
     Returns:
-        All of it but what Slurm has set. The path of Slurm's configuration stays.
+        The environment without Slurm's variables. The path of Slurm's configuration stays.
     """
     devices = {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"}
     if "SLURM_JOB_ID" not in environ:
@@ -334,6 +336,6 @@ def own_job_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_own(node: str) -> bool:
-    """Returns whether the launcher runs on the node."""
+    """Returns True if the launcher runs on the node."""
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
     return node == here

@@ -1,4 +1,4 @@
-"""The interface of what starts rank processes: this machine, Slurm or Ray."""
+"""The interface of the starters of rank processes: this machine, Slurm or Ray."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class RankCommand:
     """One process to start.
 
     Attributes:
-        process: Its number. The first processes are the ranks of the same numbers.
+        process: Number of the process. The first processes are the ranks of the same numbers.
         command: The argument list.
-        environment: All of its environment, except for what only the starter knows.
-        log: Takes its output. None: the launcher's own output (rank 0).
+        environment: The environment, without the variables that only the starter knows.
+        log: Takes the output. None means the launcher's own output (rank 0).
         entered: The file that the process writes as it enters the run.
-        joins: It joins a run that goes on. False: it is one of the first ranks.
+        joins: True if the process joins a running run. False for the first ranks.
     """
 
     process: int
@@ -30,7 +30,10 @@ class RankCommand:
 
 
 class RankProcess(Protocol):
-    """A started process. Its statuses are those of `subprocess.Popen`: -9 after SIGKILL."""
+    """A started process.
+
+    Its statuses are those of `subprocess.Popen`: -9 after SIGKILL.
+    """
 
     def poll(self) -> int | None:
         """Returns its exit status, or None while it runs or waits for its resources."""
@@ -49,12 +52,12 @@ class RankProcess(Protocol):
         ...
 
     def reason(self) -> str:
-        """Returns what the manager said about its end: one line, or an empty string."""
+        """Returns the manager's message about its end: one line, or an empty string."""
         ...
 
 
 class Starter(Protocol):
-    """Starts processes, and gives back what they used."""
+    """Starts processes, and gives their resources back."""
 
     def start(self, rank: RankCommand) -> RankProcess:
         """Begins to start a process. Does not wait for its resources.
@@ -66,13 +69,13 @@ class Starter(Protocol):
         ...
 
     def released(self, processes: Sequence[RankProcess]) -> str:
-        """Gives back what processes used that have left a run which goes on. May block.
+        """Gives back the resources of processes that have left a running run. May block.
 
         Args:
-            processes: They left together and have ended with status 0.
+            processes: Processes that left together and have ended with status 0.
 
         Returns:
-            One line: what was given back.
+            One line about the resources that were given back.
 
         Raises:
             RunError: Nothing was given back. The message is one line with the manager's words.
@@ -80,5 +83,5 @@ class Starter(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what the starter itself holds. Called after all processes have ended."""
+        """Frees the starter's own resources. Called after all processes have ended."""
         ...

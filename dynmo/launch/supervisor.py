@@ -9,8 +9,8 @@ The ranks talk to their launcher through a folder that only this user can read. 
 ranks to stop after the current step. A second one kills them. A rank that fails leaves its reason
 in the folder. The others are ended, and the cause is reported, not its consequences.
 
-A run may change its ranks. A process that ends with status 0 disturbs no other. A joiner whose end
-comes before it has become a rank is a receipt for rank 0, and no failure of the run.
+A run may change its ranks. A process that ends with status 0 disturbs no other. The end of a joiner
+that is not a rank yet is a receipt for rank 0, and no failure of the run.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from dynmo.launch.failure import STOPPED, Ending, how_it_ended, read_failures, v
 from dynmo.launch.local import STOP_SIGNALS, LocalStarter
 from dynmo.launch.starter import RankCommand, RankProcess, Starter
 
-# After one rank has failed, the others get so many seconds to find out for themselves and say why.
+# Seconds that the other ranks get after a failure, to find out for themselves and say why.
 _GRACE = 3.0
 _GRACE_WHEN_HUNG = 0.3
 # Seconds between two looks at the processes, and into the launch folder.
 _TICK, _LOOK = 0.02, 0.2
-# Seconds in which a joiner may end after the run is over, and a thread that gives resources back.
+# Seconds that a joiner, or a thread that gives resources back, gets after the end of the run.
 _LAST = 5.0
-# Ranks leave together, but one may take longer to end. The others are released after so long.
+# Ranks leave together, but one may take longer to end. The others are released after these seconds.
 _RELEASE_TOGETHER = 5.0
 
 
@@ -65,13 +65,14 @@ def spawn(
         size: The number of ranks at the start.
         threads: Threads of each rank.
         log_folder: Takes `rank-N.log`.
-        starter: Starts the processes. None: as children on this machine. The starter is closed.
+        starter: Starts the processes, and is closed at the end. None starts children on this
+            machine.
         folder: The launch folder, which all machines of the run must see. It is made anew, and
-            removed at the end. None: a temporary folder.
-        meeting: The file through which the ranks meet. None: they meet in the launch folder.
+            removed at the end. None means a temporary folder.
+        meeting: The file through which the ranks meet. None means a file in the launch folder.
 
     Returns:
-        0, or 130 when all stopped as a signal asked.
+        0, or 130 if all ranks stopped because a signal asked.
 
     Raises:
         ConfigError: The ranks are too many for this machine. None was started.
@@ -99,7 +100,8 @@ def spawn(
             run.end()
             if meeting is not None:
                 meeting.unlink(missing_ok=True)
-            log = log_folder / "rank-0.log"  # of crashes only; all else went to the terminal
+            # The log has only crashes, because the output went to the terminal.
+            log = log_folder / "rank-0.log"
             if log.is_file() and not log.stat().st_size:
                 log.unlink()
 
@@ -112,7 +114,7 @@ def _launch_folder(folder: Path | None) -> Iterator[Path]:
         return
     folder = folder.absolute()
     try:
-        if folder.exists():  # of a launcher that was killed
+        if folder.exists():  # left by a launcher that was killed
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
     except OSError as error:
@@ -125,7 +127,7 @@ def _launch_folder(folder: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[float]]:
-    """While open, yields the moments at which SIGINT or SIGTERM asked the run to stop."""
+    """Yields the times of SIGINT and SIGTERM while it is open. They ask for a stop."""
     asked: list[float] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -146,10 +148,10 @@ class _Process:
     Attributes:
         number: The launcher's number.
         handle: The process.
-        is_rank: False: a joiner that is not a rank yet.
-        started: When it was started.
-        told: How many of the signals that ask for a stop were passed on.
-        entered: Rank 0 was told that the joiner runs.
+        is_rank: False for a joiner that is not a rank yet.
+        started: Time of its start.
+        told: Number of stop signals that were passed on.
+        entered: Whether rank 0 was told that the joiner runs.
     """
 
     number: int
@@ -162,7 +164,12 @@ class _Process:
 
 @dataclass
 class _Leaving:
-    """Processes that leave the run together. since: when the first of them had ended."""
+    """Processes that leave the run together.
+
+    Attributes:
+        processes: The processes.
+        since: Time at which the first of them had ended.
+    """
 
     processes: list[_Process]
     since: float | None = None
@@ -217,7 +224,7 @@ class Supervisor:
             process=number,
             command=[*self._command, *["--join"] * joins],
             environment=env,
-            # Rank 0 speaks for the run. The others write to a log.
+            # Rank 0 writes to the terminal. The others write to a log.
             log=self._log_folder / f"rank-{number}.log" if number else None,
             entered=self._folder.entered(number),
             joins=joins,
@@ -239,11 +246,11 @@ class Supervisor:
         return [process for process in self._processes if not process.is_rank]
 
     def watch(self) -> None:
-        """Returns when all ranks have ended, or the grace after a failure is over.
+        """Waits until all ranks have ended, or the grace after a failure is over.
 
-        After a signal they take as long as their step and their files take. A second signal kills
-        them. Ranks that others have waited for in vain get the short grace: they hang, and will not
-        say why.
+        After a signal the ranks finish their step and their files. A second signal kills them.
+        Ranks that others have waited for in vain get the short grace, because they hang and will
+        not say why.
         """
         failed_at: float | None = None
         next_look = 0.0
@@ -288,9 +295,9 @@ class Supervisor:
                         process.handle.kill()
 
     def _look(self) -> None:
-        """Reads what is new in the launch folder."""
+        """Reads new files in the launch folder."""
         ended = {joiner.number for joiner in self._joiners if joiner.handle.poll() is not None}
-        names = self._folder.names()  # after the end of a joiner was seen: its files are there
+        names = self._folder.names()  # read after a joiner's end was seen, so its files are there
         for joiner in self._joiners:
             number, seconds = joiner.number, time.monotonic() - joiner.started
             if not joiner.entered and f"entered-{number}" in names:
@@ -332,7 +339,7 @@ class Supervisor:
         return f"process {joiner.number} did not join: it {why}"
 
     def _release(self, now: float) -> None:
-        """Gives back what processes used that have left, and have ended with status 0."""
+        """Gives back the resources of processes that have left and ended with status 0."""
         for leaving in self._leaving:
             ended = [process for process in leaving.processes if process.handle.poll() == 0]
             if ended and leaving.since is None:
@@ -357,12 +364,12 @@ class Supervisor:
 
     def _append(self, kind: Any, what: str, ranks: int, seconds: float) -> None:
         receipt = Receipt(kind, " ".join(what.split()), ranks, round(seconds, 3))
-        # The disk may be full, or the run over: nobody needs the receipt then.
+        # The disk may be full, or the run may be over. Nobody needs the receipt then.
         with self._receipts, contextlib.suppress(OSError):
             self._folder.append_receipt(receipt)
 
     def _dismiss_joiners(self) -> None:
-        """Asks those to end that still wait: the run is over."""
+        """Asks waiting joiners to end, because the run is over."""
         for joiner in self._joiners:
             if not joiner.told and joiner.handle.poll() is None:
                 joiner.told = 1

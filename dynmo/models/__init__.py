@@ -1,2 +1,4 @@
-"""A model is a list of layers, embedding and head included; a layer is the smallest thing that
-moves."""
+"""Models: each is a list of layers, embedding and head included.
+
+A layer is the smallest thing that moves.
+"""

@@ -1,9 +1,11 @@
-"""A GPT whose tokens leave at exit heads (CALM, Schuster et al. 2022; ADP-C, Liu et al. 2022).
+"""A GPT whose tokens leave at exit heads.
+
+Sources: CALM (Schuster et al. 2022) and ADP-C (Liu et al. 2022).
 
     embedding | attention, feed-forward | ... | exit | attention, feed-forward | ... | head
 
-The computation of a token that exits stops there. Its last state is its output, and its source for
-keys and values in the attention of later blocks. Layers hand on six tensors:
+The computation of a token that exits stops there. Its last state is its output. The state is also
+its source for keys and values in the attention of later blocks. Layers hand on six tensors:
 
     x        [tokens, hidden]    states of the tokens that remain
     index    int64 [tokens]      their places in the microbatch, ascending
@@ -57,7 +59,7 @@ class ExitRule:
         """Returns the threshold of each token.
 
         Args:
-            places: int64 [tokens], of the microbatch.
+            places: int64 [tokens], places in the microbatch.
             sequence: Tokens of a row.
 
         Returns:
@@ -70,7 +72,10 @@ class ExitRule:
 
 
 class ExitEmbedding(Embedding):
-    """Token ids and targets, int64 [microbatch, 2, sequence], to what early exit hands on."""
+    """Token ids and targets to the six tensors that early exit hands on.
+
+    The input is int64 [microbatch, 2, sequence]. The arguments are those of `Embedding`.
+    """
 
     def forward(self, pair: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
         ids, targets = pair.unbind(1)
@@ -111,7 +116,7 @@ class ExitAttentionHalf(nn.Module):
         super().__init__()
         self.heads, self.sequence, self.keeps_state = heads, sequence, keeps_state
         self.norm = nn.RMSNorm(hidden, eps=1e-6)
-        # Apart: tokens that have exited need keys and values, but no queries.
+        # Two layers, because tokens that have exited need keys and values, but no queries.
         self.q = nn.Linear(hidden, hidden, bias=False)
         self.kv = nn.Linear(hidden, 2 * hidden, bias=False)
         self.proj = nn.Linear(hidden, hidden, bias=False)
@@ -131,6 +136,19 @@ class ExitAttentionHalf(nn.Module):
         targets: Tensor,
         loss: Tensor,
     ) -> Tensors:
+        """Attends from the tokens that remain to all tokens.
+
+        Args:
+            x: [tokens, hidden], states of the tokens that remain.
+            index: int64 [tokens], their places in the microbatch.
+            exited: [gone, hidden], last states of the others.
+            places: int64 [gone], their places.
+            targets: int64 [all tokens].
+            loss: Weighted loss of the exits so far.
+
+        Returns:
+            The six tensors. If the layer keeps states, also the states before it.
+        """
         everything = not exited.shape[0]
         states = x if everything else merge(x, index, exited, places)
         shape = -1, self.sequence, self.heads, states.shape[1] // self.heads
@@ -158,6 +176,12 @@ class ExitFeedForwardHalf(FeedForwardHalf):
     varying_shapes = False
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Adds the feed-forward to the tokens that remain.
+
+        Args:
+            x: [tokens, hidden].
+            *rest: The other tensors, which are handed on.
+        """
         return super().forward(x), *rest
 
 
@@ -215,6 +239,21 @@ class ExitHead(nn.Module):
         loss: Tensor,
         before: Tensor | None = None,
     ) -> Tensors:
+        """Adds the loss of this exit, and lets tokens go.
+
+        Args:
+            x: [tokens, hidden], states of the tokens that remain.
+            index: int64 [tokens], their places in the microbatch.
+            exited: [gone, hidden], last states of the others.
+            places: int64 [gone], their places.
+            targets: int64 [all tokens].
+            loss: Weighted loss of the exits so far.
+            before: [tokens, hidden], states before the last block. Needed for the confidence
+                "state".
+
+        Returns:
+            The six tensors.
+        """
         if not self.training:
             return self._evaluate(x, index, exited, places, targets, loss, before)
         normed = self.norm(x)
@@ -240,7 +279,10 @@ class ExitHead(nn.Module):
         loss: Tensor,
         before: Tensor | None,
     ) -> Tensors:
-        """Adds the loss of the tokens that exit here. Without exits the head alone predicts."""
+        """Adds the loss of the tokens that exit here.
+
+        Without exits the head alone predicts.
+        """
         if self.exits:
             needs_all = self.rule.confidence in ("softmax", "top-1")
             logits = self.logits(self.norm(x)).float() if needs_all else None
@@ -256,7 +298,7 @@ class ExitHead(nn.Module):
     def _leaves(
         self, x: Tensor, logits: Tensor | None, before: Tensor | None, index: Tensor
     ) -> Tensor:
-        """Which tokens exit, bool [tokens]."""
+        """Returns a bool [tokens]: True for the tokens that exit."""
         with torch.no_grad():
             confidence = self._confidence(x, logits, before)
             return confidence > self.rule.thresholds(index, self.sequence)
@@ -277,8 +319,11 @@ class ExitHead(nn.Module):
         return torch.exp(first - whole) - torch.exp(second - whole)
 
     def _classifier_loss(self, x: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-        """Teaches the classifier whether this exit is right. It trains nothing else. The mean over
-        the tokens that came here, 0 if there are none."""
+        """Teaches the classifier whether this exit is right.
+
+        The loss trains nothing else. It is the mean over the tokens that came here, or 0 if there
+        are none.
+        """
         right = (logits.detach().argmax(-1) == targets).float()
         guesses = self.classifier(x.detach()).float().squeeze(-1)
         return functional.binary_cross_entropy_with_logits(guesses, right, reduction="sum") / max(
@@ -309,7 +354,7 @@ class FinalHead(Head):
         super().__init__(hidden, vocab, std)
         self.share = share
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         x: Tensor,
         index: Tensor,
@@ -317,14 +362,32 @@ class FinalHead(Head):
         places: Tensor,
         targets: Tensor,
         loss: Tensor,
-    ) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    ) -> Tensor:
+        """Adds the loss of the tokens that remain.
+
+        Args:
+            x: [tokens, hidden], states of the tokens that remain.
+            index: int64 [tokens], their places in the microbatch.
+            exited: Not used.
+            places: Not used.
+            targets: int64 [all tokens].
+            loss: Weighted loss of the exits.
+
+        Returns:
+            The loss of the microbatch, without dimensions.
+        """
         del exited, places
         each = functional.cross_entropy(super().forward(x).float(), targets[index], reduction="sum")
         return loss + each * ((self.share if self.training else 1.0) / len(targets))
 
 
 def loss_of_exits(output: Tensor, targets: Tensor) -> Tensor:
-    """Returns the loss that the last layer has put together. The targets came with the inputs."""
+    """Returns the loss that the last layer has put together.
+
+    Args:
+        output: The output of the last layer.
+        targets: Not used. The targets came with the inputs.
+    """
     del targets
     return output
 

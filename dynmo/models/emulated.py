@@ -1,8 +1,7 @@
-"""Emulated layers: they sleep for given F, B and W seconds and carry given bytes, so that 24 ranks
-can be tried on a laptop.
+"""Emulated layers sleep for given F, B and W seconds, and carry given bytes.
 
-Each is a true layer all the same, y = x (1 + a / 1000) with one weight a, so that losses, gradients
-and digests mean something.
+So 24 ranks can be tried on a laptop. Each is a true layer all the same, y = x (1 + a / 1000) with
+one weight a. Losses, gradients and digests therefore mean something.
 """
 
 from __future__ import annotations
@@ -23,20 +22,24 @@ from dynmo.models.model import Model, from_factories
 
 
 def precise_timers() -> None:
-    """Asks Linux to wake this process on time: the default slack of 50 microseconds adds up over
-    thousands of short sleeps."""
+    """Asks Linux to wake this process on time.
+
+    The default slack of 50 microseconds adds up over thousands of short sleeps.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, nanoseconds
 
 
-# Waking up takes some 50 to 100 microseconds; the end of a sleep is spun away instead. Not all of
-# it: where ranks share cores, who spins holds up who should wake.
+# Waking up takes some 50 to 100 microseconds, so the end of a sleep is spun away instead. The rest
+# is not: if ranks share cores, a rank that spins holds up one that should wake.
 _SPIN = 5e-5
 
 
 def sleep_until(deadline: float) -> None:
-    """Sleeps to a moment of time.perf_counter, so that what was computed meanwhile counts as part
-    of the sleep."""
+    """Sleeps to a moment of time.perf_counter.
+
+    Work that was done meanwhile counts as part of the sleep.
+    """
     remaining = deadline - time.perf_counter()
     if remaining > _SPIN:
         time.sleep(remaining - _SPIN)
@@ -45,8 +48,10 @@ def sleep_until(deadline: float) -> None:
 
 
 class _Scale(torch.autograd.Function):
-    """y = x (1 + a / 1000), or its mean where the model ends; the backward takes `b` seconds, the
-    weight's part `w` seconds on the tape."""
+    """y = x (1 + a / 1000), or its mean in the last layer of the model.
+
+    The backward takes `b` seconds. The weight's part takes `w` seconds on the tape.
+    """
 
     @staticmethod
     def forward(
@@ -60,7 +65,8 @@ class _Scale(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.a, ctx.b, ctx.w, ctx.tape, ctx.ends = a, b, w, tape, ends
-        # One call: where many ranks share a core, what an emulated op computes holds up the others.
+        # One call only: if many ranks share a core, the computation of an emulated op holds up
+        # the others.
         y = torch.addcmul(x, x, a, value=1e-3)
         return y.mean() if ends else y
 
@@ -98,9 +104,18 @@ def _weight_work(a: nn.Parameter, x: Tensor, gy: Tensor, w: float) -> None:
 
 
 class EmulatedLayer(nn.Module):
-    """Sleeps f, b, w seconds for one microbatch. The first layer turns token ids into a message of
-    `size` float32 numbers; the one that `ends` the model gives the mean of its own: the loss,
-    within its seconds."""
+    """Sleeps for given seconds for each microbatch.
+
+    The first layer turns token ids into a message. The last layer returns the mean of its message,
+    which is the loss. That happens within its seconds.
+
+    Args:
+        f: Seconds of F.
+        b: Seconds of B.
+        w: Seconds of W.
+        size: float32 numbers of a message.
+        ends: Whether the layer is the last of the model.
+    """
 
     tape: WeightTape | None = None
 
@@ -119,7 +134,12 @@ class EmulatedLayer(nn.Module):
 
 
 def mean_loss(output: Tensor, targets: Tensor) -> Tensor:
-    """Emulated layers have no vocabulary: the loss is the mean of what comes out."""
+    """Returns the mean of the output: emulated layers have no vocabulary.
+
+    Args:
+        output: The output of the last layer.
+        targets: Not used.
+    """
     del targets
     return output.mean() if output.dim() else output
 
@@ -127,7 +147,15 @@ def mean_loss(output: Tensor, targets: Tensor) -> Tensor:
 def make_layers(
     f: Sequence[float], b: Sequence[float], w: Sequence[float], size: int, seed: int = 0
 ) -> Model:
-    """One layer per entry of the lists (seconds); messages of `size` float32 numbers."""
+    """Makes a model with one layer per entry of the lists.
+
+    Args:
+        f: Seconds of F of each layer.
+        b: Seconds of B of each layer.
+        w: Seconds of W of each layer.
+        size: float32 numbers of a message.
+        seed: Seed of the initial weights.
+    """
     precise_timers()
     factories = [
         partial(EmulatedLayer, *times, size, i == len(f) - 1)
@@ -139,6 +167,7 @@ def make_layers(
 
 
 def make(config: Config) -> Model:
+    """Makes the emulated model of a config."""
     m = config.model
     lists = [list(x) if isinstance(x, Sequence) else [x] * m.layers for x in (m.f, m.b, m.w)]
     return make_layers(*lists, size=max(1, m.bytes // 4), seed=config.seed)

@@ -1,4 +1,6 @@
-"""Feed-forward halves made of experts (mixture of experts; Mixtral, Switch, S-BASE, DeepSeek-V3).
+"""Feed-forward halves made of experts (mixture of experts).
+
+Sources: Mixtral, Switch, S-BASE, DeepSeek-V3.
 
     x' = x + sum over the chosen experts e of p_e expert_e(norm(x)) + sum of the shared experts
 
@@ -12,12 +14,14 @@ chooses its `top_k` experts:
                 (DeepSeek-V3)
 
 Evaluation takes the largest scores, or the largest sums with the bias. p are the softmax of the
-scores, scaled to sum 1 if top_k is over 1. Tokens are sorted by expert and computed as one grouped
-product. With a capacity factor, an expert drops what is over its capacity, later tokens first.
+scores. If top_k is over 1, they are scaled to sum 1. Tokens are sorted by expert and computed as
+one grouped product. With a capacity factor, an expert drops tokens over its capacity, later tokens
+first.
 
 Experts may be spread over the replicas of a stage (`ExpertsHalf.spread`). Each replica then sends
 its rows to the replicas that hold the experts, and gets the results back. The numbers are those of
-replicas that hold all experts, bit for bit: rows of different replicas are never computed together.
+replicas that hold all experts, bit for bit. The reason is that rows of different replicas are never
+computed together.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ class ExpertRule:
     capacity_factor: float | None
 
     def capacity(self, tokens: int) -> int:
-        """Most tokens that an expert takes of so many."""
+        """Returns the most tokens that an expert takes of `tokens` tokens."""
         if self.capacity_factor is None:
             return tokens
         return max(1, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
@@ -97,8 +101,8 @@ class ExpertRouter(nn.Module):
             x: [tokens, hidden].
 
         Returns:
-            `x`; the chosen experts, int64 [tokens, top_k]; their weights, float32 like these; and
-            how many chose each expert, int64 [experts].
+            Four tensors: `x`, the chosen experts int64 [tokens, top_k], their weights float32
+            [tokens, top_k], and the number of tokens of each expert int64 [experts].
         """
         scores = functional.linear(x.float(), self.weight.float())
         probabilities = scores.softmax(-1)
@@ -121,13 +125,13 @@ class ExpertRouter(nn.Module):
         routing, top_k = self.rule.routing, self.rule.top_k
         if routing == "bias":
             return (scores.sigmoid() + self.bias).topk(top_k, dim=1).indices
-        # Shapes alone have no scores to balance.
+        # A run of shapes only has no scores to balance.
         if not self.training or routing == "aux-loss" or type(scores) is not Tensor:
             return scores.topk(top_k, dim=1).indices
         if routing == "sinkhorn":
             return sinkhorn(scores).topk(top_k, dim=1).indices
-        # One balanced assignment after the other. A token takes each expert once: where the balance
-        # would give it an expert again, it takes the best of the others.
+        # One balanced assignment after the other. A token takes each expert once. If the balance
+        # would give it an expert again, the token takes the best of the others.
         left, choices = scores.clone(), list[Tensor]()
         taken = torch.zeros_like(scores, dtype=torch.bool)
         for _ in range(top_k):
@@ -141,13 +145,13 @@ class ExpertRouter(nn.Module):
 
 @dataclass(frozen=True)
 class _Spread:
-    """Who computes what, seen from one replica.
+    """The replicas that compute each expert, seen from one replica.
 
     Attributes:
         exchange: Sends rows.
         sent: By replica of the group, the experts that compute this replica's rows there.
         taken: By replica of the group, how many experts compute its rows here.
-        blocks: Of the rows that come: replica and expert.
+        blocks: Replica and expert of each block of rows that comes.
     """
 
     exchange: RowExchange
@@ -157,7 +161,13 @@ class _Spread:
 
     @classmethod
     def of(cls, placement: ExpertPlacement, place: int, exchange: RowExchange) -> _Spread:
-        """As `ExpertsHalf.spread` takes it."""
+        """Makes the plan of one replica.
+
+        Args:
+            placement: See `ExpertsHalf.spread`.
+            place: See `ExpertsHalf.spread`.
+            exchange: See `ExpertsHalf.spread`.
+        """
 
         def between(source: int, target: int) -> tuple[int, ...]:
             return tuple(
@@ -220,10 +230,12 @@ class ExpertsHalf(nn.Module):
         self.down.hold(experts)
 
     def spread(self, placement: ExpertPlacement, place: int, exchange: RowExchange) -> None:
-        """Computes rows where their experts are. Call it again when weights have been replaced.
+        """Computes rows where their experts are.
+
+        Call it again when weights have been replaced.
 
         Args:
-            placement: Which replica of a group holds which experts.
+            placement: The experts that each replica of the group holds.
             place: This replica's place in the group. It holds its experts alone (`hold`).
             exchange: Sends rows between the replicas of the group.
         """
@@ -235,7 +247,14 @@ class ExpertsHalf(nn.Module):
         return x + self.added(x)
 
     def added(self, x: Tensor) -> Tensor:
-        """What the half adds to the stream. x: [..., hidden]."""
+        """Returns the part that the half adds to the stream.
+
+        Args:
+            x: [..., hidden].
+
+        Returns:
+            Like `x`.
+        """
         flat = self.norm(x.reshape(-1, x.shape[-1]))
         flat, chosen, weights, load = self.router(flat)
         places, counts, order = self.sort_by_expert(chosen, load)
@@ -246,7 +265,7 @@ class ExpertsHalf(nn.Module):
             else self._spread_experts(rows, counts, self._spread)
         )
         out = out * weights.flatten().index_select(0, order).unsqueeze(1).to(out.dtype)
-        # Each pair has a place of its own, so that the sum over a token's experts has one order.
+        # Each pair has its own place, so that the sum over a token's experts has one order.
         pairs = flat.new_zeros(chosen.numel(), flat.shape[1]).index_copy(0, order, out)
         total = pairs.view(*chosen.shape, flat.shape[1]).sum(1)
         if self.shared_gate_up is not None and self.shared_down is not None:
@@ -255,12 +274,12 @@ class ExpertsHalf(nn.Module):
         return self.dropout(total.view(x.shape))
 
     def _experts(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """The experts of rows that lie expert by expert, [rows, hidden]."""
+        """Computes rows that lie expert by expert, [rows, hidden]."""
         gate, up = self.gate_up(rows, counts).chunk(2, dim=-1)
         return self.down(functional.silu(gate) * up, counts)
 
     def _spread_experts(self, rows: Tensor, counts: Sequence[int], spread: _Spread) -> Tensor:
-        """As `_experts`, with the experts of all replicas of the group."""
+        """Like `_experts`, with the experts of all replicas of the group."""
         by_expert = rows.split(list(counts))
         there = torch.cat([by_expert[expert] for targets in spread.sent for expert in targets])
         takes = spread.exchange.counts(
@@ -283,8 +302,8 @@ class ExpertsHalf(nn.Module):
             load: Pairs of each expert.
 
         Returns:
-            The token of each kept pair; kept pairs of each expert; and the places of the pairs in
-            `chosen`, flat.
+            The token of each kept pair, the kept pairs of each expert, and the places of the pairs
+            in the flat `chosen`.
         """
         rule, pairs = self.router.rule, chosen.flatten()
         order = pairs.argsort(stable=True)
@@ -299,12 +318,12 @@ class ExpertsHalf(nn.Module):
 
 
 def halves(module: nn.Module) -> list[ExpertsHalf]:
-    """The experts halves of a layer: itself, or parts of it."""
+    """Returns the experts halves of a layer: itself, or parts of it."""
     return [part for part in module.modules() if isinstance(part, ExpertsHalf)]
 
 
 def _even(pairs: int, experts: int) -> list[int]:
-    """Pairs of each expert where only shapes are known."""
+    """Returns the pairs of each expert if only shapes are known."""
     return [pairs // experts + (expert < pairs % experts) for expert in range(experts)]
 
 
@@ -314,11 +333,28 @@ class ExitExpertsHalf(ExpertsHalf):
     varying_shapes = False
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Adds the experts to the tokens that remain.
+
+        Args:
+            x: [tokens, hidden].
+            *rest: The other tensors, which are handed on.
+        """
         return super().forward(x), *rest
 
 
 class RoutedExpertsHalf(ExpertsHalf):
-    """Experts for the tokens that a routed block selects: depths and experts together (MoDE)."""
+    """Experts for the tokens that a routed block selects (MoDE).
+
+    Mixture of depths and experts work together.
+    """
 
     def forward(self, x: Tensor, attended: Tensor, weights: Tensor, index: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Adds the routed block to the selected tokens. See `add_selected`.
+
+        Args:
+            x: The stream, [microbatch, sequence, hidden].
+            attended: The output of the attention, [selected, hidden].
+            weights: The router's weights, [selected, 1].
+            index: Places of the selected tokens, int64 [selected].
+        """
         return add_selected(x, attended, weights, index, self.added)

@@ -2,7 +2,7 @@
 
     embedding | attention half | feed-forward half | ... | head        2 * blocks + 2 layers
 
-Both halves read and write the same residual stream [microbatch, sequence, hidden], so a boundary
+Both halves read and write the same residual stream [microbatch, sequence, hidden]. So a boundary
 may fall between any two layers.
 """
 
@@ -18,7 +18,14 @@ from dynmo.kernels.shared_qk import SparseAttention
 
 
 class Embedding(nn.Module):
-    """[microbatch, sequence] token ids -> [microbatch, sequence, hidden]."""
+    """[microbatch, sequence] token ids -> [microbatch, sequence, hidden].
+
+    Args:
+        vocab: Number of different tokens.
+        hidden: Width of the stream.
+        std: Standard deviation of the initial weights.
+        dropout: Probability of dropout.
+    """
 
     def __init__(self, vocab: int, hidden: int, std: float, dropout: float) -> None:
         super().__init__()
@@ -31,14 +38,30 @@ class Embedding(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions. x: [microbatch, heads, sequence, head_size]; cosine, sine: [sequence,
-    head_size / 2]."""
+    """Applies rotary positions.
+
+    Args:
+        x: [microbatch, heads, sequence, head_size].
+        cosine: [sequence, head_size / 2].
+        sine: Like `cosine`.
+
+    Returns:
+        Like `x`.
+    """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
 def rotary_tables(sequence: int, size: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles, float32 [sequence, size / 2] each."""
+    """Returns the cosines and sines of the rotary angles.
+
+    Args:
+        sequence: Number of positions.
+        size: Size of a head.
+
+    Returns:
+        float32 [sequence, size / 2] each.
+    """
     angle = np.outer(np.arange(sequence), 10000.0 ** (-np.arange(0, size, 2) / size))
     return torch.tensor(np.cos(angle), dtype=torch.float32), torch.tensor(
         np.sin(angle), dtype=torch.float32
@@ -46,11 +69,20 @@ def rotary_tables(sequence: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 class AttentionHalf(nn.Module):
-    """x + proj(attention(norm(x))), causal, rotary."""
+    """x + proj(attention(norm(x))), causal, rotary.
+
+    Args:
+        hidden: Width of the stream.
+        heads: Number of heads.
+        sequence: Most tokens of a row.
+        std: Standard deviation of the initial weights.
+        residual_std: The same of the projection.
+        dropout: Probability of dropout.
+    """
 
     cosine: Tensor
     sine: Tensor
-    vectors = 3  # per position and head: query, key, value
+    vectors = 3  # query, key and value, per position and head
 
     def __init__(
         self,
@@ -85,13 +117,24 @@ class AttentionHalf(nn.Module):
 
 
 class SharedAttentionHalf(AttentionHalf):
-    """Queries and keys are one vector, and the key is normalised: attention that can be hashed.
+    """Attention that can be hashed.
 
-    `sparse_attention` says what is left out, and the case of that name sets it; None leaves out
-    nothing.
+    Queries and keys are one vector, and the key is normalised.
+
+    Args:
+        hidden: Width of the stream.
+        heads: Number of heads.
+        sequence: Most tokens of a row.
+        std: Standard deviation of the initial weights.
+        residual_std: The same of the projection.
+        dropout: Probability of dropout.
+
+    Attributes:
+        sparse_attention: The kernel that leaves out pairs. The case of that name sets it. None
+            leaves out nothing.
     """
 
-    vectors = 2  # query and key, value
+    vectors = 2  # query and key in one, and the value
 
     def __init__(
         self,
@@ -123,13 +166,22 @@ class SharedAttentionHalf(AttentionHalf):
 
 
 def feed_forward_size(hidden: int) -> int:
-    """8/3 of hidden, so that SwiGLU's three matrices weigh as much as two of 4 hidden; rounded up
-    to a multiple of 32."""
+    """Returns 8/3 of hidden, rounded up to a multiple of 32.
+
+    SwiGLU's three matrices then weigh as much as two of 4 hidden.
+    """
     return -(-8 * hidden // 3 // 32) * 32
 
 
 class FeedForwardHalf(nn.Module):
-    """x + down(silu(gate(norm(x))) * up(norm(x))); gate and up are one matrix."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))). Gate and up are one matrix.
+
+    Args:
+        hidden: Width of the stream.
+        std: Standard deviation of the initial weights.
+        residual_std: The same of the last matrix.
+        dropout: Probability of dropout.
+    """
 
     def __init__(self, hidden: int, std: float, residual_std: float, dropout: float) -> None:
         super().__init__()
@@ -145,13 +197,19 @@ class FeedForwardHalf(nn.Module):
         return x + self.added(x)
 
     def added(self, x: Tensor) -> Tensor:
-        """What the half adds to the stream."""
+        """Returns the part that the half adds to the stream, like `x`."""
         gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
         return self.dropout(self.down(functional.silu(gate) * up))
 
 
 class Head(nn.Module):
-    """[microbatch, sequence, hidden] -> logits [microbatch, sequence, vocab]."""
+    """[microbatch, sequence, hidden] -> logits [microbatch, sequence, vocab].
+
+    Args:
+        hidden: Width of the stream.
+        vocab: Number of different tokens.
+        std: Standard deviation of the initial weights.
+    """
 
     def __init__(self, hidden: int, vocab: int, std: float) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""The GPT that a config asks for: its layers, and which variant of each the dynamic cases need."""
+"""The GPT that a config asks for.
+
+Decides its layers, and which variant of each layer the dynamic cases need.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def make(config: Config) -> Model:
     """Makes the GPT of a config.
 
     Args:
-        config: Its sections [model] and [dynamism] count.
+        config: Only its sections [model] and [dynamism], and its seed, count.
 
     Returns:
         The model. Two layers a block, one for the embedding, each exit and the head.
@@ -51,7 +54,7 @@ def _residual_std(config: Config) -> float:
 
 
 def _plain(config: Config) -> list[Named]:
-    """Also with sparse attention, and with blocks that only some tokens pass."""
+    """Makes the layers of a GPT without exits, for all other cases."""
     m, depths = config.model, config.dynamism.mixture_of_depths
     shared = "sparse_attention" in config.dynamism.cases
     routed = depths.routed_blocks(m.blocks) if "mixture_of_depths" in config.dynamism.cases else ()

@@ -3,11 +3,12 @@
     x' = x + r f(x)    for the selected tokens, with the router's weight r
     x' = x             for the others
 
-f is what attention and feed-forward add to the stream. Its attention runs among the selected tokens
-only. Training selects the same number of tokens in each row: those with the largest r (expert
-choice). That looks at tokens that come later, so a predictor learns to tell which tokens are
-selected. Evaluation selects by the predictor alone, and training may, too (threshold routing). Then
-the number of tokens varies.
+f is the sum of what attention and feed-forward add to the stream. Its attention runs among the
+selected tokens only.
+
+Training selects the same number of tokens in each row: those with the largest r (expert choice).
+That looks at later tokens. So a predictor learns which tokens are selected. Evaluation selects by
+the predictor alone. Training may do so too (threshold routing). Then the number of tokens varies.
 
 The predictor has the two published forms. "bce" adds a binary cross entropy on r, which pulls
 selected tokens over 0 and others under it. "mlp" is a small network of its own, with a stopped
@@ -28,12 +29,17 @@ from dynmo.kernels.token_attention import attend_packed, row_lengths
 from dynmo.kernels.token_select import select
 from dynmo.models.gpt import AttentionHalf, FeedForwardHalf, rotate
 
-# Width of the predictor "mlp", as a part of the stream's.
+# The width of the predictor "mlp" is the stream's width divided by this.
 _PREDICTOR_SHARE = 8
 
 
 def selected_tokens(capacity: float, sequence: int) -> int:
-    """Returns how many tokens of a row are selected, at least one."""
+    """Returns how many tokens of a row are selected, at least one.
+
+    Args:
+        capacity: Share of the tokens that is selected.
+        sequence: Tokens of a row.
+    """
     return max(1, round(capacity * sequence))
 
 
@@ -50,7 +56,7 @@ class Router(nn.Module):
     Attributes:
         by_threshold: Whether training selects by the predictor.
         seen: Tokens of all microbatches since the last record: all, those that were selected, and
-            those of which the predictor is right.
+            those that were predicted right.
     """
 
     tape: WeightTape | None = None
@@ -77,8 +83,8 @@ class Router(nn.Module):
             rows: Rows of the microbatch.
 
         Returns:
-            `x`; the selected rows of x, [selected, hidden]; their weights, [selected, 1]; and their
-            places, int64 [selected], ascending.
+            Four tensors: `x`, the selected rows of x [selected, hidden], their weights [selected,
+            1], and their places int64 [selected], ascending.
         """
         if not self.training:
             index = self._predicted(x).nonzero().squeeze(1)
@@ -97,20 +103,24 @@ class Router(nn.Module):
         loss = functional.binary_cross_entropy_with_logits(guesses, chosen_by_best)
         predicted = guesses.detach() > 0
         index = predicted.nonzero().squeeze(1) if self.by_threshold else best
-        right = (predicted == chosen_by_best.bool()).sum()  # not asked for here: CUDA would wait
+        # The count stays on the device, because reading it would make CUDA wait.
+        right = (predicted == chosen_by_best.bool()).sum()
         self.seen = self.seen[0] + len(x), self.seen[1] + len(index), self.seen[2] + right
         x, chosen = select(add_loss(x, self.loss_weight * loss, self.tape), index)
         return x, chosen, self.weight(chosen), index
 
     def _best(self, scores: Tensor, rows: int) -> Tensor:
-        """Places of the tokens with the largest scores of each row, int64 [rows * selected]."""
+        """Finds the tokens with the largest scores of each row.
+
+        Returns their places, int64 [rows * selected].
+        """
         scores = scores.view(rows, -1)
         count = selected_tokens(self.capacity, scores.shape[1])
         best = scores.topk(count, dim=1).indices.sort(dim=1).values
         return (best + torch.arange(rows, device=best.device)[:, None] * scores.shape[1]).flatten()
 
     def _predicted(self, x: Tensor) -> Tensor:
-        """Which tokens the predictor takes, bool [tokens]."""
+        """Returns a bool [tokens]: True for the tokens that the predictor selects."""
         guesses = self.weight(x) if self.predictor is None else self.predictor(x)
         return guesses.squeeze(-1) > 0
 
@@ -118,8 +128,12 @@ class Router(nn.Module):
 class RoutedAttentionHalf(AttentionHalf):
     """Selects tokens, and attends among them.
 
-    Hands on the stream [microbatch, sequence, hidden], what the attention adds to the selected
-    tokens [selected, hidden], their weights [selected, 1] and their places int64 [selected].
+    The layer hands on four tensors:
+
+        stream     [microbatch, sequence, hidden]
+        attended   [selected, hidden]    output of the attention of the selected tokens
+        weights    [selected, 1]         their weights
+        index      int64 [selected]      their places
 
     Args:
         hidden: Width of the stream.
@@ -170,20 +184,28 @@ class RoutedFeedForwardHalf(FeedForwardHalf):
     """The feed-forward of the selected tokens, and their way back into the stream."""
 
     def forward(self, x: Tensor, attended: Tensor, weights: Tensor, index: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Adds the routed block to the selected tokens. See `add_selected`.
+
+        Args:
+            x: The stream, [microbatch, sequence, hidden].
+            attended: The output of the attention, [selected, hidden].
+            weights: The router's weights, [selected, 1].
+            index: Places of the selected tokens, int64 [selected].
+        """
         return add_selected(x, attended, weights, index, self.added)
 
 
 def add_selected(
     x: Tensor, attended: Tensor, weights: Tensor, index: Tensor, added: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Adds what a routed block computes to the selected tokens.
+    """Adds the output of a routed block to the selected tokens.
 
     Args:
         x: The stream, [microbatch, sequence, hidden].
-        attended: What the attention adds, [selected, hidden].
-        weights: The router's, [selected, 1].
+        attended: The output of the attention, [selected, hidden].
+        weights: The router's weights, [selected, 1].
         index: Places of the selected tokens, int64 [selected].
-        added: What the feed-forward adds to states [selected, hidden].
+        added: Takes states [selected, hidden] and returns the output of the feed-forward.
 
     Returns:
         Like `x`.

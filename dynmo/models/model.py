@@ -1,4 +1,4 @@
-"""What dynmo needs to know of a model: the names of its layers, how to build one, and the loss."""
+"""The model as dynmo needs it: names of layers, how to build one, and the loss."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Factory = Callable[[], nn.Module]
 class Model:
     """A list of layers, each of which may live on any rank.
 
-    Each layer's initial weights depend on the seed and its index alone, so that every placement
-    starts from the same bits.
+    The initial weights of a layer depend on the seed and its index alone. So every placement starts
+    from the same bits.
 
     Attributes:
         names: Name of each layer, in order.
-        build: Takes the indices of this rank's layers. Returns all layers, those of other ranks on
-            the meta device (shapes without memory).
+        build: Takes the indices of this rank's layers. Returns all layers. Those of other ranks are
+            on the meta device (shapes without memory).
         loss: Takes (output, targets) and returns the mean loss of a microbatch.
         tied: Pairs of (layer, parameter) that are one weight. The first owns it.
         takes_targets: Whether the first layer takes inputs and targets of a microbatch in one
@@ -49,11 +49,14 @@ class Model:
         return len(self.names)
 
     def first_inputs(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns what the first layer takes.
+        """Returns the input of the first layer.
 
         Args:
             inputs: [..., sequence].
             targets: Like the inputs.
+
+        Returns:
+            The inputs, or inputs and targets as [..., 2, sequence].
         """
         return torch.stack((inputs, targets), dim=-2) if self.takes_targets else inputs
 
@@ -80,10 +83,10 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Leaves initial values out: what is on the meta device has none, and pretending takes
-    milliseconds a weight.
+    """Leaves initial values out. Tensors on the meta device have none.
 
-    Remembers which tensors were made, for `keeps_others`.
+    Computing them all the same takes milliseconds a weight. The object remembers which tensors were
+    made, for `keeps_others`.
     """
 
     def __init__(self) -> None:
@@ -100,8 +103,10 @@ class _Uninitialised(TorchFunctionMode):
         return out
 
     def keeps_others(self, layer: nn.Module) -> bool:
-        """Whether a tensor lives on that is no parameter or buffer: an attribute of a module, say.
-        Nothing would ever fill it."""
+        """True if a tensor lives on that is no parameter or buffer.
+
+        An attribute of a module is an example. Nothing would ever fill it.
+        """
         own = {id(tensor) for _, _, tensor in named_tensors(layer)}
         return any(
             (tensor := each()) is not None and tensor.is_meta and id(tensor) not in own
@@ -110,14 +115,16 @@ class _Uninitialised(TorchFunctionMode):
 
 
 def on_meta(factory: Factory) -> nn.Module:
-    """A layer whose parameters and buffers are on the meta device; what else it keeps is real,
-    since no move would bring it."""
+    """Makes a layer whose parameters and buffers are on the meta device.
+
+    Other tensors that the layer keeps are real, because no move would bring them.
+    """
     try:
         with torch.device("meta"), _Uninitialised() as tracker:
             layer = factory()
             if not tracker.keeps_others(layer):
                 return layer
-    except Exception:  # it asks for the value of a tensor, which only real ones have
+    except Exception:  # the layer asks for values, which only real tensors have
         pass
     return factory().to("meta")
 
@@ -135,7 +142,7 @@ def from_factories(
     Args:
         names: Name of each layer.
         factories: Make one layer each.
-        seed: With the layer's index it seeds the initial weights.
+        seed: Together with the index of a layer, it seeds the initial weights.
         loss: See `Model`.
         tied: See `Model`.
         takes_targets: See `Model`.
@@ -161,7 +168,15 @@ def from_factories(
 
 
 def check_layers(where: str, layers: Sequence[nn.Module]) -> None:
-    """Raises ConfigError for what would be lost when a layer moves."""
+    """Refuses layers that would lose something in a move.
+
+    Args:
+        where: Names the model in the message.
+        layers: All layers.
+
+    Raises:
+        ConfigError: A layer has something that cannot move with it.
+    """
     owner: dict[int, tuple[int, str]] = {}
     for index, layer in enumerate(layers):
         scripted = next(
@@ -218,8 +233,11 @@ def check_layers(where: str, layers: Sequence[nn.Module]) -> None:
 
 
 def named_tensors(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Parameters and buffers as a layer's modules have them, each module once however often it is
-    used."""
+    """Yields the parameters and buffers as a layer's modules have them.
+
+    Each module comes once, however often it is used. An item is ("parameter" or "buffer", name,
+    tensor).
+    """
     for prefix, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield "parameter", f"{prefix}.{name}".lstrip("."), parameter

@@ -1,4 +1,4 @@
-"""The model that a config names: one of dynmo's kinds, or a function of the user's own."""
+"""The model that a config names: one of dynmo's kinds, or a user's own function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dynmo.models.model import (
 
 
 def load_model(config: Config) -> Model:
-    """The model that the config names."""
+    """Loads the model that the config names."""
     kind = config.model.kind
     if config.model.is_gpt:
         return gpt_config.make(config)
@@ -38,12 +38,19 @@ def load_model(config: Config) -> Model:
 
 
 def from_function(path: str, seed: int) -> Model:
-    """`package.module:function`, called without arguments: returns a list of layers, or (list of
-    layers, loss function).
+    """Makes a model of the user's own function.
 
-    Layers are modules: all are made on every rank under a fixed seed, and those of other ranks are
-    dropped at once. Or they are functions without arguments that make a module each: then a rank
-    makes its own only. Raises ConfigError if the path leads to no such function.
+    The function returns a list of layers, or (list of layers, loss function). The layers are
+    modules, or functions without arguments that make one module each. Modules are made on every
+    rank under a fixed seed, and those of other ranks are dropped at once. Functions are called only
+    on the rank that holds the layer.
+
+    Args:
+        path: `package.module:function`. It is called without arguments.
+        seed: Seed of the initial weights.
+
+    Raises:
+        ConfigError: The path leads to no such function.
     """
     where = f"model.kind = 'python:{path}'"
     module_name, _, function_name = path.partition(":")
@@ -55,7 +62,7 @@ def from_function(path: str, seed: int) -> Model:
         raise ConfigError(
             f"{where}: cannot import {module_name}: {error}; run from its folder or install it"
         ) from error
-    except (Exception, SystemExit) as error:  # whatever its own code raises, a slip of the pen too
+    except (Exception, SystemExit) as error:  # anything that the user's code raises
         raise ConfigError(f"{where}: importing {module_name} raised {_describe(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -82,7 +89,8 @@ def from_function(path: str, seed: int) -> Model:
             or not callable(loss)
         ):
             raise ConfigError(
-                f"{where}: {function_name}() must return a list of torch modules or of functions that make one each, or (list, loss)"
+                f"{where}: {function_name}() must return a list of torch modules or of functions "
+                "that make one each, or (list, loss)"
             )
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             raise ConfigError(
@@ -98,9 +106,9 @@ def from_function(path: str, seed: int) -> Model:
     try:
         with torch.device("meta"):
             layers, given = make()
-    except ConfigError:  # a number asked of a tensor, say, which shapes alone do not tell
+    except ConfigError:  # shapes alone may not be enough: the function may ask for a number
         layers, given = make()
-    # What the loss holds is made with the layers: tensors, or fake ones where only shapes are run.
+    # Tensors of the loss are made with the layers. In a run of shapes only, they are fake tensors.
     losses: dict[type[Tensor], Loss] = {}
 
     def build(owned: Collection[int]) -> list[nn.Module]:
@@ -123,7 +131,7 @@ def from_function(path: str, seed: int) -> Model:
 
 
 def _shadowed_hint(module: ModuleType) -> str:
-    """A hint if an installed module hides the user's own of the same name."""
+    """Returns a hint if an installed module hides the user's own of the same name."""
     own = Path(f"{module.__name__.replace('.', '/')}.py")
     file = getattr(module, "__file__", None)
     if file is None or not own.is_file() or own.resolve() == Path(file).resolve():
@@ -142,13 +150,17 @@ def _make_layer(where: str, index: int, factory: Callable[[], object]) -> nn.Mod
         raise ConfigError(f"{where}: making layer {index} raised {_describe(error)}") from error
     if not isinstance(layer, nn.Module):
         raise ConfigError(
-            f"{where}: what should make layer {index} returned a {type(layer).__name__}, not a torch module"
+            f"{where}: what should make layer {index} returned a {type(layer).__name__}, not a "
+            "torch module"
         )
     return layer
 
 
 def _tensor_type() -> type[Tensor]:
-    """The class of tensors that are created now: a fake one where only shapes are run."""
+    """Returns the class of tensors that are created now.
+
+    In a run of shapes only, that is a fake tensor.
+    """
     return type(torch.empty(0))
 
 

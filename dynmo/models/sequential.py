@@ -16,7 +16,9 @@ _SAMPLE = 64
 
 
 class Sequential(Model):
-    """Layers in the order in which they run. Each layer is the smallest unit that moves.
+    """Layers in the order in which they run.
+
+    Each layer is the smallest unit that moves.
 
     Give modules, or functions without arguments that make one module each. A function runs only on
     the rank that holds the layer, under a random seed of the layer's own. Modules are made on every
@@ -78,8 +80,10 @@ class Sequential(Model):
         object.__setattr__(self, "_modules", tuple(modules))
 
     def fingerprint(self) -> bytes:
-        """Returns a digest of some weights of every layer. It is the same on all ranks that made
-        the same modules."""
+        """Returns a digest of some weights of every layer.
+
+        It is the same on all ranks that made the same modules.
+        """
         digest = hashlib.sha256(repr(self.names).encode())
         modules: tuple[nn.Module, ...] = self.__dict__["_modules"]
         for module in modules:

@@ -1,1 +1,1 @@
-"""`Pipeline`, the class that users call, and what keeps its schedule and placement up to date."""
+"""`Pipeline`, the class that users call, and the parts behind it."""

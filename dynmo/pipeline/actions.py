@@ -1,5 +1,7 @@
-"""Everything that changes what the ranks hold or run, between steps: freezing, moves, other meshes,
-other schedules."""
+"""Changes what the ranks hold or run, between steps.
+
+Such changes are freezing, moves, other meshes and other schedules.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,18 @@ from dynmo.runtime.state.reshape import holders, transfers
 
 
 class Actions:
-    """Carries out decisions. All ranks call every method but `rebuild` together, with equal
-    arguments.
+    """Carries out decisions.
 
-    Each method first waits until the last step is final.
+    All ranks call every method but `rebuild` together, with equal arguments. Each method first
+    waits until the last step is final.
 
     Args:
-        layouts: Which layouts there can be.
-        layer_store: What this rank holds, and where everything is.
-        schedule_keeper: In which order the ranks work, and what is known of costs.
-        programs: What the ranks run. They are lowered again after a change.
-        profiler: Its measurements of layers that change are dropped.
-        pending: With post-validation, the step that is not final yet.
+        layouts: Makes the possible layouts.
+        layer_store: Holds this rank's layers, and knows where all others are.
+        schedule_keeper: Knows the schedule and the costs.
+        programs: Run the schedule. They are lowered again after a change.
+        profiler: Drops its measurements of layers that change.
+        pending: Knows the step that is not final yet, with post-validation.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Actions:
         frozen = self._pending.final.frozen
         self._check_layers(layers)
         before = frozen.first_trainable
-        self._schedule_keeper.forget()  # nobody has measured what a layer costs that trains again
+        self._schedule_keeper.forget()  # costs of layers that train again are not measured yet
         frozen.thaw(layers)
         self.on_workload_change({*layers, *range(frozen.first_trainable, before + 1)})
 
@@ -103,8 +105,9 @@ class Actions:
             )
 
     def on_workload_change(self, layers: Iterable[int]) -> None:
-        """Drops what was measured of these layers, because they cost something else from the next
-        step on.
+        """Drops the measurements of layers whose work changes.
+
+        Their costs change from the next step on.
 
         Args:
             layers: Indices in the model.
@@ -126,7 +129,7 @@ class Actions:
             is_agreed: Whether the ranks have compared `partition` already.
 
         Returns:
-            What has moved, and how long it took.
+            The bytes that have moved, and the seconds that it took.
 
         Raises:
             PartitionError: It has another number of layers or stages.
@@ -167,7 +170,7 @@ class Actions:
             partition: Layers on each new stage. The default is as even as possible.
 
         Returns:
-            What has moved, and how long it took.
+            The bytes that have moved, and the seconds that it took.
 
         Raises:
             InputError: The ranks, the microbatches, the accumulation groups or the schedule do not
@@ -180,7 +183,8 @@ class Actions:
             raise ConfigError("a pipeline of slices cannot be reshaped; make another")
         if layer_store.experts is not None:
             raise ConfigError(
-                "replicas that share experts (parallel.expert) cannot be reshaped; make another pipeline"
+                "replicas that share experts (parallel.expert) cannot be reshaped; make another "
+                "pipeline"
             )
         layout = self._layouts.reshaped(before, pipeline, data, partition)
         agree(
@@ -209,8 +213,13 @@ class Actions:
         return migration
 
     def on_recompute_change(self, layers: frozenset[int]) -> None:
-        """Takes note of layers that begin or cease to be recomputed. Nobody has measured what they
-        cost now."""
+        """Takes note of layers that begin or cease to be recomputed.
+
+        Their new costs are not measured yet.
+
+        Args:
+            layers: Indices in the model.
+        """
         if layers:
             self._schedule_keeper.forget()
             self.on_workload_change(layers)
@@ -223,8 +232,8 @@ class Actions:
             least: Share of a step that must be saved.
 
         Returns:
-            The share of a step that the simulator says is saved. None if the schedule stays, as
-            those do that are not made from costs.
+            The predicted share of a step that is saved. None if the schedule stays. Schedules that
+            are not made from costs always stay.
         """
         self._pending.settle()
         gain = self._schedule_keeper.replan(layers, least)
@@ -250,7 +259,7 @@ class Actions:
         """Moves experts between the replicas that share them, with their optimizer state.
 
         Args:
-            placements: New ones, by layer.
+            placements: The new placements, by layer.
 
         Returns:
             Bytes that all ranks received.
@@ -261,7 +270,8 @@ class Actions:
         layer_store = self._pending.final
         if layer_store.experts is None:
             raise ConfigError(
-                "experts cannot be placed where every replica holds all of them; set parallel.expert"
+                "experts cannot be placed where every replica holds all of them; set "
+                "parallel.expert"
             )
         holders = {index: placement.holders for index, placement in sorted(placements.items())}
         everyone = layer_store.world.everyone

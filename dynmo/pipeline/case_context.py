@@ -1,4 +1,4 @@
-"""What a dynamic case sees of the model, and what it may do (`dynmo.dynamism.Layers`)."""
+"""The view that a dynamic case has of the model (`dynmo.dynamism.Layers`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CaseContext:
 
     Args:
         layer_store: Holds this rank's layers, and all others without memory.
-        actions: Carries out what the case decides.
+        actions: Carries out the decisions of the case.
         pending: Knows whether the last step is final.
     """
 
@@ -64,8 +64,10 @@ class CaseContext:
         self._actions.unfreeze(layers)
 
     def kept(self, layer: int) -> dict[str, Tensor]:
-        """The tensors that a case keeps with one of this rank's layers. They move and are saved
-        with it."""
+        """Returns the tensors that a case keeps with one of this rank's layers.
+
+        They move and are saved with the layer.
+        """
         return self._layer_store.kept[layer]
 
     def moments(self, layer: int) -> dict[str, Tensor]:
@@ -78,7 +80,12 @@ class CaseContext:
         return self._layer_store.moments(layer)
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
-        """Trains the new parameters of one of this rank's layers. See `Actions.rebuild`."""
+        """Trains the new parameters of one of this rank's layers. See `Actions.rebuild`.
+
+        Args:
+            layer: Index of one of this rank's layers.
+            moments: Optimizer state of the new parameters, `parameter/moment` -> tensor.
+        """
         self._actions.rebuild(layer, moments)
 
     @property
@@ -89,7 +96,7 @@ class CaseContext:
 
     @property
     def expert_placements(self) -> Mapping[int, ExpertPlacement]:
-        """Which of these replicas hold which experts, by layer."""
+        """The replicas that hold each expert, by layer."""
         experts = self._layer_store.experts
         return {} if experts is None else experts.placements
 

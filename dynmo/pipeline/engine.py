@@ -1,11 +1,13 @@
-"""What the trainer and `dynmo.Pipeline` run on: one model over the ranks of a world, step by step.
+"""The engine of the trainer and of `dynmo.Pipeline`.
+
+It trains one model over a world.
 
 world = World.join(store, rank, size)
 engine = Engine(world, model, Partition((9, 9)), schedule="zb-h1", microbatches=8)
 for step in range(steps):
     result = engine.step(step, inputs, targets, lr=3e-4, max_norm=1.0)
     costs = engine.costs()                    # measured, the same on every rank
-    engine.move(exact(...))                   # layers change ranks; nothing else changes
+    engine.move(exact(...))                   # layers change ranks, and nothing else changes
 """
 
 from __future__ import annotations
@@ -58,13 +60,13 @@ from dynmo.schedule.simulator import Timeline
 
 
 class Engine:
-    """A model's layers spread over a world of ranks, and what may be done with them.
+    """Trains and changes a model whose layers are spread over a world of ranks.
 
     All ranks call every method together, with equal arguments.
 
     Args:
         world: The ranks of one pipeline. It may be one of several in a mesh (`arrange`).
-        model: What to train.
+        model: The model to train.
         partition: Number of layers on each stage. The schedule says which rank holds which stage.
         schedule: Name of the schedule.
         microbatches: Microbatches of a step of one pipeline.
@@ -73,19 +75,19 @@ class Engine:
             has one rank, and layers move between slices without a message. None means that the
             ranks of the world are the pipeline's.
         memory_limit: Bytes of a rank, for schedules that are made within a limit.
-        seed: Seeds what layers draw while training.
+        seed: Seeds the random numbers of layers while training.
         optimizer: Its kind and options.
         compiles: Whether torch.compile runs the layers.
-        accumulation_groups: In how many groups the gradients of all pipelines' microbatches are
-            summed. The default is one group per replica.
+        accumulation_groups: Number of groups in which the gradients of all pipelines' microbatches
+            are summed. The default is one group per replica.
         zero: 1 shares the optimizer's state over the replicas (ZeRO-1).
         w_granularity: "whole" runs every W where the schedule has it. "linear" may run parts of a W
             earlier, while a message is late.
-        post_validation: Whether steps have no barrier at their end. See `advance`.
-        rollback: How a step is taken back. "exact" restores copies. "in-place" inverts the update
-            without copies and is approximate.
+        post_validation: True if steps have no barrier at their end. See `advance`.
+        rollback: The way to take a step back. "exact" restores copies. "in-place" inverts the
+            update without copies and is approximate.
         clip_scope: "global" clips by the norm of all layers, "local" each layer by its own.
-        dtype: What the model computes in.
+        dtype: The precision that the model computes in.
         scaler: Scale of the loss. The default is dynamic in float16, and none otherwise.
         recompute: Indices of the layers whose activations are recomputed in B. Or a pure function
             of a placement, the schedule with every stage training, and the number of replicas.
@@ -98,22 +100,22 @@ class Engine:
             outside of. The engine then holds nothing until `membership.arrive`.
 
     Raises:
-        ConfigError: An option is wrong, or the model has a layer that cannot be trained so.
+        ConfigError: An option is wrong, or it does not allow some layer of the model.
         PartitionError: The placement does not fit the model or the schedule.
     """
 
-    #   _layouts          which layouts there can be
-    #   _layer_store      what this rank holds, where everything is, what is frozen
-    #   _programs         what it runs
-    #   _optimizer_step   what follows once it has run
-    #   _pending          with post-validation: the step that is not final yet
+    #   _layouts          makes the possible layouts
+    #   _layer_store      holds this rank's layers, their places, the frozen layers
+    #   _programs         lowered programs of this rank
+    #   _optimizer_step   ends a step once a program has run
+    #   _pending          step that is not final yet, with post-validation
     #   _runner           runs the programs
-    #   schedule_keeper   in which order the ranks work, and what is known of costs
-    #   actions           what changes any of these
-    #   membership        which ranks there are
-    #   case_context      what a dynamic case sees of them
-    #   measurements      what was measured of the layers
-    #   layer_states      what is saved and restored
+    #   schedule_keeper   schedule of the ranks, and known costs
+    #   actions           changes any of these
+    #   membership        changes the set of ranks
+    #   case_context      view of a dynamic case
+    #   measurements      measured costs of the layers
+    #   layer_states      saves and restores layers
 
     def __init__(
         self,
@@ -149,7 +151,8 @@ class Engine:
         check_choice("clip_scope", clip_scope, ("global", "local"))
         if not isinstance(cast(object, model), Model):
             raise ConfigError(
-                f"model is a {type(model).__name__}; make a Model of it with dynmo.models.model.from_factories"
+                f"model is a {type(model).__name__}; make a Model of it with "
+                "dynmo.models.model.from_factories"
             )
         check_partition(partition)
         check_recompute(recompute, model.layers)
@@ -157,7 +160,8 @@ class Engine:
         accumulation_groups = accumulation_groups or world.replicas
         if slices is not None and (world.size > 1 or post_validation):
             raise ConfigError(
-                "slices of one GPU are one process, whose steps end together: use one rank a replica, without post_validation"
+                "slices of one GPU are one process, whose steps end together: use one rank a "
+                "replica, without post_validation"
             )
         self._layouts = Layouts(
             model.layers,
@@ -243,11 +247,11 @@ class Engine:
         )
         self.layer_states = LayerStates(self._layer_store, self._pending, self._programs)
 
-    # -- what is where -----------------------------------------------------------------------------
+    # -- places of layers --------------------------------------------------------------------------
 
     @property
     def world(self) -> World:
-        """This rank's pipeline: one of the mesh."""
+        """This rank's pipeline, which is one of the mesh."""
         return self._layer_store.world
 
     @property
@@ -256,22 +260,22 @@ class Engine:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Ranks (or slices) of a pipeline, and how many pipelines."""
+        """Number of ranks (or slices) of a pipeline, and number of pipelines."""
         return self._layer_store.layout.ranks, self._layer_store.layout.replicas
 
     @property
     def sliced(self) -> bool:
-        """Whether the pipeline's ranks are slices of this process's GPU."""
+        """True if the pipeline's ranks are slices of this process's GPU."""
         return self._layer_store.layout.sliced
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Per stage, the rank (or slice) that holds it."""
+        """The rank (or slice) that holds each stage."""
         return self._layer_store.layout.placement
 
     @property
     def recomputed(self) -> frozenset[int]:
-        """The layers whose activations are computed again in B."""
+        """The layers whose activations are recomputed in B."""
         return self._layer_store.layout.recomputed
 
     @property
@@ -307,7 +311,7 @@ class Engine:
 
     @property
     def scaler(self) -> LossScaler:
-        """Of the loss."""
+        """Scale of the loss."""
         return self._optimizer_step.scaler
 
     @scaler.setter
@@ -325,14 +329,27 @@ class Engine:
         flag: int = 0,
         keys: Keys | None = None,
     ) -> StepResult:
-        """Forward, backward, clip, update. inputs: [microbatches, ...] with the first stage,
-        targets: [microbatches, ...] with the last: this replica's, which are as many as all others'
-        and follow those of the replica before it in the batch.
+        """Trains on one batch: forward, backward, clipping, update.
 
-        `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). keys, for the
-        cache of outputs: of each microbatch, on every rank, equal only where the inputs are (the
-        numbers of its sequences, say); None where none comes again. Raises RunError if loss or
-        gradient is not finite; under a dynamic loss scale such a gradient skips the step.
+        Args:
+            step: Number of the step.
+            inputs: This replica's microbatches, [microbatches, ...], on the rank of the first
+                stage. Every replica has as many. They follow those of the replica before it in the
+                batch.
+            targets: Likewise, on the rank of the last stage.
+            lr: Learning rate.
+            max_norm: Norm to clip the gradients to. 0 clips nothing.
+            flag: Number that every rank gets in `StepResult.flags`, such as a wish to stop.
+            keys: Key of each microbatch, on every rank, for the cache of outputs. Two keys are
+                equal only if the inputs are, such as the numbers of the sequences. None if no
+                microbatch comes again.
+
+        Returns:
+            The result of this step.
+
+        Raises:
+            RunError: The loss or a gradient is not finite. Under a dynamic loss scale such a
+                gradient skips the step.
         """
         results = (
             self.advance(step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag, keys=keys)
@@ -351,13 +368,27 @@ class Engine:
         flag: int = 0,
         keys: Keys | None = None,
     ) -> tuple[StepResult, ...]:
-        """As `step`, but without a barrier at its end where the pipeline validates afterwards: the
-        next begins before this one is final.
+        """Trains like `step`, but without a barrier at its end under post-validation.
 
-        Returns the results that have become final and were not returned before, in order: with a
-        barrier this step's, without one that of the step before. RunError, too, is then raised a
-        step late; nothing was updated. `drain` waits for the last one, and so does every method
-        that looks at the model or changes it.
+        The next step then begins before this one is final. `drain` waits for the last step. Every
+        method that reads or changes the model waits for it too.
+
+        Args:
+            step: As in `step`.
+            inputs: As in `step`.
+            targets: As in `step`.
+            lr: As in `step`.
+            max_norm: As in `step`.
+            flag: As in `step`.
+            keys: As in `step`.
+
+        Returns:
+            The results that have become final and were not returned before, in order. With a
+            barrier this is the result of this step. Without one it is that of the step before.
+
+        Raises:
+            RunError: As in `step`. Without a barrier it is raised one step late, and nothing was
+                updated.
         """
         check_rates(lr, max_norm)
         pending = self._pending
@@ -376,19 +407,36 @@ class Engine:
         return pending.take_done()
 
     def drain(self) -> tuple[StepResult, ...]:
-        """Waits until the last step is final, where `advance` has not. Returns the results that
-        were not returned before."""
+        """Waits until the last step is final, if `advance` has not.
+
+        Returns:
+            The results that were not returned before.
+        """
         return self._pending.drain()
 
     def forward_backward(
         self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None
     ) -> StepOutput:
-        """The first half of `step`: runs the program; gradients are left on the parameters."""
+        """Runs the first half of `step`: the program. Gradients stay on the parameters.
+
+        Args:
+            step: As in `step`.
+            inputs: As in `step`.
+            targets: As in `step`.
+            keys: As in `step`.
+
+        Returns:
+            The losses, and the interval of each op.
+
+        Raises:
+            RunError: The gradients of an earlier call still wait for `update` or `discard`.
+        """
         layer_store = self._pending.final
         check_batch(layer_store, inputs, targets, layer_store.layout.microbatches)
         if self._halfway:
             raise RunError(
-                "forward_backward was called again before update or discard; a step's microbatches are given all at once"
+                "forward_backward was called again before update or discard; a step's "
+                "microbatches are given all at once"
             )
         step_output = self._runner.train(
             self._runner.executor(), step, inputs, targets, keys, self.scaler.scale
@@ -399,7 +447,18 @@ class Engine:
     def update(
         self, step: int, step_output: StepOutput, *, lr: float, max_norm: float = 0.0, flag: int = 0
     ) -> StepResult:
-        """The second half of `step`: what the ranks must agree on, clipping, the optimizer."""
+        """Runs the second half of `step`: agreement of the ranks, clipping, the optimizer.
+
+        Args:
+            step: As in `step`.
+            step_output: From `forward_backward`.
+            lr: As in `step`.
+            max_norm: As in `step`.
+            flag: As in `step`.
+
+        Returns:
+            The result of the step.
+        """
         check_rates(lr, max_norm)
         self._halfway = False
         return self._pending.observed(
@@ -407,7 +466,7 @@ class Engine:
         )
 
     def discard(self) -> None:
-        """Instead of `update`: drops the gradients and keeps the measurements."""
+        """Drops the gradients instead of `update`, and keeps the measurements."""
         self._halfway = False
         self._optimizer_step.discard()
 
@@ -425,7 +484,7 @@ class Engine:
         Args:
             inputs: As in `step`.
             targets: As in `step`.
-            microbatches: How many there are.
+            microbatches: Number of microbatches.
             keys: As in `step`.
             shares: Whether each replica has microbatches of its own. If not, the first replica's
                 loss counts, because all have the same.
@@ -445,16 +504,18 @@ class Engine:
 
     @property
     def post_validates(self) -> bool:
-        """Whether the next step has no barrier at its end. A weight tied over two ranks gets its
-        gradient from both: there, one stays."""
+        """True if the next step has no barrier at its end.
+
+        A weight tied over two ranks gets its gradient from both. The barrier then stays.
+        """
         return self._pending.validates
 
     @property
     def objective(self) -> Objective:
-        """What makes a step of this pipeline short."""
+        """The time that this pipeline's schedule keeps short."""
         return self.schedule_keeper.objective
 
-    # -- what changes: between steps ---------------------------------------------------------------
+    # -- changes between steps ---------------------------------------------------------------------
 
     def freeze(self, layers: Collection[int]) -> None:
         """See `Actions.freeze`."""
@@ -473,29 +534,43 @@ class Engine:
         return self.actions.move(partition)
 
     def reshape(self, *, pipeline: int, data: int, partition: Partition | None = None) -> Migration:
-        """See `Actions.reshape`."""
+        """Makes the same ranks another mesh. See `Actions.reshape`.
+
+        Args:
+            pipeline: Number of ranks of a pipeline.
+            data: Number of replicas.
+            partition: Layers on each new stage. The default is as even as possible.
+        """
         return self.actions.reshape(pipeline=pipeline, data=data, partition=partition)
 
     def digest(self) -> str:
         """Returns the SHA-256 of all weights. See `LayerStates.digest`."""
         return self.layer_states.digest()
 
-    # -- what is known -----------------------------------------------------------------------------
+    # -- costs and predictions ---------------------------------------------------------------------
 
     def costs(self) -> tuple[LayerCost, ...]:
         """See `Measurements.costs`."""
         return self.measurements.costs()
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
-        """What the simulator says of one step under these costs and this placement, with the
-        schedule made for them."""
+        """Simulates one step. See `ScheduleKeeper.predict`.
+
+        Args:
+            layers: Cost of each layer.
+            partition: Number of layers on each stage.
+        """
         return self.schedule_keeper.predict(layers, partition)
 
     def schedule_for(
         self, partition: Partition, layers: tuple[LayerCost, ...] | None = None
     ) -> Schedule:
-        """The schedule that would run on this placement, with what is frozen now, made for these
-        costs (default: for what is known of them) where it is made for any."""
+        """Returns the schedule that would run on a placement. See `ScheduleKeeper.on`.
+
+        Args:
+            partition: Number of layers on each stage.
+            layers: Costs to make it for. The default is the known costs.
+        """
         return self.schedule_keeper.on(partition, layers)
 
     def largest(self, value: float) -> float:

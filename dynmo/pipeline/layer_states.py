@@ -1,4 +1,4 @@
-"""What of an engine's layers is saved, restored and compared."""
+"""Saves, restores and compares the layers of an engine."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class LayerStates:
         }
 
     def state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
-        """Returns what moves and is saved beside a layer's module: optimizer state, and what cases
-        keep.
+        """Returns the tensors that move and are saved with a layer's module.
+
+        These are the optimizer state and the tensors that cases keep.
 
         Args:
             index: One of this rank's layers.
@@ -62,12 +63,12 @@ class LayerStates:
     def restore(
         self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]
     ) -> None:
-        """Replaces one of this rank's layers by what a checkpoint holds of it.
+        """Replaces one of this rank's layers by its tensors in a checkpoint.
 
         Args:
             index: One of this rank's layers.
-            tensors: By section and name, from `checkpoint.load_layer`.
-            flags: Likewise.
+            tensors: Tensors by section and name, from `checkpoint.load_layer`.
+            flags: Flags, likewise.
 
         Raises:
             CheckpointError: The layer has another shape.
@@ -93,6 +94,8 @@ class LayerStates:
         return weights_digest(self._pending.final)
 
     def buffers_digest(self) -> str:
-        """Like `digest`, of the persistent buffers. Buffers that encode the sparsity of pruned
-        weights do not count."""
+        """Returns the digest of the persistent buffers, like `digest`.
+
+        Buffers that encode the sparsity of pruned weights do not count.
+        """
         return buffers_digest(self._pending.final)

@@ -1,4 +1,4 @@
-"""What was measured of an engine's layers, the same on every rank."""
+"""Gathers the measurements of an engine's layers, the same on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Measurements:
         layer_store: Holds this rank's layers.
         profiler: Holds this rank's readings.
         pending: Knows whether optimizers keep copies.
-        accumulation_groups: Of the whole mesh.
+        accumulation_groups: Number of accumulation groups of the whole mesh.
     """
 
     def __init__(
@@ -45,11 +45,13 @@ class Measurements:
         )
 
     def halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
-        """Returns `costs` by the earlier and by the later readings alone. Empty if some time has
-        one reading only.
+        """Returns `costs` from the earlier and from the later readings alone.
 
         Args:
-            costs: By all readings.
+            costs: Cost of each layer from all readings.
+
+        Returns:
+            The costs of both halves. Empty if some time has one reading only.
         """
         return self._profiler.gather_halves(
             self._layer_store.world, self._layer_store.layers, costs
@@ -64,7 +66,7 @@ class Measurements:
         """Returns the largest of the ranks' first values, of their second, and so on.
 
         Args:
-            values: This rank's.
+            values: This rank's values.
         """
         table = torch.tensor(values, dtype=torch.float64)
         return self._layer_store.world.everyone.largest(
@@ -73,12 +75,15 @@ class Measurements:
 
     @property
     def caches(self) -> bool:
-        """Whether outputs of a frozen prefix are kept."""
+        """True if outputs of a frozen prefix are kept."""
         return self._layer_store.outputs.limit > 0
 
     def cached(self) -> tuple[int, int]:
-        """Returns what the caches of outputs have saved on all ranks: the F's of layers that they
-        spared, and the bytes that they hold."""
+        """Returns the savings of the output caches of all ranks.
+
+        Returns:
+            The number of layer F's that the caches spared, and the bytes that they hold.
+        """
         outputs = self._layer_store.outputs
         table = torch.tensor([outputs.spared, outputs.bytes], dtype=torch.int64)
         spared, held = self._layer_store.world.everyone.sum(table, "what the caches hold").tolist()
@@ -86,6 +91,9 @@ class Measurements:
 
     @property
     def reduction_seconds(self) -> tuple[float, float]:
-        """Of all steps so far: what this rank's collectives over the replicas took, and what of it
-        its own work did not hide."""
+        """Seconds of this rank's collectives over the replicas, in all steps so far.
+
+        The first number is their total. The second is the part that this rank's own work did not
+        hide.
+        """
         return self._layer_store.replicas.seconds

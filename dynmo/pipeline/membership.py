@@ -1,4 +1,6 @@
-"""Other ranks for a running pipeline: some leave it, or new ones join. The numbers stay the same.
+"""Changes the ranks of a running pipeline: some leave, or new ones join.
+
+The numbers stay the same.
 
     shrink   4 ranks: layers go to those that stay -> the leaving ranks go -> 2 ranks meet anew
     grow     2 ranks and 2 newcomers meet anew -> layers go where they now belong
@@ -33,20 +35,24 @@ from dynmo.runtime.state.reshape import Holders, holders, transfers
 
 
 class ResizeFailed(RunError):
-    """Newcomers did not come, or a rank could not give or take a layer. The run goes on as it
-    was."""
+    """Newcomers did not come, or a rank could not give or take a layer.
+
+    The run goes on as it was.
+    """
 
 
 class Membership:
-    """Changes which ranks the pipeline has. All ranks call every method together, alike.
+    """Changes the set of ranks of the pipeline.
+
+    All ranks call every method together, with equal arguments.
 
     Args:
-        layouts: Which layouts there can be.
-        layer_store: What this rank holds, and where everything is.
-        schedule_keeper: In which order the ranks work, and what is known of costs.
-        programs: What the ranks run.
-        profiler: Its measurements of layers that move are dropped.
-        pending: With post-validation, the step that is not final yet.
+        layouts: Makes the possible layouts.
+        layer_store: Holds this rank's layers, and knows where all others are.
+        schedule_keeper: Knows the schedule and the costs.
+        programs: Run the schedule.
+        profiler: Drops its measurements of layers that move.
+        pending: Knows the step that is not final yet, with post-validation.
         on_recompute_change: Takes note of layers that begin or cease to be recomputed.
     """
 
@@ -77,18 +83,20 @@ class Membership:
         partition: Partition,
         microbatches: int | None = None,
     ) -> Migration:
-        """Goes on with some of the ranks. The others hold nothing afterwards, and are alone.
+        """Goes on with some of the ranks.
+
+        The others hold nothing afterwards, and are alone.
 
         Args:
             kept: Global ranks that stay, ascending. They become ranks 0, 1, ...
             pipeline: Ranks of a pipeline.
             data: Number of replicas.
             partition: Layers on each new stage.
-            microbatches: Of all replicas, if the batch is cut otherwise from now on. The numbers
-                then change.
+            microbatches: Number of microbatches of all replicas, if the batch is cut otherwise from
+                now on. The numbers then change.
 
         Returns:
-            What has moved, and how long the ranks stood still.
+            The bytes that have moved, and the seconds during which the ranks stood still.
 
         Raises:
             InputError: The sizes do not fit the model, the batch or the schedule.
@@ -137,7 +145,8 @@ class Membership:
         """Goes on with more ranks. The newcomers call `arrive` meanwhile.
 
         Args:
-            newcomers: How many join. They get the numbers after those of the ranks that are here.
+            newcomers: Number of ranks that join. They get the numbers after those of the present
+                ranks.
             pipeline: Ranks of a pipeline.
             data: Number of replicas.
             partition: Layers on each new stage.
@@ -145,7 +154,7 @@ class Membership:
             microbatches: As in `shrink`.
 
         Returns:
-            What has moved, and how long the ranks stood still.
+            The bytes that have moved, and the seconds during which the ranks stood still.
 
         Raises:
             InputError: The sizes do not fit the model, the batch or the schedule.
@@ -192,11 +201,11 @@ class Membership:
             data: Number of replicas from now on.
             partition: Layers on each new stage.
             join_timeout: Seconds to wait for the others.
-            experts: Which replicas hold which experts, by layer.
+            experts: Replicas that hold each expert, by layer.
             microbatches: As in `shrink`.
 
         Returns:
-            What has moved.
+            The bytes that have moved.
 
         Raises:
             RunError: The ranks did not meet, or a rank could not give or take a layer.
@@ -237,9 +246,8 @@ class Membership:
     ) -> NoReturn:
         """Goes on with the ranks that were here before newcomers failed to join."""
         everyone = self._layer_store.world.everyone
-        if (
-            self._layer_store.layout is not before
-        ):  # layers are elsewhere already: a rank was lost after the exchange
+        if self._layer_store.layout is not before:
+            # A rank was lost after the exchange, so layers are elsewhere already.
             raise error
         everyone.renew(rank, size, everyone.generation + 1, everyone.timeout)
         self._take_up(before, (), whole, ())
@@ -253,13 +261,15 @@ class Membership:
             raise ConfigError("a pipeline of slices cannot get other ranks; make another")
         if layer_store.shares_experts and data != layer_store.layout.replicas:
             raise ConfigError(
-                "replicas that share experts (parallel.expert) stay as many; change the ranks of a pipeline only"
+                "replicas that share experts (parallel.expert) stay as many; change the ranks of "
+                "a pipeline only"
             )
         if layer_store.world.everyone.home is None:
             raise ConfigError("ranks within a program's own process groups cannot become others")
         if pipeline * data != size:
             raise ConfigError(
-                f"{size} ranks cannot be {data} replicas of {pipeline} ranks; their product must be the number of ranks"
+                f"{size} ranks cannot be {data} replicas of {pipeline} ranks; their product must "
+                "be the number of ranks"
             )
 
     def _agree(self, decision: object) -> None:
@@ -270,8 +280,11 @@ class Membership:
         )
 
     def _states(self) -> dict[int, dict[str, Tensor]]:
-        """With ZeRO-1 the shares of all replicas, while these are still here. Where replicas share
-        experts, each keeps its part."""
+        """Returns the states of this rank's layers, before ranks leave.
+
+        With ZeRO-1 they have the shares of all replicas, which must still be here. Replicas that
+        share experts keep their own part each.
+        """
         layer_store = self._layer_store
         return {
             i: layer_store.state(i, whole=not layer_store.shares_experts)
@@ -279,7 +292,7 @@ class Membership:
         }
 
     def _part(self) -> None:
-        """Nothing of this rank uses the process groups any more."""
+        """Ends all use of the process groups on this rank."""
         self._programs.relower()
         self._layer_store.replicas.close()
         self._pending.part()
@@ -300,13 +313,12 @@ class Membership:
         self._schedule_keeper.reshaped(measure_links(self._layer_store.world, layout.pairs))
         if layout.microbatches * layout.replicas != before.microbatches * before.replicas:
             self._schedule_keeper.forget()
-            self._on_recompute_change(
-                frozenset(range(layout.partition.layers))
-            )  # all cost something else
+            # The costs of all layers change.
+            self._on_recompute_change(frozenset(range(layout.partition.layers)))
         else:
             self._on_recompute_change(before.recomputed ^ layout.recomputed)
 
 
 def _holders(layout: Layout) -> Holders:
-    """Of each layer, the global ranks that hold it."""
+    """Returns the global ranks that hold each layer."""
     return holders(layout.partition, layout.placement, layout.replicas)

@@ -1,5 +1,7 @@
-"""What a running engine asks the planner: would another mesh of the same ranks repay its
-reshape?"""
+"""Asks the planner for a running engine: would another mesh repay its reshape?
+
+The ranks stay the same.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from dynmo.planner.mesh_search import MeshRequest
 from dynmo.planner.reshape import Reshape, reshape
 from dynmo.runtime.engine.profiler import measure_links
 
-# Bytes per second between ranks, where there is one rank and nothing to measure.
+# Bytes per second between ranks, if there is one rank and nothing to measure.
 _UNKNOWN_LINK = 1e9
 
 
@@ -23,7 +25,7 @@ def current_mesh(config: Config, engine: Engine) -> Mesh:
     """Returns the mesh that the engine runs on.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         engine: Holds the layers.
     """
     world = engine.world
@@ -43,19 +45,19 @@ def mesh_request(
     memory_limit: int | None,
     replicas: tuple[int, ...],
 ) -> MeshRequest:
-    """Returns what a search for another mesh is given.
+    """Returns the request for a search for another mesh.
 
     All ranks call it together, since a pipeline of one rank has no links and measures one.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         engine: Holds the layers.
         costs: Cost of each layer.
         memory_limit: Bytes of a rank. None means unlimited.
         replicas: The numbers of replicas that are allowed.
     """
     everyone = engine.world.everyone
-    # Between replicas as between stages: the slowest of the links that were measured.
+    # Links between replicas count like links between stages: as the slowest measured link.
     links = engine.schedule_keeper.links or measure_links(
         everyone, [(0, 1)] if everyone.size > 1 else []
     )
@@ -88,9 +90,9 @@ def mesh_question(
     All ranks call it together.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         engine: Holds the layers.
-        costs: Cost of each layer by all readings.
+        costs: Cost of each layer from all readings.
         steps: Number of steps in which a reshape must repay itself.
         memory_limit: Bytes of a rank. None means unlimited.
     """
@@ -117,8 +119,8 @@ def with_costs(
     """Returns the same request at other costs.
 
     Args:
-        request: At some costs.
-        config: Of the run.
+        request: A request at some costs.
+        config: Config of the run.
         engine: Holds the layers.
         layers: Cost of each layer.
     """

@@ -1,4 +1,4 @@
-"""What a move has brought: the steps' wall times before and after it."""
+"""Measures the gain of a move: wall times of steps before and after it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from statistics import median
 
 from dynmo.events import RebalanceResultEvent, now
 
-# Steps whose median stands for "before" and "after" a move.
+# Number of steps whose median is the time before or after a move.
 _WINDOW = 5
 
 
 @dataclass
 class _Measurement:
-    """Of the move `id`. predicted: share of a step that it saves. before, after: seconds of
-    steps. is_test: whether the result says how far predictions can be trusted."""
+    """The open measurement of one move.
+
+    Attributes:
+        id: Number of the move.
+        predicted: Share of a step that the move saves.
+        before: Seconds of a step before the move.
+        is_test: Whether the result says how far predictions can be trusted.
+        after: Seconds of each step after the move.
+    """
 
     id: int
     predicted: float
@@ -28,7 +35,7 @@ class MoveGain:
     """Compares the steps before a move with those after it.
 
     `doubt` is how many times the usual gain the next move must promise. It doubles after a move
-    that brings less than half of what was predicted. It is 1 again once a prediction comes true, or
+    that brings less than half of the predicted gain. It is 1 again once a prediction comes true, or
     the work changes. Noise therefore cannot move layers to and fro for ever.
     """
 
@@ -39,7 +46,7 @@ class MoveGain:
 
     @property
     def measured(self) -> bool:
-        """Whether a step has been observed since the last move or change of the work."""
+        """True if a step was observed since the last move or change of the work."""
         return bool(self._recent)
 
     def observe(self, step: int, seconds: float) -> RebalanceResultEvent | None:
@@ -50,7 +57,7 @@ class MoveGain:
             seconds: Its wall time.
 
         Returns:
-            What the last move has brought, once enough steps have followed it.
+            The gain of the last move, once enough steps have followed it.
         """
         self._recent.append(seconds)
         if self._measurement is None:
@@ -70,7 +77,7 @@ class MoveGain:
             is_test: Whether later moves must promise more if this one disappoints.
 
         Returns:
-            What the move before it has brought, if that is not told yet.
+            The gain of the previous move, if it is not reported yet.
         """
         result, self._measurement = (
             self.close(step),
@@ -80,13 +87,15 @@ class MoveGain:
         return result
 
     def on_workload_change(self, step: int) -> RebalanceResultEvent | None:
-        """Before `step` the work has changed. Earlier steps do not compare with later ones.
+        """Takes note that the work has changed before `step`.
+
+        Steps before the change do not compare with steps after it.
 
         Args:
             step: The next step.
 
         Returns:
-            What the last move has brought, if that is not told yet.
+            The gain of the last move, if it is not reported yet.
         """
         result = self.close(step)
         self._recent.clear()
@@ -102,7 +111,7 @@ class MoveGain:
             step: The next step.
 
         Returns:
-            What the move has brought. None if no measurement is open, or it has too few steps.
+            The gain of the move. None if no measurement is open, or it has too few steps.
         """
         measurement, self._measurement = self._measurement, None
         if measurement is None or len(measurement.after) < 2:

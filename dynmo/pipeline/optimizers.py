@@ -1,5 +1,4 @@
-"""The optimizers that a user chooses from, and the handle by which learning-rate schedulers reach
-them."""
+"""The optimizers for users, and a handle for learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -13,14 +12,15 @@ from torch import Tensor
 from dynmo.config import TrainSection
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 
-# One default for a loop of one's own and for [train] of a config.
+# A user's own loop and [train] of a config share these defaults.
 _DEFAULTS = TrainSection()
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019). Weight decay acts on parameters of two or more
-    dimensions.
+    """AdamW (Loshchilov and Hutter, 2019).
+
+    Weight decay acts on parameters of two or more dimensions.
 
     Attributes:
         lr: Learning rate of the first step. A scheduler changes it through `Pipeline.optimizer`.
@@ -44,8 +44,9 @@ class AdamW:
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent with momentum. Weight decay acts on parameters of two or more
-    dimensions.
+    """Stochastic gradient descent with momentum.
+
+    Weight decay acts on parameters of two or more dimensions.
 
     Attributes:
         lr: Learning rate of the first step. A scheduler changes it through `Pipeline.optimizer`.
@@ -70,10 +71,10 @@ def optimizer_settings(train: TrainSection) -> OptimizerSettings:
 
 
 class OptimizerHandle(torch.optim.Optimizer):
-    """Holds the learning rate of a pipeline's optimizer, where torch's schedulers look for it.
+    """Holds the learning rate of a pipeline's optimizer for torch's schedulers.
 
-    `param_groups[0]["lr"]` is the rate of the next step. The weights and the optimizer's state stay
-    with the ranks that hold the layers, so `step` and `zero_grad` of this object do nothing.
+    `param_groups[0]["lr"]` is the rate of the next step. `step` and `zero_grad` of this object do
+    nothing. The weights and the optimizer's state stay with the ranks that hold the layers.
     """
 
     def __init__(self, lr: float) -> None:
@@ -86,5 +87,8 @@ class OptimizerHandle(torch.optim.Optimizer):
         return float(self.param_groups[0]["lr"])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Does nothing. `Pipeline.step` calls it, so that schedulers see the order they expect."""
+        """Does nothing.
+
+        `Pipeline.step` calls it, so that schedulers see the order they expect.
+        """
         return None

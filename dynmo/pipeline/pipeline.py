@@ -1,4 +1,4 @@
-"""`Pipeline`: one model over the ranks of a world, for a training loop of one's own."""
+"""`Pipeline` trains one model over a world, in a user's own training loop."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _STATE = STATE | {"lr", "optimizer"}
 class Pipeline:
     """Trains one model over the ranks of a world.
 
-    All ranks call every method together, with equal arguments. Batches are the exception: a rank
+    All ranks call every method together, with equal arguments. Batches are the exception. A rank
     that holds neither the first nor the last stage may pass None for inputs and targets.
 
     Args:
-        model: What to train, such as `dynmo.Sequential`.
+        model: The model to train, such as `dynmo.Sequential`.
         world: The ranks, from `dynmo.init`.
         schedule: Name of the schedule, such as "1f1b", "zb-h1", "zb-auto" or "zb-v".
-        microbatches: In how many microbatches a step cuts a batch. Each replica has so many.
+        microbatches: Number of microbatches of a step, on each replica.
         optimizer: `dynmo.AdamW` or `dynmo.SGD`.
         balance: "auto" moves layers between ranks when the work has become uneven and a move repays
             itself. "none" leaves them where they are. `dynmo.Balance` sets all options.
@@ -58,8 +58,8 @@ class Pipeline:
         precision: "float32", "bfloat16" or "float16". Weights have a float32 master.
         recompute: Global indices of the layers whose activations are recomputed in the backward.
         cases: Dynamic cases that act before each step.
-        horizon: Over so many further steps a move must repay itself.
-        seed: Seeds what layers draw while training, such as dropout.
+        horizon: Number of further steps within which a move must repay itself.
+        seed: Seeds the random numbers of layers while training, such as dropout.
 
     Raises:
         ConfigError: An option is wrong, or the ranks made different modules.
@@ -135,18 +135,18 @@ class Pipeline:
     def step(self, inputs: Tensor | None, targets: Tensor | None) -> StepResult:
         """Trains on one batch: forward, backward, clipping, optimizer.
 
-        The batch is cut along its first dimension. Before the step, dynamic cases act, and layers
+        The batch is cut along its first dimension. Dynamic cases act before the step. Layers then
         move if balancing decides so.
 
         Args:
             inputs: This replica's batch, [batch, ...]. `microbatches` must divide `batch`. Only the
                 rank of the first stage needs it. Floats are converted to `precision`.
-            targets: What the loss compares with, [batch, ...]. Only the rank of the last stage
+            targets: Targets of the loss, [batch, ...]. Only the rank of the last stage
                 needs it.
 
         Returns:
-            The loss, the gradient norm before clipping, and what each rank did. It is the same on
-            every rank.
+            The loss, the gradient norm before clipping, and the work of each rank. It is the same
+            on every rank.
 
         Raises:
             InputError: The batch is missing or cannot be cut.
@@ -191,7 +191,10 @@ class Pipeline:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Holds the learning rate, for torch's schedulers: `LambdaLR(pipeline.optimizer, ...)`."""
+        """Holds the learning rate for torch's schedulers.
+
+        They take it as in `LambdaLR(pipeline.optimizer, ...)`.
+        """
         return self._optimizer
 
     @property
@@ -199,7 +202,7 @@ class Pipeline:
         """Number of steps that are done, those of a loaded checkpoint included."""
         return self._step
 
-    # -- where layers are --------------------------------------------------------------------------
+    # -- places of layers --------------------------------------------------------------------------
 
     @property
     def partition(self) -> Partition:
@@ -213,7 +216,10 @@ class Pipeline:
 
     @property
     def modules(self) -> Mapping[int, nn.Module]:
-        """The layers that this rank holds, by their index in the model. A move changes them."""
+        """The layers that this rank holds, by their index in the model.
+
+        A move changes them.
+        """
         return {index: self._engine.modules[index] for index in self._engine.own_layers}
 
     def costs(self) -> tuple[LayerCost, ...]:
@@ -221,11 +227,12 @@ class Pipeline:
         return self._engine.costs()
 
     def rebalance(self) -> bool:
-        """Decides now where layers should live, and moves them if that repays itself within
-        `horizon` steps.
+        """Decides now on the placement of layers, and moves them if that repays itself.
+
+        A move must repay itself within `horizon` steps.
 
         Returns:
-            Whether layers have moved.
+            True if layers have moved.
 
         Raises:
             RunError: No step has been measured yet.
@@ -239,7 +246,7 @@ class Pipeline:
         return self._engine.partition != before
 
     def move(self, partition: Partition | Sequence[int]) -> None:
-        """Puts layers where `partition` says, with gradients and optimizer state.
+        """Moves layers to `partition`, with gradients and optimizer state.
 
         Args:
             partition: Number of layers on each stage, first stage first.
@@ -251,7 +258,7 @@ class Pipeline:
             partition if isinstance(partition, Partition) else Partition(tuple(partition))
         )
 
-    # -- what trains -------------------------------------------------------------------------------
+    # -- trained layers ----------------------------------------------------------------------------
 
     def freeze(self, layers: Collection[int]) -> None:
         """Stops training these layers. Their optimizer state stays.
@@ -280,11 +287,13 @@ class Pipeline:
     # -- saving ------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, keep: int = 2) -> Path:
-        """Saves weights, optimizer state and the loop's own state. All ranks share the folder.
+        """Saves weights, optimizer state and the loop's own state.
+
+        All ranks share the folder.
 
         Args:
             folder: Holds the checkpoints of this training, each in a folder `step-N`.
-            keep: How many checkpoints stay, this one included.
+            keep: Number of checkpoints that stay, this one included.
 
         Returns:
             The folder of this checkpoint.
@@ -305,16 +314,16 @@ class Pipeline:
         return saved.path
 
     def load(self, folder: str | Path) -> int:
-        """Goes on from the newest complete checkpoint in `folder`, whatever placement it was saved
-        on.
+        """Goes on from the newest complete checkpoint in `folder`.
 
-        The state of a learning-rate scheduler is the caller's: save its `state_dict` beside this.
+        The checkpoint may be of any placement. The caller keeps the state of a learning-rate
+        scheduler, and saves its `state_dict` beside the checkpoint.
 
         Args:
-            folder: What `save` was given.
+            folder: Folder that `save` was given.
 
         Returns:
-            The number of steps that the checkpoint has done.
+            The number of steps that are done.
 
         Raises:
             CheckpointError: There is no complete checkpoint, or it is of another model or
@@ -351,12 +360,12 @@ class Pipeline:
     # -- helpers -----------------------------------------------------------------------------------
 
     def _cut_inputs(self, inputs: Tensor | None) -> Tensor | None:
-        """As `_cut`, in the precision that the first layer computes in."""
+        """Cuts like `_cut`, in the precision of the first layer."""
         batch = self._cut("inputs", inputs)
         return batch.to(self._dtype) if batch is not None and batch.is_floating_point() else batch
 
     def _cut(self, name: str, batch: Tensor | None) -> Tensor | None:
-        """[batch, ...] as [microbatches, batch / microbatches, ...]."""
+        """Reshapes [batch, ...] to [microbatches, batch / microbatches, ...]."""
         if batch is None:
             return None
         count = self._microbatches
@@ -377,7 +386,7 @@ class Pipeline:
         self._rebalancer.on_workload_change(self._step)
 
     def _make_rebalancer(self, moves: int = 0) -> Rebalancer:
-        """With the options as a run of `horizon` steps from now on has them."""
+        """Makes a rebalancer with the options of a run of `horizon` steps from now on."""
         engine = self._engine
         ranks, replicas = engine.shape
         config = parse(
@@ -412,7 +421,7 @@ def _balance_of(balance: Any) -> Balance:
 
 
 def _agree_on_modules(model: Sequential, world: World) -> None:
-    """Raises ConfigError on every rank if some made other modules."""
+    """Raises ConfigError on every rank if some rank has made other modules."""
     differs = first_difference(world, [model.fingerprint().hex()], "all ranks to make the model")
     if differs is not None:
         raise ConfigError(

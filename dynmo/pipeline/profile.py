@@ -1,4 +1,4 @@
-"""What is known of a pipeline's layers, in the form of a costs file."""
+"""Makes a costs file from the measured layers of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynmo.pipeline.optimizers import optimizer_settings
 def profile_of(
     config: Config, pipeline: Engine, costs: tuple[LayerCost, ...], steps: int | None = None
 ) -> Profile:
-    """The costs of a pipeline's layers as a costs file records them.
+    """Returns the costs of a pipeline's layers as a costs file records them.
 
     Args:
         config: The run.
@@ -43,8 +43,10 @@ def profile_of(
 
 
 def _whole(config: Config, pipeline: Engine, cost: LayerCost) -> LayerCost:
-    """The layer with all replicas' shares of its optimizer state. Of a frozen one no more is known
-    than that no share is larger."""
+    """Returns the layer's cost with all replicas' shares of its optimizer state.
+
+    For a frozen layer only an upper bound is known: no share is larger than this one.
+    """
     moments, masters = optimizer_settings(config.train).moments, config.train.precision != "float32"
     if not cost.gradient_bytes:
         return replace(cost, optimizer_bytes=pipeline.world.replicas * cost.optimizer_bytes)

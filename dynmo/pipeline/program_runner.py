@@ -1,4 +1,4 @@
-"""Runs this rank's programs over its layers: one that trains, or one that evaluates."""
+"""Runs this rank's training program or its evaluating program over its layers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ProgramRunner:
     Args:
         layer_store: Holds this rank's layers.
         schedule_keeper: Knows the schedule.
-        programs: Hold what was lowered already.
-        profiler: Is told when each op ran.
+        programs: Hold the programs that are lowered already.
+        profiler: Takes the interval of each op.
         clock: Gives the marks of the ops.
         partial_weights: Whether a part of a W may run while a message is late.
         replicates: Whether a reshape may make replicas later.
@@ -51,8 +51,10 @@ class ProgramRunner:
         self._partial_weights, self._replicates = partial_weights, replicates
 
     def executor(self) -> Executor:
-        """Returns what runs the program that trains. After a change the program is lowered again,
-        and the ranks compare the schedule."""
+        """Returns the executor of the training program.
+
+        After a change the program is lowered again, and the ranks compare the schedule.
+        """
         return self._programs.training or self._programs.lower(
             self._schedule_keeper.agreed(),
             self._schedule_keeper.message_timeout if self._partial_weights else None,
@@ -75,12 +77,12 @@ class ProgramRunner:
             step: Number of the step.
             inputs: [microbatches, ...] on the rank of the first stage.
             targets: [microbatches, ...] on the rank of the last stage.
-            keys: Of each microbatch, for the cache of outputs.
-            scale: Of the loss.
+            keys: Key of each microbatch, for the cache of outputs.
+            scale: Scale of the loss.
             is_validated: As `Executor.run` takes it.
 
         Returns:
-            The losses, and when each op ran.
+            The losses, and the interval of each op.
         """
         layer_store = self._layer_store
         for layer in layer_store.layers.values():
@@ -103,7 +105,7 @@ class ProgramRunner:
         Args:
             inputs: As in `train`.
             targets: As in `train`.
-            microbatches: How many there are.
+            microbatches: Number of microbatches.
             keys: As in `train`.
 
         Returns:
@@ -114,8 +116,13 @@ class ProgramRunner:
 
     @contextmanager
     def _buffers_as_they_were(self) -> Generator[None]:
-        """Raises ConfigError if a forward within the context writes to a persistent buffer, and
-        there are or may be replicas."""
+        """Rejects a forward within the context that writes to a persistent buffer.
+
+        Checks only if there are or may be replicas.
+
+        Raises:
+            ConfigError: A forward has written to a persistent buffer.
+        """
         self._replicates = self._replicates or self._layer_store.world.replicas > 1
         layers = sorted(self._layer_store.layers.items()) if self._replicates else []
         before = [layer.buffers.copies(persistent=True) for _, layer in layers]
@@ -124,7 +131,8 @@ class ProgramRunner:
             name = layer.buffers.first_persistent(layer.buffers.written(copies))
             if name is not None:
                 raise ConfigError(
-                    f"layer {index} ({type(layer.module).__name__}): its forward writes to its buffer {name!r} (running statistics, "
-                    "say), of which every replica would have its own; use parallel.data = 1 without [elastic] reshape, or a layer "
+                    f"layer {index} ({type(layer.module).__name__}): its forward writes to its "
+                    f"buffer {name!r} (running statistics, say), of which every replica would "
+                    "have its own; use parallel.data = 1 without [elastic] reshape, or a layer "
                     "that keeps none"
                 )

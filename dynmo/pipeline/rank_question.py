@@ -1,4 +1,4 @@
-"""What a running engine asks the planner: on how many ranks should it go on?"""
+"""Asks the planner for a running engine: on how many ranks should it go on?"""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dynmo.planner.rank_choice import RankChoice, RankQuestion, choose_ranks, co
 
 @dataclass(frozen=True)
 class RankWish:
-    """What the planner answers.
+    """The planner's answer.
 
     Attributes:
-        choice: What to do with the ranks that there are.
-        ranks: How many ranks the run would like.
+        choice: Choice for the present ranks.
+        ranks: Number of ranks that the run would like.
         reference: Seconds that a step took at first. A step may take the tolerance longer.
     """
 
@@ -32,12 +32,12 @@ class RankWish:
 
 @dataclass(frozen=True)
 class RankLimits:
-    """How many ranks there are and may be.
+    """The number of ranks that there are and may be.
 
     Attributes:
         nodes: Name of the machine of each rank.
-        there: Ranks that there are, newcomers included.
-        most: The most that the run has had.
+        there: Number of present ranks, newcomers included.
+        most: The largest number of ranks that the run has had.
     """
 
     nodes: Sequence[str]
@@ -46,8 +46,10 @@ class RankLimits:
 
 
 def _sizes(config: Config, replicas: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of a microbatch that the accumulation groups allow: the present one, halves and
-    doubles."""
+    """Returns sizes of a microbatch that the accumulation groups allow.
+
+    Candidates are the present size, its halves and its doubles.
+    """
     size, batch = config.train.micro_batch, config.train.global_batch
     near = {size // 4, size // 2, size, 2 * size, 4 * size}
     whole = [each for each in sorted(near) if each and batch % each == 0]
@@ -74,23 +76,25 @@ def ask_ranks(
     """Asks the planner. All ranks call it together, and get the same answer.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         engine: Holds the layers.
-        limits: How many ranks there may be.
-        forecast: From the next step to the run's end. The first interval has the measured costs.
+        limits: Number of ranks that there are and may be.
+        forecast: Intervals from the next step to the run's end. The first interval has the
+            measured costs.
         memory_limit: Bytes of a rank. None means unlimited.
         pause: Seconds that a change takes beyond its bytes.
-        reference: Seconds that a step took at first. None: it is now.
-        halves: Returns the costs by the earlier and by the later readings alone.
+        reference: Seconds that a step took at first. None takes the best predicted seconds of
+            now.
+        halves: Returns the costs from the earlier and from the later readings alone.
         preempted: Share of the ops' time that other processes take.
 
     Raises:
-        NoRoomError: `elastic.target_ranks`, or what a published algorithm merges, cannot hold the
-            model.
+        NoRoomError: `elastic.target_ranks`, or the ranks that a published algorithm merges, cannot
+            hold the model.
     """
     elastic, size, costs = config.elastic, engine.world.everyone.size, forecast[0].layers
     batch, groups = config.all_microbatches, config.accumulation_groups
-    # No more replicas than now: a model may not allow them. Those that share experts stay together.
+    # A model may not allow more replicas than now. Replicas that share experts stay together.
     fewer = (
         [each for each in divisors(batch) if each <= engine.world.replicas]
         if config.parallel.expert == 1

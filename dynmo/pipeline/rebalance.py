@@ -1,4 +1,4 @@
-"""The one place where deciding and acting meet: measure, decide (pure), act, resume."""
+"""Connects deciding and acting: measure, decide (pure), act, resume."""
 
 from __future__ import annotations
 
@@ -42,16 +42,22 @@ from dynmo.schedule.catalogue import entry
 from dynmo.schedule.simulator import simulate
 
 Forecasts = Callable[[int], Sequence[Sequence[Expected]]]
-"""What each dynamic case expects to do after a step, the same on every rank."""
+"""Returns the actions that each dynamic case expects after a step, the same on every rank."""
 
 
-# Seconds that the first change of ranks is thought to take.
+# Assumed seconds of the first change of ranks.
 _FIRST_PAUSE = 1.0
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Whether the layers go to `target`. on_the_way: seconds that they take over the links."""
+    """A possible move of layers.
+
+    Attributes:
+        target: The placement after the move.
+        on_the_way: Seconds that the layers take over the links.
+        decision: Whether they move.
+    """
 
     target: Partition
     on_the_way: float
@@ -60,11 +66,15 @@ class _Choice:
 
 @dataclass
 class Overhead:
-    """Seconds that balancing has taken of a run so far, on this rank."""
+    """Seconds of a run that balancing has taken so far, on this rank.
 
-    measure: float = (
-        0.0  # gathering costs; what it takes to condense them at each step, the profiler knows
-    )
+    Attributes:
+        measure: Seconds to gather costs. The profiler knows the seconds to condense them.
+        decide: Seconds to decide.
+        move: Seconds to move layers.
+    """
+
+    measure: float = 0.0
     decide: float = 0.0
     move: float = 0.0
 
@@ -78,19 +88,19 @@ class Rebalancer:
     the readings alone (`trigger.confirmed`). After a move that disappoints, the next one must
     promise more (`MoveGain`).
 
-    Every rank holds a Rebalancer and calls every method alike. Costs are the same on all ranks, so
+    Every rank has a Rebalancer and calls every method alike. Costs are the same on all ranks, so
     the decision is the same. The ranks compare it, "stay" included.
 
-    Balancers count more than a rank holds at any one time, such as all gradients. If the balancer
-    says that no placement fits the memory, the layers stay and one event says so, because the run
+    Balancers count more than a rank holds at any one time, such as all gradients. The layers stay
+    if the balancer says that no placement fits the memory. One event says so, because the run
     trains.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         pipeline: Holds the layers.
         costs: Returns the cost of every layer, as measured so far.
-        moves: How many moves an earlier part of the run has made, so that their numbers go on.
-        forecasts: What each dynamic case expects to do after a step.
+        moves: Number of moves of an earlier part of the run, so that the numbers go on.
+        forecasts: Returns the actions that each dynamic case expects after a step.
         memory_limit: Bytes of a rank. None means unlimited.
     """
 
@@ -109,7 +119,7 @@ class Rebalancer:
             costs,
             memory_limit,
         )
-        # Whether the work has changed since another mesh was last thought of.
+        # True if the work has changed since the last decision about another mesh.
         self._unshaped = config.elastic.reshape
         self._forecasts: Forecasts = forecasts or (lambda step: ())
         self._watch = (
@@ -117,9 +127,9 @@ class Rebalancer:
         )
         self._gain = MoveGain()
         self.moves = moves
-        # Seconds that the last move took beyond its layers' way over the links.
+        # Seconds of the last move beyond its layers' way over the links.
         self._fixed = 0.0
-        # Seconds that the last change of ranks took.
+        # Seconds of the last change of ranks.
         self._pause = _FIRST_PAUSE
         self._told = False  # that the memory allows no decision
         self.overhead = Overhead()
@@ -127,7 +137,7 @@ class Rebalancer:
     def observe(
         self, step: int, seconds: float, busy: Sequence[float]
     ) -> RebalanceResultEvent | None:
-        """Takes what was measured of a step.
+        """Takes the measurements of a step.
 
         Args:
             step: Number of the step.
@@ -135,24 +145,27 @@ class Rebalancer:
             busy: Busy seconds of each rank.
 
         Returns:
-            What the last move has brought, once enough steps have followed it.
+            The gain of the last move, once enough steps have followed it.
         """
         if self._watch is not None:
             self._watch.observe(busy)
         return self._gain.observe(step, seconds)
 
     def close_measurement(self, step: int) -> RebalanceResultEvent | None:
-        """Ends the measurement of the last move, at the end of a run. See `MoveGain.close`."""
+        """Ends the measurement of the last move, at the end of a run.
+
+        See `MoveGain.close`.
+        """
         return self._gain.close(step)
 
     def on_workload_change(self, step: int) -> RebalanceResultEvent | None:
-        """Before `step` the model's work has changed.
+        """Takes note that the model's work has changed before `step`.
 
         Args:
             step: The next step.
 
         Returns:
-            What the last move has brought until then, if that is not told yet.
+            The gain of the last move until then, if it is not reported yet.
         """
         self._unshaped = self._config.elastic.reshape
         if self._watch is not None:
@@ -160,7 +173,7 @@ class Rebalancer:
         return self._gain.on_workload_change(step)
 
     def should_check(self, step: int) -> bool:
-        """Whether it may do something before this step."""
+        """Returns True if it may do something before this step."""
         config = self._config
         elastic = config.elastic.reshape or config.elastic.changes_ranks
         acts = (
@@ -177,7 +190,7 @@ class Rebalancer:
 
     @property
     def measured(self) -> bool:
-        """Whether there is a step to decide on."""
+        """True if there is a measured step to decide on."""
         return self._gain.measured
 
     def is_due(self, step: int) -> bool:
@@ -185,14 +198,15 @@ class Rebalancer:
         return self.should_check(step) and self.measured
 
     def mesh(self, step: int) -> tuple[int, int, Partition] | None:
-        """Decides before `step` whether another mesh repays its reshape. It does so once after the
-        work has changed.
+        """Decides before `step` whether another mesh repays its reshape.
+
+        It decides once after each change of the work.
 
         Args:
             step: The next step.
 
         Returns:
-            Ranks of a pipeline, replicas, and placement. None: the mesh stays.
+            Ranks of a pipeline, replicas, and placement. None if the mesh stays.
 
         Raises:
             RunError: The ranks have decided differently.
@@ -223,7 +237,7 @@ class Rebalancer:
             if decision.move and target != current:
                 chosen = target.pipeline, target.replicas, best.plan.plan.partition
         except NoRoomError:
-            pass  # the mesh stays, which does train
+            pass  # the mesh stays, because it trains
         self.overhead.decide += time.perf_counter() - start
         agree(
             pipeline.world,
@@ -242,7 +256,7 @@ class Rebalancer:
             partition: Layers on each new stage.
 
         Returns:
-            The reshape, and before it what the last move has brought, if that is not told yet. No
+            The reshape, and before it the gain of the last move, if it is not reported yet. No
             reshape if `elastic.reshape` chose a mesh that the layers do not fit.
 
         Raises:
@@ -256,7 +270,8 @@ class Rebalancer:
         except NoRoomError:
             if not self._config.elastic.reshape:
                 raise
-            return told  # "recompute" is "auto", which goes by the most that layers may take; all ranks find so
+            # With "recompute" = "auto" the largest possible bytes count. All ranks fail alike.
+            return told
         self.on_workload_change(step)
         seconds = time.perf_counter() - start
         self.overhead.move += seconds
@@ -277,20 +292,21 @@ class Rebalancer:
         """Goes on under a config with other sizes of microbatches.
 
         Args:
-            config: Of the run from now on.
+            config: Config of the run from now on.
         """
         self._config = config
 
     def ranks(self, step: int, limits: RankLimits, reference: float | None) -> RankWish:
-        """Asks before `step` on how many ranks the run should go on.
+        """Asks before `step` for the number of ranks on which the run should go on.
 
         Args:
             step: The next step.
-            limits: How many ranks there are and may be.
-            reference: Seconds that a step took at first. None: it is now.
+            limits: Number of ranks that there are and may be.
+            reference: Seconds that a step took at first. None takes the best predicted seconds of
+                now.
 
         Returns:
-            What to do, and what the run would like.
+            The choice, and the number of ranks that the run would like.
 
         Raises:
             NoRoomError: The target cannot hold the model.
@@ -327,15 +343,17 @@ class Rebalancer:
     def on_resize(
         self, step: int, gain: float | None, seconds: float = 0.0
     ) -> tuple[int, Event | None]:
-        """Before `step` the ranks have become others. What is known of steps begins anew.
+        """Takes note that the ranks have changed before `step`.
+
+        Step measurements begin anew.
 
         Args:
             step: The next step.
-            gain: Predicted share of a step that is saved. None: nobody asked.
-            seconds: How long the ranks stood still.
+            gain: Predicted share of a step that is saved. None means that nothing was predicted.
+            seconds: Seconds during which the ranks stood still.
 
         Returns:
-            The number of the change, and what the last one has brought if that is not told yet.
+            The number of the change, and the gain of the last one if it is not reported yet.
         """
         self.moves += 1
         measured = self._gain.measured and gain is not None
@@ -352,22 +370,22 @@ class Rebalancer:
         return self.moves, result
 
     def consider(self, step: int) -> list[Event]:
-        """Decides before `step`, and acts if that pays: first where the layers live, then in which
-        order the ranks work.
+        """Decides before `step`, and acts if that pays.
 
-        The ranks compare their decision before layers move or stay.
+        It decides first on the placement, then on the schedule. The ranks compare their decision
+        before layers move or stay.
 
         Raises:
-            RunError: The ranks have decided differently, because their cases forecast differently,
-                say.
+            RunError: The ranks have decided differently, for example because their cases forecast
+                differently.
         """
         if self._watch is not None:
             self._watch.decided()
         pipeline, overhead, start = self._pipeline, self.overhead, time.perf_counter()
         costs = self._costs()
         halves = pipeline.measurements.halves(costs)
-        # Every rank takes part before any decides. Ranks that decide differently must not wait for
-        # each other here.
+        # Every rank takes part before any rank decides. Ranks that decide differently must not
+        # wait for each other here.
         fixed, doubt, preempted = pipeline.measurements.maxima(
             (self._fixed, self._gain.doubt, pipeline.measurements.preempted)
         )
@@ -380,7 +398,7 @@ class Rebalancer:
                 choice = self._choose(step, costs, halves, fixed, doubt, preempted)
             except (
                 PartitionError
-            ) as error:  # no room; or a baseline that has no placement for such layers
+            ) as error:  # no room, or the baseline has no placement for such layers
                 if not self._told:
                     done.append(
                         ChangeEvent(
@@ -410,11 +428,12 @@ class Rebalancer:
         """Compares the decision with the other ranks'.
 
         Args:
-            choice: Where the layers go. None: the balancer leaves them where they are.
-            gain: Share of a step that another schedule saves. None: the schedule stays, or the
-                layers move. The ranks then compare the schedule that they run on the new placement.
+            choice: The move. None means that the balancer leaves the layers where they are.
+            gain: Share of a step that another schedule saves. None means that the schedule stays,
+                or that the layers move. After a move the ranks compare the schedule of the new
+                placement.
         """
-        # Floats are left out: they decide nothing more, and may differ in their last bit between
+        # Floats are left out. They decide nothing more, and their last bit may differ between
         # kinds of CPU.
         where = (
             None
@@ -439,12 +458,12 @@ class Rebalancer:
         """Decides whether layers move, and where to. Every rank computes the same.
 
         Args:
-            step: Before which it is asked.
-            costs: By all readings.
-            halves: The costs by the earlier and by the later readings alone. Both must support a
+            step: The next step.
+            costs: Cost of each layer from all readings.
+            halves: Costs from the earlier and from the later readings alone. Both must support a
                 move.
-            fixed: Seconds that a move takes beyond its layers' way over the links.
-            doubt: How many times the usual gain is asked for.
+            fixed: Seconds of a move beyond its layers' way over the links.
+            doubt: Factor of the usual gain that a move must promise.
             preempted: Share of the ops' time that other processes take.
 
         Returns:
@@ -479,22 +498,22 @@ class Rebalancer:
         """Moves layers as all ranks have agreed.
 
         Args:
-            step: Before which it is done.
-            choice: What is done.
-            measuring: Seconds that it took to gather the costs.
-            deciding: Seconds that it took to decide.
+            step: The next step.
+            choice: The move.
+            measuring: Seconds that gathering the costs took.
+            deciding: Seconds that deciding took.
 
         Returns:
-            The move, and before it what the last move has brought, if that is not told yet. Empty
-            if the layers do not fit the memory of their target.
+            The move, and before it the gain of the last move, if it is not reported yet. Empty if
+            the layers do not fit the memory of their target.
         """
         pipeline, start = self._pipeline, time.perf_counter()
         source = pipeline.partition
         try:
             migration = pipeline.actions.move(choice.target, is_agreed=True)
         except NoRoomError:
-            # "recompute" is "auto", which goes by the most that layers may take, not by what was
-            # measured. All ranks find so.
+            # With "recompute" = "auto" the largest possible bytes count, not the measured bytes.
+            # All ranks fail alike.
             return []
         ended = time.perf_counter()
         self._fixed = max(0.0, migration.seconds - choice.on_the_way)
@@ -519,11 +538,13 @@ class Rebalancer:
     def _confirmed(
         self, decision: Decision, parts: Iterable[Decision], preempted: float
     ) -> Decision:
-        """Returns the decision to move if it is certain enough. If it is not, plans to look again.
+        """Returns the decision to move if it is certain enough.
+
+        Otherwise plans to look again.
 
         Args:
-            decision: By all readings.
-            parts: By parts of the readings.
+            decision: Decision from all readings.
+            parts: Decisions from parts of the readings.
             preempted: Share of the ops' time that other processes take.
         """
         decision = confirmed(decision, list(parts), preempted)
@@ -532,8 +553,12 @@ class Rebalancer:
         return decision
 
     def _outlook(self, step: int, request: BalanceRequest, target: Partition) -> list[Outlook]:
-        """What a step takes on the placement now and on `target`, from `step` to the run's end.
-        What the cases do before `step` itself is still to come, and was not measured."""
+        """Returns the seconds of a step on both placements, from `step` to the run's end.
+
+        The placements are the present one and `target`.
+
+        The cases' actions before `step` itself are still to come, and were not measured.
+        """
         pipeline, costs = self._pipeline, request.layers
 
         def seconds(layers: tuple[LayerCost, ...], partition: Partition) -> float:
@@ -550,7 +575,7 @@ class Rebalancer:
         ]
 
     def _on_the_way(self, costs: tuple[LayerCost, ...], old: Partition, new: Partition) -> float:
-        """Seconds that the layers of a move take, one after another, over the slowest link."""
+        """Returns the seconds of a move's layers, in sequence, over the slowest link."""
         sizes = [
             costs[move.layer].moved_bytes
             for move in moves_between_ranks(old, new, self._pipeline.placement)

@@ -1,4 +1,4 @@
-"""A checkpoint of an engine: its layers, and the part of its state that no layer has."""
+"""Saves and restores an engine: its layers, and the state that no layer has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.checkpoint import Saved
 
-# What the state of every checkpoint has.
+# Keys that the state of every checkpoint has.
 STATE = frozenset({"partition", "frozen", "loss", "moves", "cases"})
 
 
@@ -23,10 +23,10 @@ def state_of(
     """Returns the part of an engine's state that no layer has, as JSON.
 
     Args:
-        engine: What trains.
+        engine: Engine that trains.
         cases: The dynamic cases.
         loss: Loss of the last step.
-        moves: How many times layers have moved.
+        moves: Number of times that layers have moved.
         extra: Further state of the caller.
     """
     return {
@@ -51,16 +51,18 @@ def save_engine(
     moves: int,
     extra: Mapping[str, Any],
 ) -> Saved:
-    """Saves all layers and the state. All ranks call it together, after the last result.
+    """Saves all layers and the state.
+
+    All ranks call it together, after the last result.
 
     Args:
-        engine: What trains.
+        engine: Engine that trains.
         folder: Holds the checkpoints of this training. All ranks share it.
         step: Number of steps that are done.
-        keep: How many checkpoints stay, this one included.
+        keep: Number of checkpoints that stay, this one included.
         cases: The dynamic cases, whose states are saved too.
         loss: Loss of the last step.
-        moves: How many times layers have moved.
+        moves: Number of times that layers have moved.
         extra: Further state of the caller.
 
     Returns:
@@ -80,13 +82,13 @@ def save_engine(
 def restore_engine(
     engine: Engine, path: Path, state: Mapping[str, Any], cases: Sequence[Dynamism]
 ) -> None:
-    """Puts the layers of this rank, the frozen layers, the cases and the loss scale back as they
-    were.
+    """Restores the layers of this rank and the engine's state from a checkpoint.
 
-    All ranks call it together.
+    The state is the frozen layers, the dynamic cases and the loss scale. All ranks call this
+    function together.
 
     Args:
-        engine: What goes on training, on any placement.
+        engine: Engine that goes on training, on any placement.
         path: The folder of one checkpoint.
         state: Its state, as `save_engine` wrote it.
         cases: The dynamic cases. A case that the checkpoint does not have starts anew.
@@ -105,11 +107,11 @@ def restore_engine(
 
 
 def restore_state(engine: Engine, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
-    """Puts back what no layer has: which layers are frozen, the cases and the loss scale.
+    """Restores the frozen layers, the dynamic cases and the loss scale.
 
     Args:
-        engine: What goes on training.
-        state: As `state_of` wrote it.
+        engine: Engine that goes on training.
+        state: State as `state_of` made it.
         cases: The dynamic cases. A case that the state does not have starts anew.
     """
     _restore_frozen(engine, state)

@@ -1,5 +1,4 @@
-"""Which schedule a pipeline runs, what it would run on another placement, and what a balancer is
-asked; nothing moves here.
+"""Makes a pipeline's schedule, and the requests to balancers. Nothing moves here.
 
 layers' measured costs, links, layout --> stages' costs --> schedule --simulator--> seconds of a
 step
@@ -33,18 +32,27 @@ from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline, resident, simulate
 
 Links = dict[tuple[int, int], LinkCost]
-"""Between the ranks of a pair, the lower first, that hold neighbouring stages."""
+"""Link of each pair of ranks that hold neighbouring stages. The lower rank comes first."""
 
 Shapes = Callable[[int], tuple[LayerCost, ...] | None]
-"""What the layers hold, from shapes alone, on one of so many replicas; None where shapes do not
-tell."""
+"""Takes the number of replicas and returns the layers' bytes on one of them, from shapes alone.
+
+Returns None if shapes do not tell."""
 
 
 class ScheduleKeeper:
-    """Of the layers that `holding` knows, under the schedule of this name. memory_limit: bytes per
-    rank, for schedules that are made within one. post_validation: steps may have no barrier at
-    their end. accumulation_groups: of the whole mesh. shapes: what schedules are made from while
-    nothing is measured."""
+    """Knows the schedule of a pipeline, and the costs that it is made from.
+
+    Args:
+        layer_store: Knows the layers and where they are.
+        name: Name of the schedule.
+        chunks: Stages per rank. None means the schedule's own number.
+        memory_limit: Bytes of a rank, for schedules that are made within a limit.
+        links: Measured links between the ranks.
+        post_validation: Whether steps may have no barrier at their end.
+        accumulation_groups: Number of accumulation groups of the whole mesh.
+        shapes: Costs by shapes. Schedules are made from them until costs are measured.
+    """
 
     def __init__(
         self,
@@ -70,12 +78,12 @@ class ScheduleKeeper:
             accumulation_groups,
             shapes,
         )
-        # What the next schedule is made from; None until something is measured.
+        # Costs that the next schedule is made from. None until something is measured.
         self.known: tuple[LayerCost, ...] | None = None
 
     @property
     def objective(self) -> Objective:
-        """What makes a step of this pipeline short."""
+        """The time that this pipeline's schedule keeps short."""
         return (
             Objective.MAKESPAN
             if not self._post_validation or self._layer_store.tied.apart
@@ -85,7 +93,7 @@ class ScheduleKeeper:
     # -- the schedule ------------------------------------------------------------------------------
 
     def agreed(self) -> Schedule:
-        """The schedule of the next steps, which all ranks have compared."""
+        """Returns the schedule of the next steps, after all ranks have compared it."""
         schedule = self.on(self._layer_store.layout.partition)
         if entry(self._name).from_costs:
             agree(
@@ -96,16 +104,15 @@ class ScheduleKeeper:
         return schedule
 
     def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
-        """The schedule that would run on this placement, with what is frozen now.
+        """Returns the schedule of a placement, with the layers that are frozen now.
 
         Args:
             partition: Number of layers on each stage.
-            layers: Costs to make it for. The default is what is known of them.
+            layers: Costs to make it for. The default is the known costs.
         """
         layers = (layers or self.known or self._guess()) if entry(self._name).from_costs else None
-        if (
-            layers is None
-        ):  # all stages count as alike, their activations 1: at most twice as many as 1F1B keeps
+        if layers is None:
+            # All stages count as equal, with activations of 1. The cap is twice that of 1F1B.
             placement = self._layer_store.layout.placement
             caps = (2.0 * len(placement),) * self._layer_store.layout.ranks
             return self._request.make(
@@ -114,7 +121,12 @@ class ScheduleKeeper:
         return self.stage_plan(partition, layers).schedule
 
     def stage_plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> StagePlan:
-        """The schedule of a placement at these costs, with its caps and memory."""
+        """Returns the schedule of a placement at these costs, with its caps and memory.
+
+        Args:
+            partition: Number of layers on each stage.
+            layers: Cost of each layer.
+        """
         return plan_stages(
             self._request,
             layers,
@@ -139,7 +151,7 @@ class ScheduleKeeper:
         )
 
     def _guess(self) -> tuple[LayerCost, ...] | None:
-        """Costs before any are measured: bytes by shape, and every layer's times alike."""
+        """Returns costs before any are measured: bytes by shape, and equal times."""
         layout, frozen = self._layer_store.layout, self._layer_store.frozen
         shapes = None if self._shapes is None else self._shapes(layout.replicas)
         return (
@@ -153,8 +165,10 @@ class ScheduleKeeper:
         )
 
     def full(self) -> Schedule:
-        """The schedule with every stage training: an upper bound of what any frozen prefix keeps in
-        memory."""
+        """Returns the schedule with every stage training.
+
+        Its memory is an upper bound for any frozen prefix.
+        """
         return full_schedule(
             self._name,
             self._layer_store.layout.ranks,
@@ -163,16 +177,27 @@ class ScheduleKeeper:
         )
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
-        """What the simulator says of one step under these costs and this placement, with the
-        schedule made for them."""
+        """Simulates one step with the schedule made for these costs and this placement.
+
+        Args:
+            layers: Cost of each layer.
+            partition: Number of layers on each stage.
+
+        Returns:
+            The simulated timeline.
+        """
         return simulate(self.on(partition, layers), self.stage_costs(layers, partition))
 
     def replan(self, layers: tuple[LayerCost, ...], least: float) -> float | None:
-        """Takes these costs for the next schedule, where that saves more than the share `least` of
-        a step.
+        """Takes these costs for the next schedule, if that saves enough.
 
-        Returns the share that the simulator says it saves; None where the schedule stays, as those
-        do that are not made from costs.
+        Args:
+            layers: Cost of each layer.
+            least: Share of a step that the new schedule must save more than.
+
+        Returns:
+            The predicted share of a step that is saved. None if the schedule stays. Schedules that
+            are not made from costs always stay.
         """
         if not entry(self._name).from_costs:
             return None
@@ -187,22 +212,23 @@ class ScheduleKeeper:
         return max(0.0, gain)
 
     def reshaped(self, links: Links) -> None:
-        """Takes note of another mesh. A rank of it holds other bytes than were measured, such as
-        shares of the optimizer state.
+        """Takes note of another mesh.
+
+        Its ranks hold other bytes than the measured ones, such as shares of the optimizer state.
 
         Args:
-            links: Between the ranks of the new mesh.
+            links: Links between the ranks of the new mesh.
         """
         self.links = links
         if self._memory_limit is not None:
             self.forget()
 
     def forget(self) -> None:
-        """Some layer does what nobody has measured."""
+        """Drops the known costs, because the work of some layer is not measured yet."""
         self.known = None
 
     def elide(self) -> None:
-        """What layers cost that are frozen by now is known without measuring."""
+        """Updates the known costs for the frozen layers. This needs no measurement."""
         if self.known is not None:
             self.known = elide(
                 self.known,
@@ -212,20 +238,30 @@ class ScheduleKeeper:
 
     @property
     def message_timeout(self) -> float:
-        """Seconds within which a message that was sent in time is there: twice what the slowest
-        link takes for the smallest."""
+        """Seconds within which a message arrives that was sent in time.
+
+        They are twice the latency of the slowest link.
+        """
         return 2 * max((link.latency for link in self.links.values()), default=0.0)
 
-    # -- what a balancer is asked ------------------------------------------------------------------
+    # -- requests to a balancer --------------------------------------------------------------------
 
     def request(
         self, layers: tuple[LayerCost, ...], cost: Cost, seed: int, step: int
     ) -> BalanceRequest:
-        """What a balancer is asked: where these layers should live, under this pipeline's schedule,
-        links and memory limit."""
+        """Returns the request to a balancer for a placement of these layers.
+
+        It has this pipeline's schedule, links and memory limit.
+
+        Args:
+            layers: Cost of each layer.
+            cost: Figure of a layer that the balancer goes by.
+            seed: Seed of balancers that draw.
+            step: The next step.
+        """
         limit, layout = self._memory_limit, self._layer_store.layout
-        # Each stage is given its rank's whole limit: a balancer that knows of the placement adds up
-        # what a rank's stages hold.
+        # Each stage is given its rank's whole limit. A balancer that knows the placement adds up
+        # the bytes of a rank's stages.
         limits = None if limit is None else (limit,) * len(layout.placement)
         return BalanceRequest(
             layers,
@@ -244,12 +280,19 @@ class ScheduleKeeper:
         )
 
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
-        """The stages' costs, and the links' times for the messages that cross there."""
+        """Returns the stages' costs, with the link seconds of the messages between them.
+
+        Args:
+            layers: Cost of each layer.
+            partition: Number of layers on each stage.
+        """
         return pipeline_costs(layers, partition, links=self._boundary_links())
 
     def _boundary_links(self) -> tuple[LinkCost, ...]:
-        """The link behind each stage but the last; between two stages of one rank it costs
-        nothing."""
+        """Returns the link behind each stage but the last.
+
+        A link between two stages of one rank costs nothing.
+        """
         here = LinkCost(0.0, math.inf)
         return tuple(
             self.links.get((min(pair), max(pair)), here)

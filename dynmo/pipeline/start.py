@@ -1,5 +1,8 @@
-"""`init`: joins the ranks that a launcher started, takes those of a process group, or makes a world
-of one."""
+"""`init` makes the world of ranks.
+
+It joins the ranks that a launcher started, takes those of a process group, or makes a world of one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ def init(
     device: str | torch.device = "auto",
     timeout: float = 120.0,
 ) -> World:
-    """Joins the ranks that torchrun, Slurm or dynmo's launcher started. Without a launcher the
-    world has one rank.
+    """Joins the ranks that torchrun, Slurm or dynmo's launcher started.
+
+    Without a launcher the world has one rank.
 
     Use it as a context manager, or call `close` at the end. A program that has called
     `torch.distributed.init_process_group` keeps its process groups: dynmo makes groups of its own
@@ -33,7 +37,7 @@ def init(
         group: The ranks of the world, in a program with process groups of its own. None takes all
             ranks. Only the ranks of the group call `init`. A `DeviceMesh` of two dimensions is
             (pipeline, replicas); pass its second size as `replicas` to `dynmo.Pipeline`.
-        device: Where this rank computes. "auto" is the CUDA device of the local rank if there is
+        device: Device of this rank. "auto" is the CUDA device of the local rank if there is
             one, and the CPU otherwise.
         timeout: Seconds that a rank waits for another, at the start and in every message.
 
@@ -79,8 +83,10 @@ def init(
 
 
 def _ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> list[int] | None:
-    """The ranks of a process group or a mesh in torch's default group. None if the program has no
-    process group."""
+    """Returns a group's or mesh's ranks in torch's default group.
+
+    Returns None if the program has no process group.
+    """
     if not dist.is_initialized():
         if group is not None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Checks of what an engine is given: batches, rates, placements."""
+"""Checks an engine's inputs: batches, rates, placements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_batch(
         layer_store: Knows this rank's stages.
         inputs: [microbatches, ...] on the rank of the first stage.
         targets: [microbatches, ...] on the rank of the last stage.
-        microbatches: How many are expected.
+        microbatches: Number of expected microbatches.
 
     Raises:
         InputError: A tensor is missing, or has another first dimension.
@@ -37,19 +37,21 @@ def check_batch(
         if batch is None:
             if stage in stages:
                 raise InputError(
-                    f"{name} is None, but rank {world.rank} holds the {holder} stage; give it a tensor [microbatches, ...]"
+                    f"{name} is None, but rank {world.rank} holds the {holder} stage; give it a "
+                    "tensor [microbatches, ...]"
                 )
             continue
         if not isinstance(batch, Tensor):
             raise InputError(
-                f"{name} is a {type(batch).__name__}; give one tensor [microbatches, ...] (torch.stack, torch.as_tensor)"
+                f"{name} is a {type(batch).__name__}; give one tensor [microbatches, ...] "
+                "(torch.stack, torch.as_tensor)"
             )
         if batch.dim() == 0 or len(batch) != microbatches:
             own = " of this replica's own" if world.replicas > 1 else ""
             count = len(batch) if batch.dim() else "no"
             raise InputError(
-                f"{name}: {count} microbatches, shape {list(batch.shape)}, where {microbatches}{own} are expected; the first "
-                "dimension counts microbatches"
+                f"{name}: {count} microbatches, shape {list(batch.shape)}, where "
+                f"{microbatches}{own} are expected; the first dimension counts microbatches"
             )
 
 
@@ -57,33 +59,61 @@ def check_partition(partition: object) -> None:
     """Raises ConfigError if this is no Partition."""
     if not isinstance(partition, Partition):
         raise ConfigError(
-            f"partition is a {type(partition).__name__}; give a Partition, such as Partition((4, 4))"
+            f"partition is a {type(partition).__name__}; give a Partition, such as Partition((4, "
+            "4))"
         )
 
 
 def check_recompute(recompute: object, layers: int) -> None:
-    """Raises ConfigError if this is neither a function nor indices of a model of so many layers."""
+    """Checks the layers that recompute.
+
+    Args:
+        recompute: A function, or indices of layers.
+        layers: Number of layers of the model.
+
+    Raises:
+        ConfigError: It is neither a function nor a collection of such indices.
+    """
     if callable(recompute):
         return
     if isinstance(recompute, str) or not isinstance(recompute, Collection):
         raise ConfigError(
-            f"recompute = {recompute!r}; give the indices of layers, range({layers}) for all, or a function"
+            f"recompute = {recompute!r}; give the indices of layers, range({layers}) for all, or "
+            "a function"
         )
     outside = [index for index in cast(Collection[object], recompute) if index not in range(layers)]
     if outside:
         raise ConfigError(
-            f"recompute names layer {outside[0]!r}, but the model has {layers}, from 0 to {layers - 1}"
+            f"recompute names layer {outside[0]!r}, but the model has {layers}, from 0 to "
+            f"{layers - 1}"
         )
 
 
 def check_choice(option: str, value: object, allowed: Collection[str]) -> None:
-    """Raises ConfigError if the option has another value than those that are allowed."""
+    """Checks the value of an option.
+
+    Args:
+        option: Name of the option, for the message.
+        value: Its value.
+        allowed: The values that are allowed.
+
+    Raises:
+        ConfigError: The value is not allowed.
+    """
     if value not in allowed:
         raise ConfigError(f"{option} = {value!r}; choose from {', '.join(allowed)}")
 
 
 def check_rates(lr: object, max_norm: object) -> None:
-    """Raises InputError if this is no learning rate, or no norm to clip to."""
+    """Checks the rates of a step.
+
+    Args:
+        lr: Learning rate. A finite number of at least 0.
+        max_norm: Norm to clip to. A number of at least 0.
+
+    Raises:
+        InputError: One of them is not such a number.
+    """
     if not isinstance(lr, Real) or not 0 <= float(lr) < math.inf:
         raise InputError(f"lr = {lr!r}; give a finite number of at least 0")
     if not isinstance(max_norm, Real) or not float(max_norm) >= 0:

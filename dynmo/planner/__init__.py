@@ -1,2 +1,4 @@
-"""Which plan is best: evaluates one plan, searches meshes, reshapes, recomputes and suggests. No
-torch."""
+"""Evaluates a plan, searches meshes, reshapes, recomputes and suggests.
+
+The planner finds the best plan. It does not need torch.
+"""

@@ -1,5 +1,4 @@
-"""What another choice than a plan's would give: each alternative is a plan of its own, made in the
-same way."""
+"""Other choices than a plan's. Each alternative is a plan of its own, made alike."""
 
 from __future__ import annotations
 
@@ -17,8 +16,13 @@ from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
 @dataclass(frozen=True)
 class Alternative:
-    """`choice` in place of the plan's own; `plan` is None where there is none, and `problem` says
-    why."""
+    """A plan with `choice` in place of the request's own.
+
+    Attributes:
+        choice: The balancer, schedule, number of microbatches or number of ranks.
+        plan: None if there is no such plan.
+        problem: Why there is none.
+    """
 
     choice: str | int
     plan: Plan | None
@@ -39,8 +43,10 @@ def other_schedules(request: PlanRequest) -> list[Alternative]:
 
 
 def other_microbatches(request: PlanRequest) -> list[Alternative]:
-    """At the same global batch: a microbatch of half the size is taken to need half the time and
-    half the activations."""
+    """Plans at the same global batch, with microbatches of other sizes.
+
+    A microbatch of half the size is assumed to need half the time and half the activations.
+    """
     resizes = resize(request.profile, request.microbatches, (0.25, 0.5, 2, 4))
     return _attempt_all(
         (m, replace(request, profile=profile, microbatches=m)) for m, profile in resizes
@@ -58,8 +64,10 @@ def other_ranks(request: PlanRequest) -> list[Alternative]:
 
 
 def _attempt_all(requests: Iterable[tuple[str | int, PlanRequest]]) -> list[Alternative]:
-    """By predicted step time; those that cannot be had last. Of large plans there are too many to
-    search each as long."""
+    """Makes the plans and sorts them by predicted step time, impossible ones last.
+
+    Large plans get a quick search, because there are too many of them.
+    """
     alternatives: list[Alternative] = []
     for choice, request in requests:
         try:

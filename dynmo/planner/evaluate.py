@@ -1,8 +1,9 @@
-"""A request for a plan, and what one placement of it would take: the schedule made for it, its
-seconds by the simulator, its memory.
+"""A request for a plan, and the result for one placement of it.
 
-costs of layers + placement -> costs of stages -> schedule -> simulator -> step time, idleness,
-memory
+The result has the schedule made for the placement, its seconds by the simulator, and its memory:
+
+    costs of layers + placement -> costs of stages -> schedule -> simulator
+        -> step time, idleness, memory
 """
 
 from __future__ import annotations
@@ -28,18 +29,35 @@ from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline, simulate
 
 RecomputeMode = Literal["none", "auto", "all"]
-"""Which layers keep only their input and run F again in B: none, those that must so that all fits,
-or all."""
+"""The layers that are recomputed: none, those that must be so that everything fits, or all.
+
+A recomputed layer keeps only its input and runs F again in B."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan for. memory_limit: bytes of a rank. any_links: take the slowest known link where
-    the file lists other boundaries. cost: what the balancer goes by; seed and step: for the
-    balancer that is random. quick: "exact" does not simulate its ties, and a placement that does
-    not fit is hardly repaired. recomputed: layers that are recomputed whatever `recompute` says.
-    replicas: of this pipeline, that sum their gradients, which takes memory; its seconds are
-    `mesh`'s."""
+    """A request for a plan.
+
+    Attributes:
+        profile: Measured costs.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step of one replica.
+        schedule: Name of the schedule.
+        balancer: Name of the balancer.
+        chunks: Stages per rank. None means the schedule's own number.
+        memory_limit: Bytes of a rank. None means unlimited.
+        objective: Whether the span or the makespan should be short.
+        any_links: Use the slowest known link if the file lists other boundaries.
+        cost: What the balancer goes by.
+        seed: For the balancer that is random.
+        step: For the balancer that is random.
+        quick: "exact" does not simulate its ties, and a placement that does not fit is hardly
+            repaired.
+        recompute: Which layers are recomputed.
+        recomputed: Layers that are recomputed whatever `recompute` says.
+        replicas: Number of replicas of this pipeline that sum their gradients. Only the memory of
+            the sums counts here. `mesh_plan` adds their seconds.
+    """
 
     profile: Profile
     ranks: int
@@ -65,7 +83,8 @@ class PlanRequest:
             x.static_bytes or x.activation_bytes for x in self.profile.layers
         ):
             raise PartitionError(
-                "a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, ... (one per layer)"
+                "a memory limit, but the costs have no sizes; "
+                "give weight_bytes, activation_bytes, ... (one per layer)"
             )
 
     @cached_property
@@ -79,8 +98,11 @@ class PlanRequest:
 
     @cached_property
     def reserve(self) -> int:
-        """The most bytes that come for a moment, beside what is live between ops: recomputing a
-        layer brings them back during its B, and summing gradients over the replicas takes them."""
+        """The most bytes that come for a moment, beside what is live between ops.
+
+        Recomputing a layer brings its activations back during its B. Summing gradients over the
+        replicas also takes memory.
+        """
         pairs = zip(self.kept, self.layers, strict=True)
         back = max(
             (kept.activation_bytes - left.activation_bytes for kept, left in pairs), default=0
@@ -89,7 +111,7 @@ class PlanRequest:
 
     @cached_property
     def stages(self) -> StageRequest:
-        """What the stage planner is asked."""
+        """The request to the stage planner."""
         return StageRequest(
             self.schedule,
             self.ranks,
@@ -112,8 +134,7 @@ class PlanRequest:
 
     @cached_property
     def current(self) -> Partition:
-        """Where the layers are: as the file says, if that was for as many stages; else evenly
-        spread."""
+        """The placement now: the file's if it has as many stages, else an even one."""
         known, stages = self.profile.partition, len(self.placement)
         fits = (
             known is not None and len(known) == stages and self.profile.ranks in (None, self.ranks)
@@ -123,13 +144,13 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one placement takes.
+    """The result for one placement.
 
     Attributes:
-        request: What was asked.
+        request: The request.
         partition: Number of layers on each stage.
-        costs: Of the stages.
-        schedule: Made for this placement.
+        costs: Costs of the stages.
+        schedule: The schedule made for this placement.
         timeline: The step by the simulator.
         lower_bound: Seconds of a step that no schedule of this placement can beat.
         caps: The most live memory of each rank that the schedule was first made within.
@@ -160,7 +181,7 @@ class Plan:
 
     @property
     def rank_cost(self) -> tuple[float, ...]:
-        """The same of each rank's stages together."""
+        """Seconds of each rank's stages together."""
         pairs = list(zip(self.stage_cost, self.request.placement, strict=True))
         return tuple(
             math.fsum(cost for cost, holder in pairs if holder == rank)
@@ -173,8 +194,10 @@ class Plan:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """The layers that change ranks, from the placement as it is; source and target are
-        ranks."""
+        """The layers that change ranks from the current placement.
+
+        Source and target are ranks.
+        """
         placement = self.request.placement
         across = (
             Move(layer, placement[a], placement[b])
@@ -188,12 +211,23 @@ class Plan:
 
 
 def memory_needs(request: PlanRequest, partition: Partition, schedule: Schedule) -> tuple[int, ...]:
-    """Bytes of each rank at its peak under `schedule`."""
+    """Bytes of each rank at its peak under `schedule`.
+
+    Args:
+        request: The request.
+        partition: Number of layers on each stage.
+        schedule: The schedule that runs.
+    """
     return request.stages.memory(request.layers, partition.counts, schedule)
 
 
 class TooFullError(NoRoomError):
-    """Of one placement. `needs`: bytes of each rank."""
+    """One placement does not fit the memory.
+
+    Attributes:
+        partition: The placement.
+        needs: Bytes of each rank.
+    """
 
     def __init__(self, request: PlanRequest, partition: Partition, needs: Sequence[int]) -> None:
         rank = next(rank for rank, need in enumerate(needs) if need > (request.memory_limit or 0))
@@ -206,8 +240,15 @@ class TooFullError(NoRoomError):
 
 
 def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
-    """What this placement would take, by the simulator, with the schedule made for it. Raises
-    NoRoomError where it does not fit."""
+    """Evaluates one placement by the simulator, with the schedule made for it.
+
+    Args:
+        request: The request.
+        partition: Number of layers on each stage.
+
+    Raises:
+        NoRoomError: The placement does not fit the memory.
+    """
     stage_plan = plan_stages(
         request.stages, request.layers, partition, request.links, request.profile.first_trainable
     )
@@ -232,8 +273,8 @@ def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
         request.objective,
         limits,
     )
-    # A bound that is reached may come out a rounding error above what reached it, since it is
-    # summed in another order.
+    # The bound is summed in another order. If it is reached, it may therefore be a rounding error
+    # above the time that reached it.
     return Plan(
         request,
         partition,

@@ -1,18 +1,19 @@
-"""A placement in the words of other trainers, for people who stay there.
+"""A placement in the formats of other trainers.
 
-Layers go by their names: `embedding`, `blocks.0.attention`, `blocks.0.feed_forward`, ..., `head`;
-or any names, where all layers that share a number (`blocks.3.*`, `layers.3`) are one block, what
-stands before the first is the input side and what follows the last the output side.
+Layers are grouped into blocks by their names. Usual names are `embedding`, `blocks.0.attention`,
+`blocks.0.feed_forward`, ..., `head`. In any other names, all layers that share a number
+(`blocks.3.*`, `layers.3`) are one block. Layers before the first block are the input side, and
+layers after the last block are the output side.
 
     names       embedding  b0.att  b0.ff | b1.att  b1.ff  b2.att | b2.ff  head
-    Megatron    Et|tt|L            a block is one letter: the cut in the middle of block 2 is rounded
+    Megatron    Et|tt|L    a block is one letter: the cut in the middle of block 2 is rounded
     torchtitan  [[tok_embeddings, layers.0], [layers.1, layers.2], [norm, output]]
     DeepSpeed   [0, 3, 6, 8]       layer indices, halves and all
 
-They know whole blocks only. A cut inside one goes to the nearer end of it, by layers, and to its
-end where both are as near; `rounded` says which cuts those were. A stage may be left without a
-block by that: Megatron and torchtitan take it where there is something else on it, and Megatron
-even without.
+Megatron and torchtitan know whole blocks only. A cut inside a block goes to its nearer end, by
+layers, and to its last end if both are as near. `rounded` says which cuts were moved. A stage may
+be left without a block. Megatron and torchtitan accept this if something else is on the stage, and
+Megatron even if not.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ from dynmo.errors import PartitionError
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """`text`: what to give the trainer. `rounded`: the boundaries (between stages i and i + 1) that
-    fell inside a block and were moved."""
+    """A layout for Megatron-LM.
+
+    Attributes:
+        text: What to give the trainer.
+        rounded: The boundaries (i is between stages i and i + 1) that fell inside a block and were
+            moved.
+    """
 
     text: str
     rounded: tuple[int, ...]
@@ -38,11 +44,11 @@ class MegatronLayout:
 def _whole_blocks(
     names: Sequence[str], partition: Partition
 ) -> tuple[list[range], tuple[int, ...]]:
-    """The blocks on each stage once every cut is at the end of a block, and the cuts that were
-    moved."""
+    """The blocks on each stage, and the cuts that were moved to the end of a block."""
     if partition.layers != len(names):
         raise PartitionError(
-            f"{len(names)} names for a placement of {partition.layers} layers; give one name per layer"
+            f"{len(names)} names for a placement of {partition.layers} layers; "
+            "give one name per layer"
         )
     first, blocks, _ = blocks_of(names)
     ends = [first, *(block.stop for block in blocks)]
@@ -57,11 +63,18 @@ def _whole_blocks(
 
 
 def megatron_layout(names: Sequence[str], partition: Partition) -> MegatronLayout:
-    """`--pipeline-model-parallel-layout`: E the embedding, t a transformer block, L the loss, |
-    between stages; `t*3` is `ttt`.
+    """Returns the value of Megatron's `--pipeline-model-parallel-layout`.
 
-    Stages in pipeline order; with several stages per rank Megatron deals them out in turn (looped),
-    rank by rank.
+    E is the embedding, t a transformer block, L the loss, and | is between stages. `t*3` is `ttt`.
+    Stages are in pipeline order. With several stages per rank, Megatron deals them out in turn
+    (looped), rank by rank.
+
+    Args:
+        names: One per layer.
+        partition: Number of layers on each stage.
+
+    Raises:
+        PartitionError: The placement is of another number of layers.
     """
     stages, rounded = _whole_blocks(names, partition)
     last = len(stages) - 1
@@ -76,7 +89,12 @@ def megatron_layout(names: Sequence[str], partition: Partition) -> MegatronLayou
 
 @dataclass(frozen=True)
 class Modules:
-    """`stages`: per stage, the names of torchtitan's modules. `rounded` as in `MegatronLayout`."""
+    """Modules for torchtitan.
+
+    Attributes:
+        stages: Names of the modules on each stage.
+        rounded: As in `MegatronLayout`.
+    """
 
     stages: list[list[str]]
     rounded: tuple[int, ...]
@@ -89,10 +107,16 @@ def torchtitan_modules(
     inputs: Sequence[str] = ("tok_embeddings",),
     outputs: Sequence[str] = ("norm", "output"),
 ) -> Modules:
-    """`module_fqns_per_model_part`: `tok_embeddings`, `layers.N`, `norm`, `output` (`outputs` where
-    a model calls them otherwise).
+    """Returns torchtitan's `module_fqns_per_model_part`.
 
-    Raises PartitionError where a stage would be left without a module.
+    Args:
+        names: One per layer.
+        partition: Number of layers on each stage.
+        inputs: Names of the model's modules before the blocks.
+        outputs: Names of the model's modules after the blocks.
+
+    Raises:
+        PartitionError: A stage would be left without a module.
     """
     stages, rounded = _whole_blocks(names, partition)
     last = len(stages) - 1
@@ -105,13 +129,16 @@ def torchtitan_modules(
         ]
         if not own:
             raise PartitionError(
-                f"stage {index} has less than half a block, so torchtitan would have nothing there; place whole blocks"
+                f"stage {index} has less than half a block, so torchtitan would have nothing "
+                "there; place whole blocks"
             )
         out.append(own)
     return Modules(out, rounded)
 
 
 def deepspeed_parts(partition: Partition) -> list[int]:
-    """`PipelineModule.parts`: the first layer of each stage, then the number of layers. Its layers
-    are the list's own, halves and all."""
+    """Returns `PipelineModule.parts`: first layer of each stage, then their number.
+
+    The layers are the list's own, halves and all.
+    """
     return list(partition.bounds)

@@ -1,17 +1,19 @@
-"""A mesh, the costs of one of its replicas, and the step's time with the reductions over the
-replicas.
+"""A mesh, the costs of one of its replicas, and a step's time with reductions.
 
-Costs at another size of microbatch are in proportion to it (`scale_layers`), a rank's optimizer
-state under ZeRO-1 is its part of one replica's, ceil(bytes / replicas), and the gradients cross a
-ring without latency:
+Costs at another size of microbatch are in proportion to it (`scale_layers`). Under ZeRO-1 a rank
+holds its part of one replica's optimizer state, ceil(bytes / replicas). The gradients cross a ring
+without latency:
 
-    zero = 0    all-reduce        2 (R - 1) / R x gradient bytes / bandwidth       as a layer's last W ends
-    zero = 1    reduce-scatter      (R - 1) / R x gradient bytes / bandwidth       as a layer's last W ends
-                all-gather          (R - 1) / R x weight bytes   / bandwidth       after the step's last op, hidden by nothing
+    zero = 0    all-reduce        2 (R - 1) / R x gradient bytes / bandwidth
+    zero = 1    reduce-scatter      (R - 1) / R x gradient bytes / bandwidth
+                all-gather          (R - 1) / R x weight bytes   / bandwidth
+
+The all-reduce and the reduce-scatter of a layer begin when its last W ends. The all-gather begins
+after the step's last op, and nothing hides it.
 
 A rank reduces one layer after another, in the order in which their last W's end (within a stage:
-from its last layer to its first), while it works on: the link takes no time from the ops. What is
-not over by the end of the step's last op is `exposed`.
+from its last layer to its first). It works on meanwhile: the link takes no time from the ops. The
+part that is not over by the end of the step's last op is `exposed`.
 
     rank 0   ... W W[a f a]                    last W of the stage: of f, then of a
              reductions     [ f ][ a ]         exposed: what lies beyond the step's end
@@ -35,7 +37,15 @@ from dynmo.schedule.simulator import Span
 
 @dataclass(frozen=True)
 class Mesh:
-    """micro_batch: sequences in one microbatch; microbatches: of each replica."""
+    """A number of pipelines, and their microbatches.
+
+    Attributes:
+        pipeline: Number of ranks of one pipeline.
+        replicas: Number of pipelines.
+        microbatches: Microbatches of each replica.
+        micro_batch: Sequences in one microbatch.
+        schedule: Name of the schedule.
+    """
 
     pipeline: int
     replicas: int
@@ -52,13 +62,22 @@ class Mesh:
         return self.replicas * self.microbatches * self.micro_batch
 
     def __str__(self) -> str:
-        return f"{self.pipeline} ranks x {self.replicas} replicas, {self.microbatches} microbatches of {self.micro_batch} with {self.schedule}"
+        return (
+            f"{self.pipeline} ranks x {self.replicas} replicas, {self.microbatches} microbatches "
+            f"of {self.micro_batch} with {self.schedule}"
+        )
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """`plan`: of one replica. seconds: of a step, with the reductions; exposed: the part of them
-    that comes after all ops."""
+    """The plan of a mesh.
+
+    Attributes:
+        mesh: The mesh.
+        plan: The plan of one replica.
+        seconds: Seconds of a step, with the reductions.
+        exposed: Seconds of the reductions that come after all ops.
+    """
 
     mesh: Mesh
     plan: Plan
@@ -82,8 +101,15 @@ class MeshPlan:
 def mesh_profile(
     profile: Profile, mesh: Mesh, zero: int, accumulation_groups: int | None = None
 ) -> Profile:
-    """The costs of one replica: of the mesh's microbatches, with the optimizer state that ZeRO
-    leaves on a rank and the gradients that wait in accumulation groups."""
+    """The costs of one replica, for the mesh's microbatches.
+
+    Args:
+        profile: Measured costs.
+        mesh: The mesh.
+        zero: 1 if ZeRO divides the optimizer state over the replicas, else 0.
+        accumulation_groups: Number of accumulation groups of the whole mesh. The gradients that
+            wait in them count. None: the profile's own account stays.
+    """
     assert profile.microbatch is not None
     layers = scale_layers(profile.layers, mesh.micro_batch / profile.microbatch)
     if zero:
@@ -98,8 +124,17 @@ def mesh_profile(
 
 
 def add_reductions(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
-    """The plan's ops, and then what is left of the reductions: the model is at the top of this
-    file."""
+    """Adds the rest of the reductions to the plan's ops. See the top of this file.
+
+    Args:
+        mesh: The mesh.
+        plan: The plan of one replica.
+        bandwidth: Bytes per second between replicas.
+        zero: 1 if ZeRO divides the optimizer state over the replicas, else 0.
+
+    Raises:
+        PartitionError: The bandwidth is so small that the time is not finite.
+    """
     link = LinkCost(0.0, bandwidth)
     ends: list[float] = []
     gathers: list[float] = []
@@ -122,13 +157,14 @@ def add_reductions(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> M
         )
     if not math.isfinite(seconds):
         raise PartitionError(
-            f"at {bandwidth} bytes per second a step takes longer than a number can say; give a bandwidth that there is"
+            f"at {bandwidth} bytes per second a step takes longer than a number can say; "
+            "give a bandwidth that there is"
         )
     return MeshPlan(mesh, plan, seconds, max(0.0, seconds - plan.step))
 
 
 def _ready(plan: Plan, row: Sequence[Span]) -> Iterator[tuple[float, LayerCost]]:
-    """The layers of a rank that train, and when the last W of each ends."""
+    """The layers of a rank that train, each with the time at which its last W ends."""
     for op, start, _ in row:
         if op.kind in (Kind.W, Kind.BW) and op.microbatch == plan.request.microbatches - 1:
             for index in reversed(plan.partition.range_of(op.stage)):

@@ -1,14 +1,18 @@
-"""How many replicas of how long a pipeline, with which microbatches and schedule: the fastest use
-of N GPUs for one global batch.
+"""Searches the fastest use of N GPUs for one global batch.
+
+A mesh has a number of replicas, a length of the pipeline, microbatches and a schedule:
 
     gpus = pipeline x replicas            global batch = replicas x microbatches x micro_batch
 
               pipeline of 4                    2 replicas of a pipeline of 2
-    rank 0  F0 F1 F2 F3 B0 ...                 F0 F1 B0 ... | reduce        half the microbatches each, half the pipeline to fill:
-    ...                                        ...                          more weights on a rank, and gradients to reduce
+    rank 0  F0 F1 F2 F3 B0 ...                 F0 F1 B0 ... | reduce
+    ...                                        ...
 
-Zero Bubble's rebuttal makes the point: with no bubbles to hide, few microbatches are enough, so the
-same batch can go to more replicas, and ZeRO pays for the memory. Each candidate is a plan
+Each of the two replicas has half the microbatches and half the pipeline to fill. A rank has more
+weights, and there are gradients to reduce.
+
+Zero Bubble's rebuttal makes the point. With no bubbles to hide, few microbatches are enough. The
+same batch can then go to more replicas, and ZeRO pays for the memory. Each candidate is a plan
 (`stage_plan`): placed by a balancer, scheduled, simulated, its memory checked.
 
 `mesh_plan` has the costs of a mesh and the time of its reductions.
@@ -34,17 +38,21 @@ from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import check_microbatches, chunks_of
 
 SCHEDULES = ("zb-h1", "1f1b", "zb-h2", "zb-auto", "zb-v")
-FRUGAL = (
-    "v-half",
-    "v-min",
-)  # with less memory than zb-v, and hardly ever faster: only where memory is limited
+# These need less memory than zb-v and are hardly ever faster. They are tried if memory is limited.
+FRUGAL = ("v-half", "v-min")
 BALANCERS = ("exact", "schedule-aware")
 
 
 @dataclass(frozen=True)
 class RefusedMesh:
-    """`need`: bytes of the fullest rank of what comes closest to the memory limit; None where
-    something else is wrong."""
+    """A mesh that is impossible or does not fit.
+
+    Attributes:
+        mesh: The mesh.
+        reason: Why it is refused.
+        need: Bytes of the fullest rank in the plan that comes closest to the memory limit. None if
+            something else is wrong.
+    """
 
     mesh: Mesh
     reason: str
@@ -53,27 +61,45 @@ class RefusedMesh:
 
 @dataclass(frozen=True)
 class MeshSearchResult:
-    """candidates: the best first. refused: those that cannot be had. slower: how many were left
-    out, because even without any bubble they would take longer than the candidates."""
+    """The result of a search.
+
+    Attributes:
+        candidates: The plans, the best first.
+        refused: Meshes that are impossible or do not fit.
+        slower: Number of meshes that were left out, because even without any bubble they would take
+            longer than the candidates.
+    """
 
     candidates: tuple[MeshPlan, ...]
     refused: tuple[RefusedMesh, ...]
     slower: int
 
 
-_MOST = 1 << 53  # whole numbers of so much are exact as floats
+_MOST = 1 << 53  # whole numbers up to this one are exact as floats
 
 
 @dataclass(frozen=True)
 class MeshRequest:
-    """What is searched.
+    """The costs, and what a search may vary.
 
-    micro_batches: sizes to try; empty: the measured one, its halves and its doubles. schedules:
-    empty: those of SCHEDULES, and where memory is limited FRUGAL. chunks: stages a rank, for the
-    schedule that lets one choose. memory_limit: bytes of a rank. bandwidth: bytes per second
-    between replicas; inf: reductions take no time. keep: how many candidates are wanted. replicas:
-    the numbers of them that may be; empty: any. accumulation_groups: of the whole mesh; None: what
-    the profile says of them, in any mesh.
+    Attributes:
+        profile: Measured costs. They say how many sequences a microbatch has.
+        gpus: Number of ranks of the mesh.
+        global_batch: Sequences of a step.
+        micro_batches: Sizes of a microbatch to try, in sequences. Empty: the measured one, its
+            halves and its doubles.
+        schedules: Names of the schedules to try. Empty: SCHEDULES, and FRUGAL if memory is limited.
+        balancers: Names of the balancers to try.
+        chunks: Stages per rank, for the schedule that lets one choose.
+        memory_limit: Bytes of a rank. None means unlimited.
+        zero: 1 if ZeRO divides the optimizer state over the replicas, else 0.
+        bandwidth: Bytes per second between replicas. inf: reductions take no time.
+        recompute: Which layers are recomputed.
+        objective: Whether the span or the makespan should be short.
+        keep: Number of candidates that are wanted.
+        replicas: The numbers of replicas that are allowed. Empty: any.
+        accumulation_groups: Number of accumulation groups of the whole mesh. None: the profile's
+            own account counts in any mesh.
     """
 
     profile: Profile
@@ -111,7 +137,8 @@ class MeshRequest:
             )
         if self.profile.microbatch is None:
             raise PartitionError(
-                'the costs do not say of how many sequences a microbatch is, so they cannot be scaled; add "microbatch": 1 to the file, say'
+                "the costs do not say of how many sequences a microbatch is, so they cannot be "
+                'scaled; add "microbatch": 1 to the file, say'
             )
         wrong = next((size for size in self.micro_batches if size < 1), None)
         if wrong is not None:
@@ -134,8 +161,11 @@ class MeshRequest:
 
 
 class NoMeshFitsError(NoRoomError):
-    """No mesh fits the memory. `closest`: the one that misses the limit by least, if its bytes are
-    known."""
+    """No mesh fits the memory.
+
+    Attributes:
+        closest: The mesh that misses the limit by least. None if its bytes are not known.
+    """
 
     def __init__(self, message: str, closest: RefusedMesh | None) -> None:
         super().__init__(message)
@@ -143,14 +173,16 @@ class NoMeshFitsError(NoRoomError):
 
     @property
     def shortage(self) -> str:
-        """Which mesh misses the limit by least, and by how many bytes."""
+        """The mesh that misses the limit by least, and by how many bytes, in words."""
         if self.closest is None:
             return str(self)
         return f"as {self.closest.mesh}, {self.closest.reason.removeprefix('memory: ')}"
 
 
 def least_seconds(request: MeshRequest) -> float:
-    """Returns a bound that no mesh of the request beats: the busiest rank's work without any wait.
+    """Returns a bound that no mesh of the request beats.
+
+    The bound is the busiest rank's work without any wait.
 
     Raises:
         PartitionError: No mesh of so many ranks is possible, whatever the memory.
@@ -160,12 +192,15 @@ def least_seconds(request: MeshRequest) -> float:
 
 
 def search(request: MeshRequest, quick: bool = False) -> MeshSearchResult:
-    """Every mesh that the request allows, each placed by each of the balancers; the best first.
+    """Places every mesh that the request allows by each of the balancers.
 
     Args:
-        request: What is searched.
+        request: The costs, and what may vary.
         quick: Place by the first balancer only, without simulating its ties. Steps then come out
             some percent longer.
+
+    Returns:
+        The candidates, the best first, and the refused meshes.
 
     Raises:
         PartitionError: No pipeline divides the GPUs, no size divides the batch, or nothing fits the
@@ -174,8 +209,8 @@ def search(request: MeshRequest, quick: bool = False) -> MeshSearchResult:
     return _Search(request).run(quick)
 
 
-# How many ops may be placed by simulation, of the meshes that a quick look finds best; the three
-# best of them are in any case.
+# The most ops that are placed by simulation. They are spent on the meshes that a quick look finds
+# best. The three best meshes are placed in any case.
 _REFINED = 30_000
 
 
@@ -195,8 +230,8 @@ class _Search:
         slower = 0
         for mesh in meshes:
             shown = sorted(x.seconds for x in quick)[: request.keep]
-            # A quick look may be some percent off its best, and so may those that it is compared
-            # with.
+            # The result of a quick look may be some percent off its best, like those that it is
+            # compared with.
             if len(shown) == request.keep and self.bound(mesh) > shown[-1]:
                 slower += 1
                 continue
@@ -225,13 +260,12 @@ class _Search:
             slower + max(0, len(best) - request.keep),
         )
 
-    # -- what there is to try ----------------------------------------------------------------------
+    # -- the meshes to try -------------------------------------------------------------------------
 
     def meshes(self) -> Iterator[Mesh]:
         request, layers = self.request, len(self.request.profile.layers)
         pipelines = [p for p in range(1, min(request.gpus, layers) + 1) if request.gpus % p == 0]
-        # On one rank there is nothing to fill: any schedule is as fast, and one stage keeps the
-        # least.
+        # One rank has no bubbles to fill. All schedules are as fast, and one stage keeps the least.
         alone = [name for name in request.names if chunks_of(name, request.chunks) == 1][:1]
         possible = False
         for pipeline in pipelines:
@@ -269,7 +303,10 @@ class _Search:
         request, layers = self.request, len(self.request.profile.layers)
         if request.replicas and all(x.mesh.replicas not in request.replicas for x in self.refused):
             allowed = ", ".join(map(str, request.replicas))
-            return f"{request.gpus} ranks have no mesh: the model has {layers} layers, and the replicas may be {allowed}; use fewer ranks"
+            return (
+                f"{request.gpus} ranks have no mesh: the model has {layers} layers, and the "
+                f"replicas may be {allowed}; use fewer ranks"
+            )
         undivided = [x for x in self.refused if "does not divide" in x.reason]
         if len(undivided) < len(self.refused):
             return next(x.reason for x in self.refused if x not in undivided)
@@ -278,8 +315,10 @@ class _Search:
         )
         batches = sorted({least * size for size in request.sizes})
         return (
-            f"{request.gpus} GPUs cannot be used: the model's {layers} layers allow at least {least} replicas, and a global batch of "
-            f"{request.global_batch} does not divide by any number of replicas x microbatches of {', '.join(map(str, request.sizes))}; "
+            f"{request.gpus} GPUs cannot be used: the model's {layers} layers allow at least "
+            f"{least} replicas, and a global batch of "
+            f"{request.global_batch} does not divide by any number of replicas x microbatches of "
+            f"{', '.join(map(str, request.sizes))}; "
             f"take a multiple of {' or '.join(map(str, batches))}, or another number of GPUs"
         )
 
@@ -327,11 +366,14 @@ class _Search:
             need.index(most),
             "" if plan_request.recompute == "none" else " with everything recomputed",
         )
-        reason = f"memory: rank {rank} needs {most} bytes{recomputing}, {most - limit} over the limit of {limit}"
+        reason = (
+            f"memory: rank {rank} needs {most} bytes{recomputing}, {most - limit} over the limit "
+            f"of {limit}"
+        )
         return RefusedMesh(mesh, reason, most)
 
     def need(self, plan_request: PlanRequest) -> tuple[int, ...]:
-        """Bytes per rank where the layers are balanced by time, whatever they need."""
+        """Bytes per rank if the layers are balanced by time, without regard to memory."""
         chosen = frozenset(
             range(len(plan_request.kept)) if plan_request.recompute != "none" else ()
         )
@@ -344,7 +386,7 @@ class _Search:
             else exact(weights, plan_request.ranks)
         )
         own = pipeline_costs(plan_request.layers, even, links=plan_request.links)
-        # The least that it can be made within: one microbatch.
+        # The least caps are those of one microbatch.
         caps = (
             tuple(max(0.0, x.mem_f, x.mem_f + x.mem_b) for x in own.stages)
             if plan_request.schedule == "zb-auto"
@@ -361,7 +403,7 @@ class _Search:
         return memory_needs(plan_request, even, schedule)
 
     def closest(self, meshes: Sequence[Mesh]) -> RefusedMesh | None:
-        """Of the meshes that do not fit the memory, the one that needs the least."""
+        """The mesh that needs the least memory among those that do not fit."""
         short = [x for x in self.refused if x.need is not None and x.mesh in set(meshes)]
         return min(short, key=lambda x: x.need or 0, default=None)
 
@@ -372,10 +414,13 @@ class _Search:
             return tried[0].reason
         more = "" if self.request.recompute != "none" else ", --recompute auto"
         more += "" if self.request.zero else ", --zero 1"
-        return f"none of {len(tried)} meshes fits; the least, {least.mesh}: {least.reason}; take more GPUs, smaller microbatches{more}"
+        return (
+            f"none of {len(tried)} meshes fits; the least, {least.mesh}: {least.reason}; "
+            f"take more GPUs, smaller microbatches{more}"
+        )
 
     def refine(self, candidate: MeshPlan) -> MeshPlan:
-        """The best that any of the balancers makes of it. None can go under the mesh's bound."""
+        """The best plan of any of the balancers. None can go under the mesh's bound."""
         for name in self.request.balancers:
             if candidate.seconds > self.bound(candidate.mesh) * (1 + 1e-6):
                 other = self.plan_mesh(candidate.mesh, name, quick=False)
@@ -385,7 +430,10 @@ class _Search:
         return candidate
 
     def bound(self, mesh: Mesh) -> float:
-        """No placement of this mesh takes less: its busiest rank's work, without any wait."""
+        """A bound of the seconds of any placement of this mesh.
+
+        The bound is its busiest rank's work, without any wait.
+        """
         size = self.request.profile.microbatch
         assert size is not None
         load = self.bottleneck(
@@ -394,7 +442,7 @@ class _Search:
         return mesh.microbatches * mesh.micro_batch / size * load * (1 - 1e-9)
 
     def bottleneck(self, ranks: int, contiguous: bool) -> float:
-        """Seconds of a measured microbatch on the busiest rank, at the least."""
+        """The least seconds of a measured microbatch on the busiest rank."""
         if (ranks, contiguous) not in self.loads:
             weights = [
                 layer.seconds

@@ -13,7 +13,17 @@ from dynmo.cost.profile_file import Profile
 def resize(
     profile: Profile, microbatches: int, factors: Iterable[float]
 ) -> Iterator[tuple[int, Profile]]:
-    """For each factor, so many times as many microbatches, where the batch can be split so."""
+    """Yields the profile for other numbers of microbatches of the same batch.
+
+    Args:
+        profile: Measured costs.
+        microbatches: Number of microbatches now.
+        factors: Multiply the number of microbatches. A factor by which the batch cannot be split is
+            skipped.
+
+    Yields:
+        The number of microbatches, and the costs of one of them.
+    """
     size = profile.microbatch
     for factor in factors:
         count = round(microbatches * factor)
@@ -29,9 +39,15 @@ def resize(
 
 
 def scale_layers(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, ...]:
-    """The costs of a microbatch of `share` times the size: seconds, activations and messages in
-    proportion. Real kernels do less well on small ones, so a measurement at that size is better
-    where there is one."""
+    """The costs of a microbatch of `share` times the size.
+
+    Seconds, activations and messages are in proportion. Real kernels do less well on small
+    microbatches, so a measurement at that size is better.
+
+    Args:
+        layers: Cost of each layer.
+        share: Size of the new microbatch, as a multiple of the measured one.
+    """
     return tuple(
         replace(
             x,

@@ -42,7 +42,8 @@ def merge_ranks(question: RankQuestion, algorithm: str) -> RankChoice:
     if move and max(plan.memory) > limit:
         need = max(plan.memory)
         raise NoRoomError(
-            f"{algorithm} merges to {mesh.gpus} ranks, of which one needs {need} bytes, over {limit}"
+            f"{algorithm} merges to {mesh.gpus} ranks, of which one needs {need} bytes, over "
+            f"{limit}"
         )
     gain = 1 - plan.seconds / now.seconds if now.seconds else 0.0
     what = (

@@ -1,11 +1,11 @@
-"""On how many ranks should a run go on? A pure decision from measured costs.
+"""Decides on how many ranks a run goes on. A pure decision from measured costs.
 
     ranks        4        5        6        8 (now)     12
     a step       0.52 s   0.44 s   0.39 s   0.33 s      0.27 s      best mesh that fits the memory
                  too slow fewest                                    a step may take 0.45 s
 
 `choose_ranks` takes the fewest ranks whose best mesh is fast enough. Noise must not make a run go
-to and fro, so two thresholds lie apart around the limit, with h = hysteresis:
+to and fro. Two thresholds therefore lie apart around the limit, with h = hysteresis:
 
     fewer ranks    only if they take at most   limit / (1 + h)
     more ranks     only if the ranks now, with their best placement, take over   limit x (1 + h)
@@ -47,12 +47,12 @@ from dynmo.planner.reshape import largest_arrival, plan_as_now
 _INTERVALS = 8
 
 _Saved = Callable[[ForecastInterval], "float | None"]
-"""What a step saves in an interval. None: the change does not pay there."""
+"""Returns the saving of a step in an interval. None: the change does not pay there."""
 
 
 @dataclass(frozen=True)
 class RankQuestion:
-    """What is known before a step.
+    """The facts that are known before a step.
 
     Attributes:
         request: The measured costs, and what a mesh search may vary. `gpus` and `replicas` are
@@ -66,8 +66,8 @@ class RankQuestion:
         limit_seconds: The most seconds that a step may take.
         replicas: The numbers of replicas that are allowed. Empty: any that divides the batch.
         steps_left: Number of steps until the run ends.
-        seconds_per_byte: Of the links, for layers that change ranks.
-        fixed_seconds: How long a change takes beyond its bytes.
+        seconds_per_byte: Seconds per byte of layers that change ranks.
+        fixed_seconds: Seconds of a change beyond its bytes.
         margin: Multiplies the price of a change.
         hysteresis: The relative difference that counts.
         forecast: The costs from now to the end of the run, cut where they are expected to change,
@@ -113,7 +113,7 @@ class RankQuestion:
 
 @dataclass(frozen=True)
 class RankChoice:
-    """How a run goes on.
+    """The mesh and the placement with which a run goes on.
 
     Attributes:
         mesh: The mesh from now on. As it is if `decision.move` is false.
@@ -166,8 +166,8 @@ def confirmed_ranks(
     A change to the target, or to a number of ranks that is allowed at all, needs no confirmation.
 
     Args:
-        question: Which `choice` answers.
-        choice: By all readings.
+        question: The question that `choice` answers.
+        choice: The choice by all readings.
         parts: The same question answered by disjoint parts of the readings. Empty: there is one
             reading only, which proves nothing.
         preempted: Share of the ops' time for which a rank lost its core to other processes.
@@ -206,7 +206,7 @@ def _staying(question: RankQuestion, choice: RankChoice, decision: Decision) -> 
 
 
 def _below(seconds: float, limit: float) -> float:
-    """By which share of `limit` the seconds are below it."""
+    """The share of `limit` by which the seconds are below it."""
     return 1.0 if math.isinf(limit) else 1 - seconds / limit if limit else 0.0
 
 
@@ -279,7 +279,10 @@ class _Chooser:
         return None
 
     def grow(self) -> RankChoice | None:
-        """The fewest ranks that are fast enough, or else the fastest, if the ranks now are not."""
+        """The fewest ranks that are fast enough, or else the fastest.
+
+        None if the ranks now are fast enough, or if growing does not pay.
+        """
         least_gain = 1 + self.question.hysteresis
         if self.best_now <= self.limit * least_gain:
             return None
@@ -319,10 +322,10 @@ class _Chooser:
         return self.known[layers]
 
     def best_here(self, options: RankOptions) -> float:
-        """Seconds of a step on the ranks now: of the best placement, or of the one that there is.
+        """Seconds of a step on the ranks now, with the best or the current placement.
 
-        The whole search runs only if the quick one is too slow, because growing depends on that,
-        or if there is no limit, because a caller may ask for this figure then.
+        The whole search runs only if the quick one is too slow, because growing depends on that. It
+        also runs if there is no limit, because a caller may ask for this figure then.
         """
         question = self.question
         stay = plan_as_now(options.request, question.current, question.partition).seconds
@@ -335,7 +338,7 @@ class _Chooser:
             return stay
 
     def arrivals(self, plan: MeshPlan) -> tuple[int, int]:
-        """Bytes of the rank that must get most in the change to `plan`, and in the one back."""
+        """Bytes of the rank that must get most in the change, and in the one back."""
         question, layers = self.question, self.request.profile.layers
         kept = kept_ranks(question.nodes or ("",) * self.now, min(self.now, plan.mesh.gpus))
         joined = [None] * (plan.mesh.gpus - len(kept))
@@ -350,9 +353,9 @@ class _Chooser:
         """Compares what a change saves with its pauses, in seconds of so many ranks.
 
         Args:
-            plan: What the run changes to.
-            saved: What a step saves in an interval.
-            ranks: How many ranks wait during a pause.
+            plan: The plan that the run changes to.
+            saved: Returns the saving of a step in an interval.
+            ranks: Number of ranks that wait during a pause.
         """
         question = self.question
         fixed, each = question.fixed_seconds, question.seconds_per_byte
@@ -420,8 +423,10 @@ class _Chooser:
         return f"stay: {takes}; no fewer are fast enough"
 
     def nowhere(self, counts: Sequence[int]) -> PartitionError:
-        """Why none of these numbers of ranks is possible: of those that only lack memory, the one
-        that lacks least."""
+        """Why none of these numbers of ranks is possible.
+
+        If some of them only lack memory, the error names the one that lacks least.
+        """
         short: list[NoMeshFitsError] = []
         problem = "there is none"
         for ranks in counts:
@@ -438,13 +443,13 @@ class _Chooser:
 
 @dataclass(frozen=True)
 class _Worth:
-    """What a change brings.
+    """The worth of a change.
 
     Attributes:
         pays: Whether it saves more than its price.
         steps: For how many steps it is believed to save.
-        saved: What it saves in them.
-        price: What it must save, margin included.
+        saved: Saving in these steps.
+        price: Saving that is required, margin included.
         prefix: "at least " if more steps may follow.
         stop: The step from which on it does not pay. None: it pays until the run ends.
     """

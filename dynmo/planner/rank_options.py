@@ -1,4 +1,4 @@
-"""The best mesh of each number of ranks, for the same costs and the same global batch.
+"""The best mesh of each number of ranks, for the same costs and global batch.
 
     ranks      1       2       3       4           any number, not only halves or divisors
     mesh       1 x 1   2 x 1   3 x 1   2 x 2       pipeline x replicas, from `mesh_search`
@@ -20,8 +20,8 @@ from dynmo.errors import InputError, PartitionError
 from dynmo.planner.mesh_plan import MeshPlan
 from dynmo.planner.mesh_search import MeshRequest, NoMeshFitsError, least_seconds, search
 
-# A quick search that misses a limit by more than this factor rules a number of ranks out: the
-# whole search shortens a step by a few percent.
+# A number of ranks is ruled out if its quick search misses a limit by more than this factor. The
+# whole search shortens a step by a few percent only.
 _QUICK_MISS = 1.05
 
 _Found = dict[int, "MeshPlan | InputError"]
@@ -29,7 +29,7 @@ _Found = dict[int, "MeshPlan | InputError"]
 
 @final
 class RankOptions:
-    """Searches the best mesh of a number of ranks when it is asked for, and once only.
+    """Searches the best mesh of a number of ranks on demand, and once only.
 
     Args:
         request: The costs, and what a mesh search may vary. Its `gpus` are ignored.
@@ -53,7 +53,7 @@ class RankOptions:
         return self._bounds[ranks]
 
     def look(self, ranks: int) -> MeshPlan:
-        """What a quick search finds for so many ranks.
+        """The result of a quick search for so many ranks.
 
         Raises:
             InputError: As `plan`.
@@ -80,9 +80,14 @@ class RankOptions:
         return answer
 
     def find(self, ranks: int, limit: float = math.inf) -> MeshPlan | None:
-        """The fastest mesh of so many ranks, or None if its step takes longer than `limit`.
+        """The fastest mesh of so many ranks, if its step is short enough.
 
-        None also if there is no mesh, or none that fits the memory.
+        Args:
+            ranks: Number of ranks.
+            limit: The most seconds that a step may take.
+
+        Returns:
+            None if the step takes longer, if there is no mesh, or if none fits the memory.
         """
         if self.bound(ranks) > limit:
             return None
@@ -95,7 +100,7 @@ class RankOptions:
         return plan if plan.seconds <= limit else None
 
     def fewest(self, counts: Iterable[int], limit: float) -> MeshPlan | None:
-        """The first of these numbers of ranks on which a step takes at most `limit` seconds.
+        """The first of these numbers of ranks on which a step is fast enough.
 
         Args:
             counts: Numbers of ranks, fewest first.
@@ -121,7 +126,7 @@ class RankOptions:
         return best
 
     def _seconds(self, ranks: int) -> float:
-        """Of a step, by the quick search. Infinite if there is no mesh."""
+        """Seconds of a step, by the quick search. Infinite if there is no mesh."""
         try:
             return self.look(ranks).seconds
         except InputError:
@@ -130,10 +135,10 @@ class RankOptions:
 
 @dataclass(frozen=True)
 class RankRow:
-    """What one number of ranks offers.
+    """The plans for one number of ranks.
 
     Attributes:
-        ranks: How many.
+        ranks: Number of ranks.
         plan: The fastest mesh. None if there is none.
         problem: Why there is none.
         retuned: The fastest mesh if the size of a microbatch may change, too. None if that was not
@@ -169,7 +174,7 @@ class RankTable:
 
 
 def rank_table(request: MeshRequest, tolerance: float, retune: bool = False) -> RankTable:
-    """Plans every number of ranks up to the request's, and finds the fewest that are fast enough.
+    """Plans every number of ranks, and finds the fewest that are fast enough.
 
     Args:
         request: The costs, and what a mesh search may vary. `gpus` is the most ranks.

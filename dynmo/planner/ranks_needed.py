@@ -1,8 +1,10 @@
-"""How many ranks a workload needs, and when: the fewest on which it stays fast enough.
+"""The fewest ranks on which a workload stays fast enough, over time.
 
-moment        0 .. 99    100 .. 199    200 .. 299
-on 8 ranks    1.00 s     0.80 s        0.55 s
-needed        8          7             5             a step may take 1.00 s and a tolerance
+    moment        0 .. 99    100 .. 199    200 .. 299
+    on 8 ranks    1.00 s     0.80 s        0.55 s
+    needed        8          7             5
+
+A step may take the 1.00 s of the first moment, and a tolerance.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from dynmo.schedule.catalogue import chunks_of
 
 @dataclass(frozen=True)
 class RanksNeeded:
-    """What the steps from `first` to `last` need.
+    """The ranks that the steps from `first` to `last` need.
 
     Attributes:
         first: The first step with these costs.
         last: The last one.
         ranks: The fewest ranks that are fast enough. All, if none are.
-        seconds: Of a step on these ranks.
+        seconds: Seconds of a step on these ranks.
         layers: Layers on each stage.
     """
 
@@ -43,7 +45,7 @@ def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...
     The costs are known at once, and moves are free. The microbatches stay.
 
     Args:
-        workload: What changes. The search begins with its ranks.
+        workload: The workload. The search begins with its ranks.
         tolerance: By what share a step may take longer than the first moment's on all ranks.
 
     Returns:
@@ -86,14 +88,14 @@ def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...
 
 
 def mean_ranks(rows: tuple[RanksNeeded, ...]) -> float:
-    """The mean over the steps."""
+    """The mean number of ranks over the steps."""
     return sum(row.ranks * (row.last - row.first + 1) for row in rows) / sum(
         row.last - row.first + 1 for row in rows
     )
 
 
 def _best(workload: Workload, ranks: int, moment: int) -> tuple[Partition, float]:
-    """The placement that the balancer proposes for a moment on so many ranks, and its seconds."""
+    """The placement that the balancer proposes for a moment, and its seconds."""
     policy = workload.policy
     balancer = (
         policy.balancer

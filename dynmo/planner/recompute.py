@@ -1,17 +1,18 @@
-"""Activation checkpointing, layer by layer: a layer keeps only its input from F to B, and runs F
-once more at the start of its B.
+"""Activation checkpointing, layer by layer.
+
+A recomputed layer keeps only its input from F to B, and runs F once more at the start of its B.
 
                    b      live from F to B               live from B to W
     kept           b      activation_bytes               stash_bytes
     recomputed     b + f  the layer before's output      stash_bytes
 
 A backward goes through a stage from its last layer to its first, so one layer's activations are
-back at a time. At layer i the layers behind it hold what W needs, those before it what their own B
-will need:
+back at a time. At layer i, the layers behind it hold the bytes that W needs. The layers before it
+hold the bytes that their own B will need:
 
     kept' of layers < i    +    activation_bytes of i    +    stash_bytes of layers > i
 
-which may be more than what is live before or after the whole B: `memory` counts it.
+This may be more than the bytes that are live before or after the whole B. `memory` counts it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from dynmo.schedule.op import Kind, Schedule
 
 
 def with_recompute(layers: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
-    """The costs of the same layers when those of `chosen` (global indices) are recomputed.
+    """The costs of the same layers if those of `chosen` are recomputed.
 
     A layer without B (in a frozen prefix) keeps nothing anyway, and stays as it is. The activations
-    that recomputing brings back count as workspace of F and B. The first layer's input is taken to
-    be as large as its output: a bound, for what it reads are tokens.
+    that recomputing brings back count as workspace of F and B. The first layer's input is assumed
+    to be as large as its output. This is a bound, because the layer reads tokens.
+
+    Args:
+        layers: Cost of each layer without recomputing.
+        chosen: Global indices of the layers that are recomputed.
     """
     out = list(layers)
     for index in chosen:
@@ -43,7 +48,10 @@ def with_recompute(layers: Sequence[LayerCost], chosen: Collection[int]) -> tupl
 
 
 def _keeping(layer: LayerCost, kept: int) -> LayerCost:
-    """The layer if it keeps only so many bytes, and brings the rest back while F and B run."""
+    """The layer if it keeps only `kept` bytes.
+
+    It brings the rest back while F and B run.
+    """
     back = layer.activation_bytes - kept
     return replace(
         layer,
@@ -59,10 +67,14 @@ def recompute_as_workspace(
     """Adds recomputation to costs that were derived from shapes.
 
     Shapes tell no times, so every layer counts the same.
+
+    Args:
+        costs: Cost of each layer without recomputing.
+        chosen: Indices of the layers that are recomputed.
     """
     layers = [replace(c, f=1.0, b=1.0, w=1.0) for c in costs]
     recomputed = list(with_recompute(layers, chosen))
-    if 0 in chosen:  # what the first layer keeps is a part of the batch, which is there anyway
+    if 0 in chosen:  # the first layer keeps a part of the batch, which is there anyway
         recomputed[0] = _keeping(recomputed[0], 0)
     return tuple(recomputed)
 
@@ -78,8 +90,7 @@ def recompute_memory(
     schedule: Schedule,
     replicas: int = 1,
 ) -> tuple[int, ...]:
-    """An upper bound by which `choose_recomputed` chooses: bytes of each rank when the layers of
-    `chosen` are recomputed.
+    """An upper bound of each rank's bytes, by which `choose_recomputed` chooses.
 
     It follows a backward layer by layer and counts gradients as always there. It leaves out
     messages that wait and other workspaces.
@@ -88,8 +99,11 @@ def recompute_memory(
         layers: Cost of each layer without recomputing.
         chosen: Indices of the layers that are recomputed.
         counts: Number of layers on each stage.
-        schedule: What runs.
+        schedule: The schedule that runs.
         replicas: Number of pipelines that sum their gradients.
+
+    Returns:
+        Bytes of each rank if the layers of `chosen` are recomputed.
 
     Raises:
         PartitionError: The counts are for another number of layers or stages.
@@ -106,19 +120,33 @@ def choose_recomputed(
     limit: int | Sequence[int],
     replicas: int = 1,
 ) -> frozenset[int]:
-    """The layers to recompute so that every rank fits `limit` bytes (one number, or one per rank),
-    for this placement and schedule.
+    """Chooses the layers to recompute so that every rank fits its limit.
 
-    On a rank that is too full, the layer that saves the most bytes of the peak per second of F is
-    taken first, until the rank fits; then those that turn out not to be needed are given back, the
-    most expensive first. So no chosen layer could be left out. Recomputing one more layer never
-    needs more memory. Raises NoRoomError where not even recomputing everything fits, saying by how
-    much.
+    A rank that is too full takes layers until it fits. The layer that saves the most bytes of the
+    peak per second of F is taken first. Then layers that turn out not to be needed are given back,
+    the most expensive first. No chosen layer could therefore be left out. Recomputing one more
+    layer never needs more memory.
+
+    Args:
+        layers: Cost of each layer without recomputing.
+        counts: Number of layers on each stage.
+        schedule: The schedule that runs.
+        limit: Bytes: one number, or one per rank.
+        replicas: Number of pipelines that sum their gradients.
+
+    Returns:
+        Indices of the layers to recompute.
+
+    Raises:
+        NoRoomError: Not even recomputing everything fits. The message says by how much.
+        PartitionError: The counts are for another number of layers or stages, or there is not one
+            limit per rank.
     """
     limits = (limit,) * schedule.ranks if isinstance(limit, int) else tuple(limit)
     if len(limits) != schedule.ranks:
         raise PartitionError(
-            f"{len(limits)} memory limits for {schedule.ranks} ranks; give one per rank, or one number for all"
+            f"{len(limits)} memory limits for {schedule.ranks} ranks; "
+            "give one per rank, or one number for all"
         )
     every = with_recompute(layers, range(len(layers)))
     chosen: set[int] = set()
@@ -128,8 +156,10 @@ def choose_recomputed(
         least = holder.need(every)
         if least > most:
             raise NoRoomError(
-                f"rank {rank} needs {least} bytes under {schedule.name} even when all its layers are recomputed, {least - most} over the "
-                f"limit of {most}; use more ranks, smaller microbatches, or a schedule that keeps fewer in flight"
+                f"rank {rank} needs {least} bytes under {schedule.name} even when all its layers "
+                f"are recomputed, {least - most} over the "
+                f"limit of {most}; use more ranks, smaller microbatches, or a schedule that "
+                "keeps fewer in flight"
             )
         chosen |= holder.choose_recomputed(most)
     return frozenset(chosen)
@@ -140,7 +170,8 @@ def _ranks(
 ) -> tuple[_Rank, ...]:
     if (sum(counts), len(counts)) != (len(layers), schedule.stages):
         raise PartitionError(
-            f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} layers under a schedule of {schedule.stages}"
+            f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} "
+            f"layers under a schedule of {schedule.stages}"
         )
     bounds = tuple(accumulate(counts, initial=0))
     held = static_bytes(layers, counts, schedule.placement)
@@ -167,14 +198,23 @@ def _ranks(
 
 
 _Moment = tuple[tuple[int, ...], tuple[int, ...], int, bool, int]
-"""Per own stage the microbatches between F and B, and between B and W; which of the stages runs a B
-now (-1: none); with its W at once? And bytes of reductions over the replicas."""
+"""The live data of a rank at one time:
+
+the microbatches between F and B of each own stage, those between B and W, the own stage that runs a
+B now (-1: none), whether it runs W at once, and the bytes of reductions over the replicas."""
 
 
 def _moments(
     schedule: Schedule, rank: int, stages: tuple[int, ...], summed: Sequence[int]
 ) -> Iterator[_Moment]:
-    """summed: per own stage, bytes that its reduction takes from its last W on."""
+    """Yields the live data of a rank during each B and after each op.
+
+    Args:
+        schedule: The schedule that runs.
+        rank: The rank.
+        stages: Its stages that train.
+        summed: Bytes that the reduction of each of these stages takes from its last W on.
+    """
     forward, stashed, left = (
         [0] * len(stages),
         [0] * len(stages),
@@ -197,7 +237,7 @@ def _moments(
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank's stages that train, and all that is ever live on it at one time."""
+    """One rank's stages that train, and everything that is live on it at a time."""
 
     layers: tuple[LayerCost, ...]
     stages: dict[int, range]
@@ -205,7 +245,7 @@ class _Rank:
     moments: frozenset[_Moment]
 
     def need(self, kept: Sequence[LayerCost]) -> int:
-        """Bytes at the peak where the layers keep what `kept` says."""
+        """Bytes at the peak if the layers keep the bytes in `kept`."""
         own = list(self.stages.values())
         activation = [sum(kept[i].activation_bytes for i in stage) for stage in own]
         stash = [sum(kept[i].stash_bytes for i in stage) for stage in own]
@@ -221,7 +261,7 @@ class _Rank:
         return self.static + peak
 
     def _within(self, kept: Sequence[LayerCost], stage: range, fused: bool) -> int:
-        """The most that a B adds while it goes through the stage, to what was live before it."""
+        """The most bytes that a B adds in the stage, to those live before it."""
         behind = most = 0
         for index in reversed(stage):
             most = max(
@@ -251,8 +291,8 @@ class _Rank:
                 )
                 kept[index] = self.layers[index]
                 seconds = self.layers[index].f or 1e-30
-                # Where two moments are as full, one layer alone may save nothing: then what it
-                # keeps counts.
+                # If two moments are as full, one layer alone may save nothing. The bytes that it
+                # keeps count then.
                 ranked.append((saved / seconds, own / seconds, -index))
             best = -max(ranked)[2]
             chosen.add(best)

@@ -1,14 +1,19 @@
-"""The same GPUs as a shorter pipeline with more replicas, or the other way round: is it faster, and
-does it repay what it moves?
+"""Changes the mesh of the same GPUs.
 
-    4 ranks                 2 ranks x 2 replicas           stage-major: the copies of a stage are neighbours, and a rank finds in
-    rank 0  a b             rank 0  a b c d                its new stage what it holds already
+The new mesh has more replicas of a shorter pipeline, or fewer replicas of a longer one.
+The questions are whether the other mesh is faster, and whether it repays the bytes that move.
+
+    4 ranks                 2 ranks x 2 replicas
+    rank 0  a b             rank 0  a b c d
          1  c d                  1  a b c d
-         2  e f                  2  e f g h                rank 0 must get c and d, rank 1 a and b, ...
+         2  e f                  2  e f g h      rank 0 must get c and d, rank 1 a and b, ...
          3  g h                  3  e f g h
 
+Ranks are stage-major: the copies of a stage are neighbours, and a rank finds in its new stage the
+layers that it holds already.
+
 Few layers on a rank cannot be balanced, however they are placed: the larger of two halves stays the
-larger. Twice as many layers on half as many stages can, where the memory holds them.
+larger. Twice as many layers on half as many stages can be balanced, if the memory holds them.
 `reduction_slots` keep the bits when the replicas change.
 """
 
@@ -29,8 +34,13 @@ from dynmo.schedule.catalogue import placement_of
 
 @dataclass(frozen=True)
 class Reshape:
-    """`plan`: what to run from now on, which is as now where `decision.move` is false. moved_bytes:
-    of the rank that must get most."""
+    """The answer of `reshape`.
+
+    Attributes:
+        plan: The plan to run from now on. The current mesh if `decision.move` is false.
+        decision: Whether to change, and why.
+        moved_bytes: Bytes of the rank that must get most.
+    """
 
     plan: MeshPlan
     decision: Decision
@@ -47,18 +57,28 @@ def reshape(
     margin: float = 1.5,
     hysteresis: float = 0.02,
 ) -> Reshape:
-    """The best mesh for these costs, and whether changing to it pays within `horizon_steps`; the
-    mesh as it is takes part, placed anew.
+    """Finds the best mesh for these costs, and decides if changing to it pays.
 
-    `request` says what may be searched (`gpus`, `global_batch`, memory); `partition` is where the
-    layers are on `current`. A move takes the bytes of the rank that must get most times
-    `seconds_per_byte`, since all get theirs at once. Of all candidates the one that saves most
-    after its price, so nothing is chosen that is predicted to be slower than to stay. Raises
-    PartitionError where `current` is for another number of GPUs or sequences, or nothing fits.
+    The current mesh takes part, placed anew. The candidate that saves most after its price is
+    chosen. So nothing is chosen that is predicted to be slower than to stay.
+
+    Args:
+        request: The costs, and what may be searched (`gpus`, `global_batch`, memory).
+        current: The mesh as it is.
+        partition: The layers of each of its stages.
+        horizon_steps: Number of steps in which the change must pay.
+        seconds_per_byte: Seconds per byte of the rank that must get most. All ranks get their
+            layers at once.
+        margin: Multiplies the price of the move.
+        hysteresis: The least relative gain.
+
+    Raises:
+        PartitionError: `current` is for another number of GPUs or sequences, or nothing fits.
     """
     if (current.gpus, current.global_batch) != (request.gpus, request.global_batch):
         raise PartitionError(
-            f"a mesh of {current.gpus} GPUs and {current.global_batch} sequences, for a request of {request.gpus} and "
+            f"a mesh of {current.gpus} GPUs and {current.global_batch} sequences, for a request "
+            f"of {request.gpus} and "
             f"{request.global_batch}; reshaping changes neither"
         )
     stay = plan_as_now(request, current, partition)
@@ -112,7 +132,8 @@ def plan_as_now(request: MeshRequest, current: Mesh, partition: Partition) -> Me
     )
     if len(plan_request.placement) != partition.ranks:
         raise PartitionError(
-            f"a placement on {partition.ranks} stages for {current}, which has {len(plan_request.placement)}"
+            f"a placement on {partition.ranks} stages for {current}, which has "
+            f"{len(plan_request.placement)}"
         )
     return add_reductions(
         current, evaluate_partition(plan_request, partition), request.bandwidth, request.zero
@@ -151,7 +172,7 @@ def largest_arrival(
 
 
 def _held(mesh: Mesh, partition: Partition, rank: int) -> set[int]:
-    """The layers of a rank. None if the mesh has no such rank."""
+    """The layers of a rank. Empty if the mesh has no such rank."""
     placement = placement_of(mesh.schedule, mesh.pipeline, partition.ranks // mesh.pipeline)
     return {
         i

@@ -1,4 +1,4 @@
-"""What a run's profiler would know of its layers, where a workload says what they cost."""
+"""Simulates a run's profiler, which condenses the costs in a workload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ Layers = tuple[LayerCost, ...]
 
 @final
 class SimulatedProfiler:
-    """Condenses costs of steps as a run's profiler condenses its measurements (`Readings`).
+    """Condenses costs of steps as a run's profiler condenses its measurements.
+
+    Both use `Readings`.
 
     Args:
         layers: Number of layers.
@@ -43,8 +45,10 @@ class SimulatedProfiler:
         return self._with([readings.seconds for readings in self._readings])
 
     def halves(self) -> tuple[Layers, ...]:
-        """Returns the costs by the earlier and by the later readings alone. Empty if some layer has
-        one reading only."""
+        """Returns the costs by the earlier and by the later readings alone.
+
+        Empty if some layer has one reading only.
+        """
         both = [readings.halves for readings in self._readings]
         known = [x for x in both if x is not None]
         return (

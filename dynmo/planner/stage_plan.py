@@ -1,8 +1,9 @@
-"""A whole plan from measured costs, without running anything: where the layers live, in which order
-the ranks work, what it takes.
+"""A whole plan from measured costs, without running anything.
 
-costs of layers -> balancer -> placement -> costs of stages -> schedule -> simulator -> step time,
-idleness, memory
+A plan says where the layers live, in which order the ranks work, and what that takes:
+
+    costs of layers -> balancer -> placement -> costs of stages -> schedule -> simulator
+        -> step time, idleness, memory
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ LARGE = 6000  # ops of a kind: a simulation takes a tenth of a second
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """The plan for exactly this request. Raises PartitionError or ScheduleError where it cannot be
-    made or does not fit the memory."""
+    """The plan for exactly this request.
+
+    Raises:
+        PartitionError: There is no placement, or it does not fit the memory.
+        ScheduleError: The schedule cannot be made.
+    """
     if request.recompute == "all":
         return _attempt(
             replace(request, recompute="none", recomputed=frozenset(range(len(request.kept))))
@@ -51,22 +56,24 @@ def make_plan(request: PlanRequest) -> Plan:
 
 
 def _recomputing(request: PlanRequest, limit: int) -> Plan:
-    """The best of: fitting without recomputing; and the placement that would be best with enough
-    memory, made to fit by recomputing. Other costs want another placement, and that may want other
-    layers to be recomputed: a few rounds of both."""
+    """The best plan with recomputation.
+
+    One candidate fits without recomputing. The other one is the placement that would be best with
+    enough memory, made to fit by recomputing. Recomputing changes the costs. They want another
+    placement, which may want other layers to be recomputed. A few rounds of both are tried.
+    """
     plans: list[Plan] = []
     failed = _into(plans, lambda: _attempt(request))
-    free = _attempt(
-        replace(request, memory_limit=None)
-    )  # what is wrong apart from memory is told as it is
+    # Errors that have nothing to do with memory are raised as they are.
+    free = _attempt(replace(request, memory_limit=None))
     if plans and plans[0].step <= free.step:
         return plans[0]
     for _ in range(3):
         try:
             chosen = _chosen(request, free, limit)
         except PartitionError:
-            # This placement does not fit in any way. From one that does with all recomputed, what
-            # is not needed is given back.
+            # This placement does not fit in any way. A placement that fits with all layers
+            # recomputed then gives back the layers that need not be.
             every = replace(request, recomputed=frozenset(range(len(request.kept))))
             problem = _into(plans, lambda every=every: _attempt(every))
             if problem is not None:
@@ -125,8 +132,10 @@ def _into(plans: list[Plan], make: Callable[[], Plan]) -> InputError | None:
 
 
 def _limits(request: PlanRequest) -> tuple[int | None, ...]:
-    """What balancers are told at first. They do not know what comes for a moment only, so there is
-    a second try with that set aside."""
+    """The limits that balancers are told, one try after the other.
+
+    Balancers do not know the bytes that come for a moment only. A second try sets these aside.
+    """
     if request.memory_limit is None or not request.reserve:
         return (request.memory_limit,)
     return (request.memory_limit, max(0, request.memory_limit - request.reserve))
@@ -154,12 +163,15 @@ def _attempt(request: PlanRequest) -> Plan:
     return best
 
 
-_ROUNDS = 4  # of asking a balancer anew
+_ROUNDS = 4  # the most times that a balancer is asked
 
 
 def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | None) -> Plan:
-    """By the balancer, and judged. Balancers do not know of messages that wait: where a rank is too
-    full, they are told of less room there, and asked again."""
+    """Places by the balancer, and evaluates the placement.
+
+    Balancers do not know of messages that wait. If a rank is too full, they are told of less room
+    there, and asked again.
+    """
     told = None if limit is None else (limit,) * len(request.placement)
     balance_request = BalanceRequest(
         request.layers,
@@ -195,8 +207,10 @@ def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | 
 def _less(
     request: PlanRequest, pairs: tuple[Pairs, ...], told: tuple[int, ...], refused: TooFullError
 ) -> tuple[int, ...]:
-    """Per stage, the limit to tell a balancer that was told this much and filled some rank beyond
-    the memory."""
+    """Lowers the limits for a balancer that filled some rank beyond the memory.
+
+    `told` are the limits of the stages that it was told before. Returns one limit per stage.
+    """
     limit, needs = request.memory_limit, refused.needs
     assert limit is not None
     known = [max((layer.workspace_bytes for layer in request.layers), default=0)] * request.ranks
@@ -213,14 +227,17 @@ def _less(
 
 
 def _residents(request: PlanRequest) -> Iterator[tuple[Pairs, ...] | None]:
-    """What the schedule keeps alive, as the balancer is told: a schedule that is made within limits
-    may keep little or much."""
+    """The microbatches that the schedule keeps alive, as the balancer is told.
+
+    A schedule that is made within limits may keep little or much.
+    """
     if request.memory_limit is None:
         yield None
         return
     stages = len(request.placement)
     costs = uniform_costs(stages, 1.0, 1.0, 1.0)
-    # One activation of a stage is 1 here: 1F1B's memory, and in any case that of one microbatch.
+    # One activation of a stage is 1 here. The caps are 1F1B's memory, and at least that of one
+    # microbatch.
     caps = (float(max(request.ranks, stages // request.ranks)),) * request.ranks
     yield resident(
         make(
@@ -235,8 +252,8 @@ def _residents(request: PlanRequest) -> Iterator[tuple[Pairs, ...] | None]:
     if request.schedule == "zb-auto" and request.ranks > 1:
         yield (((1, 0), (0, 1)),) * stages
     elif not entry(request.schedule).from_costs and request.profile.first_trainable:
-        # With a frozen prefix the others may keep less. How many stages it fills, only the
-        # placement says.
+        # With a frozen prefix the other stages may keep less. Only the placement says how many
+        # stages the prefix fills.
         for frozen in range(1, stages):
             yield resident(
                 make(
@@ -249,15 +266,18 @@ def _residents(request: PlanRequest) -> Iterator[tuple[Pairs, ...] | None]:
             )
 
 
-_TRIES, _QUICK_TRIES = 600_000, 60_000  # ops of the plans that are looked at
+_TRIES, _QUICK_TRIES = 600_000, 60_000  # the most ops of the plans that are tried
 _CHOOSING = ("exact", "schedule-aware")
 
 
 def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
-    """What a rank needs is less than its stages' peaks and the largest workspace together, so the
-    balancers may refuse what fits: from the placement that was `refused` as it was judged, and that
-    without a limit, one boundary at a time, as long as the fullest rank gets emptier. For balancers
-    that choose; a baseline's placement is what it is."""
+    """A plan that fits, found by moving one boundary at a time.
+
+    A rank needs less than its stages' peaks and the largest workspace together. The balancers may
+    therefore refuse a placement that fits. The search starts from the placement that was `refused`
+    after its evaluation, and from the one without a limit. It goes on while the fullest rank gets
+    emptier. It is for balancers that choose. A baseline's placement stays as it is.
+    """
     limit = request.memory_limit
     assert limit is not None
     if request.balancer not in _CHOOSING or not _may_fit(request, limit):
@@ -273,9 +293,8 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
     def fullest(counts: tuple[int, ...]) -> int:
         partition = Partition(counts)
         costs = with_unit_memory(pipeline_costs(request.layers, partition, links=request.links))
-        if (
-            request.schedule == "zb-auto"
-        ):  # within whatever there is: with one microbatch at a time at the least
+        # zb-auto fits itself into the memory, down to one microbatch at a time.
+        if request.schedule == "zb-auto":
             caps = one_microbatch(costs, request.placement)
             return max(
                 memory_needs(
@@ -315,8 +334,11 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
 
 
 def _may_fit(request: PlanRequest, limit: int) -> bool:
-    """No where it is certain that no placement fits. Only of one stage a rank, without a frozen
-    prefix, are a stage's peaks known before there is a placement."""
+    """False if it is certain that no placement fits.
+
+    A stage's peaks are known before there is a placement only with one stage per rank and without a
+    frozen prefix.
+    """
     if (
         len(request.placement) > request.ranks
         or request.profile.first_trainable

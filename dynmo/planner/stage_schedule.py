@@ -1,13 +1,13 @@
-"""The stage planner: from layers' costs on a placement to the schedule, made within the memory of
-its ranks.
+"""The stage planner: from a placement of layers to a schedule within the memory.
 
     layers + placement -> costs of stages -> caps -> schedule -> bytes of each rank at its peak
 
-Runs, dry runs and plans all call `plan_stages`, so what a plan says is what a run does.
+Runs, dry runs and plans all call `plan_stages`, so a plan says what a run does.
 
-A schedule is made to keep no more alive than its caps. Messages that wait, what an op needs for
-itself, and sums over the replicas come on top, and their size is known of a whole schedule only. If
-a rank needs more than it has, the caps are lowered by as much, and the schedule is made again.
+A schedule is made to keep no more alive than its caps. Three things come on top: messages that
+wait, the bytes that an op needs for itself, and sums over the replicas. Their size is known of a
+whole schedule only. If a rank needs more than it has, the caps are lowered by as much, and the
+schedule is made again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROUNDS = 8
 
 @dataclass(frozen=True)
 class StageRequest:
-    """What a schedule is made for, apart from layers and placement.
+    """The request for a schedule, apart from layers and placement.
 
     Attributes:
         schedule: Name of the schedule.
@@ -40,7 +40,7 @@ class StageRequest:
         microbatches: Microbatches of a step of one replica.
         chunks: Stages per rank. None means the schedule's own number.
         memory_limit: Bytes of a rank. None means unlimited.
-        objective: What the schedule keeps short.
+        objective: Whether the span or the makespan should be short.
         post_validation: Whether a step begins before the previous one is final.
         replicas: Number of pipelines that sum their gradients.
         accumulation_groups: In how many groups a replica sums its gradients. None if unknown: the
@@ -66,7 +66,7 @@ class StageRequest:
         """Makes the schedule.
 
         Args:
-            costs: Of every stage. None means that all are alike.
+            costs: Costs of every stage. None means that all are alike.
             caps: The most live memory of each rank, in the costs' unit.
             first_trainable: The stages before this one run F only.
         """
@@ -84,12 +84,14 @@ class StageRequest:
     def memory(
         self, layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule
     ) -> tuple[int, ...]:
-        """Bytes of each rank at its peak: the account by which runs and plans are refused.
+        """Bytes of each rank at its peak.
+
+        Runs and plans are refused by this account.
 
         Args:
             layers: Cost of each layer, recomputation included.
             counts: Number of layers on each stage.
-            schedule: What runs.
+            schedule: The schedule that runs.
         """
         groups = self.accumulation_groups
         if groups is None:
@@ -114,10 +116,10 @@ class StagePlan:
     """The schedule of one placement.
 
     Attributes:
-        request: What it was made for.
+        request: The request that it was made for.
         layers: Cost of each layer.
         partition: Number of layers on each stage.
-        costs: Of the stages, as the schedule was made for them.
+        costs: Costs of the stages, as the schedule was made for them.
         caps: The most live memory of each rank that was aimed at first, in the costs' unit.
         schedule: The schedule. If none fits the memory, the one that needs the least.
     """
@@ -145,11 +147,11 @@ def plan_stages(
     """Makes the schedule of a placement within the memory of its ranks.
 
     Args:
-        request: Which schedule, and what it must fit.
+        request: The name of the schedule, and what it must fit.
         layers: Cost of each layer. A layer of a frozen prefix has no B, no W and no activations. A
             recomputed layer has its recomputation in B and its activations in the workspaces.
         partition: Number of layers on each stage.
-        links: Of each boundary between stages. None means that messages take no time.
+        links: One for each boundary between stages. None means that messages take no time.
         first_trainable: Index of the first layer that trains.
 
     Returns:
@@ -187,8 +189,10 @@ def _fitting(
     one: tuple[float, ...],
     first: int,
 ) -> Schedule:
-    """Lowers the caps until the schedule fits the memory. `one`: the least caps, for one microbatch
-    at a time."""
+    """Lowers the caps until the schedule fits the memory.
+
+    `one` are the least caps, for one microbatch at a time.
+    """
     limit = request.memory_limit
     assert limit is not None
     schedule = best = request.make(costs, caps, first)
@@ -217,7 +221,7 @@ def _fitting(
 def schedule_for_balancers(request: StageRequest, layers: Sequence[LayerCost]) -> Make:
     """Makes schedules for placements that a balancer compares.
 
-    Every rank is taken to hold the mean of the static memory. Only the chosen placement gets a
+    Every rank is assumed to hold the mean of the static memory. Only the chosen placement gets a
     schedule within each rank's true limit, from `plan_stages`.
 
     Args:
@@ -242,8 +246,10 @@ def schedule_for_balancers(request: StageRequest, layers: Sequence[LayerCost]) -
 
 
 def with_unit_memory(costs: Costs) -> Costs:
-    """Gives every stage activations of 1 if no sizes are known: a schedule should not take memory
-    for free."""
+    """Gives every stage activations of 1 if no sizes are known.
+
+    A schedule should not take memory for free.
+    """
     if any(stage.mem_f for stage in costs.stages):
         return costs
     return Costs(
@@ -253,7 +259,12 @@ def with_unit_memory(costs: Costs) -> Costs:
 
 
 def one_microbatch(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:
-    """What one microbatch keeps alive on each rank."""
+    """The memory that one microbatch keeps alive on each rank, in the costs' unit.
+
+    Args:
+        costs: Costs of every stage.
+        placement: The rank of each stage.
+    """
     kept = [0.0] * (max(placement) + 1)
     for stage, rank in zip(costs.stages, placement, strict=True):
         kept[rank] += stage.held
@@ -261,10 +272,16 @@ def one_microbatch(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:
 
 
 def roomy_caps(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:
-    """Caps without a memory limit: twice what 1F1B keeps where it keeps most, p microbatches (Zero
-    Bubble's ZB-2p).
+    """Caps without a memory limit: twice the most that 1F1B keeps on a rank.
 
-    More gains next to nothing.
+    1F1B keeps p microbatches there (Zero Bubble's ZB-2p). More gains next to nothing.
+
+    Args:
+        costs: Costs of every stage.
+        placement: The rank of each stage.
+
+    Returns:
+        The most live memory of each rank, in the costs' unit.
     """
     kept = one_microbatch(costs, placement)
     return (2.0 * len(kept) * max(kept),) * len(kept)

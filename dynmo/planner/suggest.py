@@ -1,5 +1,7 @@
-"""A plan, or, if nothing fits the memory, an error that names the smallest change to the request
-that fits."""
+"""Makes a plan, or says what would fit the memory.
+
+If nothing fits the memory, the error names the smallest change to the request that fits.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,23 @@ def plan_or_suggest(request: PlanRequest) -> Plan:
     except (PartitionError, ScheduleError):
         if request.memory_limit is None:
             raise
-    free = make_plan(
-        replace(request, memory_limit=None)
-    )  # what is wrong apart from memory is told as it is
+    # Errors that have nothing to do with memory are raised as they are.
+    free = make_plan(replace(request, memory_limit=None))
     over = max(range(request.ranks), key=lambda rank: free.memory[rank])
     if free.memory[over] > request.memory_limit:
-        where = f"rank {over} (layers {_layers_of(free, over)}) needs {free.memory[over]} bytes under {request.schedule}"
-        where += f" with the placement {'+'.join(map(str, free.partition.counts))}, over the limit of {request.memory_limit}"
+        where = (
+            f"rank {over} (layers {_layers_of(free, over)}) needs {free.memory[over]} bytes "
+            f"under {request.schedule}"
+        )
+        where += (
+            f" with the placement {'+'.join(map(str, free.partition.counts))}, over the limit of "
+            f"{request.memory_limit}"
+        )
     else:
-        where = f"no placement by {request.balancer!r} was found that keeps every rank under {request.memory_limit} bytes "
+        where = (
+            f"no placement by {request.balancer!r} was found that keeps every rank under "
+            f"{request.memory_limit} bytes "
+        )
         where += f"with {request.schedule}"
     raise PartitionError(f"{where}; {_suggestion(request, free)}")
 
@@ -49,25 +59,33 @@ def _layers_of(plan: Plan, rank: int) -> str:
     )
 
 
-# Where memory is short, those that need the least change first, then those that keep less.
+# Schedules to try if memory is short. The least changes come first, then those that keep less.
 _BY_MEMORY = ("zb-h1", "zb-auto", "zb-v", "1f1b", "v-half", "v-min")
 
 
 def _suggestion(request: PlanRequest, free: Plan) -> str:
-    """In words, the first plan that fits: another placement, schedule, size of microbatches, number
-    of ranks."""
+    """The first plan that fits, in words.
+
+    Another placement, schedule, size of microbatches or number of ranks is tried.
+    """
     for what, other in _candidates(request):
         try:
             plan = make_plan(other)
         except InputError:
             continue
-        return f"{what} would fit: {max(plan.memory)} bytes at most, a step of {plan.step:.4g} s instead of {free.step:.4g} s"
+        return (
+            f"{what} would fit: {max(plan.memory)} bytes at most, a step of {plan.step:.4g} s "
+            f"instead of {free.step:.4g} s"
+        )
     largest = max(
         range(len(request.layers)),
         key=lambda i: request.layers[i].static_bytes + request.layers[i].activation_bytes,
     )
     held = request.layers[largest].static_bytes + request.layers[largest].activation_bytes
-    return f"nothing that was tried fits (other placements, schedules, microbatches, more ranks); layer {largest} alone needs {held} bytes"
+    return (
+        "nothing that was tried fits (other placements, schedules, microbatches, more ranks); "
+        f"layer {largest} alone needs {held} bytes"
+    )
 
 
 def _candidates(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:

@@ -1,21 +1,24 @@
-"""A workload that changes while it trains, replayed under a policy: what balancing would bring, on
-any number of ranks, without running it.
+"""Replays a changing workload under a policy, without running it.
 
-    moments of the workload   |  costs 0  |  costs 1  |  costs 2  | ...      each holds for some steps
-    decisions                 ^     ^     ^     ^     ^     ^                every so many steps, from the costs of the step before
+The replay says what balancing would bring, on any number of ranks.
+
+    moments    |  costs 0  |  costs 1  |  costs 2  | ...      each holds for some steps
+    decisions  ^     ^     ^     ^     ^     ^                every so many steps
+
+A decision rests on the costs up to the step before.
 
 A decision is what a run would do. The profiler condenses the newest steps' costs (`readings`), the
 balancer proposes, and the simulator predicts. Layers move if that is worth it and both halves of
-the readings say so (`trigger`). Where a dynamic case announces that costs change, the profiler
-drops what no longer holds. Costs that differ with the tokens of each step are not announced.
+the readings say so (`trigger`). If a dynamic case announces that costs change, the profiler drops
+the readings that no longer hold. Costs that differ with the tokens of each step are not announced.
 
-Beside the policy run two others: `static`, which leaves the layers where they started, evenly
-spread; and `perfect`, in which every stage has the same part of every F, B and W, as if layers
-could be cut anywhere (or the shorter of the other two, where that takes less: a frozen prefix by
-itself needs no backward of its stages).
+Two others run beside the policy. `static` leaves the layers where they started, evenly spread. In
+`perfect` every stage has the same part of every F, B and W, as if layers could be cut anywhere. If
+`static` or the policy takes less time, `perfect` takes that time: a frozen prefix by itself needs
+no backward of its stages.
 
-Replicas. After its last op a rank reduces the gradients of its layers with its r - 1 copies, on a
-ring:
+After its last op, a rank reduces the gradients of its layers with its r - 1 copies (r replicas), on
+a ring:
 
     2 (r - 1) latency  +  2 (r - 1) / r * gradient bytes / bytes per second
 """
@@ -48,8 +51,17 @@ _FREE = LinkCost(0.0, math.inf)
 
 @dataclass(frozen=True)
 class Policy:
-    """Who decides, every how many steps, and what a move must bring: see `trigger`.
-    seconds_per_byte: of a move; None: over the link."""
+    """The balancer, its frequency, and what a move must bring. See `trigger`.
+
+    Attributes:
+        balancer: Name of the balancer.
+        cost: What the balancer goes by.
+        every: Steps from one decision to the next.
+        margin: Multiplies the price of a move.
+        hysteresis: The least relative gain.
+        seconds_per_byte: Seconds per byte of a move. None: as long as the link takes.
+        seed: For the balancer that is random.
+    """
 
     balancer: str = "exact"
     cost: Cost = "time"
@@ -62,8 +74,27 @@ class Policy:
 
 @dataclass(frozen=True)
 class Workload:
-    """`moments`: from which step on which layers cost what; the first is at step 0. link: between
-    ranks; replica_link: between copies. announced: a dynamic case says that the moments change."""
+    """A workload that changes while it trains.
+
+    Attributes:
+        name: Name of the workload.
+        moments: First step and cost of each layer, for each change of the costs. The first moment
+            is at step 0.
+        names: Names of the layers.
+        steps: Number of steps.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step of one replica.
+        replicas: Number of pipelines that sum their gradients.
+        schedule: Name of the schedule.
+        chunks: Stages per rank. None means the schedule's own number.
+        objective: Whether the span or the makespan should be short.
+        memory_limit: Bytes of a rank. None means unlimited.
+        initial: Layers on each stage at the start. None: evenly spread.
+        link: Link between ranks.
+        replica_link: Link between copies.
+        policy: The policy.
+        announced: A dynamic case announces that the costs change.
+    """
 
     name: str
     moments: tuple[tuple[int, tuple[LayerCost, ...]], ...]
@@ -89,7 +120,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of one step, and the share of its time that ranks do not work."""
+    """Predicted times of one step.
+
+    Attributes:
+        seconds: Seconds of the step.
+        idle_ratio: Share of its time that ranks do not work.
+    """
 
     seconds: float
     idle_ratio: float
@@ -97,8 +133,19 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Rebalance:
-    """Before `step`. `moved`: whether it was done; seconds and bytes are what it takes or would
-    take."""
+    """A decision before `step`.
+
+    Attributes:
+        step: The step that follows.
+        moved: Whether the layers moved.
+        source: Layers on each stage before.
+        target: Layers on each stage that the balancer proposes.
+        layers: Number of layers that change ranks.
+        moved_bytes: Bytes that move or would move.
+        seconds: Seconds that the move takes or would take.
+        predicted_gain: Share of a step's time that the move is predicted to save.
+        reason: Why, in one line.
+    """
 
     step: int
     moved: bool
@@ -113,8 +160,24 @@ class Rebalance:
 
 @dataclass(frozen=True)
 class MomentResult:
-    """Steps first..last, in which the costs stay: means over them. seconds, static, perfect: of a
-    step, without moves."""
+    """The steps first..last, in which the costs stay.
+
+    Figures of a step are means over these steps.
+
+    Attributes:
+        first: The first step.
+        last: The last step.
+        seconds: Seconds of a step under the policy, without moves.
+        static: Seconds of a step of `static`.
+        perfect: Seconds of a step of `perfect`.
+        idle_ratio: Share of a step's time that ranks do not work, under the policy.
+        static_idle_ratio: The same of `static`.
+        rebalances: Number of moves.
+        moved_layers: Number of layers that moved.
+        moved_bytes: Bytes that moved.
+        move_seconds: Seconds of the moves.
+        partition: Layers on each stage after the last step.
+    """
 
     first: int
     last: int
@@ -132,8 +195,16 @@ class MomentResult:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Every step of the three, and what was decided. `bound`: placing whole layers cannot gain more
-    over an even placement."""
+    """Every step of the policy, of `static` and of `perfect`, and the decisions.
+
+    Attributes:
+        workload: The workload.
+        policy: Times of the steps under the policy.
+        static: Times of the steps of `static`.
+        perfect: Times of the steps of `perfect`.
+        rebalances: The decisions.
+        partitions: Layers on each stage in each step.
+    """
 
     workload: Workload
     policy: tuple[StepTime, ...]
@@ -152,7 +223,7 @@ class ReplayResult:
 
     @property
     def seconds(self) -> float:
-        """Of all steps, and the moves between them."""
+        """Seconds of all steps, and of the moves between them."""
         return math.fsum(x.seconds for x in self.policy) + math.fsum(x.seconds for x in self.moves)
 
     @property
@@ -194,8 +265,15 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def replay(workload: Workload, listen: Callable[[int], None] | None = None) -> ReplayResult:
-    """Raises InputError where the schedule cannot be made, or the placement does not fit the
-    memory. listen: told of every step."""
+    """Replays a workload.
+
+    Args:
+        workload: The workload.
+        listen: Is called with the number of finished steps after every step.
+
+    Raises:
+        InputError: The schedule cannot be made, or the placement does not fit the memory.
+    """
     return Replayer(workload).run(listen)
 
 
@@ -214,10 +292,11 @@ class Replayer:
         )
         if (self.start.layers, self.start.ranks) != (even.layers, even.ranks):
             raise InputError(
-                f"policy.initial counts {self.start.layers} layers on {self.start.ranks} stages, but there are {even.layers} layers "
+                f"policy.initial counts {self.start.layers} layers on {self.start.ranks} stages, "
+                f"but there are {even.layers} layers "
                 f"on {even.ranks} stages"
             )
-        # Costs by number: first the moments', then what the profiler makes of them.
+        # Costs by number: first those of the moments, then those that the profiler condenses.
         self.costs = [layers for _, layers in workload.moments]
         self.numbers = {layers: number for number, layers in reversed(list(enumerate(self.costs)))}
         self.profiler = SimulatedProfiler(workload.layers, 2 if workload.announced else 1)
@@ -254,8 +333,8 @@ class Replayer:
             had = self.step(moment, measured, current), self.step(moment, measured, self.even)
             steps["policy"].append(had[0])
             steps["static"].append(had[1])
-            # Even stages share a frozen prefix's work, so that all of them run backwards: a
-            # placement may do better than that.
+            # Even stages share a frozen prefix's work, so that all of them run backwards. A
+            # placement may therefore do better than even stages.
             steps["perfect"].append(min(perfect[moment], *had, key=lambda x: x.seconds))
             partitions.append(current.counts)
             if listen is not None:
@@ -277,6 +356,12 @@ class Replayer:
         return self.numbers[layers]
 
     def changed_layers(self, before: int, after: int) -> list[int]:
+        """Indices of the layers whose costs differ.
+
+        Args:
+            before: Number of some costs.
+            after: Number of other costs.
+        """
         pairs = zip(self.costs[before], self.costs[after], strict=True)
         return (
             []
@@ -285,6 +370,13 @@ class Replayer:
         )
 
     def request(self, moment: int, current: Partition, step: int = 0) -> PlanRequest:
+        """The request for a plan with some costs.
+
+        Args:
+            moment: Number of the costs.
+            current: The placement now.
+            step: For the balancer that is random.
+        """
         workload = self.workload
         layers = self.costs[moment]
         first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
@@ -310,6 +402,16 @@ class Replayer:
     # -- deciding, as a run does -------------------------------------------------------------------
 
     def consider(self, step: int, measured: int, current: Partition) -> Rebalance | None:
+        """Decides if layers move, as a run does.
+
+        Args:
+            step: The step that follows.
+            measured: Number of the costs that the profiler knows.
+            current: The placement now.
+
+        Returns:
+            The decision. None if the balancer proposes the current placement.
+        """
         policy = self.workload.policy
         proposed = self.propose(step, measured, current)
         if proposed.partition == current:
@@ -339,6 +441,13 @@ class Replayer:
         )
 
     def propose(self, step: int, measured: int, current: Partition) -> Plan:
+        """The plan that the balancer proposes.
+
+        Args:
+            step: The step that follows.
+            measured: Number of the costs that the profiler knows.
+            current: The placement now.
+        """
         if self.workload.policy.balancer == "random":
             return make_plan(self.request(measured, current, step))
         key = measured, current.counts
@@ -347,7 +456,7 @@ class Replayer:
         return self.proposals[key]
 
     def price(self, plan: Plan) -> float:
-        """Seconds of a move: its layers one after another."""
+        """Seconds of a move, its layers one after another."""
         rate, layers = self.workload.policy.seconds_per_byte, plan.request.profile.layers
         if rate is not None:
             return rate * plan.moved_bytes
@@ -358,14 +467,26 @@ class Replayer:
     # -- how long a step takes ---------------------------------------------------------------------
 
     def plan(self, moment: int, partition: Partition) -> Plan:
+        """The plan of a placement at some costs.
+
+        Args:
+            moment: Number of the costs.
+            partition: The placement.
+        """
         key = moment, partition.counts
         if key not in self.plans:
             self.plans[key] = evaluate_partition(self.request(moment, partition), partition)
         return self.plans[key]
 
     def step(self, moment: int, measured: int, partition: Partition) -> StepTime:
-        """Under the schedule made from what was measured last, where the schedule is made from
-        costs at all."""
+        """Time of a step under the schedule made from the last measured costs.
+
+        Args:
+            moment: Number of the costs.
+            measured: Number of the costs that the schedule is made from. Ignored if the schedule is
+                not made from costs.
+            partition: The placement.
+        """
         if not self.from_costs:
             measured = moment
         key = moment, measured, partition.counts
@@ -374,7 +495,7 @@ class Replayer:
             timeline = plan.timeline
             if measured != moment:
                 schedule = self.plan(measured, partition).schedule
-                # Another frozen prefix: then the order is made anew at once, for there are other
+                # With another frozen prefix the order is made anew at once, because there are other
                 # ops.
                 if schedule.first_trainable == plan.schedule.first_trainable:
                     timeline = simulate(schedule, plan.costs)
@@ -382,7 +503,12 @@ class Replayer:
         return self.known[key]
 
     def finish(self, timeline: Timeline, plan: Plan) -> StepTime:
-        """The ops, and then every rank's gradients over its replicas."""
+        """Time of a step: the ops, then the reduction of every rank's gradients.
+
+        Args:
+            timeline: The ops.
+            plan: The layers and their placement.
+        """
         held = [0] * self.workload.ranks
         for layer, cost in enumerate(plan.request.layers):
             held[self.placement[plan.partition.owner(layer)]] += (
@@ -391,6 +517,12 @@ class Replayer:
         return self.until(timeline, [self.reduce(x) for x in held])
 
     def until(self, timeline: Timeline, reduce: Sequence[float]) -> StepTime:
+        """Time of a step: the ops, then the reductions.
+
+        Args:
+            timeline: The ops.
+            reduce: Seconds of each rank's reduction.
+        """
         begin = min(row[0].start for row in timeline.ranks)
         makespan = self.workload.objective is Objective.MAKESPAN
         ends = (
@@ -405,7 +537,10 @@ class Replayer:
         return 2 * self.workload.replica_link.ring_seconds(size, self.workload.replicas)
 
     def perfect(self, moment: int) -> StepTime:
-        """Every stage has the mean of F, B, W and gradients; the links are the even placement's."""
+        """Time of a step if every stage has the mean of F, B, W and gradients.
+
+        The links are those of the even placement.
+        """
         workload, stages = self.workload, len(self.placement)
         even = self.plan(moment, self.even)
         layers = even.request.layers

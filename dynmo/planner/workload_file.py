@@ -1,4 +1,7 @@
-"""A workload's file: TOML, and the trace of costs that it may name, read and checked."""
+"""Reads and checks a workload's TOML file, and the trace that it may name.
+
+A trace has the costs of the layers over time.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,7 @@ class _File(_Section):
 
 
 class _Trace(BaseModel):
-    """Further keys say where a trace is from."""
+    """The costs of a trace. Further keys say where a trace is from."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -105,8 +108,11 @@ class _Trace(BaseModel):
 
 
 def read(path: Path) -> Workload:
-    """Reads and checks a workload, and the trace it names (from its own folder). Raises InputError,
-    one line: file, key, what would do."""
+    """Reads and checks a workload, and the trace that it names (from its own folder).
+
+    Raises:
+        InputError: The file is wrong. The message is one line: file, key, what would do.
+    """
     try:
         data = tomllib.loads(_text(path))
     except tomllib.TOMLDecodeError as error:
@@ -118,7 +124,16 @@ def read(path: Path) -> Workload:
 
 
 def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workload:
-    """The same for data that is already read; `folder` is where the trace's name starts from."""
+    """Checks a workload that is already read, and reads the trace that it names.
+
+    Args:
+        data: Content of the file.
+        folder: Folder that the trace's name starts from.
+        name: Name of the workload if the data has none.
+
+    Raises:
+        InputError: The data is wrong. The message names the key and what would do.
+    """
     try:
         file = _File.model_validate(data)
     except ValidationError as error:
@@ -134,7 +149,8 @@ def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workloa
     unit, names = file.layers.unit, file.layers.names
     if names is not None and len(names) != count:
         raise InputError(
-            f"layers.names has {len(names)} entries, but there are {count} layers; give one per layer, or none"
+            f"layers.names has {len(names)} entries, but there are {count} layers; "
+            "give one per layer, or none"
         )
     costs = tuple(
         (
@@ -189,7 +205,8 @@ def _sizes(layers: _Layers, key: str, count: int) -> list[int]:
         return [value] * count
     if len(value) != count:
         raise InputError(
-            f"layers.{KEY_OF.get(key, key)} has {len(value)} entries, but there are {count} layers; give one number, or one per layer"
+            f"layers.{KEY_OF.get(key, key)} has {len(value)} entries, but there are {count} "
+            "layers; give one number, or one per layer"
         )
     return value
 
@@ -206,7 +223,7 @@ def _moments(file: _File, folder: Path) -> list[tuple[int, _Times]]:
     if layers.trace is not None:
         trace = _read_trace(folder / layers.trace)
         count = len(trace)
-        # Evenly over the steps; with fewer steps than moments some are left out.
+        # The moments are spread evenly over the steps. With fewer steps, some are left out.
         starts = {
             index * file.steps // count: times for index, times in reversed(list(enumerate(trace)))
         }
@@ -217,11 +234,13 @@ def _moments(file: _File, folder: Path) -> list[tuple[int, _Times]]:
         steps = [step for step, _ in moments]
         if not steps or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)):
             raise InputError(
-                f"layers.moments begin at the steps {steps}; the first begins at 0, and each later than the one before"
+                f"layers.moments begin at the steps {steps}; "
+                "the first begins at 0, and each later than the one before"
             )
         if steps[-1] >= file.steps:
             raise InputError(
-                f"layers.moments: the last begins at step {steps[-1]}, but there are {file.steps} steps"
+                f"layers.moments: the last begins at step {steps[-1]}, but there are "
+                f"{file.steps} steps"
             )
     _check_lengths(moments, where)
     return moments
@@ -235,7 +254,8 @@ def _check_lengths(moments: Sequence[tuple[int, _Times]], where: str) -> None:
         for key, values in zip(TIMES, times, strict=True):
             if len(values) != count:
                 raise InputError(
-                    f"{where} {index}: {key} has {len(values)} entries, but f of moment 0 has {count}; give one per layer"
+                    f"{where} {index}: {key} has {len(values)} entries, but f of moment 0 has "
+                    f"{count}; give one per layer"
                 )
         if not any(times[1]) and not any(times[2]):
             raise InputError(f"{where} {index}: b and w are 0 for every layer, so nothing trains")
@@ -288,8 +308,11 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 
 
 def _explain(error: ValidationError) -> str:
-    """Pydantic's first finding; a mistyped key before the key that is missing for it, an entry of a
-    list before "it is no number"."""
+    """Pydantic's first finding, in words.
+
+    A mistyped key comes before the key that is missing for it. An entry of a list comes before "it
+    is no number".
+    """
     first = first_problem(error, lambda problem: -len(problem["loc"]))
     location = [
         part

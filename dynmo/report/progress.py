@@ -1,5 +1,7 @@
-"""The line one watches while a run goes: loss, tokens/s, idle ratio, layers per rank. On stderr, so
-that --json has stdout to itself."""
+"""Shows the progress of a run: loss, tokens/s, idle ratio, layers per rank.
+
+The line goes to stderr, so that --json has stdout to itself.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,15 @@ from dynmo.report.token_lines import evaluation_text, tokens_text
 
 
 class ProgressLine:
-    """Told of events, draws. On a terminal one live line; elsewhere a plain line now and then."""
+    """Takes events and shows them.
+
+    A terminal gets one live line. Any other output gets a plain line now and then.
+
+    Args:
+        name: Name of the run.
+        steps: Number of steps of the run.
+        console: Console to draw on. The default is stderr.
+    """
 
     def __init__(self, name: str, steps: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -64,8 +74,8 @@ class ProgressLine:
         match event:
             case StepEvent():
                 figures = (
-                    f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  idle {event.idle_ratio:.0%}  "
-                    f"layers {layers_text(event.layers)}"
+                    f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  idle "
+                    f"{event.idle_ratio:.0%}  layers {layers_text(event.layers)}"
                     + (f"  frozen {event.frozen}" if event.frozen else "")
                 )
                 self._progress.update(self._task, completed=event.step + 1, figures=figures)
@@ -77,20 +87,24 @@ class ProgressLine:
                 self._say(f"step {event.step}: {event.what}")
             case RebalanceEvent():
                 self._say(
-                    f"step {event.step}: moved layers {layers_text(event.source)} -> {layers_text(event.target)} "
-                    f"in {event.seconds * 1000:.0f} ms ({event.reason})"
+                    f"step {event.step}: moved layers {layers_text(event.source)} -> "
+                    f"{layers_text(event.target)} in {event.seconds * 1000:.0f} ms "
+                    f"({event.reason})"
                 )
             case RebalanceResultEvent():
                 self._say(
-                    f"step {event.step}: rebalance {event.id} measured: {event.measured_gain:+.1%} of a step saved"
+                    f"step {event.step}: rebalance {event.id} measured: "
+                    f"{event.measured_gain:+.1%} of a step saved"
                 )
             case RollbackEvent():
                 self._say(
-                    f"step {event.step}: taken back ({event.what}), {event.seconds * 1000:.0f} ms of work thrown away"
+                    f"step {event.step}: taken back ({event.what}), {event.seconds * 1000:.0f} ms "
+                    "of work thrown away"
                 )
             case PostValidationEvent():
                 self._say(
-                    f"step {event.step}: post-validation {'on' if event.on else 'off'}: {event.reason}"
+                    f"step {event.step}: post-validation {'on' if event.on else 'off'}: "
+                    f"{event.reason}"
                 )
             case EvalEvent():
                 self._say(f"step {event.step}: {evaluation_text(event)}")
@@ -98,7 +112,8 @@ class ProgressLine:
                 self._say(f"step {event.step}: {tokens_text(event)}")
             case CheckpointEvent():
                 self._say(
-                    f"step {event.step}: saved {event.path} ({event.bytes / 2**20:.1f} MiB in {event.seconds:.2f} s)"
+                    f"step {event.step}: saved {event.path} ({event.bytes / 2**20:.1f} MiB in "
+                    f"{event.seconds:.2f} s)"
                 )
             case RepackEvent() | GrowEvent() | ReleaseEvent() | FaultEvent():
                 self._say(f"step {event.step}: {rank_text(event)}")

@@ -1,5 +1,4 @@
-"""What a person reads of ranks that leave and join: a line for each event, and the account of a
-run."""
+"""Reports ranks that leave and join: a line per event, and the account of a run."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ RankEvent = RepackEvent | GrowEvent | ReleaseEvent | FaultEvent
 
 @dataclass(frozen=True)
 class RankAccount:
-    """How many ranks the steps of a run had.
+    """The number of ranks that the steps of a run had.
 
     Attributes:
         mean: Mean number of ranks, weighted by the seconds of the steps.
         gpu_seconds: Ranks times seconds, over all steps.
-        returned: GPU-seconds of the ranks that were away, by the clock. None: the run has not
+        returned: GPU-seconds of the ranks that were away, by the clock. None if the run has not
             ended.
     """
 
@@ -33,12 +32,13 @@ def rank_account(
     """Adds up the ranks of a run.
 
     Args:
-        steps: In order.
-        events: In order.
-        returned: From the end of the run.
+        steps: Step events in order.
+        events: Rank events in order.
+        returned: GPU-seconds of ranks that were away, from the end of the run. None if the run has
+            not ended.
 
     Returns:
-        The account. None if the ranks stayed.
+        The account. None if the ranks did not change.
     """
     changes = [event for event in events if isinstance(event, RepackEvent | GrowEvent)]
     if not changes or not steps:
@@ -52,30 +52,34 @@ def rank_account(
 
 
 def account_text(account: RankAccount) -> str:
-    """The account in one line."""
+    """Returns the account in one line."""
     given = "" if account.returned is None else f", {account.returned:,.1f} returned"
-    return f"ranks: {account.mean:.1f} on average; GPU-seconds: {account.gpu_seconds:,.1f} used in steps{given}"
+    return (
+        f"ranks: {account.mean:.1f} on average; GPU-seconds: {account.gpu_seconds:,.1f} used in "
+        f"steps{given}"
+    )
 
 
 def rank_text(event: RankEvent, measured: float | None = None) -> str:
-    """What happened, in one line without the step.
+    """Returns an event in one line without the step.
 
     Args:
-        event: What happened.
-        measured: Share of a step that the change has saved, negative for a slowdown. None: not
-            measured.
+        event: The event.
+        measured: Share of a step that the change has saved, negative for a slowdown. None if it is
+            not measured.
     """
     match event:
         case RepackEvent():
             predicted = event.predicted_slowdown
             return (
-                f"went on with {event.ranks_after} of {event.ranks_before} ranks ({_size(event)}; {event.reason})"
-                f"{_gain(None if predicted is None else -predicted, measured)}"
+                f"went on with {event.ranks_after} of {event.ranks_before} ranks ({_size(event)}; "
+                f"{event.reason}){_gain(None if predicted is None else -predicted, measured)}"
             )
         case GrowEvent():
             return (
-                f"grew from {event.ranks_before} to {event.ranks_after} ranks ({_size(event)}; {event.reason})"
-                f"{_gain(event.predicted_gain, measured)}; {event.gpu_seconds_returned:.1f} GPU-seconds returned so far"
+                f"grew from {event.ranks_before} to {event.ranks_after} ranks ({_size(event)}; "
+                f"{event.reason}){_gain(event.predicted_gain, measured)}; "
+                f"{event.gpu_seconds_returned:.1f} GPU-seconds returned so far"
             )
         case ReleaseEvent():
             return f"{event.by}: {event.what} ({event.seconds:.1f} s)"
@@ -86,11 +90,14 @@ def rank_text(event: RankEvent, measured: float | None = None) -> str:
 def _size(event: RepackEvent | GrowEvent) -> str:
     layers = "+".join(map(str, event.layers))
     replicas = f" x {event.target[1]} replicas" if event.target[1] > 1 else ""
-    return f"layers {layers}{replicas}, {event.moved_bytes / 2**20:.1f} MiB moved, pause {event.seconds * 1000:.0f} ms"
+    return (
+        f"layers {layers}{replicas}, {event.moved_bytes / 2**20:.1f} MiB moved, pause "
+        f"{event.seconds * 1000:.0f} ms"
+    )
 
 
 def _gain(predicted: float | None, measured: float | None) -> str:
-    """How a step changes: predicted, and measured if that is known."""
+    """Returns the change of a step: predicted, and measured if that is known."""
     if predicted is None:
         return ""
     text = f": a step takes {-predicted:+.1%} predicted"

@@ -1,5 +1,7 @@
-"""What a run's events say: phases between changes, each with its measured step time, and runs side
-by side."""
+"""Summarizes a run's events, and compares runs.
+
+A summary has the phases between changes, each with its measured step time.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,31 @@ from dynmo.events import (
 from dynmo.report.rank_lines import RankAccount, RankEvent, account_text, rank_account, rank_text
 from dynmo.report.token_lines import evaluation_text, tokens_text
 
-# Steps after the first of a run that are enough for a median, and by what share such medians differ
-# on a quiet machine at most.
+# Number of steps after the first that are enough for a median. Largest relative difference of such
+# medians on a quiet machine.
 _ENOUGH, _NOISE = 4, 0.1
 
-_SHOWN = 12  # events of a case that are told one by one, and phases at either end
+_SHOWN = 12  # events of a case that get a line each, and phases at either end
 
 Changes = ChangeEvent | ReshapeEvent | SkippedEvent | RollbackEvent | PostValidationEvent
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps first..last of the same work in one placement. Medians over its steps; the first one
-    warms up and is left out."""
+    """Steps of the same work in one placement.
+
+    Figures are medians over the steps. The first step warms up and is left out.
+
+    Attributes:
+        first: Number of the first step.
+        last: Number of the last step.
+        layers: Number of layers on each stage.
+        frozen: Number of frozen layers.
+        seconds: Seconds of a step.
+        tokens_per_s: Tokens per second.
+        idle_ratio: Idle ratio of a step.
+        imbalance: Measured imbalance of the ranks.
+    """
 
     first: int
     last: int
@@ -59,13 +73,33 @@ class Phase:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in figures. seconds: of all steps; losses as the events have them; changes: what cases,
-    reshaping and step ends did.
+    """A run in figures.
 
-    changed: the steps before which the work changed. done: the steps, for phases cut anew.
-    run_seconds: of all that the run did, steps and what is between them; measure_seconds,
-    decide_seconds and move_seconds of these went to balancing. The four are None where no one
-    process did all steps: a run that has not ended, or was resumed. ranks: None if they stayed.
+    `run_seconds`, `measure_seconds`, `decide_seconds` and `move_seconds` are None if no single
+    process did all steps. The run has then not ended, or was resumed.
+
+    Attributes:
+        phases: Phases of the same work and placement.
+        rebalances: Moves of layers.
+        results: Measured gains of the moves.
+        changes: Changes by cases, reshapes and step ends.
+        steps: Number of steps.
+        seconds: Seconds of all steps.
+        loss: Loss as the events have it.
+        held_out: Held-out loss as the events have it.
+        digest: SHA-256 of the weights.
+        buffers_digest: SHA-256 of the persistent buffers.
+        reason: Why the run ended.
+        changed: Steps before which the work changed.
+        done: All steps. Phases can be cut from them again.
+        run_seconds: Seconds of the whole run, with the time between steps.
+        measure_seconds: Seconds of the run that measuring took.
+        decide_seconds: Seconds of the run that deciding took.
+        move_seconds: Seconds of the run that moving layers took.
+        tokens: Last record of token shares, if a case makes one.
+        evaluation: Last evaluation.
+        rank_events: Events of ranks that leave and join.
+        ranks: Account of the ranks. None if they did not change.
     """
 
     phases: tuple[Phase, ...]
@@ -92,7 +126,10 @@ class Summary:
 
 
 def summarize(events: Iterable[Event]) -> Summary:
-    """A resumed run repeats what came after its checkpoint; the later account counts."""
+    """Summarizes the events of a run.
+
+    A resumed run repeats the steps after its checkpoint. The later events count.
+    """
     steps: list[StepEvent] = []
     rebalances: list[RebalanceEvent] = []
     results: list[RebalanceResultEvent] = []
@@ -143,8 +180,8 @@ def summarize(events: Iterable[Event]) -> Summary:
                 pass
     changed = _changed(steps, [*changes, *rank_events])
     seconds = sum(s.seconds for s in steps)
-    # One that was cut off right behind a checkpoint and resumed repeats no step: its last process
-    # took less than all steps.
+    # A run that was cut off right behind a checkpoint and resumed repeats no step. The seconds of
+    # its last process are then fewer than those of all steps.
     whole = end if end is not None and not resumed and end.seconds >= seconds else None
     return Summary(
         _phases(steps, changed),
@@ -172,14 +209,16 @@ def summarize(events: Iterable[Event]) -> Summary:
 
 
 def aligned(runs: Sequence[Summary]) -> list[Summary]:
-    """For a comparison: the phases of each cut wherever the work of any of them changed, so that
-    what is compared are the same steps."""
+    """Cuts the phases of each run wherever the work of any run changed.
+
+    A comparison of phases is then one of the same steps.
+    """
     changed = {step for run in runs for step in run.changed}
     return [replace(run, phases=_phases(run.done, changed)) for run in runs]
 
 
 def _changed(steps: Sequence[StepEvent], changes: Sequence[Changes | RankEvent]) -> set[int]:
-    """The steps before which the work changed, but the first: that is how the run began."""
+    """Returns the steps before which the work changed, without the run's first step."""
     told = {
         c.step
         for c in changes
@@ -215,7 +254,7 @@ def _phase(group: Sequence[StepEvent]) -> Phase:
 
 
 def phase_table(summary: Summary) -> Table:
-    """A row per phase: what changed and what it did to the step time."""
+    """Returns a row per phase, with the change and its effect on the step time."""
     table = Table(title="Measured, phase by phase (medians)", title_justify="left")
     for heading in (
         "steps",
@@ -250,8 +289,10 @@ def phase_table(summary: Summary) -> Table:
 
 
 def event_lines(summary: Summary) -> list[str]:
-    """What happened between the steps, in order: what the cases changed, where the layers went,
-    which steps did not count."""
+    """Returns lines about the events between the steps, in order.
+
+    They are changes of the cases, moves of layers, and steps that did not count.
+    """
     lines = [
         *zip((event.step for event in summary.rebalances), rebalance_lines(summary), strict=True)
     ]
@@ -263,7 +304,8 @@ def event_lines(summary: Summary) -> list[str]:
             case ReshapeEvent():
                 kind, what = (
                     "reshape",
-                    f"reshaped {_mesh(event.source)} to {_mesh(event.target)}, layers {layers_text(event.layers)}",
+                    f"reshaped {_mesh(event.source)} to {_mesh(event.target)}, layers "
+                    f"{layers_text(event.layers)}",
                 )
             case SkippedEvent():
                 kind, what = (
@@ -284,7 +326,8 @@ def event_lines(summary: Summary) -> list[str]:
             lines.append(
                 (
                     entries[_SHOWN][0],
-                    f"step {entries[_SHOWN][0]} on: {kind} {len(entries) - _SHOWN} times more (events.jsonl)",
+                    f"step {entries[_SHOWN][0]} on: {kind} {len(entries) - _SHOWN} times more "
+                    "(events.jsonl)",
                 )
             )
     measured = {result.id: result.measured_gain for result in summary.results}
@@ -308,14 +351,17 @@ def _mesh(shape: Sequence[int]) -> str:
 
 
 def rebalance_lines(summary: Summary) -> list[str]:
-    """One line per move: predicted against measured."""
+    """Returns one line per move, with its predicted and its measured gain."""
     measured = {result.id: result.measured_gain for result in summary.results}
     lines: list[str] = []
     for event in summary.rebalances:
         line = (
             f"step {event.step}: moved {layers_text(event.source)} to {layers_text(event.target)}"
         )
-        line += f" ({event.moved_bytes / 2**20:.1f} MiB in {event.seconds * 1000:.0f} ms): static to balanced x"
+        line += (
+            f" ({event.moved_bytes / 2**20:.1f} MiB in {event.seconds * 1000:.0f} ms): static to "
+            "balanced x"
+        )
         line += (
             f"{1 / (1 - event.predicted_gain):.2f} predicted"
             if event.predicted_gain < 1
@@ -328,7 +374,11 @@ def rebalance_lines(summary: Summary) -> list[str]:
 
 
 def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
-    """A column per run, each against the first. runs: aligned."""
+    """Returns a column per run, each compared with the first.
+
+    Args:
+        runs: Name and summary of each run. The summaries are from `aligned`.
+    """
     table = Table(title="Runs compared", title_justify="left")
     table.add_column("")
     for name, _ in runs:
@@ -339,7 +389,7 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
     changed = {step for run in summaries for step in run.changed}
 
     def since(run: Summary) -> int:
-        """The step from which on the work was what it was in the end."""
+        """Returns the step from which on the work did not change any more."""
         return max(
             (step for step in changed if step <= run.done[-1].step), default=run.done[0].step
         )
@@ -356,7 +406,7 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
         "speed-up" if even else "speed-up, per step": lambda run: _speed_up(first, run),
         "ranks on average": lambda run: "-" if run.ranks is None else f"{run.ranks.mean:.1f}",
         "last phase: s/step": lambda run: f"{run.phases[-1].seconds:.3f}",
-        # Of runs of unequal length the last phases may be of other work.
+        # The last phases of runs of unequal length may be of other work.
         "last phase: speed-up": lambda run: (
             f"x{last / run.phases[-1].seconds:.2f}" if since(run) == since(first) else "-"
         ),
@@ -372,7 +422,7 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
 
 
 def _balancing(run: Summary) -> float | None:
-    """Seconds that went to balancing, moves or not."""
+    """Returns the seconds of balancing, moves or not."""
     parts = [
         x for x in (run.measure_seconds, run.decide_seconds, run.move_seconds) if x is not None
     ]
@@ -380,7 +430,11 @@ def _balancing(run: Summary) -> float | None:
 
 
 def _speed_up(first: Summary, run: Summary) -> str:
-    """Of the whole runs; of their steps, and said so, where one of the two does not tell more."""
+    """Returns the speed-up of the whole runs.
+
+    If the seconds of a whole run are unknown, it is the speed-up of the steps, and the text says
+    so.
+    """
     if first.run_seconds is None or run.run_seconds is None:
         return f"x{first.seconds / first.steps * run.steps / run.seconds:.2f} (steps)"
     return f"x{first.run_seconds / first.steps * run.steps / run.run_seconds:.2f}"
@@ -391,13 +445,13 @@ def noise(
 ) -> str | None:
     """Says if the machine was not equally fast for all runs.
 
-    It compares the steps that did the same work in all of them: the steps before the work or the
-    placement of any run changed. The first step is left out, because it warms up.
+    It compares the steps that did the same work in all runs. These are the steps before the work or
+    the placement of any run changed. The first step is left out, because it warms up.
 
     Args:
-        runs: Name and summary of each.
+        runs: Name and summary of each run.
         differ: Keys of the configuration that differ, with their values. The runs compare only if
-            these are keys of `[balance]`. None: unknown.
+            these are keys of `[balance]`. None means that they are unknown.
 
     Returns:
         A line. None if the machine was equally fast, or the runs do not compare.
@@ -418,13 +472,13 @@ def noise(
         return None
     took = " and ".join(f"{x:.3f}" for x in seconds)
     return (
-        f"from step {first + 1} to {last} all did the same work, at {took} s a step: the machine was not alike, "
-        "and nor are the speed-ups; compare runs of a quieter one"
+        f"from step {first + 1} to {last} all did the same work, at {took} s a step: the machine "
+        "was not alike, and nor are the speed-ups; compare runs of a quieter one"
     )
 
 
 def verdict(runs: Sequence[tuple[str, Summary]]) -> str:
-    """In one line: are the numbers the same?"""
+    """Says in one line whether the numbers are the same."""
     digests = {run.digest for _, run in runs}
     if None in digests:
         return "a run has not ended: its weights cannot be compared"
@@ -432,14 +486,20 @@ def verdict(runs: Sequence[tuple[str, Summary]]) -> str:
         return "the runs ended with different weights"
     buffers = {run.buffers_digest for _, run in runs}
     if len(buffers - {None}) > 1:
-        return "same loss and same weights, but different buffers (running statistics, say): held-out losses may differ"
+        return (
+            "same loss and same weights, but different buffers (running statistics, say): "
+            "held-out losses may differ"
+        )
     same = "same loss and same weights, to the last bit"
     return same if None in buffers else f"{same}, buffers included"
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Keys, as SECTION.KEY, in which the configs of runs differ, with the value of each (None: not
-    set). The name is a run's own."""
+    """Returns the keys, as SECTION.KEY, in which the configs of runs differ.
+
+    Each key has the value of each run. None means that it is not set. The name of a run is left
+    out.
+    """
     flat = [_flat(config) for config in configs]
     keys = sorted({key for config in flat for key in config} - {"name"})
     values = {key: [config.get(key) for config in flat] for key in keys}
@@ -475,6 +535,9 @@ def layers_text(layers: Sequence[int]) -> str:
 
 
 def console_for_tables() -> Console:
-    """Standard output. A file or a pipe has no width, so nothing is wrapped or cut off there."""
+    """Returns a console on standard output.
+
+    A file or a pipe has no width, so nothing is wrapped or cut off there.
+    """
     console = Console()
     return console if console.is_terminal else Console(width=1000)

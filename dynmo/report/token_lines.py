@@ -1,4 +1,4 @@
-"""Lines about tokens: how many layers compute, and what an evaluation with exits gains."""
+"""Lines about tokens: shares that layers compute, and evaluations with exits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dynmo.events import EvalEvent, TokensEvent
 
 
 def tokens_text(event: TokensEvent) -> str:
-    """One line: what share of the tokens each layer let go or computed.
+    """Returns one line with the share of tokens that each layer let go or computed.
 
     Example:
         >>> tokens_text(TokensEvent(10, 0.0, "early_exit", (5, 8), {"exited": [0.4, 0.25]}))
@@ -20,7 +20,9 @@ def tokens_text(event: TokensEvent) -> str:
 
 
 def evaluation_text(event: EvalEvent) -> str:
-    """One line: the held-out loss. If tokens exit, also that without exits, and the speeds.
+    """Returns one line with the held-out loss.
+
+    If tokens exit, the line also has the loss without exits, and the speeds.
 
     Example:
         >>> evaluation_text(EvalEvent(10, 0.0, 2.5, 200.0, 2.4, 100.0))

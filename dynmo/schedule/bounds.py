@@ -1,26 +1,31 @@
-"""Lower bounds on the time of any schedule at given costs: what no order of the ops can beat.
+"""Lower bounds on the time of any schedule at given costs.
 
-One stage per rank, ops run as soon as their order lets them. For rank r with m microbatches, F, B,
-W its own times, and c the links:
+No order of the ops can beat them. There is one stage per rank, and ops run as soon as their order
+lets them. Rank r has m microbatches, its own times F, B and W, and links c:
 
-    lead    from the start of the step until F of any microbatch can reach r:      sum over s < r of F_s + c_s
-    trip    from the end of F(r,j) to the start of B(r,j), out and back:           sum over s > r of F_s + B_s + 2 c
-    k       how many microbatches the memory of r holds between F and B:           cap / mem_f, at most m
+    lead    from the start of the step until F of any microbatch can reach r:
+            sum over s < r of F_s + c_s
+    trip    from the end of F(r,j) to the start of B(r,j), out and back:
+            sum over s > r of F_s + B_s + 2 c
+    k       how many microbatches the memory of r holds between F and B:
+            cap / mem_f, at most m
 
-Nothing comes before F(r,0), so every rank starts exactly at its lead, and its own span ends at (its
+Nothing comes before F(r,0), so every rank starts exactly at its lead. Its own span ends at (its
 last op's end) - lead.
 
-Memory. A rank's time is cut by its first B, its last F and its last B:
+Memory. The first B, the last F and the last B cut a rank's time:
 
     | F F F ..      first B |  F B W ..  last F |  B W B W ..  last B | W ..
     |- x F's in F + trip ---|                   |- a-1 B's in trip ---|
 
-The first B comes F + trip after the first F, and at most k F's, and not the last, lie before it: so
-the F's and this wait take at least front = max(m F, F + trip + (m - min(k, m - 1)) F). The last B
-starts a trip after the last F. If a microbatches are between F and B just after the last F, a - 1
-B's lie in that trip; m - a lie before it, and so do as many of their W's as make room: with a mem_f
-+ c stash <= cap, at least w = m - a - c. Every other W but the last microbatch's may lie in the
-trip, too. So for some a, and therefore for the least over a, counted from the rank's first F,
+The first B comes F + trip after the first F. At most k F's lie before it, and not the last. The F's
+and this wait therefore take at least front = max(m F, F + trip + (m - min(k, m - 1)) F). The last B
+starts a trip after the last F.
+
+Let a microbatches be between F and B just after the last F. Then a - 1 B's lie in that trip and
+m - a before it. As many of their W's as make room lie before it, too: with a mem_f + c stash <=
+cap, at least w = m - a - c. Every other W but the last microbatch's may also lie in the trip. These
+bounds hold for some a, and therefore for the least over a, counted from the rank's first F:
 
     end of the last F    >=  front + (m - a) B + w W
     end of the last B    >=  front + (m - a) B + w W + max(trip, (a - 1) B) + B
@@ -32,17 +37,17 @@ If all F's come before the first B, which takes k >= m, its wait and the trip ov
     end of the last B    >=  max(max(m F, F + trip) + (m - 1) B, m F + trip) + B
     end of the last W    >=  max(max(m F, F + trip) + (m - 1) (B + W), m F + trip) + B + W
 
-One of the two holds, so the lesser does. A B that adds memory must find room with the F's there:
-where mem_b > 0, k counts from cap - mem_b. (A fused BW hides from the accounting what its B adds
-until its W; only there could a schedule with BW do with less.)
+One of the two holds, so the lesser does. A B that adds memory must find room with the F's there: if
+mem_b > 0, k counts from cap - mem_b. (A fused BW hides the memory that its B adds until its W. Only
+then could a schedule with BW need less.)
 
 Rounds. F(r,j+k) must wait for B(r,j), so F(r,0) -> B(r,0) -> F(r,k) -> B(r,k) -> F(r,2k) .. is a
-chain of ceil(m / k) rounds of F + trip + B. Where nothing at all fits beside k microbatches, a W or
+chain of ceil(m / k) rounds of F + trip + B. If nothing at all fits beside k microbatches, a W or
 another B lies between the B and the F, too.
 
-Ways. From the end of the last F the microbatch still goes out to the last rank and back to any rank
-s, which then has its W to run; from the end of the last B it goes back to any rank s < r and its W.
-Rank s ends no sooner, and neither does the step: for the makespan its end counts, for the span its
+Ways. After the end of the last F the microbatch still goes out to the last rank and back to any
+rank s, which then runs its W. After the end of the last B it goes back to any rank s < r and its W.
+Rank s ends no sooner, and neither does the step. The makespan counts its end, the span its
 end - lead.
 """
 
@@ -57,12 +62,15 @@ import numpy as np
 
 from dynmo.cost.layer_cost import Costs, StageCost
 
-# Schedules are held to their caps up to this share, since a peak is a running sum.
+# Schedules are held to their caps up to this share, because a peak is a running sum.
 _ROUNDING = 1e-9
 
 
 class Objective(StrEnum):
-    """What a schedule is to make short: see `Timeline.span` and `Timeline.makespan`."""
+    """The time that a schedule keeps short.
+
+    See `Timeline.span` and `Timeline.makespan`.
+    """
 
     SPAN = "span"
     MAKESPAN = "makespan"
@@ -75,15 +83,24 @@ def lower_bound(
     objective: Objective = Objective.SPAN,
     caps: Sequence[float] | None = None,
 ) -> float:
-    """The least time, in the costs' unit, in which any schedule of one stage per rank can end with
-    each stage's memory under its cap.
+    """Bound the time of any schedule of one stage per rank within the caps.
 
-    Exact for one microbatch, for m <= p with equal times and W <= F and no links, and for ZB-1p
-    with equal times and m >= 2p - 1.
+    The bound is exact for one microbatch. It is also exact for m <= p with equal times, W <= F and
+    no links, and for ZB-1p with equal times and m >= 2p - 1.
+
+    Args:
+        costs: Costs of each stage.
+        microbatches: Microbatches of a step.
+        first_trainable: The stages before this one run F only.
+        objective: Whether the span or the makespan counts.
+        caps: Most live memory of each stage, in the costs' unit. None means unlimited.
+
+    Returns:
+        The least time, in the costs' unit.
     """
     stages, links, m, last = costs.stages, costs.links, microbatches, len(costs.stages) - 1
-    # One microbatch's way: lead[s] from its start to the start of F(s), out[s] from the end of F(s)
-    # to the end of the last stage's F, back[s] from there to the end of B(s).
+    # The way of one microbatch. lead[s]: from its start to the start of F(s). out[s]: from the end
+    # of F(s) to the end of the last stage's F. back[s]: from there to the end of B(s).
     lead = list(accumulate((stages[s].f + links[s] for s in range(last)), initial=0.0))
     out = list(
         accumulate((links[s] + stages[s + 1].f for s in reversed(range(last))), initial=0.0)
@@ -94,9 +111,9 @@ def lower_bound(
 
     since = (
         lead if objective is Objective.SPAN else [0.0] * (last + 1)
-    )  # what counts as a rank's start
+    )  # the time from which a rank's time counts
     # From the end of the last F on the last rank to the end of the last microbatch's W on s, for
-    # the best s, of all and of those up to r.
+    # the best s: of all ranks, and of those up to r.
     trained = range(first_trainable, last + 1)
     finish = list(accumulate((back[s] + stages[s].w - since[s] for s in trained), max))
     bounds: list[float] = []
@@ -114,11 +131,14 @@ def lower_bound(
 
 
 def _ends(cost: StageCost, m: int, trip: float, cap: float) -> tuple[float, float, float]:
-    """Of one rank: the soonest ends of its last F, B and W, from the start of its first F on."""
+    """Return the soonest ends of a rank's last F, B and W.
+
+    The times count from the start of the rank's first F.
+    """
     f, b, w, held, stash = cost.f, cost.b, cost.w, cost.mem_f, cost.mem_f + cost.mem_b
     limit = cap * (1 + _ROUNDING)
-    # Where a B adds memory (its stash is larger than what it frees), the first B after k F's must
-    # fit, too.
+    # If a B adds memory (its stash is larger than the memory that it frees), the first B after k
+    # F's must fit, too.
     needed = max(held, stash)
     k = (
         m

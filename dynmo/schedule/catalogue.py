@@ -1,14 +1,15 @@
-"""Every schedule by name: how many stages a rank holds, and which rank holds which stage.
+"""Every schedule by name: stages per rank, and the rank of each stage.
 
-name               stages a rank   made from           memory of a rank, in activations of all its stages
-gpipe              1               p, m                m
-1f1b, zb-h1        1               p, m                p
-zb-h2              1               p, m                2p - 1
-interleaved-1f1b   v (2)           p, m                more than p
-zb-auto            1               the stages' costs   what the limit allows
-zb-v               2               the stages' costs   p
-v-half             2               the stages' costs   about p / 2
-v-min              2               the stages' costs   about p / 3
+name               stages per rank   made from           memory of a rank, in activations
+                                                         of all its stages
+gpipe              1                 p, m                m
+1f1b, zb-h1        1                 p, m                p
+zb-h2              1                 p, m                2p - 1
+interleaved-1f1b   v (2)             p, m                more than p
+zb-auto            1                 the stages' costs   as much as the limit allows
+zb-v               2                 the stages' costs   p
+v-half             2                 the stages' costs   about p / 2
+v-min              2                 the stages' costs   about p / 3
 
 `automatic.make.make` makes any of them.
 """
@@ -24,8 +25,13 @@ from dynmo.schedule.op import Schedule
 
 
 class _Entry(NamedTuple):
-    """chunks: stages a rank when nothing is said; free: other numbers may be asked for; from_costs:
-    costs shape the schedule."""
+    """Properties of a schedule.
+
+    Attributes:
+        chunks: Default number of stages per rank.
+        free: Whether other numbers of stages may be chosen.
+        from_costs: Whether costs shape the schedule.
+    """
 
     chunks: int = 1
     free: bool = False
@@ -42,15 +48,26 @@ SCHEDULES: dict[str, _Entry] = {name: _Entry() for name in GENERATORS} | {
 
 
 def entry(name: str) -> _Entry:
-    """Raises ScheduleError listing the known names."""
+    """Return the properties of the schedule called `name`.
+
+    Raises:
+        ScheduleError: The name is unknown. The message lists the known names.
+    """
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
 def chunks_of(name: str, asked: int | None = None) -> int:
-    """Stages a rank under this schedule; `asked` is what the user says, None nothing. Raises
-    ScheduleError where it cannot have so many."""
+    """Return the stages per rank under this schedule.
+
+    Args:
+        name: One of `SCHEDULES`.
+        asked: Stages per rank that the user chose. None means the schedule's own number.
+
+    Raises:
+        ScheduleError: The schedule cannot have so many stages per rank.
+    """
     known = entry(name)
     if asked is None or asked == known.chunks:
         return known.chunks
@@ -58,14 +75,29 @@ def chunks_of(name: str, asked: int | None = None) -> int:
         raise ScheduleError(f"{name}: {asked} chunks; a rank holds at least 1 stage")
     if not known.free:
         raise ScheduleError(
-            f"{name} has {known.chunks} stage{'s' * (known.chunks > 1)} a rank, not {asked}; leave chunks out"
+            f"{name} has {known.chunks} stage{'s' * (known.chunks > 1)} a rank, not {asked}; "
+            "leave chunks out"
         )
     return asked
 
 
 def placement_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
-    """Per stage, the rank that holds it: once through the ranks, round and round (interleaved), or
-    down and up again (V shapes)."""
+    """Return the rank that holds each stage.
+
+    The stages go once through the ranks, round and round (interleaved), or down and up again
+    (V shapes).
+
+    Args:
+        name: One of `SCHEDULES`.
+        ranks: Number of pipeline ranks.
+        chunks: Stages per rank. None means the schedule's own number.
+
+    Returns:
+        One rank per stage.
+
+    Raises:
+        ScheduleError: The schedule cannot have these numbers.
+    """
     count = chunks_of(name, chunks)
     if ranks < 1:
         raise ScheduleError(f"{name}: {ranks} ranks; at least 1 is needed")
@@ -75,21 +107,32 @@ def placement_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int,
 
 
 def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
-    """Raises ScheduleError where the schedule cannot be made for so many; only interleaving is
-    choosy."""
+    """Check that the schedule can have so many microbatches.
+
+    Only interleaving needs a particular number.
+
+    Args:
+        name: One of `SCHEDULES`.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+
+    Raises:
+        ScheduleError: The schedule cannot be made for so many.
+    """
     if microbatches < 1:
         raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
     if name == "interleaved-1f1b" and microbatches % ranks:
         near = [m for m in (microbatches // ranks * ranks, -(-microbatches // ranks) * ranks) if m]
         raise ScheduleError(
-            f"{name}: {microbatches} microbatches are not a multiple of {ranks} ranks; use {' or '.join(map(str, near))}"
+            f"{name}: {microbatches} microbatches are not a multiple of {ranks} ranks; use "
+            f"{' or '.join(map(str, near))}"
         )
 
 
 def make_by_hand(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, first_trainable: int = 0
 ) -> Schedule:
-    """Makes a schedule that does not depend on costs.
+    """Make a schedule that does not depend on costs.
 
     Args:
         name: One of `SCHEDULES` whose `from_costs` is false.

@@ -1,15 +1,15 @@
-"""A lower bound on the time of any schedule with several stages a rank: `bound.lower_bound`'s two
-cuts, with a rank's stages together.
+"""A lower bound on the time of any schedule with several stages per rank.
 
-For rank r with stages S, of which `low` is the first and `high` the last in model order:
+It makes the two cuts of `bounds.lower_bound` with the stages of a rank together. S are the stages
+of rank r. `low` is the first of S and `high` the last in model order:
 
-    | F's of S only            first B, on `high` |  B's, and F's and W's  | last B |  W's only             |
-    | at least F .. B of one microbatch           |                        |        | the way back to q, W_q |
+    | F's of S only, at least    first B,  | B's, and   | last B | W's only,               |
+    | F .. B of one microbatch   on `high` | F's, W's   |        | the way back to q, W_q  |
 
-Before its first B a rank can run only F's, and the first microbatch's way from F(low) out to the
-last stage and back to B(high) must pass. After its last B it can run only W's, and for the makespan
-the gradient must still get from `low` to every stage before it, which then has its W. In between
-lie all its B's, and every F and W that ran in neither part. Memory is not looked at.
+A rank can run only F's before its first B. In that time the first microbatch must pass from F(low)
+out to the last stage and back to B(high). A rank can run only W's after its last B. For the
+makespan the gradient must still get from `low` to every stage before it, which then has its W. All
+its B's lie in between, with every F and W that ran in neither part. Memory is not considered.
 """
 
 from __future__ import annotations
@@ -29,14 +29,26 @@ def lower_bound_on(
     objective: Objective = Objective.SPAN,
     caps: Sequence[float] | None = None,
 ) -> float:
-    """The least time, in the costs' unit, of any schedule with stage s on rank placement[s]; caps
-    per rank."""
+    """Bound the time of any schedule that has stage s on rank placement[s].
+
+    Args:
+        placement: Rank of each stage.
+        costs: Costs of each stage.
+        microbatches: Microbatches of a step.
+        first_trainable: The stages before this one run F only.
+        objective: Whether the span or the makespan counts.
+        caps: Most live memory of each rank, in the costs' unit. They count only if every rank has
+            one stage.
+
+    Returns:
+        The least time, in the costs' unit.
+    """
     ranks, stages, m = max(placement) + 1, costs.stages, microbatches
     if ranks == len(placement):
         of_stages = None if caps is None else [caps[rank] for rank in placement]
         return lower_bound(costs, microbatches, first_trainable, objective, of_stages)
     last = len(stages) - 1
-    # Between two stages of one rank nothing travels.
+    # Nothing travels between two stages of one rank.
     links = [
         0.0 if here == there else link
         for link, (here, there) in zip(costs.links, pairwise(placement), strict=True)
@@ -44,8 +56,8 @@ def lower_bound_on(
     trains = [s >= first_trainable for s in range(last + 1)]
     b = [stage.b if t else 0.0 for stage, t in zip(stages, trains, strict=True)]
     w = [stage.w if t else 0.0 for stage, t in zip(stages, trains, strict=True)]
-    # From the start of the step to the start of F on each stage, and from the end of the last F to
-    # the end of B on each.
+    # lead: from the start of the step to the start of F on each stage. back: from the end of the
+    # last F to the end of B on each stage.
     lead = list(accumulate((stages[s].f + links[s] for s in range(last)), initial=0.0))
     back = list(accumulate((links[s] + b[s] for s in reversed(range(last))), initial=b[last]))[::-1]
     turn = lead[last] + stages[last].f

@@ -1,11 +1,12 @@
-"""The ranks of a schedule in one process: one row that gives every rank's ops in the order of the
-clock.
+"""The ranks of a schedule in one process.
+
+One row gives all ranks' ops in the order of the clock.
 
     0 | F0 F1 BW0 BW1              0 | 0F0 0F1 1F0 1B0 0BW0 1F1 1B1 0BW1 1W0 1W1
     1 | F0 B0 F1 B1 W0 W1
 
-Whoever runs the row hands each op to the ranks' own queues (streams), where it waits for what it
-needs: the ranks' own orders are kept, and no op is handed over after one that waits for it.
+The engine that runs the row hands each op to its rank's own queue (stream). The op waits there for
+its inputs. The ranks' own orders are kept, and no op is handed over after one that waits for it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from dynmo.schedule.simulator import simulate
 
 
 def fold(schedule: Schedule) -> Schedule:
-    """The same ops on one rank that holds all stages. B and W are fused as on several ranks; a
-    frozen prefix is held back as there."""
+    """Put the same ops on one rank that holds all stages.
+
+    B and W are fused as on several ranks. A frozen prefix is held back as on several ranks.
+    """
     fused = fuse(schedule)
-    # F = B = W: the order matters for how early an op is queued, not for what it waits for.
+    # F = B = W: the order decides how early an op is queued, not which ops it waits for.
     timeline = simulate(fused, uniform_costs(fused.stages, 1.0, 1.0, 1.0))
     row = tuple(
         span.op

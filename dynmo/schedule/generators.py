@@ -1,8 +1,8 @@
-"""The schedules made by hand: GPipe, 1F1B, ZB-H1 and ZB-H2 (Zero Bubble, section 2). Pure functions
-of p and m.
+"""The schedules made by hand: GPipe, 1F1B, ZB-H1 and ZB-H2.
 
-Each takes the number of ranks, the number of microbatches and the first trainable stage: below it a
-rank runs forwards only.
+ZB-H1 and ZB-H2 are from Zero Bubble, section 2. They are pure functions of p and m. Each takes the
+number of ranks, the number of microbatches and the first trainable stage. A rank below that stage
+runs forwards only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def _make(
         )
     if not 0 <= first_trainable < ranks:
         raise ScheduleError(
-            f"{name}: first trainable stage {first_trainable} of {ranks} stages; at least the last stage must train"
+            f"{name}: first trainable stage {first_trainable} of {ranks} stages; at least the "
+            "last stage must train"
         )
     forward_only = [(Kind.F, j) for j in range(microbatches)]
     rows = (forward_only if rank < first_trainable else row(rank) for rank in range(ranks))
@@ -37,7 +38,15 @@ def _make(
 
 
 def gpipe(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """All forwards, then all backwards. Every microbatch is in flight at once."""
+    """Make GPipe: all forwards, then all backwards.
+
+    Every microbatch is in flight at once.
+
+    Args:
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+        first_trainable: The stages before this one run F only.
+    """
 
     def row(rank: int) -> list[tuple[Kind, int]]:
         return [(kind, j) for kind in (Kind.F, Kind.BW) for j in range(microbatches)]
@@ -46,8 +55,15 @@ def gpipe(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """p - 1 - rank forwards of warm-up, then one forward and one backward in turn: at most p - rank
-    microbatches in flight."""
+    """Make 1F1B: a warm-up, then one forward and one backward in turn.
+
+    The warm-up has p - 1 - rank forwards. At most p - rank microbatches are in flight.
+
+    Args:
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+        first_trainable: The stages before this one run F only.
+    """
 
     def row(rank: int) -> list[tuple[Kind, int]]:
         warmup = min(ranks - 1 - rank, microbatches)
@@ -64,11 +80,11 @@ def one_f_one_b(ranks: int, microbatches: int, first_trainable: int = 0) -> Sche
 def _zero_bubble(
     name: str, k: int, ranks: int, microbatches: int, first_trainable: int
 ) -> Schedule:
-    """k = 1 is ZB-H1, k = 2 is ZB-H2. W is held back so that in steady state every rank is k (p -
-    1) microbatches past the first F.
+    """Make ZB-H1 (k = 1) or ZB-H2 (k = 2).
 
-    Over a frozen prefix the pipeline that trains starts at `first_trainable`: nobody upstream of it
-    waits for a B, so it holds no W back.
+    W is held back so that in steady state every rank is k (p - 1) microbatches past the first F.
+    Over a frozen prefix the pipeline that trains starts at `first_trainable`. No rank upstream of
+    it waits for a B, so that stage holds no W back.
     """
     held_back = k * (ranks - 1 - first_trainable)
 
@@ -89,12 +105,26 @@ def _zero_bubble(
 
 
 def zb_h1(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """The memory of 1F1B and a third of its bubble: at most p activations on every rank."""
+    """Make ZB-H1: the memory of 1F1B and a third of its bubble.
+
+    Every rank holds at most p activations.
+
+    Args:
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+        first_trainable: The stages before this one run F only.
+    """
     return _zero_bubble("zb-h1", 1, ranks, microbatches, first_trainable)
 
 
 def zb_h2(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """No bubble where F = B = W, for up to 2p - 1 activations."""
+    """Make ZB-H2: no bubble if F = B = W, for up to 2p - 1 activations.
+
+    Args:
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+        first_trainable: The stages before this one run F only.
+    """
     return _zero_bubble("zb-h2", 2, ranks, microbatches, first_trainable)
 
 
@@ -107,8 +137,19 @@ GENERATORS: dict[str, Generator] = {
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """The schedule called `name`, of those in this file (`automatic.make.make` has all). Raises
-    ScheduleError listing the known ones."""
+    """Make the schedule called `name`, one of those in this file.
+
+    `automatic.make.make` makes all schedules.
+
+    Args:
+        name: One of `GENERATORS`.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+        first_trainable: The stages before this one run F only.
+
+    Raises:
+        ScheduleError: The name is unknown. The message lists the known ones.
+    """
     if name not in GENERATORS:
         raise ScheduleError(f"unknown schedule {name!r}; choose one of {', '.join(GENERATORS)}")
     return GENERATORS[name](ranks, microbatches, first_trainable)

@@ -1,4 +1,6 @@
-"""Draws a simulated timeline: one row per rank, time to the right, every op at its place.
+"""Draws a simulated timeline.
+
+Each rank is a row, time runs to the right, and every op is at its place.
 
     0 |F0   F1   F2   ..........B0   W0   F3   B1   W1   B2   W2   B3   W3   |
     1 |.....F0   F1   .....B0   F2   B1   W0   F3   B2   W1   B3   W2   W3   |
@@ -6,15 +8,15 @@
       +---------+---------+---------+---------+---------+---------+----------
       0         2         4         6         8         10        12
 
-A cell starts with the kind and the microbatch (`F3`; `2F3` for stage 2 where a rank has several
-stages) and lasts until the next cell or the first dot; dots are idle time. Where a cell is too
-narrow the stage is left out first, then the microbatch (X for a narrow BW); a small letter then
-stands for the second of a rank's stages (or the fourth, ..), a capital for the first:
+A cell starts with the kind and the microbatch (`F3`, or `2F3` for stage 2 if a rank has several
+stages). It lasts until the next cell or the first dot. Dots are idle time. A cell that is too
+narrow omits the stage first, then the microbatch (X for a narrow BW). A small letter then stands
+for the second of a rank's stages (or the fourth, ..), a capital for the first:
 
     0 |FFFfbwfbwFBWfbwBWfbBWBWw.|
     1 |.FfFfbwFBWfbwFBWfbBbBWwWw|
 
-Where many ops share a column it shows the kind that fills more than half of it, or # for several
+If many ops share a column, it shows the kind that fills more than half of it, or # for several
 together.
 """
 
@@ -48,16 +50,26 @@ _STYLE = {
     Kind.BW: "black on magenta",
 }
 
-# What is drawn alike: a kind, on an even or an odd one of a rank's stages.
+# Ops with the same mark are drawn alike: a kind, on an even or an odd one of a rank's stages.
 _Mark = tuple[Kind, bool]
 
-# One column of a row: its character, and what it belongs to (None: idle or mixed).
+# One column of a row: its character and its mark (None: idle or mixed).
 _Column = tuple[str, _Mark | None]
 
 
 def draw(timeline: Timeline, width: int = 120) -> str:
-    """The picture, with a time axis and a legend, in lines of at most `width` characters. Raises
-    InputError under 32 of them."""
+    """Draw the picture as text, with a time axis and a legend.
+
+    Args:
+        timeline: The simulated timeline.
+        width: Most characters in a line.
+
+    Returns:
+        The lines, each with a newline.
+
+    Raises:
+        InputError: The width is under 32 characters.
+    """
     label, rows, below = _layout(timeline, width)
     lines = [
         f"{rank:>{label}} |{''.join(char for char, _ in row)}|" for rank, row in enumerate(rows)
@@ -66,7 +78,17 @@ def draw(timeline: Timeline, width: int = 120) -> str:
 
 
 def draw_coloured(timeline: Timeline, width: int = 120) -> Text:
-    """The same picture for rich's console, a background colour for each kind."""
+    """Draw the same picture for rich's console, in colour.
+
+    Each kind has a background colour.
+
+    Args:
+        timeline: The simulated timeline.
+        width: Most characters in a line.
+
+    Raises:
+        InputError: The width is under 32 characters.
+    """
     from rich.text import Text
 
     label, rows, below = _layout(timeline, width)
@@ -80,7 +102,10 @@ def draw_coloured(timeline: Timeline, width: int = 120) -> Text:
 
 
 def _layout(timeline: Timeline, width: int) -> tuple[int, list[list[_Column]], list[str]]:
-    """Width of the rank labels, the columns of every row, and the lines below: axis and legend."""
+    """Lay out the rank labels, the columns of every row, and the lines below.
+
+    Returns the width of the labels, the columns, and the lines below: axis and legend.
+    """
     if width < MIN_WIDTH:
         raise InputError(f"a grid of {width} columns; at least {MIN_WIDTH} are needed")
     label = len(str(len(timeline.ranks) - 1))
@@ -101,8 +126,10 @@ def _layout(timeline: Timeline, width: int) -> tuple[int, list[list[_Column]], l
 
 
 def _scale(timeline: Timeline, columns: int) -> float:
-    """Columns per unit of time. Where every op can have a column, the shortest gets a whole number
-    of them: equal ops look equal."""
+    """Choose the columns per unit of time.
+
+    If every op can have a column, the shortest gets a whole number of them: equal ops look equal.
+    """
     if not timeline.makespan:
         return 0.0
     scale = columns / timeline.makespan
@@ -114,8 +141,8 @@ def _scale(timeline: Timeline, columns: int) -> float:
 
 
 def _row(spans: tuple[Span, ...], origin: float, scale: float, columns: int) -> list[_Column]:
-    # First what fills each column, which is all there is to show of ops narrower than one; then the
-    # wider ops over it, with labels.
+    # First fill each column by the shares of its ops, which is all that can be shown of ops
+    # narrower than a column. Then draw the wider ops over it, with labels.
     stages = sorted({span.op.stage for span in spans})
     odd = {stage: bool(chunk % 2) for chunk, stage in enumerate(stages)}
     filled: list[dict[_Mark, float]] = [{} for _ in range(columns)]
@@ -137,8 +164,10 @@ def _row(spans: tuple[Span, ...], origin: float, scale: float, columns: int) -> 
 
 
 def _round(position: float) -> int:
-    """To the nearest column, halves up: an op of at least one column then never vanishes. 1e-6
-    takes up rounding errors of the clock."""
+    """Round to the nearest column, halves up.
+
+    An op of at least one column then never vanishes. 1e-6 absorbs rounding errors of the clock.
+    """
     return math.floor(position + 0.5 + 1e-6)
 
 
@@ -148,7 +177,7 @@ def _column(shares: dict[_Mark, float]) -> _Column:
         return IDLE, None
     if shares[most] > 0.5 + 1e-6:
         return _letter(most), most
-    # No stage's op fills half of it; perhaps those of one kind do together.
+    # No stage's op fills half of it. Those of one kind may do so together.
     kind = most[0]
     if sum(share for mark, share in shares.items() if mark[0] is kind) > 0.5 + 1e-6:
         return _LETTER[kind], (kind, False)
@@ -161,10 +190,12 @@ def _letter(mark: _Mark) -> str:
 
 
 def _cell(op: Op, width: int, several: bool, odd: bool) -> str:
-    """The fullest label that fits. Never the two letters of BW without a number: they would read as
-    a B and a W."""
+    """Return the fullest label that fits.
+
+    The label never has the two letters of BW without a number: they would read as a B and a W.
+    """
     short = f"{op.kind.lower() if odd else op.kind}{op.microbatch}"
-    # Two numbers to an op are only read with a space behind them.
+    # An op with two numbers can only be read with a space behind it.
     labels = (f"{op.stage}{op.kind}{op.microbatch} ", short) if several else (short,)
     return next((label for label in labels if len(label) <= width), _letter((op.kind, odd))).ljust(
         width
@@ -172,15 +203,17 @@ def _cell(op: Op, width: int, several: bool, odd: bool) -> str:
 
 
 def _axis(makespan: float, scale: float, used: int) -> list[str]:
-    """A ruler with a tick at round times at least 10 columns apart, and the times under their
-    ticks."""
+    """Draw a ruler with a tick at round times, and the times below.
+
+    Ticks are at least 10 columns apart.
+    """
     step = 10 / scale
     power = 10.0 ** math.floor(math.log10(step))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
     ruler, times = ["-"] * (used + 1), ""
     for tick in range(math.floor(makespan / step + 1e-9) + 1):
-        # The ruler's first character stands under the rows' bar, so a tick stands on the left edge
-        # of its column.
+        # The ruler's first character stands under the rows' bar. A tick therefore stands on the
+        # left edge of its column.
         column = _round(tick * step * scale)
         text = f"{tick * step:g}"
         if column > used or column + len(text) > used + 1:

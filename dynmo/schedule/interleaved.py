@@ -1,14 +1,15 @@
-"""Interleaved 1F1B (Megatron-LM's): v stages a rank, placed round and round, so that the warm-up's
-wait is v times shorter.
+"""Interleaved 1F1B (Megatron-LM's): v stages per rank, placed round and round.
+
+The wait of the warm-up is v times shorter than in 1F1B.
 
     # interleaved-1f1b  ranks=2 microbatches=4 placement=0,1,0,1
     0 | 0F0 0F1 2F0 2F1 0F2 2BW0 0F3 2BW1 2F2 0BW0 2F3 0BW1 2BW2 2BW3 0BW2 0BW3
     1 | 1F0 1F1 3F0 3BW0 3F1 3BW1 1F2 1BW0 1F3 1BW1 3F2 3BW2 3F3 3BW3 1BW2 1BW3
 
-Microbatches go in groups of p: a group passes all stages of a rank one after the other, forwards
-from the lowest, backwards from the highest. Without links the bubble is that of 1F1B divided by v,
-(p - 1)(F + B + W) / v, and rank 0 holds up to (v + 1) p - 1 activations of one stage, v-th parts of
-a rank's: p + (p - 1) / v whole ones.
+Microbatches go in groups of p. A group passes all stages of a rank one after the other, forwards
+from the lowest, backwards from the highest. Without links the bubble is that of 1F1B divided by v:
+(p - 1)(F + B + W) / v. Rank 0 holds up to (v + 1) p - 1 activations of one stage. Each is a v-th
+part of a rank's activation, so they are p + (p - 1) / v whole ones.
 """
 
 from __future__ import annotations
@@ -20,33 +21,52 @@ NAME = "interleaved-1f1b"
 
 
 def loop_placement(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stage s on rank s % ranks: 0, 1, .., p - 1, 0, 1, .."""
+    """Place stage s on rank s % ranks: 0, 1, .., p - 1, 0, 1, ..
+
+    Args:
+        ranks: Number of pipeline ranks.
+        chunks: Stages per rank.
+
+    Returns:
+        Rank of each stage.
+    """
     return tuple(range(ranks)) * chunks
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int, first_trainable: int = 0) -> Schedule:
-    """`chunks` stages a rank. One chunk is 1F1B in its order of ops, if not in its name.
+    """Make interleaved 1F1B. One chunk gives the op order of 1F1B under another name.
 
-    Raises ScheduleError unless the microbatches are a multiple of the ranks.
+    Args:
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step. A multiple of `ranks`.
+        chunks: Stages per rank.
+        first_trainable: The stages before this one run F only.
+
+    Raises:
+        ScheduleError: The microbatches are no multiple of the ranks, or another number is out of
+            range.
     """
     if ranks < 1 or microbatches < 1 or chunks < 1:
         raise ScheduleError(
-            f"{NAME}: {ranks} ranks, {microbatches} microbatches and {chunks} chunks; at least 1 of each is needed"
+            f"{NAME}: {ranks} ranks, {microbatches} microbatches and {chunks} chunks; at least 1 "
+            "of each is needed"
         )
     if microbatches % ranks:
         below = microbatches // ranks * ranks
         near = f"{below} or {below + ranks}" if below else f"{ranks}"
         raise ScheduleError(
-            f"{NAME}: {microbatches} microbatches are not a multiple of {ranks} ranks; the nearest that fit are {near}"
+            f"{NAME}: {microbatches} microbatches are not a multiple of {ranks} ranks; the "
+            f"nearest that fit are {near}"
         )
     stages = ranks * chunks
     if not 0 <= first_trainable < stages:
         raise ScheduleError(
-            f"{NAME}: first trainable stage {first_trainable} of {stages} stages; at least the last stage must train"
+            f"{NAME}: first trainable stage {first_trainable} of {stages} stages; at least the "
+            "last stage must train"
         )
 
     def op(kind: Kind, rank: int, turn: int) -> Op:
-        """What a rank runs as its `turn`-th F or BW."""
+        """Return the op that a rank runs as its `turn`-th F or BW."""
         group, step_in_group = divmod(turn, stages)
         chunk, place = divmod(step_in_group, ranks)
         chunk = chunk if kind is Kind.F else chunks - 1 - chunk
@@ -55,8 +75,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int, first_trainable: int
     turns = microbatches * chunks
     rows: list[tuple[Op, ...]] = []
     for rank in range(ranks):
-        # One chunk needs no more than 1F1B's warm-up; several need the way to the last rank and
-        # back, and all chunks but the last filled.
+        # One chunk needs no more than 1F1B's warm-up. Several chunks need the way to the last rank
+        # and back, and all chunks but the last filled.
         ahead = ranks - 1 - rank if chunks == 1 else 2 * (ranks - 1 - rank) + (chunks - 1) * ranks
         warmup = min(ahead, turns)
         row = [op(Kind.F, rank, turn) for turn in range(warmup)]

@@ -1,19 +1,24 @@
-"""Schedule -> one program per rank: the ops with the messages between them, deadlock-free by
-construction.
+"""Lowers a schedule to one program per rank: ops with their messages.
 
-    rank 0 | F0 F0>1 F1 F1>1 <B0 BW0 <B1 BW1          `F0>1` sends the activation of microbatch 0 to stage 1,
-    rank 1 | <F0 F0 B0 B0>0 <F1 F1 B1 B1>0 W0 W1      `<B0` takes the gradient of microbatch 0
+The programs are free of deadlocks by construction. `F0>1` sends the activation of microbatch 0 to
+stage 1, and `<B0` takes the gradient of microbatch 0:
 
-One channel is one boundary and one direction; its messages are in microbatch order on both sides,
+    rank 0 | F0 F0>1 F1 F1>1 <B0 BW0 <B1 BW1
+    rank 1 | <F0 F0 B0 B0>0 <F1 F1 B1 B1>0 W0 W1
+
+A channel is one boundary and one direction. Its messages are in microbatch order on both sides,
 because every stage runs F and B in microbatch order. Neighbouring stages on one rank hand over in
 memory and have no channel.
 
 With post-validation (Zero Bubble, section 4) the step before is not yet final while a program
-begins, and a `Verdict` says from where on it must be. It stands as late as it can, on all ranks
-together: what comes before it, anywhere, needs no B and no W of any rank.
+begins. A `Verdict` says from where on it must be final. All ranks' verdicts together stand as late
+as they can: no op before one, on any rank, needs a B or a W of any rank.
 
-    rank 0 | F0 F0>1 F1 F1>1 ? <B0 BW0 <B1 BW1        `?` takes the verdict. If the step before was rolled back, rank 1 throws F1
-    rank 1 | <F0 F0 ? B0 B0>0 <F1 F1 B1 B1>0 W0 W1    away, which rank 0 has sent already, and both start again
+    rank 0 | F0 F0>1 F1 F1>1 ? <B0 BW0 <B1 BW1
+    rank 1 | <F0 F0 ? B0 B0>0 <F1 F1 B1 B1>0 W0 W1
+
+`?` takes the verdict. If the step before was rolled back, rank 1 discards F1, which rank 0 has sent
+already, and both start again.
 """
 
 from __future__ import annotations
@@ -31,14 +36,20 @@ from dynmo.schedule.op import Kind, Op, Schedule, validate
 class Direction(StrEnum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
-    # Of no boundary: what the ranks tell each other of a step's end (`routes`).
+    # These two have no boundary: the ranks send them about the end of a step (`routes`).
     PREFIX = "prefix table"
     VERDICT = "verdict"
 
 
 class Channel(NamedTuple):
-    """Messages across `boundary` (between stages `boundary` and `boundary + 1`) in one direction,
-    from rank `source` to `target`."""
+    """Messages across one boundary in one direction.
+
+    Attributes:
+        boundary: The boundary between stages `boundary` and `boundary + 1`.
+        direction: The content of the messages.
+        source: Rank that sends.
+        target: Rank that receives.
+    """
 
     boundary: int
     direction: Direction
@@ -47,10 +58,10 @@ class Channel(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run one op. What it needs is at hand.
+    """Run one op. Its inputs are at hand.
 
     Attributes:
-        op: What to run.
+        op: The op to run.
         takes: Whether it takes the result of another stage. If not, F takes the batch and B starts
             from the loss.
         to: The stage that takes its result. None if no stage does.
@@ -65,8 +76,10 @@ class Compute(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Hand the result of `stage` for `microbatch` to the channel; never waits longer than for a
-    place in its depth."""
+    """Hand the result of `stage` for `microbatch` to the channel.
+
+    It waits only while the channel already holds as many messages as its depth.
+    """
 
     channel: Channel
     stage: int
@@ -82,8 +95,13 @@ class Receive(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """Of an incoming channel: how many messages are sent before the sender's own verdict, and how
-    many of them taken before this one."""
+    """Messages of an incoming channel around the verdicts.
+
+    Attributes:
+        channel: The incoming channel.
+        sent: How many messages are sent before the sender's own verdict.
+        taken: How many of them are taken before this rank's verdict.
+    """
 
     channel: Channel
     sent: int
@@ -91,8 +109,11 @@ class Begun(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """From here on the step before is final. If it was rolled back, what this program has done so
-    far is thrown away, with the messages that are on their way, and the program starts again."""
+    """From here on the step before is final.
+
+    If it was rolled back, the work of this program so far is discarded, with the messages that are
+    on their way. The program then starts again.
+    """
 
     begun: tuple[Begun, ...]
 
@@ -102,7 +123,7 @@ Instruction = Compute | Send | Receive | Verdict
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does in one step.
+    """The work of one rank in one step.
 
     Attributes:
         rank: The rank.
@@ -132,9 +153,11 @@ class Program:
 
 
 def fuse(schedule: Schedule) -> Schedule:
-    """Turns B directly followed by W of the same microbatch into BW where no upstream rank waits
-    for that B: on the first trainable stage. There is nothing to gain by deferring that W, and its
-    inputs are still in the cache."""
+    """Turn B directly followed by W of the same microbatch into BW.
+
+    Only a B for which no upstream rank waits is fused. This is so on the first trainable stage.
+    Deferring that W gains nothing there, and its inputs are still in the cache.
+    """
     rows: list[tuple[Op, ...]] = []
     for row in schedule.ops:
         out: list[Op] = []
@@ -162,7 +185,7 @@ def fuse(schedule: Schedule) -> Schedule:
 def lower(
     schedule: Schedule, post_validation: bool = False, varying: Collection[int] = ()
 ) -> tuple[Program, ...]:
-    """Makes the programs of a training step.
+    """Make the programs of a training step.
 
     Args:
         schedule: The order of the ops on each rank.
@@ -174,8 +197,8 @@ def lower(
         One program per rank.
 
     Raises:
-        ScheduleError: The schedule does not hold together. Or its messages could wait in a circle:
-            in a step, from one step to the next, or when a step is begun again.
+        ScheduleError: The schedule is inconsistent, or its messages could wait in a circle. Such a
+            circle may lie in a step, between two steps, or in a step that is begun again.
     """
     validate(schedule)
     programs = _programs(fuse(schedule), varying)
@@ -189,9 +212,9 @@ def lower(
 def lower_forward(
     placement: tuple[int, ...], ranks: int, microbatches: int, varying: Collection[int] = ()
 ) -> tuple[Program, ...]:
-    """Makes the programs of an evaluation, which runs forwards only.
+    """Make the programs of an evaluation, which runs forwards only.
 
-    Every stage is a frozen prefix. A rank with several stages takes what can be there first.
+    Every stage is a frozen prefix. A rank with several stages runs first what can be there first.
 
     Args:
         placement: Rank of each stage.
@@ -246,7 +269,7 @@ def _channel(schedule: Schedule, boundary: int, direction: Direction) -> Channel
 
 
 def _around(schedule: Schedule, op: Op) -> Iterator[Instruction]:
-    """What must be taken before an op, the op, and what it hands on."""
+    """List the receive before an op, the op, and the send after it."""
     kind, stage, microbatch = op
     if kind is Kind.W:
         yield Compute(op)
@@ -271,8 +294,10 @@ def _around(schedule: Schedule, op: Op) -> Iterator[Instruction]:
 
 
 def _depths(schedule: Schedule) -> dict[Channel, int]:
-    """How far each channel's sender may be ahead: as far as the schedule lets it, but `credits`
-    behind a forward-only stage."""
+    """Compute how far each channel's sender may be ahead.
+
+    It may be as far ahead as the schedule lets it, but only `credits` behind a forward-only stage.
+    """
     depths: dict[Channel, int] = {}
     credits = schedule.ranks if schedule.credits is None else schedule.credits
     for boundary in range(schedule.stages - 1):
@@ -288,8 +313,12 @@ def _depths(schedule: Schedule) -> dict[Channel, int]:
 
 
 def check(programs: tuple[Program, ...]) -> None:
-    """Runs the programs on paper with channels of their depths. Raises ScheduleError where ranks
-    would wait for each other for ever."""
+    """Check the programs by a dry run with channels of their depths.
+
+    Raises:
+        ScheduleError: A channel's messages are out of order, or ranks would wait for each other
+            for ever.
+    """
     for program in programs:
         following: dict[tuple[type[Instruction], Channel], int] = {}
         for instruction in program.instructions:
@@ -299,15 +328,22 @@ def check(programs: tuple[Program, ...]) -> None:
                 if expected != instruction.microbatch:
                     done = "sent" if kind is Send else "taken"
                     raise ScheduleError(
-                        f"message {instruction.microbatch} on {describe(instruction.channel)} is {done} out of order"
+                        f"message {instruction.microbatch} on {describe(instruction.channel)} is "
+                        f"{done} out of order"
                     )
                 following[kind, instruction.channel] = expected + 1
     _play_to_the_end([program.instructions for program in programs], _all_depths(programs))
 
 
 def check_again(programs: tuple[Program, ...]) -> None:
-    """As `check`, over two steps with what the ranks tell each other between them: once the first
-    step stands, once it is rolled back."""
+    """Check two steps, with the messages that ranks exchange between them.
+
+    The checks are those of `check`. One run assumes that the first step stands, the other that it
+    is rolled back.
+
+    Raises:
+        ScheduleError: As for `check`.
+    """
     depth = _all_depths(programs)
     down, up = routes(_placement(programs))
     for rolled_back in (False, True):
@@ -340,15 +376,19 @@ def check_again(programs: tuple[Program, ...]) -> None:
 
 
 def routes(placement: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """With post-validation, the ranks in the order in which the prefix passes them at a step's end,
-    and in which the verdict does.
+    """Return the orders in which the prefix and the verdict pass the ranks.
+
+    They pass the ranks at a step's end.
 
         placement 0 1 2        prefix 0 > 1 > 2    verdict 2 > 1 > 0
         placement 0 1 2 2 1 0  prefix 0 > 1 > 2    verdict 2 > 0 > 1 > 2
 
-    The prefix goes with the first microbatch's F's and the verdict with its B's. So neither holds
-    anyone up: a rank whose next F waits for the prefix would have to wait for the F of the rank
-    that it comes from, and likewise for the verdict and B.
+    Both are used with post-validation. The prefix goes with the first microbatch's F's and the
+    verdict with its B's, so neither delays a rank. A rank whose next F waits for the prefix would
+    have to wait for the F of the rank that sends it anyway. The same holds for the verdict and B.
+
+    Returns:
+        The ranks in the order of the prefix, and in the order of the verdict.
     """
     return tuple(dict.fromkeys(placement)), tuple(dict.fromkeys(reversed(placement)))
 
@@ -363,7 +403,10 @@ def _placement(programs: tuple[Program, ...]) -> tuple[int, ...]:
 
 
 def _between(route: tuple[int, ...], rank: int, direction: Direction) -> Iterator[Instruction]:
-    """What a rank takes from the one before it on the route, and hands to the one behind."""
+    """List the receive from the rank before, and the send to the rank behind.
+
+    Both ranks are neighbours on the route.
+    """
     place = route.index(rank)
     if place > 0:
         yield Receive(Channel(-1, direction, route[place - 1], rank), 0, 0)
@@ -372,8 +415,10 @@ def _between(route: tuple[int, ...], rank: int, direction: Direction) -> Iterato
 
 
 def _with_verdicts(programs: tuple[Program, ...]) -> tuple[Program, ...]:
-    """Lets every rank run as far as it gets while none runs a B or a W: there its verdict
-    stands."""
+    """Put each rank's verdict before the first op that needs a B or a W of any rank.
+
+    Every rank runs as far as it gets while no rank runs a B or a W. Its verdict stands there.
+    """
     rows = [program.instructions for program in programs]
     position = _play(
         rows, _all_depths(programs), lambda i: isinstance(i, Compute) and i.op.kind is not Kind.F
@@ -404,8 +449,10 @@ Rows = Sequence[Sequence[Instruction]]
 def _play(
     rows: Rows, depth: dict[Channel, int], stops: Callable[[Instruction], bool] = lambda _: False
 ) -> list[int]:
-    """Runs every rank as far as it gets, and returns how far. Of a channel without a depth nothing
-    is ever too much."""
+    """Run every rank as far as it gets, and return how far.
+
+    A channel without a depth has no limit.
+    """
     position = [0] * len(rows)
     flight: defaultdict[Channel, deque[int]] = defaultdict(deque)
     moved = True
@@ -425,7 +472,8 @@ def _play(
                     if microbatch != instruction.microbatch:
                         where = describe(instruction.channel)
                         raise ScheduleError(
-                            f"message {microbatch} on {where} comes where microbatch {instruction.microbatch} is waited for"
+                            f"message {microbatch} on {where} comes where microbatch "
+                            f"{instruction.microbatch} is waited for"
                         )
                 position[rank] += 1
                 moved = True
@@ -442,10 +490,11 @@ def _play_to_the_end(rows: Rows, depth: dict[Channel, int]) -> None:
             waiting = row[end]
             assert isinstance(waiting, Send | Receive)
             raise ScheduleError(
-                f"rank {rank} would wait for ever for microbatch {waiting.microbatch} on {describe(waiting.channel)}"
+                f"rank {rank} would wait for ever for microbatch {waiting.microbatch} on "
+                f"{describe(waiting.channel)}"
             )
 
 
 def describe(channel: Channel) -> str:
-    """For messages: `the activations from rank 0 to rank 1`."""
+    """Describe a channel for messages: `the activations from rank 0 to rank 1`."""
     return f"the {channel.direction}s from rank {channel.source} to rank {channel.target}"

@@ -1,17 +1,24 @@
-"""What a stage holds: weights, gradients and optimizer state of its layers, and what the schedule
-keeps alive between F, B and W.
+"""Memory of stages and ranks.
 
-    bytes(stage) = sum(static_bytes) + max over (n_f, n_s) of  n_f * sum(activation_bytes) + n_s * sum(stash_bytes)
+It is the state of their layers, and what is live between F, B and W.
+
+    bytes(stage) = sum(static_bytes)
+                 + max over (n_f, n_s) of  n_f * sum(activation_bytes) + n_s * sum(stash_bytes)
     bytes(rank)  = sum over its layers of weights and optimizer state
                  + max over its ops of  live + gradients + receives + workspace + reduction
 
-where gradients begin with a stage's first W of the step, receives are those posted for messages to
-come, the workspace is the op's, and the reduction over replicas of a stage's gradients begins with
-its last W. With post-validation the gradients of the step before are there, too, and copies to take
-it back from, until the verdict on it: under the first forwards.
+The static bytes are weights, gradients and optimizer state. In the second formula:
 
-The pairs come from `simulator.resident`: n_f microbatches of the stage are between F and B, and n_s
-between B and W, at one time. A frozen prefix keeps nothing: the caller gives its layers with
+- gradients begin with a stage's first W of the step
+- receives are those posted for messages to come
+- workspace is that of the op
+- reduction is the sum over replicas of a stage's gradients, and begins with the stage's last W
+
+With post-validation the gradients of the step before are also live until the verdict on that step,
+under the first forwards. The copies that a rollback of that step restores are live as long.
+
+The pairs come from `simulator.resident`. At one time, n_f microbatches of the stage are between F
+and B, and n_s between B and W. A frozen prefix keeps nothing: the caller gives its layers with
 activation_bytes = stash_bytes = 0.
 """
 
@@ -34,18 +41,28 @@ Pairs = Sequence[tuple[int, int]]
 def stage_memory(
     layers: Sequence[LayerCost], counts: Sequence[int], resident: Sequence[Pairs]
 ) -> tuple[int, ...]:
-    """Bytes of each stage at its peak, for contiguous stages of `counts` layers; `resident` is
-    `simulator.resident` of the schedule.
+    """Compute the peak memory of each stage.
 
-    Raises PartitionError when the counts are for another number of layers or of stages.
+    Args:
+        layers: Cost of each layer in model order.
+        counts: Number of layers of each stage. Stages are contiguous.
+        resident: `simulator.resident` of the schedule.
+
+    Returns:
+        Bytes of each stage at its peak.
+
+    Raises:
+        PartitionError: The counts are for another number of layers or of stages.
     """
     if sum(counts) != len(layers):
         raise PartitionError(
-            f"a placement of {sum(counts)} layers for {len(layers)} layer costs; its counts must sum to the layers"
+            f"a placement of {sum(counts)} layers for {len(layers)} layer costs; its counts must "
+            "sum to the layers"
         )
     if len(counts) != len(resident):
         raise PartitionError(
-            f"a placement on {len(counts)} stages under a schedule of {len(resident)} stages; make both for the same ranks"
+            f"a placement on {len(counts)} stages under a schedule of {len(resident)} stages; "
+            "make both for the same ranks"
         )
     out: list[int] = []
     start = 0
@@ -69,19 +86,30 @@ def rank_memory(
     replicas: int = 1,
     accumulation_groups: int = 1,
 ) -> tuple[int, ...]:
-    """Bytes of each rank at its peak under `schedule`: what its stages hold anyway, and the most
-    they keep alive together.
+    """Compute the peak memory of each rank under `schedule`.
 
-    post_validation: the step before is not final as a step begins. replicas: that sum their
-    gradients, each in so many accumulation groups.
+    It is the sum of the static memory of the rank's stages and the most they keep alive together.
 
-    Raises PartitionError when the counts are for another number of layers or of stages.
+    Args:
+        layers: Cost of each layer in model order.
+        counts: Number of layers of each stage. Stages are contiguous.
+        schedule: The order of the ops on each rank.
+        post_validation: Whether the step before is not final as a step begins.
+        replicas: Number of replicas that sum their gradients.
+        accumulation_groups: Number of groups in which each replica accumulates its gradients.
+
+    Returns:
+        Bytes of each rank at its peak.
+
+    Raises:
+        PartitionError: The counts are for another number of layers or of stages.
     """
     if (sum(counts), len(counts)) != (len(layers), schedule.stages):
         raise PartitionError(
-            f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} layers under a schedule of {schedule.stages}"
+            f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} "
+            f"layers under a schedule of {schedule.stages}"
         )
-    fused = fuse(schedule)  # as it runs
+    fused = fuse(schedule)  # the form that runs
     pending = _ops_before_verdict(schedule) if post_validation else (None,) * schedule.ranks
     peaks = (
         _peak(layers, counts, fused, rank, pending[rank], replicas, accumulation_groups)
@@ -96,32 +124,43 @@ def rank_memory(
 
 
 def bare(layers: Sequence[LayerCost]) -> list[LayerCost]:
-    """The layers as they are between steps: weights and optimizer state."""
+    """Return the layers as they are between steps: weights and optimizer state only."""
     return [
         replace(layer, gradient_bytes=0, rollback_bytes=0, pending_gradient_bytes=0)
         for layer in layers
     ]
 
 
-# Receives are posted ahead of what is asked for: so many of a channel, or all of a step's where
-# together they are small.
+# Number of a channel's receives that are posted ahead of need. All receives of a step are posted if
+# they are small together.
 POSTED_AHEAD = 8
 POSTED_SMALL = 16 << 20  # bytes
 
 
 REDUCED_AT_ONCE = 32 << 20
-"""Bytes of a layer's gradients whose sum over the replicas is on its way at one time."""
+"""Bytes of a layer's gradients that are reduced over the replicas at one time."""
 
 
 def reduction_bytes(layers: Sequence[LayerCost]) -> int:
-    """What summing these layers' gradients over replicas takes at most, one layer after another:
-    cut into shares, joined, received."""
+    """Bound the bytes that the reduction of these layers' gradients takes.
+
+    The reduction sums the gradients over replicas. The layers are reduced one after another. Their
+    gradients are cut into shares, joined and received.
+    """
     return 3 * min(REDUCED_AT_ONCE, max((layer.gradient_bytes for layer in layers), default=0))
 
 
 def posted(messages: int, size: int, depth: int) -> int:
-    """How many receives of a step's `messages` of `size` bytes a channel of this depth keeps
-    posted."""
+    """Compute how many receives a channel keeps posted.
+
+    Args:
+        messages: Messages of a step.
+        size: Bytes of a message.
+        depth: Depth of the channel, in messages.
+
+    Returns:
+        Number of posted receives.
+    """
     return (
         messages
         if messages <= depth and messages * size <= POSTED_SMALL
@@ -130,7 +169,10 @@ def posted(messages: int, size: int, depth: int) -> int:
 
 
 def _ops_before_verdict(schedule: Schedule) -> tuple[int, ...]:
-    """Of each rank, how many ops it runs before it knows whether the step before stands."""
+    """Count the ops of each rank before its verdict.
+
+    The verdict says whether the step before is final.
+    """
     out: list[int] = []
     for program in lower(schedule, post_validation=True):
         verdict = next(at for at, x in enumerate(program.instructions) if isinstance(x, Verdict))
@@ -157,8 +199,8 @@ def _peak(
     stages = {s: layers[bounds[s] : bounds[s + 1]] for s in schedule.stages_of(rank)}
     kept = {s: sum(x.activation_bytes for x in own) for s, own in stages.items()}
     stash = {s: sum(x.stash_bytes for x in own) for s, own in stages.items()}
-    # By (stage, whether it is the gradient): bytes of a message from elsewhere, how many receives
-    # are kept posted, messages taken.
+    # Key: (stage, whether the message is a gradient). Value: bytes of a message from another rank,
+    # and how many receives are kept posted.
     inboxes: dict[tuple[int, bool], tuple[int, int]] = {}
     for s in stages:
         below, above = (
@@ -178,7 +220,7 @@ def _peak(
     left_of = dict.fromkeys(inboxes, m)  # messages still to be taken
     waiting = sum(size * min(count, m) for size, count in inboxes.values())
     workspaces = {(s, kind): _workspace(own, kind) for s, own in stages.items() for kind in Kind}
-    # What an op's end changes; what F keeps is there from its start.
+    # Change of the live bytes at an op's end. The activations that F keeps count from its start.
     ends = {
         s: {Kind.F: 0, Kind.B: stash[s] - kept[s], Kind.W: -stash[s], Kind.BW: -kept[s]}
         for s in stages
@@ -191,8 +233,8 @@ def _peak(
             for s, own in stages.items()
             if s >= schedule.first_trainable
         )
-    # Of each stage, the W's still to come; and what the reduction takes of those that have had
-    # theirs.
+    # left: W's still to come of each stage. reduction: bytes of the reduction of the stages that
+    # have had all their W's.
     left = dict.fromkeys(stages, m)
     reduction = 0
     live = most = undecided
@@ -206,10 +248,10 @@ def _peak(
         weighs = op.kind is Kind.W or op.kind is Kind.BW
         fresh = (
             trains and weighs and (m - left[s]) % each == 0
-        )  # a slot's first: its gradients are made
+        )  # the first W of an accumulation group makes its gradients
         folded = _folded((m - left[s]) // each + 1, accumulation_groups) if weighs else 0
-        # A slot of one microbatch is made and folded layer by layer: not all of its gradients are
-        # there at one time.
+        # A group of one microbatch is made and folded layer by layer: not all of its gradients are
+        # live at one time.
         spared = (
             gradients[s] - max(x.gradient_bytes for x in stages[s])
             if fresh and folded and each == 1
@@ -239,23 +281,31 @@ def _peak(
 
 
 def _folded(group: int, accumulation_groups: int) -> int:
-    """How many gradients fewer there are once the step's `group`-th accumulation group is in the
-    tree."""
+    """Count the gradients that are freed once an accumulation group is summed.
+
+    The group is the `group`-th of the step. The groups are summed in a tree.
+    """
     merged = (group & -group).bit_length() - 1
     return merged + (group.bit_count() - 1 if group == accumulation_groups else 0)
 
 
 def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> int:
-    """Bytes that an op of a stage needs at most, beside what is alive: in F those above hold
-    nothing yet, in B no more than W needs, in W nothing more. fresh: gradients are made as it
-    goes."""
+    """Bound the bytes that an op of a stage needs beside its live memory.
+
+    In F the layers above hold nothing yet. In B they hold no more than W needs, in W nothing more.
+
+    Args:
+        layers: Layers of the stage.
+        kind: Kind of the op.
+        fresh: Whether the op makes gradients as it goes.
+    """
     most = above = 0
     for layer in reversed(layers):
         above -= layer.gradient_bytes * fresh
         needed = layer.workspace_bytes
         if (
             kind is Kind.F and layer.activation_bytes
-        ):  # with nothing to keep it makes no graph: shapes do not tell what that needs
+        ):  # a layer that keeps nothing makes no graph: shapes do not tell the bytes of that case
             needed = layer.forward_workspace_bytes
         elif kind is Kind.W:
             needed = layer.weight_workspace_bytes
@@ -270,7 +320,16 @@ def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> 
 def static_bytes(
     layers: Sequence[LayerCost], counts: Sequence[int], placement: Sequence[int]
 ) -> tuple[int, ...]:
-    """Per rank, the weights, gradients and optimizer state of its stages' layers."""
+    """Sum the weights, gradients and optimizer state of the layers on each rank.
+
+    Args:
+        layers: Cost of each layer in model order.
+        counts: Number of layers of each stage.
+        placement: Rank of each stage.
+
+    Returns:
+        Bytes of each rank.
+    """
     held = [0] * (max(placement) + 1)
     start = 0
     for count, rank in zip(counts, placement, strict=True):
@@ -281,11 +340,15 @@ def static_bytes(
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Which contiguous ranges of layers fit which stage: `limits` is in bytes, one per stage,
-    `resident` as for `stage_memory`.
+    """Memory limits of stages: the contiguous ranges of layers that fit each stage.
 
-    Bytes are never negative, so a range that does not fit still does not fit with more layers: that
-    is what makes exact search quick.
+    Bytes are never negative, so a range that does not fit still does not fit with more layers. That
+    makes exact search fast.
+
+    Attributes:
+        layers: Cost of each layer in model order.
+        resident: As for `stage_memory`.
+        limits: Bytes available to each stage.
     """
 
     layers: tuple[LayerCost, ...]
@@ -295,7 +358,8 @@ class MemoryLimits:
     def __post_init__(self) -> None:
         if len(self.limits) != len(self.resident):
             raise PartitionError(
-                f"{len(self.limits)} memory limits for {len(self.resident)} stages; give one limit per stage, in bytes"
+                f"{len(self.limits)} memory limits for {len(self.resident)} stages; give one "
+                "limit per stage, in bytes"
             )
         for index, layer in enumerate(self.layers):
             if min(layer.static_bytes, layer.activation_bytes, layer.stash_bytes) < 0:
@@ -308,15 +372,35 @@ class MemoryLimits:
         return len(self.limits)
 
     def need(self, stage: int, start: int, stop: int) -> int:
-        """Bytes of `stage` if it held the layers start..stop-1."""
+        """Compute the bytes of `stage` if it held the layers start..stop-1.
+
+        Args:
+            stage: Number of the stage.
+            start: First layer.
+            stop: The layer behind the last one.
+        """
         return max(sums[stop] - sums[start] for sums in self._sums[stage])
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
+        """Return whether the layers start..stop-1 fit `stage`.
+
+        Args:
+            stage: Number of the stage.
+            start: First layer.
+            stop: The layer behind the last one.
+        """
         return self.need(stage, start, stop) <= self.limits[stage]
 
     def reach(self, stage: int, start: int) -> int:
-        """The largest stop for which the layers start..stop-1 fit `stage`; `start` itself when not
-        even one layer does."""
+        """Find the largest stop for which the layers start..stop-1 fit `stage`.
+
+        Args:
+            stage: Number of the stage.
+            start: First layer.
+
+        Returns:
+            The largest stop. `start` itself if not even one layer fits.
+        """
         limit = self.limits[stage]
         return max(
             start,
@@ -325,8 +409,10 @@ class MemoryLimits:
 
     @cached_property
     def _sums(self) -> tuple[tuple[list[int], ...], ...]:
-        """Per stage and per pair, prefix sums over the layers of the bytes that the pair makes a
-        layer hold."""
+        """Return prefix sums over the layers, per stage and per pair.
+
+        Each sum counts the bytes that the pair makes a layer hold.
+        """
         known: dict[tuple[int, int], list[int]] = {}
         for pair in {pair for pairs in self.resident for pair in pairs} | {(0, 0)}:
             forward, stashed = pair

@@ -1,16 +1,16 @@
-"""What a pipeline schedule is: per rank, a tuple of ops in the order in which the rank runs them.
+"""A pipeline schedule: the ops of each rank in the order in which they run.
 
     # zb-h1  ranks=3 microbatches=4 placement=0,1,2
     0 | F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
     1 | F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
     2 | F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-F is the forward of one microbatch through one stage, B the gradient of its input, W the gradient of
-its weights, and BW both at once (an ordinary backward). Where a rank holds several stages (chunks),
+F is the forward of one microbatch through one stage. B is the gradient of its input, W the gradient
+of its weights, and BW both at once (an ordinary backward). If a rank holds several stages (chunks),
 the stage stands before the kind: `3B7`.
 
-Stages below `first_trainable` are a frozen prefix: they have F only, and stage `first_trainable`
-sends no gradient upstream.
+Stages below `first_trainable` are a frozen prefix: they have F only. Stage `first_trainable` sends
+no gradient upstream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Kind(StrEnum):
 
 
 class Op(NamedTuple):
-    """One piece of work: `kind` on `stage` for `microbatch`."""
+    """One unit of work: `kind` on `stage` for `microbatch`."""
 
     kind: Kind
     stage: int
@@ -43,8 +43,12 @@ class Op(NamedTuple):
 
 
 class Dependency(NamedTuple):
-    """`op` must have ended; `boundary` is the link its result crosses (between stages `boundary`
-    and `boundary + 1`), or None."""
+    """An op that must have ended, and the link that its result crosses.
+
+    Attributes:
+        op: The op that must have ended.
+        boundary: The link between stages `boundary` and `boundary + 1`, or None.
+    """
 
     op: Op
     boundary: int | None
@@ -52,11 +56,16 @@ class Dependency(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Per rank, the ops in order.
+    """The ops of each rank in order.
 
-    placement[stage] is the rank that holds the stage. `credits` is how many microbatches a
-    forward-only stage may be ahead of the stage that it feeds, so that a frozen prefix does not run
-    away with memory (None: the number of ranks).
+    Attributes:
+        name: Name of the schedule.
+        microbatches: Microbatches of a step.
+        placement: Rank that holds each stage.
+        ops: The ops of each rank, in the order in which the rank runs them.
+        first_trainable: The stages before this one run F only.
+        credits: How many microbatches a forward-only stage may be ahead of the stage that it
+            feeds. It keeps the memory of a frozen prefix bounded. None means the number of ranks.
     """
 
     name: str
@@ -82,7 +91,12 @@ class Schedule:
         )
 
     def backward(self, stage: int, microbatch: int) -> Op:
-        """The op that produces the input gradient of `stage`: its B, or its BW."""
+        """Return the op that produces the input gradient of `stage`: its B, or its BW.
+
+        Args:
+            stage: A stage that trains.
+            microbatch: Number of the microbatch.
+        """
         return Op(Kind.BW if (stage, microbatch) in self.fused else Kind.B, stage, microbatch)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -93,11 +107,19 @@ class Schedule:
 
 
 def dependencies(schedule: Schedule, op: Op) -> Iterator[Dependency]:
-    """What must have ended before `op` may start. The simulator, the lowering and every planner use
-    this and nothing else.
+    """List the ops that must have ended before `op` may start.
 
-    F(s,j) needs F(s-1,j); B(s,j) needs F(s,j) and B(s+1,j); W(s,j) needs B(s,j); and on a frozen
-    prefix F(s,j) needs F(s+1, j-credits), the credit that holds forward-only ranks back.
+    The simulator, the lowering and every planner use this function and nothing else.
+
+    F(s,j) needs F(s-1,j). B(s,j) needs F(s,j) and B(s+1,j). W(s,j) needs B(s,j). On a frozen
+    prefix F(s,j) also needs F(s+1, j-credits): this credit holds forward-only ranks back.
+
+    Args:
+        schedule: The schedule that has the op.
+        op: The op that is to start.
+
+    Returns:
+        Each op that must have ended, with the boundary that its result crosses.
     """
     kind, s, j = op
     if kind is Kind.F:
@@ -116,40 +138,52 @@ def dependencies(schedule: Schedule, op: Op) -> Iterator[Dependency]:
 
 
 def validate(schedule: Schedule) -> None:
-    """Raises ScheduleError unless every stage has each op exactly once, on its rank, in microbatch
-    order, and nothing waits in a circle."""
+    """Check that a schedule is complete and can run.
+
+    Every stage must have each op exactly once, on its rank and in microbatch order.
+
+    Raises:
+        ScheduleError: An op is missing, doubled or out of place, or ranks wait for each other in a
+            circle.
+    """
     if schedule.microbatches < 1:
         raise ScheduleError(
             f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed"
         )
     if any(not 0 <= rank < schedule.ranks for rank in schedule.placement):
         raise ScheduleError(
-            f"{schedule.name}: placement {schedule.placement} names a rank outside 0..{schedule.ranks - 1}"
+            f"{schedule.name}: placement {schedule.placement} names a rank outside "
+            f"0..{schedule.ranks - 1}"
         )
     if len(set(schedule.placement)) < schedule.ranks:
         raise ScheduleError(
-            f"{schedule.name}: placement {schedule.placement} leaves one of {schedule.ranks} ranks without a stage"
+            f"{schedule.name}: placement {schedule.placement} leaves one of {schedule.ranks} "
+            "ranks without a stage"
         )
     if not 0 <= schedule.first_trainable < schedule.stages:
         raise ScheduleError(
-            f"{schedule.name}: first trainable stage {schedule.first_trainable} of {schedule.stages} stages"
+            f"{schedule.name}: first trainable stage {schedule.first_trainable} of "
+            f"{schedule.stages} stages"
         )
-    # What each stage has seen: F, B and W must each come in microbatch order and arrive at m.
+    # Number of F, B and W seen on each stage. Each kind must come in microbatch order and reach m.
     seen = [{Kind.F: 0, Kind.B: 0, Kind.W: 0} for _ in range(schedule.stages)]
     for rank, row in enumerate(schedule.ops):
         for op in row:
             if not 0 <= op.stage < schedule.stages or schedule.placement[op.stage] != rank:
                 raise ScheduleError(
-                    f"{schedule.name}: rank {rank} runs {name(op)}, but the stage is not placed there"
+                    f"{schedule.name}: rank {rank} runs {name(op)}, but the stage is not placed "
+                    "there"
                 )
             if op.kind is not Kind.F and op.stage < schedule.first_trainable:
                 raise ScheduleError(
-                    f"{schedule.name}: {name(op)} on a frozen stage (first trainable is {schedule.first_trainable})"
+                    f"{schedule.name}: {name(op)} on a frozen stage (first trainable is "
+                    f"{schedule.first_trainable})"
                 )
             for part in (Kind.B, Kind.W) if op.kind is Kind.BW else (op.kind,):
                 if op.microbatch != seen[op.stage][part]:
                     raise ScheduleError(
-                        f"{schedule.name}: rank {rank} runs {name(op)} where microbatch {seen[op.stage][part]} of {part} is due"
+                        f"{schedule.name}: rank {rank} runs {name(op)} where microbatch "
+                        f"{seen[op.stage][part]} of {part} is due"
                     )
                 seen[op.stage][part] += 1
     for stage, counts in enumerate(seen):
@@ -168,10 +202,13 @@ def validate(schedule: Schedule) -> None:
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Op]]:
-    """Every (rank, op) in an order that respects both the ranks' own orders and `dependencies`.
+    """List every (rank, op) in an order in which they can run.
 
-    Raises ScheduleError, naming the first op that can never run, when the ranks wait for each other
-    in a circle.
+    The ranks' own orders and `dependencies` are respected.
+
+    Raises:
+        ScheduleError: The ranks wait for each other in a circle. The message names the first op
+            that can never run.
     """
     position = [0] * schedule.ranks
     done: set[Op] = set()
@@ -195,12 +232,13 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Op]]:
         rank, op = stuck[0]
         missing = next(d.op for d in dependencies(schedule, op) if d.op not in done)
         raise ScheduleError(
-            f"{schedule.name}: rank {rank} waits at {name(op)} for {name(missing)}, which never runs: a circle"
+            f"{schedule.name}: rank {rank} waits at {name(op)} for {name(missing)}, which never "
+            "runs: a circle"
         )
 
 
 def name(op: Op) -> str:
-    """For messages: `B of microbatch 3 on stage 1`."""
+    """Describe an op for messages: `B of microbatch 3 on stage 1`."""
     return f"{op.kind} of microbatch {op.microbatch} on stage {op.stage}"
 
 
@@ -209,7 +247,10 @@ _CELL = re.compile(r"(?P<stage>\d+)?(?P<kind>BW|F|B|W)(?P<microbatch>\d+)")
 
 
 def to_text(schedule: Schedule) -> str:
-    """The readable form shown at the top of this file; `from_text` reads it back."""
+    """Write the readable form shown at the top of this file.
+
+    `from_text` reads it back.
+    """
     header = f"# {schedule.name}  ranks={schedule.ranks} microbatches={schedule.microbatches}"
     header += f" placement={','.join(map(str, schedule.placement))}"
     if schedule.first_trainable:
@@ -226,7 +267,11 @@ def to_text(schedule: Schedule) -> str:
 
 
 def from_text(text: str) -> Schedule:
-    """Reads `to_text`'s form. Raises ScheduleError naming the line that does not fit."""
+    """Read the form of `to_text`.
+
+    Raises:
+        ScheduleError: A line does not fit. The message names it.
+    """
     lines = [line for line in text.splitlines() if line.strip()]
     header = _HEADER.fullmatch(lines[0].strip()) if lines else None
     if header is None:
@@ -241,7 +286,8 @@ def from_text(text: str) -> Schedule:
         credits = int(fields["credits"]) if "credits" in fields else None
     except (KeyError, ValueError) as error:
         raise ScheduleError(
-            f"line 1 of a schedule: {error} in {lines[0]!r}; expected ranks=P microbatches=M placement=0,1,..."
+            f"line 1 of a schedule: {error} in {lines[0]!r}; expected ranks=P microbatches=M "
+            "placement=0,1,..."
         ) from None
     if len(lines) != ranks + 1:
         raise ScheduleError(f"a schedule for {ranks} ranks has {ranks} rows, not {len(lines) - 1}")
@@ -258,7 +304,8 @@ def from_text(text: str) -> Schedule:
             match = _CELL.fullmatch(cell)
             if match is None or (match["stage"] is None and len(own) != 1):
                 raise ScheduleError(
-                    f"line {rank + 2} of a schedule: {cell!r} is not an op such as F0, or 2F0 where a rank has several stages"
+                    f"line {rank + 2} of a schedule: {cell!r} is not an op such as F0, or 2F0 "
+                    "where a rank has several stages"
                 )
             stage = own[0] if match["stage"] is None else int(match["stage"])
             row.append(Op(Kind(match["kind"]), stage, int(match["microbatch"])))

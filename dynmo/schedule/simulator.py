@@ -1,6 +1,6 @@
 """Replays a schedule under given costs: (Schedule, Costs) -> Timeline.
 
-Each rank runs its ops in order; an op starts when the rank is free and every dependency has ended
+Each rank runs its ops in order. An op starts when its rank is free and every dependency has ended
 and crossed its link. Links are pure delay: a message never keeps a rank busy.
 """
 
@@ -26,8 +26,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank ran what, in the costs' unit of time; `peak_memory` per rank, in the costs'
-    unit of memory."""
+    """When each rank ran which op.
+
+    Attributes:
+        ranks: The spans of each rank in order, in the costs' unit of time.
+        peak_memory: Most live memory of each rank, in the costs' unit of memory.
+    """
 
     ranks: tuple[tuple[Span, ...], ...]
     peak_memory: tuple[float, ...]
@@ -38,22 +42,27 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From the first op of any rank to the last op of any rank."""
+        """Time from the first op of any rank to the last op of any rank."""
         return max(row[-1].end for row in self.ranks) - min(row[0].start for row in self.ranks)
 
     @cached_property
     def span(self) -> float:
-        """The longest of a rank's own first op to its own last op (what counts without an optimizer
-        barrier)."""
+        """Longest time of a rank from its own first op to its own last op.
+
+        This time counts if no optimizer barrier separates the steps.
+        """
         return max(row[-1].end - row[0].start for row in self.ranks)
 
     def length(self, objective: Objective) -> float:
-        """Of a step in a run: its span, or with an optimizer's barrier its makespan."""
+        """Length of a step in a run.
+
+        It is the makespan with an optimizer barrier, else the span.
+        """
         return self.span if objective is Objective.SPAN else self.makespan
 
     @property
     def bubble_ratio(self) -> float:
-        """Zero Bubble's measure: 1 - busiest rank / span."""
+        """Bubble ratio of Zero Bubble: 1 - busiest rank / span."""
         return 1 - max(self.busy) / self.span if self.span else 0.0
 
     @property
@@ -62,11 +71,20 @@ class Timeline:
 
     @property
     def idle_ratio(self) -> float:
-        """DynMo's measure (figure 1): 1 - mean over ranks of busy time / span."""
+        """Idle ratio of DynMo (figure 1): 1 - mean over ranks of busy time / span."""
         return 1 - sum(self.busy) / len(self.busy) / self.span if self.span else 0.0
 
 
 def duration(costs: Costs, op: Op) -> float:
+    """Compute how long an op takes.
+
+    Args:
+        costs: Costs of each stage.
+        op: The op.
+
+    Returns:
+        Time in the costs' unit. BW takes the sum of B and W.
+    """
     stage = costs.stages[op.stage]
     match op.kind:
         case Kind.F:
@@ -80,8 +98,18 @@ def duration(costs: Costs, op: Op) -> float:
 
 
 def memory_change(costs: Costs, op: Op, first_trainable: int = 0) -> float:
-    """Change of live memory: F's counts from its start, B's and W's from their end. A frozen prefix
-    keeps nothing."""
+    """Compute by how much an op changes the live memory.
+
+    F's change counts from its start, B's and W's from their end.
+
+    Args:
+        costs: Costs of each stage.
+        op: The op.
+        first_trainable: The stages before this one keep nothing.
+
+    Returns:
+        Change in the costs' unit of memory.
+    """
     if op.stage < first_trainable:
         return 0.0
     stage = costs.stages[op.stage]
@@ -97,17 +125,27 @@ def memory_change(costs: Costs, op: Op, first_trainable: int = 0) -> float:
 
 
 def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) -> Timeline:
-    """Raises ScheduleError when the costs are for another number of stages, or the schedule can
-    never finish.
+    """Replay a schedule under the given costs.
 
-    wrap_group: interleaving as Zero Bubble's table 5 counts it. Of what wraps around between the
-    last rank and the first, only the microbatches j with j % wrap_group == 0 are waited for; a few
-    ops then start before what they need is there, by p - 1 link times at most. None, which is what
-    a run does: every message is waited for.
+    Args:
+        schedule: The order of the ops on each rank.
+        costs: Costs of each stage.
+        wrap_group: None waits for every message, as a run does. A number counts interleaving as
+            Zero Bubble's table 5 does. An op then waits for messages between the last rank and
+            the first only for microbatches j with j % wrap_group == 0. A few ops start before
+            their input is there, by at most p - 1 link times.
+
+    Returns:
+        The timeline with the peak memory of each rank.
+
+    Raises:
+        ScheduleError: The costs are for another number of stages, or the schedule can never
+            finish.
     """
     if len(costs.stages) != schedule.stages:
         raise ScheduleError(
-            f"{schedule.name} has {schedule.stages} stages, but costs are given for {len(costs.stages)}"
+            f"{schedule.name} has {schedule.stages} stages, but costs are given for "
+            f"{len(costs.stages)}"
         )
     placement, links, wrap = schedule.placement, costs.links, (schedule.ranks - 1, 0)
     ended: dict[Op, float] = {}
@@ -133,8 +171,17 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Per rank, the most that is live at once. It depends on the order of the ops alone, not on
-    their times."""
+    """Compute the most memory that is live at once on each rank.
+
+    The result depends on the order of the ops alone, not on their times.
+
+    Args:
+        schedule: The order of the ops on each rank.
+        costs: Costs of each stage.
+
+    Returns:
+        One peak per rank, in the costs' unit of memory.
+    """
     peaks: list[float] = []
     for row in schedule.ops:
         live = peak = 0.0
@@ -146,11 +193,15 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 
 def resident(schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Per stage, the pairs (microbatches between F and B, microbatches between B and W) that are
-    live at once and not dominated.
+    """Count the microbatches that each stage keeps alive at once.
 
-    A stage's live bytes are `pair[0] * activation_bytes + pair[1] * stash_bytes`, at most, over its
-    pairs: this is how a memory limit can be checked for any placement without another simulation.
+    The live bytes of a stage are at most
+    `pair[0] * activation_bytes + pair[1] * stash_bytes` over its pairs. A memory limit can
+    therefore be checked for any placement without another simulation.
+
+    Returns:
+        Per stage, the pairs (microbatches between F and B, microbatches between B and W) that are
+        live at once and not dominated.
     """
     out: list[tuple[tuple[int, int], ...]] = []
     for stage in range(schedule.stages):

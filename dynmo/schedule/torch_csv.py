@@ -1,14 +1,14 @@
-"""Schedules in the CSV form of torch.distributed.pipelining (`_load_csv`, `_dump_csv`), the form
-without messages ("compute_only").
+"""Schedules in the CSV form of torch.distributed.pipelining.
 
-One row per rank, one cell per op: stage, kind, microbatch. What dynmo calls B is I there, and an
-ordinary backward is B:
+torch reads and writes the form with `_load_csv` and `_dump_csv`. This is torch's form without
+messages ("compute_only"). Each rank is a row, and each op is a cell: stage, kind, microbatch.
+dynmo's B is called I there, and an ordinary backward is called B:
 
     0F0,0F1,0I0,0W0,0I1,0W1        F forward, I input gradient, W weight gradient
     1F0,1B0,1F1,1B1                B both at once (dynmo's BW)
 
-torch pads its rows with empty cells for steps in which a rank idles; they say nothing about the
-order and are dropped.
+torch pads its rows with empty cells for steps in which a rank idles. They do not affect the order
+and are dropped.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ _TO_TORCH = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _FROM_TORCH = {word: kind for kind, word in _TO_TORCH.items()}
 
 _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
-# Messages and what FSDP does around the ops: each runtime adds its own.
+# Messages and FSDP's actions around the ops: each runtime adds its own.
 _AROUND = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
-# Two ops that torch may run as one; without a function for that it runs them one after the other,
-# as here.
+# Two ops that torch may run as one. Without a function for that it runs them one after the other,
+# as dynmo does.
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """The schedule for `_PipelineScheduleRuntime._load_csv`, one line per rank.
+    """Write the schedule for `_PipelineScheduleRuntime._load_csv`, one line per rank.
 
-    Raises ScheduleError for a schedule with a frozen prefix: torch wants a backward of every
-    microbatch on every stage.
+    Raises:
+        ScheduleError: The schedule has a frozen prefix. torch needs a backward of every microbatch
+            on every stage.
     """
     if schedule.first_trainable:
         raise ScheduleError(
-            f"{schedule.name}: stages below {schedule.first_trainable} are frozen and have no backward, which torch wants of every stage; "
+            f"{schedule.name}: stages below {schedule.first_trainable} are frozen and have no "
+            "backward, which torch wants of every stage; "
             "write a schedule with first trainable stage 0"
         )
     return "".join(
@@ -51,12 +53,16 @@ def to_torch_csv(schedule: Schedule) -> str:
 def from_torch_csv(
     text: str, placement: Sequence[int] | None = None, name: str = "torch"
 ) -> Schedule:
-    """Reads torch's CSV, with or without messages, and checks it as `validate` does; the file does
-    not have the `name`.
+    """Read torch's CSV, with or without messages, and check it as `validate` does.
 
-    placement[stage] is the rank on which the file must have the stage; None takes it from the file.
-    Raises ScheduleError, one line, with row and cell (both from 0, as torch counts ranks and
-    steps), or with the rank and op that do not fit.
+    Args:
+        text: Content of the file.
+        placement: Rank on which the file must have each stage. None takes it from the file.
+        name: Name of the schedule. The file does not have it.
+
+    Raises:
+        ScheduleError: A cell or op does not fit. The one-line message names row and cell (both from
+            0, as torch counts ranks and steps), or the rank and op.
     """
     rows: list[tuple[Op, ...]] = []
     holds: dict[int, int] = {}
@@ -70,12 +76,14 @@ def from_torch_csv(
                 if placement is not None:
                     if op.stage >= len(placement):
                         raise ScheduleError(
-                            f"{where}: {cell.strip()} is on stage {op.stage}, but the placement has {len(placement)} stages"
+                            f"{where}: {cell.strip()} is on stage {op.stage}, but the placement "
+                            f"has {len(placement)} stages"
                         )
                     expected = placement[op.stage]
                 if expected != rank:
                     raise ScheduleError(
-                        f"{where}: {cell.strip()} is on rank {rank}, but stage {op.stage} belongs to rank {expected}"
+                        f"{where}: {cell.strip()} is on rank {rank}, but stage {op.stage} belongs "
+                        f"to rank {expected}"
                     )
                 row.append(op)
         if not row:
@@ -105,5 +113,6 @@ def _ops(cell: str, where: str) -> Iterator[Op]:
             yield Op(_FROM_TORCH[action[2]], int(action[1]), int(action[3]))
         elif overlap or (cell and not _AROUND.fullmatch(cell)):
             raise ScheduleError(
-                f"{where}: {cell!r} is not an action such as 0F0, 0I0, 0W0 or 0B0 (stage, kind, microbatch)"
+                f"{where}: {cell!r} is not an action such as 0F0, 0I0, 0W0 or 0B0 (stage, kind, "
+                "microbatch)"
             )

@@ -1,4 +1,4 @@
-"""The pipeline that a config asks for, made in one place: what is profiled is what is trained."""
+"""Makes the pipeline of a config, so that profiling and training run the same one."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def pipeline_for(
     """Makes the pipeline of a run.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         world: One pipeline of the mesh (`arrange`), which need not be the config's first.
-        model: What to train.
-        partition: Layers on each stage.
-        cache_bytes: For outputs of frozen layers.
-        elsewhere: The mesh of the run, which this process is still outside of.
+        model: The model to train.
+        partition: Number of layers on each stage.
+        cache_bytes: Bytes for outputs of frozen layers.
+        elsewhere: The mesh of the run, if this process is still outside of it.
     """
     replicas = world.replicas if elsewhere is None else elsewhere[1]
     train, pipeline = config.train, config.pipeline
@@ -86,15 +86,17 @@ def join_pipeline(
     summons: Summons,
     cache_bytes: int = 0,
 ) -> Engine:
-    """Makes this process a rank of a running run's pipeline. The run's ranks grow meanwhile.
+    """Makes this process a rank of a running run's pipeline.
+
+    The run's ranks grow meanwhile.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         world: This process alone (`World.outside`).
-        model: What to train.
+        model: The model to train.
         cases: The dynamic cases, which take up the run's state.
-        summons: What rank 0 told this process.
-        cache_bytes: For outputs of frozen layers.
+        summons: Rank 0's message to this process.
+        cache_bytes: Bytes for outputs of frozen layers.
 
     Returns:
         The pipeline, with the layers that belong here.
@@ -104,8 +106,9 @@ def join_pipeline(
     """
     if summons.names != model.names:
         raise RunError(
-            f"the run trains {len(summons.names)} layers, and this process has a model of {model.layers} layers or of other names; "
-            "start it where the run was started, with the same code"
+            f"the run trains {len(summons.names)} layers, and this process has a model of "
+            f"{model.layers} layers or of other names; start it where the run was started, with "
+            "the same code"
         )
     engine = pipeline_for(
         config, world, model, Partition(summons.layers_before), cache_bytes, summons.shape_before

@@ -1,8 +1,8 @@
-"""`python -m dynmo.train.compile_ahead` compiles dynmo's loops, of sparse layers, of experts and of
-planning, and keeps the machine code.
+"""`python -m dynmo.train.compile_ahead` compiles dynmo's loops ahead.
 
-It is a part of the set-up, so that no step and no decision of a first run waits for that, on all
-its ranks at once.
+It keeps the machine code. The loops are those of sparse layers, of experts and of planning.
+Compiling is a part of the set-up.
+Otherwise all ranks of a first run would wait for it at once, in a step or a decision.
 """
 
 from __future__ import annotations

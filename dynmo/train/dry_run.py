@@ -1,5 +1,8 @@
-"""What a config would run, from shapes alone: placement, schedule, and memory of each rank. Nothing
-is computed or allocated."""
+"""Plans the run of a config from shapes alone.
+
+A plan has the placement, the schedule and the memory of each rank. Nothing is computed or
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,20 @@ from dynmo.train.shape_costs import known_costs, meta_layers, recompute_for, sta
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Per stage: layers, the rank that holds it, parameters; per rank: bytes at the schedule's
-    peak.
+    """The plan of a run.
 
-    activations_unknown: Why the layers' activations are unknown. `memory` is then without them.
+    Attributes:
+        names: Name of each layer.
+        partition: Number of layers on each stage.
+        placement: The rank that holds each stage.
+        parameters: Number of parameters of each stage.
+        memory: Bytes of each rank at the schedule's peak.
+        limit: Bytes that a rank may use. None means unlimited.
+        schedule: Name of the schedule.
+        microbatches: Number of microbatches of a step.
+        precision: The precision that the model computes in.
+        recompute: The layers that recompute.
+        activations_unknown: Why the layers' activations are unknown. `memory` is then without them.
     """
 
     names: tuple[str, ...]
@@ -58,7 +71,8 @@ class RunPlan:
         limit = "" if self.limit is None else f", limit {self.limit / 2**20:,.1f} MiB"
         known = "" if self.activations_unknown is None else "; parameters only, activations unknown"
         table = Table(
-            title=f"{self.schedule}, {len(self.memory)} ranks, {self.microbatches} microbatches, {self.precision}{recompute}{limit}{known}",
+            title=f"{self.schedule}, {len(self.memory)} ranks, {self.microbatches} "
+            f"microbatches, {self.precision}{recompute}{limit}{known}",
             title_justify="left",
         )
         for heading in (
@@ -74,7 +88,7 @@ class RunPlan:
         for stage, (count, rank) in enumerate(zip(self.partition, self.placement, strict=True)):
             first, last = self.names[start], self.names[start + count - 1]
             start += count
-            # A rank's memory stands at the first of its stages.
+            # The row of a rank's first stage shows the rank's memory.
             memory = (
                 f"{self.memory[rank] / 2**20:,.1f} MiB"
                 if self.placement.index(rank) == stage
@@ -85,8 +99,12 @@ class RunPlan:
 
 
 def dry_run(config: Config) -> RunPlan:
-    """Raises NoRoomError if a rank's memory at the schedule's peak is over the limit, ConfigError
-    as a run would."""
+    """Plans the run of a config without running it.
+
+    Raises:
+        NoRoomError: A rank's memory at the schedule's peak is over the limit.
+        ConfigError: The config is wrong. A run would raise the same error.
+    """
     model = load_model(config)
     if config.model.kind != "emulated":
         check_vocab(config.model.vocab)
@@ -105,13 +123,13 @@ def dry_run(config: Config) -> RunPlan:
 def check_later_ranks(
     config: Config, model: Model, costs: tuple[LayerCost, ...], device: torch.device
 ) -> None:
-    """Sees whether the model fits the numbers of ranks that the run is told to go to.
+    """Checks that the model fits the later numbers of ranks that the config names.
 
     Args:
-        config: The run.
-        model: Its model.
-        costs: From shapes.
-        device: Of the ranks.
+        config: Config of the run.
+        model: Model of the run.
+        costs: Cost of each layer from shapes.
+        device: Device of the ranks.
 
     Raises:
         NoRoomError: No placement on so many ranks fits the memory limit. Nothing has moved.
@@ -125,7 +143,7 @@ def check_later_ranks(
     }
     if elastic.target_ranks is not None:
         wanted[elastic.target_ranks] = f"elastic.target_ranks = {elastic.target_ranks}"
-    # Any times will do: the question is the memory.
+    # Any times will do, because only the memory counts.
     layers = tuple(replace(cost, f=1.0, b=1.0, w=1.0) for cost in costs)
     for ranks, key in wanted.items():
         request = MeshRequest(
@@ -146,7 +164,8 @@ def check_later_ranks(
             search(request, quick=True)
         except NoMeshFitsError as error:
             raise NoRoomError(
-                f"{key} cannot hold the model: {error.shortage}; use more ranks, or a higher memory limit"
+                f"{key} cannot hold the model: {error.shortage}; use more ranks, or a higher "
+                "memory limit"
             ) from None
 
 
@@ -157,10 +176,17 @@ def first_plan(
     device: torch.device,
     activations_unknown: str | None = None,
 ) -> RunPlan:
-    """What runs from the first step on. costs: from shapes. Raises NoRoomError where a rank's
-    memory is over the limit.
+    """Plans the run from the first step on.
 
-    activations_unknown: Why `costs` are without activations. None: they are not.
+    Args:
+        config: Config of the run.
+        model: Model of the run.
+        costs: Cost of each layer from shapes.
+        device: Device of the ranks.
+        activations_unknown: Why `costs` are without activations. None means that they have them.
+
+    Raises:
+        NoRoomError: A rank's memory is over the limit.
     """
     partition = first_partition(config, model.layers)
     limit = memory_limit(config, device)
@@ -189,12 +215,14 @@ def first_plan(
         if limit is not None and need > limit:
             if activations_unknown is not None:
                 raise NoRoomError(
-                    f"rank {rank} needs {need} bytes for parameters, gradients and optimizer state alone, over "
-                    f"pipeline.memory_limit = {limit}; use more ranks, parallel.zero = 1 with replicas, or a higher limit"
+                    f"rank {rank} needs {need} bytes for parameters, gradients and optimizer "
+                    f"state alone, over pipeline.memory_limit = {limit}; use more ranks, "
+                    "parallel.zero = 1 with replicas, or a higher limit"
                 )
             raise NoRoomError(
-                f"rank {rank} needs {need} bytes at the peak of {schedule.name}, over pipeline.memory_limit = {limit}; "
-                "use more ranks, smaller microbatches, train.recompute = 'auto', or a schedule that keeps fewer in flight"
+                f"rank {rank} needs {need} bytes at the peak of {schedule.name}, over "
+                f"pipeline.memory_limit = {limit}; use more ranks, smaller microbatches, "
+                "train.recompute = 'auto', or a schedule that keeps fewer in flight"
             )
     parameters = tuple(
         sum(costs[i].parameters for i in partition.range_of(stage))

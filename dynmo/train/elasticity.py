@@ -1,7 +1,7 @@
-"""How many ranks a run has: decided before a step, and carried out.
+"""Decides before a step how many ranks a run has, and changes the ranks.
 
-    rank 0    looks who waits to join, and talks to the resource manager (`rank_source.py`)
-    all       hear in a step's result that rank 0 wants to talk; decide alike; shrink or grow
+    rank 0    looks for processes that wait to join, and asks the manager (`rank_source.py`)
+    all       see in a step's flags that rank 0 wants a decision, decide alike, shrink or grow
 
 A planned mesh (`elastic.reshape_at`) is followed at its step. `elastic.repack` and
 `elastic.target_ranks` ask the planner. Without these, newcomers are taken if they make the run
@@ -41,14 +41,21 @@ from dynmo.train.rank_source import (
 from dynmo.train.setup import first_partition
 from dynmo.train.summons import Summons, cost_records
 
-# In a step's flag: rank 0 wants all ranks to decide.
+# Bit of a step's flag: rank 0 wants all ranks to decide.
 LOOK = 2
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Another mesh. micro_batch: sequences of a microbatch. gain: predicted share of a step that it
-    saves, negative for a slowdown."""
+    """Another mesh.
+
+    Attributes:
+        shape: Ranks of a pipeline, and number of replicas.
+        partition: Number of layers on each stage.
+        micro_batch: Sequences of a microbatch.
+        reason: Why the run goes to this mesh.
+        gain: Predicted share of a step that the mesh saves, negative for a slowdown.
+    """
 
     shape: tuple[int, int]
     partition: Partition
@@ -62,15 +69,16 @@ class _Plan:
 
 
 class Elasticity:
-    """Every rank of a run has one and calls every method alike.
+    """Changes the number of ranks.
+
+    Every rank of a run has one and calls every method alike.
 
     Args:
-        config: Of the run. Its microbatches may become others.
+        config: Config of the run. Its microbatches may change.
         pipeline: Holds the layers.
-        rebalancer: Knows what was measured.
-        source: Where ranks come from and go to, on rank 0. None elsewhere, and where ranks cannot
-            change.
-        reference: Seconds that a step took at first, of a run that goes on.
+        rebalancer: Knows the measurements.
+        source: Brings and takes ranks, on rank 0. None on other ranks, and if ranks cannot change.
+        reference: Seconds that a step took at first, for a resumed run.
     """
 
     def __init__(
@@ -84,16 +92,15 @@ class Elasticity:
         self.config, self._pipeline, self._rebalancer = config, pipeline, rebalancer
         self._source, self.reference = source, reference
         self._called = False  # rank 0 wants to decide
-        self._postponed: tuple[int, int] | None = (
-            None  # a planned mesh whose newcomers did not come
-        )
-        self._wanted: int | None = None  # ranks that the planner would like
+        # A planned mesh whose newcomers did not come.
+        self._postponed: tuple[int, int] | None = None
+        self._wanted: int | None = None  # number of ranks that the planner would like
         self._refused = 0  # newcomers that would not make the run faster
         self._most = max(config.ranks, self._everyone.size)
         # GPU-seconds that ranks were away, until `_since`.
         self._returned, self._since = 0.0, time.monotonic()
         self._events: list[Event] = []
-        # Whether this rank is out of the run.
+        # True if this rank is out of the run.
         self.left = False
         self.enroll()
 
@@ -102,19 +109,19 @@ class Elasticity:
         return self._pipeline.world.everyone
 
     def enroll(self) -> None:
-        """Tells the others where this rank runs. Called when the ranks have met anew."""
+        """Sends this rank's place to the others. Called when the ranks have met anew."""
         world = self._everyone
         tell_all(world.store, "member", world.rank, member_text(own_member(world.rank)))
 
     @property
     def gpu_seconds_returned(self) -> float:
-        """Of the ranks that the run did without, so far."""
+        """GPU-seconds so far of the ranks that the run did without."""
         return self._returned + (self._most - self._everyone.size) * (
             time.monotonic() - self._since
         )
 
     def take_events(self, step: int) -> list[Event]:
-        """Returns what has happened since the last call, on rank 0.
+        """Returns the events since the last call, on rank 0.
 
         Args:
             step: The next step.
@@ -123,18 +130,18 @@ class Elasticity:
         return [*(self._source.take_events(step) if self._source is not None else ()), *events]
 
     def close(self) -> None:
-        """Tells all that wait that the run is over."""
+        """Tells all waiting processes that the run is over."""
         if self._source is not None:
             self._source.close()
 
     # -- hearing -----------------------------------------------------------------------------------
 
     def call(self) -> int:
-        """What this rank adds to the flag of the next step: LOOK if all ranks shall decide."""
+        """Returns this rank's part of the next flag: LOOK if all ranks shall decide."""
         return LOOK if self._source is not None and self._is_welcome(self._source.look()) else 0
 
     def _is_welcome(self, waiting: int) -> bool:
-        """Whether so many newcomers may change something."""
+        """Returns True if so many newcomers may change something."""
         elastic, size = self.config.elastic, self._everyone.size
         if not waiting:
             self._refused = 0
@@ -154,12 +161,14 @@ class Elasticity:
         """Takes the flags of a step's result.
 
         Args:
-            flags: Of all ranks.
+            flags: Flags of all ranks.
         """
         self._called = self._called or any(flag & LOOK for flag in flags)
 
     def acts(self, step: int) -> bool:
-        """Whether it may change the ranks before a step. The step before must then be final.
+        """Returns True if it may change the ranks before a step.
+
+        The step before must then be final.
 
         Args:
             step: The next step.
@@ -188,7 +197,7 @@ class Elasticity:
             state: Returns the run's state as a checkpoint has it, for newcomers.
 
         Returns:
-            Whether the ranks have met anew. `left` says whether this one is out.
+            True if the ranks have met anew. `left` says whether this rank is out.
         """
         if not self.acts(step):
             return False
@@ -214,7 +223,7 @@ class Elasticity:
         )
 
     def _planned(self, step: int) -> _Plan | None:
-        """The mesh that the config has for this step, unless its newcomers do not come."""
+        """Returns the config's mesh for this step, unless its newcomers do not come."""
         shape = self.config.shape_at(step)
         missing = shape[0] * shape[1] - self._everyone.size
         if missing > 0 and self._await_newcomers(step, missing) < missing:
@@ -225,7 +234,12 @@ class Elasticity:
         return _Plan(shape, partition, self.config.train.micro_batch, "planned")
 
     def _ask_planner(self, step: int, there: int) -> _Plan | None:
-        """there: how many ranks there are, newcomers included."""
+        """Asks the planner for a mesh.
+
+        Args:
+            step: The next step.
+            there: Number of present ranks, newcomers included.
+        """
         elastic, size = self.config.elastic, self._everyone.size
         nodes = [member.node for member in self._members()]
         try:
@@ -248,7 +262,7 @@ class Elasticity:
         )
 
     def _await_newcomers(self, step: int, missing: int) -> int:
-        """Waits until as many newcomers are there as are missing. Returns how many are."""
+        """Waits until all missing newcomers are there. Returns the number of present ones."""
         world = self._everyone
         join_timeout = min(self.config.elastic.join_timeout, 0.8 * world.timeout)
         if self._source is not None:
@@ -259,20 +273,24 @@ class Elasticity:
                 time.sleep(0.02)
         there = self._shared(0 if self._source is None else self._source.waiting)
         if there < missing:
-            what = f"waited {join_timeout:g} s for {count_text(missing)} (dynmo train --join), and {there} came"
+            what = (
+                f"waited {join_timeout:g} s for {count_text(missing)} (dynmo train --join), and "
+                f"{there} came"
+            )
             if self._source is not None:
                 self._source.miss()
             self._tell(
                 FaultEvent(
                     step,
                     now(),
-                    f"{what}; the run goes on with {world.size}, and takes the others when they come",
+                    f"{what}; the run goes on with {world.size}, and takes the others when they "
+                    "come",
                 )
             )
         return there
 
     def _shared(self, number: int) -> int:
-        """Rank 0's number, on every rank."""
+        """Returns rank 0's number on every rank."""
         world = self._everyone
         table = torch.tensor([number if world.rank == 0 else 0])
         return int(world.sum(table, "rank 0 to say who waits to join"))
@@ -330,10 +348,9 @@ class Elasticity:
         return True
 
     def _kept(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
-        """The ranks that stay."""
-        if (
-            self.config.elastic.releaser == "kubernetes"
-        ):  # the job ends the pods with the highest numbers
+        """Returns the ranks that stay."""
+        if self.config.elastic.releaser == "kubernetes":
+            # The job ends the pods with the highest numbers.
             return tuple(range(plan.ranks))
         if self.config.parallel.expert == 1:
             return kept_ranks(nodes, plan.ranks)
@@ -433,7 +450,7 @@ class Elasticity:
         return self.config.train.global_batch // plan.micro_batch
 
     def _account(self, before: int, plan: _Plan) -> None:
-        """The ranks were `before` until now, and are those of the plan."""
+        """Counts the GPU-seconds of absent ranks so far, and takes up the plan's config."""
         if plan.micro_batch != self.config.train.micro_batch:
             self.config = with_options(self.config, ("train",), {"micro_batch": plan.micro_batch})
             self._rebalancer.use(self.config)

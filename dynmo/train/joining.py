@@ -28,20 +28,20 @@ from dynmo.train.trainer import RunResult, Trainer
 
 _logger = logging.getLogger(__name__)
 
-# In the folder of a run, while it goes: where its ranks meet.
+# File in the folder of a running run. It says where the ranks meet.
 MEETING = "meeting.json"
 
 
 class RunGone(RunError):
-    """Nobody is where the run's ranks have met."""
+    """The meeting place of the run's ranks is empty."""
 
 
 def join_run(folder: Path, process: int | None = None) -> int:
-    """Waits until a running run needs this process, and is one of its ranks until the run ends.
+    """Waits until a running run needs this process, and trains until the run's end.
 
     Args:
         folder: `runs/NAME`, which the ranks of the run share.
-        process: The launcher's number of this process. None: no launcher started it.
+        process: The launcher's number of this process. None if no launcher started it.
 
     Returns:
         The exit status: 0, or 130 if the run was interrupted.
@@ -54,11 +54,13 @@ def join_run(folder: Path, process: int | None = None) -> int:
     config_file, meeting = folder / "config.toml", folder / MEETING
     if not config_file.is_file():
         raise ConfigError(
-            f"{folder} does not exist, so there is nothing to join; start the run first, in the same folder"
+            f"{folder} does not exist, so there is nothing to join; start the run first, in the "
+            "same folder"
         )
     if not meeting.is_file():
         raise ConfigError(
-            f"{folder} is not being trained now, so there is nothing to join; start it, or go on with --resume"
+            f"{folder} is not being trained now, so there is nothing to join; start it, or go on "
+            "with --resume"
         )
     config = load(config_file)
     torch.set_num_threads(config.parallel.threads)
@@ -86,14 +88,14 @@ def join_run(folder: Path, process: int | None = None) -> int:
 def come_back(
     config: Config, world: World, model: Model, folder: Path | None, result: RunResult
 ) -> RunResult:
-    """Waits, after this rank has left the run, until it is called back.
+    """Waits until this rank is called back, after it has left the run.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         world: This process alone.
-        model: What is trained.
+        model: The model that the run trains.
         folder: `runs/NAME`.
-        result: Of this process as a rank so far.
+        result: Result of this process as a rank so far.
 
     Returns:
         The result at the end of the run.

@@ -1,5 +1,7 @@
-"""What a rank reads: the batches, where its stages need them, and the keys by which microbatches
-are known again."""
+"""Reads the batches of a rank, and makes the keys that identify microbatches.
+
+A rank reads batches only if its stages need them.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from dynmo.runtime.comm.agreement import agree
 
 
 class Batch(NamedTuple):
-    """What a rank reads for one step.
+    """The data of a rank for one step.
 
     Attributes:
-        inputs: What the model's first layer takes, int64 [microbatches, micro_batch, ...]
+        inputs: Inputs of the model's first layer, int64 [microbatches, micro_batch, ...]
             (`Model.first_inputs`). None on ranks with neither the first nor the last layer.
         targets: int64 [microbatches, micro_batch, sequence], or None likewise.
-        keys: Of the cache of a frozen prefix's outputs. None if nothing is cached.
+        keys: Keys for the cache of a frozen prefix's outputs. None if nothing is cached.
     """
 
     inputs: Tensor | None
@@ -34,9 +36,18 @@ class Batch(NamedTuple):
 
 
 class DataLoader:
-    """Of one mesh: made anew when it is reshaped. Only the ranks that hold the first or the last
-    layer read data; they compare what they read. Raises ConfigError where the data does not fit the
-    config."""
+    """Reads the data of one mesh. A reshape makes it anew.
+
+    Only the ranks that hold the first or the last layer read data. They compare the data that they
+    read.
+
+    Args:
+        config: Config of the run.
+        pipeline: Says which stages this rank holds.
+
+    Raises:
+        ConfigError: The data does not fit the config.
+    """
 
     def __init__(self, config: Config, pipeline: Engine) -> None:
         self._config, self._world, self._model = config, pipeline.world, pipeline.model
@@ -65,14 +76,18 @@ class DataLoader:
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
             raise ConfigError(
-                f"dynamism.freezing.cache_bytes = {config.dynamism.freezing.cache_bytes}: no microbatch comes again within {train.steps} "
-                "steps, so nothing would be cached; evaluate at least twice (train.eval_every), or train for more than an epoch, which has "
+                f"dynamism.freezing.cache_bytes = {config.dynamism.freezing.cache_bytes}: no "
+                f"microbatch comes again within {train.steps} steps, so nothing would be cached; "
+                "evaluate at least twice (train.eval_every), or train for more than an epoch, "
+                "which has "
                 f'{self._order.windows} sequences, with data.shuffle = "batches"'
             )
 
     def train(self, step: int) -> Batch:
-        """This replica's microbatches of a step: those of the replicas follow one another in the
-        batch."""
+        """Returns this replica's microbatches of a step.
+
+        The replicas' microbatches follow one another in the batch.
+        """
         own = self._config.all_microbatches // self._world.replicas
         part = slice(self._world.replica * own, (self._world.replica + 1) * own)
         inputs = targets = keys = None
@@ -83,7 +98,7 @@ class DataLoader:
         return Batch(inputs, targets, keys)
 
     def held_out(self, microbatches: int) -> Batch:
-        """So many microbatches to evaluate on, the same every time."""
+        """Returns so many microbatches to evaluate on, the same every time."""
         inputs = targets = keys = None
         if self._batches is not None:
             pairs = [self._batches.held_out(i) for i in range(microbatches)]
@@ -93,8 +108,10 @@ class DataLoader:
         return Batch(inputs, targets, keys)
 
     def _to_device(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer and the loss take. From pinned memory the copy runs beside what the
-        device computes."""
+        """Moves the inputs of the first layer and the targets to the device.
+
+        A copy from pinned memory runs beside the device's computations.
+        """
         device, pair = self._world.device, (self._model.first_inputs(inputs, targets), targets)
         if device.type == "cuda":
             pair = (

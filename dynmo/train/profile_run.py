@@ -1,8 +1,8 @@
-"""Measures a model's layers over a few steps, as they run in training: the same ranks, schedule,
-microbatches and data, no updates.
+"""Measures a model's layers over a few steps, as they run in training.
 
-Every step is measured for itself and a layer's figure is the median of the steps, so that one
-disturbed step does no harm. The first step warms up and is not counted.
+The ranks, the schedule, the microbatches and the data are the same. Nothing is updated. Every step
+is measured by itself. A layer's figure is the median of the steps, so that one disturbed step does
+no harm. The first step warms up and is not counted.
 """
 
 from __future__ import annotations
@@ -28,14 +28,27 @@ from dynmo.train.setup import first_partition, start
 from dynmo.train.shape_costs import shapes_of, with_workspace
 
 Listener = Callable[[int, float], None]
-"""Told of every step that was measured: how many so far, and the seconds it took."""
+"""Takes the number of measured steps so far, and the seconds of the last one."""
 
 
 def run(
     config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | None = None
 ) -> Profile:
-    """Measures as one rank of the world at `rendezvous`; returns the same on every rank. Raises as
-    `trainer.run` does."""
+    """Measures as one rank of the world at `rendezvous`.
+
+    Args:
+        config: Config of the run.
+        rendezvous: Where the ranks meet.
+        steps: Number of steps to measure.
+        listen: Called after every measured step.
+
+    Returns:
+        The profile, the same on every rank.
+
+    Raises:
+        ConfigError: Input turns out wrong only now.
+        RunError: The run fails.
+    """
     with start(config, rendezvous) as (world, model):
         return measure(config, world, model, steps, listen)
 
@@ -43,8 +56,21 @@ def run(
 def measure(
     config: Config, world: World, model: Model, steps: int, listen: Listener | None = None
 ) -> Profile:
-    """What the dynamic cases do before the first step is done (a prefix that is frozen from the
-    start, say); nothing changes later."""
+    """Measures the layers in a world that has met.
+
+    The dynamic cases act before the first step only. They may freeze a prefix, for example. Nothing
+    changes later.
+
+    Args:
+        config: Config of the run.
+        world: All ranks.
+        model: The model to measure.
+        steps: Number of steps to measure.
+        listen: Called after every measured step.
+
+    Returns:
+        The profile, the same on every rank.
+    """
     world = arrange(world, config.parallel.data)
     pipeline = pipeline_for(config, world, model, first_partition(config, model.layers))
     for case in make_cases(config, model.layers):
@@ -74,8 +100,10 @@ def measure(
 
 
 def _median(costs: Sequence[LayerCost]) -> LayerCost:
-    """Of each figure; sizes are the same in every step, up to what a microbatch's content
-    changes."""
+    """Returns a layer's cost with the median of each figure.
+
+    Sizes are the same in every step, unless they depend on a microbatch's content.
+    """
     middle = {
         field.name: median(getattr(cost, field.name) for cost in costs)
         for field in fields(LayerCost)

@@ -1,7 +1,6 @@
-"""Where ranks come from and go to, as rank 0 sees it: the lobby and the resource manager.
+"""Rank 0's source of ranks: the lobby and the resource manager.
 
-What the resource manager does, and what goes wrong there, becomes events. Nothing of it stops the
-run.
+Actions and faults of the resource manager become events. None of them stops the run.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _LOOK = 0.25
 
 
 def own_member(rank: int) -> Member:
-    """Where this process runs.
+    """Returns the place where this process runs.
 
     Args:
-        rank: Its number.
+        rank: Number of this process.
     """
     host, process = socket.gethostname(), os.environ.get("DYNMO_PROCESS", "")
     node = os.environ.get("SLURMD_NODENAME") or os.environ.get("POD_NAME") or host
@@ -37,55 +36,55 @@ def own_member(rank: int) -> Member:
 
 
 def member_text(member: Member) -> str:
-    """As the other ranks read it."""
+    """Returns a member as text for the other ranks."""
     return json.dumps(asdict(member))
 
 
 def member_from(text: str) -> Member:
-    """What `member_text` wrote."""
+    """Reads the text of `member_text`."""
     return Member(**json.loads(text))
 
 
 def describe(member: Member) -> str:
-    """What to call a process where a person reads it."""
+    """Returns the name of a process for a person."""
     return f"{member.node}:{member.pid}"
 
 
 def count_text(count: int) -> str:
-    """A number of ranks in words."""
+    """Returns a number of ranks in words."""
     return f"{count} more rank{'' if count == 1 else 's'}"
 
 
 class RankSource:
-    """Rank 0's side.
+    """Requests, invites and releases ranks, on rank 0.
 
     Args:
-        lobby: Where newcomers wait.
-        releaser: Talks to the resource manager. None: nobody does.
-        join_timeout: Seconds after which ranks that were asked for are missed.
+        lobby: Holds the waiting newcomers.
+        releaser: Talks to the resource manager. None means that there is no manager.
+        join_timeout: Seconds after which requested ranks count as missing.
     """
 
     def __init__(self, lobby: Lobby, releaser: Releaser | None, join_timeout: float) -> None:
         self._lobby, self._releaser, self._join_timeout = lobby, releaser, join_timeout
         self._looked = 0.0
         self._present: list[int] = []
-        # How many were asked for and have not come, since when, and whether that was told.
+        # Requested ranks that have not come, the time of the request, and whether an event said so.
         self._outstanding, self._asked, self._missed = 0, 0.0, False
         self._events: list[Event] = []
 
     @property
     def waiting(self) -> int:
-        """How many newcomers were there at the last look."""
+        """Number of newcomers at the last look."""
         return len(self._present)
 
     def look(self, at_once: bool = False) -> int:
-        """Looks who waits, now and then only.
+        """Looks for waiting newcomers, at most every `_LOOK` seconds.
 
         Args:
             at_once: Whether to look in any case.
 
         Returns:
-            How many.
+            Number of waiting newcomers.
         """
         moment = time.monotonic()
         if at_once or moment - self._looked >= _LOOK:
@@ -99,13 +98,13 @@ class RankSource:
         return len(self._present)
 
     def invite(self, texts: Sequence[str]) -> list[Member]:
-        """Calls the first that wait into the run.
+        """Calls the first waiting newcomers into the run.
 
         Args:
-            texts: What each is told.
+            texts: The message to each.
 
         Returns:
-            Who was called.
+            The newcomers that were called.
         """
         tickets = self._present[: len(texts)]
         members = [member_from(self._lobby.text(ticket)) for ticket in tickets]
@@ -118,7 +117,7 @@ class RankSource:
         """Asks the resource manager for ranks, unless they are on their way.
 
         Args:
-            count: How many are missing beside those that wait.
+            count: Number of missing ranks beside the waiting newcomers.
         """
         if self._releaser is None or not self._releaser.can_request or count <= self._outstanding:
             return
@@ -126,7 +125,7 @@ class RankSource:
         self._outstanding, self._asked, self._missed = count, time.monotonic(), False
 
     def miss(self) -> None:
-        """Takes note that the run has told of missing ranks itself."""
+        """Takes note that the run has reported the missing ranks itself."""
         self._missed = True
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
@@ -140,7 +139,7 @@ class RankSource:
             self._releaser.release(left, stay)
 
     def take_events(self, step: int) -> list[Event]:
-        """Returns what has happened since the last call.
+        """Returns the events since the last call.
 
         Args:
             step: The next step.
@@ -154,7 +153,10 @@ class RankSource:
             self._missed = True
             assert self._releaser is not None
             count = self._outstanding - len(self._present)
-            asked = f"{self._releaser.name} was asked for {count_text(count)} {late:.0f} s ago, and none has come"
+            asked = (
+                f"{self._releaser.name} was asked for {count_text(count)} {late:.0f} s ago, and "
+                "none has come"
+            )
             self._events.append(
                 self._fault(f"{asked}; the run goes on without them until they come")
             )
@@ -162,8 +164,8 @@ class RankSource:
         return [type(event)(**{**vars(event), "step": step}) for event in events]
 
     def close(self) -> None:
-        """Tells all that wait that the run is over."""
-        # The store may be gone where a run fails, and that failure is what must be told.
+        """Tells all waiting processes that the run is over."""
+        # The store may be gone if a run fails. The run's own failure must be reported then.
         with contextlib.suppress(RuntimeError):
             self._lobby.close()
         if self._releaser is not None:
@@ -188,14 +190,17 @@ class RankSource:
 
 
 def make_source(config: Config, world: World) -> RankSource | None:
-    """Makes rank 0's side. None on other ranks, and in a world whose ranks cannot change.
+    """Makes rank 0's source of ranks.
 
     Args:
-        config: Of the run.
-        world: Of all ranks.
+        config: Config of the run.
+        world: All ranks.
+
+    Returns:
+        The source. None on other ranks, and in a world whose ranks cannot change.
 
     Raises:
-        ConfigError: What `elastic.releaser` needs is missing.
+        ConfigError: A requirement of `elastic.releaser` is missing.
     """
     if world.rank or world.home is None:
         return None

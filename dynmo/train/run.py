@@ -1,4 +1,4 @@
-"""One process of a run, from its start to its end: a rank that may leave and come back."""
+"""Runs one process of a run from start to end. Its rank may leave and come back."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def run(
     """Trains as one rank of the world at `rendezvous`.
 
     Args:
-        config: The run.
+        config: Config of the run.
         rendezvous: Where the ranks meet.
-        folder: `runs/NAME`, where rank 0 writes. None: nothing is written.
+        folder: `runs/NAME`, where rank 0 writes. None means that nothing is written.
         resume: Whether to go on from the newest checkpoint.
-        listen: Told of every event, on rank 0.
+        listen: Called with every event, on rank 0.
 
     Returns:
-        What the run left.
+        The result of the run.
 
     Raises:
         ConfigError: Input turns out wrong only now.
@@ -57,7 +57,7 @@ def run(
 
 @contextlib.contextmanager
 def _open_for_newcomers(rendezvous: Rendezvous, folder: Path | None) -> Generator[None]:
-    """While it is open, `dynmo train --join` finds the run through a file in its folder."""
+    """Lets `dynmo train --join` find the run through a file, while it is open."""
     if folder is None:
         yield
         return
@@ -67,7 +67,7 @@ def _open_for_newcomers(rendezvous: Rendezvous, folder: Path | None) -> Generato
     except RunError:  # a world of one process, which nobody can reach
         yield
         return
-    with contextlib.suppress(OSError):  # a full disk: nobody can join, and the run trains
+    with contextlib.suppress(OSError):  # on a full disk nobody can join, and the run trains
         write_whole(path, json.dumps(record), mode=0o600)
     try:
         yield

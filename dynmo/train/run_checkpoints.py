@@ -1,4 +1,4 @@
-"""What a run saves besides its layers, and how it goes on from there."""
+"""Saves a run's layers and state, and resumes from them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint to go on from. state: the run's own part of it, as `RunCheckpoints.save` wrote
-    it."""
+    """A checkpoint to go on from.
+
+    Attributes:
+        path: Folder of the checkpoint.
+        step: Number of steps that are done.
+        state: The run's own part of the checkpoint, as `RunCheckpoints.save` wrote it.
+    """
 
     path: Path
     step: int
@@ -49,8 +54,11 @@ class SavedRun:
         return self.state.get("reference")
 
     def shape(self, config: Config) -> tuple[int, int]:
-        """The mesh to resume in: where the run chooses it, the one that it had, as long as that is
-        one of this config's. A mesh of fewer or more ranks comes with the first step."""
+        """Returns the mesh to resume in: ranks of a pipeline, and number of replicas.
+
+        A run that chooses its mesh keeps the saved mesh, if this config allows it. A mesh of fewer
+        or more ranks comes with the first step.
+        """
         saved = tuple(self.state.get("shape", ()))
         known = config.elastic.reshape and saved in mesh_shapes(config)
         shape = (saved[0], saved[1]) if known else config.shape_at(self.step)
@@ -59,14 +67,24 @@ class SavedRun:
 
 
 class RunCheckpoints:
-    """Those of the run that `config` describes, in `folder` (None: none are written). world: of all
-    ranks, which share the folder."""
+    """Writes and reads the checkpoints of a run.
+
+    Args:
+        config: Config of the run.
+        world: All ranks. They share the folder.
+        folder: Folder of the checkpoints. None means that none are written.
+    """
 
     def __init__(self, config: Config, world: World, folder: Path | None) -> None:
         self._config, self._world, self._folder = config, world, folder
 
     def is_due(self, step: int, interrupted: bool) -> bool:
-        """Whether one is to be written when so many steps are done."""
+        """Returns True if a checkpoint is due.
+
+        Args:
+            step: Number of steps that are done.
+            interrupted: Whether the run stops now on request.
+        """
         every = self._config.checkpoint.every
         return bool(every) and (
             step % every == 0 or step == self._config.train.steps or interrupted
@@ -81,8 +99,19 @@ class RunCheckpoints:
         moves: int,
         reference: float | None,
     ) -> CheckpointEvent | None:
-        """All ranks call it together, after the last result. None: there is no folder. reference:
-        seconds that a step took at first."""
+        """Writes a checkpoint. All ranks call it together, after the last result.
+
+        Args:
+            step: Number of steps that are done.
+            pipeline: Holds the layers.
+            cases: The dynamic cases, whose states are saved too.
+            loss: Loss of the last step.
+            moves: Number of times that layers have moved.
+            reference: Seconds that a step took at first.
+
+        Returns:
+            The event of the checkpoint. None if there is no folder.
+        """
         if self._folder is None:
             return None
         extra = {
@@ -103,8 +132,11 @@ class RunCheckpoints:
         return CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds)
 
     def find(self, model: Model) -> SavedRun:
-        """The newest that is whole. All ranks call it together. Raises CheckpointError where there
-        is none, or where it is of another model."""
+        """Finds the newest complete checkpoint. All ranks call it together.
+
+        Raises:
+            CheckpointError: There is none, or it is of another model.
+        """
         assert self._folder is not None, "only a run with a folder resumes"
         path, manifest, problems = checkpoint.find(self._folder, self._world)
         if manifest.version == UNSEALED:
@@ -114,8 +146,8 @@ class RunCheckpoints:
             _logger.warning(f"{problem}; resuming from {path.name}")
         if tuple(manifest.layers) != model.names:
             raise CheckpointError(
-                f"{path} is of another model ({len(manifest.layers)} layers, the config's has {model.layers}, or layers of other names); "
-                "resume with the config of that run"
+                f"{path} is of another model ({len(manifest.layers)} layers, the config's has "
+                f"{model.layers}, or layers of other names); resume with the config of that run"
             )
         lacking = STATE - manifest.state.keys()
         if lacking:
@@ -124,15 +156,26 @@ class RunCheckpoints:
             then = manifest.state.get(key, value)
             if then != value:
                 raise CheckpointError(
-                    f"{path} is of a run with {key} = {then!r}, the config has {value!r}; resume with that, or start anew"
+                    f"{path} is of a run with {key} = {then!r}, the config has {value!r}; resume "
+                    "with that, or start anew"
                 )
         return SavedRun(path, manifest.step, manifest.state)
 
     def _fixed(self, model: Model) -> dict[str, Any]:
-        """What a run keeps to its end, for its optimizer's state is of these weights."""
+        """Returns the settings that the optimizer state depends on.
+
+        A run keeps them to its end.
+        """
         return {"train.optimizer": self._config.train.optimizer, "model.tied": bool(model.tied)}
 
     def restore(self, saved: SavedRun, pipeline: Engine, cases: Sequence[Dynamism]) -> None:
-        """Puts the layers of this rank, the cases and the loss scale back as they were. All ranks
-        call it together."""
+        """Restores the layers of this rank, the cases and the loss scale.
+
+        All ranks call it together.
+
+        Args:
+            saved: The checkpoint.
+            pipeline: Holds the layers, on any placement.
+            cases: The dynamic cases.
+        """
         restore_engine(pipeline, saved.path, saved.state, cases)

@@ -1,5 +1,4 @@
-"""What a config asks for, on this machine: how many ranks, which device, how much memory, where
-layers live at first, which optimizer.
+"""Sets a config up on this machine: ranks, device, memory, placement, optimizer.
 
 The trainer, the profiler and the plan all begin with it.
 """
@@ -28,7 +27,15 @@ from dynmo.runtime.comm.world import World
 
 
 def check_world(config: Config, rendezvous: Rendezvous) -> None:
-    """Raises ConfigError where the launcher started more or fewer ranks than the config has."""
+    """Checks the number of ranks that the launcher started.
+
+    Args:
+        config: Config of the run.
+        rendezvous: Where the ranks meet.
+
+    Raises:
+        ConfigError: The launcher started more or fewer ranks than the config has.
+    """
     if rendezvous.size != config.ranks:
         sizes = (
             "data (each pipeline is slices of one GPU)"
@@ -36,16 +43,19 @@ def check_world(config: Config, rendezvous: Rendezvous) -> None:
             else "pipeline x data"
         )
         raise ConfigError(
-            f"the launcher started {rendezvous.size} ranks, but parallel.{sizes} = {config.ranks}; start as many as the config says"
+            f"the launcher started {rendezvous.size} ranks, but parallel.{sizes} = "
+            f"{config.ranks}; start as many as the config says"
         )
 
 
 @contextmanager
 def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[World, Model]]:
-    """Sets a rank up: threads, device, model, and the world of all ranks, which ends with the context.
+    """Sets a rank up: threads, device, model, and the world of all ranks.
+
+    The world ends with the context.
 
     Args:
-        config: The run, which must be the same on every rank.
+        config: Config of the run, which must be the same on every rank.
         rendezvous: Where the ranks meet.
 
     Yields:
@@ -63,17 +73,17 @@ def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[World, Mode
         yield world, model
 
 
-# What may differ from rank to rank. The data itself is compared where it is read.
+# Keys that may differ between ranks. The loader compares the data itself.
 _OWN = {"data.source", "parallel.threads", "parallel.timeout"}
 
 
 def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> World:
-    """Meet the other ranks of the run.
+    """Meets the other ranks of the run.
 
     Args:
-        config: The run, which must be the same on every rank.
+        config: Config of the run, which must be the same on every rank.
         rendezvous: Where the ranks meet.
-        device: Where this rank computes.
+        device: Device of this rank.
 
     Returns:
         The world of all ranks.
@@ -106,7 +116,7 @@ def _check_same(world: World, config: Config) -> None:
 
 
 def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(`section.key`, value) of every key."""
+    """Yields (`section.key`, value) of every key."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _flat(cast(dict[str, Any], value), f"{path}{key}.")
@@ -115,13 +125,22 @@ def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 
 
 def device_for(config: Config, local_rank: int) -> torch.device:
-    """The CUDA device of this local rank if there is one, else the CPU, set up as the config asks.
-    Raises ConfigError if CUDA is asked for and missing."""
+    """Returns the device of a local rank, set up as the config asks.
+
+    It is the CUDA device of the rank if there is one, and the CPU otherwise.
+
+    Args:
+        config: Config of the run.
+        local_rank: Number of the rank on this machine.
+
+    Raises:
+        ConfigError: The config asks for CUDA, and the rank has no CUDA device.
+    """
     wanted = config.parallel.device
     if wanted != "cpu":
-        # Before anything asks CUDA, which reads them once in a process. So does cuBLAS, whose
-        # workspaces must be of one size for the same bits: a run that asks for these may not be the
-        # first of its process.
+        # CUDA and cuBLAS read these variables once in a process, so they are set before the first
+        # CUDA call. cuBLAS gives the same bits only with workspaces of one size. A run that asks
+        # for the same bits may not be the first of its process.
         for name, value in {
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             **(FOR_RANKS_ON_CUDA if config.ranks > 1 else {}),
@@ -134,32 +153,40 @@ def device_for(config: Config, local_rank: int) -> torch.device:
         )
     if wanted != "cpu" and not available and config.parallel.slices:
         raise ConfigError(
-            "parallel.slices = true, but torch sees no CUDA device; with parallel.device = 'cpu' the stages would compute in turn"
+            "parallel.slices = true, but torch sees no CUDA device; with parallel.device = 'cpu' "
+            "the stages would compute in turn"
         )
     if wanted == "cpu" or not available:
         return torch.device("cpu")
     devices = torch.cuda.device_count()
     if local_rank >= devices and not config.parallel.staged:
         raise ConfigError(
-            f"local rank {local_rank} has no CUDA device ({devices} here); use fewer ranks, device = 'cpu', parallel.slices = true, which "
-            "puts a pipeline on one device, or parallel.backend = 'gloo', which lets ranks share one"
+            f"local rank {local_rank} has no CUDA device ({devices} here); use fewer ranks, "
+            "device = 'cpu', parallel.slices = true, which puts a pipeline on one device, or "
+            "parallel.backend = 'gloo', which lets ranks share one"
         )
     index = local_rank % devices
     torch.cuda.set_device(index)
-    if (
-        config.train.deterministic
-    ):  # on CPU, with a fixed number of threads, all that runs here is deterministic
+    if config.train.deterministic:
+        # On CPU all ops are deterministic with a fixed number of threads.
         torch.use_deterministic_algorithms(True)
     return torch.device("cuda", index)
 
 
 def memory_limit(config: Config, device: torch.device) -> int | None:
-    """Bytes per rank: as configured, else what tensors may have of the CUDA device's, in equal
-    parts for its slices and for the ranks that share it; None (no limit) on CPU.
+    """Returns the bytes that the tensors of a rank may use.
 
-    The rest is for what no account of tensors has: the context and its kernels, NCCL's buffers,
-    cuBLAS's workspaces, what the allocator rounds up. By the device's size alone, so that equal
-    devices have equal limits.
+    The default is a part of the CUDA device's memory. Its slices, or the ranks that share it, get
+    equal parts. The rest of the memory is for bytes that are in no account of tensors. These are
+    the context and its kernels, NCCL's buffers, cuBLAS's workspaces and the allocator's rounding.
+    The part depends on the device's size alone, so equal devices have equal limits.
+
+    Args:
+        config: Config of the run.
+        device: Device of the rank.
+
+    Returns:
+        Bytes per rank. None on CPU without a configured limit, which means unlimited.
     """
     if config.pipeline.memory_limit is not None:
         return config.pipeline.memory_limit
@@ -176,15 +203,32 @@ def memory_limit(config: Config, device: torch.device) -> int | None:
 
 
 def check_meshes(config: Config, layers: int) -> None:
-    """Raises ConfigError where a mesh that the run comes to at some step cannot hold so many
-    layers."""
+    """Checks that every planned mesh can hold the layers.
+
+    Args:
+        config: Config of the run.
+        layers: Number of layers of the model.
+
+    Raises:
+        ConfigError: A mesh of `elastic.reshape_at` cannot hold so many layers.
+    """
     for _, pipeline, _ in config.elastic.reshape_at:
         first_partition(config, layers, pipeline)
 
 
 def first_partition(config: Config, layers: int, pipeline: int | None = None) -> Partition:
-    """`balance.initial`, else uniform: before anything is measured nothing is better to go by.
-    pipeline: ranks, if not the config's."""
+    """Returns the first placement: `balance.initial` if set, and uniform otherwise.
+
+    Nothing is measured yet, so uniform is the best guess.
+
+    Args:
+        config: Config of the run.
+        layers: Number of layers of the model.
+        pipeline: Number of ranks of a pipeline. The default is the config's.
+
+    Raises:
+        ConfigError: There are more stages than layers, or `balance.initial` has another sum.
+    """
     stages = (pipeline or config.parallel.pipeline) * config.chunks
     if stages > layers:
         what = f"parallel.pipeline = {stages // config.chunks}"
@@ -194,17 +238,21 @@ def first_partition(config: Config, layers: int, pipeline: int | None = None) ->
         return uniform(layers, stages)
     if sum(config.balance.initial) != layers:
         raise ConfigError(
-            f"balance.initial sums to {sum(config.balance.initial)}, but the model has {layers} layers"
+            f"balance.initial sums to {sum(config.balance.initial)}, but the model has {layers} "
+            "layers"
         )
     return Partition(config.balance.initial)
 
 
 def warn_of_cores(config: Config) -> str | None:
-    """A line when the ranks cannot all compute at once on this machine."""
+    """Returns a warning if the ranks cannot all compute at once on this machine."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     needed = config.ranks * config.parallel.threads
     if config.model.kind == "emulated" or needed <= cores:
         return None
-    return f"{config.ranks} ranks of {config.parallel.threads} threads on {cores} cores: ranks take turns, so timings say little"
+    return (
+        f"{config.ranks} ranks of {config.parallel.threads} threads on {cores} cores: ranks take "
+        "turns, so timings say little"
+    )

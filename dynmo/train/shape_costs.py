@@ -1,5 +1,7 @@
-"""Bytes of a model's layers from shapes alone, and which layers recompute: nothing is computed or
-allocated."""
+"""Finds the bytes of layers, and the layers that recompute, from shapes alone.
+
+Nothing is computed or allocated.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +43,15 @@ _logger = logging.getLogger(__name__)
 
 
 class ActivationsUnknown(ConfigError):
-    """The layers of the user's own model do not run on shapes alone, although they may train."""
+    """Layers of a user's own model train perhaps, but do not run on shapes alone."""
 
 
 def known_costs(config: Config, model: Model) -> tuple[tuple[LayerCost, ...], str | None]:
-    """Bytes of every layer, as far as shapes tell them.
+    """Returns the bytes of every layer, as far as shapes tell them.
 
     Args:
-        config: The run.
-        model: Its model.
+        config: Config of the run.
+        model: Model of the run.
 
     Returns:
         The costs, and None. If the activations are unknown: the costs of parameters, gradients and
@@ -61,19 +63,24 @@ def known_costs(config: Config, model: Model) -> tuple[tuple[LayerCost, ...], st
     try:
         return shape_costs(config, model), None
     except ActivationsUnknown as error:
-        warning = f"activations unknown, so memory is that of parameters, gradients and optimizer state alone: {error}"
+        warning = (
+            "activations unknown, so memory is that of parameters, gradients and optimizer state "
+            f"alone: {error}"
+        )
         return static_costs(config, model), warning
 
 
 def shapes_of(
     config: Config, model: Model, replicas: int | None = None, level: int = logging.WARNING
 ) -> tuple[LayerCost, ...] | None:
-    """Return the costs from shapes, or None if the user's own layers do not run on shapes alone.
+    """Returns the costs from shapes.
+
+    None if the user's own layers do not run on shapes alone.
 
     Args:
-        config: The run.
-        model: Its model.
-        replicas: As `shape_costs` takes them.
+        config: Config of the run.
+        model: Model of the run.
+        replicas: As in `shape_costs`.
         level: Level of the log line that says why the costs are unknown.
 
     Returns:
@@ -91,25 +98,26 @@ def shapes_of(
 
 
 def shape_costs(config: Config, model: Model, replicas: int | None = None) -> tuple[LayerCost, ...]:
-    """Bytes of every layer, by running one microbatch on fake tensors: shapes without memory.
-    Seconds are 0.
+    """Returns the bytes of every layer. Seconds are 0.
 
-    Fake tensors are better than the meta device, where attention would run and save the plain
-    product of all positions with all, which no real device does.
+    One microbatch runs on fake tensors, which have shapes without memory. Fake tensors are better
+    than the meta device. On the meta device attention would run and save the plain product of all
+    positions with all, which no real device does.
 
     Args:
-        config: The run.
-        model: Its model.
-        replicas: Of the mesh, if not the config's.
+        config: Config of the run.
+        model: Model of the run.
+        replicas: Number of replicas of the mesh. The default is the config's.
 
     Returns:
         One cost a layer.
 
     Raises:
-        ActivationsUnknown: The user's own model needs more than shapes: the value of a tensor, say.
+        ActivationsUnknown: The user's own model needs more than shapes, such as the value of a
+            tensor.
         ConfigError: The user's own model raises an error that has nothing to do with that.
     """
-    # What a layer raises is told in one line; torch would print a traceback first.
+    # A layer's error is reported in one line. Torch would print a traceback first.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         with FakeTensorMode():
@@ -117,7 +125,10 @@ def shape_costs(config: Config, model: Model, replicas: int | None = None) -> tu
     except Exception as error:
         if not config.model.kind.startswith("python:"):
             raise
-        said = f"model.kind = '{config.model.kind}': on shapes alone, its layers raised {_said(error)}{place(error)}"
+        said = (
+            f"model.kind = '{config.model.kind}': on shapes alone, its layers raised "
+            f"{_said(error)}{place(error)}"
+        )
         what = f"{error}, on shapes alone" if isinstance(error, ConfigError) else said
         if _is_own_error(config, model):
             raise ConfigError(what) from error
@@ -126,7 +137,14 @@ def shape_costs(config: Config, model: Model, replicas: int | None = None) -> tu
 
 
 def static_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
-    """Bytes of every layer's parameters, gradients and optimizer state. All else is 0."""
+    """Returns bytes of every layer's parameters, gradients and optimizer state.
+
+    All else is 0.
+
+    Args:
+        config: Config of the run.
+        model: Model of the run.
+    """
     costs: list[LayerCost] = []
     for module in meta_layers(model):
         lower(module, PRECISIONS[config.train.precision])
@@ -147,8 +165,10 @@ def _per_replica(
 
 
 def meta_layers(model: Model) -> list[nn.Module]:
-    """All layers on the meta device, which takes no memory. A model that needs values to be built
-    is built, then moved there."""
+    """Returns all layers on the meta device, which takes no memory.
+
+    A model that needs values to be built is built first, and then moved there.
+    """
     try:
         with torch.device("meta"):
             return model.build(frozenset())
@@ -157,10 +177,10 @@ def meta_layers(model: Model) -> list[nn.Module]:
 
 
 def _is_own_error(config: Config, model: Model) -> bool:
-    """Whether the model's layers fail by themselves, and not only on shapes.
+    """Returns True if the model's layers fail by themselves, and not only on shapes.
 
-    Fake tensors and the meta device have limits of their own, and tell of most in different words.
-    If both raise the same error, one microbatch is run for real, one layer in memory at a time.
+    Fake tensors and the meta device have limits of their own, mostly with different messages. If
+    both raise the same error, one microbatch is run for real, with one layer in memory at a time.
     """
     on_fakes = _forward_error(
         config, model, FakeTensorMode(), lambda: model.build(range(model.layers))
@@ -179,8 +199,10 @@ def _forward_error(
     mode: AbstractContextManager[Any],
     layers: Callable[[], Iterable[nn.Module]],
 ) -> list[tuple[type[BaseException], str]]:
-    """What a forward pass of the plain layers raises in this mode: the error, and those it came
-    from."""
+    """Returns the errors of a forward pass of the plain layers in this mode.
+
+    The first is the raised error. The others are its causes.
+    """
     causes: list[tuple[type[BaseException], str]] = []
     try:
         with mode, torch.no_grad():
@@ -201,7 +223,7 @@ def _ids(config: Config) -> Tensor:
 
 
 def _said(error: Exception) -> str:
-    """Its type, its first line, and where in the model it was raised."""
+    """Returns the error's type, its first line, and its place in the model."""
     lines = [*str(error).strip().splitlines()[:1], *getattr(error, "__notes__", ())]
     return f"{type(error).__name__}: {', '.join(lines)}" if lines else type(error).__name__
 
@@ -215,8 +237,8 @@ def _shape_costs(config: Config, model: Model) -> list[LayerCost]:
             module.f = module.b = module.w = 0.0
         lower(module, PRECISIONS[config.train.precision])
         layers.append(Layer(index, module, HostClock(), config.seed))
-    # The first microbatch makes the gradients and measures what stays, the second shows what an op
-    # needs beside.
+    # The first microbatch makes the gradients and measures the bytes that stay. The second shows
+    # the workspace of an op.
     workspaces: list[_Workspace] = []
     for microbatch in range(2):
         workspaces = _shape_microbatch(
@@ -237,8 +259,10 @@ def _shape_costs(config: Config, model: Model) -> list[LayerCost]:
 
 
 def _static_cost(config: Config, module: nn.Module) -> LayerCost:
-    """Bytes of what a layer keeps. With expert parallelism, on a replica that holds as many experts
-    as it may."""
+    """Returns the bytes that a layer keeps.
+
+    With expert parallelism these are the bytes on a replica with the most experts allowed.
+    """
     moments = optimizer_settings(config.train).moments
     copies = config.pipeline.post_validation and config.pipeline.rollback == "exact"
     # Each replica's rows have a gradient of their own, so experts that are spread have as many.
@@ -246,7 +270,7 @@ def _static_cost(config: Config, module: nn.Module) -> LayerCost:
     for half in halves(module) if config.parallel.expert > 1 else ():
         half.hold(range(most_experts(config)))
     parameters = list(module.parameters())
-    # ZeRO-1 divides by the replicas what is not divided as experts (`_per_replica`).
+    # ZeRO-1 divides by the replicas all bytes that are not divided as experts (`_per_replica`).
     times = config.parallel.data if config.parallel.zero and config.parallel.expert > 1 else 1
     experts = {
         p
@@ -271,7 +295,7 @@ def _static_cost(config: Config, module: nn.Module) -> LayerCost:
 
 
 class _Workspace(NamedTuple):
-    """Bytes that a layer's F, B and W need at most beside what the layer keeps."""
+    """The most bytes that F, B and W need beside the bytes that the layer keeps."""
 
     forward: int
     backward: int
@@ -281,7 +305,7 @@ class _Workspace(NamedTuple):
 def _shape_microbatch(
     layers: Sequence[Layer], microbatch: int, ids: Tensor, loss: Callable[[Tensor], Tensor]
 ) -> list[_Workspace]:
-    """Runs F, B and W of all layers. Returns the workspace of each."""
+    """Runs F, B and W of all layers, and returns the workspace of each."""
     watches = [Watch() for _ in layers]
     forward, backward, weight = ([0] * len(layers) for _ in range(3))
     tensors: Tensors = (ids,)
@@ -309,10 +333,15 @@ def _shape_microbatch(
 def with_workspace(
     costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | None, recomputed: Collection[int]
 ) -> tuple[LayerCost, ...]:
-    """Measured costs, and what an op needs beside what it keeps: no run tells that, so it is taken
-    from `shapes`, where they are known.
+    """Returns measured costs with the workspaces from shapes.
 
-    recomputed: the layers that recompute."""
+    A workspace is memory that an op needs beside the bytes that it keeps. A run cannot measure it.
+
+    Args:
+        costs: Measured cost of each layer.
+        shapes: Cost of each layer from shapes. None returns `costs` as they are.
+        recomputed: Indices of the layers that recompute.
+    """
     if shapes is None:
         return costs
     shapes = recompute_as_workspace(shapes, recomputed)
@@ -328,17 +357,28 @@ def with_workspace(
 
 
 def recompute_for(config: Config, model: Model, device: torch.device) -> RecomputeRule:
-    """`train.recompute`, as a pipeline takes it. "auto" goes by shapes alone, so that every rank
-    chooses alike, whatever is measured.
+    """Returns `train.recompute` as a pipeline takes it.
 
-    Raises ConfigError for a layer that the model has not; what it returns raises NoRoomError where
-    not even computing all again fits.
+    "auto" depends on shapes alone. All ranks therefore choose alike, whatever they measure.
+
+    Args:
+        config: Config of the run.
+        model: Model of the run.
+        device: Device of the rank.
+
+    Returns:
+        Indices of layers, or a rule. The rule raises NoRoomError if the memory is too small even
+        when all layers recompute.
+
+    Raises:
+        ConfigError: The config names a layer that the model does not have.
     """
     wanted = config.train.recompute
     if isinstance(wanted, tuple):
         if max(wanted, default=0) >= model.layers:
             raise ConfigError(
-                f"train.recompute names layer {max(wanted)}, but the model has {model.layers}, from 0 to {model.layers - 1}"
+                f"train.recompute names layer {max(wanted)}, but the model has {model.layers}, "
+                f"from 0 to {model.layers - 1}"
             )
         return wanted
     limit = memory_limit(config, device)
@@ -351,11 +391,12 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
             return recompute_as_workspace(shape_costs(config, model, replicas), ())
         except ActivationsUnknown as error:
             raise ConfigError(
-                f"train.recompute = 'auto' needs the layers' activations, which are unknown; use 'all' or a list of layers: {error}"
+                "train.recompute = 'auto' needs the layers' activations, which are unknown; use "
+                f"'all' or a list of layers: {error}"
             ) from error
 
     def fitting(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
-        # Beside what layers keep: messages, and what an op needs while it runs.
+        # The rest is messages, and the memory that an op needs while it runs.
         costs, counts = costs_for(replicas), partition.counts
         whole = stage_request(config, replicas, limit).memory(costs, counts, schedule)
         kept = recompute_memory(costs, (), counts, schedule)
@@ -370,10 +411,10 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
 
 
 def stage_request(config: Config, replicas: int, limit: int | None) -> StageRequest:
-    """What the stage planner is asked for a run.
+    """Returns the request to the stage planner for a run.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         replicas: Number of pipelines in the mesh.
         limit: Bytes of a rank. None means unlimited.
     """

@@ -11,11 +11,11 @@ from types import FrameType
 
 @contextmanager
 def stop_flag() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and SIGINT ask for a stop after the current step; the ranks agree on it at that
-    step's end (with post-validation, one later).
+    """Yields a function that returns True once SIGTERM or SIGINT has asked for a stop.
 
-    A second SIGINT interrupts at once. Ranks of dynmo's own launcher ignore SIGINT: it turns it
-    into SIGTERM.
+    The run stops after the current step. The ranks agree on it at the end of that step, or one step
+    later with post-validation. A second SIGINT interrupts at once. Ranks of dynmo's own launcher
+    ignore SIGINT, because the launcher turns it into SIGTERM.
     """
     asked = False
 
@@ -25,9 +25,8 @@ def stop_flag() -> Iterator[Callable[[], bool]]:
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
 
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # it gets no signals, so nobody asks
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread gets signals.
         yield lambda: False
         return
     numbers = [

@@ -1,4 +1,4 @@
-"""What rank 0 tells a newcomer that becomes a rank of a running run."""
+"""The message of rank 0 to a newcomer that becomes a rank of a running run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynmo.errors import RunError
 
 
 class Summons(BaseModel):
-    """Where the newcomer belongs, and the part of the run's state that no layer has.
+    """The newcomer's place, and the part of the run's state that no layer has.
 
     Attributes:
         rank: The newcomer's number.
@@ -22,12 +22,12 @@ class Summons(BaseModel):
         step: The next step.
         shape: Ranks of a pipeline, and number of replicas, from now on.
         layers: Layers on each stage from now on.
-        shape_before: The mesh of the ranks that are there.
-        layers_before: Their placement.
+        shape_before: The mesh of the present ranks.
+        layers_before: Layers on each of its stages.
         names: Name of each layer.
-        state: As a checkpoint has it.
-        costs: What the schedule is made from, for schedules that are made from costs.
-        reference: Seconds that a step took at first, by which `elastic.repack` goes.
+        state: State of the run as a checkpoint has it.
+        costs: Costs of the layers, for schedules that are made from costs.
+        reference: Seconds that a step took at first. `elastic.repack` compares with it.
         micro_batch: Sequences of a microbatch from now on.
         experts: Layers whose experts are spread over replicas: (layer, holders of each expert).
     """
@@ -49,17 +49,17 @@ class Summons(BaseModel):
     experts: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
     def to_text(self) -> str:
-        """As JSON. Floats read back exactly, NaN included."""
+        """Returns the summons as JSON. Floats read back exactly, NaN included."""
         return json.dumps(self.model_dump())
 
     @property
     def known_costs(self) -> tuple[LayerCost, ...] | None:
-        """What the schedule is made from."""
+        """Costs that the schedule is made from."""
         return None if self.costs is None else tuple(LayerCost(**cost) for cost in self.costs)
 
 
 def summons_from(text: str) -> Summons:
-    """Reads what rank 0 wrote.
+    """Reads the text of a summons.
 
     Raises:
         RunError: It is not a summons.
@@ -74,5 +74,5 @@ def summons_from(text: str) -> Summons:
 
 
 def cost_records(costs: tuple[LayerCost, ...] | None) -> tuple[dict[str, Any], ...] | None:
-    """Costs as a summons has them."""
+    """Returns costs as a summons has them."""
     return None if costs is None else tuple(dataclasses.asdict(cost) for cost in costs)

@@ -1,8 +1,7 @@
-"""A Perfetto / Chrome trace of what each rank measured: F, B, W, sends and waits. Open it at
-ui.perfetto.dev.
+"""Writes a Perfetto / Chrome trace of each rank's F, B, W, sends and waits.
 
-Kept are the last steps before, and the first after, every change of the model or of the placement,
-and the last steps of the run.
+Open the trace at ui.perfetto.dev. It has the last steps before every change of the model or of the
+placement, the first steps after it, and the last steps of the run.
 """
 
 from __future__ import annotations
@@ -36,19 +35,25 @@ _COLOURS = {
     SEND: "yellow",
 }
 _BARRIERS = 9
-# A long run with many changes must not fill the memory: the oldest kept steps make room.
+# A long run with many changes must not fill the memory. The oldest kept steps make room.
 _MOST_STEPS = 64
 
-# One row of the tensor that travels: step, kind, stage, microbatch, start, end (seconds since the
+# One row of the tensor that is sent: step, kind, stage, microbatch, start, end (seconds since the
 # common origin).
 Row = tuple[int, int, int, int, float, float]
 
 
 class Tracer:
-    """Collects a rank's slices of time; `finish` brings them to rank 0, which writes the file.
+    """Collects a rank's time intervals.
 
-    placement: where each rank of the world is a pipeline on slices of a GPU, per stage its slice:
-    these are then shown as ranks are.
+    `finish` sends them to rank 0, which writes the file.
+
+    Args:
+        world: All ranks.
+        clock: Clock of this rank.
+        steps: Number of steps to keep around a change.
+        placement: The slice of each stage, if each rank of the world is a pipeline on slices of a
+            GPU. The trace then shows slices like ranks.
     """
 
     def __init__(
@@ -61,10 +66,10 @@ class Tracer:
         self._anchor, self._since = self._origin()
 
     def _origin(self) -> tuple[Any, float]:
-        """A mark of this rank's clock, and its seconds since the ranks' common origin."""
+        """Returns a mark of this rank's clock, and its seconds since the common origin."""
         world, clock = self._world, self._clock
-        # All ranks leave a barrier within a link's latency, unless one is held up just then: the
-        # median of several is everyone's time zero.
+        # All ranks leave a barrier within a link's latency, unless one is held up just then. The
+        # median of several barriers is the common time zero.
         marks: list[Any] = []
         for _ in range(_BARRIERS):
             world.barrier("the trace's time zero")
@@ -77,8 +82,10 @@ class Tracer:
         return marks[0], float((table[0] - table[world.rank]).median())
 
     def renew(self) -> None:
-        """The ranks are others: they have another common origin. All ranks call it, newcomers by
-        making a tracer."""
+        """Finds the common origin of a changed set of ranks.
+
+        All ranks call it together. Newcomers make a tracer instead.
+        """
         anchor, since = self._anchor, self._since
         self._anchor, self._since = self._origin()
         later = since + self._clock.elapsed(anchor, self._anchor) - self._since
@@ -88,18 +95,23 @@ class Tracer:
             rows.extend(moved)
 
     def keep_around(self) -> None:
-        """Something changes now: keep the steps before and the next ones."""
+        """Keeps the steps before and after now, because something changes."""
         self._kept.extend(self._recent)
         self._recent.clear()
         self._coming = self._steps
 
     def observe(self, step: int, slices: Sequence[Interval]) -> None:
-        """One finished step. The clock must be settled."""
+        """Takes the intervals of a finished step. The clock must be settled.
+
+        Args:
+            step: Number of the step.
+            slices: Intervals of this rank's ops, sends and waits.
+        """
         if not self._steps or not slices:
             return
         elapsed = self._clock.elapsed
-        # From step to step: CUDA tells the time between two marks in milliseconds of float32, which
-        # over an hour are coarser than an op.
+        # Times are added from step to step. CUDA gives the time between two marks in milliseconds
+        # of float32. Over an hour these are coarser than an op.
         self._since += elapsed(self._anchor, slices[0].start)
         self._anchor = anchor = slices[0].start
         rows: list[Row] = [
@@ -120,7 +132,7 @@ class Tracer:
             self._recent.append(rows)
 
     def finish(self, path: Path | None) -> None:
-        """Called on every rank; rank 0 writes."""
+        """Collects all rows on rank 0, which writes the file. Every rank calls it."""
         self._kept.extend(self._recent)
         mine = torch.tensor(
             [row for rows in self._kept for row in rows], dtype=torch.float64
@@ -145,12 +157,14 @@ class Tracer:
             rows = self._rows([table.tolist() for table in tables])
             try:
                 write_whole(path, json.dumps(chrome_trace(rows)))
-            except OSError as error:  # what has been trained is not lost for that
+            except OSError as error:  # a lost trace must not end the run
                 _logger.warning(f"{path} cannot be written: {error.strerror}")
 
     def _rows(self, tables: list[list[list[float]]]) -> list[list[list[float]]]:
-        """Of each rank; of each slice in the place of its rank, which is slice * replicas +
-        replica."""
+        """Returns the rows of each rank, or of each slice.
+
+        The index of a slice is slice * replicas + replica.
+        """
         placement = self._placement
         if placement is None:
             return tables
@@ -162,7 +176,10 @@ class Tracer:
 
 
 def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
-    """Rows of every rank -> the Trace Event Format: one thread per rank, times in microseconds."""
+    """Converts the rows of every rank to the Trace Event Format.
+
+    Each rank is a thread. Times are in microseconds.
+    """
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
         for rank in range(len(ranks))
@@ -171,8 +188,8 @@ def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
     for rank, rows in enumerate(ranks):
         for step, code, stage, microbatch, start, end in rows:
             kind = _KINDS[int(code)]
-            # Both ends rounded, not the length: otherwise neighbours could overlap, which viewers
-            # take for nesting.
+            # Both ends are rounded, not the length. Otherwise neighbours could overlap, and viewers
+            # would show them nested.
             ts, stop = round(start * 1e6, 1), round(end * 1e6, 1)
             events.append(
                 {

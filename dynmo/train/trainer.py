@@ -1,5 +1,7 @@
-"""The training loop of one rank: change, rebalance, step, log, save; the same on every rank but for
-who writes."""
+"""The training loop of one rank: change, rebalance, step, log, save.
+
+It is the same on every rank, but only rank 0 writes.
+"""
 
 from __future__ import annotations
 
@@ -61,13 +63,19 @@ _logger = logging.getLogger(__name__)
 
 Listener = Callable[[Event], None]
 
-# In a step's flag: this rank wants to stop.
+# Bit of a step's flag: this rank wants to stop.
 STOP = 1
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
-    """Linear warm-up over `warmup` steps, then the decay down to `lr * min_lr_ratio` at the last
-    step. A pure function of the step."""
+    """Returns the learning rate of a step. A pure function of the step.
+
+    It rises linearly over `warmup` steps. Then it decays to `lr * min_lr_ratio` at the last step.
+
+    Args:
+        train: Section `[train]` of the config.
+        step: Number of the step.
+    """
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
     if train.decay == "constant" or train.steps <= train.warmup + 1:
@@ -79,8 +87,18 @@ def learning_rate(train: TrainSection, step: int) -> float:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run left, the same on every rank. `seconds`: of training, without starting
-    up. left: this rank has left the run, which goes on."""
+    """The result of a finished run, the same on every rank.
+
+    Attributes:
+        loss: Loss of the last step.
+        weights_digest: SHA-256 of the weights.
+        buffers_digest: SHA-256 of the persistent buffers.
+        seconds: Seconds of training, without the set-up.
+        interrupted: Whether the run stopped on request.
+        steps: Number of steps that are done.
+        partition: Number of layers on each stage.
+        left: Whether this rank has left the run, which goes on.
+    """
 
     loss: float
     weights_digest: str
@@ -94,8 +112,14 @@ class RunResult:
 
 @dataclass
 class _Started:
-    """A step as it began: learning rate, placement, frozen layers; and how long it took, without
-    what of its end fell into the next."""
+    """A step as it began.
+
+    Attributes:
+        rate: Learning rate.
+        layers: Number of layers on each stage.
+        frozen: Number of frozen layers.
+        seconds: Seconds of the step, without the part of its end that fell into the next step.
+    """
 
     rate: float
     layers: tuple[int, ...]
@@ -104,8 +128,17 @@ class _Started:
 
 
 class Trainer:
-    """One rank of one run. world: of all ranks; the trainer arranges them in a mesh. summons: what
-    rank 0 told this process, which joins a running run."""
+    """Trains as one rank of one run.
+
+    Args:
+        config: Config of the run.
+        world: All ranks. The trainer arranges them in a mesh.
+        model: The model to train.
+        folder: `runs/NAME`. None means that nothing is written.
+        resume: Whether to go on from the newest checkpoint.
+        listen: Called with every event, on rank 0.
+        summons: Rank 0's message to this process, if it joins a running run.
+    """
 
     def __init__(
         self,
@@ -118,18 +151,18 @@ class Trainer:
         summons: Summons | None = None,
     ) -> None:
         self.config, self._everyone, self._folder, self._listen = config, world, folder, listen
-        self._recorded = config  # with what cases have found out
+        self._recorded = config  # with the options that cases have found
         self._checkpoints = RunCheckpoints(
             config, world, None if folder is None else folder / "checkpoints"
         )
         saved = self._checkpoints.find(model) if resume else None
-        # What decisions need that have to fit a memory.
+        # Memory and shapes, for decisions that have to fit a memory.
         limit = memory_limit(config, world.device)
         self._shapes = self._known_shapes(model, limit, is_first=saved is None and summons is None)
         self._cases: list[Dynamism] = make_cases(config, model.layers)
         self._stepped = summons is not None  # whether a step is done
-        self._barrier_stays = False  # although there is to be none
-        # Steps that have run and whose results are still out.
+        self._barrier_stays = False  # although the config asks for none
+        # Steps that have run and have no result yet.
         self._started: dict[int, _Started] = {}
         self.first_step, self._loss, moved, reference = 0, math.nan, 0, None
         if summons is not None:
@@ -168,7 +201,7 @@ class Trainer:
         self._elastic = Elasticity(
             config, self.pipeline, self._rebalancer, make_source(config, world), reference
         )
-        # Last: what was wrong until here leaves no log.
+        # The log is opened last, so that earlier errors leave no log.
         self._log = (
             EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
         )
@@ -182,8 +215,13 @@ class Trainer:
     def _known_shapes(
         self, model: Model, limit: int | None, is_first: bool
     ) -> tuple[LayerCost, ...] | None:
-        """What the layers hold by shapes, if a memory limits them. is_first: whether the first plan
-        must fit it, too."""
+        """Returns the layers' bytes by shapes, if a memory limits them.
+
+        Args:
+            model: The model.
+            limit: Bytes of a rank. None means unlimited.
+            is_first: Whether the first plan must fit the limit too.
+        """
         if limit is None:
             return None
         costs, unknown = known_costs(self.config, model)
@@ -195,7 +233,7 @@ class Trainer:
         return costs if unknown is None else None
 
     def _first_pipeline(self, model: Model, saved: SavedRun | None) -> Engine:
-        """The pipeline of a run that starts or resumes."""
+        """Makes the pipeline of a run that starts or resumes."""
         config = self.config
         pipeline, data = config.shape_at(0) if saved is None else saved.shape(config)
         partition = first_partition(config, model.layers, pipeline)
@@ -206,13 +244,13 @@ class Trainer:
 
     @property
     def world(self) -> World:
-        """This rank's pipeline: one of the mesh."""
+        """This rank's pipeline, which is one of the mesh."""
         return self.pipeline.world
 
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
-        # Up to the last event: a signal that comes after the last step must not cut the account
+        # The flag stays until the last event. A signal after the last step must not cut the account
         # short.
         with stop_flag() as stopping:
             try:
@@ -232,7 +270,7 @@ class Trainer:
             except InputError as error:
                 if not self._stepped:
                     raise
-                raise RunError(str(error)) from error  # no wrong input: something has trained
+                raise RunError(str(error)) from error  # not wrong input, because steps have run
             if self._elastic.left:
                 return RunResult(
                     self._loss, "", "", time.perf_counter() - start, False, step, (), left=True
@@ -241,8 +279,15 @@ class Trainer:
         return self.finish(step, time.perf_counter() - start, interrupted)
 
     def advance(self, step: int, stop: bool = False) -> bool:
-        """One turn of the loop, with all that belongs to it. Returns whether some rank wants to
-        `stop`."""
+        """Runs one turn of the loop: changes, step, evaluation, checkpoint.
+
+        Args:
+            step: Number of the step.
+            stop: Whether this rank wants to stop.
+
+        Returns:
+            True if some rank wants to stop.
+        """
         train = self.config.train
         interrupted = self._must_drain(step) and self._drain()
         self._change(step)
@@ -271,7 +316,16 @@ class Trainer:
         return interrupted
 
     def finish(self, step: int, seconds: float, interrupted: bool = False) -> RunResult:
-        """After the last turn: `step` steps are done, in so many seconds."""
+        """Ends the run after the last turn.
+
+        Args:
+            step: Number of steps that are done.
+            seconds: Seconds that they took.
+            interrupted: Whether the run stops on request.
+
+        Returns:
+            The result of the run.
+        """
         self._drain()
         self._emit(self._rebalancer.close_measurement(step))
         digest, buffers = self.pipeline.digest(), self.pipeline.layer_states.buffers_digest()
@@ -304,8 +358,10 @@ class Trainer:
         )
 
     def _must_drain(self, step: int) -> bool:
-        """Whether something before this step may look at the model or the last signals, or change
-        it: the step before must be final."""
+        """Returns True if the step before must be final.
+
+        Something before this step may then change the model, or read it or the last signals.
+        """
         return (
             self._rebalancer.should_check(step)
             or self._elastic.acts(step)
@@ -313,8 +369,7 @@ class Trainer:
         )
 
     def _change(self, step: int) -> None:
-        """The ranks or the mesh change, or the balancer looks at what was measured; then the
-        dynamic cases act."""
+        """Changes the ranks or the mesh, or lets the balancer decide. Then the cases act."""
         if step != self._joins_at:
             self._collect(step)
             self._resize(step)
@@ -357,7 +412,7 @@ class Trainer:
                 self._emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
 
     def _resize(self, step: int) -> None:
-        """The run goes on with fewer ranks, or with newcomers."""
+        """Goes on with fewer ranks, or with newcomers, if that is decided."""
 
         def state() -> dict[str, Any]:
             return state_of(
@@ -381,7 +436,7 @@ class Trainer:
             self._emit(event)
 
     def _use(self, config: Config) -> None:
-        """The run goes on under a config with other microbatches."""
+        """Goes on under a config with other microbatches."""
         if config is not self.config:
             self.config = config
             self._recorded = with_options(
@@ -390,7 +445,7 @@ class Trainer:
             self._write_config("the size of microbatches")
 
     def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
-        """The same ranks go on as `data` replicas of a pipeline of `pipeline` ranks."""
+        """Makes the same ranks `data` replicas of a pipeline of `pipeline` ranks."""
         before = self.pipeline.shape
         for event in self._rebalancer.reshape(step, pipeline, data, partition):
             self._emit(event)
@@ -400,19 +455,28 @@ class Trainer:
             self._tell_barrier(step)
 
     def _tell_barrier(self, step: int) -> None:
-        """Post-validation that is asked for and cannot be: a weight tied over two ranks gets its
-        gradient from both. That ends in a mesh that has it on one."""
+        """Reports if post-validation is not possible although the config asks for it.
+
+        A weight tied over two ranks gets its gradient from both, so the barrier stays. A mesh that
+        has the weight on one rank needs no barrier.
+        """
         stays = (
             self.config.pipeline.post_validation and self.pipeline.objective is Objective.MAKESPAN
         )
         if stays != self._barrier_stays:
             self._barrier_stays = stays
-            reason = f"the tied weight of embedding and head is on {'two ranks' if stays else 'one rank'}"
+            reason = (
+                "the tied weight of embedding and head is on "
+                f"{'two ranks' if stays else 'one rank'}"
+            )
             self._emit(PostValidationEvent(step, now(), not stays, reason))
 
     def _step(self, step: int, stop: bool) -> bool:
-        """Runs a step, and tells of those that are final by now. Returns whether a rank wished to
-        stop."""
+        """Runs a step, and reports the steps that are final now.
+
+        Returns:
+            True if a rank wants to stop.
+        """
         train, start = self.config.train, time.perf_counter()
         rate = learning_rate(train, step)
         self._started[step] = _Started(
@@ -427,7 +491,7 @@ class Trainer:
         return self._finish(results)
 
     def _drain(self) -> bool:
-        """Waits until the last step is final. Returns whether a rank wished to stop."""
+        """Waits until the last step is final. Returns True if a rank wants to stop."""
         start = time.perf_counter()
         results = self.pipeline.drain()
         if results:
@@ -441,7 +505,7 @@ class Trainer:
         return any(flag & STOP for result in results for flag in result.flags)
 
     def _tell(self, result: StepResult, started: _Started) -> None:
-        """What follows from a step's result, for cases, balancer and log."""
+        """Hands a step's result to cases, balancer and log."""
         step, seconds = result.step, started.seconds
         self._stepped = True
         self._loss = result.loss
@@ -488,14 +552,14 @@ class Trainer:
             dense = case.dense(pipeline.case_context)
             if dense is not None:
                 with dense:
-                    results += evaluate(None)  # what a cache has is of the other evaluation
+                    results += evaluate(None)  # the cache belongs to the other evaluation
         self._emit(EvalEvent(step - 1, now(), *results))
 
     def _costs(self) -> tuple[LayerCost, ...]:
         return with_workspace(self.pipeline.costs(), self._shapes, self.pipeline.recomputed)
 
     def _record_costs(self, steps: int) -> None:
-        """What the layers cost at the end, for `dynmo plan runs/<name>`."""
+        """Writes the layers' costs at the end, for `dynmo plan runs/<name>`."""
         costs = self._costs()
         if self._log is not None and self._folder is not None:
             if self._shapes is None:
@@ -505,16 +569,16 @@ class Trainer:
             profile = profile_of(self.config, self.pipeline, costs, steps)
             try:
                 profile_file.write(self._folder / profile_file.IN_RUN, profile)
-            except InputError as error:  # what has been trained is not lost for that
+            except InputError as error:  # missing costs must not end the run
                 _logger.warning(str(error))
 
     def _record_options(self, case: str, options: Mapping[str, Any]) -> None:
-        """What a case has found out by itself becomes part of the run's own config."""
+        """Adds options that a case has found by itself to the run's own config."""
         self._recorded = with_options(self._recorded, ("dynamism", case), options)
         self._write_config(", ".join(options))
 
     def _write_config(self, what: str) -> None:
-        """Records the config as it is now. what: What has changed, for messages."""
+        """Records the config as it is now. `what` names the change in messages."""
         if self._log is not None and self._folder is not None:
             path = self._folder / "config.toml"
             try:

@@ -54,7 +54,7 @@ def test_parameters_do_not_see_freezing():
 
 
 def test_exact_moves_as_few_bytes_as_it_can():
-    # Layer 0 decides alone; (1, 3, 1) moves layer 1, and (1, 2, 2), which is smoother, layer 3 too.
+    # Layer 0 decides alone. (1, 3, 1) moves layer 1. The smoother (1, 2, 2) moves layer 3 too.
     layers = tuple(
         LayerCost(f, 0.0, 0.0, optimizer_bytes=size)
         for f, size in ((6, 1), (1, 5), (1, 1), (1, 1), (1, 1))
@@ -66,7 +66,7 @@ def test_exact_moves_as_few_bytes_as_it_can():
         for layer, size in zip(layers, (1, 5, 0, 0, 0), strict=True)
     )
     assert balancer("exact")(replace(request, layers=free)).counts == (1, 2, 2)
-    # Where no bytes are given, layers are counted.
+    # Layers are counted if no bytes are given.
     unknown = tuple(replace(layer, optimizer_bytes=0) for layer in layers)
     assert balancer("exact")(replace(request, layers=unknown)).counts == (1, 3, 1)
 
@@ -116,7 +116,7 @@ def test_random_without_another_placement():
 def test_random_draws_only_what_fits():
     request = limited([1, 1, 5, 1, 1], (1, 1, 3), (10, 2, 10))
     drawn = {balancer("random")(replace(request, step=step)).counts for step in range(100)}
-    # Stage 1 cannot hold layer 2; (1, 1, 3) is the current one.
+    # Stage 1 cannot hold layer 2. (1, 1, 3) is the current partition.
     assert drawn == {(3, 1, 1)}
     unfit = replace(request, current=Partition((2, 1, 2)))
     assert {balancer("random")(replace(unfit, step=step)).counts for step in range(100)} == {
@@ -176,8 +176,8 @@ def test_several_stages_per_rank():
 
 
 def test_exact_breaks_ties_by_the_simulated_time():
-    # Layer 0 decides the bottleneck; how the others are divided is free, and (1, 2, 5) takes an
-    # eighth longer than (1, 3, 4).
+    # Layer 0 decides the bottleneck, so the others are divided freely. (1, 2, 5) takes an eighth
+    # longer than (1, 3, 4).
     layers = (LayerCost(5.0, 5.0, 5.0), *(LayerCost(1.0, 1.0, 1.0) for _ in range(7)))
     request = BalanceRequest(layers, Partition((1, 2, 5)))
     make = by_name("1f1b", 4)
@@ -240,6 +240,9 @@ def test_by_type():
 def test_names():
     with pytest.raises(
         PartitionError,
-        match="unknown balancer 'exat'; choose one of none, uniform, exact, schedule-aware, diffusion, random",
+        match=(
+            "unknown balancer 'exat'; choose one of none, uniform, exact, schedule-aware, "
+            "diffusion, random"
+        ),
     ):
         balancer("exat")

@@ -27,7 +27,7 @@ NAMES = (
 def test_deepspeed_counts():
     assert deepspeed_uniform(10, 4) == [0, 3, 6, 8, 10]
     assert deepspeed_uniform(8, 4) == [0, 2, 4, 6, 8]
-    # What did not divide went to the last stage in older versions: 7 layers there, 2 elsewhere.
+    # Older versions gave the remainder to the last stage: 7 layers there, 2 elsewhere.
     assert deepspeed_uniform(47, 20, rest_last=True)[-3:] == [36, 38, 47]
 
 

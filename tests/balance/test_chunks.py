@@ -118,8 +118,10 @@ def test_a_rank_evens_out_over_its_stages():
 
 @pytest.mark.parametrize("placement", [looped(4, 2), looped(3, 3), (0, 1, 2, 3, 1, 0, 2, 3)])
 def test_without_proof_it_is_near(placement: tuple[int, ...]):
-    """The descent alone (no node for branch and bound), against the proven optimum: within 3 % on
-    average, 12 % at worst."""
+    """The descent alone is within 3 % of the optimum on average, 12 % at worst.
+
+    Branch and bound has no node here.
+    """
     draw = random.Random(str(placement))
     over: list[float] = []
     for _ in range(20):

@@ -1,4 +1,7 @@
-"""Path diffusion descends and keeps the order; Algorithm 3 as published descends and does not."""
+"""Path diffusion descends and keeps the order.
+
+Algorithm 3 as published descends and does not keep the order.
+"""
 
 import random
 from itertools import pairwise
@@ -73,8 +76,8 @@ def test_a_load_goes_down_a_slope_where_no_neighbours_can_trade():
 
 
 def test_by_hand():
-    # Loads 9 3 3. Both flows run downstream and a layer over each boundary lessens them: 7 4 4;
-    # then no path lowers the largest.
+    # The loads are 9 3 3. Both flows run downstream, and a layer over each boundary lessens them.
+    # The loads become 7 4 4. Then no path lowers the largest.
     result = diffuse([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], Partition((3, 2, 2)))
     assert result.moves[:2] == ((2, 0, 1), (4, 1, 2))
     assert max(stage_loads([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], result.partition)) <= 7.0
@@ -158,8 +161,9 @@ def test_algorithm_3_within_memory_and_iterations():
 
 
 def test_algorithm_3_compares_with_the_variance_as_it_is_now():
-    # Loads 20 18 1, two of them over the mean. The first transfer makes them 10 18 11; the second
-    # would make them 19 9 11: better than the start of the iteration, and worse than now.
+    # The loads are 20, 18 and 1. Two of them are over the mean. The first transfer makes them 10 18
+    # 11. The second would make them 19 9 11, which is better than the start of the iteration and
+    # worse than now.
     weights = [10.0, 10.0, 9.0, 9.0, 1.0]
     current = Partition((2, 2, 1))
     transfers = published_diffusion(weights, current, iterations=1)

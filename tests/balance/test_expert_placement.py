@@ -1,4 +1,7 @@
-"""Placements of experts: every expert is held, the search never loses, and it comes near the optimum."""
+"""Placements of experts: complete, never worse by search, near the optimum.
+
+Every placement holds every expert.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +180,10 @@ def test_it_is_never_worse_than_the_current_placement(
 @many
 @given(cases())
 def test_more_room_for_copies_serves(case: Case):
-    """A fresh search is a heuristic, but one that goes on from the narrower placement cannot lose."""
+    """A search that goes on from the narrower placement cannot lose.
+
+    A fresh search is only a heuristic.
+    """
     counts, ranks, per_rank = case
     narrow = place_experts(*case)
     wide = place_experts(counts, ranks, per_rank + 1, narrow)
@@ -197,7 +203,10 @@ def test_without_copies_the_order_of_the_sources_does_not_matter(case: Case, dra
 
 
 def test_all_load_at_one_expert():
-    """Copies of the hot expert share its tokens, on as many ranks as there are places."""
+    """Copies of the hot expert share its tokens.
+
+    They are on as many ranks as there are places.
+    """
     for per_rank, copies in ((2, 1), (3, 4)):
         counts = [[0, 0, 0, 9, 0, 0, 0, 0]] * 4
         placement = place_experts(counts, 4, per_rank)
@@ -245,7 +254,10 @@ def optimum(case: Case) -> float:
 
 
 def test_the_search_is_near_the_optimum():
-    """Most small cases with popular experts are solved exactly. The mean distance is under 1 %."""
+    """Most small cases with popular experts are solved exactly.
+
+    The mean distance is under 1 %.
+    """
     draw = random.Random(5)
     gaps: list[float] = []
     for _ in range(120):

@@ -45,8 +45,10 @@ def best_of(
     speeds: list[float] | None = None,
     sends: Callable[[int, int], Fraction] = lambda stage, stop: Fraction(),
 ) -> tuple[int, ...]:
-    """What `exact` promises to minimise, in its order: times in fractions, their squares in whole
-    units."""
+    """The goals that `exact` promises to minimise, in its order.
+
+    Times are fractions. Their squares are in whole units.
+    """
     layers, ranks = len(weights), len(every[0]) - 1
     rates = [Fraction(speed) for speed in speeds or [1] * ranks]
 
@@ -88,7 +90,7 @@ def best_of(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[float], int]:
-    # Few distinct values make ties; any float makes sums that round; zeros are layers that cost
+    # Few distinct values make ties. Any float makes sums that round. Zeros are layers that cost
     # nothing.
     weight = draw(
         st.sampled_from(
@@ -229,8 +231,10 @@ def test_a_thousand_small_cases_under_memory_limits():
 
 @pytest.mark.parametrize("kind", ["memory", "links", "both"])
 def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
-    """Against Bellman's table, with layers that only some stages can hold, and outputs of several
-    sizes."""
+    """The result is that of Bellman's table.
+
+    Only some stages can hold certain layers, and outputs have several sizes.
+    """
     draw = random.Random(kind)
     feasible = 0
     for _ in range(12):
@@ -274,8 +278,10 @@ def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
 
 
 def test_halves_of_blocks_on_the_fixed_traces():
-    """What whole blocks, halves and equal shares gain over two blocks on each of 24 ranks, as the
-    ratio of the bottlenecks' sums."""
+    """Gains of whole blocks, halves and equal shares over two blocks on 24 ranks.
+
+    A gain is the ratio of the bottlenecks' sums.
+    """
     expected = {
         "early_exit": (1.00, 1.24, 1.39),
         "freezing": (1.09, 1.19, 1.36),
@@ -312,7 +318,7 @@ def test_a_stage_stops_short_of_a_layer_that_the_next_one_cannot_hold():
 
 
 def test_the_bottleneck_is_a_sum_of_layers_and_not_near_one():
-    # A relative difference of 2e-16 decides; a bisection to a tolerance would not see it.
+    # A relative difference of 2e-16 decides. A bisection to a tolerance would not see it.
     weights = [1.0, 1.0 + 2**-52, 1.0, 1.0 - 2**-53]
     assert exact(weights, 2).counts == (2, 2)
     assert exact(weights[::-1], 2).counts == (2, 2)
@@ -324,7 +330,7 @@ def test_the_bottleneck_is_a_sum_of_layers_and_not_near_one():
 
 
 def test_ties():
-    # Layer 0 alone decides the bottleneck; the rest is free.
+    # Layer 0 alone decides the bottleneck. The rest is free.
     weights = [6.0, 1.0, 1.0, 1.0, 1.0]
     assert exact(weights, 3).counts == (1, 2, 2)
     assert exact(weights, 3, current=Partition((1, 3, 1))).counts == (1, 3, 1)

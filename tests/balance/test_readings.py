@@ -51,7 +51,7 @@ SECONDS = st.floats(0.5, 2.0)
 def test_one_outlier_is_in_one_half_at_most(
     readings: list[float], outlier: float, data: st.DataObject
 ) -> None:
-    """Whether its readings are microbatches of one step or steps of one microbatch."""
+    """The readings are microbatches of one step or steps of one microbatch."""
     at = data.draw(st.integers(0, len(readings) - 1))
     readings = [*readings[:at], outlier, *readings[at + 1 :]]
     newest = readings[-WINDOW:]

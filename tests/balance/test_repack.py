@@ -29,7 +29,7 @@ def slowest(loads: list[int], partition: Partition) -> float:
 
 @given(LOADS, st.integers(1, 40))
 def test_no_placement_on_fewer_ranks_is_fast_enough(loads: list[int], limit: int) -> None:
-    """Against all placements of all numbers of ranks."""
+    """The search is compared with all placements of all numbers of ranks."""
     choice = fewest_ranks(
         lambda ranks: exact([float(x) for x in loads], ranks),
         lambda p: slowest(loads, p),
@@ -82,7 +82,7 @@ def test_what_each_merges() -> None:
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9), st.data())
 def test_the_most_nodes_become_empty(nodes: list[str], data: st.DataObject) -> None:
-    """Against all choices of ranks."""
+    """The result is compared with all choices of ranks."""
     count = data.draw(st.integers(1, len(nodes)))
     kept = kept_ranks(nodes, count)
     assert kept[0] == 0

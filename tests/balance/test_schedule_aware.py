@@ -105,9 +105,11 @@ def test_close_to_the_best_of_every_placement(name: str, objective: Objective):
 
 
 def test_what_it_is_worth():
-    """About as many microbatches as ranks and a frozen prefix: a percent or two under the best
-    placement of the least bottleneck, and 8 % and more under the worst of them, all of them
-    tried."""
+    """With about as many microbatches as ranks and a frozen prefix, the search gains.
+
+    It is a percent or two under the best placement of the least bottleneck, and 8 % or more under
+    the worst of them. All of these placements are tried.
+    """
     draw = random.Random(3)
     blocks = tuple(
         LayerCost(1.0, 1.0, 0.8) if i % 2 else LayerCost(1.2, 1.4, 0.6) for i in range(18)
@@ -206,8 +208,10 @@ def test_slow_links_and_slow_ranks():
 
 
 def test_a_schedule_that_follows_the_costs():
-    """Judged in the end by the schedule made for the placement; one that cannot be made is passed
-    over."""
+    """The schedule made for a placement decides in the end.
+
+    A placement whose schedule cannot be made is passed over.
+    """
     layers = drawn(random.Random(8), 14)
     asked: list[Costs] = []
 
@@ -255,7 +259,7 @@ def test_several_stages_per_rank():
             memory=memory,
         )
         assert result.seconds <= min(best * 1.02, result.started * (1 + 1e-9))
-        # What a rank's stages hold counts together.
+        # The memory of all stages of a rank counts together.
         limit = sum(x.weight_bytes for x in layers) * 6 // 10
         tight = MemoryLimits(layers, (((0, 0),),) * 4, (limit,) * 4)
         bounds = schedule_aware(
@@ -281,8 +285,10 @@ def test_rows_of_a_schedule():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_slow_links_are_a_start_of_their_own(seed: int):
-    """Never slower, by the simulator, than the placement whose stages count the way of their
-    output."""
+    """The placement is never slower by the simulator.
+
+    It is compared with the placement whose stages count the way of their output.
+    """
     draw = random.Random(seed)
     layers = tuple(replace(x, output_bytes=draw.choice([1, 40])) for x in drawn(draw, 12))
     links = [LinkCost(0.0, draw.choice([10.0, 100.0])) for _ in range(3)]

@@ -24,9 +24,9 @@ def test_it_moves_when_the_saving_exceeds_the_price():
     decision = worth_moving(1.25, 1.0, 100, 10.0, margin=2.0, hysteresis=0.05)
     assert decision.move
     assert decision.predicted_gain == pytest.approx(0.2)
-    assert (
-        decision.reason
-        == "move: a step takes 1.25 s and would take 1 s, 25 s saved over 100 steps against 10 s for the move x 2"
+    assert decision.reason == (
+        "move: a step takes 1.25 s and would take 1 s, 25 s saved over 100 steps against 10 "
+        "s for the move x 2"
     )
 
 
@@ -42,9 +42,9 @@ def test_the_price_itself_is_not_enough():
 def test_a_small_gain_stays_however_long_the_horizon():
     decision = worth_moving(1.0, 0.875, 10**9, 0.001, hysteresis=0.25)
     assert not decision.move
-    assert (
-        decision.reason
-        == "stay: a step takes 1 s and would take 0.875 s, a gain of 12.50% under the 25.00% that counts"
+    assert decision.reason == (
+        "stay: a step takes 1 s and would take 0.875 s, a gain of 12.50% under the 25.00% "
+        "that counts"
     )
     assert worth_moving(1.0, 0.75, 10**9, 0.001, hysteresis=0.25).move
 
@@ -104,7 +104,8 @@ def test_a_gain_is_believed_as_far_as_it_lasts():
     cut = worth_moving_through([Outlook(0, 50, *better), Outlook(50, 100, *worse)], 10.0, 1.5)
     assert not cut.move, "10 s saved until step 50 do not pay for two moves"
     assert cut.reason.endswith(
-        "10 s saved over 50 steps against 20 s for the move x 1.5, until the change expected at step 50, and then back"
+        "10 s saved over 50 steps against 20 s for the move x 1.5, until the change expected at "
+        "step 50, and then back"
     )
     assert worth_moving_through([Outlook(0, 50, *better), Outlook(50, 100, *even)], 3.0, 1.5).move
     both = worth_moving_through([Outlook(0, 50, *better), Outlook(50, 100, 1.0, 0.9)], 9.0, 1.5)
@@ -120,9 +121,9 @@ def test_what_is_soon_wrong_waits():
     outlook = [Outlook(8, 10, 2.0, 1.0), Outlook(10, 100, 1.0, 2.0)]
     decision = worth_moving_through(outlook, 0.0)
     assert not decision.move
-    assert (
-        decision.reason
-        == "wait: a gain of 50.00% would last 2 steps; from step 10 on a step would take 2 s instead of 1 s"
+    assert decision.reason == (
+        "wait: a gain of 50.00% would last 2 steps; from step 10 on a step would take 2 s "
+        "instead of 1 s"
     )
     assert worth_moving_through([Outlook(8, 13, 2.0, 1.0), Outlook(13, 100, 1.0, 2.0)], 0.0).move
     assert not worth_moving_through([], 0.0).move

@@ -1,5 +1,8 @@
-"""The end-to-end benchmark of the cases: what it makes of measurements, and, in small, that its
-sides are the same training."""
+"""The end-to-end benchmark of the cases.
+
+The tests check what it makes of measurements. In small, they also check that its sides are the same
+training.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ def trained(frozen: int) -> tuple[LayerCost, ...]:
 
 
 def test_the_ideal_is_of_every_phase() -> None:
-    """Three layers frozen: 3 s against 9 s a microbatch, which 4 + 2 layers make 6 against 6."""
+    """With three layers frozen, 3 s against 9 s a microbatch become 6 against 6.
+
+    The placement of 4 + 2 layers does that.
+    """
     spans, costs = [(0, 2), (2, 6)], [trained(0), trained(3)]
     seconds_of = simulated(spans, costs, [[3, 3]] * 4 + [[4, 2]] * 2)
 
@@ -188,8 +194,10 @@ def test_every_side_is_a_valid_run(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["freezing", "pruning", "early_exit", "mixture_of_depths"])
 def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
-    """On real ranks. Whether layers move is up to the timing, so here only the numbers are
-    certain."""
+    """On real ranks, only the numbers are certain.
+
+    The timing decides whether layers move.
+    """
     sizes = SMALL | SURE if case == "early_exit" else SMALL
     rounds = pool.run(
         "benchmarks.cases_race:race", 2, timeout=120, case=case, steps=20, rounds=1, sizes=sizes

@@ -1,4 +1,7 @@
-"""The four sides of `benchmarks.expert_parallel` train the same weights, and act as they say."""
+"""The four sides of `benchmarks.expert_parallel` train the same weights.
+
+They also act as they say.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`make gpu` without a GPU: its refusals, its runner, and the benchmarks on small models on CPU."""
+"""`make gpu` without a GPU.
+
+The tests cover its refusals, its runner, and the benchmarks on small models on CPU.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +69,9 @@ def test_missing_packages_are_named_in_one_line() -> None:
     """-S leaves out all that pip has installed: torch and rich are missing as well."""
     done = python("-S", "-m", "benchmarks.gpu")
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr
-        == f"benchmarks.gpu: missing packages: {', '.join(checks.PACKAGES)}; docs/gpu.md says how to bring them along\n"
+    assert done.stderr == (
+        f"benchmarks.gpu: missing packages: {', '.join(checks.PACKAGES)}; docs/gpu.md says "
+        f"how to bring them along\n"
     )
 
 
@@ -102,7 +105,10 @@ def test_an_unknown_part() -> None:
 
 
 def test_the_parts_fit_their_time_and_are_named() -> None:
-    """All parts together, a second for each process to end, and the probe: under 9 minutes."""
+    """All parts together take under 9 minutes.
+
+    That includes a second for each process to end, and the probe.
+    """
     assert command.SECONDS + len(PARTS) + 4 <= 9 * 60
     assert [part.name for part in PARTS] == [
         *(
@@ -141,7 +147,10 @@ def part(name: str, code: str, limit: float = 30.0, needs: Sequence[str] = ()) -
 
 
 # It leaves a process in a session of its own, as a test that starts a run does.
-HANGS = "import subprocess, time; p = subprocess.Popen(['sleep', '1000'], start_new_session=True); print(p.pid, flush=True); time.sleep(1000)"
+HANGS = (
+    "import subprocess, time; p = subprocess.Popen(['sleep', '1000'], start_new_session=True); "
+    "print(p.pid, flush=True); time.sleep(1000)"
+)
 PRINTS = "import atexit, json; atexit.register(print, json.dumps(dict({})))"
 
 
@@ -209,7 +218,10 @@ def test_what_pytest_says_last_is_what_came(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_of_two_parts(tmp_path: Path) -> None:
-    """The real command, with the parts that start fewest processes, writes where it is told to."""
+    """The real command writes where it is told to.
+
+    It runs the parts that start the fewest processes.
+    """
     done = python("-m", "benchmarks.gpu", "--dry", "--only", "split,sparse", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     records = {
@@ -285,7 +297,10 @@ def test_sparse() -> None:
 
 
 def test_slices() -> None:
-    """In a process of its own: torch's runtime takes the process's default group."""
+    """The part runs in a process of its own.
+
+    torch's runtime takes the process's default group.
+    """
     done = python("-m", "benchmarks.gpu.slices", "--dry", "--json", "--hidden", "32")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)

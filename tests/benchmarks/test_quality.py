@@ -85,7 +85,10 @@ def test_a_run_in_small(pool: Pool) -> None:
 
 
 def test_several_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a process of its own, and told in the order in which they were asked for."""
+    """Each runs in a process of its own.
+
+    The results are told in the order in which they were asked for.
+    """
     few = {"dense": runs(2)["dense"]}
     monkeypatch.setattr("benchmarks.quality.runs", lambda steps: few)
     result = measure(steps=2, seeds=2, jobs=2, evaluations=2, batches=1, hidden=64)

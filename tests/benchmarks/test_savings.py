@@ -88,7 +88,10 @@ def test_the_document_says_what_sparse_attention_was_measured_to_gain() -> None:
         for row in rows
     }
     said = re.search(
-        r"At 512, .* are ([\d.]+) to ([\d.]+) times as fast as dense, .* at 4,096 ([\d.]+) to ([\d.]+) times",
+        (
+            r"At 512, .* are ([\d.]+) to ([\d.]+) times as fast as dense, .* at 4,096 ([\d.]+) "
+            r"to ([\d.]+) times"
+        ),
         " ".join((ROOT / "docs/cases.md").read_text().split()),
     )
     assert said is not None

@@ -1,5 +1,7 @@
-"""The benchmark of the cost traces, in small: what it takes for granted about the traces, and that
-the figures stand."""
+"""The benchmark of the cost traces, in small.
+
+The tests check what it takes for granted about the traces, and that the figures stand.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("blocks", [24, 48])
 def test_the_densities_are_those_that_the_trace_was_made_from(blocks: int) -> None:
-    """Sparse kernels pay from 75 % on: a half's W is its dense one times its density / 0.25, at
-    most 1."""
+    """Sparse kernels pay from 75 % on.
+
+    A half's W is its dense one times its density / 0.25, at most 1.
+    """
     densities = pruned(blocks, 2048, 1, 24)
     for moment, layers in enumerate(trace("pruning", blocks, 2048)):
         for layer, (cost, whole) in enumerate(zip(layers, dense(blocks, 2048), strict=True)):
@@ -74,7 +78,10 @@ def test_the_pilot_is_drawn_as_the_trace_was(case: str) -> None:
 
 
 def test_one_schedule_serves_all_costs() -> None:
-    """The compiled replay takes as long as the simulator with the schedule made for the costs."""
+    """The compiled replay takes as long as the simulator.
+
+    The simulator runs the schedule that was made for the costs.
+    """
     on, layers = Placements(24, 16), trace("mixture_of_depths", 24, 2048)[3]
     for placement in (on.even, on.place(layers)):
         assert on.seconds(layers, placement) == pytest.approx(
@@ -104,8 +111,10 @@ def test_ours_is_near_the_best_static_placement() -> None:
 
 
 def test_emulated_ranks_in_small(pool: Pool) -> None:
-    """Two ranks of a few long ops: a moment with a frozen prefix, measured beside the
-    simulator's."""
+    """Two ranks run a few long ops.
+
+    A moment with a frozen prefix is measured beside the simulator's.
+    """
     given = {
         "case": "freezing",
         "sequence": 2048,

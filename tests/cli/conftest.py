@@ -1,5 +1,7 @@
-"""Runs of `dynmo train`: starting ranks costs seconds of importing torch, so one run serves many
-tests."""
+"""Runs of `dynmo train`, of which one serves many tests.
+
+Starting ranks costs seconds of importing torch.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ from tests.processes import gone, ranks
 
 @pytest.fixture
 def work(tmp_path: Path) -> Iterator[Path]:
-    """A folder to train in. After the test no process works there, and no rendezvous folder is
-    left."""
+    """A folder to train in.
+
+    After the test no process works there, and no rendezvous folder is left.
+    """
     fill(tmp_path)
     yield tmp_path
     left = not gone(tmp_path)

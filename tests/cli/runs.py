@@ -1,4 +1,4 @@
-"""`dynmo train` as a process: what its tests start, and what they look at afterwards."""
+"""`dynmo train` as a process: helpers that start it and look at its results."""
 
 from __future__ import annotations
 
@@ -131,7 +131,18 @@ def train(
     sets: tuple[str, ...] = (),
     env: Mapping[str, str] | None = None,
 ) -> Any:
-    """Starts `dynmo train`."""
+    """Starts `dynmo train run.toml` in `folder`.
+
+    Args:
+        folder: Working folder, as `fill` makes it.
+        *arguments: Further arguments of the command.
+        name: Name of the run.
+        sets: Values of `--set`, such as "train.steps=3".
+        env: Additional environment variables.
+
+    Returns:
+        The process.
+    """
     changed = [word for text in (f"name={name}", *sets) for word in ("--set", text)]
     return start(
         [sys.executable, "-m", "dynmo", "train", "run.toml", *changed, *arguments], folder, env
@@ -139,6 +150,15 @@ def train(
 
 
 def end(process: subprocess.Popen[str], seconds: float = 60) -> Done:
+    """Waits for a process and returns its status, stdout and stderr.
+
+    Args:
+        process: A process that `train` has started.
+        seconds: Time limit of the wait.
+
+    Raises:
+        subprocess.TimeoutExpired: The process has not ended in time.
+    """
     out, err = process.communicate(timeout=seconds)
     return Done(process.returncode, out, err)
 
@@ -149,6 +169,15 @@ def free_port() -> str:
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The events of a run so far, without a torn last line.
+
+    Args:
+        folder: Working folder of the run.
+        name: Name of the run.
+
+    Returns:
+        The events as JSON objects. Empty if the run has no log yet.
+    """
     path = folder / "runs" / name / "events.jsonl"
     return (
         [
@@ -162,6 +191,12 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def steps(folder: Path, name: str) -> int:
+    """The number of steps that a run has logged.
+
+    Args:
+        folder: Working folder of the run.
+        name: Name of the run.
+    """
     return max((e["step"] + 1 for e in events(folder, name) if e["event"] == "step"), default=0)
 
 

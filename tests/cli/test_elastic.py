@@ -1,5 +1,8 @@
-"""Runs of `dynmo train` whose ranks leave and join: processes that are gone and new, and what is
-told and kept when a change of ranks fails."""
+"""Runs of `dynmo train` whose ranks leave and join.
+
+The tests cover processes that are gone and new. They also cover what is told and kept when a change
+of ranks fails.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,10 @@ def alone(pool: Pool, folder: Path, steps: int) -> str:
 
 
 def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
-    """A run of two ranks goes on alone, and then with a process that its launcher starts. The digest
-    is that of one rank."""
+    """A run of two ranks goes on alone, and then with a process of its launcher.
+
+    The digest is that of one rank.
+    """
     done = end(train(work, name="resized", sets=sets("[[5, 1, 1], [10, 2, 1]]", steps=20)))
     assert done.status == 0, done.err
     (repack,), (grow,) = of_kind(work, "resized", "repack"), of_kind(work, "resized", "grow")
@@ -62,8 +67,10 @@ def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
 
 
 def test_a_person_starts_a_rank(work: Path) -> None:
-    """Pods of a job have one command: the first two start the run, and the third joins it. It leaves
-    with status 0 when it is told to stop while it waits."""
+    """Pods of a job have one command: two start the run, and the third joins it.
+
+    The third leaves with status 0 when it is told to stop while it waits.
+    """
     names = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
@@ -93,7 +100,10 @@ def test_a_person_starts_a_rank(work: Path) -> None:
 
 
 def test_a_rank_dies_while_layers_move(work: Path, pool: Pool) -> None:
-    """One line, and the run resumes on fewer ranks from its checkpoint. Nothing is lost."""
+    """One line, and the run resumes on fewer ranks from its checkpoint.
+
+    Nothing is lost.
+    """
     case = ("dynamism.cases=['python:tests.dynamism.dying:Dying']", "checkpoint.every=4")
     given = sets("[[6, 1, 1]]", *case, steps=12)
     env = {"PYTHONPATH": str(ROOT)}
@@ -106,8 +116,9 @@ def test_a_rank_dies_while_layers_move(work: Path, pool: Pool) -> None:
     assert digest(work, "killed") == alone(pool, work, 12)
 
 
+@pytest.mark.matrix
 def test_a_hook_that_fails(work: Path) -> None:
-    """The run goes on. What the hook has said stands in the log."""
+    """The run goes on. The log contains the output of the hook."""
     hook = [sys.executable, "-c", "print('no such node'); raise SystemExit(3)"]
     command = ("elastic.releaser=command", f"elastic.release_command={json.dumps(hook)}")
     # Long enough for the hook to end.

@@ -55,7 +55,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """An embedding, four blocks of two halves, a head that takes as long as two halves."""
+    """An embedding, four blocks of two halves, and a head.
+
+    The head takes as long as two halves.
+    """
     names = [
         "embedding",
         *(f"blocks.{i}.{half}" for i in range(4) for half in ("attention", "feed_forward")),
@@ -126,9 +129,8 @@ def test_the_contract(run: Run, file: Path) -> None:
 def test_cost_is_not_costs(run: Run, file: Path) -> None:
     status, out, err = run("--cost", file, "--ranks", 4)
     assert (status, out) == (2, "")
-    assert (
-        err
-        == f"dynmo: --cost {file}: choose one of time, parameters (a file of costs goes to --costs)\n"
+    assert err == (
+        f"dynmo: --cost {file}: choose one of time, parameters (a file of costs goes to --costs)\n"
     )
     status, out, err = run("--ranks", 4)
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -601,13 +603,16 @@ def test_the_fewest_ranks_of_a_mesh(run: Run, file: Path) -> None:
 
 
 def test_the_fewest_ranks_of_a_run(run: Run, file: Path, tmp_path: Path) -> None:
-    """Its config says which replicas its accumulation groups allow."""
+    """The run's config says which replicas its accumulation groups allow."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "costs.json").write_bytes(file.read_bytes())
     own = answer(run, "--costs", folder, "--fewest-ranks", 0.5)
     assert [row["replicas"] for row in own["ranks"]] == [1, 1]
-    text = "[train]\nglobal_batch = 16\nmicro_batch = 2\nreduction_slots = 2\n[parallel]\npipeline = 2\ndata = 2\n"
+    text = (
+        "[train]\nglobal_batch = 16\nmicro_batch = 2\nreduction_slots = 2\n[parallel]\n"
+        "pipeline = 2\ndata = 2\n"
+    )
     (folder / "config.toml").write_text(text)
     with_config = answer(run, "--costs", folder, "--fewest-ranks", 0.5)
     assert [row["ranks"] for row in with_config["ranks"]] == [1, 2, 3, 4]

@@ -127,7 +127,7 @@ def test_it_is_planned_with(done: Done, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_what_fails_is_one_line(tmp_path: Path) -> None:
-    """A model that cannot be loaded, in the ranks: nothing is written, and no log is left."""
+    """A model that the ranks cannot load writes nothing and leaves no log."""
     fill(tmp_path, CONFIG)
     status = measure(tmp_path, "--set", "model.kind=python:nowhere:layers")
     assert status.status == 2

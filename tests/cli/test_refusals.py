@@ -1,5 +1,7 @@
-"""What a stranger's folder, model or number may do wrong: one line that says what, or a run all the
-same."""
+"""Mistakes in a stranger's folder, model or number.
+
+Each gives one line that says what is wrong, or the run works all the same.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,8 @@ def test_a_dry_run_without_activations(own: Path, run: Run, function: str, line:
     done = run(own, "run.toml", "--dry-run", "--json", sets=of(function))
     assert (done.status, done.err.count("\n")) == (0, 1)
     assert done.line.startswith(
-        "dynmo: activations unknown, so memory is that of parameters, gradients and optimizer state alone: "
+        "dynmo: activations unknown, so memory is that of parameters, gradients and optimizer "
+        "state alone: "
     )
     assert f"(own.py:{line})" in done.line
     plan = json.loads(done.out)
@@ -105,7 +108,10 @@ def test_a_dry_run_without_activations(own: Path, run: Run, function: str, line:
 
 
 def test_a_factory_that_asks_for_a_number(own: Path, run: Run) -> None:
-    """The meta device has none; the layer is made for real to learn its shapes."""
+    """The meta device has no numbers.
+
+    The layer is made for real to learn its shapes.
+    """
     done = run(own, "run.toml", "--dry-run", "--json", sets=of("factories"))
     assert (done.status, done.err) == (0, "")
     assert sum(json.loads(done.out)["parameters"]) == 256 * 8 + 72 + 9 * 256
@@ -121,9 +127,9 @@ def test_a_limit_is_held_against_parameters_alone(own: Path, run: Run) -> None:
     done = run(own, "run.toml", "--dry-run", sets=of("asks", f"pipeline.memory_limit={most - 1}"))
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert (
-        f"for parameters, gradients and optimizer state alone, over pipeline.memory_limit = {most - 1}; use more ranks"
-        in done.line
-    )
+        f"for parameters, gradients and optimizer state alone, over pipeline.memory_limit = "
+        f"{most - 1}; use more ranks"
+    ) in done.line
 
 
 def test_recompute_auto_needs_activations(own: Path, run: Run) -> None:
@@ -135,14 +141,16 @@ def test_recompute_auto_needs_activations(own: Path, run: Run) -> None:
     )
     assert (done.status, done.err.count("\n")) == (2, 1)
     assert (
-        "train.recompute = 'auto' needs the layers' activations, which are unknown; use 'all' or a list of layers: "
-        in done.line
-    )
+        "train.recompute = 'auto' needs the layers' activations, which are unknown; use "
+        "'all' or a list of layers: "
+    ) in done.line
 
 
 def test_a_run_says_what_a_dry_run_says(work: Path) -> None:
-    """The limit that parameters alone are over is refused before the first step, and the folder is
-    as it was."""
+    """A limit that parameters alone exceed is refused before the first step.
+
+    The folder is as it was.
+    """
     fill_own(work)
     before = tree(work)
     done = end(train(work, sets=of("asks", "pipeline.memory_limit=10KB")))
@@ -187,7 +195,10 @@ def test_a_model_that_leaves(own: Path, run: Run) -> None:
 
 
 def test_files_that_are_called_like_pythons_modules(work: Path) -> None:
-    """They hide nothing from dynmo, and the user's model is imported all the same."""
+    """The user's files hide nothing from dynmo.
+
+    The user's model is imported all the same.
+    """
     fill_own(work)
     for name in ("types", "grp", "random", "queue"):
         (work / f"{name}.py").write_text("raise RuntimeError('this is no module of Python')\n")

@@ -1,5 +1,7 @@
-"""`dynmo train` with replicas, as processes: a rank that is killed is named, and nobody is left
-waiting."""
+"""`dynmo train` with replicas, as processes.
+
+A rank that is killed is named, and nobody is left waiting.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,10 @@ balancer = "none"
 
 
 def test_a_rank_of_another_replica_dies(tmp_path: Path) -> None:
-    """It is named by its global rank, whatever the others, who wait for it in pipelines and
-    reductions, have to say."""
+    """The message names the failed rank by its global rank.
+
+    The others wait for it in pipelines and reductions. Their own messages do not count.
+    """
     work = tmp_path
     (work / "text").write_bytes(bytes(range(256)) * 40)
     (work / "run.toml").write_text(CONFIG)

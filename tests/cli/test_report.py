@@ -27,8 +27,10 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs the command line in this process and a folder of its own, as if piped: exit status,
-    stdout, stderr."""
+    """Runs the command line in this process and a folder of its own, as if piped.
+
+    Returns the exit status, stdout and stderr.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
@@ -68,7 +70,10 @@ def log(folder: str, events: Sequence[Event]) -> Path:
 
 
 def a_run(seconds: float, digest: str = "0123456789abcdef" * 4) -> list[Event]:
-    """Ten steps; a move after five, which halves the step. Half a second is between the steps."""
+    """Ten steps with a move after five, which halves the step.
+
+    Half a second is between the steps.
+    """
     before = [step(i, 0.5 - i / 100, seconds) for i in range(5)]
     after = [step(i, 0.5 - i / 100, seconds / 2, (6, 2), 3) for i in range(5, 10)]
     held_out = EvalEvent(9, 0.0, 0.31415926)
@@ -88,13 +93,16 @@ def test_one_run(run: Run) -> None:
         ["5-9", "6+2", "3", "0.250", "1,234", "25.0%", "0.50"],
     ]
     assert (
-        "step 5: moved 4+4 to 6+2 (3.0 MiB in 12 ms): static to balanced x1.25 predicted, x2.00 measured\n"
-        in out
-    )
+        "step 5: moved 4+4 to 6+2 (3.0 MiB in 12 ms): static to balanced x1.25 predicted, "
+        "x2.00 measured\n"
+    ) in out
 
 
 def test_several_runs(run: Run) -> None:
-    """Each against the first; figures are whole, though nobody said how wide a pipe is."""
+    """Each run is compared with the first.
+
+    Figures are whole, though nobody said how wide a pipe is.
+    """
     names = [f"a-name-of-some-length-{i}" for i in range(5)]
     for i, name in enumerate(names):
         log(f"runs/{name}", a_run(0.5 * (i + 1)))
@@ -122,7 +130,10 @@ def test_several_runs(run: Run) -> None:
 
 
 def test_a_narrow_terminal_loses_no_figure() -> None:
-    """Three runs fit in 80 columns; in 50 they are folded, not cut."""
+    """Three runs fit in 80 columns.
+
+    In 50 columns they are folded, not cut.
+    """
     runs = [(f"demo-{i}", summarize(a_run(0.5))) for i in range(3)]
     for width in (80, 50):
         screen = StringIO()
@@ -186,7 +197,10 @@ def test_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_phases_of_runs_that_are_compared(run: Run) -> None:
-    """One run alone has the phases of its own work; beside another, those of both."""
+    """One run alone has the phases of its own work.
+
+    Beside another run, it has the phases of both.
+    """
     log("a", [step(i) for i in range(10)])
     log(
         "b",
@@ -209,8 +223,10 @@ def test_phases_of_runs_that_are_compared(run: Run) -> None:
 
 
 def test_a_resumed_run(run: Run) -> None:
-    """What was done twice counts once, as it was done the second time; a torn line of the first
-    time is no harm."""
+    """A step that was done twice counts once, as it was done the second time.
+
+    A torn line of the first time does no harm.
+    """
     path = log(
         "a",
         [

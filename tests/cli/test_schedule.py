@@ -60,7 +60,7 @@ def replay(
     w: Sequence[float],
     comm: float,
 ) -> list[list[tuple[float, float]]]:
-    """A simulator of one's own: start and end of every op, from the contract's `ops` alone."""
+    """A simulator from the contract's `ops` alone: start and end of every op."""
     end: dict[tuple[str, int, int], float] = {}
     rows: list[list[tuple[float, float]]] = [[] for _ in ops]
     while any(len(row) < len(done) for row, done in zip(rows, ops, strict=True)):
@@ -195,9 +195,9 @@ def test_caps_and_the_limit_both_hold(run: Run, costs: Callable[..., Path]) -> N
     path = costs(f=[1, 1], b=[1, 1], w=[1, 1], cap=[9, 1])
     status, out, err = run(*asked("zb-h1", 2, 4), "--costs", path)
     assert (status, out) == (2, "")
-    assert (
-        err
-        == "dynmo: zb-h1: peak memory of rank 1 is 1.5, over the limit of 1; 1f1b and zb-auto would fit\n"
+    assert err == (
+        "dynmo: zb-h1: peak memory of rank 1 is 1.5, over the limit of 1; 1f1b and zb-auto "
+        "would fit\n"
     )
     assert run(*asked("1f1b", 2, 4), "--costs", path)[0] == 0
     err = run(*asked("1f1b", 2, 4), "--costs", path, "--memory-limit", 1.5)[2]
@@ -216,7 +216,7 @@ def test_a_limit_that_is_met_exactly(run: Run) -> None:
     assert run(*exact, "--memory-limit", 7)[0] == 0
 
 
-# What is wrong is one line and status 2
+# Each mistake gives one line and status 2
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,10 @@ def test_a_limit_that_is_met_exactly(run: Run) -> None:
     [
         (
             (*asked("zb-h2"), *UNIT, "--memory-limit", 4),
-            "zb-h2: peak memory of rank 0 is 7, over the limit of 4; 1f1b and zb-h1 and zb-auto would fit",
+            (
+                "zb-h2: peak memory of rank 0 is 7, over the limit of 4; 1f1b and zb-h1 and "
+                "zb-auto would fit"
+            ),
         ),
         (
             (*asked(), *UNIT, "--memory-limit", "nan"),
@@ -283,9 +286,9 @@ def test_memory_that_sums_to_no_number(run: Run, costs: Callable[..., Path]) -> 
     path = costs(f=[1, 1], b=[1, 1], w=[1, 1], mem_f=[1e308, 1], mem_b=[0, -1], mem_w=[-1e308, 0])
     status, out, err = run(*asked("1f1b", 2, 4), "--costs", path, "--json")
     assert (status, out) == (2, "")
-    assert (
-        err
-        == "dynmo: the times or the memory are so large that their sum is not a number any more; choose a larger unit\n"
+    assert err == (
+        "dynmo: the times or the memory are so large that their sum is not a number any "
+        "more; choose a larger unit\n"
     )
 
 

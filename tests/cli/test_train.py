@@ -113,7 +113,10 @@ def test_it_is_reported(
 def test_a_run_is_not_lost(base: Base, run: Run) -> None:
     before = tree(base.folder)
     says = {
-        (): "runs/main exists; go on with --resume, replace it with --overwrite, or choose another name",
+        (): (
+            "runs/main exists; go on with --resume, replace it with --overwrite, or choose "
+            "another name"
+        ),
         ("--resume", "--overwrite"): "--resume and --overwrite exclude each other",
         (
             "--overwrite",
@@ -147,7 +150,7 @@ def test_what_a_resumed_run_has_otherwise(
         "",
         told,
     )
-    # What the run has found out by itself is no change.
+    # A value that the run has found out by itself is no change.
     given, sought = (
         f"dynamism.pruning.dense_below={value}" for value in ("{8x8 = 0.5}", "measured")
     )
@@ -175,8 +178,10 @@ def test_a_full_disk_before_the_ranks_start(tmp_path: Path, run: Run) -> None:
 def test_a_run_is_back_after_a_failed_attempt_to_replace_it(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attempt's own log stays until the next one; what it was to replace is there again, for
-    --resume or another --overwrite."""
+    """The attempt's own log stays until the next one.
+
+    The run that it was to replace is there again, for --resume or another --overwrite.
+    """
     fill(tmp_path)
     (tmp_path / "runs/main").mkdir(parents=True)
     (tmp_path / "runs/main/config.toml").write_text("")
@@ -197,8 +202,10 @@ def test_a_run_is_back_after_a_failed_attempt_to_replace_it(
 def test_a_run_that_another_process_trains_is_left_alone(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From its start on, and whatever is asked for; also where it is one that replaces another and
-    has no event yet."""
+    """A run is left alone from its start on, and whatever is asked for.
+
+    That includes a run that replaces another and has no event yet.
+    """
     fill(tmp_path)
     seen: list[str] = []
 
@@ -218,7 +225,10 @@ def test_a_run_that_another_process_trains_is_left_alone(
     assert (
         seen
         == [
-            "dynmo: runs/main is being trained by another process; wait until it ends, or choose another name"
+            (
+                "dynmo: runs/main is being trained by another process; wait until it ends, or "
+                "choose another name"
+            )
         ]
         * 3
     )
@@ -260,7 +270,7 @@ def test_dry_run(tmp_path: Path, run: Run) -> None:
     assert (done.status, done.err) == (0, "")
     assert "zb-h1, 2 ranks, 4 microbatches" in done.out
     assert "emulated.5" in done.out
-    # What a model of one's own prints does not get between.
+    # The output of a user's model does not mix with the JSON.
     done = run(
         tmp_path, "run.toml", "--dry-run", "--json", sets=("model.kind=python:models:tires",)
     )
@@ -282,7 +292,10 @@ def test_dry_run(tmp_path: Path, run: Run) -> None:
     assert (done.status, done.out) == (2, "")
     limit = max(plan["memory"])
     assert re.fullmatch(
-        rf"dynmo: rank 0 needs \d+ bytes at the peak of zb-h1, over pipeline.memory_limit = {limit}; use .*",
+        (
+            rf"dynmo: rank 0 needs \d+ bytes at the peak of zb-h1, over pipeline.memory_limit = "
+            rf"{limit}; use .*"
+        ),
         done.line,
     )
     assert tree(tmp_path) == before
@@ -297,11 +310,20 @@ def test_dry_run(tmp_path: Path, run: Run) -> None:
         (("train.stepz=3",), "--set: unknown key train.stepz; did you mean train.steps?"),
         (("train.steps=3.5",), "--set: train.steps = 3.5: must be"),
         (("train.steps=soon",), "--set: train.steps = \"soon\": must be"),
-        (("parallel.pipeline=7",), "run.toml and --set: parallel.pipeline = 7 is more than the model's 6 layers"),
-        (("train.micro_batch=3",), "run.toml and --set: train.micro_batch = 3 does not divide train.global_batch / parallel.data = 8"),
-        (("data.source=file:nothing",), 'data.source = "file:nothing": cannot be read (No such file or directory)'),
+        (("parallel.pipeline=7",), (
+            "run.toml and --set: parallel.pipeline = 7 is more than the model's 6 layers"
+        )),
+        (("train.micro_batch=3",), (
+            "run.toml and --set: train.micro_batch = 3 does not divide train.global_batch / "
+            "parallel.data = 8"
+        )),
+        (("data.source=file:nothing",), (
+            'data.source = "file:nothing": cannot be read (No such file or directory)'
+        )),
         (("data.source=file:runs.d",), 'data.source = "file:runs.d": not a regular file'),
-        ((*GPT, "model.vocab=255"), "model.vocab = 255: the corpus is bytes, so at least 256 tokens are needed"),
+        ((*GPT, "model.vocab=255"), (
+            "model.vocab = 255: the corpus is bytes, so at least 256 tokens are needed"
+        )),
         (("name=../up",), "--set: name = \"../up\": must be"),
     ],
 )  # fmt: skip
@@ -318,7 +340,10 @@ def test_a_config_that_is_not_there(tmp_path: Path, run: Run) -> None:
     done = run(tmp_path, "nothing.toml")
     assert (done.status, done.line) == (
         2,
-        "dynmo: nothing.toml: cannot be read (No such file or directory); give the path of a TOML file",
+        (
+            "dynmo: nothing.toml: cannot be read (No such file or directory); give the path of a "
+            "TOML file"
+        ),
     )
     (tmp_path / "bad.toml").write_text("[model\n")
     done = run(tmp_path, "bad.toml")
@@ -338,15 +363,24 @@ def test_a_config_that_is_not_there(tmp_path: Path, run: Run) -> None:
         ("models:constant", "models has no function constant"),
         (
             "models:number",
-            "number() must return a list of torch modules or of functions that make one each, or (list, loss)",
+            (
+                "number() must return a list of torch modules or of functions that make one "
+                "each, or (list, loss)"
+            ),
         ),
         (
             "models:three",
-            "three() must return a list of torch modules or of functions that make one each, or (list, loss)",
+            (
+                "three() must return a list of torch modules or of functions that make one each, "
+                "or (list, loss)"
+            ),
         ),
         (
             "models:empty",
-            "empty() must return a list of torch modules or of functions that make one each, or (list, loss)",
+            (
+                "empty() must return a list of torch modules or of functions that make one each, "
+                "or (list, loss)"
+            ),
         ),
         ("models:raises", "raises() raised ArithmeticError: no model today (models.py:24)"),
         ("models:misfit", "on shapes alone, its layers raised RuntimeError: "),
@@ -369,8 +403,10 @@ def test_a_model_of_ones_own_that_is_none(
 
 
 def test_what_only_the_ranks_can_know(work: Path) -> None:
-    """The folder that was made for the run is gone again: it does not stand in the way of the next
-    attempt."""
+    """The folder that was made for the run is gone again.
+
+    It does not stand in the way of the next attempt.
+    """
     done = end(train(work, sets=("model.kind=python:models:raises", "dynamism.cases=[]")))
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     says = "raises() raised ArithmeticError: no model today (models.py:24)"

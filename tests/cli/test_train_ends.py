@@ -1,5 +1,7 @@
-"""`dynmo train` as a process: how it fails, how it is stopped and goes on, and the worlds that
-others start."""
+"""`dynmo train` as a process: how it fails, is stopped and goes on.
+
+The tests also cover worlds that others start.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 def test_stopped_killed_and_resumed(base: Base, work: Path) -> None:
-    """Ctrl-C, then the launcher is killed, then to the end: the same weights as in one go. And once
-    more: it is done."""
+    """A run that is stopped twice has the same weights as in one go.
+
+    It is stopped by Ctrl-C, then its launcher is killed, and then it ends. Once more, it is done.
+    """
     process = train(work, name="cut")
     wait_until(lambda: steps(work, "cut") >= 8)
     os.killpg(process.pid, signal.SIGINT)
@@ -72,8 +76,10 @@ def test_stopped_killed_and_resumed(base: Base, work: Path) -> None:
 
 
 def test_a_rank_that_raises(work: Path, run: Run) -> None:
-    """The cause is told, not what followed from it on the other rank; the traceback is in its log;
-    the next attempt must choose."""
+    """The cause is told, not what followed from it on the other rank.
+
+    The traceback is in the log of the rank. The next attempt must choose.
+    """
     done = end(
         train(
             work,
@@ -82,9 +88,9 @@ def test_a_rank_that_raises(work: Path, run: Run) -> None:
         )
     )
     assert (done.status, done.out) == (1, "")
-    assert (
-        done.line
-        == "dynmo: rank 1: ArithmeticError: tired of this (models.py:13), in F of layer 2; the traceback is in runs/main/rank-1.log"
+    assert done.line == (
+        "dynmo: rank 1: ArithmeticError: tired of this (models.py:13), in F of layer 2; the "
+        "traceback is in runs/main/rank-1.log"
     )
     assert 'models.py", line 13, in forward' in (work / "runs/main/rank-1.log").read_text()
     assert steps(work, "main") == 2
@@ -94,7 +100,7 @@ def test_a_rank_that_raises(work: Path, run: Run) -> None:
 
 
 def test_a_loss_that_is_no_number(work: Path) -> None:
-    """And that ranks take turns on too few cores is said, once."""
+    """The run also says, once, that ranks take turns on too few cores."""
     done = end(
         train(
             work, sets=(*GPT, "train.lr=1e30", "train.max_grad_norm=0", f"parallel.threads={CORES}")
@@ -103,11 +109,17 @@ def test_a_loss_that_is_no_number(work: Path) -> None:
     assert (done.status, done.out) == (1, "")
     warning, line = (line for line in done.err.splitlines() if line.startswith("dynmo:"))
     assert re.fullmatch(
-        rf"dynmo: 2 ranks of {CORES} threads on {CORES} cores: ranks take turns, so timings say little",
+        (
+            rf"dynmo: 2 ranks of {CORES} threads on {CORES} cores: ranks take turns, so timings "
+            rf"say little"
+        ),
         warning,
     )
     assert re.fullmatch(
-        r"dynmo: step \d+: loss \S+, gradient norm (nan|inf); nothing was updated. Lower train.lr or check the data",
+        (
+            r"dynmo: step \d+: loss \S+, gradient norm (nan|inf); nothing was updated. Lower "
+            r"train.lr or check the data"
+        ),
         line,
     )
     assert "Traceback" not in done.err
@@ -177,7 +189,8 @@ def test_a_world_of_another_size(tmp_path: Path, run: Run, monkeypatch: pytest.M
     done = run(tmp_path, "run.toml")
     assert (done.status, done.out) == (2, "")
     assert done.line == (
-        "dynmo: the launcher started 3 ranks, but parallel.pipeline x data = 2; start as many as the config says"
+        "dynmo: the launcher started 3 ranks, but parallel.pipeline x data = 2; start as many as "
+        "the config says"
     )
     assert not (tmp_path / "runs").exists()
 
@@ -185,8 +198,10 @@ def test_a_world_of_another_size(tmp_path: Path, run: Run, monkeypatch: pytest.M
 def test_a_joined_rank_that_raises(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No launcher of ours tells the cause, so the rank does; and what --overwrite names is
-    replaced."""
+    """No launcher of ours tells the cause, so the rank does.
+
+    The run that --overwrite names is replaced.
+    """
     fill(tmp_path)
     (tmp_path / "runs/main").mkdir(parents=True)
     (tmp_path / "runs/main/config.toml").write_text("")
@@ -197,9 +212,9 @@ def test_a_joined_rank_that_raises(
     sets = ("model.kind=python:models:tires", "dynamism.cases=[]", "parallel.pipeline=1")
     done = run(tmp_path, "run.toml", "--overwrite", sets=sets)
     assert (done.status, done.out.count("\n")) == (1, 2)
-    assert (
-        done.line
-        == "dynmo: rank 0: ArithmeticError: tired of this (models.py:13), in F of layer 2 (DYNMO_TRACEBACK=1 shows more)"
+    assert done.line == (
+        "dynmo: rank 0: ArithmeticError: tired of this (models.py:13), in F of layer 2 "
+        "(DYNMO_TRACEBACK=1 shows more)"
     )
     assert set(tree(tmp_path / "runs/main")) == {"config.toml", "events.jsonl"}
     # Wrong input leaves what was there.
@@ -217,7 +232,7 @@ def test_a_joined_rank_that_raises(
 
 
 def test_a_text_that_is_cut_off(work: Path) -> None:
-    """While it is trained on: the reason, and no signal."""
+    """A text that is cut off during training gives the reason, and no signal."""
     process = train(work, sets=(*LONG, "parallel.timeout=6.0"))
     wait_until(lambda: steps(work, "main") >= 3)
     os.truncate(work / "text", 0)
@@ -229,7 +244,7 @@ def test_a_text_that_is_cut_off(work: Path) -> None:
 
 
 def test_a_crash(work: Path) -> None:
-    """The terminal has one line; the stack is in the rank's log."""
+    """The terminal has one line, and the stack is in the rank's log."""
     done = end(train(work, sets=("model.kind=python:models:crashes", "dynamism.cases=[]")))
     assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
     told = re.fullmatch(r"dynmo: rank \d was ended by SIGSEGV; see (\S+/rank-\d.log)", done.line)
@@ -248,7 +263,10 @@ def test_a_model_that_differs_by_rank(work: Path) -> None:
 
 
 def test_configs_that_differ_by_rank(work: Path) -> None:
-    """Every rank says so, each with its own value. The limit of a wait is each rank's own."""
+    """Every rank says so, each with its own value.
+
+    The limit of a wait is each rank's own.
+    """
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     sets = [("train.lr=0.5", "parallel.timeout=20"), ("train.lr=0.25", "parallel.timeout=30")]
     ranks = [train(work, sets=sets[r], env=world | {"RANK": str(r)}) for r in range(2)]
@@ -260,7 +278,10 @@ def test_configs_that_differ_by_rank(work: Path) -> None:
 
 
 def test_a_silent_listener_at_the_port(work: Path) -> None:
-    """Something else has MASTER_PORT and never answers: one line, and no endless wait."""
+    """Something else has MASTER_PORT and never answers.
+
+    The run ends with one line, and does not wait for ever.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         world["MASTER_PORT"] = str(server.getsockname()[1])
@@ -272,7 +293,7 @@ def test_a_silent_listener_at_the_port(work: Path) -> None:
 
 
 def test_slurm_and_its_signals(work: Path) -> None:
-    """Two tasks; one is asked to stop, both do, after the same step."""
+    """Two tasks run. One is asked to stop, and both stop after the same step."""
     job = {
         "SLURM_NTASKS": "2",
         "SLURM_JOB_ID": "7",

@@ -1,4 +1,6 @@
-"""Checks the Kubernetes releaser and its manifests once against a real API server, by hand.
+"""Checks the Kubernetes releaser against a real API server, by hand.
+
+It checks the releaser's manifests too.
 
     python -m tests.cluster.kubernetes_check --bin FOLDER
 
@@ -173,7 +175,7 @@ class Cluster:
 
         Args:
             path: The file.
-            token: Of the user.
+            token: Token of the user.
             trusts: Whether the file names the authority of the server's certificate.
         """
         cluster = {"server": f"https://127.0.0.1:{self._ports['api']}"}
@@ -240,7 +242,10 @@ class Cluster:
         self.core.create_persistent_volume(volume)
 
     def _run_kubelet(self) -> None:
-        """The stub: pods on the node run at once, and end half a second after their deletion."""
+        """The stub of the kubelet.
+
+        Pods on the node run at once, and end half a second after their deletion.
+        """
         ending: dict[str, float] = {}
         ready = {"type": "Ready", "status": "True"}
         while not self._stop.wait(0.1):
@@ -355,7 +360,10 @@ def check(cluster: Cluster) -> None:
 
 
 def apply_manifests(cluster: Cluster) -> None:
-    """Applies examples/kubernetes. kubectl checks each key against the server's schema."""
+    """Applies examples/kubernetes.
+
+    kubectl checks each key against the server's schema.
+    """
     apply(cluster, rbac_documents())
     apply(cluster, documents("volume.yaml"))
     job = documents("job.yaml")
@@ -376,7 +384,10 @@ def documents(name: str) -> list[Any]:
 
 
 def rbac_documents(with_pods: bool = False) -> list[Any]:
-    """The documents of rbac.yaml. With the rule that is commented out, if `with_pods`."""
+    """The documents of rbac.yaml.
+
+    With the rule that is commented out, if `with_pods`.
+    """
     text = (MANIFESTS / "rbac.yaml").read_text()
     if with_pods:
         rule, nested = "  # - apiGroups", "  #   "
@@ -415,7 +426,10 @@ def expect(releaser: KubernetesReleaser, kind: str, says: str) -> None:
 
 
 def expect_failure(job: str, kubeconfig: Path | None, says: str) -> None:
-    """A request fails. Without a kubeconfig, it is made with the pod's service account."""
+    """A request fails.
+
+    Without a kubeconfig, it is made with the pod's service account.
+    """
     releaser = KubernetesReleaser(NAMESPACE, job, 2, str(kubeconfig or ""))
     releaser.request(1)
     expect(releaser, "failed", says)

@@ -1,4 +1,6 @@
-"""A real Ray cluster on this machine for a test, in a network namespace that has only `lo`.
+"""A real Ray cluster on this machine for a test.
+
+It is in a network namespace that has only `lo`.
 
     with ray_cluster(gpus=4) as cluster:
         process = cluster.start(["python", "program.py"], folder)     # inside of the namespace
@@ -67,7 +69,9 @@ class RayCluster:
         folder: Path,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        """Starts a process inside of the namespace. It is ended with the cluster at the latest.
+        """Starts a process inside of the namespace.
+
+        It is ended with the cluster at the latest.
 
         Args:
             command: The argument list.
@@ -93,7 +97,10 @@ RAY_ENV = {
 
 
 def without_warning(text: str) -> str:
-    """Returns what a process wrote without Ray's warning that there is no way to the outside."""
+    """Returns the output of a process without one warning of Ray.
+
+    The warning says that there is no way to the outside.
+    """
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if "] network_util.cc:" not in line)
 

@@ -1,6 +1,7 @@
-"""A launcher as a process: `python -m tests.cluster.run_launcher local|slurm|ray SIZE FOLDER`.
+"""A launcher as a process: runs `rank_program.py` as the ranks.
 
-It runs `rank_program.py` as the ranks, and says how the run ended as the command line does.
+Usage: `python -m tests.cluster.run_launcher local|slurm|ray SIZE FOLDER`. It says how the run ended
+as the command line does.
 """
 
 from __future__ import annotations

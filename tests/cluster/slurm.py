@@ -96,7 +96,9 @@ class SlurmCluster:
         folder: Path,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        """Starts a process outside of any job. It is ended with the cluster at the latest.
+        """Starts a process outside of any job.
+
+        It is ended with the cluster at the latest.
 
         Args:
             command: The argument list.
@@ -149,7 +151,13 @@ class SlurmCluster:
         return self.run("scontrol", "show", "hostnames", listed).split()
 
     def wait_for_state(self, name: str, state: str | None, seconds: float = 30.0) -> None:
-        """Waits until a job has a state. None: until it has ended."""
+        """Waits until a job has a state.
+
+        Args:
+            name: Name of the job.
+            state: The state. None waits until the job has ended.
+            seconds: Time limit of the wait.
+        """
         wait_until(lambda: self.states().get(name) == state, seconds)
 
     def logs(self) -> str:

@@ -1,4 +1,7 @@
-"""CommandReleaser with real commands: what they get, and what becomes of those that go wrong."""
+"""CommandReleaser with real commands.
+
+The tests cover what commands get, and what becomes of those that go wrong.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,10 @@ def test_timeout_kills_the_process_group(tmp_path: Path) -> None:
 
 
 def test_processes_in_the_background_live_on(tmp_path: Path) -> None:
-    """Ranks that a command starts hold its output open. They are neither awaited nor ended."""
+    """Ranks that a command starts hold its output open.
+
+    They are neither awaited nor ended.
+    """
     command = ["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; echo one rank"]
     with open_releaser(["true"], command) as releaser:
         releaser.request(1)

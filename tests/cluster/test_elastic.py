@@ -1,5 +1,7 @@
-"""Training on ranks that leave and come back, under a real Slurm and a real Ray: what the run
-releases is used by another job, and then by the run again."""
+"""Training on ranks that leave and come back, under a real Slurm and a real Ray.
+
+Another job uses the ranks that the run releases. Then the run uses them again.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ def command(folder: Path, launcher: str) -> list[str]:
 
 
 def check(folder: Path, pool: Pool) -> list[ReleaseEvent]:
-    """The run has shrunk and grown, in processes that are gone and new, and ends with the weights of
-    a run that did not. Returns what its launcher has told."""
+    """Checks a run that has shrunk and grown, in processes that are gone and new.
+
+    The run ends with the weights of a run that did not. Returns what its launcher has told.
+    """
     events = list(read(folder / "runs/run/events.jsonl"))
     (repack,) = [e for e in events if isinstance(e, RepackEvent)]
     (grow,) = [e for e in events if isinstance(e, GrowEvent)]

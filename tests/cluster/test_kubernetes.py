@@ -1,8 +1,8 @@
-"""KubernetesReleaser against a local HTTP server that answers like the Kubernetes API.
+"""KubernetesReleaser against a local server that answers like the Kubernetes API.
 
-`FakeKubernetes` knows one job and its pods, and the rules that matter here: which keys of a job may
-change, and which pods the Job controller deletes. `tests/cluster/kubernetes_check.py` runs the
-releaser against a real API server, by hand.
+`FakeKubernetes` knows one job and its pods. It knows which keys of a job may change, and which pods
+the Job controller deletes. `tests/cluster/kubernetes_check.py` runs the releaser against a real API
+server, by hand.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 
 
 class FakeKubernetes:
-    """Answers like the API server, the Job controller and the kubelet, for the job training/run.
+    """Answers like the API server, the Job controller and the kubelet.
+
+    It knows the job training/run.
 
     Attributes:
         minor: The server is version 1.`minor`.
@@ -131,7 +133,7 @@ class FakeKubernetes:
         return 404, {"message": f"{path} not found"}
 
     def _control(self) -> None:
-        """What the Job controller does: pods too many are deleted, missing ones are made."""
+        """Acts as the Job controller: deletes surplus pods and makes missing ones."""
         now = time.monotonic()
         for name in [name for name, end in self._ends.items() if end < now]:
             del self._ends[name], self._pods[name]
@@ -255,7 +257,10 @@ def test_release_and_request(fake: FakeKubernetes, tmp_path: Path) -> None:
 def test_before_1_27_the_pods_that_left_are_deleted(
     old_fake: FakeKubernetes, tmp_path: Path
 ) -> None:
-    """The controller of an older server would delete others: in this server, the youngest."""
+    """The controller of an older server would delete other pods.
+
+    In this server it deletes the youngest.
+    """
     releaser = connect(old_fake.url, tmp_path)
     before = [old_fake.pod(2), old_fake.pod(3)]
     left = [Member(0, "elsewhere", 1, old_fake.pod(0)), Member(1, "run-1", 1)]
@@ -349,7 +354,10 @@ def test_no_server(tmp_path: Path) -> None:
 
 
 def test_no_room_for_new_pods(fake: FakeKubernetes, tmp_path: Path) -> None:
-    """Pods that are pending stay requested. A release that follows does not wait for them."""
+    """Pods that are pending stay requested.
+
+    A release that follows does not wait for them.
+    """
     fake.free = 1
     releaser = connect(fake.url, tmp_path, timeout=0.2)
     releaser.request(2)

@@ -1,4 +1,4 @@
-"""What `load` says of a configuration that it refuses."""
+"""The message of `load` about a configuration that it refuses."""
 
 from pathlib import Path
 

@@ -1,5 +1,7 @@
-"""Checks of a configuration: values and combinations that are refused, each in one line that names
-the key."""
+"""Checks of a configuration.
+
+Values and combinations are refused, each in one line that names the key.
+"""
 
 import pytest
 
@@ -128,11 +130,17 @@ def test_a_value_refused(key, value, hint):
     [
         (
             ["train.micro_batch=3"],
-            "train.micro_batch = 3 does not divide train.global_batch / parallel.data = 32; nearest that do: 2, 4",
+            (
+                "train.micro_batch = 3 does not divide train.global_batch / parallel.data = 32; "
+                "nearest that do: 2, 4"
+            ),
         ),
         (
             ["train.micro_batch=64"],
-            "train.micro_batch = 64 does not divide train.global_batch / parallel.data = 32; nearest that do: 32",
+            (
+                "train.micro_batch = 64 does not divide train.global_batch / parallel.data = 32; "
+                "nearest that do: 32"
+            ),
         ),
         (
             ["model.heads=3"],
@@ -140,7 +148,10 @@ def test_a_value_refused(key, value, hint):
         ),
         (
             ["model.hidden=12"],
-            "model.hidden / model.heads = 3 is odd, but rotary positions turn pairs; use hidden = 16, or other heads",
+            (
+                "model.hidden / model.heads = 3 is odd, but rotary positions turn pairs; use "
+                "hidden = 16, or other heads"
+            ),
         ),
         (
             ["parallel.data=5"],
@@ -148,27 +159,45 @@ def test_a_value_refused(key, value, hint):
         ),
         (
             ["parallel.data=16"],
-            "train.micro_batch = 4 does not divide train.global_batch / parallel.data = 2; nearest that do: 2",
+            (
+                "train.micro_batch = 4 does not divide train.global_batch / parallel.data = 2; "
+                "nearest that do: 2"
+            ),
         ),
         (
             ["train.reduction_slots=3"],
-            "train.reduction_slots = 3 does not divide the 8 microbatches of a step; leave it out for one per replica, or use 1 or 2 or 4",
+            (
+                "train.reduction_slots = 3 does not divide the 8 microbatches of a step; leave "
+                "it out for one per replica, or use 1 or 2 or 4"
+            ),
         ),
         (
             ["train.global_batch=48", "parallel.data=2", "train.reduction_slots=6"],
-            "train.reduction_slots = 6 is not 2 (replicas) times a power of two; leave it out for one per replica, or use 2 or 4",
+            (
+                "train.reduction_slots = 6 is not 2 (replicas) times a power of two; leave it "
+                "out for one per replica, or use 2 or 4"
+            ),
         ),
         (
             ["parallel.data=4", "train.reduction_slots=2"],
-            "train.reduction_slots = 2 is not 4 (replicas) times a power of two; leave it out for one per replica, or use 4 or 8",
+            (
+                "train.reduction_slots = 2 is not 4 (replicas) times a power of two; leave it "
+                "out for one per replica, or use 4 or 8"
+            ),
         ),
         (
             ["parallel.slices=true"],
-            "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU anyway; use 2 or more",
+            (
+                "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU "
+                "anyway; use 2 or more"
+            ),
         ),
         (
             ["parallel.pipeline=2", "parallel.slices=true", "pipeline.post_validation=true"],
-            "parallel.slices = true: one process ends the steps of all slices together, so pipeline.post_validation cannot be true",
+            (
+                "parallel.slices = true: one process ends the steps of all slices together, so "
+                "pipeline.post_validation cannot be true"
+            ),
         ),
         (
             ["parallel.pipeline=2", "parallel.slices=true", "elastic.reshape_at=[[5, 1, 2]]"],
@@ -225,7 +254,10 @@ def test_a_value_refused(key, value, hint):
         ),
         (
             ["parallel.pipeline=2", "elastic.reshape_at=[[5, 1, 2]]"],
-            "elastic.reshape_at: [5, 1, 2]: train.reduction_slots = 1 is not 2 (replicas) times a power of two; use 2 or 4 or 8",
+            (
+                "elastic.reshape_at: [5, 1, 2]: train.reduction_slots = 1 is not 2 (replicas) "
+                "times a power of two; use 2 or 4 or 8"
+            ),
         ),
         (
             ["parallel.pipeline=3", "elastic.reshape_at=[[5, 1, 3]]"],
@@ -233,7 +265,10 @@ def test_a_value_refused(key, value, hint):
         ),
         (
             ["parallel.pipeline=2", "elastic.reshape=true"],
-            "elastic.reshape = true: no other mesh of 2 ranks fits train.reduction_slots = 1; use 2 or 4 or 8",
+            (
+                "elastic.reshape = true: no other mesh of 2 ranks fits train.reduction_slots = "
+                "1; use 2 or 4 or 8"
+            ),
         ),
         (
             ["elastic.reshape=true"],
@@ -241,7 +276,10 @@ def test_a_value_refused(key, value, hint):
         ),
         (
             ["parallel.data=2", "elastic.reshape=true", "elastic.reshape_at=[[5, 2, 1]]"],
-            "elastic.reshape = true decides when to reshape, and elastic.reshape_at says when; leave one of them out",
+            (
+                "elastic.reshape = true decides when to reshape, and elastic.reshape_at says "
+                "when; leave one of them out"
+            ),
         ),
         (
             ["model.blocks=1", "parallel.data=8", "elastic.reshape_at=[[5, 8, 1]]"],
@@ -275,7 +313,10 @@ def test_a_value_refused(key, value, hint):
         (["model.kind=emulated", "model.w=[1, 2]"], "model.w lists 2 layers, model.layers = 8"),
         (
             ["model.kind=emulated", "train.precision=bfloat16"],
-            'train.precision = "bfloat16", but emulated layers compute nothing but float32; leave it out',
+            (
+                'train.precision = "bfloat16", but emulated layers compute nothing but float32; '
+                "leave it out"
+            ),
         ),
         (
             ["dynamism.cases=['freezing']", "dynamism.freezing.policy=schedule"],
@@ -287,7 +328,10 @@ def test_a_value_refused(key, value, hint):
         ),
         (
             ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[100, 1], [200, 3]]"],
-            "dynamism.freezing.schedule starts at step 100, but the run has 100 steps, so nothing would freeze; start sooner",
+            (
+                "dynamism.freezing.schedule starts at step 100, but the run has 100 steps, so "
+                "nothing would freeze; start sooner"
+            ),
         ),
         (
             ["dynamism.cases=['freezing']", "dynamism.freezing.max_layers=18"],
@@ -299,14 +343,20 @@ def test_a_value_refused(key, value, hint):
                 "dynamism.freezing.cache_bytes=4096",
                 "model.dropout=0.1",
             ],
-            "dynamism.freezing.cache_bytes = 4096 with model.dropout = 0.1: what is dropped is another each time; use cache_bytes = 0",
+            (
+                "dynamism.freezing.cache_bytes = 4096 with model.dropout = 0.1: what is dropped "
+                "is another each time; use cache_bytes = 0"
+            ),
         ),
         (
             [
                 "dynamism.cases=['freezing', 'sparse_attention']",
                 "dynamism.freezing.cache_bytes=4096",
             ],
-            'dynamism.freezing.cache_bytes = 4096 with the case "sparse_attention", which draws anew at each step',
+            (
+                'dynamism.freezing.cache_bytes = 4096 with the case "sparse_attention", which '
+                "draws anew at each step"
+            ),
         ),
         (
             [
@@ -314,7 +364,10 @@ def test_a_value_refused(key, value, hint):
                 "dynamism.freezing.cache_bytes=4096",
                 "train.eval_every=101",
             ],
-            "dynamism.freezing.cache_bytes = 4096: train.eval_every = 101 gives no evaluation in 100 steps, and no microbatch comes again",
+            (
+                "dynamism.freezing.cache_bytes = 4096: train.eval_every = 101 gives no "
+                "evaluation in 100 steps, and no microbatch comes again"
+            ),
         ),
         (
             [
@@ -322,7 +375,10 @@ def test_a_value_refused(key, value, hint):
                 "dynamism.freezing.cache_bytes=4096",
                 "train.eval_every=51",
             ],
-            "dynamism.freezing.cache_bytes = 4096: train.eval_every = 51 gives one evaluation in 100 steps, and no microbatch comes again",
+            (
+                "dynamism.freezing.cache_bytes = 4096: train.eval_every = 51 gives one "
+                "evaluation in 100 steps, and no microbatch comes again"
+            ),
         ),
         (
             ["dynamism.cases=['pruning']", "model.kind=emulated"],
@@ -362,7 +418,10 @@ def test_a_value_refused(key, value, hint):
         ),
         (
             [EXIT, "dynamism.early_exit.exits=[7]"],
-            "dynamism.early_exit.exits names block 7, but an exit can stand after the blocks 0 to 6",
+            (
+                "dynamism.early_exit.exits names block 7, but an exit can stand after the blocks "
+                "0 to 6"
+            ),
         ),
         (
             [EXIT, "dynamism.early_exit.start=100"],
@@ -399,7 +458,10 @@ def test_a_value_refused(key, value, hint):
         ),
         (
             [DEPTHS, "dynamism.mixture_of_depths.capacity=0.001"],
-            "dynamism.mixture_of_depths.capacity = 0.001 selects no token of model.sequence = 256; use 0.002 or more",
+            (
+                "dynamism.mixture_of_depths.capacity = 0.001 selects no token of model.sequence "
+                "= 256; use 0.002 or more"
+            ),
         ),
         (
             [DEPTHS, "dynamism.mixture_of_depths.threshold_from=100"],
@@ -433,7 +495,10 @@ def test_a_value_refused(key, value, hint):
         ([*SPREAD, "model.experts=3"], "parallel.expert = 2 does not divide model.experts = 3"),
         (
             [*SPREAD, "elastic.reshape=true"],
-            "parallel.expert = 2: a reshape changes the replicas that share experts; leave out elastic.reshape",
+            (
+                "parallel.expert = 2: a reshape changes the replicas that share experts; leave "
+                "out elastic.reshape"
+            ),
         ),
         (
             [*SPREAD, "dynamism.cases=['freezing']", "dynamism.freezing.policy=egeria"],
@@ -441,7 +506,10 @@ def test_a_value_refused(key, value, hint):
         ),
         (
             [*SPREAD, "dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=1"],
-            "parallel.expert = 2: a replica that finds an output in its cache sends no rows; use dynamism.freezing.cache_bytes = 0",
+            (
+                "parallel.expert = 2: a replica that finds an output in its cache sends no rows; "
+                "use dynamism.freezing.cache_bytes = 0"
+            ),
         ),
         (["model.kind=moe", "train.compile=true"], 'train.compile = true with model.kind = "moe"'),
     ],

@@ -1,5 +1,7 @@
-"""Reading a configuration: files, overrides, defaults, and refusals of one line that name the
-key."""
+"""Reading a configuration: files, overrides, defaults and refusals.
+
+A refusal is one line that names the key.
+"""
 
 import re
 import tomllib
@@ -29,7 +31,7 @@ def write(tmp_path: Path):
     return to
 
 
-# What it takes.
+# Accepted files.
 
 
 def test_an_empty_file_is_the_defaults_and_a_valid_run(write):
@@ -210,7 +212,7 @@ def test_the_written_form_names_every_key():
     ],
 )
 def test_large_numbers_are_told_at_once(overrides):
-    """Once a loop over every number up to the largest."""
+    """This was once a loop over every number up to the largest."""
     with pytest.raises(
         ConfigError, match=r"elastic.reshape = true|train.reduction_slots = 5 does not divide"
     ):
@@ -228,10 +230,16 @@ EMULATED_KEYS = {"layers": 8, "f": 0.01, "b": 0.01, "w": 0.01, "bytes": 65536}
     [("python:a:b", GPT_KEYS | EMULATED_KEYS), ("gpt", EMULATED_KEYS), ("emulated", GPT_KEYS)],
 )
 def test_a_key_of_another_kind_is_refused(write, kind, keys):
-    """Also at its default value: whoever writes it expects something of it."""
+    """The key is refused at its default value too.
+
+    Whoever writes it expects something of it.
+    """
     for key, value in keys.items():
         owner = "gpt" if key in GPT_KEYS else "emulated"
-        says = f'model.{key} is a key of kind = "{owner}", which model.kind = "{kind}" has not; leave it out'
+        says = (
+            f'model.{key} is a key of kind = "{owner}", which model.kind = "{kind}" has not; '
+            f"leave it out"
+        )
         with pytest.raises(ConfigError, match=re.escape(says)):
             parse({"model": {"kind": kind, key: value}})
         path = write(f'model.kind = "{kind}"')
@@ -264,7 +272,7 @@ def test_a_saved_config_has_the_keys_of_its_kind_alone(write, kind, own):
 
 
 def test_set_changes_the_kind_of_a_file(write):
-    """What only the file's own kind has goes with that kind."""
+    """Keys that only the file's own kind has go with that kind."""
     path = write('[model]\nkind = "emulated"\nlayers = 5\nf = 0.5\nsequence = 16')
     config = load(path, ["model.kind=gpt", "model.blocks=2"])
     assert config == parse({"model": {"kind": "gpt", "blocks": 2, "sequence": 16}})
@@ -272,7 +280,7 @@ def test_set_changes_the_kind_of_a_file(write):
         load(path, ["model.kind=gpt", "model.f=0.5"])
 
 
-# What it refuses: one line, with the place and what to do.
+# Refused files: one line, with the place and what to do.
 
 
 @pytest.mark.parametrize(
@@ -403,7 +411,7 @@ def test_every_way_to_merge_ranks_has_its_word():
 
 
 def outcome(override: str) -> str:
-    """What went wrong, or what was asked for where nothing did."""
+    """The error message, or the override itself if nothing went wrong."""
     try:
         load(None, [override])
     except ConfigError as error:

@@ -166,6 +166,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read_costs(tmp_path / "none.json", 2)
     with pytest.raises(
         InputError,
-        match=r"a folder; here one number per stage is wanted; dynmo plan --costs takes the costs of layers",
+        match=(
+            r"a folder; here one number per stage is wanted; dynmo plan --costs takes the costs "
+            r"of layers"
+        ),
     ):
         read_costs(tmp_path, 2)

@@ -1,4 +1,7 @@
-"""Batches are a pure function of (seed, step); corpora are the same bytes every time."""
+"""Batches are a pure function of (seed, step).
+
+Corpora are the same bytes every time.
+"""
 
 import os
 
@@ -17,7 +20,10 @@ SEQUENCE = 4
 
 
 def numbered(windows: int) -> np.ndarray:
-    """A corpus whose token is its own position, so that a test sees where each came from."""
+    """A corpus whose token is its own position.
+
+    So a test sees where each token came from.
+    """
     return np.arange(windows * SEQUENCE + 2)
 
 
@@ -47,8 +53,10 @@ def test_shapes_and_targets():
     steps=st.permutations(range(8)),
 )
 def test_a_batch_depends_on_nothing_but_seed_and_step(windows, micro_batch, seed, steps):
-    """Not on the microbatch split, nor on what was asked before: in order, shuffled, or by a fresh
-    object."""
+    """A batch depends neither on the microbatch split nor on earlier requests.
+
+    Steps are asked for in order, shuffled, or from a fresh object.
+    """
     whole = Batches(numbered(windows), SEQUENCE, 12, 12, seed)
     expected = [whole.train(step)[0].reshape(12, SEQUENCE) for step in range(8)]
     split = Batches(numbered(windows), SEQUENCE, 12, micro_batch, seed)
@@ -85,8 +93,11 @@ def test_epochs_and_seeds_are_shuffled_differently():
     windows=st.integers(8, 80), global_batch=st.sampled_from([2, 4, 6]), seed=st.integers(0, 100)
 )
 def test_batches_that_come_again_are_the_same_in_another_order(windows, global_batch, seed):
-    """The first epoch is that of shuffled windows; a later one has its batches, each once, with the
-    same sequences in the same order."""
+    """The first epoch is that of shuffled windows.
+
+    A later epoch has its batches, each once. The sequences and their order within a batch are the
+    same.
+    """
     plain = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed)
     order = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed, "batches")
     steps = order.windows // global_batch
@@ -106,7 +117,10 @@ def test_batches_that_come_again_are_the_same_in_another_order(windows, global_b
 
 
 def test_what_comes_again_of_shuffled_windows():
-    """Single sequences do; two that were together before, by rare chance only."""
+    """Single sequences come again.
+
+    Two that were together before come together again by rare chance only.
+    """
     length = 20 * SEQUENCE + 2  # 19 to train on
     assert not Order(length, SEQUENCE, 2, 2, 0).repeats(1000)
     assert [Order(length, SEQUENCE, 2, 1, 0).repeats(steps) for steps in (9, 10)] == [False, True]
@@ -115,7 +129,10 @@ def test_what_comes_again_of_shuffled_windows():
 def test_a_batch_larger_than_the_data_cannot_come_again():
     with pytest.raises(
         ConfigError,
-        match=r'data.shuffle = "batches": data.source has 19 windows .* fewer than train.global_batch = 20; use',
+        match=(
+            r'data.shuffle = "batches": data.source has 19 windows .* fewer than '
+            r"train.global_batch = 20; use"
+        ),
     ):
         Order(20 * SEQUENCE + 2, SEQUENCE, 20, 2, 0, "batches")
     assert Batches(numbered(20), SEQUENCE, 19, 19, 0, "batches").train(3)[0].shape == (
@@ -225,7 +242,7 @@ def test_a_file_is_read_as_it_is(tmp_path):
 
 
 def test_a_file_that_is_cut_off(tmp_path):
-    """It is an error and no signal. What is there still is read."""
+    """The cut is an error and no signal. Data that is still there is read."""
     (tmp_path / "text").write_bytes(bytes(range(100)))
     batches = Batches(open_corpus(f"file:{tmp_path / 'text'}"), SEQUENCE, 2, 1, 0)
     before = batches.held_out(0)

@@ -1,5 +1,7 @@
-"""A case that freezes three quarters of the layers for a while, for tests of ranks that leave and
-come back."""
+"""A case that freezes three quarters of the layers for a while.
+
+It is for tests of ranks that leave and come back.
+"""
 
 from dynmo.dynamism import Change, Dynamism
 

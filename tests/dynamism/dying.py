@@ -1,4 +1,7 @@
-"""A case whose rank is killed while layers move to other ranks, for tests of what is lost."""
+"""A case whose rank is killed while layers move to other ranks.
+
+It is for tests of what is lost.
+"""
 
 import os
 import signal

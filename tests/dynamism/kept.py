@@ -1,4 +1,7 @@
-"""Layers that only remember what was done to them, for cases that need no modules."""
+"""Layers that only remember what was done to them.
+
+They are for cases that need no modules.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ class Alone:
 
 
 class Kept:
-    """`modules`, where given, are all here; else each layer has something to train, elsewhere."""
+    """All `modules` are here, if they are given.
+
+    Otherwise each layer has something to train, elsewhere.
+    """
 
     def __init__(
         self, count: int, names: Sequence[str] = (), modules: Sequence[nn.Module] = ()

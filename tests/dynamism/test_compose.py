@@ -1,5 +1,7 @@
-"""Cases compose: all at once, in a fixed order, with the same numbers on any ranks, and on slices,
-under moves."""
+"""Cases compose: all at once, in a fixed order, under moves.
+
+The numbers are the same on any ranks, and on slices.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers count adds up where it is, and is exact."""
+"""The counts of layers add up where they are, and are exact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def test_numbers_and_tensors() -> None:
 
 
 def test_a_layer_without_tokens_counts_nothing() -> None:
-    """It adds no tensor, which might be on another device than those that come."""
+    """The layer adds no tensor.
+
+    Such a tensor might be on another device than those that come.
+    """
     half = ExpertsHalf(8, ExpertRule(3, 1, "aux-loss", 0.0, None), 0, 0.1, 0.1, 0.0)
     layers, case = Kept(1, modules=[half]), MoeCase(3, 0.0, 2)
     assert case.collect(0, layers) is None

@@ -1,4 +1,4 @@
-"""From when on tokens exit, what is recorded, and which models are refused."""
+"""Early exit: its first step, its records, and the models that are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Egeria: what plasticity is, when a module freezes and thaws, and that every rank decides the same
-through moves and restarts."""
+"""Egeria: what plasticity is, and when a module freezes and thaws.
+
+Every rank decides the same through moves and restarts.
+"""
 
 from __future__ import annotations
 
@@ -154,8 +156,10 @@ def egeria(**options: Any) -> Egeria:
 
 
 class Moving(Kept):
-    """Four linear layers; layer i stops changing after its time. A step runs them one after
-    another."""
+    """Four linear layers. Layer i stops changing after its time.
+
+    A step runs them one after another.
+    """
 
     def __init__(self, times: list[int]) -> None:
         torch.manual_seed(1)
@@ -200,8 +204,10 @@ def test_front_modules_freeze_as_they_settle() -> None:
 def test_the_first_step_at_which_something_can_freeze(
     every: int, window: int, longer: int, start: int
 ) -> None:
-    """A plasticity that swings less and less is stale as soon as can be: what the config's check
-    says is just possible."""
+    """A plasticity that swings less and less is stale as soon as can be.
+
+    The step is the first that the config's check allows.
+    """
     refresh, layers, readings = window * every + longer, Moving([0] * 4), count()
     case = egeria(every=every, window=window, refresh=refresh, start=start, tolerance=0.99)
     freezing = parse(config(1) | {"dynamism": {}}).dynamism.freezing.model_copy(
@@ -221,8 +227,10 @@ def test_the_first_step_at_which_something_can_freeze(
 
 
 def test_what_has_nothing_to_train_freezes_with_what_follows() -> None:
-    """An activation has no plasticity: it must not stand in the way. What is behind the last weight
-    does not count as what must train."""
+    """An activation has no plasticity, so it must not stand in the way.
+
+    Modules behind the last weight do not count as what must train.
+    """
     for last, frozen in ((nn.Linear(6, 6), {0, 1, 2}), (nn.Identity(), {0})):
         layers, case = Moving([10, 0, 10, 0]), egeria(most=3)
         layers.modules = layers.linears = [
@@ -330,8 +338,10 @@ def test_one_digest_on_any_ranks_under_moves(pool: Pool, options: dict[str, Any]
 
 
 def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path) -> None:
-    """Stopped between two references, while layers are frozen; resumed on other ranks. References
-    and readings come back."""
+    """A run is stopped between two references, while layers are frozen.
+
+    It is resumed on other ranks. References and readings come back.
+    """
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     whole = pool.run("train_in", 3, config=config(3), folder=str(tmp_path / "whole"))

@@ -1,4 +1,4 @@
-"""What freezes when: by schedule, and by AutoFreeze from gradient norms."""
+"""Time and order of freezing: by schedule, and by AutoFreeze from gradient norms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from tests.dynamism.kept import Kept
 def feed(
     case: Dynamism, layers: Kept, norms: Sequence[Sequence[float]], first: int = 0
 ) -> list[Change | None]:
-    """Steps with these gradient norms; what the case did before each, and after the last."""
+    """Runs steps with these gradient norms.
+
+    Returns what the case did before each step, and after the last.
+    """
     done: list[Change | None] = []
     for step, row in enumerate(norms, start=first):
         done.append(case.act(step, layers))
@@ -64,8 +67,10 @@ def test_units() -> None:
 
 
 def test_autofreeze_by_blocks() -> None:
-    """Norms of a block are its halves' together: 3 and 4 make 5. The median of the four changes 0,
-    0.2, 0.2, 0.4 is 0.2."""
+    """The norm of a block is that of its halves together: 3 and 4 make 5.
+
+    The median of the four changes 0, 0.2, 0.2, 0.4 is 0.2.
+    """
     names = [
         "embedding",
         "blocks.0.attention",
@@ -94,15 +99,18 @@ def test_freeze_prefix_never_thaws() -> None:
 
 
 def test_autofreeze() -> None:
-    """Intervals of 2 steps. Changes |before - now| / before of the four layers: 0.0, 0.1, 0.5, 0.0;
-    their median is 0.05."""
+    """Intervals have 2 steps.
+
+    The changes |before - now| / before of the four layers are 0.0, 0.1, 0.5 and 0.0. Their median
+    is 0.05.
+    """
     layers, case = Kept(4), AutoFreeze(every=2, start=0, most=3)
     done = feed(case, layers, [(1, 10, 4, 2), (1, 10, 4, 2), (1, 9, 2, 2), (1, 9, 2, 2)])
     assert [d is None for d in done] == [True] * 4 + [False]
     assert layers.frozen == {0}, "layer 3 changed little too, but the prefix ends at layer 1"
     assert done[4] is not None
     assert "0.05" in done[4].what
-    # Of the unfrozen: 0.0, 0.5, 0.2; the median is 0.2.
+    # The unfrozen layers have 0.0, 0.5 and 0.2. The median is 0.2.
     feed(case, layers, [(0, 9, 1, 1.6)] * 2, first=4)
     assert layers.frozen == {0, 1}
 
@@ -127,15 +135,20 @@ def test_autofreeze_starts_late() -> None:
 
 
 def test_autofreeze_without_gradients() -> None:
-    """A layer that never had a gradient has not stopped changing; nothing divides by zero."""
+    """A layer that never had a gradient has not stopped changing.
+
+    Nothing divides by zero.
+    """
     layers, case = Kept(3), AutoFreeze(every=1, start=0, most=2)
     feed(case, layers, [(0, 0, 0)] * 4)
     assert not layers.frozen
 
 
 def test_autofreeze_passes_over_what_has_nothing_to_train() -> None:
-    """Neither an activation in the middle nor one at the end has a gradient, so neither has stopped
-    changing: they do not count."""
+    """Activations in the middle or at the end do not count.
+
+    They have no gradient, so they have not stopped changing.
+    """
     modules = [nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()]
     layers, case = Kept(5, modules=modules), AutoFreeze(every=1, start=0, most=4)
     case.check(modules)
@@ -156,7 +169,7 @@ def test_a_schedule_leaves_the_last_that_trains() -> None:
 
 
 def test_a_step_that_overflow_has_skipped_does_not_count() -> None:
-    """It has no gradients, so layer 0 would seem to have changed most."""
+    """A skipped step has no gradients, so layer 0 would seem to have changed most."""
     for skipped in ([], [(0, 0, 0)]):
         layers, case = Kept(3), AutoFreeze(every=2, start=0, most=2)
         feed(case, layers, [(10, 10, 10), *skipped, (10, 10, 10), (10, 8, 5), *skipped, (10, 8, 5)])

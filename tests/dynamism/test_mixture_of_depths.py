@@ -1,4 +1,7 @@
-"""When training selects by the predictor, what is recorded, and which models are refused."""
+"""Training that selects by the predictor.
+
+The tests cover when it does so, what is recorded, and which models are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A case of the user's own: the one that docs/cases.md shows, on any ranks; and what is said of one
-that is wrong."""
+"""A case of the user's own.
+
+The one that docs/cases.md shows runs on any ranks. A wrong case gives a message.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,10 @@ def test_what_act_returns() -> None:
     assert checked(case, right, 6) is right
     with pytest.raises(
         RunError,
-        match=r"case 'freezing': act returned a list; return dynmo\.dynamism\.Change\(layers, text\), or None",
+        match=(
+            r"case 'freezing': act returned a list; return dynmo\.dynamism\.Change\(layers, "
+            r"text\), or None"
+        ),
     ):
         checked(case, [1, 2], 6)
     with pytest.raises(

@@ -1,4 +1,7 @@
-"""Gradual pruning: when, which weights, and what is left of them and of their moments."""
+"""Gradual pruning: when, and which weights.
+
+The tests also check what is left of the weights and of their moments.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,10 @@ def test_the_last_step_always_prunes() -> None:
 
 
 class Several:
-    """The collective of one of several ranks whose questions are known: each call's other
-    contributions are added."""
+    """The collective of one of several ranks whose questions are known.
+
+    Each call's other contributions are added.
+    """
 
     def __init__(self, others: list[list[Tensor]]) -> None:
         self.others, self.asked = others, list[Tensor]()
@@ -80,8 +85,10 @@ class Several:
 def over_ranks(
     parts: dict[int, list[Tensor]], split: int, keep: int, layers: int
 ) -> dict[int, list[Tensor]]:
-    """As `cut` and `Cut.keep` give with layers below `split` on one rank and the rest on another,
-    asking in lockstep."""
+    """The results of `cut` and `Cut.keep` on two ranks that ask in lockstep.
+
+    Layers below `split` are on one rank and the rest on another.
+    """
     sides = [{i: t for i, t in parts.items() if (i < split) == first} for first in (True, False)]
     answers: list[list[Tensor]] = [[], []]
     # Each question needs the other side's answer to the same one: one more is known after each
@@ -124,7 +131,7 @@ values = st.one_of(st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38]), st.floa
 )
 @settings(max_examples=150, deadline=None)
 def test_exactly_the_largest_stay(parts: list[list[list[float]]], keep: int, split: int) -> None:
-    """Ties by layer and position; the same on one rank and on two."""
+    """Layer and position decide ties, the same on one rank and on two."""
     tensors = {
         i: [torch.tensor(t, dtype=torch.float32) for t in layer] for i, layer in enumerate(parts)
     }
@@ -138,12 +145,11 @@ def test_exactly_the_largest_stay(parts: list[list[list[float]]], keep: int, spl
 
 
 def algorithm_2(ranks: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    """DynMo's Algorithm 2 as published: of each rank's flat weights, the indices to keep,
-    ascending.
+    """DynMo's Algorithm 2 as published: the indices to keep on each rank, ascending.
 
-    Each rank finds its k largest, rank 0 gathers them all, finds the k largest of those and sends
-    everyone its own. k is the whole model's: rank 0 holds up to `ranks` times k values. Which of
-    equal magnitudes stay is left open.
+    The indices point into each rank's flat weights. Each rank finds its k largest. Rank 0 gathers
+    them all, finds the k largest of those and sends everyone its own. k is the whole model's, so
+    rank 0 holds up to `ranks` times k values. The choice among equal magnitudes is left open.
     """
     keep = round(sum(len(x) for x in ranks) * (1 - sparsity))
     local = [x.abs().topk(min(keep, len(x))) for x in ranks]
@@ -170,7 +176,7 @@ def test_algorithm_2_agrees(sizes: list[int], sparsity: float, seed: int) -> Non
 
 
 def test_the_memory_of_the_search_is_bounded() -> None:
-    """What is sent does not grow with the number of weights."""
+    """The number of bytes sent does not grow with the number of weights."""
     asker = Several([])
     cut({0: [torch.randn(20000)], 1: [torch.randn(500)]}, 7000, 2, asker)
     assert [len(t) for t in asker.asked] == [2048, 1024, 1024, 2]
@@ -257,8 +263,10 @@ def test_a_run_prunes_and_weights_never_return(criterion: str) -> None:
 
 @pytest.mark.parametrize("dense_below", [0.0, 1.0])
 def test_either_form_trains_as_a_masked_dense_model_does(dense_below: float) -> None:
-    """The reference: torch's AdamW over the plain modules, with weights, gradients and moments
-    masked by hand."""
+    """The reference: torch's AdamW over the plain modules.
+
+    Weights, gradients and moments are masked by hand.
+    """
     pipeline, plain = alone.gpt(), alone.gpt()
     pruning = case(start=1, end=3, every=1, initial_sparsity=0.3, dense_below=dense_below)
     masks: dict[tuple[int, str], Tensor] = {}
@@ -328,7 +336,7 @@ def test_a_measured_threshold_is_kept() -> None:
 
 
 def test_what_the_config_knows_is_not_measured() -> None:
-    """Of a resumed run, too, it holds before what the run had found."""
+    """The config also holds in a resumed run, before what that run had found."""
     pipeline, pruning = (
         alone.gpt(),
         case(
@@ -385,7 +393,7 @@ def test_a_model_with_nothing_to_prune() -> None:
 def test_of_the_optimizers_state_only_masters_are_kept(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ZeRO-1 to ask for a layer's state is to have the replicas put it together."""
+    """With ZeRO-1 the replicas must put a layer's state together on request."""
     model = load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}))
     pipeline = Engine(
         alone.alone(),
@@ -425,7 +433,7 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
 
 
 def test_restored_it_is_the_same(tmp_path: Path) -> None:
-    """Through files: both forms, moments, and what the digest says of them."""
+    """Files restore both forms, the moments and the digest."""
     for dense_below in (0.0, 1.0):
         pipeline, other = alone.gpt(), alone.gpt()
         train(pipeline, case(start=0, end=1, every=1, dense_below=dense_below), 3)

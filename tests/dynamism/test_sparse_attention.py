@@ -1,5 +1,7 @@
-"""Which attention is sparse when, that any placement leaves the same bits, and that F and B fall
-while W stays."""
+"""Kinds and times of sparse attention.
+
+Any placement leaves the same bits. F and B fall while W stays.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ def half() -> SharedAttentionHalf:
 
 
 def layers(blocks: int = 3) -> Kept:
-    """embedding, then (attention, feed forward) ..., head; an embedding has an attribute `sparse`
-    of its own."""
+    """An embedding, then (attention, feed forward) ..., and a head.
+
+    The embedding has an attribute `sparse` of its own.
+    """
     modules = [
         nn.Embedding(4, 16),
         *(m for _ in range(blocks) for m in (half(), nn.Linear(16, 16))),
@@ -204,8 +208,10 @@ def test_from_the_config() -> None:
 
 
 def test_the_half() -> None:
-    """Only what attention computes changes with the switch: the same weights, the same shapes; one
-    bucket is dense attention."""
+    """The switch changes only what attention computes.
+
+    Weights and shapes are the same. One bucket is dense attention.
+    """
     torch.manual_seed(0)
     module, x = half(), torch.randn(2, 8, 16)
     dense = module(x)
@@ -298,7 +304,7 @@ def test_what_is_left_out_changes_the_numbers(pool: Pool) -> None:
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_a_restart_in_the_middle(pool: Pool, tmp_path: Path, kind: str) -> None:
-    """Stopped after step 3 on three ranks, resumed on two."""
+    """The run is stopped after step 3 on three ranks, and resumed on two."""
     folder = tmp_path / "run"
     folder.mkdir()
     first = pool.run(

@@ -1,5 +1,7 @@
-"""A case that lets all layers train for a step now and then, for tests: what freezes by schedule
-freezes again right after."""
+"""A case for tests that lets all layers train for a step now and then.
+
+Layers that freeze by schedule freeze again right after.
+"""
 
 from dynmo.dynamism import Change, Dynamism
 

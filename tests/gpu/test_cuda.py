@@ -1,4 +1,7 @@
-"""On a CUDA device: the same code path, with the tolerance that other kernels need."""
+"""The same code path on a CUDA device.
+
+The tolerance is what other kernels need.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +58,11 @@ def test_two_cuda_runs_agree(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_nccl_with_one_rank(cuda: torch.device, tmp_path: Path) -> None:
-    """What a world asks of NCCL: collectives, a group of its own with its limit lifted, an end in
-    order, and one after a failure."""
+    """The requests of a world to NCCL work.
+
+    They are collectives, a group of its own with its limit lifted, an end in order, and an end
+    after a failure.
+    """
     store = dist.FileStore(str(tmp_path / "store"), 1)
     for generation, failed in enumerate((False, True, False)):
         world = World.join(store, 0, 1, device=cuda, generation=generation)
@@ -75,7 +81,7 @@ def test_nccl_with_one_rank(cuda: torch.device, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_an_output_that_is_kept_comes_back_the_same(device: torch.device) -> None:
-    """It lies in host memory meanwhile."""
+    """The output lies in host memory meanwhile."""
     layer = Layer(0, torch.nn.Linear(64, 64).to(device), clock_for(device), 0)
     cache, x = OutputCache(1 << 20, clock_for(device)), (torch.randn(8, 64, device=device),)
     cache.begin(["a"], training=True)
@@ -96,7 +102,7 @@ def without_syncs(cuda: torch.device) -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("without_syncs")
 def test_a_kept_output_does_not_hold_up_the_host() -> None:
-    """On its way out and back, also from another stream."""
+    """The output is on its way out and back, also from another stream."""
     device = torch.device("cuda:0")
     layer = Layer(0, torch.nn.Linear(2048, 2048).to(device), clock_for(device), 0)
     cache, x = OutputCache(1 << 30, clock_for(device)), (torch.randn(2048, 2048, device=device),)
@@ -126,7 +132,7 @@ def test_directions_do_not_hold_up_the_host() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("without_syncs")
 def test_a_reduction_does_not_hold_up_the_host() -> None:
-    """Of gradients two of which are missing, and one is not contiguous."""
+    """Two of the gradients are missing, and one is not contiguous."""
     module = torch.nn.ModuleList(torch.nn.Linear(64, 32) for _ in range(2)).cuda()
     first, *_ = parameters = list(module.parameters())
     first.grad = torch.randn(64, 32, device="cuda").t()
@@ -145,7 +151,10 @@ def test_a_reduction_does_not_hold_up_the_host() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 def test_a_stream_that_stands() -> None:
-    """At a wait for as long as any may take: told. Before it, at work: not."""
+    """A stream that waits for as long as any may take is told.
+
+    A stream that is still at work before the wait is not.
+    """
     world = World(0, 2, torch.device("cuda", 0), 0.2, 0, dist.HashStore())
     second = 2 * 10**9  # of a device's cycles, about
     torch.cuda._sleep(second)

@@ -41,7 +41,10 @@ def test_one_kernel_computes_what_a_loop_does(counts: list[int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
 def test_shared_experts_train_the_same(device: torch.device, tmp_path: Path, backend: str) -> None:
-    """Two replicas that share the experts, and two that have them all. The experts move."""
+    """Two replicas that share the experts, and two that have them all.
+
+    The experts move.
+    """
     if device.type == "cuda" and backend == "auto" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL refuses two ranks on one GPU")
     on = Ranks(device.type, backend, 2)

@@ -1,5 +1,7 @@
-"""Low precision and recomputation on a CUDA device: the same code path, with the tolerance that
-other kernels need."""
+"""Low precision and recomputation on a CUDA device.
+
+The code path is the same, with the tolerance that other kernels need.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def test_computed_again_is_the_same(device: torch.device, precision: str) -> Non
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_w_sums_in_float32(dtype: torch.dtype) -> None:
-    """torch.mm with out_dtype: the product itself is not rounded to the lower precision."""
+    """torch.mm with out_dtype does not round the product to the lower precision."""
     linear = nn.Linear(64, 32, device="cuda")
     lower(linear, dtype)
     install(linear, WeightTape())

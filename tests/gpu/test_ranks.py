@@ -1,5 +1,7 @@
-"""Ranks that are processes train what one trains, bit for bit: NCCL on several GPUs, gloo on
-one."""
+"""Ranks that are processes train what one trains, bit for bit.
+
+They use NCCL on several GPUs, and gloo on one.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +74,12 @@ def digest(
     expert: int = 1,
     **options: Any,
 ) -> str:
-    """Trains, and returns the digest of the weights. Layers move at every step and freeze.
+    """Trains, and returns the digest of the weights.
+
+    Layers move at every step and freeze.
 
     Args:
-        folder: Where the run works.
+        folder: Working folder of the run.
         schedule: Name of the schedule.
         on: The device and the backend.
         pipeline: Ranks of a pipeline.
@@ -133,7 +137,7 @@ def test_a_pipeline_trains_the_same(on: Ranks, alone: str, tmp_path: Path, sched
 
 @pytest.mark.gpu
 def test_replicas_train_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
-    """With an optimizer that they share."""
+    """The replicas share an optimizer."""
     assert digest(tmp_path, "zb-h1", on, on.size // 2, 2, zero=1) == alone
 
 
@@ -159,7 +163,10 @@ def test_a_mesh_that_comes_and_goes_trains_the_same(on: Ranks, alone: str, tmp_p
 def test_ranks_that_leave_and_come_back_train_the_same(
     on: Ranks, alone: str, tmp_path: Path, park: bool
 ) -> None:
-    """The process groups are made anew, with fewer ranks and then with as many as before."""
+    """The process groups are made anew.
+
+    They have fewer ranks, and then as many as before.
+    """
     elastic = {"reshape_at": [[2, on.size // 2, 1], [5, on.size, 1]], "park": park}
     assert digest(tmp_path, "zb-h1", on, on.size, 1, elastic=elastic) == alone
 

@@ -1,5 +1,7 @@
-"""Slices of one GPU: disjoint, and a pipeline on them trains what one stage on the whole GPU
-does."""
+"""Slices of one GPU are disjoint.
+
+A pipeline on them trains what one stage on the whole GPU does.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,18 @@ SHAPE = {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 64, "dropout": 0.1}
 
 
 def run(device: torch.device, parallel: dict[str, Any], schedule: str) -> tuple[list[float], str]:
-    """The losses, and the digest of the weights. Layers move at every step and freeze, where there
-    is more than one stage."""
+    """Trains on slices of one device.
+
+    Layers move at every step and freeze, if there is more than one stage.
+
+    Args:
+        device: The GPU.
+        parallel: The section [parallel].
+        schedule: Name of the schedule.
+
+    Returns:
+        The losses, and the digest of the weights.
+    """
     config = parse(
         {
             "data": {"source": SOURCE},
@@ -77,9 +89,12 @@ def test_too_many() -> None:
 @pytest.mark.usefixtures("cuda_core")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_a_pipeline_on_slices_trains_the_same(device: torch.device, schedule: str) -> None:
-    """cuBLAS may choose another kernel where a stream has fewer SMs, so near is all that is
-    promised; a slot of memory that is reused too early, or a tensor that is read too soon, is far
-    off."""
+    """The results are near those of the whole GPU.
+
+    cuBLAS may choose another kernel if a stream has fewer SMs, so only near results are promised. A
+    slot of memory that is reused too early gives results that are far off. So does a tensor that is
+    read too soon.
+    """
     losses, digest = run(device, {"pipeline": 3, "slices": True}, schedule)
     assert losses == pytest.approx(run(device, {"pipeline": 1}, "1f1b")[0], rel=1e-3)
     assert run(device, {"pipeline": 3, "slices": True}, schedule) == (losses, digest)

@@ -1,4 +1,4 @@
-"""Sparse attention against all pairs with a mask: what the tests of its kinds share."""
+"""Helpers that compare sparse attention with all pairs under a mask."""
 
 from __future__ import annotations
 
@@ -17,8 +17,18 @@ shapes = st.tuples(
 
 
 def reference(x: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Every pair is computed, and those not in `seen` [batch, heads, query, key] masked away. A row
-    without any gives 0."""
+    """Dense attention that masks away all pairs that are not in `seen`.
+
+    Every pair is computed.
+
+    Args:
+        x: Queries and keys, [batch, sequence, heads, size]. Keys are normalised.
+        v: Values, [batch, sequence, heads, size].
+        seen: True for each pair that counts, [batch, heads, query, key].
+
+    Returns:
+        The output, [batch, sequence, heads, size]. A row without any pair gives 0.
+    """
     q, k, values = (
         x.transpose(1, 2),
         (x / x.norm(dim=-1, keepdim=True)).transpose(1, 2),
@@ -31,6 +41,16 @@ def reference(x: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 
 def before(batch: int, sequence: int, heads: int) -> Tensor:
+    """A mask that is True for each key before its query.
+
+    Args:
+        batch: Size of the first dimension.
+        sequence: Number of queries, and of keys.
+        heads: Size of the second dimension.
+
+    Returns:
+        The mask, [batch, heads, sequence, sequence].
+    """
     return (
         torch.ones(sequence, sequence, dtype=torch.bool)
         .tril(-1)
@@ -46,7 +66,19 @@ def inputs(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, v and the gradient of the output."""
+    """Draws x, v and the gradient of the output.
+
+    Args:
+        batch: Number of sequences.
+        sequence: Number of tokens of a sequence.
+        heads: Number of heads.
+        size: Size of a head.
+        dtype: Type of the tensors.
+        seed: Seed of the draw.
+
+    Returns:
+        Three tensors [batch, sequence, heads, size].
+    """
     generator = torch.Generator().manual_seed(seed)
     x, v, g = (
         torch.randn(batch, sequence, heads, size, generator=generator, dtype=dtype)
@@ -61,6 +93,14 @@ def check(
     shape: tuple[int, int, int, int],
     tolerance: float = 1e-11,
 ) -> None:
+    """Compares values and gradients of `ours` with those of `reference`.
+
+    Args:
+        ours: The attention under test, from x and v to the output.
+        seen: True for each pair that counts, [batch, heads, query, key].
+        shape: Batch, sequence, heads and size of the inputs.
+        tolerance: Relative and absolute tolerance.
+    """
     x, v, g = inputs(*shape)
     results: list[tuple[Tensor, ...]] = []
     for attend in (ours, lambda x, v: reference(x, v, seen)):

@@ -1,5 +1,7 @@
-"""A compiled layer computes what the layer does, and still leaves its weight gradients on the
-tape."""
+"""A compiled layer computes what the layer does.
+
+It still leaves its weight gradients on the tape.
+"""
 
 from __future__ import annotations
 

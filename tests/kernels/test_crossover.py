@@ -14,7 +14,7 @@ from dynmo.kernels.crossover import known_crossover
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """What was measured, in order; the n-th measurement finds n / 10."""
+    """The measurements, in order. The n-th measurement finds n / 10."""
     asked: list[tuple[int, int, int]] = []
 
     def crossover(

@@ -71,8 +71,10 @@ def test_products(rows: int, columns: int, count: int, share: float, seed: int) 
 
 @pytest.mark.parametrize("columns", [511, 512, 513, 1400])
 def test_columns_in_blocks(columns: int) -> None:
-    """Their kept weights are added in their order all the same, in float32 as well: one after
-    another, whatever block they are in."""
+    """The kept weights are added in their order all the same, in float32 as well.
+
+    They are added one after another, whatever block they are in.
+    """
     csr, values, dense = drawn(9, columns, 0.9, columns)
     x = torch.randn(20, columns, dtype=torch.float64)
     torch.testing.assert_close(unpack(spmm(csr, values, pack(x)), (20, 9)), x @ dense.t())

@@ -1,5 +1,7 @@
-"""Attention with queries and keys dropped against dense attention with a mask: values and
-gradients, whatever the shapes and tiles."""
+"""Attention with dropped queries and keys, against dense attention with a mask.
+
+Values and gradients agree, whatever the shapes and tiles.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Linears of several groups: each row's product with its group's matrix, and a W that can wait."""
+"""Linears of several groups.
+
+Each row is multiplied by its group's matrix, and W can wait.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Attention within hash buckets against dense attention with a mask: values and gradients, whatever
-the shapes, buckets and tiles."""
+"""Attention within hash buckets against dense attention with a mask.
+
+Values and gradients agree, whatever the shapes, buckets and tiles.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def seen_in_buckets(buckets: Tensor) -> Tensor:
 
 @given(shapes, st.integers(1, 9), st.integers(1, 40), st.integers(0, 5))
 def test_hashed(shape: tuple[int, int, int, int], count: int, tile: int, skew: int) -> None:
-    """skew: the higher, the fuller the first bucket; the last are then often empty."""
+    """The higher `skew`, the fuller the first bucket.
+
+    The last buckets are then often empty.
+    """
     chosen = torch.rand(shape[:3], generator=torch.Generator().manual_seed(count)) ** (1 + skew)
     buckets = (chosen * count).long()
     check(lambda x, v: hash_attention(x, v, buckets, count, tile), seen_in_buckets(buckets), shape)
@@ -61,7 +66,7 @@ def test_a_position_does_not_attend_to_itself() -> None:
 
 
 def test_float32_and_strided_inputs() -> None:
-    """As the model has them: views of one projection's output."""
+    """The inputs are views of one projection's output, as in the model."""
     packed = torch.randn(
         2, 200, 2, 3, 16, generator=torch.Generator().manual_seed(1), requires_grad=True
     )
@@ -119,8 +124,10 @@ def test_the_same_bits_again() -> None:
 
 @pytest.mark.parametrize("tile", [8, 32])
 def test_work_is_skipped(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed is counted where it is computed: F and B together, two and four products a
-    tile besides the scores again."""
+    """Products are counted where they are computed.
+
+    F and B together take two and four products a tile. The scores are computed again besides.
+    """
     done = 0
     bmm = torch.bmm
 

@@ -1,4 +1,7 @@
-"""A layer's own loss: its gradient is that of the model's loss plus its own, with the same weight."""
+"""A layer's own loss adds to the gradient of the model's loss.
+
+Both losses have the same weight.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,10 @@ def test_a_loss_of_low_precision() -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("scales", [(1.0,), (1024.0,), (8.0, 2.0)])
 def test_a_stage_scales_it(deferred: bool, scales: tuple[float, ...]) -> None:
-    """The share of a microbatch, and the last loss scale, weigh both losses of every layer."""
+    """Both losses of every layer have the same weights.
+
+    These are the share of a microbatch and the last loss scale.
+    """
     modules, (x, targets) = build(3), data()
     layers = [Layer(i, module, HostClock(), 0) for i, module in enumerate(modules)]
     stage = Stage(layers, 0, mean, share=0.25)

@@ -1,5 +1,8 @@
-"""Dense attention with one vector as query and key, against all pairs with a mask; and the tiles
-and rows that sparse kinds are made of."""
+"""Dense attention with one vector as query and key.
+
+It is tested against all pairs with a mask. The tiles and rows that sparse kinds are made of are
+tested too.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ def test_dense(shape: tuple[int, int, int, int]) -> None:
 def test_rows_are_taken_and_keys_have_one_length(
     shape: tuple[int, int, int, int], strided: bool, seed: int
 ) -> None:
-    """From views too; row -1 gives zeros, and its key stays zero."""
+    """Rows are taken from views too.
+
+    Row -1 gives zeros, and its key stays zero.
+    """
     x = inputs(*shape, seed=seed)[0]
     source = torch.stack((-x, x), 2)[:, :, 1] if strided else x
     rows = torch.randint(

@@ -1,4 +1,7 @@
-"""The pruned linear layer against a dense one under a mask: values, gradients, moments, forms."""
+"""The pruned linear layer against a dense one under a mask.
+
+The tests compare values, gradients, moments and forms.
+"""
 
 from __future__ import annotations
 
@@ -131,8 +134,10 @@ def test_in_double_precision_the_gradient_is_the_derivative() -> None:
 
 @pytest.mark.parametrize("sparse", [True, False])
 def test_deferred_leaves_the_same_bits(sparse: bool) -> None:
-    """Whatever the memory happens to be aligned to, and however many tokens more than a block there
-    are."""
+    """The result is the same whatever the memory is aligned to.
+
+    The number of tokens over a block may be anything.
+    """
     linears = [pair(24, 40, some(960, 0.2), sparse)[1] for _ in range(3)]
     for which, linear in enumerate(linears):
         tape = WeightTape()
@@ -240,8 +245,10 @@ def test_autocast_chooses_what_a_masked_layer_computes_in() -> None:
 
 
 def test_conform_takes_the_form_of_others() -> None:
-    """On the meta device, as a layer is received; and again in another form as it comes back more
-    pruned."""
+    """The layer is received on the meta device.
+
+    It comes back more pruned and is received again in another form.
+    """
     source = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     prune(source[0], some(20, 0.4), True, {})  # pyright: ignore[reportArgumentType]
     prune(source[1], some(12, 0.9), False, {})  # pyright: ignore[reportArgumentType]
@@ -289,8 +296,10 @@ def test_moved_to_meta_it_keeps_nothing() -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
-    """F and B are float32's of the same rounded numbers, rounded; W's sum over microbatches is
-    float32's itself, and stays float32."""
+    """F and B are float32's of the same rounded numbers, rounded.
+
+    W's sum over microbatches is float32's itself, and stays float32.
+    """
     low, wide = (make_pruned(48, 40, 0.8, True, dtype=kind) for kind in (dtype, torch.float32))
     low.bias, wide.bias = (
         nn.Parameter(torch.zeros(48, dtype=kind)) for kind in (dtype, torch.float32)
@@ -320,8 +329,11 @@ def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
 
 
 def test_crossover_finds_where_sparse_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With given times: sparse costs 3 times its share of the weights, so it wins from 2/3 on.
-    Really timed: within [0, 1]."""
+    """The break-even share of weights, from given and from real times.
+
+    With given times, sparse costs 3 times its share of the weights, so it wins from 2/3 on. Really
+    timed, the share is within [0, 1].
+    """
 
     def given_times(linear: nn.Linear, tokens: int) -> tuple[float, float, float]:
         dense = linear.out_features * linear.in_features

@@ -1,4 +1,7 @@
-"""The split backward of single modules: the same gradients as torch's own, now or later."""
+"""The split backward of single modules.
+
+The gradients are those of torch, now or later.
+"""
 
 from __future__ import annotations
 
@@ -122,8 +125,10 @@ def test_without_a_tape_it_is_plain() -> None:
 
 
 def test_install_keeps_the_module() -> None:
-    """Its class is replaced and nothing else; a subclass, and an embedding that treats some ids
-    apart, stay what they are."""
+    """The class of a module is replaced and nothing else.
+
+    A subclass, and an embedding that treats some ids apart, stay what they are.
+    """
 
     class Own(nn.Linear):
         pass
@@ -161,8 +166,10 @@ def test_install_keeps_the_module() -> None:
 
 
 def test_what_the_tape_holds() -> None:
-    """Input and output gradient, until W has run; and no circle of references, for collections wait
-    until a step is over."""
+    """Input and output gradient are kept until W has run.
+
+    There is no circle of references, because collections wait until a step is over.
+    """
     module = linear(False)
     tape = split(module, deferred=True)
     x, gy = torch.randn(4, 5), torch.randn(4, 3)
@@ -195,8 +202,10 @@ OTHERS = {
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_what_is_made_from_other_parameters_is_autograds(kind: str) -> None:
-    """torch makes the weight of a module of the same class from others, before each forward: those
-    must get their gradients."""
+    """torch makes the weight of a module of the same class from other parameters.
+
+    It does so before each forward. Those parameters must get their gradients.
+    """
     plain, ours, x = OTHERS[kind](), OTHERS[kind](), torch.randn(4, 5)
     tape = split(ours, deferred=True)
     assert type(ours) is SplitLinear

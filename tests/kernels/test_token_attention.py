@@ -1,5 +1,7 @@
-"""Attention of a part of the tokens against one token at a time: values and gradients, whatever
-tokens there are."""
+"""Attention of a part of the tokens against one token at a time.
+
+Values and gradients agree, whatever tokens there are.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ shapes = st.tuples(
 )
 """batch, sequence, heads, size"""
 shares = st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), min_size=3, max_size=3)
-"""Of the tokens of each row, that are drawn."""
+"""Shares of the tokens of each row that are drawn."""
 
 
 def drawn(batch: int, sequence: int, of_row: Sequence[float], seed: int) -> Tensor:
@@ -66,7 +68,10 @@ def packed_slowly(lengths: Sequence[int]) -> Attention:
 def compare(
     ours: Attention, slow: Attention, q: Tensor, k: Tensor, v: Tensor, tolerance: float = 1e-11
 ) -> None:
-    """Values and gradients. Those of low precision are compared with the slow ones in float64."""
+    """Values and gradients.
+
+    Those of low precision are compared with the slow ones in float64.
+    """
     g, results = random(*q.shape, seed=9, dtype=q.dtype), []
     for attend, dtype in ((ours, q.dtype), (slow, torch.float64)):
         leaves = [x.to(dtype).clone().requires_grad_() for x in (q, k, v)]
@@ -78,7 +83,7 @@ def compare(
         )
         assert all(x.dtype == dtype for x in results[-1])
     for name, actual, expected in zip(("values", "q", "k", "v"), *results, strict=True):
-        said = lambda message, name=name: f"{name}: {message}"
+        said = lambda message, name=name: f"{name}: {message}"  # noqa: E731
         torch.testing.assert_close(
             actual.double(), expected, rtol=tolerance, atol=tolerance, msg=said
         )

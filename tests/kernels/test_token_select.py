@@ -12,7 +12,7 @@ from torch import Tensor
 from dynmo.kernels.token_select import merge, select
 
 chosen = st.lists(st.booleans(), min_size=1, max_size=12)
-"""Whether each token is taken."""
+"""True for each token that is taken."""
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

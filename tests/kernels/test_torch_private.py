@@ -1,4 +1,7 @@
-"""torch's private functions: named in one module, for the versions that were tried."""
+"""torch's private functions.
+
+One module names them, for the versions that were tried.
+"""
 
 from __future__ import annotations
 

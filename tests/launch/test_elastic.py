@@ -1,4 +1,7 @@
-"""The launcher of a run that changes its ranks: who leaves, who joins, and who only tried to."""
+"""The launcher of a run that changes its ranks.
+
+The tests cover ranks that leave, join, or only tried to join.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def go(tmp_path: Path) -> Iterator[Launch]:
-    """Starts the launcher on ranks that run these scripts. No process may be left after it."""
+    """Starts the launcher on ranks that run these scripts.
+
+    No process may be left after it.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def call(*scripts: str, join: str = "") -> subprocess.Popen[str]:
@@ -50,7 +56,10 @@ def told(folder: Path) -> list[str]:
 
 
 def test_ranks_leave_and_others_come(go: Launch, tmp_path: Path) -> None:
-    """Two of three leave. Two processes are started, and become ranks with numbers of their own."""
+    """Two of three leave.
+
+    Two processes are started, and become ranks with numbers of their own.
+    """
     process = go(
         """
 release(1, 2)
@@ -96,7 +105,10 @@ heard("done")
     ids=["report", "status", "killed", "left"],
 )
 def test_a_joiner_fails_too_early(go: Launch, tmp_path: Path, join: str, why: str) -> None:
-    """The joiner is not a rank yet. The run goes on: its end comes a while after, and is good."""
+    """The joiner is not a rank yet.
+
+    The run goes on: its end comes a while after, and is good.
+    """
     process = go("desk.request(1)\nreceipts(2)\ntime.sleep(0.7)\nsay('done')", join=join)
     assert end(process) == (0, "")
     assert told(tmp_path)[-1] == f"failed 1: process 1 did not join: it {why.format(tmp_path)}"
@@ -112,7 +124,7 @@ def test_a_joiner_that_is_a_rank_fails_the_run(go: Launch) -> None:
 
 
 def test_the_run_ends_while_a_joiner_waits(go: Launch, tmp_path: Path) -> None:
-    """It is asked to end, and is no failure, whatever its status."""
+    """The joiner is asked to end, and is no failure, whatever its status."""
     process = go(
         "desk.request(1)\nheard('waits')",
         join="say('waits')\nuntil(lambda: signals, 'a signal')\nsay('asked')\nsys.exit(7)",
@@ -121,6 +133,7 @@ def test_the_run_ends_while_a_joiner_waits(go: Launch, tmp_path: Path) -> None:
     assert (tmp_path / "asked").exists()
 
 
+@pytest.mark.matrix
 def test_a_joiner_that_hears_nothing_is_killed(go: Launch, tmp_path: Path) -> None:
     process = go(
         "desk.request(1)\nheard('waits')",
@@ -144,6 +157,7 @@ def test_ranks_that_end_with_the_run_release_nothing(go: Launch, tmp_path: Path)
     assert told(tmp_path) == []
 
 
+@pytest.mark.matrix
 def test_a_rank_that_takes_long_to_leave(go: Launch, tmp_path: Path) -> None:
     """The others that left with it are released after a while."""
     process = go(

@@ -1,4 +1,7 @@
-"""Ranks under a real Ray: GPUs that they leave are another's, and others come as actors."""
+"""Ranks under a real Ray.
+
+GPUs that they leave belong to others, and other ranks come as actors.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +66,11 @@ def end(process: subprocess.Popen[str], seconds: float = 50) -> tuple[int, str, 
 
 
 def test_released_gpus_are_used_by_another(ray: RayCluster, tmp_path: Path) -> None:
-    """Two of four ranks leave. Another's task that was pending gets their GPUs. When it has ended,
-    two ranks join as further actors."""
+    """Two of four ranks leave.
+
+    Another's task that was pending gets their GPUs. When it has ended, two ranks join as further
+    actors.
+    """
     process = launch(
         ray,
         tmp_path,
@@ -112,6 +118,7 @@ heard("done")
     wait_until(lambda: gone(tmp_path), 15)
 
 
+@pytest.mark.matrix
 def test_a_joiner_waits_until_the_run_is_over(ray: RayCluster, tmp_path: Path) -> None:
     """There is one GPU too few for it."""
     wait = "until(lambda: signals, 'a signal')"
@@ -121,6 +128,7 @@ def test_a_joiner_waits_until_the_run_is_over(ray: RayCluster, tmp_path: Path) -
     wait_until(lambda: gone(tmp_path), 15)
 
 
+@pytest.mark.matrix
 def test_a_rank_fails(ray: RayCluster, tmp_path: Path) -> None:
     body = "raise RunError('no luck')"
     process = launch(ray, tmp_path, "heard('never')", body)
@@ -128,9 +136,13 @@ def test_a_rank_fails(ray: RayCluster, tmp_path: Path) -> None:
     wait_until(lambda: gone(tmp_path), 15)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["asked", "killed"])
 def test_the_launcher_is_ended(ray: RayCluster, tmp_path: Path, number: int) -> None:
-    """Ctrl-C lets the ranks finish their step. They do not outlive a launcher that is killed."""
+    """Ctrl-C lets the ranks finish their step.
+
+    They do not outlive a launcher that is killed.
+    """
     script = """
 say(f"up-{process}")
 until(lambda: signals, "a signal")

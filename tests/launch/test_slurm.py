@@ -1,4 +1,7 @@
-"""Ranks under a real Slurm: nodes that they leave are another job's, and others come as jobs."""
+"""Ranks under a real Slurm.
+
+Nodes that they leave belong to another job, and other ranks come as jobs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,13 @@ def slurm() -> Iterator[SlurmCluster]:
 
 
 def launcher(folder: Path, *scripts: str, join: str = "") -> list[str]:
-    """The command of a launcher whose ranks run these scripts."""
+    """The command of a launcher whose ranks run these scripts.
+
+    Args:
+        folder: Folder of the scripts.
+        *scripts: Python text for each rank, rank 0 first.
+        join: Python text for a rank that joins.
+    """
     for number, script in enumerate(scripts):
         (folder / f"script-{number}.py").write_text(script)
     (folder / "script-join.py").write_text(join)
@@ -44,7 +53,14 @@ def outside(
     command: list[str],
     options: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """Starts a launcher outside of any allocation."""
+    """Starts a launcher outside of any allocation.
+
+    Args:
+        slurm: The cluster.
+        folder: Working folder.
+        command: The launcher's command.
+        options: Options of the jobs that the launcher submits.
+    """
     return slurm.start(command, folder, {**PATHS, "JOB_OPTIONS": json.dumps(options)})
 
 
@@ -54,8 +70,11 @@ def told(folder: Path) -> list[str]:
 
 @needs_slurm
 def test_released_nodes_are_used_by_another_job(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Two of four ranks leave. A job that was pending starts on their nodes. When it has ended, two
-    ranks join as jobs of their own."""
+    """Two of four ranks leave.
+
+    A job that was pending starts on their nodes. When it has ended, two ranks join as jobs of their
+    own.
+    """
     command = launcher(
         tmp_path,
         """
@@ -112,8 +131,10 @@ heard("done")
 
 @needs_slurm
 def test_ranks_that_share_a_node(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Four ranks on two nodes. The node of the second two is free when both have left. The node of
-    the launcher is never."""
+    """Four ranks on two nodes.
+
+    The node of the second two is free when both have left. The node of the launcher is never.
+    """
     command = launcher(
         tmp_path,
         """
@@ -146,8 +167,10 @@ print(os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
 
 @needs_slurm
 def test_outside_of_an_allocation(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Each rank is a job, which frees its node as it ends. A joiner may wait for its job until the
-    run is over."""
+    """Each rank is a job, which frees its node as it ends.
+
+    A joiner may wait for its job until the run is over.
+    """
     command = launcher(
         tmp_path,
         """
@@ -208,7 +231,10 @@ def test_slurm_refuses_a_joiner(slurm: SlurmCluster, tmp_path: Path) -> None:
 @needs_slurm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["asked", "killed"])
 def test_the_launcher_is_ended(slurm: SlurmCluster, tmp_path: Path, number: int) -> None:
-    """Ctrl-C lets the ranks finish their step. They do not outlive a launcher that is killed."""
+    """Ctrl-C lets the ranks finish their step.
+
+    They do not outlive a launcher that is killed.
+    """
     script = """
 say(f"up-{process}")
 until(lambda: signals, "a signal")
@@ -230,8 +256,12 @@ sys.exit(130)
 
 
 @needs_slurm
+@pytest.mark.matrix
 def test_a_rank_fails(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Its report is told. A rank that says nothing leaves its status and its log."""
+    """The report of the rank is told.
+
+    A rank that says nothing leaves its status and its log.
+    """
     for body, line in (
         ("raise RunError('no luck')", "RunError: no luck\n"),
         ("sys.exit(3)", f"RunError: rank 1 ended with status 3; see {tmp_path}/rank-1.log\n"),

@@ -1,5 +1,7 @@
-"""The launcher over ranks that do nothing but live and die: whose fault is told, how signals
-travel, that nothing is left behind."""
+"""The launcher over ranks that do nothing but live and die.
+
+The tests check whose fault is told, how signals travel, and that nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from dynmo.launch import supervisor
 
 supervisor._GRACE = 0.5
 try:
-    sys.exit(supervisor.spawn([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]), 2, Path.cwd()))
+    sys.exit(supervisor.spawn([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]), \
+2, Path.cwd()))
 except DynmoError as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     sys.exit(error.exit_status)
@@ -68,8 +71,10 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def go(tmp_path: Path) -> Iterator[Launch]:
-    """Starts the launcher on ranks that do `body`; after the test none of its processes may be
-    left."""
+    """Starts the launcher on ranks that do `body`.
+
+    After the test none of its processes may be left.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def call(body: str, ranks: int = 2, before: str = "") -> subprocess.Popen[str]:
@@ -97,13 +102,17 @@ def up(folder: Path, ranks: int = 2) -> None:
 
 
 def test_what_a_rank_is_given(go: Launch, tmp_path: Path) -> None:
-    """Its place in the world, its threads, a folder to meet in that only this user can read; rank 0
-    speaks, the others log."""
+    """A rank gets its place in the world, its threads and a folder to meet in.
+
+    Only this user can read the folder. Rank 0 speaks, and the others log.
+    """
     body = """
 folder = Path(os.environ["DYNMO_RENDEZVOUS"])
-keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", \
+"GLOO_SOCKET_IFNAME")
 import json
-print(json.dumps([folder.stat().st_mode, sys.stdin.read(), signal.getsignal(signal.SIGINT) == signal.SIG_IGN]
+print(json.dumps([folder.stat().st_mode, sys.stdin.read(), \
+signal.getsignal(signal.SIGINT) == signal.SIG_IGN]
     + [os.environ.get(key) for key in keys]))
 """
     status, out, err = end(go(body))
@@ -139,14 +148,20 @@ print(json.dumps([folder.stat().st_mode, sys.stdin.read(), signal.getsignal(sign
         ),
         (
             3,
-            "fail(RankDied('a peer is gone') if rank < 2 else AssertionError('it')) if rank else train()",
+            (
+                "fail(RankDied('a peer is gone') if rank < 2 else AssertionError('it')) if rank "
+                "else train()"
+            ),
             1,
             "RunError: rank 2: AssertionError: it; the traceback is in rank-2.log",
         ),
-        # Rank 2 hangs; 1 waits for it, and so 0 for 1.
+        # Rank 2 hangs. Rank 1 waits for it, and rank 0 waits for rank 1.
         (
             3,
-            "train() if rank == 2 else fail(WaitTimeout(f'rank {rank} waited 1 s for rank {rank + 1}', [rank + 1]))",
+            (
+                "train() if rank == 2 else fail(WaitTimeout(f'rank {rank} waited 1 s for rank "
+                "{rank + 1}', [rank + 1]))"
+            ),
             1,
             "RunError: rank 1 waited 1 s for rank 2",
         ),
@@ -168,21 +183,23 @@ def test_the_cause_is_told_once(
 def test_a_signal_asks_all_ranks_to_stop(
     go: Launch, tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
-    """Whether it is sent to the launcher or, as a terminal does, to every process."""
+    """The signal goes to the launcher or, as from a terminal, to every process."""
     process = go("train()")
     up(tmp_path)
     (os.killpg if to_all else os.kill)(process.pid, number)
     status, out, err = end(process)
     assert (status, out) == (130, "")
-    # The launcher passes on a SIGTERM that the ranks had, too; steps as short as these may be over
+    # The launcher passes on a SIGTERM that the ranks had, too. Steps as short as these may be over
     # before it comes.
     late = "Interrupted: interrupted while starting or finishing\n"
     assert err == "" or (to_all and number is signal.SIGTERM and err == late)
 
 
 def test_who_stops_last_may_write_its_files(go: Launch, tmp_path: Path) -> None:
-    """A rank that stopped as it was asked has not failed: the others have more than the grace after
-    a failure, here half a second."""
+    """A rank that stopped as it was asked has not failed.
+
+    The others have more time than the grace after a failure, which is half a second here.
+    """
     process = go("""
 if rank:
     train()
@@ -256,7 +273,7 @@ def test_a_signal_before_the_first_rank(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of several ranks; what the user has set stays."""
+    """There are several ranks. Values that the user has set stay."""
     for name in environment.FOR_RANKS_ON_CUDA:
         monkeypatch.delenv(name, raising=False)
     assert (

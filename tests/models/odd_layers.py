@@ -1,5 +1,7 @@
-"""Layers that are built, or handed on, in ways that few are: `model.kind =
-"python:tests.models.odd_layers:..."` finds them."""
+"""Layers that are built, or handed on, in ways that few are.
+
+`model.kind = "python:tests.models.odd_layers:..."` finds them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def shared() -> list[nn.Module]:
 
 
 class Attributes(nn.Module):
-    """Keeps tensors that are neither parameters nor buffers, and asks for the value of one."""
+    """Keeps tensors that are neither parameters nor buffers.
+
+    It asks for the value of one.
+    """
 
     def __init__(self, asks: bool = False) -> None:
         super().__init__()
@@ -102,8 +107,10 @@ def too_many() -> list[nn.Module]:
 
 
 class Kinds(nn.Module):
-    """Begins, hands on and uses tensors of every kind: dtypes, no dimensions, no elements,
-    views."""
+    """Begins, hands on and uses tensors of every kind.
+
+    They differ in dtype. Some have no dimensions or no elements, and some are views.
+    """
 
     def __init__(self, ends: bool = False) -> None:
         super().__init__()
@@ -205,8 +212,10 @@ def _lowered(module: nn.Module, into: Any, out: Any) -> Any:
 
 
 class Containers(nn.Module):
-    """Modules and parameters in torch's containers, hooks, parametrizations, checkpoint() and a
-    function with its own backward."""
+    """Modules and parameters in torch's containers, hooks and parametrizations.
+
+    It also uses checkpoint() and a function with its own backward.
+    """
 
     def __init__(self) -> None:
         super().__init__()

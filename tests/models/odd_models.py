@@ -1,5 +1,7 @@
-"""Models of one's own that do what few do, as `model.kind = "python:tests.models.odd_models:..."`
-finds them."""
+"""Models of one's own that do what few do.
+
+`model.kind = "python:tests.models.odd_models:..."` finds them.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,17 @@ class Energy(nn.Module):
 
 
 class Columns(nn.Module):
-    """Hands on columns: [batch, 8, tokens] of which the first dimension in memory is another."""
+    """Hands on columns: [batch, 8, tokens].
+
+    Their first dimension in memory is another.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x * 1.1).transpose(-1, -2)
 
 
 class Centred(nn.Module):
-    """Whose sums are rounded as its input lies in memory."""
+    """A module whose rounding depends on how its input lies in memory."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x - x.mean((-1, -2), keepdim=True) / (1 + x.square().sum((-1, -2), keepdim=True))
@@ -81,7 +86,10 @@ class InPlace(nn.Module):
 
 
 class OwnNorm(nn.Module):
-    """torch's batch norm on buffers of its own; torch does not raise their version."""
+    """torch's batch norm on buffers of its own.
+
+    torch does not raise their version.
+    """
 
     mean: Tensor
     variance: Tensor
@@ -114,8 +122,10 @@ class Unversioned(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its calls in a plain attribute, and keeps its last output and a mask. `reads`: its
-    output depends on the count."""
+    """Counts its calls in a plain attribute, and keeps its last output and a mask.
+
+    `reads`: its output depends on the count.
+    """
 
     def __init__(self, reads: bool) -> None:
         super().__init__()
@@ -134,7 +144,10 @@ class Counting(nn.Module):
 
 
 class Normed(nn.Module):
-    """A residual block around a norm that takes [tokens, features], or images of them."""
+    """A residual block around a norm.
+
+    The norm takes [tokens, features], or images of them.
+    """
 
     def __init__(self, norm: nn.Module, image: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
@@ -169,8 +182,10 @@ class Recurrent(nn.Module):
 
 
 class Rewriting(nn.Module):
-    """Writes to all of its inputs: an integer one in place, a float one in place and through
-    `.data`."""
+    """Writes to all of its inputs.
+
+    It writes to an integer one in place, and to a float one in place and through `.data`.
+    """
 
     def __init__(self, writes: bool) -> None:
         super().__init__()
@@ -222,7 +237,10 @@ def energy() -> list[nn.Module]:
 
 
 def spectral() -> list[nn.Module]:
-    """Buffers that each forward writes to, and reads: power iterations; running statistics."""
+    """Buffers that each forward writes to, and reads.
+
+    They are of power iterations and of running statistics.
+    """
     norms = [nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(2)]
     return _model(
         *norms,

@@ -1,4 +1,7 @@
-"""The parts of a GPT for one token at a time, from their formulas: slow, and easy to check by eye."""
+"""The parts of a GPT for one token at a time, from their formulas.
+
+They are slow, and easy to check by eye.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, position: int) -> Tensor:
-    """One head's query or key, [size]. The pair (i, i + size / 2) turns by position / 10000^(2i /
-    size)."""
+    """One head's query or key, [size].
+
+    The pair (i, i + size / 2) turns by position / 10000^(2i / size).
+    """
     half = len(x) // 2
     first, second = [], []
     for i in range(half):
@@ -30,8 +35,10 @@ def rotated(x: Tensor, position: int) -> Tensor:
 
 
 def attended(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """The values, weighed by the softmax of query * key / sqrt(size). All are of one head,
-    [size]."""
+    """The values, weighed by the softmax of query * key / sqrt(size).
+
+    All are of one head, [size].
+    """
     weights = torch.softmax(torch.stack(list(keys)) @ query / len(query) ** 0.5, 0)
     return weights @ torch.stack(list(values))
 
@@ -42,7 +49,7 @@ def heads_of(x: Tensor, heads: int) -> list[Tensor]:
 
 
 def fed_forward(half: Any, x: Tensor) -> Tensor:
-    """What a feed-forward half adds to a token: down(silu(gate) * up)."""
+    """The value that a feed-forward half adds to a token: down(silu(gate) * up)."""
     inner = half.gate_up.weight @ rms_norm(x, half.norm.weight)
     gate, up = inner[: len(inner) // 2], inner[len(inner) // 2 :]
     return half.down.weight @ (gate / (1 + torch.exp(-gate)) * up)
@@ -59,8 +66,10 @@ def binary_cross_entropy(guess: Tensor, right: bool) -> Tensor:
 
 
 def spread(modules: Sequence[nn.Module], seed: int) -> None:
-    """Gives all parameters values of about 1 / sqrt(fan-in), in float64: then tokens differ in what
-    routes them."""
+    """Gives all parameters values of about 1 / sqrt(fan-in), in float64.
+
+    Then tokens differ in what routes them.
+    """
     generator = torch.Generator().manual_seed(seed)
     for module in modules:
         module.double()

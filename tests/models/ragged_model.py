@@ -1,4 +1,7 @@
-"""A model whose batches lose their padding: every microbatch has another number of tokens."""
+"""A model whose batches lose their padding.
+
+Every microbatch has another number of tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A GPT with exits against one token at a time: who leaves where, the loss, and every gradient."""
+"""A GPT with exits against one token at a time.
+
+The tests compare the exit of each token, the loss, and every gradient.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ KINDS = ("softmax", "state", "classifier", "adp-c")
 
 @dataclass
 class Routing:
-    """What a pass over the tokens gives.
+    """The results of a pass over the tokens.
 
     Attributes:
         loss: The loss that a run reports.
@@ -60,7 +63,10 @@ def one_by_one(
     exits_on: bool,
     training: bool,
 ) -> Routing:
-    """The model from its definition: a state a token, and a set of tokens that have left."""
+    """The model from its definition.
+
+    There is a state for each token, and a set of tokens that have left.
+    """
     layers: dict[str, Any] = dict(zip(make(config).names, modules, strict=True))
     options, model = config.dynamism.early_exit, config.model
     exits, sequence = options.exits_of(model.blocks), model.sequence
@@ -212,7 +218,10 @@ def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def run(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor) -> Routing:
-    """The modules one after the other. `left` and `states` are read off what they hand on."""
+    """The modules one after the other.
+
+    `left` and `states` are read off what they hand on.
+    """
     routing, there = Routing(torch.zeros(()), torch.zeros(()), {}, {}), set[Token]()
     out: tuple[Any, ...] = (make(config).first_inputs(ids, targets),)
     sequence = config.model.sequence
@@ -245,7 +254,10 @@ def gradients(modules: Sequence[nn.Module], loss: Tensor) -> dict[str, Tensor]:
 
 
 class TooCloseError(Exception):
-    """A confidence is next to its threshold: float32 and float64 may decide differently."""
+    """A confidence is next to its threshold.
+
+    float32 and float64 may decide differently.
+    """
 
 
 def compare(
@@ -323,8 +335,10 @@ def test_some_leave_at_each_exit(kind: str, threshold: float, seed: int, trainin
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("kind", ["softmax", "classifier", "adp-c"])
 def test_all_leave_at_the_first_exit(kind: str, training: bool) -> None:
-    """Their later blocks compute no token. In training the later losses are those of the first
-    exit."""
+    """The later blocks compute no token.
+
+    In training the later losses are those of the first exit.
+    """
     routing = compare(config_of(kind, threshold=0.0, exits=[0, 1]), 2, training=training)
     assert set(routing.left.values()) == {0}
     assert len(routing.left) == 10
@@ -333,7 +347,7 @@ def test_all_leave_at_the_first_exit(kind: str, training: bool) -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("sequence", [1, 4])
 def test_none_leaves(sequence: int, training: bool) -> None:
-    """With exits on, and the same bits as with exits off."""
+    """Exits are on, and the bits are those with exits off."""
     config = config_of("adp-c", sequence, threshold=1.0)
     assert not compare(config, 2, training=training).left
     results = []
@@ -354,7 +368,7 @@ def test_a_single_token(kind: str, threshold: float) -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_exits_that_are_off(kind: str, training: bool) -> None:
-    """They only add their losses, and in evaluation not even these."""
+    """Exits that are off only add their losses, and in evaluation not even these."""
     config = config_of(kind, threshold=0.0)
     assert not compare(config, 2, exits_on=False, training=training).left
     if not training:
@@ -374,7 +388,10 @@ def test_exits_that_are_off(kind: str, training: bool) -> None:
 
 
 def test_weights_of_the_losses() -> None:
-    """CALM: by depth. ADP-C: alike. The head alone counts in evaluation."""
+    """CALM weighs losses by depth, and ADP-C weighs them alike.
+
+    The head alone counts in evaluation.
+    """
     for kind, expected in (("softmax", [2, 3, 5]), ("adp-c", [1, 1, 1])):
         config = config_of(kind, blocks=5, threshold=1.0, exits=[1, 2])
         modules, (ids, targets) = build(config, exits_on=False), drawn(config, 2)
@@ -419,7 +436,10 @@ def test_the_threshold_falls_over_a_row(top: float, sequence: int, rows: int) ->
 
 
 def test_a_token_that_has_left_is_still_attended_to() -> None:
-    """Its last state reaches later blocks as a source, and learns from them."""
+    """The token's last state reaches later blocks as a source.
+
+    It learns from them.
+    """
     config = config_of("adp-c", sequence=4, threshold=0.5, blocks=2, exits=[0])
     modules, (ids, targets) = build(config), drawn(config, 1)
     out: Any = (make(config).first_inputs(ids, targets),)

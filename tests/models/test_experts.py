@@ -37,8 +37,10 @@ def weight_of(linear: GroupedLinear, expert: int) -> nn.Parameter:
 
 
 def plainly(module: ExpertsHalf, x: Tensor) -> tuple[Tensor, list[list[int]], Tensor]:
-    """Output, the experts that compute each token, and the auxiliary loss: largest scores, an
-    expert drops later tokens over its capacity."""
+    """Output, the experts that compute each token, and the auxiliary loss.
+
+    The largest scores choose. An expert drops later tokens over its capacity.
+    """
     rule, rows = module.router.rule, x.reshape(-1, x.shape[-1])
     normed = [row * torch.rsqrt(row.square().mean() + 1e-6) * module.norm.weight for row in rows]
     scores = [(module.router.weight.float() @ row.float()) for row in normed]
@@ -116,7 +118,7 @@ def test_values_routing_and_gradients(
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_all_tokens_at_one_expert(top_k: int) -> None:
-    """And none at the last one: its gradient is zero."""
+    """The last expert has no token, so its gradient is zero."""
     module = half(ExpertRule(4, top_k, "aux-loss", 0.0, None), 8, 0, 0)
     with torch.no_grad():
         module.router.weight.copy_(torch.tensor([3.0, 2.0, 1.0, -9.0])[:, None].expand(4, 8))
@@ -195,7 +197,10 @@ def test_which_blocks_have_experts() -> None:
 def test_a_token_takes_an_expert_once(
     experts: int, tokens: int, data: st.DataObject, routing: str, seed: int
 ) -> None:
-    """Also with fewer tokens than experts, where no assignment is balanced."""
+    """The number of tokens may be less than that of experts.
+
+    No assignment is balanced then.
+    """
     rule = ExpertRule(experts, data.draw(st.integers(1, experts)), routing, 0.0, None)
     module = half(rule, 8, 0, seed)
     _, chosen, _, _ = module.router(torch.randn(tokens, 8, dtype=torch.float64))

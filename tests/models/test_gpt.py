@@ -80,8 +80,11 @@ def test_rotary_positions_are_relative() -> None:
 
 
 def test_first_weights() -> None:
-    """Of the given spread; what writes to the residual stream, smaller by the root of twice the
-    blocks."""
+    """First weights have the given spread.
+
+    The spread of weights that write to the residual stream is smaller by the root of twice the
+    blocks.
+    """
     layers = build(hidden=128, vocab=512, init_std=0.05)
     spread = {
         name: float(p.detach().std())

@@ -1,7 +1,7 @@
 """The experts of transformers' Mixtral, with the same weights, compute the same.
 
-The tolerance is for another order of sums: theirs adds a token's experts in the order of the experts,
-ours in the order of the scores.
+The tolerance allows for another order of sums. Mixtral adds a token's experts in the order of the
+experts. dynmo adds them in the order of the scores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def mixtral() -> Any:
 
 
 def block_of(half: ExpertsHalf, modeling: Any, hidden: int) -> Any:
-    """Their block with the weights of our half."""
+    """Mixtral's block with the weights of dynmo's half."""
     rule = half.router.rule
     config = modeling.MixtralConfig(
         hidden_size=hidden,
@@ -79,7 +79,10 @@ def test_outputs_and_gradients(mixtral: Any, top_k: int, training: bool) -> None
 
 
 def test_the_auxiliary_loss(mixtral: Any) -> None:
-    """Theirs counts each of a token's experts as a whole token, ours as a share of one."""
+    """Mixtral counts each of a token's experts as a whole token.
+
+    dynmo counts it as a share of one.
+    """
     torch.manual_seed(0)
     half = ExpertsHalf(32, ExpertRule(8, 2, "aux-loss", 1.0, None), 0, 0.3, 0.3, 0.0)
     x = torch.randn(40, 32)

@@ -1,4 +1,7 @@
-"""A GPT with routed blocks against one token at a time: who is selected, the loss, every gradient."""
+"""A GPT with routed blocks against one token at a time.
+
+The tests compare the selected tokens, the loss and every gradient.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ Token = tuple[int, int]
 
 @dataclass
 class Routing:
-    """What a pass over the tokens gives.
+    """The results of a pass over the tokens.
 
     Attributes:
         loss: The loss that a run reports.
         own_losses: The sum of the predictors' losses, with their weight.
         selected: The tokens that each routed block has selected.
-        right: Of how many tokens each predictor is right.
+        right: Number of tokens for which each predictor is right.
         closest: Least distance between two numbers that a selection compares.
     """
 
@@ -58,7 +61,10 @@ def one_by_one(
     training: bool,
     by_threshold: bool,
 ) -> Routing:
-    """The model from its definition: a state a token, and a set of selected tokens a block."""
+    """The model from its definition.
+
+    There is a state for each token, and a set of selected tokens for each block.
+    """
     layers: dict[str, Any] = dict(zip(make(config).names, modules, strict=True))
     model, routed = (
         config.model,
@@ -212,8 +218,10 @@ def build(
 
 
 def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids, each once, and targets. Equal tokens would have equal scores in the first
-    block."""
+    """Token ids, each once, and targets.
+
+    Equal tokens would have equal scores in the first block.
+    """
     generator, shape = torch.Generator().manual_seed(seed), (batch, config.model.sequence)
     ids, targets = (
         torch.randperm(config.model.vocab, generator=generator)[: math.prod(shape)].view(shape)
@@ -225,7 +233,10 @@ def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def run(
     config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor
 ) -> tuple[Tensor, list[set[Token]]]:
-    """The loss of the modules one after the other, and what each routed block has selected."""
+    """The loss of the modules one after the other.
+
+    Returns also what each routed block has selected.
+    """
     out: tuple[Any, ...] = (ids,)
     selected: list[set[Token]] = []
     for module in modules:
@@ -292,7 +303,7 @@ def compare(
 # -- against the slow pass -------------------------------------------------------------------------
 
 WAYS = {"training": (True, False), "by threshold": (True, True), "evaluation": (False, False)}
-"""Whether the model trains, and by the predictor."""
+"""Two flags: the model trains, and the predictor selects."""
 
 
 @settings(max_examples=25)
@@ -374,7 +385,7 @@ def test_full_capacity_is_a_plain_gpt_where_all_weights_are_one() -> None:
         == [{(row, t) for row in range(2) for t in range(6)}] * 2
     )
     for router in routers(modules):
-        ones: Any = lambda x: x.new_ones(len(x), 1)
+        ones: Any = lambda x: x.new_ones(len(x), 1)  # noqa: E731
         router.weight.forward = ones
     plain_model = make(parse({"model": config.model.model_dump()}))
     plain = plain_model.build(range(plain_model.layers))
@@ -423,7 +434,7 @@ def test_the_loss_on_the_weight_trains_what_is_before_it() -> None:
 
 
 def test_selected_tokens_keep_their_positions() -> None:
-    """What a selected token adds depends on how far apart the selected tokens lie."""
+    """The distance of the selected tokens changes the value that a token adds."""
     config = config_of("mlp", blocks=1, every=1)
     modules, added = build(config), []
     half: Any = modules[1]

@@ -1,5 +1,7 @@
-"""A model of one's own, and what every model promises: initial weights that hang on the seed and
-the layer alone."""
+"""A model of one's own, and what every model promises.
+
+Initial weights depend on the seed and the layer alone.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ def test_a_loss_of_ones_own() -> None:
 
 
 def test_of_factories_a_rank_runs_its_own() -> None:
-    """The others make shapes only; and initial weights hang on the seed and the layer, not on what
-    else was made."""
+    """The other layers make shapes only.
+
+    Initial weights depend on the seed and the layer, not on what else was made.
+    """
     model = load(HERE + "factories")
     assert model.names == ("0.Embedding", "1.Counted", "2.Counted", "3.Linear")
     user_model.Counted.created.clear()
@@ -60,8 +64,10 @@ def test_of_factories_a_rank_runs_its_own() -> None:
 
 
 def test_what_is_computed_to_make_it_is_computed() -> None:
-    """Shapes alone tell neither the numbers of a tensor nor what a loss weighs with. And the
-    caller's random numbers are its own."""
+    """Shapes alone tell neither the numbers of a tensor nor what a loss weighs with.
+
+    And the caller's random numbers are its own.
+    """
     torch.manual_seed(1)
     before = torch.get_rng_state()
     model = load(HERE + "weighted")
@@ -121,16 +127,25 @@ def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
     [
         (
             "sharing",
-            "layers 1 and 2 share the parameter line.weight; layers that may sit on different ranks cannot share one",
+            (
+                "layers 1 and 2 share the parameter line.weight; layers that may sit on "
+                "different ranks cannot share one"
+            ),
         ),
         (
             "sharing_inside",
-            "layer 1 has one parameter under two names, a.weight and b.weight; a layer that moves or is resumed has each once",
+            (
+                "layer 1 has one parameter under two names, a.weight and b.weight; a layer that "
+                "moves or is resumed has each once"
+            ),
         ),
         ("hooked", "the parameter weight of layer 1 has a hook, which would not move with it"),
         (
             "no_list",
-            r"no_list\(\) must return a list of torch modules or of functions that make one each, or \(list, loss\)",
+            (
+                r"no_list\(\) must return a list of torch modules or of functions that make one "
+                r"each, or \(list, loss\)"
+            ),
         ),
         ("mixed", "must return a list of torch modules or of functions that make one each"),
         (
@@ -143,7 +158,10 @@ def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
         ("broken", r"broken\(\) raised KeyError: 'nothing here'"),
         (
             "complex_weight",
-            "the parameter 0 of layer 1 is torch.complex64 and trains; use torch.view_as_real and train that",
+            (
+                "the parameter 0 of layer 1 is torch.complex64 and trains; use "
+                "torch.view_as_real and train that"
+            ),
         ),
         ("lazy", "the parameter weight of layer 1 has no shape yet"),
         ("sparse", "the embedding 0 of layer 0 has sparse gradients; make it with sparse=False"),

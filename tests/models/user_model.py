@@ -1,4 +1,7 @@
-"""Models of a user's own, as `model.kind = "python:tests.models.user_model:..."` finds them."""
+"""Models of a user's own.
+
+`model.kind = "python:tests.models.user_model:..."` finds them.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from dynmo.models.gpt import FeedForwardHalf
 
 
 class Scaled(nn.Module):
-    """A frozen part, buffers, one of them complex, a weight without dimensions, and two inputs and
-    outputs."""
+    """A layer with a frozen part, buffers and a weight without dimensions.
+
+    One of the buffers is complex. The layer has two inputs and outputs.
+    """
 
     shift: Tensor
     turn: Tensor

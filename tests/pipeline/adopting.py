@@ -1,5 +1,7 @@
-"""Trains on process groups that the program made itself: torchrun --nproc-per-node=4
-tests/pipeline/adopting.py"""
+"""Trains on process groups that the program made itself.
+
+Usage: torchrun --nproc-per-node=4 tests/pipeline/adopting.py
+"""
 
 from __future__ import annotations
 

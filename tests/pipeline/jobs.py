@@ -1,4 +1,4 @@
-"""What the ranks of `test_pipeline.py` do. Each returns JSON."""
+"""Jobs of the ranks of `test_pipeline.py`. Each returns JSON."""
 
 from __future__ import annotations
 
@@ -27,8 +27,19 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def train(
     world: dynmo.World, replicas: int = 1, microbatches: int = 4, steps: int = 4
 ) -> dict[str, Any]:
-    """Each rank gives what it must and no more: ranks between the first and the last stage give
-    None."""
+    """Trains a small model with `dynmo.Pipeline`.
+
+    Each rank gives what it must and no more. Ranks between the first and the last stage give None.
+
+    Args:
+        world: World of all ranks.
+        replicas: Number of replicas.
+        microbatches: Number of microbatches of a step, over all replicas.
+        steps: Number of steps.
+
+    Returns:
+        Stages, own layers, losses, the loss of an evaluation, and the digest of the weights.
+    """
     model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
     pipeline = dynmo.Pipeline(
         model, world, microbatches=microbatches // replicas, schedule="zb-h1", replicas=replicas

@@ -79,7 +79,10 @@ def test_a_batch_of_another_count() -> None:
     for given in ((inputs.repeat(2, 1, 1), targets), (inputs, targets[:2])):
         with pytest.raises(
             InputError,
-            match=r"s: \d microbatches, shape \[\d, 2, 8\], where 3 are expected; the first dimension counts",
+            match=(
+                r"s: \d microbatches, shape \[\d, 2, 8\], where 3 are expected; the first "
+                r"dimension counts"
+            ),
         ):
             pipeline.step(0, *given, lr=0.1)
         with pytest.raises(InputError, match="where 3 are expected"):
@@ -88,7 +91,10 @@ def test_a_batch_of_another_count() -> None:
 
 
 def test_a_weight_that_is_not_in_rows() -> None:
-    """As an import from another layout leaves it: the same bits as of one that is."""
+    """An import from another layout leaves such a weight.
+
+    The bits are those of a weight that is in rows.
+    """
 
     def model(turned: bool) -> Model:
         def weight() -> nn.Module:
@@ -135,8 +141,10 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_used_twice_in_its_layer(dtype: torch.dtype) -> None:
-    """Not by another layer: its gradient is whole, in one order, whether W is apart from B or not
-    and however it is summed."""
+    """A weight that one layer uses twice has its whole gradient, in one order.
+
+    No other layer uses it. W may be apart from B or not, and the sum may be made in any way.
+    """
     names = ["tokens", "first", "second", "head"]
     model = from_factories(
         names,
@@ -273,7 +281,10 @@ def test_evaluation_without_gradients() -> None:
 
 
 def test_tied_embedding() -> None:
-    """Its gradient is the head's sum plus the embedding's sum: what torch's own tying gives."""
+    """The gradient is the head's sum plus the embedding's sum.
+
+    torch's own tying gives the same.
+    """
     pipeline = gpt(tied=True)
     layers = nn.ModuleList(pipeline.model.build(range(pipeline.count)))
     owner = layers[0].get_submodule("tokens")
@@ -302,7 +313,10 @@ def test_tied_embedding() -> None:
 
 
 def test_a_tied_weight_that_never_trains() -> None:
-    """Its owner says so; its other use has no gradient that would pile up and clip the rest."""
+    """The owner of a tied weight decides that it never trains.
+
+    Its other use has no gradient that would pile up and clip the rest.
+    """
 
     def head() -> nn.Module:
         return nn.Linear(8, 256, bias=False)
@@ -379,7 +393,10 @@ def test_something_must_train() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite(bad: float) -> None:
-    """Nothing is updated; and who goes on with better data finds no trace of it."""
+    """Nothing is updated.
+
+    A run that goes on with better data finds no trace of the step.
+    """
     pipeline, twin = gpt(), gpt()
     weight = pipeline.own_layers[5][0].get_parameter("logits.weight").data
     kept = weight[0, 0].item()
@@ -399,7 +416,10 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
 
 
 def test_half_steps() -> None:
-    """forward_backward and update are step; discard forgets the gradients."""
+    """Together, forward_backward and update are step.
+
+    discard forgets the gradients.
+    """
     pipeline, twin = gpt(tied=True), gpt(tied=True)
     pipeline.forward_backward(0, *tokens(7))
     pipeline.discard()
@@ -441,7 +461,10 @@ def _through(layers: list[nn.Module], x: Tensor) -> Tensor:
 
 
 def test_after_a_reshape_nothing_is_known_of_layers_that_compute_again() -> None:
-    """Which those are is asked anew; here the second layer does from the reshape on."""
+    """The pipeline asks anew which layers recompute.
+
+    Here the second layer recomputes from the reshape on.
+    """
     recomputed: set[int] = set()
     model = make_layers([1e-3] * 3, [1e-3] * 3, [1e-3] * 3, size=8)
     pipeline = Engine(
@@ -459,7 +482,7 @@ def test_after_a_reshape_nothing_is_known_of_layers_that_compute_again() -> None
 
 
 def test_digest() -> None:
-    """Of every bit of every parameter: also of one without dimensions."""
+    """The digest covers every bit of every parameter, also of one without dimensions."""
     pipe = pipeline(load_model(parse({"model": {"kind": "python:tests.models.user_model:layers"}})))
     first = pipe.digest()
     scale = pipe.own_layers[2][0].get_parameter("scale")
@@ -489,8 +512,11 @@ OWN: dict[str, Any] = {"model": {"kind": "python:tests.models.user_model:layers"
     ids=["gpt", "own"],
 )
 def test_moves_between_steps(pool: Pool, config: dict[str, Any]) -> None:
-    """A model of one's own too: several tensors at a boundary, buffers, parts that never train, a
-    weight without dimensions."""
+    """The test also uses a model of one's own.
+
+    It has several tensors at a boundary, buffers, parts that never train and a weight without
+    dimensions.
+    """
     layers = 6 if config is not OWN else 5
     (stayed,) = pool.run(JOBS + "moving", 1, config=config, placements=[[layers]] * 3)
     moved = pool.run(
@@ -504,7 +530,10 @@ def test_moves_between_steps(pool: Pool, config: dict[str, Any]) -> None:
 
 
 def test_predict_and_costs() -> None:
-    """The simulator on measured costs: one rank does everything, so its step is the sum."""
+    """The simulator on measured costs of one rank.
+
+    That rank does everything, so its step is the sum.
+    """
     pipeline = emulated(f=[0.001] * 3, b=[0.002] * 3, w=[0.001] * 3)
     for step in range(2):
         pipeline.step(step, ids(), ids(), lr=0.0)

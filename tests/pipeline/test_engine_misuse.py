@@ -1,4 +1,4 @@
-"""What a loop of one's own may get wrong, or leave behind."""
+"""Mistakes of a loop of one's own, and what it may leave behind."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_words(word: str) -> None:
 
 
 def test_a_tied_weight_that_its_owner_does_not_use() -> None:
-    """It trains through its other use all the same."""
+    """The weight trains through its other use all the same."""
 
     class Unused(nn.Module):
         def __init__(self) -> None:
@@ -135,8 +135,10 @@ def test_a_tied_weight_that_its_owner_does_not_use() -> None:
 
 
 def threads(world: World, times: int) -> list[int]:
-    """After each of so many pipelines with replicas, made and dropped, and evaluated by as many
-    numbers of microbatches."""
+    """The number of threads after each of so many pipelines with replicas.
+
+    Each pipeline is made, evaluated by as many numbers of microbatches, and dropped.
+    """
     model, mesh = gpt().model, arrange(world, world.size)
     out: list[int] = []
     for count in range(1, times + 1):

@@ -1,4 +1,7 @@
-"""`examples/own_loop.py`: alone and on two ranks, stopped and loaded, balanced and not."""
+"""`examples/own_loop.py` alone and on two ranks.
+
+It is stopped and loaded, balanced and not.
+"""
 
 from __future__ import annotations
 

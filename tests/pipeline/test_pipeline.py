@@ -1,5 +1,7 @@
-"""`dynmo.Pipeline` in a world of one rank: whole batches, learning rates, freezing, saving, and
-what it refuses."""
+"""`dynmo.Pipeline` in a world of one rank.
+
+The tests cover whole batches, learning rates, freezing, saving, and what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def train(pipeline: dynmo.Pipeline, steps: int) -> list[float]:
 
 
 def test_it_trains_what_torch_trains(world: dynmo.World) -> None:
-    """The same losses as a loop of torch's own, with clipping and a learning-rate scheduler."""
+    """The losses are those of a loop of torch's own.
+
+    The loop has clipping and a learning-rate scheduler.
+    """
     own = nn.Sequential(*layers())
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -169,7 +174,10 @@ def test_rebalancing_by_hand(world: dynmo.World) -> None:
     [
         (
             torch.zeros(6, 4),
-            "inputs is a tensor of shape [6, 4]; give a tensor whose first dimension is a multiple of 4 microbatches",
+            (
+                "inputs is a tensor of shape [6, 4]; give a tensor whose first dimension is a "
+                "multiple of 4 microbatches"
+            ),
         ),
         (torch.zeros(0, 4), "inputs is a tensor of shape [0, 4]"),
         (torch.tensor(1.0), "inputs is a tensor of shape []"),
@@ -245,8 +253,10 @@ def test_ranks_without_data_give_none(pool: Pool) -> None:
 
 
 def test_each_replica_gives_its_own_share(pool: Pool) -> None:
-    """Replicas add gradients in two groups, so they agree with each other to the bit, and nearly
-    with one rank."""
+    """Replicas add gradients in two groups.
+
+    So they agree with each other to the bit, and nearly with one rank.
+    """
     (alone,) = pool.run(JOBS + "train", 1)
     rows = pool.run(JOBS + "train", 4, replicas=2)
     assert len({row["weights"] for row in rows}) == 1

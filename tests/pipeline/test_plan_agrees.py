@@ -1,4 +1,7 @@
-"""A plan and a run make the same schedule, within the same caps, and count the same memory."""
+"""A plan and a run make the same schedule, within the same caps.
+
+They count the same memory.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,10 @@ def cut(random: Random, layers: int, stages: int) -> Partition:
 
 
 def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
-    """Draws costs, a memory limit and a frozen prefix, and returns what a run and a plan make of
-    each."""
+    """Draws costs, a memory limit and a frozen prefix.
+
+    Returns what a run and a plan make of each.
+    """
     random, out = Random(replicas), list[dict[str, Any]]()
     world = arrange(world, replicas)
     for _ in range(cases):

@@ -26,8 +26,8 @@ from dynmo.train.dry_run import dry_run
 from dynmo.train.trainer import Trainer
 from tests.pool import JobFailed, Pool
 
-# Eight layers of 4 ms each way; the first four freeze at step 1, which leaves rank 0 a third of its
-# work.
+# Eight layers take 4 ms each way. The first four freeze at step 1, which leaves rank 0 a third of
+# its work.
 CONFIG: dict[str, Any] = {
     "model": {"kind": "emulated", "layers": 8, "f": 0.004, "b": 0.004, "w": 0.004, "bytes": 4096},
     "train": {"steps": 17, "global_batch": 4, "micro_batch": 1},
@@ -51,8 +51,11 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def test_the_gain_is_predicted_and_measured(pool: Pool) -> None:
-    """Loads of 4 x 4 and 4 x 12 ms become 4 x 4 + 12 and 3 x 12 ms: about a fifth of a step. The
-    gain is judged by the steps' own times."""
+    """The move saves about a fifth of a step.
+
+    Loads of 4 x 4 and 4 x 12 ms become 4 x 4 + 12 and 3 x 12 ms. The gain is judged by the steps'
+    own times.
+    """
     events = run(pool)
     (move,) = of(events, "rebalance")
     assert (move["step"], move["id"], move["from"], move["to"]) == (8, 1, [4, 4], [5, 3])
@@ -81,8 +84,10 @@ def test_the_gain_is_predicted_and_measured(pool: Pool) -> None:
 
 
 def test_what_a_move_brought_ends_where_the_work_changes(pool: Pool) -> None:
-    """After step 8's move there are four steps, and then the next layers freeze: faster, but not
-    for the move."""
+    """Four steps follow the move after step 8. Then the next layers freeze.
+
+    The steps are faster, but not because of the move.
+    """
     events = run(pool, dynamism={"freezing": {"schedule": [[1, 4], [12, 6]]}}, train={"steps": 16})
     (move,) = of(events, "rebalance")
     (result,) = of(events, "rebalance_result")
@@ -102,14 +107,19 @@ def test_hysteresis_holds_back(pool: Pool) -> None:
 
 
 def test_a_move_must_repay_itself(pool: Pool) -> None:
-    """Worth it, were there steps left to earn it back at a thousand million times its price."""
+    """The move would be worth it if enough steps were left.
+
+    It would have to earn back a thousand million times its price.
+    """
     events = run(pool, balance={"margin": 1e9}, train={"steps": 10})
     assert of(events, "rebalance") == []
 
 
 def test_forced_moves(pool: Pool) -> None:
-    """`uniform` and `random` ask nobody; a result needs two steps, and comes at the next move or
-    the run's end if not before."""
+    """The balancers `uniform` and `random` ask nobody.
+
+    A result needs two steps. It comes at the next move or the run's end if not before.
+    """
     events = run(
         pool,
         balance={"balancer": "random", "every": 3},
@@ -125,11 +135,13 @@ def test_forced_moves(pool: Pool) -> None:
 
 
 def test_the_memory_limit_is_respected(pool: Pool) -> None:
-    """Rank 0's layers are slow, so that one of them should go to rank 1; but in GPipe that holds
-    four microbatches of each."""
+    """Rank 0's layers are slow, so one of them should go to rank 1.
+
+    But in GPipe rank 1 holds four microbatches of each.
+    """
     times = (0.003,) * 4 + (0.001,) * 4
-    # Weight, gradient, moments and counter; input and output gradient of the microbatches. The last
-    # output is one number.
+    # Weight, gradient, moments and counter come first, then input and output gradient of the
+    # microbatches. The last output is one number.
     layer, last = 20 + 4 * 2 * 4096, 20 + 4 * (4096 + 4)
     # Beside them, while a B runs: the gradient that it was given, and the one it makes.
     enough = 4 * layer + last + 2 * 4096
@@ -151,7 +163,8 @@ def test_a_memory_limit_that_is_too_small_from_the_start(pool: Pool) -> None:
         run(pool, pipeline={"memory_limit": 1000})
 
 
-# Of two ranks with four layers each the second takes twice as long, and for W next to nothing.
+# Two ranks have four layers each. The second rank takes twice as long in F and B, and next to
+# nothing in W.
 _UNEVEN = {"f": [4e-3] * 4 + [8e-3] * 4, "b": [4e-3] * 4 + [8e-3] * 4, "w": [8e-3] * 4 + [1e-3] * 4}
 
 
@@ -193,8 +206,10 @@ def switching(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_no_schedule_is_made_from_costs_that_a_move_has_changed(pool: Pool) -> None:
-    """Layers that compute again from a move on cost what nobody has measured: it is made anew once
-    they are."""
+    """Layers that recompute from a move on have costs that nobody has measured.
+
+    The schedule is made anew once they are measured.
+    """
     changes = {"model": _UNEVEN, "train": {"steps": 10}, "balance": {"initial": [3, 5]}}
     config = CONFIG | {section: CONFIG[section] | keys for section, keys in changes.items()}
     config |= {"pipeline": {"schedule": "zb-auto"}, "dynamism": {}}
@@ -204,8 +219,11 @@ def test_no_schedule_is_made_from_costs_that_a_move_has_changed(pool: Pool) -> N
 
 
 def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """A run of even layers. Every other decision takes the first rank's for slower than they are,
-    the rest the second's. Every step counts as equally long."""
+    """A run of even layers.
+
+    Every other decision takes the first rank's for slower than they are, the rest the second's.
+    Every step counts as equally long.
+    """
     loaded = parse(config)
     told: list[Event] = []
     trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
@@ -245,7 +263,10 @@ def test_predictions_that_do_not_come_true_are_doubted(pool: Pool) -> None:
 
 
 class Hopeful(Dynamism):
-    """On rank 1 it forecasts that the layers which are slow now will be fast at once."""
+    """A case whose forecast on rank 1 is too hopeful.
+
+    There it says that the layers which are slow now will be fast at once.
+    """
 
     name = "hopeful"
 
@@ -260,7 +281,10 @@ class Hopeful(Dynamism):
 
 
 def forecasting(world: World, config: dict[str, Any]) -> str:
-    """A run in which rank 1's case forecasts something else than rank 0's. Returns how it ends."""
+    """A run in which rank 1's case forecasts something else than rank 0's.
+
+    Returns how it ends.
+    """
     loaded = parse(config)
     trainer = Trainer(loaded, world, load_model(loaded), None)
     trainer._cases.append(Hopeful(world.rank))
@@ -281,7 +305,10 @@ def test_ranks_whose_forecasts_differ_fail_at_once(pool: Pool) -> None:
     )
     start = time.perf_counter()
     ends = pool.run("tests.pipeline.test_rebalance:forecasting", 2, config=config)
-    line = "rank 0 and rank 1 disagree on whether to move layers; do all run the same dynmo, config and data?"
+    line = (
+        "rank 0 and rank 1 disagree on whether to move layers; do all run the same dynmo, config "
+        "and data?"
+    )
     assert ends == [line, line]
     assert time.perf_counter() - start < CONFIG["parallel"]["timeout"] / 2
 
@@ -309,9 +336,12 @@ class Numbers(HostClock):
 def read(
     world: World, config: dict[str, Any], first: int, last: int, told: bool
 ) -> list[dict[str, Any]]:
-    """A run with made-up readings: a microbatch takes 1 ms in F and B of each layer and 10 ms in W,
-    but 30 ms in layer 5's W in the steps `first` to `last`. told: a case says so before the first
-    of them. Every step counts as equally long."""
+    """A run with made-up readings.
+
+    A microbatch takes 1 ms in F and B of each layer and 10 ms in W. It takes 30 ms in layer 5's W
+    in the steps `first` to `last`. Every step counts as equally long. If `told` is true, a case
+    announces the first of those steps.
+    """
     loaded = parse(config)
     events: list[Event] = []
     trainer = Trainer(loaded, world, load_model(loaded), None, listen=events.append)
@@ -394,8 +424,9 @@ def test_a_move_that_is_soon_wrong_waits(pool: Pool) -> None:
 
 
 def test_auto_decides_when_something_happened(pool: Pool) -> None:
-    """Even layers stay at the look after five steps. After the freezing there are looks at steps 8
-    and 10.
+    """Even layers stay at the look after five steps.
+
+    After the freezing there are looks at steps 8 and 10.
 
     If other processes disturb the readings of both, the next look is at step 15. Then nothing
     drifts.
@@ -408,8 +439,10 @@ def test_auto_decides_when_something_happened(pool: Pool) -> None:
 
 
 def test_a_target_that_has_no_room_is_left_alone(pool: Pool) -> None:
-    """What may be computed again is chosen by shapes, and may find less room than the balancer,
-    which goes by what was measured."""
+    """The balancer may choose a target for which the recomputed layers have no room.
+
+    Shapes decide which layers recompute. The balancer goes by what was measured.
+    """
     (told, _) = pool.run(
         "events", 2, config=CONFIG | {"train": CONFIG["train"] | {"steps": 10}}, fits=False
     )
@@ -418,8 +451,10 @@ def test_a_target_that_has_no_room_is_left_alone(pool: Pool) -> None:
 
 
 def test_where_nothing_fits_by_the_balancers_account_a_run_goes_on(pool: Pool) -> None:
-    """It counts gradients at every moment, and the largest workspace on every rank: more than what
-    the ranks hold at their peaks."""
+    """The balancer counts more memory than the ranks hold at their peaks.
+
+    It counts gradients at every moment, and the largest workspace on every rank.
+    """
     wanted: dict[str, Any] = {
         "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16},
         "train": {"steps": 6, "global_batch": 4, "micro_batch": 1},
@@ -436,7 +471,7 @@ def test_where_nothing_fits_by_the_balancers_account_a_run_goes_on(pool: Pool) -
     assert "bytes" in told["what"]
     assert of(events, "rebalance") == []
     assert of(events, "end")[0]["reason"] == "done"
-    # Nor for another mesh, where that is asked for.
+    # The same holds for another mesh, if one is asked for.
     wanted["train"] = wanted["train"] | {"reduction_slots": 2}
     wanted["pipeline"]["memory_limit"] = max(dry_run(parse(wanted)).memory)
     events = pool.run("events", 2, config=wanted | {"elastic": {"reshape": True}})[0]

@@ -1,5 +1,4 @@
-"""Which schedule a pipeline runs before anything is measured, and once what was measured holds no
-more."""
+"""The schedule of a pipeline before any measurement, and after a stale one."""
 
 from __future__ import annotations
 
@@ -32,8 +31,10 @@ CONFIG: dict[str, Any] = {
 
 
 def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
-    """Of a run that has not begun; with a frozen prefix; once that trains again: how many
-    microbatches each stage keeps, and bytes of every rank."""
+    """Kept microbatches of each stage and bytes of every rank, at three moments.
+
+    The run has not begun, has a frozen prefix, or trains that prefix again.
+    """
     loaded = parse(config)
     model = load_model(loaded)
     pipeline = pipeline_for(loaded, world, model, uniform(model.layers, 2))
@@ -77,8 +78,10 @@ def test_without_a_limit_it_keeps_at_most_twice_what_1f1b_does(pool: Pool) -> No
 
 
 def reshaped(world: World, config: dict[str, Any]) -> list[str]:
-    """The schedule after a reshape of a pipeline that has measured nothing, and of one that knows
-    its layers' costs."""
+    """The schedule after a reshape, of two pipelines.
+
+    One has measured nothing, and one knows its layers' costs.
+    """
     loaded = parse(config)
     model = load_model(loaded)
     out: list[str] = []
@@ -98,8 +101,10 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
 
 
 def test_after_a_reshape_bytes_are_those_of_its_mesh(pool: Pool) -> None:
-    """What was measured on four ranks with all of a layer's optimizer state is not what two hold
-    that share it."""
+    """The measured bytes of four ranks are not those of two that share the state.
+
+    Each of the four ranks holds all of a layer's optimizer state.
+    """
     config = CONFIG | {
         "train": CONFIG["train"] | {"reduction_slots": 2},
         "parallel": {"pipeline": 4, "zero": 1},

@@ -1,4 +1,4 @@
-"""What another choice would give."""
+"""The results of other choices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_other_choices() -> None:
     }
     assert {x.choice for x in schedules} == set(SCHEDULES) - {"zb-h1"}
     assert {x.choice for x in ranks} == {1, 2, 4, 5, 6}
-    # Microbatches of 4 sequences: 24 sequences in 12 of 2, or 24 of 1, or 3 of 8; not 1.5.
+    # Microbatches have 4 sequences. 24 sequences fit in 12 of 2, or 24 of 1, or 3 of 8, but not in
+    # 1.5.
     assert [x.choice for x in sorted(microbatches, key=lambda x: int(x.choice))] == [3, 12, 24]
     for alternatives in (balancers, schedules, ranks, microbatches):
         steps = [x.plan.step for x in alternatives if x.plan is not None]

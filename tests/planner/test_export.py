@@ -35,8 +35,8 @@ def test_whole_blocks():
 
 
 def test_halves_are_rounded_and_said_so():
-    # embedding b0 | b0 b1 b1 b2 | b2 head: the first cut is in block 0, the second in block 2; both
-    # to the end of the block.
+    # The layers are: embedding b0 | b0 b1 b1 b2 | b2 head. The first cut is in block 0, the second
+    # in block 2. Both cuts go to the end of the block.
     layout = megatron_layout(names(3), Partition((2, 4, 2)))
     assert layout == MegatronLayout("Et|tt|L", (0, 1))
     assert torchtitan_modules(names(3), Partition((2, 4, 2))).rounded == (0, 1)

@@ -49,8 +49,10 @@ def profile(count: int, seed: int, microbatch: int = 2) -> Profile:
 
 
 def reduced(plan: MeshPlan, bandwidth: float, zero: int) -> float:
-    """The step's end, from the definition: a layer's reduction waits for its last W and for the
-    reduction before it on the rank's link."""
+    """The step's end, from the definition.
+
+    A layer's reduction waits for its last W and for the reduction before it on the rank's link.
+    """
     mesh, timeline = plan.mesh, plan.plan.timeline
     ring = (mesh.replicas - 1) / mesh.replicas
     ends: list[float] = []
@@ -93,8 +95,10 @@ def requests(draw: st.DrawFn) -> MeshRequest:
 @settings(max_examples=25)
 @given(requests())
 def test_the_search_is_brute_force(request: MeshRequest):
-    """Every mesh, placed by every balancer: nothing that was passed over is better, and what is
-    refused cannot be had."""
+    """Every mesh, placed by every balancer, is compared with the search.
+
+    Nothing that was passed over is better. Meshes that are refused cannot be had.
+    """
     best: dict[Mesh, float] = {}
     for pipeline in range(1, request.gpus + 1):
         for size in request.sizes:
@@ -210,7 +214,10 @@ def test_recomputing_makes_room():
     limit = 1250
     with pytest.raises(
         PartitionError,
-        match=r"none of .* meshes fits; the least, .* over the limit of 1250; .*--recompute auto, --zero 1",
+        match=(
+            r"none of .* meshes fits; the least, .* over the limit of 1250; .*--recompute auto, "
+            r"--zero 1"
+        ),
     ):
         search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit))
     result = search(
@@ -246,17 +253,26 @@ def test_recomputing_makes_room():
         ({"profile": replace(profile(4, 0), microbatch=None)}, 'add "microbatch": 1'),
         (
             {"gpus": 7},
-            "7 GPUs cannot be used: the model's 4 layers allow at least 7 replicas, and .* take a multiple of 7 or 14 or 28",
+            (
+                "7 GPUs cannot be used: the model's 4 layers allow at least 7 replicas, and .* "
+                "take a multiple of 7 or 14 or 28"
+            ),
         ),
         (
             {"micro_batches": (3,)},
-            "a global batch of 16 does not divide by any number of replicas x microbatches of 3; take a multiple of 3",
+            (
+                "a global batch of 16 does not divide by any number of replicas x microbatches "
+                "of 3; take a multiple of 3"
+            ),
         ),
         ({"schedules": ("zb-h9",)}, "unknown schedule 'zb-h9'"),
         ({"balancers": ("best",)}, "unknown balancer 'best'"),
         (
             {"memory_limit": 100},
-            r"none of \d+ meshes fits; the least, 2 ranks x 2 replicas, .*: memory: rank 0 needs \d+ bytes",
+            (
+                r"none of \d+ meshes fits; the least, 2 ranks x 2 replicas, .*: memory: rank 0 "
+                r"needs \d+ bytes"
+            ),
         ),
     ],
 )

@@ -1,4 +1,7 @@
-"""On how many ranks a run goes on: the fewest that are fast enough, and when a change pays."""
+"""The number of ranks on which a run goes on.
+
+It is the fewest that are fast enough. The tests also check when a change pays.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def ask(weights: list[float], ranks: int, limit: float, **given: object) -> Rank
 
 
 def best(question: RankQuestion, ranks: int) -> float | None:
-    """By a search of its own."""
+    """The best choice, by a search of its own."""
     request = replace(question.request, gpus=ranks, replicas=question.replicas)
     try:
         return search(request).candidates[0].seconds
@@ -191,7 +194,7 @@ def test_a_change_must_repay_its_pauses() -> None:
 
 
 def forecast(question: RankQuestion, *parts: tuple[int, float]) -> RankQuestion:
-    """For each part: until which step, and times how much the costs are."""
+    """A forecast: last step and factor of the costs for each part."""
     profile, start = question.request.profile, 0
     intervals: list[ForecastInterval] = []
     for stop, factor in parts:

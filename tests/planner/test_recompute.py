@@ -53,9 +53,11 @@ def replayed(
     schedule: Schedule,
     replicas: int = 1,
 ) -> list[int]:
-    """Layer by layer, what is live, by the definition: the peak of each rank. Between replicas, a
-    layer's gradients are three times there while they are summed: cut into shares, joined,
-    received."""
+    """Layer by layer, what is live, by the definition: the peak of each rank.
+
+    Between replicas, a layer's gradients are three times there while they are summed: cut into
+    shares, joined, received.
+    """
     bounds = [sum(counts[:s]) for s in range(len(counts) + 1)]
     kept = with_recompute(layers, chosen)
     peaks: list[int] = []
@@ -147,8 +149,10 @@ def test_the_choice_fits_and_nothing_of_it_can_be_left_out(
 
 
 def test_the_seconds_are_near_the_least():
-    """Against every subset, on a rank of nine layers: greedy is no knapsack solver, but it is not
-    far off."""
+    """The greedy choice against every subset, on a rank of nine layers.
+
+    Greedy is no knapsack solver, but it is not far off.
+    """
     layers = tuple(
         LayerCost(f, 2.0, 1.0, 0, 1, 1, 2, a, 1, 2)
         for f, a in zip((3, 1, 4, 1, 5, 9, 2, 6, 5), range(8, 26, 2), strict=True)

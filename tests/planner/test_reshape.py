@@ -67,8 +67,10 @@ def test_it_is_never_predicted_slower_than_to_stay(
 
 
 def test_more_layers_on_fewer_stages_are_balanced_where_memory_allows():
-    """Alternating heavy and light: on four ranks of two layers each nothing helps but one heavy
-    layer more or less."""
+    """Heavy and light layers alternate.
+
+    On four ranks of two layers each, only one heavy layer more or less helps.
+    """
     given = profile([3.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0])
     current, partition = Mesh(4, 1, 16, 1, "zb-h1"), Partition((2, 2, 2, 2))
     # Four layers of 40 bytes, and 30 to sum the gradients of one over two replicas.

@@ -50,8 +50,11 @@ def every(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def bound(layers: Sequence[LayerCost], counts: tuple[int, ...], schedule: Schedule) -> int:
-    """Bytes of the fullest rank as balancers count them, gradients as always there, or as a run
-    does if that is more."""
+    """Bytes of the fullest rank.
+
+    Balancers count gradients as always there. The result is their count, or that of a run if it is
+    more.
+    """
     live = peak_memory(schedule, Costs(stage_costs(layers, counts), (0.0,) * (len(counts) - 1)))
     static = static_bytes(layers, counts, schedule.placement)
     counted = [held + round(peak) for held, peak in zip(static, live, strict=True)]
@@ -63,7 +66,7 @@ def bound_of(plan: Plan) -> int:
 
 
 def replayed(plan: Plan) -> None:
-    """What the plan says, checked from its placement and its schedule alone."""
+    """The figures of the plan, checked from its placement and its schedule alone."""
     request = plan.request
     timeline = simulate(plan.schedule, plan.costs)
     assert (timeline.span, timeline.makespan) == (plan.timeline.span, plan.timeline.makespan)
@@ -94,7 +97,7 @@ def test_interleaved() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_exact_is_the_least_bottleneck_that_fits(seed: int) -> None:
-    """Against all placements, with the memory of 1F1B's stages."""
+    """The plan is compared with all placements, with the memory of 1F1B's stages."""
     rng, known = random.Random(seed), profile(9, seed)
     ranks, microbatches = rng.randint(2, 4), rng.randint(1, 8)
     schedule = make("1f1b", ranks, microbatches)
@@ -134,8 +137,11 @@ def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half"])
 def test_what_fits_is_not_refused(schedule: str) -> None:
-    """Against all placements: frozen prefixes and several stages a rank keep less than their
-    stages' peaks together."""
+    """The plan against all placements.
+
+    With frozen prefixes and several stages a rank, a rank keeps less than its stages' peaks
+    together.
+    """
     for seed in range(12):
         known = profile(7, seed, frozen=seed % 5)
         request = PlanRequest(known, 2 + seed % 2, 3, schedule)
@@ -202,8 +208,10 @@ def test_the_file_without_sizes() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-auto", "zb-v"])
 def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
-    """A run counts what ops need beside, and messages that wait: here half as much as the
-    activations."""
+    """A run counts the workspaces of ops, and messages that wait.
+
+    Here they are half as much as the activations.
+    """
     known = profile(12)
     layers = tuple(
         replace(
@@ -235,8 +243,10 @@ def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
 
 
 def test_recomputing_all_looks_as_far_as_recomputing_none() -> None:
-    """Balancers set the largest layer's activations aside on every rank; where not every rank needs
-    them, a placement may still fit."""
+    """Balancers set the largest layer's activations aside on every rank.
+
+    A placement may still fit if not every rank needs them.
+    """
     rng, hits = random.Random(5), 0
     for _ in range(20):
         layers = tuple(

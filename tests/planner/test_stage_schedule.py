@@ -1,4 +1,7 @@
-"""Schedules within a rank's memory, all of it: what waits and what an op needs, too."""
+"""Schedules within all of a rank's memory.
+
+That includes messages that wait and the workspace of an op.
+"""
 
 from __future__ import annotations
 
@@ -96,8 +99,11 @@ uneven = st.builds(
 def test_what_fits_is_found(
     layers: list[LayerCost], microbatches: int, name: str, share: float
 ) -> None:
-    """Limits from what the tightest schedule needs (one microbatch alive on a rank) to twice that
-    of 1F1B."""
+    """Draws limits for the memory of ranks.
+
+    They range from the need of the tightest schedule (one microbatch alive on a rank) to twice that
+    of 1F1B.
+    """
     partition, ranks = uniform(8, 4), 2 if name == "zb-v" else 4
     costs, placement = pipeline_costs(layers, partition), placement_of(name, ranks)
     one = [

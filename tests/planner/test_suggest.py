@@ -27,7 +27,8 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     most = max(plan.memory)
     line = told(replace(request, memory_limit=most - 1))
     assert line.startswith(
-        f"rank {plan.memory.index(most)} (layers 0 to 3) needs {most} bytes under 1f1b with the placement 4+4+4, over"
+        f"rank {plan.memory.index(most)} (layers 0 to 3) needs {most} bytes under 1f1b with the "
+        f"placement 4+4+4, over"
     )
     assert "; the balancer 'exact' would fit: " in line
     least = max(plan_or_suggest(PlanRequest(profile(12), 3, 6, "1f1b")).memory)

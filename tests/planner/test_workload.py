@@ -22,7 +22,7 @@ LINK = LinkCost(0.5, 1000.0)
 
 
 def workload(**changes: Any) -> Workload:
-    """Twelve layers on three ranks; at step 10 the first six freeze."""
+    """Twelve layers on three ranks, of which the first six freeze at step 10."""
     moments = ((0, (ONE,) * 12), (10, (FROZEN,) * 6 + (ONE,) * 6))
     base = Workload(
         "w",
@@ -41,7 +41,7 @@ def workload(**changes: Any) -> Workload:
 def seconds(
     moment: int, counts: tuple[int, ...], objective: Objective = Objective.MAKESPAN
 ) -> float:
-    """By the simulator, without the replay."""
+    """The seconds of the simulator, without the replay."""
     costs = pipeline_costs(workload().moments[moment][1], Partition(counts), links=(LINK, LINK))
     timeline = simulate(make("1f1b", 3, 8, first_trainable=frozen_stages(costs)), costs)
     return timeline.makespan if objective is Objective.MAKESPAN else timeline.span
@@ -124,7 +124,7 @@ def test_the_price_by_the_byte() -> None:
 
 
 def test_a_move_is_weighed_at_its_own_price() -> None:
-    """The first move is of one byte; the second would take longer than it saves."""
+    """The first move is of one byte. The second would take longer than it saves."""
     ends = tuple(
         LayerCost(t, t, t, weight_bytes=size)
         for t, size in ((1.0, 1), (1.0, 10**9), (1.0, 1), (3.0, 1))
@@ -152,8 +152,10 @@ def test_a_move_is_weighed_at_its_own_price() -> None:
 
 
 def test_perfect_is_no_slower_than_what_is_had() -> None:
-    """Beside a frozen prefix whole layers may do better than even stages, which all run
-    backwards."""
+    """Beside a frozen prefix whole layers may do better than even stages.
+
+    Even stages all run backwards.
+    """
     outcome = replay(workload(moments=((0, (FROZEN,) * 2 + (ONE,) * 10),), microbatches=2))
     pairs = zip(outcome.perfect, outcome.policy, outcome.static, strict=True)
     assert all(
@@ -162,8 +164,11 @@ def test_perfect_is_no_slower_than_what_is_had() -> None:
 
 
 def test_replicas_reduce_their_gradients() -> None:
-    """On a ring: 2 (r - 1) latencies, 2 (r - 1) / r of the bytes; the ranks of 1F1B all end with
-    rank 0's last backward at the latest."""
+    """Times of a ring and of the ends of ranks.
+
+    A ring takes 2 (r - 1) latencies and 2 (r - 1) / r of the bytes. The ranks of 1F1B all end with
+    rank 0's last backward at the latest.
+    """
     alone = replay(workload(moments=((0, (ONE,) * 12),)))
     four = replay(
         workload(moments=((0, (ONE,) * 12),), replicas=4, replica_link=LinkCost(0.25, 100.0))
@@ -186,7 +191,7 @@ def test_every_schedule(schedule: str, objective: Objective) -> None:
 
 
 def test_a_schedule_from_costs_is_that_of_the_costs_measured_last() -> None:
-    """Until the next decision zb-auto runs the order that was made for the old costs."""
+    """The order of zb-auto is that of the old costs until the next decision."""
     slow = tuple(replace(ONE, f=1 + i / 3) for i in range(12))
     outcome = replay(
         workload(moments=((0, (ONE,) * 12), (10, slow)), schedule="zb-auto", policy=Policy("none"))
@@ -198,14 +203,20 @@ def test_a_schedule_from_costs_is_that_of_the_costs_measured_last() -> None:
 def test_no_memory_for_the_placement() -> None:
     with pytest.raises(
         InputError,
-        match=r"rank 0 needs \d+ bytes under 1f1b with the placement 4\+4\+4, over the limit of 1000; use",
+        match=(
+            r"rank 0 needs \d+ bytes under 1f1b with the placement 4\+4\+4, over the limit of "
+            r"1000; use"
+        ),
     ):
         replay(workload(memory_limit=1000))
 
 
 def test_fluctuations_move_nothing() -> None:
-    """Each step another layer is the slow one. By the last step alone layers would move at every
-    decision. A change that is announced is believed at once."""
+    """Each step another layer is the slow one.
+
+    By the last step alone layers would move at every decision. A change that is announced is
+    believed at once.
+    """
     moments = tuple(
         (step, tuple(replace(ONE, f=8.0) if i == 5 * step % 12 else ONE for i in range(12)))
         for step in range(40)
@@ -216,8 +227,10 @@ def test_fluctuations_move_nothing() -> None:
 
 
 def test_a_lasting_change_is_seen_through_the_readings() -> None:
-    """The costs change at step 10 and nobody says so. After five steps all readings are of the
-    new costs."""
+    """The costs change at step 10 and nobody says so.
+
+    After five steps all readings are of the new costs.
+    """
     outcome = replay(workload(policy=Policy(every=1), announced=False))
     (move,) = outcome.moves
     assert move.step == 15

@@ -59,7 +59,10 @@ def test_what_happens_is_said_at_once() -> None:
         "step 9: rebalance 1 measured: +25.0% of a step saved",
         "step 10: held-out loss 2.5000",
         "step 10: early_exit, layers 5, 8: exited 40%, 25%",
-        "step 11: held-out loss 2.5000 at 200 tokens/s; without exits 2.4000 at 100 tokens/s (x2.00)",
+        (
+            "step 11: held-out loss 2.5000 at 200 tokens/s; without exits 2.4000 at 100 tokens/s "
+            "(x2.00)"
+        ),
         "step 10: saved runs/a (3.0 MiB in 0.50 s)",
     ]
 

@@ -17,7 +17,8 @@ def step(number: int, seconds: float) -> StepEvent:
 
 def test_lines():
     assert rank_text(REPACK, -0.05) == (
-        "went on with 2 of 4 ranks (layers 4+4, 1.0 MiB moved, pause 250 ms; 2 of 4 ranks): a step takes +4.0% predicted, +5.0% measured"
+        "went on with 2 of 4 ranks (layers 4+4, 1.0 MiB moved, pause 250 ms; 2 of 4 ranks): a "
+        "step takes +4.0% predicted, +5.0% measured"
     )
     assert rank_text(GROW).startswith(
         "grew from 2 to 4 ranks (layers 4+4 x 2 replicas, 0.0 MiB moved, pause 500 ms; planned)"

@@ -78,8 +78,7 @@ def test_phases() -> None:
         (4, 5, (2, 2), 1),
         (6, 6, (3, 1), 1),
     ]
-    # Medians without the first step of a phase, which warms up; where it is the only one, it
-    # counts.
+    # Medians leave out the first step of a phase, which warms up. It counts if it is the only one.
     assert [p.seconds for p in summary.phases] == [2.0, 0.5, 5.0]
     assert [p.tokens_per_s for p in summary.phases] == [4.0, 16.0, 1.6]
     assert [p.idle_ratio for p in summary.phases] == [0.2, 0.05, 0.5]
@@ -98,12 +97,15 @@ def test_tokens_and_evaluations_with_exits() -> None:
     )
     assert event_lines(summary) == [
         "step 2: early_exit, layers 3: exited 20%",
-        "step 2: held-out loss 2.5000 at 300 tokens/s; without exits 2.4000 at 200 tokens/s (x1.50)",
+        (
+            "step 2: held-out loss 2.5000 at 300 tokens/s; without exits 2.4000 at 200 tokens/s "
+            "(x1.50)"
+        ),
     ]
 
 
 def cells(table: Table) -> dict[str, list[str]]:
-    """By the first cell of each row: the others."""
+    """The cells of each row, by its first cell."""
     screen = StringIO()
     Console(file=screen, width=150).print(table)
     rows = [
@@ -115,8 +117,11 @@ def cells(table: Table) -> dict[str, list[str]]:
 
 
 def test_phases_end_where_the_work_changes() -> None:
-    """Whatever changes it: a case that freezes nothing too, and a reshape to the same layers. What
-    changed no layer is no other work."""
+    """Any change of the work ends a phase.
+
+    That includes a case that freezes nothing, and a reshape to the same layers. An event that
+    changed no layer does not end one.
+    """
     events: list[Event] = [
         change(0),
         step(0),
@@ -139,8 +144,10 @@ def test_phases_end_where_the_work_changes() -> None:
 
 
 def test_runs_are_compared_over_the_same_steps() -> None:
-    """From step 6 on the work is another; in the second run layers move, and in the third the case
-    is missing."""
+    """The work is another from step 6 on.
+
+    In the second run layers move, and in the third the case is missing.
+    """
     steady = [step(i, 4.0 if i < 6 else 2.0) for i in range(12)]
     moving = [step(i, 4.0 if i < 6 else 1.0, (2, 2) if i < 8 else (3, 1)) for i in range(12)]
     one, two, without = (
@@ -186,8 +193,10 @@ def test_an_empty_or_unfinished_run() -> None:
 
 
 def test_a_resumed_run_is_told_once() -> None:
-    """Cut off after step 5, resumed from the checkpoint after step 3: the later account counts, of
-    steps and of moves."""
+    """A run is cut off after step 5 and resumed from the checkpoint after step 3.
+
+    The later account of steps and of moves counts.
+    """
     before: Sequence[Event] = [
         step(0),
         step(1),
@@ -208,12 +217,18 @@ def test_a_resumed_run_is_told_once() -> None:
 
 
 def test_rebalance_lines() -> None:
-    """Predicted against measured, as factors: a step shorter by 20 % is 1.25 times as fast."""
+    """Predicted against measured gains, as factors.
+
+    A step shorter by 20 % is 1.25 times as fast.
+    """
     lines = rebalance_lines(
         summarize([step(0), move(1, 1, 0.2), step(1), move(2, 2, 0.5), step(2), result(2, 1, 0.1)])
     )
     assert lines == [
-        "step 1: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x1.25 predicted, x1.11 measured",
+        (
+            "step 1: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x1.25 predicted, "
+            "x1.11 measured"
+        ),
         "step 2: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x2.00 predicted",
     ]
 
@@ -223,7 +238,7 @@ def change(number: int, case: str = "pruning") -> ChangeEvent:
 
 
 def changed(at: int, steps: Sequence[StepEvent]) -> list[Event]:
-    """These steps, and before step `at` of them a change of the work."""
+    """These steps, with a change of the work before step `at`."""
     return [*steps[:at], change(at), *steps[at:]]
 
 
@@ -270,7 +285,10 @@ def test_runs_of_unequal_length_are_compared_per_step() -> None:
 
 
 def test_what_balancing_takes_counts() -> None:
-    """The second run's steps are twice as fast, and what is between them takes as long again."""
+    """The second run's steps are twice as fast.
+
+    The time between them is as long again.
+    """
     one, two = (
         summarize([*map(step, range(10)), end(seconds=10.5)]),
         summarize([*(step(i, 0.5) for i in range(10)), end(seconds=10.0)]),
@@ -351,7 +369,10 @@ def test_verdict() -> None:
 
 
 def test_a_machine_that_was_not_alike() -> None:
-    """Told by the first steps, which are the same work as long as nothing has moved."""
+    """The first steps tell a machine that was not alike.
+
+    They are the same work as long as nothing has moved.
+    """
 
     def runs(
         seconds: float, count: int = 6, layers: tuple[int, ...] = (2, 2)
@@ -362,7 +383,10 @@ def test_a_machine_that_was_not_alike() -> None:
         ]
 
     balancing = {"balance.balancer": ["none", "exact"]}
-    told = "from step 1 to 5 all did the same work, at 1.000 and 1.200 s a step: the machine was not alike, and nor are the speed-ups; "
+    told = (
+        "from step 1 to 5 all did the same work, at 1.000 and 1.200 s a step: the machine was "
+        "not alike, and nor are the speed-ups; "
+    )
     assert noise(runs(1.2), balancing) == told + "compare runs of a quieter one"
     assert noise(runs(1.05), balancing) is None
     assert noise(runs(1.2, count=4), balancing) is None, "too few to say"
@@ -372,8 +396,10 @@ def test_a_machine_that_was_not_alike() -> None:
 
 
 def test_noise_is_told_by_the_same_work_only() -> None:
-    """Two runs in which attention gets sparse at step 6; layers move in the second alone. Steps
-    after either say nothing of the machine."""
+    """Two runs in which attention gets sparse at step 6.
+
+    Layers move in the second run alone. Steps after either event say nothing of the machine.
+    """
     balancing = {"balance.balancer": ["none", "exact"]}
 
     def runs(early: float, at: int) -> list[tuple[str, Summary]]:

@@ -25,6 +25,12 @@ def alone() -> World:
 
 
 def pipeline(model: Model, schedule: str = "zb-h1") -> Engine:
+    """A pipeline of all layers of a model on one rank.
+
+    Args:
+        model: The model.
+        schedule: Name of the schedule.
+    """
     return Engine(
         alone(), model, Partition((model.layers,)), schedule=schedule, microbatches=MICROBATCHES
     )
@@ -37,6 +43,13 @@ def gpt(**model: Any) -> Engine:
 
 
 def emulated(f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> Engine:
+    """A pipeline of emulated layers on one rank.
+
+    Args:
+        f: Seconds of each layer's F.
+        b: Seconds of each layer's B.
+        w: Seconds of each layer's W.
+    """
     return pipeline(make_layers(f, b, w, size=64))
 
 
@@ -45,6 +58,15 @@ def ids() -> Tensor:
 
 
 def tokens(step: int, sequence: int = 8) -> tuple[Tensor, Tensor]:
+    """Draws the inputs and targets of a step.
+
+    Args:
+        step: Seed of the draw.
+        sequence: Number of tokens of a sequence.
+
+    Returns:
+        Two tensors [MICROBATCHES, 2, sequence]. Targets are the next tokens.
+    """
     text = torch.randint(
         256, (MICROBATCHES, 2, sequence + 1), generator=torch.Generator().manual_seed(step)
     )

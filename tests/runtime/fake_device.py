@@ -1,5 +1,7 @@
-"""A CUDA device that does nothing by itself: what is given to it is done when a test says so.
-Messages of its world complete likewise."""
+"""A CUDA device that does nothing by itself.
+
+Work that is given to it is done when a test says so. Messages of its world complete likewise.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class FakeDevice:
     done: int = 0
 
     def query(self) -> bool:
-        """As the stream: whether it is dry."""
+        """True if the stream has nothing left to do."""
         return self.done == self.given
 
     def catch_up(self) -> None:
@@ -42,7 +44,7 @@ class FakeEvent:
 
 
 def install(patch: pytest.MonkeyPatch) -> FakeDevice:
-    """In torch's place, for as long as the test runs."""
+    """Takes torch's place for as long as the test runs."""
     device = FakeDevice()
     patch.setattr(torch.cuda, "Event", lambda: FakeEvent(device))
     patch.setattr(torch.cuda, "current_stream", lambda _: device)
@@ -51,8 +53,11 @@ def install(patch: pytest.MonkeyPatch) -> FakeDevice:
 
 @dataclass
 class FakeWork:
-    """Of NCCL: `completed` as a test says. Of gloo (`host`): says so only once it has been waited
-    for."""
+    """A work handle of NCCL, or of gloo if `host` is true.
+
+    With NCCL, `completed` is as a test says. With gloo, it is true only once the work has been
+    waited for.
+    """
 
     what: str
     host: bool
@@ -68,8 +73,10 @@ class FakeWork:
 
 @dataclass
 class FakeCudaWorld(World):
-    """Notes what is sent and received. A header is gloo's, as it lies in host memory; here all
-    tensors do, so the tag tells."""
+    """Notes what is sent and received.
+
+    A header is gloo's, because it lies in host memory. Here all tensors do, so the tag tells.
+    """
 
     works: list[FakeWork] = field(default_factory=list[FakeWork])
 

@@ -1,5 +1,7 @@
-"""What the pool's ranks run for the tests of meshes. Each function takes the job's world first;
-arguments and results are JSON."""
+"""Jobs of the pool's ranks for the tests of meshes.
+
+Each function takes the job's world first. Arguments and results are JSON.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ from dynmo.runtime.optim.zero import cut_state, whole_state
 
 
 def shape(world: World, replicas: list[int]) -> list[list[Any]]:
-    """Arranged several times in turn: who this rank is, the sums over its pipeline, its peers and
-    all, and whom a message reaches."""
+    """The mesh is arranged several times in turn.
+
+    Returns who this rank is, the sums over its pipeline, its peers and all, and whom a message
+    reaches.
+    """
     out: list[list[Any]] = []
     for count in replicas:
         here = arrange(world, count)
@@ -91,8 +96,11 @@ def reduction_fails(world: World) -> list[Any]:
 
 
 def _module() -> nn.Module:
-    """Several norm blocks, an odd rest, small parameters, one that some have no gradient of, one
-    that nobody has, one that does not train, one of another dtype."""
+    """A module with several norm blocks, an odd rest and small parameters.
+
+    Some ranks have no gradient of one parameter, and no rank has one of another. One parameter does
+    not train, and one has another dtype.
+    """
     torch.manual_seed(5)
     module = nn.ModuleDict(
         {
@@ -122,8 +130,11 @@ def _gradients(module: nn.Module, replica: int) -> dict[str, Tensor]:
 
 
 def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
-    """Against the tree of all replicas' gradients, made here: whole, or the own share; and the
-    norm, and parameters gathered again."""
+    """Compares a reduction with the tree of all replicas' gradients, made here.
+
+    The gradients are whole, or the own share. The norm is compared too, and so are the parameters
+    gathered again.
+    """
     here = arrange(world, world.size)
     module, count = _module(), here.replicas
     shared = frozenset({"some.weight"})
@@ -180,8 +191,10 @@ def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
 
 
 def states(world: World, name: str) -> list[str]:
-    """An optimizer's state, cut into shares and made whole again, is the state of the whole one;
-    the shares are smaller."""
+    """An optimizer's state, cut into shares and made whole again, is the same.
+
+    The shares are smaller than the state.
+    """
     here = arrange(world, world.size)
     settings = OptimizerSettings(name=name)  # pyright: ignore[reportArgumentType]
     alone, cut = _module(), _module()

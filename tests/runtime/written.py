@@ -1,4 +1,7 @@
-"""A model whose forward writes to a buffer that it reads: a forward that is run twice shows."""
+"""A model whose forward writes to a buffer that it reads.
+
+A forward that is run twice shows.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from torch import Tensor, nn
 
 
 class Centred(nn.Module):
-    """A linear after which a running mean is taken off; `late`: it is written to by putting another
-    tensor there."""
+    """A linear after which a running mean is taken off.
+
+    With `late`, the mean is written to by putting another tensor there.
+    """
 
     mean: Tensor
 

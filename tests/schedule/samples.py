@@ -1,4 +1,4 @@
-"""Schedules and costs at random, for properties that must hold for every one of them."""
+"""Schedules and costs at random, for properties that must hold for all of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ from dynmo.schedule.op import Kind, Op, Schedule
 def wander(
     placement: Sequence[int], microbatches: int, first_trainable: int, random: Random
 ) -> Schedule:
-    """A valid schedule made by running, again and again, any op that could run. Each stage has BW,
-    or B and W, throughout."""
+    """A valid schedule made by running, again and again, any op that could run.
+
+    Each stage has BW, or B and W, throughout.
+
+    Args:
+        placement: The rank of each stage.
+        microbatches: Number of microbatches.
+        first_trainable: Number of leading frozen stages.
+        random: Source of the choices.
+    """
     stages, ranks = len(placement), max(placement) + 1
     fused = [random.random() < 0.3 for _ in range(stages)]
     f, b, w = [0] * stages, [0] * stages, [0] * stages
@@ -49,8 +57,10 @@ def wander(
 
 @st.composite
 def schedules(draw: st.DrawFn, several: bool = True) -> Schedule:
-    """Any valid schedule of up to 4 ranks and 5 microbatches; with `several`, also two chunks a
-    rank, looped or in a V."""
+    """Any valid schedule of up to 4 ranks and 5 microbatches.
+
+    With `several`, it may have two chunks a rank, looped or in a V.
+    """
     ranks = draw(st.integers(1, 4))
     down = list(range(ranks))
     placement = draw(st.sampled_from([down, down + down, down + down[::-1]] if several else [down]))
@@ -62,7 +72,13 @@ def schedules(draw: st.DrawFn, several: bool = True) -> Schedule:
 
 @st.composite
 def whole_costs(draw: st.DrawFn, stages: int, most: int = 9) -> Costs:
-    """Whole numbers, so that every sum is exact."""
+    """Draws costs that are whole numbers, so that every sum is exact.
+
+    Args:
+        draw: Hypothesis' draw function.
+        stages: Number of stages.
+        most: Largest time.
+    """
     times = st.integers(0, most)
     drawn: list[StageCost] = []
     for _ in range(stages):

@@ -28,7 +28,7 @@ def test_no_schedule_beats_it(
 ) -> None:
     costs = data.draw(whole_costs(schedule.stages))
     timeline = simulate(schedule, costs)
-    # Nor where the caps are what the schedule needs.
+    # The same holds if the caps are what the schedule needs.
     for caps in (None, timeline.peak_memory):
         assert lower_bound(
             costs, schedule.microbatches, schedule.first_trainable, objective, caps
@@ -71,14 +71,14 @@ def test_exact_for_few_microbatches_of_equal_times(p: int, data: st.DataObject) 
 
 
 def test_by_hand() -> None:
-    # Rank 1 is the busiest (4 x 6); before it lie F and the link of rank 0, after it the link, B
-    # and W of rank 0.
+    # Rank 1 is the busiest (4 x 6). Before it lie F and the link of rank 0. After it lie the link,
+    # B and W of rank 0.
     costs = Costs((StageCost(1, 1, 1), StageCost(2, 2, 2)), (0.5,))
     assert lower_bound(costs, 4) == 24
     # m W = 8 on rank 1 can hide the drain of 2.5, so only the 1.5 before rank 1's first F are
     # added.
     assert lower_bound(costs, 4, objective=Objective.MAKESPAN) == 25.5
-    # Where rank 1 has no W, nothing hides it.
+    # Nothing hides the drain if rank 1 has no W.
     costs = Costs((StageCost(1, 1, 1), StageCost(2, 4, 0)), (0.5,))
     assert lower_bound(costs, 4, objective=Objective.MAKESPAN) == 1.5 + 24 + 2.5
     # A frozen rank 0 is busy with its F's alone, and nothing drains.
@@ -86,8 +86,8 @@ def test_by_hand() -> None:
     costs = Costs((StageCost(9, 0, 0), StageCost(2, 4, 0)), (0.5,))
     assert lower_bound(costs, 4, 1) == 36
     assert lower_bound(costs, 4, 1, Objective.MAKESPAN) == 36 + 0.5 + 2 + 4
-    # A long F before a long way: the last of 3 microbatches leaves rank 0 at 15, is away for 6 and
-    # needs B there.
+    # A long F comes before a long way. The last of 3 microbatches leaves rank 0 at 15, is away for
+    # 6 and needs B there.
     costs = Costs((StageCost(5, 1, 0), StageCost(3, 1, 0)), (0,))
     assert lower_bound(costs, 3) == 15 + 4 + 1
     # With a longer B there, rank 1 is busy from 5 on, and rank 0 has a B left when it ends.
@@ -96,8 +96,8 @@ def test_by_hand() -> None:
 
 
 def test_memory_by_hand() -> None:
-    # One microbatch at a time on rank 0: F, 2 out and back, B, four times; the W's fit in the trips
-    # but the last.
+    # Rank 0 has one microbatch at a time: F, 2 out and back, B, four times. The W's fit in all
+    # trips but the last.
     costs = Costs((StageCost(1, 1, 1, 1, -1, 0), StageCost(1, 1, 1)), (0,))
     assert lower_bound(costs, 4) == 12
     assert lower_bound(costs, 4, caps=[1, 9]) == 4 * 4 + 1
@@ -112,7 +112,7 @@ def test_memory_by_hand() -> None:
         == simulate(make_schedule("zb-h1", 4, 12), costs).span
     )
     assert lower_bound(costs, 12, caps=[8] * 4) == 12 * 9
-    # Where B adds what W takes away, a second F leaves no room for the first B.
+    # A second F leaves no room for the first B if B adds what W takes away.
     costs = Costs((StageCost(1, 1, 1, 1, 1, -2), StageCost(1, 1, 1)), (0,))
     assert lower_bound(costs, 3, caps=[2, 9]) == 3 * 4 + 3
     # A limit on a frozen stage limits nothing.
@@ -170,7 +170,7 @@ def test_against_every_order_there_is(p: int, m: int, data: st.DataObject) -> No
     for limits in (None, caps):
         for objective, least in best(costs, m, limits).items():
             assert lower_bound(costs, m, objective=objective, caps=limits) <= least * (1 + 1e-12)
-            # What zb-auto makes is the best there is, in cases this small but for a few.
+            # The schedule of zb-auto is the best there is in all but a few cases of this size.
             schedule = automatic(costs, m, caps=limits, objective=objective)
             assert least <= reached(simulate(schedule, costs), objective)
 

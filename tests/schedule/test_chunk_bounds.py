@@ -1,4 +1,7 @@
-"""Several stages a rank: no schedule, and not the proven best one, is ever under the bound."""
+"""Several stages a rank: no schedule is ever under the bound.
+
+Not even the proven best schedule is.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A schedule of several ranks on one: the same ops, every rank's own order, and nothing before what
-it needs."""
+"""A schedule of several ranks on one rank.
+
+It has the same ops and every rank's own order. No op comes before what it needs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def test_every_schedule(name: str, first: int) -> None:
     for op in row:
         by_rank[schedule.placement[op.stage]].append(op)
     assert tuple(tuple(by_rank[rank]) for rank in range(3)) == fuse(schedule).ops
-    # What several ranks wait for stands before, the credits of a frozen prefix too.
+    # Ops that several ranks wait for stand before them, the credits of a frozen prefix too.
     done = set[Op]()
     for op in row:
         assert all(d.op in done for d in dependencies(fuse(schedule), op))

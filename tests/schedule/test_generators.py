@@ -89,7 +89,7 @@ def test_closed_form_of_gpipe_and_1f1b(p: int, m: int, f: int, b: int, w: int) -
 def test_closed_form_of_zero_bubble(
     name: str, k: int, p: int, more: int, f: int, b: int, w: int
 ) -> None:
-    # Where W <= F this is the paper's (p - 1)(F + B - k W). A longer W fills no more of the bubble
+    # This is the paper's (p - 1)(F + B - k W) if W <= F. A longer W fills no more of the bubble
     # than an F would.
     b, w = max(b, w), min(b, w)
     m = 2 * p - 1 + more
@@ -97,8 +97,8 @@ def test_closed_form_of_zero_bubble(
 
 
 def test_few_microbatches() -> None:
-    # With m <= p and equal times (m + p - 1)(F + B) + W = 23 is the best there is; 1F1B takes (m +
-    # p - 1)(F + B + W).
+    # The best span is (m + p - 1)(F + B) + W = 23, with m <= p and equal times. 1F1B takes (m + p -
+    # 1)(F + B + W).
     assert run("1f1b", 8, 4, 1, 1, 1).span == 33
     assert run("zb-h1", 8, 4, 1, 1, 1).span == 23
 

@@ -24,7 +24,7 @@ def picture(name: str, p: int, m: int, width: int = 120, **costs: float) -> str:
 
 
 def cells(text: str, ranks: int) -> list[str]:
-    """What stands between the bars."""
+    """The text between the bars."""
     return [line[line.index("|") + 1 : line.rindex("|")] for line in text.splitlines()[:ranks]]
 
 
@@ -78,7 +78,8 @@ def test_too_many_ops_for_the_width_say_so() -> None:
 
 def test_stages_are_named_where_a_rank_has_several() -> None:
     schedule = from_text(
-        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n1 | 1F0 2F0 2BW0 1BW0\n"
+        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n"
+        "1 | 1F0 2F0 2BW0 1BW0\n"
     )
     rows = cells(draw(simulate(schedule, uniform_costs(4, 1, 1, 1)), 120), 2)
     assert [re.findall(r"\w+", row) for row in rows] == [
@@ -89,7 +90,8 @@ def test_stages_are_named_where_a_rank_has_several() -> None:
 
 def test_without_room_for_the_stage_small_letters_are_the_upper_one() -> None:
     schedule = from_text(
-        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3B0 3W0 0BW0\n1 | 1F0 2F0 2BW0 1B0 1W0\n"
+        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3B0 3W0 0BW0\n"
+        "1 | 1F0 2F0 2BW0 1B0 1W0\n"
     )
     timeline = simulate(schedule, uniform_costs(4, 1, 1, 1))
     # 4 columns for each unit of time, then 3, where only BW (6 of them) has room for two numbers

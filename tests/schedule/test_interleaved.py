@@ -45,8 +45,11 @@ def split(p: int, v: int, f: float, b: float, w: float, comm: float = 0.0) -> Co
 
 
 def published_span(schedule: Schedule, costs: Costs) -> float:
-    """As the table's authors count: of what wraps around from the last rank to the first, or back,
-    only a group's first is waited for."""
+    """The span as the table's authors count it.
+
+    Messages wrap around from the last rank to the first, or back. Only the first message of a group
+    is waited for there.
+    """
     p = schedule.ranks
     ended: dict[Op, float] = {}
     free, began = [0.0] * p, [-1.0] * p
@@ -118,7 +121,7 @@ def test_published_bubble_ratios(row: dict) -> None:
         round(1 - m * (f + b + w) / published_span(schedule, costs), 4)
         == row["bubble"]["interleaved-1f1b"]
     )
-    # Where every message pays its link, it takes 2 v p - 2 of them; the table leaves p out.
+    # The schedule takes 2 v p - 2 links if every message pays its link. The table leaves p out.
     assert simulate(schedule, costs).span == pytest.approx(
         m * (f + b + w) + (p - 1) * (f + b + w) / v + (2 * v * p - 2) * comm
     )

@@ -1,5 +1,7 @@
-"""Programs: every message is sent once and taken once, in order, and what runs has what it
-needs."""
+"""Programs send every message once and take it once, in order.
+
+Every instruction has what it needs when it runs.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,10 @@ def draw(program: Program) -> str:
 
 
 def play(schedule: Schedule, programs: tuple[Program, ...]) -> None:
-    """Runs the programs with queues for channels. Fails unless every op finds its inputs, and every
-    message is used exactly once."""
+    """Runs the programs with queues for channels.
+
+    Fails unless every op finds its inputs, and every message is used exactly once.
+    """
     schedule = fuse(schedule)
     queues: defaultdict[Channel, list[int]] = defaultdict(list)
     position, done = [0] * len(programs), set[Op]()
@@ -126,7 +130,7 @@ def messages(programs: tuple[Program, ...]) -> dict[Channel, tuple[list[int], li
 
 
 def test_the_picture() -> None:
-    """What the module's docstring shows is what `lower` makes."""
+    """The example in the module's docstring is what `lower` makes."""
     programs = lower(zb_h1(2, 2))
     assert draw(programs[0]) == "F0 F0>1 F1 F1>1 <B0 BW0 <B1 BW1"
     assert draw(programs[1]) == "<F0 F0 B0 B0>0 <F1 F1 B1 B1>0 W0 W1"
@@ -159,7 +163,7 @@ def test_any_schedule_lowers(schedule: Schedule) -> None:
 
 @given(schedules())
 def test_fuse(schedule: Schedule) -> None:
-    """On the first trainable stage only, and the same work."""
+    """B and W are fused on the first trainable stage only, and the work is the same."""
     fused = fuse(schedule)
     validate(fused)
     for before, after in zip(schedule.ops, fused.ops, strict=True):
@@ -204,8 +208,10 @@ def test_forward_only() -> None:
 
 
 def test_depths() -> None:
-    """A forward-only stage runs ahead by the credits; nothing holds a training stage's messages
-    back but the schedule."""
+    """A forward-only stage runs ahead by the credits.
+
+    Only the schedule holds a training stage's messages back.
+    """
     schedule = make_schedule("1f1b", 4, 9, 2)
     depth = lower(schedule)[1].depth
     assert depth == {
@@ -232,14 +238,18 @@ def programs(
 
 
 def test_a_deadlock_of_finite_depth_is_seen() -> None:
-    """Rank 0 has two messages for one channel before the message that rank 1 takes first: two
-    places are enough, one is not."""
+    """Two places are enough, and one is not.
+
+    Rank 0 has two messages for one channel before the message that rank 1 takes first.
+    """
     sends: list[Instruction] = [Send(DOWN, 0, 0), Send(DOWN, 0, 1), Send(ACROSS, 2, 0)]
     takes: list[Instruction] = [Receive(ACROSS, 3, 0), Receive(DOWN, 1, 0), Receive(DOWN, 1, 1)]
     check(programs(2, sends, takes))
     with pytest.raises(
         ScheduleError,
-        match="rank 0 would wait for ever for microbatch 1 on the activations from rank 0 to rank 1",
+        match=(
+            "rank 0 would wait for ever for microbatch 1 on the activations from rank 0 to rank 1"
+        ),
     ):
         check(programs(1, sends, takes))
 
@@ -274,7 +284,7 @@ def test_every_op_once() -> None:
 
 
 def cut(program: Program) -> tuple[list[Instruction], Verdict, list[Instruction]]:
-    """What comes before the verdict, the verdict, what comes after it."""
+    """The instructions before the verdict, the verdict, and those after it."""
     (at,) = [
         i for i, instruction in enumerate(program.instructions) if isinstance(instruction, Verdict)
     ]
@@ -284,8 +294,10 @@ def cut(program: Program) -> tuple[list[Instruction], Verdict, list[Instruction]
 
 
 def holds(schedule: Schedule) -> None:
-    """Verdicts change nothing but that they are there; before them no B or W runs, nor does
-    anything that needs one elsewhere."""
+    """Verdicts change nothing else in the programs.
+
+    Before them no B or W runs, nor does anything that needs one elsewhere.
+    """
     plain, programs = lower(schedule), lower(schedule, post_validation=True)
     heads: set[Op] = set()
     sent: Counter[Channel] = Counter()
@@ -322,8 +334,10 @@ def test_verdicts_of_any_schedule(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize(("name", "p"), list(product(SCHEDULES, (1, 2, 4))))
 def test_verdicts_of_the_catalogue(name: str, p: int) -> None:
-    """As late as can be: every rank's own first B or W is next, or something that waits for
-    another's."""
+    """The verdict is as late as can be.
+
+    The next op is every rank's own first B or W, or something that waits for another's.
+    """
     schedule = make(name, p, 8)
     holds(schedule)
     for program in lower(schedule, post_validation=True):
@@ -335,8 +349,11 @@ def test_verdicts_of_the_catalogue(name: str, p: int) -> None:
 
 
 def test_a_forward_only_rank_goes_as_far_as_its_credits() -> None:
-    """Rank 0 is frozen: rank 1 takes three messages before its verdict, and there are four credits;
-    the next would have to wait."""
+    """Rank 0 is frozen.
+
+    Rank 1 takes three messages before its verdict, and there are four credits. The next message
+    would have to wait.
+    """
     head, _, tail = cut(lower(make_schedule("1f1b", 4, 12, 1), post_validation=True)[0])
     assert sum(isinstance(i, Send) for i in head) == 3 + 4
     assert isinstance(tail[0], Send)
@@ -349,8 +366,11 @@ def test_routes() -> None:
 
 
 def test_messages_left_over_are_seen() -> None:
-    """Where a rank would throw away one too few, it would take an old message for a new one; one
-    too many, and it would wait for ever."""
+    """A verdict that throws away too few or too many messages is an error.
+
+    With one too few, a rank would take an old message for a new one. With one too many, the rank
+    would wait for ever.
+    """
     programs = lower(zb_h1(2, 2), post_validation=True)
     check_again(programs)
     for sent, message in (
@@ -364,8 +384,11 @@ def test_messages_left_over_are_seen() -> None:
 
 
 def test_a_verdict_too_late_is_seen() -> None:
-    """Behind a B whose gradient rank 1 has only once it has passed its own verdict on: and that
-    comes from here, in a V."""
+    """The verdict stands behind a B that needs a gradient of rank 1.
+
+    Rank 1 has that gradient only once it has passed its own verdict on. In a V, that verdict comes
+    from rank 0.
+    """
     schedule = make("zb-v", 2, 2)
     programs = list(lower(schedule, post_validation=True))
     head, verdict, tail = cut(programs[0])
@@ -384,7 +407,7 @@ def test_a_verdict_too_late_is_seen() -> None:
 
 
 def test_lowering_says_where_each_result_goes() -> None:
-    """Rank 0 holds stages 0 and 3, rank 1 stages 1 and 2; stage 0 is frozen."""
+    """Rank 0 holds stages 0 and 3, rank 1 stages 1 and 2, and stage 0 is frozen."""
     rows = (
         (Op(Kind.F, 0, 0), Op(Kind.F, 3, 0), Op(Kind.B, 3, 0), Op(Kind.W, 3, 0)),
         (

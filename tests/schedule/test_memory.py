@@ -25,7 +25,8 @@ LAYERS = (
 
 
 def test_by_hand():
-    # stage 0: static 40 + 1; pairs give 2 * 12 + 1 * 8 = 32 and 1 * 12 + 3 * 8 = 36.  stage 1: static 2; 1 * 11 + 1 * 1.
+    # stage 0: static 40 + 1. Its pairs give 2 * 12 + 1 * 8 = 32 and 1 * 12 + 3 * 8 = 36.
+    # stage 1: static 2. Its pair gives 1 * 11 + 1 * 1.
     assert stage_memory(LAYERS, (2, 1), (((2, 1), (1, 3)), ((1, 1),))) == (41 + 36, 2 + 12)
 
 

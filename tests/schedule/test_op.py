@@ -67,7 +67,10 @@ def test_text_is_what_the_module_shows() -> None:
 
 
 def test_text_names_the_stage_where_a_rank_has_several() -> None:
-    text = "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n1 | 1F0 2F0 2BW0 1BW0\n"
+    text = (
+        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n"
+        "1 | 1F0 2F0 2BW0 1BW0\n"
+    )
     schedule = from_text(text)
     validate(schedule)
     assert schedule.stages_of(0) == (0, 3)
@@ -164,9 +167,9 @@ def test_a_circle_is_named() -> None:
     )
     with pytest.raises(ScheduleError) as caught:
         validate(schedule)
-    assert (
-        str(caught.value)
-        == "stuck: rank 0 waits at BW of microbatch 0 on stage 0 for BW of microbatch 0 on stage 1, which never runs: a circle"
+    assert str(caught.value) == (
+        "stuck: rank 0 waits at BW of microbatch 0 on stage 0 for BW of microbatch 0 on "
+        "stage 1, which never runs: a circle"
     )
 
 

@@ -54,7 +54,8 @@ def test_by_hand() -> None:
 
 def test_no_link_between_stages_of_one_rank() -> None:
     schedule = from_text(
-        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n1 | 1F0 2F0 2BW0 1BW0\n"
+        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n"
+        "1 | 1F0 2F0 2BW0 1BW0\n"
     )
     # F and BW take 1 and 2 on each of 4 stages, and the message crosses 0-1 and 2-3 twice, 1-2
     # never.
@@ -195,8 +196,11 @@ def test_peak_memory_by_hand() -> None:
 
 @given(schedules(), st.data())
 def test_peak_memory_of_the_timeline(schedule: Schedule, data: st.DataObject) -> None:
-    """By the clock: an op's microbatch holds its activations from F's start to B's end, its stash
-    from there to W's end."""
+    """The memory by the clock.
+
+    A microbatch holds its activations from F's start to B's end, and its stash from there to W's
+    end.
+    """
     costs = data.draw(whole_costs(schedule.stages).map(with_time))
     timeline = simulate(schedule, costs)
     for row, peak in zip(timeline.ranks, timeline.peak_memory, strict=True):

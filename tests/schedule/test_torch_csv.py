@@ -24,8 +24,8 @@ from dynmo.schedule.torch_csv import from_torch_csv, to_torch_csv
 from tests.pool import Pool
 from tests.schedule.samples import wander
 
-# Two chunks a rank: placed around and around, and down and up again, where rank 1 hands from stage
-# 1 to stage 2 in memory.
+# Two schedules with two chunks a rank. One places them around and around. The other places them
+# down and up again, where rank 1 hands from stage 1 to stage 2 in memory.
 LOOPED = """
 # looped  ranks=2 microbatches=4 placement=0,1,0,1
 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2W0 2B1 2W1 0B0 0W0 2F2 0B1 2F3 0W1 2B2 2W2 2BW3 0BW2 0B3 0W3
@@ -65,7 +65,10 @@ def test_round_trip(placement: list[int], microbatches: int, random: Random) -> 
 
 
 def test_reads_what_torch_writes(tmp_path: Path) -> None:
-    """torch pads its rows, ends its lines its own way and can add messages and what FSDP needs."""
+    """torch pads its rows and ends its lines its own way.
+
+    It can also add messages and what FSDP needs.
+    """
     from torch.distributed.pipelining.schedules import (
         _Action,
         _add_reduce_grad,
@@ -127,11 +130,17 @@ def test_reads_torchs_own_schedules() -> None:
         ("", "torch's CSV is empty; it has one row per rank, such as 0F0,0I0,0W0"),
         (
             "0F0,0X0",
-            "row 0, cell 1 of torch's CSV: '0X0' is not an action such as 0F0, 0I0, 0W0 or 0B0 (stage, kind, microbatch)",
+            (
+                "row 0, cell 1 of torch's CSV: '0X0' is not an action such as 0F0, 0I0, 0W0 or "
+                "0B0 (stage, kind, microbatch)"
+            ),
         ),
         (
             "0F0,0B0\n1F0,F1",
-            "row 1, cell 1 of torch's CSV: 'F1' is not an action such as 0F0, 0I0, 0W0 or 0B0 (stage, kind, microbatch)",
+            (
+                "row 1, cell 1 of torch's CSV: 'F1' is not an action such as 0F0, 0I0, 0W0 or "
+                "0B0 (stage, kind, microbatch)"
+            ),
         ),
         (
             "(0F0;0SEND_F0)OVERLAP_F_B",
@@ -153,7 +162,10 @@ def test_reads_torchs_own_schedules() -> None:
         ),
         (
             "0B0,0F0\n1F0,1B0",
-            "torch: rank 0 waits at BW of microbatch 0 on stage 0 for F of microbatch 0 on stage 0, which never runs: a circle",
+            (
+                "torch: rank 0 waits at BW of microbatch 0 on stage 0 for F of microbatch 0 on "
+                "stage 0, which never runs: a circle"
+            ),
         ),
     ],
 )
@@ -179,7 +191,10 @@ def test_a_placement_that_does_not_fit(placement: list[int], message: str) -> No
 def test_a_frozen_prefix_is_not_for_torch() -> None:
     with pytest.raises(
         ScheduleError,
-        match="zb-h1: stages below 1 are frozen and have no backward, which torch wants of every stage",
+        match=(
+            "zb-h1: stages below 1 are frozen and have no backward, which torch wants of every "
+            "stage"
+        ),
     ):
         to_torch_csv(make_schedule("zb-h1", 3, 4, 1))
 
@@ -193,8 +208,10 @@ def _stage(index: int) -> nn.Module:
 
 
 def run_in_torch(world: World, text: str, stages: int, microbatches: int) -> dict[str, Any]:
-    """Runs on each rank: two steps of torch's runtime with the schedule, gradients and loss held
-    against one process with all stages."""
+    """Runs two steps of torch's runtime with the schedule on each rank.
+
+    Gradients and loss are held against one process with all stages.
+    """
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 

@@ -1,5 +1,7 @@
-"""What the pool's ranks do in tests of ranks that leave and join. Each function takes the job's
-world first."""
+"""Jobs of the pool's ranks in tests of ranks that leave and join.
+
+Each function takes the job's world first.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
     """All but the last rank train, and the last one wants to join.
 
     Args:
-        world: Of all ranks.
-        config: Of the run.
-        newcomer: What the last rank does when it is called: "joins", "stays away", or "has no room".
+        world: World of all ranks.
+        config: Configuration of the run.
+        newcomer: Action of the last rank when it is called: "joins", "stays away" or
+            "has no room".
     """
     last = world.size - 1
     if world.rank < last:

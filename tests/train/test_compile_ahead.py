@@ -25,7 +25,7 @@ def loops(modules: Iterable[ModuleType]) -> list[Dispatcher]:
 
 
 def test_every_loop_is_compiled() -> None:
-    """Of sparse layers, for float32; and of the balancers."""
+    """The loops are those of sparse layers, for float32, and of the balancers."""
     layers = loops((csr_loops, hash_attention, shared_qk))
     used = {
         name

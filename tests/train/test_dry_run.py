@@ -1,4 +1,7 @@
-"""The dry run's numbers: against a count by hand, and against what a run measures."""
+"""The dry run's numbers.
+
+They are compared with a count by hand, and with what a run measures.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ TABLES = (0, 2 * 4 * 2 * 4, 0, 0)
 def test_parameters_and_static_bytes() -> None:
     costs = shape_costs(parse(TINY), load_model(parse(TINY)))
     assert [c.parameters for c in costs] == [EMBEDDING, ATTENTION, FEED_FORWARD, HEAD]
-    # float32 weights, as many gradients, and two moments each; and the attention's rotary tables.
+    # The bytes are float32 weights, as many gradients, two moments each, and the attention's rotary
+    # tables.
     assert [(c.weight_bytes, c.gradient_bytes, c.optimizer_bytes) for c in costs] == [
         (4 * c.parameters + table, 4 * c.parameters, 8 * c.parameters)
         for c, table in zip(costs, TABLES, strict=True)
@@ -53,8 +57,10 @@ def test_parameters_and_static_bytes() -> None:
 
 
 def test_stash_by_hand() -> None:
-    """What W needs: ids and output gradient of the embedding, input and output gradient of every
-    linear."""
+    """W needs ids and output gradient of the embedding.
+
+    W also needs input and output gradient of every linear.
+    """
     costs = shape_costs(parse(TINY), load_model(parse(TINY)))
     embedding = TOKENS * 8 + 4 * TOKENS * 8
     attention = 4 * TOKENS * ((8 + 3 * 8) + (8 + 8))
@@ -65,8 +71,10 @@ def test_stash_by_hand() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """1F1B on two ranks: the first has two microbatches in flight, the last one; nothing waits for
-    W."""
+    """1F1B on two ranks.
+
+    The first rank has two microbatches in flight, and the last one has one. Nothing waits for W.
+    """
     config = parse(TINY)
     costs = shape_costs(config, load_model(config))
     plan = dry_run(config)
@@ -96,8 +104,10 @@ def test_memory_by_hand() -> None:
 
 @pytest.mark.parametrize("sequence", [4, 64])
 def test_shapes_say_what_a_run_measures(sequence: int) -> None:
-    """To the byte: also attention, which keeps nothing that grows with the square of the
-    sequence."""
+    """The prediction is right to the byte.
+
+    That includes attention, which keeps nothing that grows with the square of the sequence.
+    """
     model = load_model(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}))
     costs = shape_costs(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}), model)
     pipe = pipeline(model)
@@ -116,7 +126,10 @@ def test_shapes_say_what_a_run_measures(sequence: int) -> None:
 
 
 def test_nothing_is_allocated_or_drawn() -> None:
-    """A model far larger than this machine; and no random number of the process is used up."""
+    """The model is far larger than this machine.
+
+    No random number of the process is used up.
+    """
     huge = parse(
         {
             "model": {"blocks": 60, "hidden": 16384, "heads": 128},
@@ -138,7 +151,10 @@ def test_memory_limit() -> None:
     )
     with pytest.raises(
         PartitionError,
-        match=f"rank 1 needs {wanted} bytes at the peak of 1f1b, over pipeline.memory_limit = {wanted - 1}",
+        match=(
+            f"rank 1 needs {wanted} bytes at the peak of 1f1b, over pipeline.memory_limit = "
+            f"{wanted - 1}"
+        ),
     ):
         dry_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": wanted - 1}}))
 

@@ -1,4 +1,4 @@
-"""What a config asks for on this machine: first placement, memory, device, cores."""
+"""Effects of a config on this machine: first placement, memory, device, cores."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def test_cores() -> None:
 
 
 def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set before anything asks whether there is a device; what the user has set stays."""
+    """The value is set before anything asks whether there is a device.
+
+    A value that the user has set stays.
+    """
     names = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
     seen: list[list[str | None]] = []
 
@@ -78,8 +81,10 @@ def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five ranks over gloo on two GPUs: in turn, and each with a third of the memory. NCCL refuses
-    that."""
+    """Five ranks over gloo on two GPUs: in turn, and each with a third of the memory.
+
+    NCCL refuses that.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     chosen: list[int] = []
@@ -97,7 +102,10 @@ def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_limit(shared, torch.device("cuda", 0)) == whole // 3
     with pytest.raises(
         ConfigError,
-        match=r"local rank 2 has no CUDA device \(2 here\).* parallel.backend = 'gloo', which lets ranks share one",
+        match=(
+            r"local rank 2 has no CUDA device \(2 here\).* parallel.backend = 'gloo', which lets "
+            r"ranks share one"
+        ),
     ):
         device_for(parse({"model": {"blocks": 3}, "parallel": {"pipeline": 5}}), 2)
 

@@ -1,4 +1,4 @@
-"""What a newcomer is told."""
+"""The message to a newcomer."""
 
 import json
 import math

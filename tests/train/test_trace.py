@@ -1,4 +1,7 @@
-"""The trace: valid in Chrome's Trace Event Format, each op once, nothing overlapping on a rank."""
+"""The trace is valid in Chrome's Trace Event Format.
+
+Each op is there once, and nothing overlaps on a rank.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,10 @@ def test_many_changes_do_not_fill_the_memory(tmp_path: Path) -> None:
 
 
 class CoarseClock(HostClock):
-    """As CUDA tells the time between two marks: milliseconds, in float32. Its marks are seconds."""
+    """A clock that tells times between marks as CUDA does.
+
+    They are milliseconds, in float32. Its marks are seconds.
+    """
 
     @staticmethod
     def elapsed(start: float, end: float) -> float:
@@ -131,7 +137,7 @@ class CoarseClock(HostClock):
 
 
 def test_a_long_run_keeps_its_resolution(tmp_path: Path) -> None:
-    """After a day float32 would tell 8 ms apart."""
+    """After a day, the resolution of float32 would be 8 ms."""
     tracer = Tracer(alone(), CoarseClock(), 1)
     day = time.perf_counter() + 86400
     for step in range(2):
@@ -152,7 +158,7 @@ def test_a_long_run_keeps_its_resolution(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What has been trained is not lost for that."""
+    """The training is not lost if its trace cannot be written."""
     path = tmp_path / "nowhere" / "trace.json"
     Tracer(alone(), HostClock(), 3).finish(path)
     assert caplog.messages == [f"{path} cannot be written: No such file or directory"]

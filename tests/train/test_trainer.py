@@ -1,4 +1,7 @@
-"""The loop: learning rate, and a run that stops, resumes and ends as if it had not stopped."""
+"""The loop: the learning rate, and runs that stop, resume and end.
+
+A run that stops and resumes ends as if it had not stopped.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,10 @@ def config(ranks: int, dynamism: dict[str, Any], **changes: Any) -> dict[str, An
     "dynamism", [{}, SCHEDULED, AUTO], ids=["plain", "scheduled", "autofreeze"]
 )
 def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, dynamism: dict[str, Any]) -> None:
-    """Stopped by a signal after step 4, resumed on fewer ranks; stopped again; resumed on more.
-    Same loss, same weights."""
+    """A run is stopped by a signal after step 4 and resumed on fewer ranks.
+
+    It is stopped again and resumed on more. Loss and weights are the same.
+    """
     whole = pool.run(
         "train_in", 3, config=config(3, dynamism), folder=str(_made(tmp_path / "whole"))
     )
@@ -120,7 +125,7 @@ def test_a_damaged_checkpoint_is_passed_over(pool: Pool, tmp_path: Path) -> None
 
 
 def test_a_checkpoint_of_an_earlier_version(pool: Pool, tmp_path: Path) -> None:
-    """Its manifest has no hash of its own. It loads, and the run says so."""
+    """The manifest has no hash of its own. It loads, and the run says so."""
     folder = _made(tmp_path / "run")
     whole = pool.run("train_in", 1, config=config(1, {}), folder=str(folder))
     shutil.rmtree(folder / "checkpoints/step-000012")
@@ -134,7 +139,7 @@ def test_a_checkpoint_of_an_earlier_version(pool: Pool, tmp_path: Path) -> None:
     assert "latest names 'step-000012', which is missing; resuming from step-0" in missing
     told = "was written by an earlier version of dynmo: its manifest has no hash of its own"
     assert told in earlier
-    # What its state lacks is told, too.
+    # The keys that its state lacks are told, too.
     del manifest["state"]["moves"]
     file.write_text(json.dumps(manifest | {"version": 1}, indent=1))
     shutil.rmtree(folder / "checkpoints/step-000012")
@@ -165,7 +170,10 @@ def test_costs_that_cannot_be_written_cost_nothing_else(pool: Pool, tmp_path: Pa
 def test_a_threshold_that_was_measured_is_in_the_runs_own_config(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """So that the same bits come from it, without a measurement and wherever it is trained."""
+    """The recorded config gives the same bits without a measurement.
+
+    It does so wherever it is trained.
+    """
     pruning = {
         "cases": ["pruning"],
         "pruning": {"start": 1, "end": 9, "every": 2, "dense_below": "measured"},
@@ -192,7 +200,10 @@ def test_resuming_with_another_model_is_refused(pool: Pool, tmp_path: Path) -> N
         ({"blocks": 3}, r"is of another model \(6 layers"),
         (
             {"tied": True},
-            "is of a run with model.tied = False, the config has True; resume with that, or start anew",
+            (
+                "is of a run with model.tied = False, the config has True; resume with that, or "
+                "start anew"
+            ),
         ),
     ):
         with pytest.raises(JobFailed, match=match):
@@ -244,8 +255,10 @@ def test_learning_rate() -> None:
 
 
 def test_a_cache_for_what_never_comes_again_is_refused(pool: Pool) -> None:
-    """On every rank alike; evaluations come again, and so do single sequences and whole batches in
-    a later epoch."""
+    """Every rank refuses alike.
+
+    Evaluations come again, and so do single sequences and whole batches in a later epoch.
+    """
     cached = {"cases": ["freezing"], "freezing": {"schedule": [[1, 2]], "cache_bytes": 1 << 20}}
     wanted = config(2, cached, checkpoint={}, balance={"balancer": "none"})
     wanted["model"]["dropout"] = 0.0

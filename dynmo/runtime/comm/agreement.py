@@ -1,4 +1,7 @@
-"""What all ranks of all replicas compare or tell each other: decisions, lists, failures."""
+"""Comparisons and messages among all ranks: decisions, lists, failures.
+
+The ranks of all replicas take part.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from dynmo.errors import RunError
 from dynmo.runtime.comm.messages import first_line
 from dynmo.runtime.comm.world import World
 
-# Of a rank's reason for a failure, as it is told to the others.
+# Most bytes of a rank's reason for a failure that the others get.
 _REASON_BYTES = 200
 
 
@@ -76,7 +79,7 @@ def first_difference(world: World, parts: Sequence[str], what: str) -> tuple[int
 
 
 def share_failures(world: World, error: BaseException | None, what: str) -> dict[int, str]:
-    """Tell all ranks of all replicas what went wrong here, and hear what did elsewhere.
+    """Tell all ranks of all replicas what failed here, and hear their failures.
 
     Args:
         world: Of this rank. All replicas take part.

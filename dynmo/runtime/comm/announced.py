@@ -10,12 +10,12 @@ from dynmo.errors import RunError
 
 
 def check_announced(size: int, device: torch.device, what: str) -> None:
-    """Refuse a size that is damaged on its way, before any memory is asked for.
+    """Refuse a size that was damaged on its way, before any memory is asked for.
 
     Args:
         size: Bytes that a peer announces.
-        device: Where the memory is to be.
-        what: What is announced and by whom, as an error names it.
+        device: Device that is to hold the memory.
+        what: Name of what is announced and by whom, for an error.
 
     Raises:
         RunError: The size is negative, or more than the device or this machine has.

@@ -1,19 +1,25 @@
-"""Channels: one per stage boundary and direction, carrying tuples of tensors in microbatch order.
+"""Channels: one per stage boundary and direction.
 
-The first message of a channel is preceded by a header that tells dtypes and shapes (`headers.py`);
-from then on receives are posted ahead, so that a message lands while the receiver computes. Where
-shapes vary (`Program.varying`), every message has its header, and the headers' leads are posted
-ahead. A tensor without elements is announced and not sent.
+A channel carries tuples of tensors in microbatch order. A header precedes the first message of a
+channel. It tells dtypes and shapes (`headers.py`). From then on receives are posted ahead, so that
+a message lands while the receiver computes. If shapes vary (`Program.varying`), every message has
+its header, and the headers' leads are posted ahead. A tensor without elements is announced and not
+sent.
 
-    the rank's thread   F0 ───────── F1 ─────────      puts a message into an outbox: microseconds
-    the outbox's            └ send, wait  └ send,      talks to gloo, and lets go of the tensors once the peer has them
-    the poster's        post, post, post               keeps receives posted, for all inboxes
-    the watcher's              wait                    waits for a message, where the rank's thread has something else to do
+    the rank's thread   F0 ───────── F1 ─────────
+    outbox thread           └ send, wait  └ send,
+    poster thread       post, post, post
+    watcher thread             wait
 
-On CPU gloo writes to the socket within the call that sends, and posting a receive tells the peer:
-threads of their own take both off the ops' path. On CUDA both only enqueue, on the current stream,
-and are done in place. That a message has arrived gloo tells only who waits for it, hence the
-watcher; on CUDA it can be asked. Headers are gloo's there, too.
+    rank's thread   puts a message into an outbox: microseconds
+    outbox          talks to gloo, and drops the tensors once the peer has them
+    poster          keeps receives posted, for all inboxes
+    watcher         waits for a message while the rank's thread has something else to do
+
+On CPU gloo writes to the socket within the call that sends, and posting a receive tells the peer.
+Threads of their own take both off the ops' path. On CUDA both only enqueue, on the current stream,
+and are done in place. Only a thread that waits for a message learns from gloo that it has arrived,
+hence the watcher. On CUDA an arrival can be queried. Headers travel by gloo there, too.
 """
 
 from __future__ import annotations
@@ -39,8 +45,8 @@ from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Begun, Channel, Direction, Program, describe
 from dynmo.schedule.memory import POSTED_AHEAD, posted
 
-# Message tags: channels use 2 * boundary + direction; everything else is above. Headers have tags
-# of their own: messages of one tag fill the receives posted for it in order, and the receives of
+# Message tags: channels use 2 * boundary + direction. Everything else is above. Headers have tags
+# of their own. Messages of one tag fill the receives posted for it in order. The receives of
 # headers are posted ahead of those of the tensors.
 TAG_HEADERS = 1 << 19
 TAG_LINKS = 1 << 20
@@ -50,13 +56,15 @@ TAG_TIED = 1 << 23
 TAG_PREFIX = 1 << 24
 TAG_VERDICT = 1 << 25
 
-# On CUDA a receive that is posted is a kernel that turns on the device until its message is there.
+# A posted receive on CUDA is a kernel that spins on the device until its message is there.
 _POSTED_ON_CUDA = 1
 
 
 def _ahead(world: World, depth: int, varying: bool) -> int:
-    """How many of the `depth` messages on their way may land before they are asked for. Varying
-    ones land when they are taken."""
+    """Returns how many of the `depth` messages may land before they are asked for.
+
+    Messages of varying shape land when they are taken.
+    """
     return 0 if varying else min(_POSTED_ON_CUDA if world.enqueues else POSTED_AHEAD, depth - 1)
 
 
@@ -69,7 +77,12 @@ def _key(channel: Channel) -> tuple[int, ...]:
 
 
 class Worker:
-    """A thread that runs what it is given, in order. Without `threaded` it runs it in place."""
+    """A thread that runs submitted work in order.
+
+    Args:
+        name: Name of the thread.
+        threaded: Whether there is a thread. Otherwise `submit` runs the work in place.
+    """
 
     def __init__(self, name: str, threaded: bool) -> None:
         self._name = name
@@ -98,8 +111,10 @@ class Worker:
                 self.error = RunError(f"{self._name}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """The thread ends once all that was given is done; it is not waited for long, since after a
-        failure that may be never."""
+        """Ends the thread once all submitted work is done.
+
+        The wait for it is short: after a failure the work may never be done.
+        """
         self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=0.5)
@@ -109,7 +124,16 @@ Posted = tuple[tuple[Tensor, ...], list[dist.Work]]
 
 
 class Inbox:
-    """The receiving end of a channel."""
+    """The receiving end of a channel.
+
+    Args:
+        world: World of this rank.
+        channel: The channel.
+        varying: Whether shapes vary, so that every message has a header.
+        depth: Most messages under way.
+        poster: Posts the receives.
+        watcher: Waits for messages while the rank computes.
+    """
 
     def __init__(
         self,
@@ -127,34 +151,46 @@ class Inbox:
             poster,
             watcher,
         )
-        # A header that has landed is no message that has.
+        # A header that has landed does not mean that its message has.
         self._ahead = POSTED_AHEAD if varying else _ahead(world, depth, varying)
         self._depth = depth
         self._spec: Spec | None = None
         self._unposted = self._open = self._messages = 0
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
-        # The next message, once `arrived` has asked for it; on CPU with what is set when it is
-        # here, or will not come.
+        # The next message, once `arrived` has asked for it. On CPU the event is set when the
+        # message is here or will not come.
         self._due: Posted | None = None
         self._here: threading.Event | None = None
 
     def open(self, messages: int) -> None:
-        """The step that starts will bring so many messages."""
+        """Begins a step.
+
+        Args:
+            messages: Number of messages that the step will bring.
+        """
         assert not self._open, "messages of an earlier step were not taken"
         self._unposted = self._messages = messages
         self._post(self._window())
 
     def rewind(self, sent: int, taken: int) -> None:
-        """The step begins again: throws away those of the `sent` messages that are not among the
-        `taken` ones. As many more will come."""
+        """Begins the step again. As many messages as were sent will come again.
+
+        Takes and drops the messages that were sent and not yet taken.
+
+        Args:
+            sent: Number of messages that the peer has sent.
+            taken: Number of messages that were taken here.
+        """
         for microbatch in range(taken, sent):
             self.take(microbatch)
         self._unposted += sent
         self._post(self._window())
 
     def _window(self) -> int:
-        """How many receives to keep posted: all of a step's where nothing limits them and they are
-        small, so that none is posted later."""
+        """Returns how many receives to keep posted.
+
+        All of a step's if nothing limits them and they are small. Then none is posted later.
+        """
         if self._spec is None or self._varying or self._world.enqueues:
             return self._ahead
         return posted(
@@ -164,7 +200,7 @@ class Inbox:
         )
 
     def _post(self, count: int) -> None:
-        """Has receives posted until `count` are open."""
+        """Posts receives until `count` are open."""
         if self._spec is None and not self._varying:
             return
         while self._unposted and self._open < count:
@@ -201,7 +237,10 @@ class Inbox:
             )
 
     def _next_posted(self, timeout: float) -> Posted:
-        """Raises queue.Empty if the poster does not post it in time, or has failed."""
+        """Returns the next posted receive.
+
+        Raises queue.Empty if the poster is late or has failed.
+        """
         self._post(1)
         end = time.perf_counter() + timeout
         while True:
@@ -212,12 +251,12 @@ class Inbox:
                 if self._poster.error is not None or time.perf_counter() >= end:
                     raise
         self._open -= 1
-        # Before the wait, not after it: what is done here is done while the message is on its way.
+        # Post before the wait, so that the work is done while the message is on its way.
         self._post(self._window())
         return posted
 
     def _land(self, microbatch: int) -> tuple[Tensor, ...]:
-        """The next posted receive, once it is filled."""
+        """Returns the buffers of the next posted receive, once they are filled."""
         try:
             buffers, works = self._due or self._next_posted(self._world.timeout)
         except queue.Empty:
@@ -225,7 +264,7 @@ class Inbox:
         here, self._due, self._here = self._here, None, None
         if here is None:
             self._wait(works, microbatch)
-        # The watcher's own wait has a shorter limit and says more: it speaks first.
+        # The watcher's own wait has a shorter limit and a better message, so it fails first.
         elif not here.wait(self._world.timeout + 5) or self._watcher.error is not None:
             raise self._watcher.error or self._late(
                 f"its own watcher of the {self.channel.direction} of microbatch {microbatch}"
@@ -240,12 +279,15 @@ class Inbox:
         )
 
     def arrived(self, microbatch: int, timeout: float) -> bool:
-        """Whether the next message is here, or comes within `timeout` seconds. Where there is no
-        telling, yes: the first of a channel, whose shapes are not known. Of one that varies,
-        whether its header is.
+        """Returns whether the next message is here, or comes within `timeout` seconds.
 
-        On CUDA the timeout counts from when the device has nothing left to do: until then nobody
-        waits.
+        Returns True if there is no telling: for the first message of a channel, whose shapes are
+        not known. For a channel of varying shapes, returns whether the header is here. On CUDA the
+        timeout counts from when the device has nothing left to do: until then nobody waits.
+
+        Args:
+            microbatch: Microbatch of the message.
+            timeout: Seconds to wait.
         """
         if self._spec is None and not self._varying:
             return True
@@ -265,14 +307,14 @@ class Inbox:
         try:
             self._wait(works, microbatch)
         except DynmoError as error:
-            self._watcher.error = error  # before the event, so that who waits for it sees it
+            self._watcher.error = error  # before the event, so that the waiting thread sees it
             raise
         finally:
             works.clear()  # or this thread would keep the message until the next
             here.set()
 
     def take(self, microbatch: int) -> tuple[Tensor, ...]:
-        """The next message, which is the one of `microbatch`."""
+        """Returns the next message, which is the one of `microbatch`."""
         if self._varying:
             (lead,) = self._land(microbatch)
             buffers = tuple(
@@ -289,8 +331,11 @@ class Inbox:
         return buffers
 
     def _read(self, lead: Tensor, microbatch: int) -> Spec:
-        """What the header announces. Its rest, if it has one, comes before the message's tensors,
-        in one line with them."""
+        """Returns the spec that the header announces.
+
+        The rest of the header, if any, comes before the message's tensors, in one sequence with
+        them.
+        """
         what = describe(self.channel)
         rest = rest_of(lead, what)
         if rest is None:
@@ -300,8 +345,11 @@ class Inbox:
 
 
 def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
-    """Whether the receives are, so many seconds after the stream has run dry. Only asks: nothing is
-    held up on the device."""
+    """Returns whether the receives are filled within `seconds` of an idle stream.
+
+    The seconds count from when the stream has run dry. It only asks: nothing is held up on the
+    device.
+    """
     timeout = WaitLimit(world.device, seconds)
     while not all(work.is_completed() for work in works):
         if timeout.over():
@@ -312,8 +360,10 @@ def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
 
 
 class Enqueued(NamedTuple):
-    """CUDA: a message on its way. Its header, if it has one, is gloo's, who says of none that it is
-    completed before it is waited for."""
+    """CUDA: a message under way.
+
+    Its header, if it has one, is gloo's. gloo never reports a work as completed before the wait.
+    """
 
     header: list[dist.Work]
     works: list[dist.Work]
@@ -321,7 +371,16 @@ class Enqueued(NamedTuple):
 
 
 class Outbox:
-    """The sending end of a channel. It holds a message's tensors until the peer has them."""
+    """The sending end of a channel.
+
+    It holds a message's tensors until the peer has them.
+
+    Args:
+        world: World of this rank.
+        channel: The channel.
+        varying: Whether shapes vary, so that every message has a header.
+        depth: Most messages under way.
+    """
 
     def __init__(self, world: World, channel: Channel, varying: bool, depth: int) -> None:
         self._world, self.channel, self._varying = world, channel, varying
@@ -330,13 +389,23 @@ class Outbox:
         self.worker = Worker(f"outbox {channel.source}-{channel.target}", threaded)
         # CUDA: waiting for a send in place would hold up the compute stream.
         self._enqueued: deque[Enqueued] = deque()
-        # How many messages may be here and not yet with the peer; the rest of the depth is what the
-        # peer has posted.
+        # Number of messages that may be here and not yet with the peer. The rest of the depth is
+        # posted by the peer.
         self._depth = depth - _ahead(world, depth, varying)
         self._room = threading.BoundedSemaphore(self._depth)
         self._threaded = threaded
 
     def put(self, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
+        """Sends a message. Waits if the channel is full.
+
+        Args:
+            microbatch: Microbatch of the message.
+            tensors: The message. They must not change until the peer has them.
+
+        Raises:
+            RunError: The shapes changed, and the channel is not one of varying shapes.
+            WaitTimeout: The peer did not make room in time.
+        """
         spec = spec_of(tensors)
         header: tuple[Tensor, ...] = ()
         if self._varying or self._spec is None:
@@ -344,8 +413,10 @@ class Outbox:
             self._spec = spec
         elif spec != self._spec:
             raise RunError(
-                f"{describe(self.channel)} changed shape from {self._spec} to {spec} at microbatch {microbatch}; "
-                "pad the tensors, or give the layer that hands them on the attribute varying_shapes = True"
+                f"{describe(self.channel)} changed shape from {self._spec} to {spec} at microbatch "
+                f"{microbatch}; "
+                "pad the tensors, or give the layer that hands them on the attribute "
+                "varying_shapes = True"
             )
         self._acquire(microbatch)
         self.worker.submit(lambda: self._send(microbatch, header, tensors))
@@ -384,12 +455,14 @@ class Outbox:
         self._room.release()
 
     def _release_done(self) -> bool:
-        """CUDA: frees the places of the messages that the peer has. Whether there were any."""
+        """CUDA: frees the places of messages that the peer has.
+
+        Returns whether there were any.
+        """
         before = len(self._enqueued)
         while self._enqueued and all(work.is_completed() for work in self._enqueued[0].works):
-            for header in (
-                self._enqueued.popleft().header
-            ):  # the peer read it before it could receive what came behind
+            # The peer read the header before it could receive the message behind it.
+            for header in self._enqueued.popleft().header:
                 self._world.wait(
                     header,
                     self.channel.target,
@@ -399,8 +472,10 @@ class Outbox:
         return len(self._enqueued) < before
 
     def _acquire(self, microbatch: int) -> None:
-        """Waits for a place in the channel's depth. The worker's own wait has a shorter limit and
-        says more: it speaks first."""
+        """Waits for a place in the channel's depth.
+
+        The worker's own wait has a shorter limit and a better message, so it fails first.
+        """
         taken = False
         if self.worker.error is None:
             taken = (
@@ -410,16 +485,18 @@ class Outbox:
             )
         if not taken or self.worker.error is not None:
             raise self.worker.error or WaitTimeout(
-                f"{self._world.describe_rank(self._world.rank)} waited {self._world.timeout:g} s for "
-                f"{self._world.describe_rank(self.channel.target)}: "
+                f"{self._world.describe_rank(self._world.rank)} waited {self._world.timeout:g} s "
+                f"for {self._world.describe_rank(self.channel.target)}: "
                 f"room to send the {self.channel.direction} of microbatch {microbatch}",
                 [self._world.global_rank(self.channel.target)],
             )
 
     def _acquire_enqueued(self) -> bool:
-        """CUDA: nobody but this thread finds out that a send is done, so it looks again and again.
-        The host may be a step ahead of the device, so time counts only while that has nothing to do
-        and nothing comes through."""
+        """CUDA: waits for a place by asking again and again.
+
+        Only this thread can find out that a send is done. The host may be a step ahead of the
+        device. Time therefore counts only while the device is idle and nothing comes through.
+        """
         timeout = WaitLimit(self._world.device, self._world.timeout)
         while not self._room.acquire(blocking=False):
             if self._release_done():
@@ -432,7 +509,7 @@ class Outbox:
         return True
 
     def flush(self) -> None:
-        """Waits until the peer has taken everything."""
+        """Waits until the peer has taken every message."""
         for _ in range(self._depth):
             self._acquire(-1)
         for _ in range(self._depth):
@@ -440,8 +517,14 @@ class Outbox:
 
 
 class Transport:
-    """This rank's ends of the channels of one set of programs. All ranks must make it at the same
-    time, from the same programs."""
+    """This rank's ends of the channels of one set of programs.
+
+    All ranks must make it at the same time, from the same programs.
+
+    Args:
+        world: World of this rank.
+        programs: Program of each rank.
+    """
 
     def __init__(self, world: World, programs: tuple[Program, ...]) -> None:
         own = programs[world.rank]
@@ -456,7 +539,7 @@ class Transport:
             for c in own.incoming
         }
         self._outboxes = {c: Outbox(world, c, c in own.varying, own.depth[c]) for c in own.outgoing}
-        # The threads end with the transport, also where nobody closes it.
+        # The threads end with the transport, even if nobody closes it.
         workers = [
             self._poster,
             self._watcher,
@@ -470,19 +553,43 @@ class Transport:
             inbox.open(self._messages)
 
     def rewind(self, begun: tuple[Begun, ...]) -> None:
-        """Begins a step again, of which so much is done; all ranks do. Receives that are posted
-        stay: what is sent anew fills them."""
+        """Begins a step again, on all ranks.
+
+        Posted receives stay. The messages that are sent anew fill them.
+
+        Args:
+            begun: Channel, messages sent and messages taken, for each channel in use.
+        """
         for channel, sent, taken in begun:
             self._inboxes[channel].rewind(sent, taken)
 
     def take(self, channel: Channel, microbatch: int) -> tuple[Tensor, ...]:
+        """Returns the next message of a channel.
+
+        Args:
+            channel: The channel.
+            microbatch: Microbatch of the message.
+        """
         return self._inboxes[channel].take(microbatch)
 
     def arrived(self, channel: Channel, microbatch: int, timeout: float) -> bool:
-        """Whether `take` would have the message, now or within so many seconds."""
+        """Returns whether `take` would have the message, now or within `timeout` seconds.
+
+        Args:
+            channel: The channel.
+            microbatch: Microbatch of the message.
+            timeout: Seconds to wait.
+        """
         return self._inboxes[channel].arrived(microbatch, timeout)
 
     def put(self, channel: Channel, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
+        """Sends a message over a channel.
+
+        Args:
+            channel: The channel.
+            microbatch: Microbatch of the message.
+            tensors: The message. They must not change until the peer has them.
+        """
         self._outboxes[channel].put(microbatch, tensors)
 
     def flush(self) -> None:

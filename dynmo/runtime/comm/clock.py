@@ -1,5 +1,6 @@
-"""Marks in time on the device that does the work: host clock on CPU, CUDA events on a GPU (read
-once a step, when its loss is known).
+"""Marks in time on the device that does the work.
+
+The host clock serves on CPU. CUDA events serve on a GPU, read once a step, when its loss is known.
 
 On a busy machine another process may take the core away in the middle of an op. The host clock
 knows that from the thread's own account:
@@ -7,9 +8,8 @@ knows that from the thread's own account:
     elapsed     |#####---------#####|     # the thread runs    - another process has its core
     seconds     |#####         #####|     its CPU time: it lost the core and never waited by itself
 
-An op that waits by itself (an emulated layer sleeps, a kernel waits for its helper threads) takes
-all the time that elapses. If such an op also loses its core, nobody knows which of the two took how
-long.
+An op may wait by itself (an emulated layer sleeps, a kernel waits for its helper threads). It takes
+all the time that elapses. If such an op also loses its core, nobody can tell how long each took.
 """
 
 from __future__ import annotations
@@ -25,23 +25,43 @@ if sys.platform == "linux":
 
 
 class Clock(Protocol):
-    """`mark()` notes now, in the order of the device's work; the rest is asked after `settle()`.
+    """`mark()` notes the current time, in the order of the device's work.
 
-    seconds: of work between two marks; None if nobody can tell. elapsed: all of the time between
-    them.
+    The other methods are for after `settle()`.
     """
 
     def mark(self) -> Any: ...
-    def seconds(self, start: Any, end: Any) -> float | None: ...
-    def elapsed(self, start: Any, end: Any) -> float: ...
+
+    def seconds(self, start: Any, end: Any) -> float | None:
+        """Returns the seconds of work between two marks, or None if nobody can tell.
+
+        Args:
+            start: The first mark.
+            end: The second mark.
+        """
+        ...
+
+    def elapsed(self, start: Any, end: Any) -> float:
+        """Returns all seconds between two marks.
+
+        Args:
+            start: The first mark.
+            end: The second mark.
+        """
+        ...
+
     def settle(self) -> None: ...
 
 
 class Mark(float):
-    """A moment of time.perf_counter, with the thread's CPU seconds and its context switches until
-    then.
+    """A moment of time.perf_counter.
 
-    preempted: switches that others forced on the thread. waited: switches that it asked for.
+    It has the thread's CPU time and context switches until then.
+
+    Attributes:
+        cpu: CPU seconds of the thread.
+        preempted: Context switches that others forced on the thread.
+        waited: Context switches that it asked for.
     """
 
     __slots__ = ("cpu", "preempted", "waited")
@@ -52,8 +72,9 @@ class Mark(float):
 
 
 class HostClock:
-    """time.perf_counter, without the time in which other processes had the thread's core. A mark
-    takes less than a microsecond.
+    """time.perf_counter, without time in which the thread had lost its core.
+
+    A mark takes less than a microsecond.
 
     Only Linux counts a thread's context switches. Elsewhere all time that elapses counts as work.
     """
@@ -70,14 +91,28 @@ class HostClock:
 
     @staticmethod
     def seconds(start: Mark, end: Mark) -> float | None:
-        """The elapsed time if the thread kept its core, its CPU time if it lost that and never
-        waited, None if it did both."""
+        """Returns the seconds of work between two marks.
+
+        Args:
+            start: The first mark.
+            end: The second mark.
+
+        Returns:
+            The elapsed time if the thread kept its core. Its CPU time if it lost the core and never
+            waited. None if it did both.
+        """
         if end.preempted == start.preempted:
             return end - start
         return end.cpu - start.cpu if end.waited == start.waited else None
 
     @staticmethod
     def elapsed(start: float, end: float) -> float:
+        """Returns all seconds between two marks.
+
+        Args:
+            start: The first mark.
+            end: The second mark.
+        """
         return end - start
 
     def settle(self) -> None:
@@ -85,7 +120,7 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events on the current stream; read after the step's end."""
+    """CUDA events on the current stream. They are read after the step's end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -96,6 +131,12 @@ class CudaClock:
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Returns the seconds between two events.
+
+        Args:
+            start: The first event.
+            end: The second event.
+        """
         return start.elapsed_time(end) / 1000
 
     elapsed = seconds
@@ -109,6 +150,14 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def seconds_or_elapsed(clock: Clock, start: Any, end: Any) -> float:
-    """The seconds of work between two marks; all of the time between them if nobody can tell."""
+    """Returns the seconds of work between two marks.
+
+    Returns all seconds between them if nobody can tell.
+
+    Args:
+        clock: Made the marks.
+        start: The first mark.
+        end: The second mark.
+    """
     seconds = clock.seconds(start, end)
     return clock.elapsed(start, end) if seconds is None else seconds

@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def call_with_limit(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return what `call` returns, but wait for it only so long.
+    """Return the result of `call`, but wait for it no longer than a limit.
 
     torch's stores wait for their server without a limit. A call that is late goes on in a thread
     that ends with the process.

@@ -1,8 +1,9 @@
-"""Waits of a CUDA device, seen from the host. There a wait for a message holds up the stream and
-not the host, and never raises.
+"""Waits of a CUDA device, seen from the host.
 
-host     take 0   take 1   put 0 ...                          asks: how long has the stream stood there?
-stream            F0 ..... [reached | message 1 ... | passed] F1
+A wait for a message holds up the stream and not the host, and never raises.
+
+    host     take 0   take 1   put 0 ...                            `standing`: how long has the
+    stream            F0 ..... [reached | message 1 ... | passed] F1    stream stood there?
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ POLL = 5e-5  # seconds between two looks at the device
 
 
 class Wait(NamedTuple):
-    """For `peers` (None: all others of the world), between two marks of one stream."""
+    """A wait between two marks of one stream.
+
+    It is for `peers`, or for all others of the world if `peers` is None.
+    """
 
     reached: torch.cuda.Event
     passed: torch.cuda.Event
@@ -28,18 +32,25 @@ class Wait(NamedTuple):
 
 
 class DeviceWaits:
-    """Those of one stream, in its order."""
+    """The waits of one stream, in its order."""
 
     def __init__(self) -> None:
         self._open: deque[Wait] = deque()
-        self._since: float | None = None  # the host saw the stream stand at the first of them
+        self._since: float | None = None  # when the host saw the stream stand at the first of them
 
     @contextmanager
     def around(
         self, device: torch.device, peers: Sequence[int] | None, what: str
     ) -> Iterator[None]:
-        """What is enqueued inside holds up the device's current stream until the peers do their
-        part."""
+        """Marks a wait: work enqueued inside holds up the stream until the peers act.
+
+        The stream is the device's current one.
+
+        Args:
+            device: Device of the stream.
+            peers: Ranks that are waited for. None: all others of the world.
+            what: Name of what is waited for, for messages.
+        """
         stream = torch.cuda.current_stream(device)  # a thread's own current device may be another
         wait = Wait(torch.cuda.Event(), torch.cuda.Event(), peers, what)
         wait.reached.record(stream)
@@ -48,8 +59,10 @@ class DeviceWaits:
         self._open.append(wait)
 
     def standing(self) -> tuple[float, Wait] | None:
-        """The wait at which the stream stands, and since how many seconds; None where it stands at
-        none. Forgets those it has passed."""
+        """Returns the wait at which the stream stands, and for how many seconds already.
+
+        Returns None if the stream stands at none. Forgets the waits that it has passed.
+        """
         while self._open and self._open[0].passed.query():
             self._open.popleft()
             self._since = None
@@ -61,13 +74,15 @@ class DeviceWaits:
 
     @property
     def any(self) -> bool:
-        """Whether there are some that the stream had not passed when `standing` was asked last."""
+        """Returns whether the last `standing` left waits that the stream had not passed."""
         return bool(self._open)
 
 
 class WaitLimit:
-    """Seconds for which a host waits that asks a device again and again. They count while the
-    stream is dry: until then nobody waits."""
+    """A limit in seconds for a host that asks a device again and again.
+
+    The seconds count while the stream is dry: until then nobody waits.
+    """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._stream, self._seconds = torch.cuda.current_stream(device), seconds
@@ -79,5 +94,5 @@ class WaitLimit:
         return self._dry is not None and time.perf_counter() - self._dry >= self._seconds
 
     def renew(self) -> None:
-        """Something came."""
+        """Starts the limit anew, since something came."""
         self._dry = None

@@ -1,10 +1,12 @@
-"""The replicas of a stage that share its experts: neighbours, which send rows to each other.
+"""The replicas of a stage that share its experts.
+
+They are neighbours and send each other rows.
 
     parallel.data = 4, parallel.expert = 2         replicas  0 1 | 2 3
                                                    experts   0-3 4-7 | 0-3 4-7
 
-Its messages have a process group of their own. Gradients are summed over the replicas meanwhile, in
-another thread, and collectives of one group must be in one order.
+Its messages have a process group of their own. Another thread sums gradients over the replicas
+meanwhile, and collectives of one group must be in one order.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from dynmo.runtime.comm.world import World
 
 
 class ExpertGroup:
-    """Sends rows between the replicas of a group (`dynmo.kernels.row_exchange.RowExchange`).
+    """Sends rows between the replicas of a group.
+
+    It is a `dynmo.kernels.row_exchange.RowExchange`.
 
     Args:
         world: This rank's pipeline, one of the mesh. All ranks make their groups together.

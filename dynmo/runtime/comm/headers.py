@@ -1,12 +1,11 @@
-"""How tensors travel: the dtypes that may, and the header that announces a message's dtypes and
-shapes.
+"""The dtypes that may travel, and the header of a message.
 
-A header is a lead of fixed size, which needs no announcement itself. The lead holds the numbers of
-a usual message. The numbers that do not fit follow in a second tensor, whose length the lead
-states.
+A header announces a message's dtypes and shapes. A header is a lead of fixed size, which needs no
+announcement itself. The lead holds the numbers of a usual message. The numbers that do not fit
+follow in a second tensor, whose length the lead states.
 
-    lead    [n, number 1, ..., number 63]       n: how many numbers there are in all
-    rest    [number 64, ..., number n]          only where n > 63
+    lead    [n, number 1, ..., number 63]       n: number of all numbers
+    rest    [number 64, ..., number n]          only if n > 63
     numbers, for each tensor: dtype, dimensions, size of each dimension
 """
 
@@ -71,35 +70,46 @@ def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
 
 
 def obstacle(tensor: Tensor) -> str | None:
-    """Returns why a layer cannot hand on this tensor, with what to do instead, or None if it can.
+    """Returns why a layer cannot hand on this tensor, or None if it can.
 
-    Backward passes know no complex gradients, so a complex tensor cannot go from layer to layer. It
-    may be a parameter or a buffer.
+    The reason says what to do instead. Backward passes know no complex gradients, so a complex
+    tensor cannot go from layer to layer. It may be a parameter or a buffer.
     """
     if tensor.is_complex():
-        return f"a tensor of {tensor.dtype}, which cannot travel; let it hand on torch.view_as_real of that"
+        return (
+            f"a tensor of {tensor.dtype}, which cannot travel; "
+            "let it hand on torch.view_as_real of that"
+        )
     if tensor.dtype not in _CODES:
         return f"a tensor of {tensor.dtype}, which cannot travel; known are {', '.join(DTYPES)}"
     if tensor.is_nested or tensor.layout is not torch.strided:
-        return f"a {'nested' if tensor.is_nested else str(tensor.layout)} tensor, which cannot travel; let it hand on a dense one"
+        return (
+            f"a {'nested' if tensor.is_nested else str(tensor.layout)} tensor, "
+            "which cannot travel; let it hand on a dense one"
+        )
     if tensor.dim() > MOST_DIMENSIONS:
-        return f"a tensor of {tensor.dim()} dimensions, which cannot travel; at most {MOST_DIMENSIONS} can"
+        return (
+            f"a tensor of {tensor.dim()} dimensions, which cannot travel; "
+            f"at most {MOST_DIMENSIONS} can"
+        )
     return None
 
 
 def on_wire(tensor: Tensor) -> Tensor:
-    """The same memory as the backend takes it. The tensor must be contiguous."""
+    """Returns the same memory as the backend takes it. The tensor must be contiguous."""
     return as_bytes(tensor) if tensor.is_cuda and tensor.dtype not in _KNOWN_TO_NCCL else tensor
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory, which lies in one piece."""
+    """Returns the same memory as bytes. It must lie in one piece."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def encode(spec: Spec) -> tuple[Tensor, ...]:
-    """Returns the lead, and the rest if there is one. Layers check that what they hand on can be
-    announced (`obstacle`)."""
+    """Returns the lead, and the rest if there is one.
+
+    Layers check that their outputs can be announced (`obstacle`).
+    """
     assert len(spec) <= MOST_TENSORS, "the layer checks this"
     numbers = [n for dtype, shape in spec for n in (_CODES[dtype], len(shape), *shape)]
     numbers = [len(numbers), *numbers]

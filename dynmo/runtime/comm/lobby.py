@@ -1,4 +1,4 @@
-"""Where processes wait that want to become ranks of a run.
+"""The place where processes wait that want to become ranks of a run.
 
     newcomer   announce: "host a, pid 7"   beat .. beat .. beat ..          summoned: rank 2 of 4
     rank 0                                 present(): who is there, alive   summon(...)
@@ -20,20 +20,26 @@ import torch.distributed as dist
 from dynmo.errors import RankDied, WaitTimeout
 from dynmo.runtime.comm.messages import reason
 
-# Seconds between two signs of life of a newcomer, and after how many without one it is gone.
+# Seconds between two signs of life of a newcomer, and seconds without one after which it is gone.
 _BEAT, _GONE = 1.0, 10.0
 # Seconds between two signs of life of rank 0.
 _PULSE = 5.0
 # Seconds between two looks of a newcomer for its summons.
 _POLL = 0.05
-# Rank 0 may be in a step, an evaluation or a checkpoint: a newcomer gives it so many seconds more
-# than the limit of the run's waits.
+# Seconds that a newcomer gives rank 0 beyond the limit of the run's waits. Rank 0 may be in a step,
+# an evaluation or a checkpoint.
 _GRACE = 120.0
 
 
 @dataclass
 class _Guest:
-    """A newcomer as rank 0 knows it. seen: when its sign of life last changed."""
+    """A newcomer as rank 0 knows it.
+
+    Attributes:
+        text: Its own description.
+        beat: Its last sign of life.
+        seen: Time at which its sign of life last changed.
+    """
 
     text: str
     beat: bytes = b""
@@ -49,7 +55,7 @@ class Lobby:
 
     def __init__(self, home: dist.Store) -> None:
         self._store = dist.PrefixStore("lobby", home)
-        # The highest ticket so far, and those whose holders have said nothing of themselves yet.
+        # The highest ticket so far, and the tickets whose holders have not described themselves.
         self._known, self._expected = 0, set[int]()
         self._guests: dict[int, _Guest] = {}
         self._pulse, self._pulsed = 0, -_PULSE
@@ -79,20 +85,20 @@ class Lobby:
         return sorted(self._guests)
 
     def take_gone(self) -> list[str]:
-        """Returns what those had said of themselves that went away, since the last call."""
+        """Returns the descriptions of newcomers that went away since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
     def text(self, ticket: int) -> str:
-        """What a newcomer has said of itself."""
+        """Returns a newcomer's description of itself."""
         return self._guests[ticket].text
 
     def summon(self, tickets: Sequence[int], texts: Sequence[str]) -> None:
         """Calls newcomers into the run.
 
         Args:
-            tickets: Who is called.
-            texts: What each is told.
+            tickets: Newcomers that are called.
+            texts: Message for each of them.
         """
         for ticket, text in zip(tickets, texts, strict=True):
             del self._guests[ticket]
@@ -108,9 +114,9 @@ class Newcomer:
 
     Args:
         home: The store of the run.
-        text: What it says of itself.
+        text: Its description of itself.
         timeout: Limit of the run's waits, in seconds.
-        name: What it is called in messages.
+        name: Its name in messages.
     """
 
     def __init__(
@@ -126,7 +132,7 @@ class Newcomer:
             stopping: Returns whether this process shall end.
 
         Returns:
-            What rank 0 tells it. None if the run is over, or this process shall end.
+            The message of rank 0. None if the run is over, or this process shall end.
 
         Raises:
             RankDied: The store of the run is gone.
@@ -163,7 +169,7 @@ class Newcomer:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """A store that is gone is one line."""
+    """Turns a lost store into an error of one line."""
     try:
         yield
     except RuntimeError as error:
@@ -175,7 +181,14 @@ def _told() -> Iterator[None]:
 
 
 def tell_all(store: dist.Store, key: str, rank: int, text: str) -> None:
-    """Leaves a text of this rank for the others."""
+    """Leaves a text of this rank for the others.
+
+    Args:
+        store: Store of this generation.
+        key: Name under which the ranks leave their texts.
+        rank: This rank.
+        text: Its text.
+    """
     store.set(f"{key}/{rank}", text)
 
 

@@ -1,4 +1,4 @@
-"""What messages say of ranks and of a backend's exceptions."""
+"""Wording of ranks and of a backend's exceptions in messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def first_line(error: BaseException) -> str:
 
 
 def reason(error: RuntimeError) -> str:
-    """What a backend says, without the place in its sources before and the advice after."""
+    """Returns a backend's message without the source position and the advice.
+
+    The position comes before the message, and the advice after it.
+    """
     return re.sub(r"^\[\S*\] ", "", first_line(error)).split(". ")[0]
 
 

@@ -1,14 +1,17 @@
-"""The mesh: pipelines of equal placement that train side by side on different microbatches
-(replicas).
+"""The mesh: pipelines of equal placement that train side by side (replicas).
+
+Each replica trains on different microbatches.
 
     8 ranks, 2 replicas         pipeline rank   0      1      2      3
-                                 replica 0    rank 0 rank 2 rank 4 rank 6      the pipelines: activations, gradients of inputs
+                                 replica 0    rank 0 rank 2 rank 4 rank 6
                                  replica 1    rank 1 rank 3 rank 5 rank 7
-                                               peers                           same layers: gradients of weights are summed
+
+    row      a pipeline: activations, and gradients of inputs
+    column   peers, which hold the same layers: gradients of weights are summed
 
     global rank = pipeline rank * replicas + replica
 
-Peers are neighbours: what they exchange, all gradients of a step, is more than what passes between
+Peers are neighbours. They exchange all gradients of a step, which is more than the messages between
 stages.
 """
 
@@ -21,16 +24,25 @@ from dynmo.runtime.comm.world import World
 
 
 def arrange(world: World, replicas: int) -> World:
-    """This rank's pipeline in a mesh of so many replicas over all of the world's ranks; `peers` and
-    `everyone` lead to the others.
+    """Returns this rank's pipeline in a mesh of `replicas` replicas over all ranks.
 
-    Called on all ranks; again, for another shape of the same ranks, once nothing is under way.
-    Raises ConfigError if replicas do not divide the ranks.
+    All ranks call it. They may call it again for another shape once nothing is under way.
+
+    Args:
+        world: World of this rank.
+        replicas: Number of replicas.
+
+    Returns:
+        The pipeline. Its `peers` and `everyone` lead to the other ranks.
+
+    Raises:
+        ConfigError: The replicas do not divide the ranks.
     """
     everyone = world.everyone
     if everyone.size % replicas:
         raise ConfigError(
-            f"{everyone.size} ranks cannot be {replicas} replicas of one pipeline; take a number of replicas that divides them"
+            f"{everyone.size} ranks cannot be {replicas} replicas of one pipeline; take a number "
+            "of replicas that divides them"
         )
     everyone.reshaped(replicas)
     if replicas == 1:
@@ -44,16 +56,37 @@ def arrange(world: World, replicas: int) -> World:
 
 
 class FirstReplica:
-    """Sums over the ranks of one pipeline, the first replica's, for all: what every replica must
-    know alike though each could measure it differently (on other data, or in time)."""
+    """Sums over the ranks of one pipeline, the first replica's, for all replicas.
+
+    It serves values that every replica must know alike. Each could measure them differently (on
+    other data, or in time).
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """As `World.sum`; what other replicas give does not count."""
+        """Adds a tensor up like `World.sum`. Values of other replicas do not count.
+
+        Args:
+            tensor: Equal shapes on all ranks. It is set to zero on other replicas.
+            what: Name of what is waited for, for messages.
+
+        Returns:
+            The sum.
+        """
         return self._world.everyone.sum(tensor.zero_() if self._world.replica else tensor, what)
 
     def sum_all(self, tensor: Tensor, what: str) -> Tensor:
-        """As `World.sum` over all replicas, each of which has its own microbatches."""
+        """Adds a tensor up like `World.sum` over all replicas.
+
+        Each replica has its own microbatches.
+
+        Args:
+            tensor: Equal shapes on all ranks.
+            what: Name of what is waited for, for messages.
+
+        Returns:
+            `tensor`.
+        """
         return self._world.everyone.sum(tensor, what)

@@ -1,5 +1,7 @@
-"""Where the ranks of a run find each other, read from what the launcher set. No torch here: the
-launcher itself needs none."""
+"""The place where the ranks of a run find each other.
+
+It is read from the launcher's variables. No torch here: the launcher itself needs none.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ from dynmo.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a run find each other.
+    """The place where the ranks of a run find each other.
 
-    Local ranks meet in a folder that only this user can read, ranks of torchrun and srun at an
+    Local ranks meet in a folder that only this user can read. Ranks of torchrun and srun meet at an
     address. Ranks that dynmo's launcher started on several machines read the address of rank 0
-    from a file. None of the three: one rank, which need not find any other.
+    from a file. Without any of the three there is one rank, which need not find any other.
 
     Attributes:
         rank: Number of this rank.
         size: Number of all ranks.
         local_rank: Number of this rank on its machine.
         folder: The folder of local ranks.
-        address: Where rank 0 listens.
+        address: Address at which rank 0 listens.
         port: The port of the address.
         loopback: The address is the loopback's and every rank is on this machine. Nothing needs
             to be open to the network.
@@ -43,7 +45,8 @@ class Rendezvous:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ConfigError(
-                f"rank {self.rank} of {self.size}: ranks count from 0; what the launcher set does not hold together"
+                f"rank {self.rank} of {self.size}: ranks count from 0; what the launcher set does "
+                "not hold together"
             )
 
 
@@ -51,10 +54,18 @@ ALONE = Rendezvous(rank=0, size=1, local_rank=0)
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
-    """The world this process was started in: dynmo's own, torchrun's or Slurm's; None when it was
-    started alone.
+    """Reads the world that this process was started in.
 
-    Raises ConfigError when the variables are there but incomplete.
+    It may be dynmo's own, torchrun's or Slurm's.
+
+    Args:
+        environ: Environment variables.
+
+    Returns:
+        The rendezvous. None if the process was started alone.
+
+    Raises:
+        ConfigError: The variables are there but incomplete.
     """
 
     def number(key: str) -> int:
@@ -77,17 +88,18 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | No
             return Rendezvous(rank, size, local, folder=environ["DYNMO_RENDEZVOUS"])
         if "MASTER_ADDR" not in environ:
             raise ConfigError(
-                "RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the ranks with torchrun, or unset RANK"
+                "RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the ranks with "
+                "torchrun, or unset RANK"
             )
         address = environ["MASTER_ADDR"]
-        # The name alone does not tell: on Kubernetes the first pod may be given "localhost", and
+        # The name alone does not tell. On Kubernetes the first pod may be given "localhost", and
         # the others its name. A literal 127.x address cannot be reached from elsewhere.
         here = environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
         loopback = is_loopback(address) and (here or address != "localhost")
         return Rendezvous(
             rank, size, local, address=address, port=number("MASTER_PORT"), loopback=loopback
         )
-    # A single interactive Slurm shell also has SLURM_PROCID; only several tasks are a world to
+    # A single interactive Slurm shell also has SLURM_PROCID. Only several tasks are a world to
     # join.
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ and number("SLURM_NTASKS") > 1:
         rank, size, local = number("SLURM_PROCID"), number("SLURM_NTASKS"), number("SLURM_LOCALID")
@@ -116,7 +128,10 @@ def is_loopback(address: str) -> bool:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of Slurm's compressed list: `gpu[003-006,9],x1` -> `gpu003`."""
+    """Returns the first host of Slurm's compressed list.
+
+    For example, `gpu[003-006,9],x1` -> `gpu003`.
+    """
     first = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist).split(",")[0]
     if not first:
         raise ConfigError(

@@ -1,4 +1,6 @@
-"""Receives that end in host memory and are copied to the device, for gloo has no CUDA tensors.
+"""Receives that end in host memory and are copied to the device.
+
+gloo has no CUDA tensors.
 
     sender     device --copy--> host --gloo--> host --copy--> device     receiver
 

@@ -21,19 +21,28 @@ from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.messages import first_line, reason
 from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, is_loopback
 
-# How many seconds longer than `parallel.timeout` a wait may take whose own limit that is.
+# Seconds that a wait may take beyond `parallel.timeout`, its own limit.
 _SLACK = 2.0
 # Seconds between two looks for the address of rank 0.
 _POLL = 0.05
 
 
 def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
-    """The key-value store through which the ranks of `rendezvous` meet. timeout: seconds. Raises
-    RunError for None, which is what `from_environment` finds where no launcher started this
-    process, and where no store can be made."""
+    """Opens the key-value store through which the ranks of `rendezvous` meet.
+
+    Args:
+        rendezvous: The place to meet. `from_environment` finds None if no launcher started this
+            process.
+        timeout: Seconds that each wait may take.
+
+    Raises:
+        RunError: `rendezvous` is None, or no store can be made.
+        WaitTimeout: The store of rank 0 does not answer.
+    """
     if rendezvous is None:
         raise RunError(
-            "this process was started alone, in no world of ranks: start it with torchrun, or take a world of one rank, "
+            "this process was started alone, in no world of ranks: start it with torchrun, or "
+            "take a world of one rank, "
             "`from_environment() or ALONE` (dynmo.runtime.comm.rendezvous)"
         )
     if rendezvous == ALONE:
@@ -57,7 +66,7 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
     except (OSError, RuntimeError, ValueError) as error:
         me, why = f"rank {rendezvous.rank}", first_line(error)
         raise RunError(f"{me} could not meet the others at {where}: {why}") from None
-    # torchrun's store outlives the ranks that it restarts: what those left there is not for these.
+    # torchrun's store outlives the ranks that it restarts. Their keys must not be read again.
     return dist.PrefixStore(_attempt(), store)
 
 
@@ -91,7 +100,7 @@ def open_meeting(record: Mapping[str, Any], timeout: float) -> dist.Store:
     """Opens the store of a run that goes on.
 
     Args:
-        record: What `meeting_of` returned in a rank of the run.
+        record: Result of `meeting_of` in a rank of the run.
         timeout: Seconds that each wait may take.
 
     Raises:
@@ -139,7 +148,10 @@ def _stay_on_loopback(address: str) -> None:
 
 
 def _meet(rendezvous: Rendezvous, meeting: Path, timeout: float) -> dist.Store:
-    """Rank 0 opens a store on a free port and writes its address. The others wait for the file."""
+    """Opens a store on rank 0, and joins it on the others.
+
+    Rank 0 takes a free port and writes its address. The others wait for the file.
+    """
     if rendezvous.rank == 0:
         return _serve(meeting, timeout)
     end = time.monotonic() + timeout
@@ -213,9 +225,9 @@ def _tcp_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
 
 
 def _resolve(address: str, timeout: float) -> None:
-    """Waits until a host has an address: it may be starting, too. Raises OSError if it gets none.
+    """Waits until a host has an address: it may be starting, too.
 
-    TCPStore would go on asking well beyond its limit.
+    Raises OSError if it gets none. TCPStore would go on asking well beyond its limit.
     """
     end = time.monotonic() + timeout
     while True:
@@ -249,7 +261,18 @@ def _native_stderr_dropped() -> Iterator[None]:
 
 
 def claim(store: dist.Store, rank: int, timeout: float) -> None:
-    """Says in the store that this rank is here. Raises RunError if another process has said so."""
+    """Says in the store that this rank is here.
+
+    Args:
+        store: Store of this generation.
+        rank: This rank.
+        timeout: Seconds to wait for the store.
+
+    Raises:
+        WaitTimeout: The store does not answer.
+        RankDied: The store is gone.
+        RunError: Another process has claimed this rank.
+    """
     try:
         claims = call_with_limit(timeout + _SLACK, lambda: store.add(f"here/{rank}", 1))
     except TimeoutError:
@@ -264,7 +287,15 @@ def claim(store: dist.Store, rank: int, timeout: float) -> None:
 
 
 def find_missing(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """Which of the keys are not in the store, by position. None if the store does not answer."""
+    """Returns the positions of the keys that are not in the store.
+
+    Args:
+        store: The store.
+        keys: Keys to look for.
+
+    Returns:
+        Indices into `keys`, in ascending order. Empty if the store does not answer.
+    """
 
     def ask() -> list[int]:
         return [at for at, key in enumerate(keys) if not store.check([key])]

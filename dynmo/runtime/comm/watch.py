@@ -1,5 +1,8 @@
-"""Bytes of the tensors that ops make while it watches, at most and now. For shapes alone: under it
-torch may compute otherwise."""
+"""Counts the bytes of the tensors that ops make while it watches.
+
+It knows the current number and the maximum. Use it for shapes only: torch may compute differently
+under it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ from dynmo.kernels.torch_private import TorchDispatchMode, tree_leaves
 
 
 class Watch(TorchDispatchMode):
-    """Entered again, it goes on counting. What it has seen made counts until it is gone, also while
-    it does not watch."""
+    """Counts bytes of tensors. It goes on counting when it is entered again.
+
+    A tensor that it has seen made counts until it is gone, even while it does not watch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +27,7 @@ class Watch(TorchDispatchMode):
         self._known: set[int] = set()
 
     def restart(self) -> int:
-        """From here on, the most is counted anew; returns what is alive."""
+        """Starts the maximum anew. Returns the bytes that are alive."""
         self._peak = self.live
         return self.live
 
@@ -39,7 +44,7 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for tensor in tree_leaves(out):
-            # A view, or what was changed in place, is nothing new.
+            # A view, or a tensor that was changed in place, is nothing new.
             if isinstance(tensor, Tensor) and _key(tensor) not in given | self._known:
                 self._count(tensor)
         self._peak = max(self._peak, self.live)

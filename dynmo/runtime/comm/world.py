@@ -1,12 +1,12 @@
-"""The ranks that train together: one generation of process groups, passed explicitly.
+"""The ranks that train together: one generation of process groups.
 
-A generation is one `init_process_group` over a prefixed store (`gen/<k>`), so that a planned change
-of the world is milliseconds and no restart. CPU tensors travel by gloo. CUDA tensors travel by
-NCCL, with a communicator per channel. In a `staged` world gloo carries them through host memory
-(`staging.py`).
+A world is passed explicitly. A generation is one `init_process_group` over a prefixed store
+(`gen/<k>`). A planned change of the world therefore takes milliseconds and needs no restart. CPU
+tensors travel by gloo. CUDA tensors travel by NCCL, with a communicator per channel. In a `staged`
+world gloo carries them through host memory (`staging.py`).
 
 All ranks of a generation are one world. `mesh.arrange` gives views of it for pipelines that train
-side by side (replicas): a view is a world too, in which ranks count from 0, so whoever works in one
+side by side (replicas). A view is a world too, in which ranks count from 0. So code for one
 pipeline need not know that there are others.
 """
 
@@ -37,8 +37,8 @@ from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
 from dynmo.runtime.comm.staging import StagedReceive
 from dynmo.runtime.comm.store import claim, find_missing
 
-# NCCL counts its limit from when work is enqueued, which may be a step ahead of the device, and
-# then ends the process. `World.look` tells.
+# NCCL counts its limit from when work is enqueued, which may be a step ahead of the device. It then
+# ends the process. So its limit is lifted, and `World.look` and `World.settle` keep the real one.
 _NEVER = timedelta(days=30)
 
 
@@ -49,12 +49,12 @@ class World:
     Attributes:
         rank: This rank's number, from 0.
         size: Number of ranks.
-        device: Where this rank computes.
+        device: Device on which this rank computes.
         timeout: Limit of every wait, in seconds.
-        generation: How many times the ranks have met anew.
-        store: Where ranks tell each other what no collective can, such as who failed.
-        home: Where this world's later generations meet, and where ranks that want to join say so.
-            None: within a program's own process groups, which do not change.
+        generation: Number of times that the ranks have met anew.
+        store: Store for what no collective can tell, such as who failed.
+        home: Store in which later generations of this world meet, and ranks that want to join
+            announce themselves. None: within a program's own process groups, which do not change.
 
     Example:
         >>> import dynmo
@@ -69,29 +69,30 @@ class World:
     timeout: float
     generation: int
     store: dist.Store
-    # Where messages travel that have no communicator of their own; None in a world of one rank that
+    # Group for messages that have no communicator of their own. None in a world of one rank, which
     # needs no messages.
     group: dist.ProcessGroup | None = None
     # All messages travel by gloo, through host memory. Ranks may then share a GPU.
     staged: bool = False
     channels: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
-    # Of a view: all the worlds that it is one of, as the global ranks of each; which one it is; its
-    # group (None: the one of all ranks).
+    # For a view: the global ranks of all worlds that it is one of, and its index among them. Then
+    # its group (None: the group of all ranks).
     subgroups: tuple[tuple[int, ...], ...] = ()
     subgroup: int = 0
     process_group: dist.ProcessGroup | None = None
     # All ranks of this generation, and the ranks that do the same as this one in the other
-    # replicas; None: this rank's world has no others.
+    # replicas. None: this rank's world has no others.
     _everyone: World | None = field(default=None, repr=False, compare=False)
     _peers: World | None = field(default=None, repr=False, compare=False)
-    # Of the world of all ranks: its views, their groups by whether they are apart and by global
-    # ranks (a shape that comes back needs no new ones), and how many replicas.
+    # For the world of all ranks: its views, their groups, and the number of replicas. The key of a
+    # group is whether it is apart, and its global ranks. A shape that comes back needs no new
+    # groups.
     _views: list[World] = field(default_factory=list["World"], repr=False, compare=False)
     _process_groups: dict[tuple[int, ...], Any] = field(
         default_factory=dict[tuple[int, ...], Any], repr=False, compare=False
     )
     _shape: int = 1
-    # Of a world within a program's own process groups: torch's number of each rank. Empty: the
+    # For a world within a program's own process groups: torch's number of each rank. Empty: the
     # world is torch's default group.
     _torch_ranks: tuple[int, ...] = field(default=(), repr=False, compare=False)
     # NCCL's communicators, by tag and global ranks.
@@ -99,7 +100,7 @@ class World:
         default_factory=dict[tuple[int, ...], Any], repr=False, compare=False
     )
     home: dist.Store | None = field(default=None, repr=False, compare=False)
-    # CUDA: where the stream waits for others.
+    # CUDA: waits of the stream for others.
     waits: DeviceWaits = field(default_factory=DeviceWaits, repr=False, compare=False)
 
     @classmethod
@@ -120,9 +121,9 @@ class World:
             store: Shared by all ranks.
             rank: This rank's number.
             size: Number of ranks.
-            device: Where this rank computes. The default is the CPU.
+            device: Device on which this rank computes. The default is the CPU.
             timeout: Limit of every wait, in seconds.
-            generation: How many times the ranks have met before.
+            generation: Number of times that the ranks have met before.
             staged: Whether all messages pass through host memory. Ranks may then share a GPU.
 
         Returns:
@@ -146,7 +147,7 @@ class World:
 
         Args:
             home: The other world's.
-            device: Where this process computes.
+            device: Device on which this process computes.
             timeout: Limit of every wait, in seconds.
             staged: As the other world has it.
         """
@@ -184,7 +185,10 @@ class World:
             self.store = self.home
 
     def _meet(self, join_timeout: float) -> None:
-        """Forms the group of this generation. join_timeout: seconds until all must have come."""
+        """Forms the group of this generation.
+
+        `join_timeout` is the number of seconds until all must have come.
+        """
         rank, size, store, limit = self.rank, self.size, self.store, timedelta(seconds=self.timeout)
         backend = "cpu:gloo,cuda:nccl" if self.enqueues else "gloo"
         claim(store, rank, join_timeout)
@@ -212,12 +216,13 @@ class World:
 
     @classmethod
     def adopt(cls, ranks: Sequence[int], *, device: torch.device, timeout: float) -> World:
-        """Makes a world of ranks that have met before, within the program's own process groups.
-        Only these ranks call it.
+        """Makes a world of ranks that have met before, within their process groups.
+
+        These are the program's own process groups. Only these ranks call it.
 
         Args:
             ranks: Ranks of torch's default group, in ascending order. They become ranks 0, 1, ...
-            device: Where this rank computes.
+            device: Device on which this rank computes.
             timeout: Seconds that a rank waits for another.
 
         Raises:
@@ -252,12 +257,12 @@ class World:
             failed: Whether messages may be under way that nobody will send.
         """
         everyone = self.everyone
-        # Their threads must not be inside the backend when it goes.
+        # The channels' threads must not be inside the backend when it goes.
         for channels in list(self.channels):
             channels.close()
         if failed and self.enqueues and dist.is_initialized():
-            # Communicators end in order once their work is done, which would be never: the failure
-            # could not be told.
+            # Communicators end in order once their work is done. After a failure that would be
+            # never, and the failure could not be told.
             abort_communicators()
         adopted = (
             [everyone.group, *everyone._process_groups.values(), *everyone._channel_groups.values()]
@@ -284,38 +289,40 @@ class World:
 
     @property
     def enqueues(self) -> bool:
-        """Whether messages are enqueued on the device's stream (NCCL). Otherwise the host waits for
-        them (gloo)."""
+        """Returns whether messages are enqueued on the device's stream (NCCL).
+
+        Otherwise the host waits for them (gloo).
+        """
         return self.device.type == "cuda" and not self.staged
 
     # -- the mesh ----------------------------------------------------------------------------------
 
     @property
     def everyone(self) -> World:
-        """All ranks of this generation, by global rank."""
+        """Returns the world of all ranks of this generation, by global rank."""
         return self._everyone or self
 
     @property
     def peers(self) -> World:
-        """The ranks that hold the same layers in the other pipelines, by replica."""
+        """Returns the ranks that hold the same layers in the other pipelines, by replica."""
         return self._peers or World(0, 1, self.device, self.timeout, self.generation, self.store)
 
     @property
     def replica(self) -> int:
-        """Which of the replicas this rank is in."""
+        """Returns the number of this rank's replica."""
         return 0 if self._peers is None else self._peers.rank
 
     @property
     def replicas(self) -> int:
-        """Number of pipelines that train side by side."""
+        """Returns the number of pipelines that train side by side."""
         return 1 if self._peers is None else self._peers.size
 
     def global_rank(self, rank: int) -> int:
-        """The global rank of one of this world's ranks."""
+        """Returns the global rank of one of this world's ranks."""
         return self.subgroups[self.subgroup][rank] if self.subgroups else rank
 
     def describe_rank(self, rank: int) -> str:
-        """What to call one of this world's ranks where a person reads it."""
+        """Returns the name of one of this world's ranks, for a person."""
         return "rank " + self._describe(self.global_rank(rank))
 
     def _describe(self, global_rank: int) -> str:
@@ -327,7 +334,7 @@ class World:
         )
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
-        """What to call several of this world's ranks where a person reads it."""
+        """Returns the name of several of this world's ranks, for a person."""
         return ranks_text([self._describe(self.global_rank(rank)) for rank in ranks])
 
     def reshaped(self, replicas: int) -> None:
@@ -341,11 +348,13 @@ class World:
         return self
 
     def view(self, subgroups: Sequence[tuple[int, ...]], what: str, apart: bool = False) -> World:
-        """Divides the ranks into worlds of their own. All ranks call it, on the world of all.
+        """Divides the ranks into worlds of their own.
+
+        All ranks call it, on the world of all.
 
         Args:
             subgroups: Global ranks of each world. Every rank is in one.
-            what: What the ranks wait for here, for messages.
+            what: Name of what the ranks wait for here, for messages.
             apart: Whether its collectives may run beside those of another view of the same ranks.
                 They then have a process group of their own.
 
@@ -384,7 +393,7 @@ class World:
         return world
 
     def _new_group(self, members: Sequence[int], backend: str | None = None) -> Any:
-        """A process group of some of all ranks. All ranks call it."""
+        """Makes a process group of some of all ranks. All ranks call it."""
         if not self._torch_ranks:
             return dist.new_group(
                 list(members), timeout=timedelta(seconds=self.timeout), backend=backend
@@ -396,7 +405,9 @@ class World:
     # -- point to point ----------------------------------------------------------------------------
 
     def open_channels(self, pairs: Sequence[tuple[int, ...]]) -> None:
-        """Makes NCCL's communicators, one per channel. gloo needs none, because it has tags.
+        """Makes NCCL's communicators, one per channel.
+
+        gloo needs none, because it has tags.
 
         Args:
             pairs: Keys (tag, source, target), in the same order on all ranks. A communicator that
@@ -418,9 +429,9 @@ class World:
                 if self.everyone.rank in ends:
                     self._lift_limit(group)
                     opened.append(key)
-        # A communicator is made at its first message, and its sender's thread stands until its
-        # receiver's is there, too: all in one order now, or two ranks that both send first would
-        # wait for each other for ever.
+        # A communicator is made at its first message. Its sender's thread stands until its
+        # receiver's is there, too. So all are made now, in one order. Otherwise two ranks that both
+        # send first would wait for each other for ever.
         for key in opened:
             _, source, target = key
             mark, what = (
@@ -435,7 +446,7 @@ class World:
             self.settle()
 
     def _channel(self, key: tuple[int, ...] | None, tensor: Tensor) -> Any:
-        """The communicator of a message; None where it has none of its own."""
+        """Returns the communicator of a message, or None if it has none of its own."""
         if key is None or not tensor.is_cuda:
             return None
         return self.everyone._channel_groups.get(
@@ -443,7 +454,7 @@ class World:
         )
 
     def _torch_rank(self, global_rank: int) -> int:
-        """torch's number of one of all ranks."""
+        """Returns torch's number of one of all ranks."""
         numbers = self.everyone._torch_ranks
         return numbers[global_rank] if numbers else global_rank
 
@@ -456,7 +467,7 @@ class World:
             tensor: Contiguous. It must not change until the work is done.
             target: A rank of this world.
             tag: Number that the receiver gives, too.
-            key: Of the channel's communicator. None if it has none.
+            key: Key of the channel's communicator. None if it has none.
 
         Returns:
             The work to wait for.
@@ -465,8 +476,8 @@ class World:
         assert self.group is not None
         tensor = tensor.cpu() if self.staged else tensor
         try:
-            # dist.isend looks up the group and checks the tensor anew: on a small message that is
-            # half of the time it takes.
+            # dist.isend looks up the group and checks the tensor anew. On a small message that is
+            # half of the time.
             global_rank = self.global_rank(target)
             work = (
                 dist.isend(tensor, self._torch_rank(global_rank), group=group)
@@ -487,7 +498,7 @@ class World:
             tensor: Has the shape and type of what is sent.
             source: A rank of this world.
             tag: Number that the sender gives, too.
-            key: Of the channel's communicator. None if it has none.
+            key: Key of the channel's communicator. None if it has none.
 
         Returns:
             The work to wait for.
@@ -510,15 +521,17 @@ class World:
         return work
 
     def wait(self, work: dist.Work, peer: int, what: str) -> None:
-        """Waits for a message. With NCCL the stream waits, and `look` and `settle` keep the limit.
+        """Waits for a message.
+
+        With NCCL the stream waits, and `look` and `settle` keep the limit.
 
         Args:
             work: What `send` or `receive` returned.
             peer: The other rank.
-            what: Names the message in errors, such as "the activations of microbatch 3".
+            what: Name of the message in errors, such as "the activations of microbatch 3".
 
         Raises:
-            WaitTimeout: It did not come in time.
+            WaitTimeout: The message did not come in time.
             RankDied: The other rank is gone.
         """
         try:
@@ -531,7 +544,10 @@ class World:
             self.fail(error, [peer], what)
 
     def look(self) -> None:
-        """Raises WaitTimeout if the CUDA stream has stood at a wait for longer than `timeout`."""
+        """Raises WaitTimeout if the stream has stood at a wait for over `timeout`.
+
+        It reads the CUDA stream.
+        """
         standing = self.waits.standing()
         if standing is not None and standing[0] >= self.timeout:
             raise self._late(standing[1].peers, standing[1].what)
@@ -543,7 +559,7 @@ class World:
             time.sleep(POLL)
 
     def _lift_limit(self, group: Any) -> None:
-        """Of NCCL alone; gloo's waits keep theirs."""
+        """Lifts the limit of NCCL alone. gloo's waits keep theirs."""
         if self.enqueues and group is not None:
             set_group_timeout(group, self.device, _NEVER)
 
@@ -557,7 +573,7 @@ class World:
 
         Args:
             tensor: Equal shapes on all ranks.
-            what: What is waited for, for messages.
+            what: Name of what is waited for, for messages.
 
         Returns:
             `tensor`.
@@ -569,7 +585,7 @@ class World:
 
         Args:
             tensor: Equal shapes on all ranks.
-            what: What is waited for, for messages.
+            what: Name of what is waited for, for messages.
 
         Returns:
             `tensor`.
@@ -591,12 +607,12 @@ class World:
         """Sends a tensor to every rank, and receives one from every rank.
 
         Args:
-            parts: Goes to each rank. Flat tensors of one type.
+            parts: Tensor for each rank. Flat tensors of one type.
             sizes: Number of elements that each rank sends here.
-            what: What is waited for, for messages.
+            what: Name of what is waited for, for messages.
 
         Returns:
-            What each rank sent here.
+            The tensor that each rank sent here.
         """
         if self.size == 1:
             return list(parts)
@@ -621,9 +637,9 @@ class World:
         """Turns a backend's exception into one line that names who waits for whom.
 
         Args:
-            error: What the backend raised.
+            error: Exception of the backend.
             peers: Ranks that this one waited for. None for a collective.
-            what: What was waited for.
+            what: Name of what was waited for.
 
         Raises:
             WaitTimeout: The wait was too long.
@@ -645,8 +661,10 @@ class World:
         )
 
     def _not_waiting(self, what: str) -> list[int]:
-        """Who is not in this collective: every rank that gives up says so in the store; those that
-        do not are the ones waited for."""
+        """Returns the ranks that are not in this collective.
+
+        Every rank that gives up says so in the store. This rank waited for the others.
+        """
         key = f"waiting/{self.global_rank(self.rank)}"
         try:
             self.store.set(key, json.dumps({"host": socket.gethostname(), "what": what}))
@@ -659,10 +677,12 @@ class World:
 
 
 def _new_group(ranks: Sequence[int], timeout: float, backend: str | None, callers: int) -> Any:
-    """A process group of some ranks of torch's default group, which `callers` ranks make
-    together."""
-    # torch names a group by a count that all ranks share, or by its ranks and a count of this
-    # rank's groups.
+    """Makes a process group of ranks of torch's default group.
+
+    `callers` ranks make it together.
+    """
+    # torch names a group by a count that all ranks share. Or it takes the group's ranks and a count
+    # of this rank's groups.
     own_name = callers < dist.get_world_size()
     return dist.new_group(
         list(ranks), timedelta(seconds=timeout), backend, use_local_synchronization=own_name
@@ -670,9 +690,11 @@ def _new_group(ranks: Sequence[int], timeout: float, backend: str | None, caller
 
 
 def _leave() -> None:
-    """Ends the group, if there is one. torch names groups by a count, which must be the same on all
-    ranks when they meet again: it starts anew where a group ends, but not where one could not be
-    formed."""
+    """Ends the group, if there is one.
+
+    torch names groups by a count, which must be the same on all ranks when they meet again. The
+    count starts anew when a group ends, but not when a group could not be formed.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
     restart_group_names()

@@ -1,4 +1,7 @@
-"""for op in program: interpret it; nothing else. No rank arithmetic, no names of schedules."""
+"""Interprets a program, op by op, and does nothing else.
+
+No rank arithmetic, no names of schedules.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,20 @@ from dynmo.runtime.layer.weight_grad_queue import WeightGradQueue
 from dynmo.schedule.lowering import Compute, Direction, Program, Receive, Send, Verdict
 from dynmo.schedule.op import Kind
 
-# What a rank spends time on, beyond the kinds of op: waiting for a message, handing one over.
+# Kinds of time beyond the kinds of op: waiting for a message, handing one over.
 WAIT, SEND = "wait", "send"
 
 
 class Interval(NamedTuple):
-    """One interval of a rank's step, as marks of its clock. kind: F, B, W, BW, wait or send."""
+    """One interval of a rank's step, as marks of its clock.
+
+    Attributes:
+        kind: F, B, W, BW, wait or send.
+        stage: Stage of the op or message.
+        microbatch: Microbatch of the op or message.
+        start: Mark of its start.
+        end: Mark of its end.
+    """
 
     kind: str
     stage: int
@@ -36,7 +47,12 @@ class Interval(NamedTuple):
 
 @dataclass
 class StepOutput:
-    """What one step left: the losses of the microbatches (last stage), and where the time went."""
+    """Output of one step.
+
+    Attributes:
+        losses: Losses of the microbatches, on the last stage.
+        intervals: Intervals in which the rank's time went.
+    """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     intervals: list[Interval] = field(default_factory=list[Interval])
@@ -45,10 +61,16 @@ class StepOutput:
 class Executor:
     """Runs one rank's program over its stages and channels.
 
-    timeout: seconds for which a rank waits for a message before it runs pieces of W's that are
-    further on in the program (`weight_grad_queue.py`); None where it never does. In a pipeline that
-    keeps time every wait is as short as a message takes, and a piece begun there only holds up who
-    waits for the next op.
+    Args:
+        program: Program of this rank.
+        stages: Stages of this rank, by stage number.
+        transport: Channels of this rank.
+        clock: Marks the ops.
+        streams: Streams of the stages.
+        timeout: Seconds for which a rank waits for a message before it runs pieces of later W's
+            (`weight_grad_queue.py`). None: it never does. In a pipeline that keeps time every wait
+            is as short as a message takes. A piece begun there only delays the peer that waits for
+            the next op.
     """
 
     def __init__(
@@ -87,7 +109,7 @@ class Executor:
         Returns:
             The losses, and when each op ran.
         """
-        # A garbage collection in the middle of a step would hold up every rank downstream; between
+        # A garbage collection in the middle of a step would hold up every rank downstream. Between
         # steps it holds up none.
         collecting = gc.isenabled()
         gc.disable()
@@ -127,14 +149,15 @@ def _at(batch: Tensor | None, microbatch: int) -> Tensor:
 
 
 def mean_loss(losses: list[Tensor]) -> float:
-    """The step's loss: the mean over the microbatches, added in their order; 0 on a rank that has
-    none."""
+    """Returns the step's loss: the mean over the microbatches, added in their order.
+
+    Returns 0 on a rank that has none.
+    """
     return float(torch.stack(losses).double().mean()) if losses else 0.0
 
 
 class _ProgramRun:
-    """One run of an executor's program: the tensors that are on their way, and what has been
-    measured."""
+    """One run of an executor's program: tensors under way, and measured intervals."""
 
     def __init__(
         self,
@@ -166,8 +189,11 @@ class _ProgramRun:
         self._leaving: dict[Key, Tensors] = {}
 
     def run(self, is_validated: Callable[[], bool] | None) -> StepOutput | None:
-        """Runs all instructions. Returns None if the program must begin again: all but the buffers
-        is then as it was at its start."""
+        """Runs all instructions.
+
+        Returns None if the program must begin again. Everything except the buffers is then as it
+        was at its start.
+        """
         for instruction in self._program.instructions:
             if isinstance(instruction, Compute):
                 self._compute(instruction)
@@ -202,15 +228,17 @@ class _ProgramRun:
         targets = _at(self._targets, j) if to is None else None
         y = self._stages[s].forward(j, x, self._step, targets, self._training)
         if to is None:
-            self._output.losses.append(
-                y[0].detach()
-            )  # with its graph it would live until nobody needs the step any more
+            # With its graph the loss would live until nobody needs the step any more.
+            self._output.losses.append(y[0].detach())
         else:
             self._hand_on(Direction.ACTIVATION, s, j, y, to, local)
         return start
 
     def _backward_input(self, compute: Compute) -> Any:
-        """Runs B or BW, and hands the input's gradients on. Returns the mark of its start."""
+        """Runs B or BW, and hands the input's gradients on.
+
+        Returns the mark of its start.
+        """
         (kind, s, j), takes, to, local = compute
         gradients = self._arrived.pop((Direction.GRADIENT, s, j)) if takes else None
         self._streams.need((Direction.GRADIENT, s, j), gradients or ())
@@ -223,7 +251,7 @@ class _ProgramRun:
     def _hand_on(
         self, direction: Direction, s: int, j: int, tensors: Tensors, to: int, local: bool
     ) -> None:
-        """Gives a result to a stage of this rank, or keeps it for the `Send` that follows."""
+        """Gives a result to a stage of this rank, or keeps it for its `Send`."""
         if local:
             self._arrived[direction, to, j] = tensors
             self._streams.produced((direction, to, j))
@@ -265,8 +293,7 @@ class _ProgramRun:
         self._intervals.append(Interval(SEND, s, j, start, self._mark()))
 
     def _verdict(self, verdict: Verdict, is_validated: Callable[[], bool]) -> bool:
-        """Asks whether the step before is final. If it is not, takes back what this run has
-        done."""
+        """Asks whether the step before is final. If not, undoes the work of this run."""
         start = self._mark()
         if not is_validated():
             self._executor.clear()

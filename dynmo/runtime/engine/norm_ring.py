@@ -1,18 +1,23 @@
-"""The end of a step without a barrier (Zero Bubble, section 4): step first, check later, take it
-back where the check fails.
+"""The end of a step without a barrier (Zero Bubble, section 4).
 
-    rank 0 | .. W W |u F F F ? B W ..        u  own gradients are complete: add own part to the prefix (what the ranks before have
-    rank 1 |  .. W W |u F F ? B W ..            added), step if it is finite and does not clip, and hand it on
-    rank 2 |    .. W W |u F ? B W ..         ?  the whole table, from the last rank back: the step stands, or is taken back
+Each rank steps first and checks later. It takes the step back if the check fails.
 
-A squared norm only grows as parts are added, and what is not finite stays so. So where the whole is
-finite and does not clip, every rank has stepped; and a rank whose own gradient is bad never steps,
-so every step that is taken back had a good gradient and can be inverted.
+    rank 0 | .. W W |u F F F ? B W ..
+    rank 1 |  .. W W |u F F ? B W ..
+    rank 2 |    .. W W |u F ? B W ..
+
+    u  The rank's gradients are complete. It adds its part to the prefix, which holds the parts of
+       the ranks before. It steps if the prefix is finite and does not clip, and hands it on.
+    ?  The whole table comes back from the last rank. The step stands, or is taken back.
+
+A squared norm only grows as parts are added, and a value that is not finite stays so. If the whole
+is finite and does not clip, every rank has therefore stepped. A rank whose own gradient is bad
+never steps. So every step that is taken back had a good gradient and can be inverted.
 
 Several stages on a rank are one part: the rank has one prefix, one decision and one verdict.
-Nothing above depends on the order in which parts are added, and the rank begins its next step with
-the F of its first stage, for which `lower.routes` shows that the prefix delays nobody; its other
-stages' layers are ready sooner than they are needed.
+Nothing above depends on the order in which parts are added. The rank begins its next step with the
+F of its first stage. `lower.routes` shows that the prefix delays nobody there. The layers of the
+other stages are ready sooner than they are needed.
 """
 
 from __future__ import annotations
@@ -28,22 +33,33 @@ from dynmo.runtime.comm.channels import TAG_PREFIX, TAG_VERDICT
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import routes
 
-# What a verdict may be: no rank makes the step; or all make it again, with the clip factor.
+# Verdicts. NON_FINITE: no rank makes the step. CLIPPED: all make it again, with the clip factor.
 NON_FINITE, CLIPPED = "non-finite", "clipped"
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """A step that was not as some ranks had made it. what: NON_FINITE or CLIPPED. seconds: of this
-    rank's work, thrown away."""
+    """A step that was not as some ranks had made it.
+
+    Attributes:
+        what: NON_FINITE or CLIPPED.
+        seconds: Seconds of this rank's work that were thrown away.
+    """
 
     what: str
     seconds: float
 
 
 class NormRing:
-    """How the table of a step's end passes the ranks: down as a prefix, up as the verdict
-    (`lower.routes`). Receives are posted ahead."""
+    """Passes the table of a step's end along the ranks.
+
+    It travels down as a prefix and up as the verdict (`lower.routes`). Receives are posted ahead.
+
+    Args:
+        world: World of this rank.
+        placement: Rank of each stage.
+        length: Number of entries of the table.
+    """
 
     def __init__(self, world: World, placement: tuple[int, ...], length: int) -> None:
         self._world, self._length = world, length
@@ -54,8 +70,8 @@ class NormRing:
         self._prefix_from = down[place - 1] if place else None
         self._prefix_to = None if completes else down[place + 1]
         place = up.index(rank)
-        # The first on the way up has the whole table from the rank that completed it, itself
-        # perhaps.
+        # The first rank on the way up gets the whole table from the rank that completed it. That
+        # may be the rank itself.
         self._verdict_from = up[place - 1] if place else (None if completes else down[-1])
         self._verdict_to = up[place + 1] if place + 1 < len(up) else None
         self._starts_at = up[0] if completes and up[0] != rank else None
@@ -64,7 +80,7 @@ class NormRing:
         self._whole: Tensor | None = None
 
     def expect(self) -> None:
-        """A prefix will come: so that it lands while the rank computes."""
+        """Posts the receive of the prefix, so that it lands while the rank computes."""
         self._post(TAG_PREFIX, self._prefix_from)
 
     def _post(self, tag: int, source: int | None) -> None:
@@ -73,8 +89,11 @@ class NormRing:
             self._posted[tag] = table, self._world.receive(table, source, tag)
 
     def prefix(self, own: Tensor) -> Tensor:
-        """own: this rank's entries, zeros elsewhere. Returns them with those of the ranks
-        before."""
+        """Adds the entries of the ranks before to those of this rank.
+
+        Args:
+            own: This rank's entries, zeros elsewhere. float64, [length].
+        """
         return (
             own
             if self._prefix_from is None
@@ -82,8 +101,10 @@ class NormRing:
         )
 
     def pass_on(self, prefix: Tensor) -> None:
-        """Hands the prefix to the next rank; the last one sends what is the whole table on its way
-        back."""
+        """Hands the prefix to the next rank.
+
+        On the last rank the prefix is the whole table. It starts on its way back.
+        """
         self._finish_sends()
         self._post(TAG_VERDICT, self._verdict_from)
         if self._prefix_to is not None:
@@ -94,7 +115,7 @@ class NormRing:
                 self._send(prefix, self._starts_at, TAG_VERDICT)
 
     def verdict(self) -> Tensor:
-        """The whole table. It is handed on before it is looked at."""
+        """Returns the whole table. It is handed on before it is read."""
         if self._verdict_from is None:
             assert self._whole is not None
             table = self._whole
@@ -106,7 +127,7 @@ class NormRing:
         return table
 
     def close(self) -> None:
-        """Before another takes its place; no verdict may be out."""
+        """Finishes the sends before another ring takes its place. No verdict may be out."""
         self._finish_sends()
 
     def _take(self, tag: int, source: int, what: str) -> Tensor:
@@ -118,35 +139,47 @@ class NormRing:
         self._sent.append((table, self._world.send(table, target, tag), target))
 
     def _finish_sends(self) -> None:
-        """Those of the step before were taken long ago."""
+        """Waits for the sends of the step before, which were taken long ago."""
         for _, work, target in self._sent:
             self._world.wait(work, target, "room to send a step's table")
         self._sent.clear()
 
 
-# Of the last `_WINDOW` steps: taken back more often than `_MOST`, and there is a barrier again; no
-# oftener than `_FEW`, and there is none.
+# The last `_WINDOW` steps decide. The barrier returns if more than `_MOST` of them were taken back.
+# It goes if at most `_FEW` of them would have been.
 _WINDOW, _MOST, _FEW = 20, 5, 1
 
 
 @dataclass(frozen=True)
 class Switch:
-    """From the next step on there is no barrier (`on`), or there is one again."""
+    """A change that applies from the next step on.
+
+    Attributes:
+        on: Whether steps have no barrier.
+        reason: Why it changes, in words for a person.
+    """
 
     on: bool
     reason: str
 
 
 class BarrierPolicy:
-    """Whether steps are validated afterwards or before, by how often they fail. Fed with verdicts,
-    so it is the same on every rank."""
+    """Decides whether steps are validated afterwards or before.
+
+    The decision depends on how often they fail. It is fed with verdicts, so it is the same on every
+    rank.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self.on = True
 
     def observe(self, failed: bool) -> Switch | None:
-        """failed: the step was taken back, or with a barrier would have been."""
+        """Counts a step, and returns a switch if the policy changes.
+
+        Args:
+            failed: Whether the step was taken back, or would have been without a barrier.
+        """
         self._recent.append(failed)
         count = sum(self._recent)
         if self.on and count > _MOST:

@@ -1,4 +1,4 @@
-"""The end of a step with a barrier: what the ranks must agree on, clipping, the optimizer.
+"""The end of a step with a barrier: agreement, clipping, the optimizer.
 
 gradients --merge tied, unscale--> norms --sum over all ranks--> finite? clip factor? -->
 optimizers, or nothing
@@ -23,7 +23,15 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 
 class OptimizerStep:
-    """scaler: of the loss. clip_scope: by which norm a layer is clipped, that of all or its own."""
+    """Ends a step: norms, clipping and the update of the layers.
+
+    Args:
+        layer_store: Layers and optimizers of this rank.
+        table: Reads and writes the table of the step's end.
+        profiler: Takes the marks of the layers.
+        scaler: Scale of the loss.
+        clip_scope: Norm that clips a layer: `"global"` that of all layers, `"local"` its own.
+    """
 
     def __init__(
         self,
@@ -39,8 +47,22 @@ class OptimizerStep:
     def update(
         self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int
     ) -> tuple[StepResult, str | None]:
-        """The step's result, and what kept it from being made as its gradients were. Raises
-        RunError where that ends the run."""
+        """Agrees on the step with all ranks and applies it.
+
+        Args:
+            step: Number of the step.
+            step_output: Losses and op intervals of this rank.
+            lr: Learning rate.
+            max_norm: Gradient norm above which gradients are clipped.
+            flag: Value that every rank shall know of this one.
+
+        Returns:
+            The step's result, and why the optimizer could not step with the unclipped gradients.
+            The reason is None if it could.
+
+        Raises:
+            RunError: The loss or a norm is not finite, and the run ends.
+        """
         self.prepare()
         table = self.table.once(self.table.own(step_output, flag))
         everyone = self._layer_store.world.everyone
@@ -66,13 +88,15 @@ class OptimizerStep:
         return result, failed
 
     def prepare(self) -> None:
-        """Before anyone looks at the gradients: those of tied weights are summed, and the loss
-        scale is divided out."""
+        """Readies the gradients before anyone reads them.
+
+        Sums those of tied weights and divides the loss scale out.
+        """
         self._layer_store.tied.merge()
         for layer in self._layer_store.layers.values():
             for parameter in layer.module.parameters():
-                # Fused optimizers read memory as it lies; the tape of a module of one's own may
-                # leave a gradient in another order.
+                # Fused optimizers read memory as it lies. The tape of a custom module may leave a
+                # gradient in another order.
                 if parameter.grad is not None and not parameter.grad.is_contiguous():
                     parameter.grad = parameter.grad.contiguous()
         self._unscale()
@@ -89,11 +113,22 @@ class OptimizerStep:
             if gradients:
                 scale_all(gradients, 1 / self.scaler.scale)
 
-    # -- what a step is up against -----------------------------------------------------------------
+    # -- obstacles to a step -----------------------------------------------------------------------
 
     def failed(self, loss: float, squared_norms: Sequence[float], max_norm: float) -> str | None:
-        """What keeps a step from being made as its gradients are; of a prefix, where the entries of
-        later ranks are still 0, so far."""
+        """Returns why the optimizer cannot step with the unclipped gradients.
+
+        Returns None if it can. Also valid for a prefix, in which the entries of later ranks are
+        still 0.
+
+        Args:
+            loss: Loss of the step.
+            squared_norms: Squared gradient norm of each layer.
+            max_norm: Gradient norm above which gradients are clipped.
+
+        Returns:
+            NON_FINITE, CLIPPED or None.
+        """
         if not all(map(math.isfinite, (loss, *squared_norms))):
             return NON_FINITE
         clips = (
@@ -103,9 +138,11 @@ class OptimizerStep:
         return CLIPPED if clips else None
 
     def error(self, result: StepResult) -> RunError | None:
-        """Of a step whose loss or norm is not finite: what ends the run; None where the step is
-        skipped, for gradients overflowed under a loss scale that may fall. The one place where that
-        is decided, alike on every rank."""
+        """Returns the error that ends the run after a loss or norm that is not finite.
+
+        Returns None if the step is skipped: gradients overflowed under a loss scale that may fall.
+        Only this method decides that, alike on every rank.
+        """
         scaler, finite = self.scaler, math.isfinite(result.loss)
         if finite and scaler.skips:
             return None
@@ -114,17 +151,24 @@ class OptimizerStep:
         if finite and scaled and not scaler.dynamic:
             what = 'Lower train.loss_scale, or take "dynamic"'
         return RunError(
-            f"step {result.step}: loss {result.loss}, gradient norm {result.norm}{scaled}; nothing was updated. {what}"
+            f"step {result.step}: loss {result.loss}, gradient norm {result.norm}{scaled}; nothing "
+            f"was updated. {what}"
         )
 
     def skipped(self, result: StepResult) -> StepResult:
         return replace(result, squared_norms=(0.0,) * self._layer_store.model.layers, skipped=True)
 
-    # -- what is done to the layers ----------------------------------------------------------------
+    # -- changes to the layers ---------------------------------------------------------------------
 
     def apply(self, squared_norms: Sequence[float], lr: float, max_norm: float) -> None:
-        """Steps the layers, clipped. squared_norms: of all layers, or of its own where each is
-        clipped by its own."""
+        """Steps the layers with clipped gradients.
+
+        Args:
+            squared_norms: Squared gradient norm of all layers. Own layers suffice if each is
+                clipped by its own norm.
+            lr: Learning rate.
+            max_norm: Gradient norm above which gradients are clipped. 0 means no clipping.
+        """
         norm = math.sqrt(math.fsum(squared_norms))
         own = self.clip_scope == "local"
         self._each(
@@ -134,15 +178,17 @@ class OptimizerStep:
         )
 
     def take_back(self, undo: Callable[[LayerOptimizer], None]) -> None:
-        """After `apply`: undoes what it did to each layer."""
+        """Undoes the last `apply` on each layer."""
         self._each(lambda _, optimizer: undo(optimizer))
 
     def _each(self, act: Callable[[int, LayerOptimizer], None]) -> None:
-        """Of the layers that train, with ZeRO-1 until all replicas have the new parameters."""
+        """Calls `act` for each layer that trains.
+
+        With ZeRO-1 it waits until all replicas have the new parameters.
+        """
         frozen, replicas = self._layer_store.frozen.layers, self._layer_store.replicas
-        for index, optimizer in sorted(
-            self._layer_store.optimizers.items()
-        ):  # peers in one order, wherever their layers came from
+        # In one order on all peers, wherever their layers came from.
+        for index, optimizer in sorted(self._layer_store.optimizers.items()):
             if index not in frozen:
                 act(index, optimizer)
                 replicas.send_parameters(index)

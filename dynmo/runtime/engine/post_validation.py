@@ -1,11 +1,14 @@
-"""The end of a step without a barrier: the step is made on what the ranks before know, and pending
-until the verdict on it is in.
+"""The end of a step without a barrier.
 
-    end(step)        made where the prefix has nothing against it, and told to the next rank; then the next step begins
-    its program      F F F ?        `is_validated`: the verdict; a step that failed is taken back, and made again where it only clips
-    final            takes the verdict at once, before anything that looks at the model or changes it
+The step is made on what the ranks before know. It is pending until its verdict is in.
 
-How the table of the step passes the ranks, and when there is a barrier again: `norm_ring.py`.
+    end(step)     makes the step if the prefix has nothing against it, and tells the next rank;
+                  then the next step begins
+    its program   F F F ?   `is_validated` takes the verdict; a step that failed is taken back,
+                  and made again if it only clips
+    final         takes the verdict at once, before anything that reads or changes the model
+
+`norm_ring.py` says how the table passes the ranks, and when there is a barrier again.
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step whose verdict is still out. stepped: whether this rank has made it."""
+    """A step whose verdict is still out.
+
+    Attributes:
+        stepped: Whether this rank has made the step.
+    """
 
     step: int
     step_output: StepOutput
@@ -34,11 +41,15 @@ class _Pending:
 
 
 class PostValidation:
-    """The last step, where it is not final yet, and the results of final ones that nobody has been
-    given.
+    """Holds the last step until it is final.
 
-    validates: whether steps ever are left pending. copies: a step is taken back from copies, to the
-    bit, else by arithmetic.
+    It also keeps the results of final steps that nobody has taken yet.
+
+    Args:
+        layer_store: Layers and optimizers of this rank.
+        end: Applies a step.
+        validates: Whether steps ever are left pending.
+        copies: Whether a step is taken back from copies, bit for bit. Otherwise by arithmetic.
     """
 
     def __init__(
@@ -55,29 +66,34 @@ class PostValidation:
 
     @property
     def validates(self) -> bool:
-        """Whether the next step has no barrier at its end. A weight tied over two ranks gets its
-        gradient from both: there, one stays."""
+        """Returns whether the next step has no barrier at its end.
+
+        A weight tied over two ranks gets its gradient from both, so the barrier stays.
+        """
         return self._policy is not None and self._policy.on and not self._layer_store.tied.apart
 
     @property
     def copies(self) -> bool:
-        """Whether optimizers keep copies, to take steps back."""
+        """Returns whether optimizers keep copies, to take steps back."""
         return self._policy is not None and self._copies
 
     @property
     def is_out(self) -> bool:
-        """Whether there is a step whose verdict is still out."""
+        """Returns whether the verdict on a step is still out."""
         return self._pending is not None
 
     def begin(self) -> None:
-        """Before the program of a step that will be left pending."""
+        """Prepares for the program of a step that will be left pending."""
         if self._pending is None:
             self._ring.expect()
         self._begun = time.perf_counter()
 
     def is_validated(self, executor: Executor) -> bool:
-        """In the middle of the next step's program, which the executor runs: whether it may go
-        on."""
+        """Returns whether the next step's program may go on. Called in the middle of it.
+
+        Args:
+            executor: Runs that program.
+        """
         is_validated = self._is_validated()
         if self._failure is None:
             self._ring.expect()
@@ -87,22 +103,34 @@ class PostValidation:
     def end(
         self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int
     ) -> None:
-        """Of a step without a barrier: makes it if the ranks so far have nothing against it, and
-        tells the next. Raises the RunError of the step before, if that has failed meanwhile."""
+        """Ends a step without a barrier.
+
+        Makes the step if the ranks so far have nothing against it, and tells the next rank.
+
+        Args:
+            step: Number of the step.
+            step_output: Losses and op intervals of this rank.
+            lr: Learning rate.
+            max_norm: Gradient norm above which gradients are clipped.
+            flag: Value that every rank shall know of this one.
+
+        Raises:
+            RunError: The step before has failed meanwhile.
+        """
         if self._failure is not None:
             self._end.discard()
             self._raise()
         self._end.prepare()
         prefix = self._ring.prefix(self._end.table.own(step_output, flag))
         known = self._end.table.read(step, prefix, step_output, self._end.scaler.scale)
-        # By the norms alone: they are the same on all replicas, which must do alike. A loss that is
-        # not finite is for the verdict to find.
+        # The norms alone decide: they are the same on all replicas, which must do alike. The
+        # verdict finds a loss that is not finite.
         stepped = self._end.failed(0.0, known.squared_norms, max_norm) is None
         if stepped:
             if self._copies:
                 for optimizer in self._layer_store.optimizers.values():
                     optimizer.keep()
-            # That the norm of all will not clip is taken for granted; a layer's own norm is known.
+            # The step assumes that the global norm will not clip. A layer's own norm is known.
             self._end.apply(
                 known.squared_norms, lr, max_norm if self._end.clip_scope == "local" else 0.0
             )
@@ -112,14 +140,19 @@ class PostValidation:
 
     @property
     def final(self) -> LayerStore:
-        """The layers, once the last step is final. Whoever reads or changes the model takes them
-        from here."""
+        """Returns the layers once the last step is final.
+
+        Whoever reads or changes the model takes them from here.
+        """
         self.settle()
         return self._layer_store
 
     def drain(self) -> tuple[StepResult, ...]:
-        """Waits until the last step is final. Returns the results of final steps that were not
-        given before, in order."""
+        """Waits until the last step is final.
+
+        Returns:
+            The results of final steps that were not given before, in order.
+        """
         self.settle()
         return self.take_done()
 
@@ -132,15 +165,21 @@ class PostValidation:
                 self._raise()
 
     def assert_final(self) -> None:
-        """For what is called on one rank alone, which cannot wait for the others."""
+        """Raises RunError while a step is pending.
+
+        For calls on one rank alone, which cannot wait for the others.
+        """
         if self._pending is not None:
             raise RunError(
-                f"step {self._pending.step} may still be taken back; call drain() on all ranks first (a case: see Dynamism.acts)"
+                f"step {self._pending.step} may still be taken back; call drain() on all ranks "
+                "first (a case: see Dynamism.acts)"
             )
 
     def _is_validated(self) -> bool:
-        """Takes the verdict on the pending step and does what it says. False: the step was not made
-        as it was thought to be."""
+        """Takes the verdict on the pending step and acts on it.
+
+        Returns False if the step was not made as the rank had assumed.
+        """
         pending, self._pending = self._pending, None
         assert pending is not None
         end = self._end
@@ -178,8 +217,17 @@ class PostValidation:
         raise failure
 
     def observed(self, result: StepResult, failed: str | None) -> StepResult:
-        """Of a step with a barrier: as the verdict on it would have been, so that there may be none
-        again."""
+        """Records a step with a barrier as its verdict would have been.
+
+        The policy can then remove the barrier again.
+
+        Args:
+            result: Result of the step.
+            failed: NON_FINITE, CLIPPED or None (`OptimizerStep.failed`).
+
+        Returns:
+            The result with the switch that follows, if any.
+        """
         return (
             replace(result, switch=self._policy.observe(failed is not None))
             if self._policy
@@ -187,28 +235,30 @@ class PostValidation:
         )
 
     def add(self, result: StepResult) -> None:
-        """Of a step that is final."""
+        """Adds the result of a step that is final."""
         self._done.append(result)
 
     def take_done(self) -> tuple[StepResult, ...]:
-        """The results of final steps that were not given before, in order."""
+        """Returns the results of final steps that were not given before, in order."""
         done, self._done = tuple(self._done), []
         return done
 
     def part(self) -> None:
-        """Before the ranks' groups end: no table is under way any more."""
+        """Closes the ring before the ranks' groups end. No table may be under way."""
         self._ring.close()
 
     def reshaped(self) -> None:
-        """The ranks are another mesh: tables have other ways."""
+        """Makes a new ring, since the ranks are another mesh."""
         self.part()
         self._ring = NormRing(
             self._layer_store.world, self._layer_store.layout.processes, self._end.table.length
         )
 
     def renewed(self) -> None:
-        """Other ranks have joined, which know nothing of earlier steps: whether steps have a
-        barrier is decided anew."""
+        """Starts anew after other ranks have joined, which know nothing of earlier steps.
+
+        The policy on barriers starts anew, too.
+        """
         self.reshaped()
         if self._policy is not None:
             self._policy = BarrierPolicy()

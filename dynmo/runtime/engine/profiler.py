@@ -1,9 +1,8 @@
-"""Measured costs of every layer, continuously: the F, B and W seconds of each microbatch are timed
-as they run, and condensed once a step.
+"""Measured costs of every layer: seconds of F, B and W, condensed once a step.
 
-Robust to noise: the clock leaves out what other processes took (`clock.py`), and medians leave out
-single readings (`balance/readings.py`). Gathered as one fixed vector in which every layer is filled
-in by the rank that holds it.
+Every microbatch is timed as it runs. The readings are robust to noise. The clock leaves out time
+that other processes took (`clock.py`). Medians leave out single readings (`balance/readings.py`).
+The costs are gathered as one fixed vector. The rank that holds a layer fills in its costs.
 """
 
 from __future__ import annotations
@@ -33,18 +32,23 @@ from dynmo.schedule.op import Kind
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Parameters, and the buffers that are held with them: a pruned weight's indices are more than
-    its values."""
+    """Returns the bytes of parameters, and of the buffers that are held with them.
+
+    The indices of a pruned weight are larger than its values.
+    """
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 
 
 OpMark = tuple[Kind, Any, Any, list[tuple[Any, Any]]]
-"""Of a layer's op: kind, start, end, and the parts of W inside a BW, or ahead of a W
+"""Mark of a layer's op: kind, start, end, and the parts of W inside a BW or ahead of a W
 (`Layer.marks`)."""
 
 
 class Profiler:
-    """Condenses the marks that layers leave. `observe` costs microseconds a layer."""
+    """Condenses the marks that layers leave.
+
+    `observe` takes microseconds for each layer.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -53,7 +57,7 @@ class Profiler:
         self.spent = 0.0  # seconds of observing
 
     def forget(self, layers: Iterable[int]) -> None:
-        """These layers have changed: what was measured of them no longer holds."""
+        """Drops the measurements of layers that have changed."""
         for index in layers:
             self._readings.pop(index, None)
 
@@ -66,8 +70,10 @@ class Profiler:
         self.spent += time.perf_counter() - start
 
     def observe_ops(self, intervals: Iterable[Interval]) -> None:
-        """Notes which share of the time of one step's ops other processes took. The clock must be
-        settled."""
+        """Notes the share of one step's op time that other processes took.
+
+        The clock must be settled.
+        """
         seconds = elapsed = 0.0
         for s in intervals:
             known = None if s.kind in (WAIT, SEND) else self._clock.seconds(s.start, s.end)
@@ -78,13 +84,17 @@ class Profiler:
 
     @property
     def preempted(self) -> float:
-        """The share of its ops' time for which this rank lost its core to other processes: median
-        of the newest steps."""
+        """Returns the share of op time in which other processes took this rank's core.
+
+        It is the median of the newest steps.
+        """
         return median(self._preempted) if self._preempted else 0.0
 
     def _read(self, marks: Sequence[OpMark]) -> list[list[float]]:
-        """A step's readings of F, B and W. A doubtful one counts only where there is no other of
-        its kind."""
+        """Returns a step's readings of F, B and W.
+
+        A doubtful reading counts only if there is no other of its kind.
+        """
         readings = list[list[float]]()
         for which, kind in enumerate(_by_kind(marks, self._clock.seconds)):
             known = [seconds for seconds in kind if seconds is not None]
@@ -98,7 +108,7 @@ class Profiler:
         return readings
 
     def seconds(self, index: int) -> Times:
-        """F, B, W of one of this rank's layers."""
+        """Returns the seconds of F, B and W of one of this rank's layers."""
         readings = self._readings.get(index)
         return Times() if readings is None else readings.seconds
 
@@ -110,11 +120,19 @@ class Profiler:
         copies: bool = False,
         accumulation_groups: int = 1,
     ) -> tuple[LayerCost, ...]:
-        """Every layer's cost, the same on every rank: where there are replicas, of the one that
-        takes longest.
+        """Gathers every layer's cost, the same on every rank.
 
-        copies: the optimizers keep some, to take steps back. accumulation_groups: of the whole
-        mesh.
+        With replicas, it is the cost on the slowest of them.
+
+        Args:
+            world: World of this rank. All ranks call it.
+            layers: Layers of this rank, with their optimizers.
+            count: Number of layers of the model.
+            copies: Whether optimizers keep copies, to take steps back.
+            accumulation_groups: Number of groups of the whole mesh.
+
+        Returns:
+            The cost of each layer, in model order.
         """
         table = torch.zeros(count, len(fields(LayerCost)), dtype=torch.float64)
         for layer, optimizer in layers:
@@ -144,19 +162,19 @@ class Profiler:
     def gather_halves(
         self, world: World, own: Iterable[int], costs: Sequence[LayerCost]
     ) -> tuple[tuple[LayerCost, ...], ...]:
-        """The costs as half of the readings alone tell them, the same on every rank.
+        """Returns the costs from half of the readings alone, the same on every rank.
 
         Only times differ: bytes and parameters are counted, and one count is exact.
 
         Args:
             world: Every rank of it must call.
             own: This rank's layers.
-            costs: All layers', by all readings. They may be scaled: the halves are told in
+            costs: Costs of all layers, from all readings. They may be scaled: the halves are in
                 proportion.
 
         Returns:
-            The costs by the earlier readings and by the later ones; nothing if some layer has a
-            time of one reading only.
+            The costs from the earlier readings and from the later ones. Empty if some layer has
+            only one reading of a time.
         """
         unknown = Times(math.inf, math.inf, math.inf)
         table = torch.zeros(len(costs), 3, len(unknown), dtype=torch.float64)
@@ -180,8 +198,10 @@ class Profiler:
 def _in_proportion(
     cost: LayerCost, f: float, b: float, w: float, half_f: float, half_b: float, half_w: float
 ) -> LayerCost:
-    """A cost for which F, B and W are known as f, b and w by all readings, as half of the readings
-    tell it."""
+    """Scales a cost from all readings to half of the readings.
+
+    f, b and w are the seconds from all readings.
+    """
     return replace(
         cost,
         f=cost.f * half_f / f if f else half_f,
@@ -193,7 +213,10 @@ def _in_proportion(
 def _by_kind(
     marks: Sequence[OpMark], seconds: Callable[[Any, Any], float | None]
 ) -> tuple[list[float | None], ...]:
-    """Readings of F, B and W in the order of the marks; None where `seconds` knows none."""
+    """Returns readings of F, B and W in the order of the marks.
+
+    A reading is None if `seconds` knows none.
+    """
     f, b, w = list[float | None](), list[float | None](), list[float | None]()
     for kind, start, end, inside in marks:
         whole, parts = seconds(start, end), [seconds(*pair) for pair in inside]
@@ -211,10 +234,11 @@ def _by_kind(
 
 
 def _rest(whole: float | None, part: float | None) -> float | None:
-    """A whole without a part of it; None if one is unknown, or if the part seems longer.
+    """Returns a whole without a part.
 
-    The part does if the whole is CPU time, since the thread lost its core, and the part is elapsed
-    time, of which a virtual machine took some unseen.
+    Returns None if one is unknown, or if the part seems longer. The part seems longer if the thread
+    lost its core. The whole is then CPU time. The part is elapsed time, of which a virtual machine
+    took some unseen.
     """
     rest = None if whole is None or part is None else whole - part
     return rest if rest is not None and rest >= 0 else None
@@ -231,12 +255,21 @@ Pair = tuple[int, int]
 def measure_links(
     world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1 << 20), repeats: int = 5
 ) -> dict[Pair, LinkCost]:
-    """Latency and bandwidth of each pair of ranks: the median of several ping-pongs, with pauses,
-    as messages have in training.
+    """Measures latency and bandwidth of each pair of ranks.
 
-    Back to back they would be several times faster than any message ever is: caches, threads and
-    cores are awake then. Pairs that share no rank are measured at once; a chain of ranks takes
-    about a fifth of a second.
+    Takes the median of several ping-pongs, with pauses, as messages have in training. Back to back
+    they would be several times faster than any real message: caches, threads and cores are awake
+    then. Pairs that share no rank are measured at once. A chain of ranks takes about a fifth of a
+    second.
+
+    Args:
+        world: World of this rank. All ranks call it.
+        pairs: Pairs of ranks, the lower rank first.
+        sizes: Bytes of a small and a large message.
+        repeats: Number of counted ping-pongs for each size.
+
+    Returns:
+        The cost of each pair's link, the same on every rank.
     """
     table = torch.zeros(len(pairs), 2, dtype=torch.float64)
     world.open_channels([(TAG_LINKS, low, high) for low, high in pairs])
@@ -265,7 +298,7 @@ def measure_links(
 
 
 def _rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """The pairs in rounds, so that no rank is twice in one."""
+    """Divides the pairs into rounds, so that no rank is twice in one."""
     rounds: list[list[Pair]] = []
     for pair in pairs:
         free = (known for known in rounds if not any(set(pair) & set(other) for other in known))
@@ -282,8 +315,11 @@ _LINKS = "the links to be measured"
 
 
 def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
-    """Seconds one way, sent and received as channels do: from a thread, into a receive that is
-    posted. The first exchange opens the connection and is not counted."""
+    """Returns the seconds one way, sent and received as channels do.
+
+    A thread sends, into a receive that is posted. The first exchange opens the connection and is
+    not counted.
+    """
     if world.enqueues:
         return _ping_on_device(world, peer, key, size, repeats)
     sender = Worker("links", threaded=True)
@@ -306,8 +342,11 @@ def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int
 def _ping_on_device(
     world: World, peer: int, key: tuple[int, ...], size: int, repeats: int
 ) -> float:
-    """A communicator has one stream for both directions, so a receive that is posted first would
-    hold up the send that it waits for."""
+    """Returns the seconds one way on a CUDA device.
+
+    A communicator has one stream for both directions. A receive that is posted first would hold up
+    the send that it waits for.
+    """
     buffer = torch.zeros(size, dtype=torch.uint8, device=world.device)
     both = [world.send, world.receive] if world.rank < peer else [world.receive, world.send]
     times: list[float] = []

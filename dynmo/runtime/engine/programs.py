@@ -1,5 +1,6 @@
-"""The programs that this rank runs, over its layers as they are: one that trains, and those that
-evaluated last, by their number of microbatches.
+"""The programs that this rank runs over its current layers.
+
+One of them trains. The others evaluated last, by their number of microbatches.
 
 They are lowered when they are first needed, and again after layers have moved, frozen or changed.
 """
@@ -24,8 +25,14 @@ _EVALUATORS = 2
 
 
 class Programs:
-    """post_validation: programs have a place for the verdict on the step before. streams: where the
-    stages compute."""
+    """Lowers schedules to programs and keeps their executors.
+
+    Args:
+        layer_store: Layers of this rank.
+        clock: Marks the ops.
+        streams: Streams on which the stages compute.
+        post_validation: Whether programs have a place for the verdict on the step before.
+    """
 
     def __init__(
         self, layer_store: LayerStore, clock: Clock, streams: StageStreams, *, post_validation: bool
@@ -36,7 +43,7 @@ class Programs:
         self._evaluators: dict[int, Executor] = {}
 
     def relower(self) -> None:
-        """Programs and channels are made anew at the next step."""
+        """Drops programs and channels. They are made anew at the next step."""
         for executor in (self.training, *self._evaluators.values()):
             if executor is not None:
                 executor.close()
@@ -44,8 +51,15 @@ class Programs:
         self._evaluators.clear()
 
     def lower(self, schedule: Schedule, timeout: float | None) -> Executor:
-        """The program that trains, under a schedule that is the same on all ranks. timeout: as the
-        executor has it."""
+        """Lowers a schedule to the program that trains.
+
+        Args:
+            schedule: Schedule of all ranks. The same on every rank.
+            timeout: As in `Executor`.
+
+        Returns:
+            The executor of this rank's program.
+        """
         schedule = fold(schedule) if self._layer_store.layout.sliced else schedule
         programs = lower(schedule, self._post_validation, self._varying())
         self.training = self._execute(
@@ -63,13 +77,21 @@ class Programs:
         microbatches: int,
         keys: Keys | None = None,
     ) -> float:
-        """The mean loss, on the rank of the last stage; 0 elsewhere. keys: as `Pipeline.advance`
-        has them."""
+        """Evaluates the mean loss.
+
+        Args:
+            inputs: [microbatches, ...] on the rank of the first stage.
+            targets: [microbatches, ...] on the rank of the last stage.
+            microbatches: Number of microbatches.
+            keys: Key of each microbatch for the output cache, as in `Pipeline.advance`.
+
+        Returns:
+            The mean loss on the rank of the last stage, 0 elsewhere.
+        """
         layer_store = self._layer_store
         if microbatches not in self._evaluators:
-            while (
-                len(self._evaluators) >= _EVALUATORS
-            ):  # the oldest; each has channels and threads of its own
+            # The oldest goes. Each has channels and threads of its own.
+            while len(self._evaluators) >= _EVALUATORS:
                 self._evaluators.pop(next(iter(self._evaluators))).close()
             programs = lower_forward(
                 layer_store.layout.processes, layer_store.world.size, microbatches, self._varying()
@@ -80,16 +102,18 @@ class Programs:
         for layer in layer_store.layers.values():
             layer.module.eval()
         layer_store.outputs.begin(keys, training=False)
-        with (
-            torch.enable_grad()
-        ):  # a stage chooses for itself what keeps a graph; here nothing does
+        # A stage chooses for itself what keeps a graph. Here nothing does.
+        with torch.enable_grad():
             step_output = self._evaluators[microbatches].run(0, inputs, targets, training=False)
         for layer in layer_store.layers.values():
             layer.marks.clear()
         return mean_loss(step_output.losses)
 
     def _varying(self) -> list[int]:
-        """The boundaries behind stages whose last layer says that its outputs vary in shape."""
+        """Returns the boundaries behind stages whose outputs vary in shape.
+
+        The stage's last layer says so.
+        """
         modules, partition = self._layer_store.modules, self._layer_store.layout.partition
         ends = [partition.range_of(stage).stop - 1 for stage in range(partition.ranks - 1)]
         return [

@@ -1,12 +1,11 @@
-"""Slices of one GPU: disjoint groups of its SMs with a stream on each, so that several stages
-compute at once.
+"""Slices of one GPU: disjoint groups of its SMs with a stream on each.
 
-It follows the documentation of cuda-core 1.2 and of CUDA's green contexts. `make gpu` has run it on
-an H100.
+Several stages can then compute at once. The code follows the documentation of cuda-core 1.2 and of
+CUDA's green contexts. `make gpu` has run it on an H100.
 
-    132 SMs, 4 slices:   | 32 | 32 | 32 | 32 | 4 left over, of no slice
+    132 SMs, 4 slices:   | 32 | 32 | 32 | 32 | 4 left over, in no slice
 
-This is overlap on slices of one GPU, not several GPUs: memory, its bandwidth and the L2 cache are
+This is overlap on slices of one GPU, not several GPUs. Memory, its bandwidth and the L2 cache are
 shared.
 """
 
@@ -24,8 +23,13 @@ from dynmo.runtime.engine.stage_streams import DefaultStream, SliceStreams, Stag
 
 
 class SmSlice(NamedTuple):
-    """sms: how many SMs compute what the stream is given. owner: what must live as long as the
-    stream."""
+    """A group of SMs and its stream.
+
+    Attributes:
+        sms: Number of SMs that compute the stream's work.
+        stream: The stream.
+        owner: Objects that must live as long as the stream.
+    """
 
     sms: int
     stream: torch.cuda.Stream
@@ -33,25 +37,49 @@ class SmSlice(NamedTuple):
 
 
 def make_streams(device: torch.device, slices: int, placement: Sequence[int]) -> StageStreams:
-    """A stream on each of so many slices of a CUDA device. On CPU all stages compute in turn.
-    placement: the slice of each stage."""
+    """Makes a stream on each slice of a CUDA device.
+
+    On CPU all stages compute in turn.
+
+    Args:
+        device: Device to cut.
+        slices: Number of slices.
+        placement: Slice of each stage.
+    """
     if device.type != "cuda":
         return DefaultStream()
     return SliceStreams([each.stream for each in cut(device.index or 0, slices)], placement)
 
 
 def sizes(sms: int, slices: int, least: int, step: int) -> range:
-    """SMs of a slice to try, largest first: multiples of `step`, none under `least`."""
+    """Returns the slice sizes to try, largest first.
+
+    They are multiples of `step`, and none is under `least`.
+
+    Args:
+        sms: SMs of the GPU.
+        slices: Number of slices.
+        least: Fewest SMs of a slice.
+        step: Granularity of a slice, in SMs.
+    """
     step = max(1, step)
     return range(sms // slices // step * step, max(1, least) - 1, -step)
 
 
-@cache  # once a process: the groups of two splits overlap, and torch keeps memory for a stream that must not end before it
+# The split is made once a process. The groups of two splits overlap, and torch keeps memory for a
+# stream that must not end before it.
+@cache
 def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
-    """So many equal slices, all from one split (torch.cuda.green_contexts splits anew for each
-    context, and its groups overlap).
+    """Cuts a GPU into equal slices, all from one split.
 
-    Raises ConfigError where cuda-core is missing, or the driver cannot cut this GPU so.
+    torch.cuda.green_contexts splits anew for each context, and its groups overlap.
+
+    Args:
+        device: Index of the CUDA device.
+        slices: Number of slices.
+
+    Raises:
+        ConfigError: cuda-core is missing, or the driver cannot cut this GPU so.
     """
     try:
         cuda: Any = importlib.import_module("cuda.core")
@@ -62,16 +90,19 @@ def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
     torch.cuda.init()
     try:
         gpu = cuda.Device(device)
-        gpu.set_current()  # torch's own (primary) context: its memory, kernels and events serve the slices too
+        # This is torch's own (primary) context. Its memory, kernels and events serve the slices.
+        gpu.set_current()
         groups = _split(cuda, gpu.resources.sm, slices)
         contexts = [gpu.create_context(cuda.ContextOptions(resources=[group])) for group in groups]
         streams = [context.create_stream() for context in contexts]
     except ConfigError:
         raise
-    except Exception as error:  # cuda-core says by ValueError, RuntimeError or its own that driver or bindings are too old
+    except Exception as error:
+        # cuda-core reports an old driver or old bindings by ValueError, RuntimeError or its own.
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"parallel.slices = true: CUDA cannot cut device {device} into slices ({reason}); set it to false"
+            f"parallel.slices = true: CUDA cannot cut device {device} into slices ({reason}); set "
+            "it to false"
         ) from error
     return tuple(
         SmSlice(
@@ -82,8 +113,10 @@ def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
 
 
 def _split(cuda: Any, whole: Any, slices: int) -> Sequence[Any]:
-    """One split into equal groups, as large as the GPU's topology allows: what it allows, only
-    trying tells."""
+    """Makes one split into equal groups, as large as the GPU's topology allows.
+
+    Only trying tells how large that is.
+    """
     refused: Exception | None = None
     for count in sizes(
         whole.sm_count, slices, whole.min_partition_size, whole.coscheduled_alignment
@@ -98,5 +131,6 @@ def _split(cuda: Any, whole: Any, slices: int) -> Sequence[Any]:
             return groups
     why = "" if refused is None else f" ({' '.join(str(refused).split())})"
     raise ConfigError(
-        f"parallel.slices = true: {slices} slices do not fit {whole.sm_count} SMs{why}; use a smaller parallel.pipeline"
+        f"parallel.slices = true: {slices} slices do not fit {whole.sm_count} SMs{why}; use a "
+        "smaller parallel.pipeline"
     )

@@ -1,13 +1,14 @@
-"""Where the stages of one process compute: all on the current stream, or each in its lane, a stream
-that runs beside the others'.
+"""Streams on which the stages of one process compute.
+
+All stages compute on the current stream, or each in its lane, a stream beside the others.
 
     current stream   .. optimizer |fork                              |join  norms, optimizer ..
     lane 0 (stage 0)              | F0 F1 .. B0 W0 B1 W1             |
     lane 1 (stage 1)              | .. F0 B0 F1 B1 W0 W1             |
                                        waits for the event behind stage 0's F0
 
-One thread gives every lane its work, in the order of the program; only the lanes wait for each
-other, the thread for nobody.
+One thread gives every lane its work, in the order of the program. Only the lanes wait for each
+other. The thread waits for nobody.
 """
 
 from __future__ import annotations
@@ -22,17 +23,29 @@ from dynmo.runtime.layer.split_backward import Tensors
 from dynmo.schedule.lowering import Direction
 
 Key = tuple[Direction, int, int]
-"""What one stage hands to another in memory: direction, the stage that needs it, microbatch."""
+"""Name of a result that one stage hands to another: direction, receiving stage, microbatch."""
 
 
 class StageStreams(Protocol):
-    """`fork` before a program and `join` behind it, on the same stream. Within `of(stage)`: `need`
-    before an op takes something, `made` after an op has made it."""
+    """Streams of the stages of one process.
+
+    `fork` comes before a program and `join` behind it, on the same stream. Within `of(stage)`,
+    `need` comes before an op takes a result, and `produced` after an op has made one.
+    `need(key, tensors)` gets the result's key and its tensors.
+    """
 
     def fork(self) -> None: ...
     def join(self) -> None: ...
     def of(self, stage: int) -> AbstractContextManager[object]: ...
-    def need(self, key: Key, tensors: Tensors) -> None: ...
+    def need(self, key: Key, tensors: Tensors) -> None:
+        """Waits on the current stream until another stage has made a result.
+
+        Args:
+            key: Name of the result.
+            tensors: The result.
+        """
+        ...
+
     def produced(self, key: Key) -> None: ...
 
 
@@ -51,6 +64,12 @@ class DefaultStream:
         return self._here
 
     def need(self, key: Key, tensors: Tensors) -> None:
+        """Does nothing, since one stream keeps the order.
+
+        Args:
+            key: Name of the result.
+            tensors: The result.
+        """
         pass
 
     def produced(self, key: Key) -> None:
@@ -58,7 +77,12 @@ class DefaultStream:
 
 
 class SliceStreams:
-    """streams: of each lane; placement: per stage, its lane."""
+    """Each stage computes on the stream of its lane.
+
+    Args:
+        streams: Stream of each lane.
+        placement: Lane of each stage.
+    """
 
     def __init__(self, streams: Sequence[torch.cuda.Stream], placement: Sequence[int]) -> None:
         self._streams, self._placement = streams, placement
@@ -77,14 +101,20 @@ class SliceStreams:
         return torch.cuda.stream(self._streams[self._placement[stage]])
 
     def need(self, key: Key, tensors: Tensors) -> None:
+        """Lets the current lane wait until another has made a result.
+
+        Args:
+            key: Name of the result.
+            tensors: The result. Its memory is kept until this lane has used it.
+        """
         event = self._events.pop(key, None)
         if event is None:
             return
         stream = torch.cuda.current_stream()
         stream.wait_event(event)
         for tensor in tensors:
-            # Its memory is the other lane's, which would take it back as soon as this thread lets
-            # go of it.
+            # The memory belongs to the other lane, which would reuse it as soon as this thread
+            # drops it.
             tensor.record_stream(stream)
 
     def produced(self, key: Key) -> None:

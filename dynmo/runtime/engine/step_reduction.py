@@ -1,11 +1,12 @@
-"""What the ranks know of a step at its end: one table, and the result that is read from it, the
-same on every rank.
+"""The table that the ranks share at a step's end, and the result read from it.
+
+The result is the same on every rank.
 
     squared norms of the layers | losses of the microbatches | busy, span, flag
     on all replicas               of all replicas              of every global rank, or slice
 
-But for the norms each entry is filled by one rank, and of those by one in a pipeline: so no sum is
-rounded.
+Exactly one rank writes each entry, except for the norms, which one rank of each pipeline writes.
+The all-reduce therefore only adds zeros and cannot round.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did. It is the same on every rank.
+    """Result of one step. It is the same on every rank.
 
     Attributes:
         step: Number of the step.
         loss: Mean loss over all microbatches.
         norm: Norm of all gradients before clipping.
-        squared_norms: Of each layer's gradients before clipping. 0 if the step was skipped.
+        squared_norms: Squared norm of each layer's gradients before clipping. 0 if the step was
+            skipped.
         busy: Seconds that each rank (or slice) computed, without time that other processes took.
         spans: Seconds from each rank's first op to its last.
         flags: What each rank passed as `flag`.
@@ -63,8 +65,14 @@ class StepResult:
 
 
 class StepReduction:
-    """The table as this rank fills it in and reads it. float64, [length]; its parts follow the
-    holding's mesh."""
+    """The table as this rank fills it in and reads it. float64, [length].
+
+    Its parts follow the mesh of the layer store.
+
+    Args:
+        layer_store: Layers of this rank.
+        clock: Reads the marks of the ops.
+    """
 
     def __init__(self, layer_store: LayerStore, clock: Clock) -> None:
         self._layer_store, self._clock = layer_store, clock
@@ -83,12 +91,20 @@ class StepReduction:
         return self._layer_store.model.layers + layout.microbatches * layout.replicas
 
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms, losses, and [3, ranks]: views."""
+        """Returns views of the norms, the losses, and [3, ranks] of busy, span and flag."""
         layers, losses = self._layer_store.model.layers, self._losses_end
         return table[:layers], table[layers:losses], table[losses:].view(3, self._ranks)
 
     def own(self, step_output: StepOutput, flag: int) -> Tensor:
-        """This rank's entries; its gradients must be complete."""
+        """Returns this rank's entries. Its gradients must be complete.
+
+        Args:
+            step_output: Losses and op intervals of this rank.
+            flag: Value that every rank shall know of this one.
+
+        Returns:
+            The table with zeros elsewhere. float64, [length].
+        """
         layer_store, world, layout, clock = (
             self._layer_store,
             self._layer_store.world,
@@ -121,15 +137,16 @@ class StepReduction:
         return table
 
     def once(self, table: Tensor) -> Tensor:
-        """All replicas have the same norms, for their gradients are summed: one of them gives them
-        to a sum over all."""
+        """Clears the norms on all replicas but the first, before a sum over all.
+
+        All replicas have the same norms, because their gradients are summed.
+        """
         if self._layer_store.world.replica:
             self._parts(table)[0].zero_()
         return table
 
     def complete(self, table: Tensor) -> Tensor:
-        """The table has the entries of all of a pipeline's ranks, here: now those of the other
-        replicas', before it goes back."""
+        """Adds the other replicas' entries to a table that one pipeline has completed."""
         if self._layer_store.world.replicas == 1:
             return table
         return self._layer_store.world.peers.sum(
@@ -139,6 +156,17 @@ class StepReduction:
     def read(
         self, step: int, table: Tensor, step_output: StepOutput, loss_scale: float
     ) -> StepResult:
+        """Reads the result of a step from the complete table.
+
+        Args:
+            step: Number of the step.
+            table: Entries of all ranks. float64, [length].
+            step_output: Losses and op intervals of this rank.
+            loss_scale: Factor of the loss in float16.
+
+        Returns:
+            The step's result.
+        """
         norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
         busy, spans, flags = rest.tolist()

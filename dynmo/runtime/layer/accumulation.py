@@ -1,15 +1,17 @@
-"""Gradients in one order: added up over the microbatches of a slot, and the slots folded as a fixed tree.
+"""Gradients in one order: a fixed tree of slots of microbatches.
+
+Microbatches add up in a slot, and the slots fold as the tree.
 
     slot        0     1     2     3     4     5
                  \\   /       \\   /       \\   /
-                  01          23          45          two equal subtrees merge as soon as both are there
+                  01          23          45      two equal subtrees merge as soon as both exist
                      \\      /             |
                        0123               |
                              \\           /
-                               0 .. 5                 what is left over folds from the last to the first
+                               0 .. 5             the rest folds from the last to the first
 
-A replica that holds a run of slots as long as a power of two folds a subtree of it, so any number of replicas gives the same bits, and one
-process with as many slots is what they are compared with.
+A replica that holds a run of slots as long as a power of two folds a subtree. So any number of
+replicas gives the same bits. The reference is one process with as many slots.
 """
 
 from __future__ import annotations
@@ -20,15 +22,22 @@ from torch import Tensor, nn
 
 
 class Tree:
-    """The sum of tensors, added as the tree above; None stands for zeros. It adds into the tensors
-    that it is given."""
+    """The sum of tensors, added as the tree above. None stands for zeros.
+
+    It adds into the tensors that it is given.
+    """
 
     def __init__(self) -> None:
         self._parts: list[Tensor | None] = []
         self._count = 0
 
     def put(self, place: int, tensor: Tensor | None) -> None:
-        """The next tensor; places that were left out are zeros."""
+        """Adds the next tensor. Places that were left out are zeros.
+
+        Args:
+            place: Position of the tensor in the order. It only grows.
+            tensor: The tensor, or None for zeros.
+        """
         assert place >= self._count, "tensors come in order"
         while self._count < place:
             self._push(None)
@@ -43,7 +52,10 @@ class Tree:
         self._count += 1
 
     def total(self, count: int) -> Tensor | None:
-        """Of `count` tensors; None if there was none. The tree is empty then."""
+        """Returns the sum of `count` tensors, or None if there was none.
+
+        Empties the tree.
+        """
         while self._count < count:
             self._push(None)
         total = self._parts.pop()
@@ -55,18 +67,24 @@ class Tree:
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None:
-        # As zeros + b, which is b but for the sign of a zero.
+        # Equal to zeros + b, which is b but for the sign of a zero.
         return b if b is None else b.add_(0.0)
     return a.add_(0.0) if b is None else a.add_(b)
 
 
 class AccumulationGroups:
-    """Of one layer: sets its gradients aside where a slot ends, and says when those of the step are
-    complete.
+    """Sets a layer's gradients aside at the end of a slot.
 
-    Some parameters take their gradient in B (norms), others in W, and B may be ahead of W by
-    several microbatches: each ends a slot where its own gradient of the slot's last microbatch is
-    there. Which one is which shows at the first microbatch that uses it.
+    It also tells when all of the step's gradients are complete. Some parameters take their gradient
+    in B (norms), others in W. B may be ahead of W by several microbatches. A parameter's slot
+    therefore ends when its own gradient of the slot's last microbatch is there. The first
+    microbatch that uses a parameter shows whether B or W gives its gradient.
+
+    Args:
+        parameters: Parameters of the layer.
+        microbatches: Number of microbatches of this replica.
+        count: Number of slots of this replica. It divides `microbatches`.
+        done: Called when the layer's last W has run.
     """
 
     def __init__(
@@ -76,7 +94,6 @@ class AccumulationGroups:
         count: int,
         done: Callable[[], None] | None = None,
     ) -> None:
-        """microbatches, count: of this replica. done: called when the layer's last W has run."""
         assert microbatches % count == 0, "the config checks this"
         self._last, self._each, self._count = microbatches - 1, microbatches // count, count
         self._done = done
@@ -87,18 +104,20 @@ class AccumulationGroups:
 
     @property
     def watching(self) -> bool:
-        """Whether W must be kept apart from B, to see which of them gives a parameter its
-        gradient."""
+        """Returns whether W must be kept apart from B.
+
+        Only then is it seen which of them gives a parameter its gradient.
+        """
         return self._count > 1 and any(p.requires_grad for p in self._undecided)
 
     def after_input(self, microbatch: int) -> None:
-        """B is done, W not yet (unless nothing is `watching`)."""
+        """Notes that B is done. W is not yet done (unless nothing is `watching`)."""
         if self._count > 1:
             self._decide(self._by_input)
             self._end(self._by_input, microbatch)
 
     def after_weight(self, microbatch: int) -> None:
-        """W is done."""
+        """Notes that W is done."""
         if self._count > 1:
             self._decide(self._by_weight)
             self._end(self._by_weight, microbatch)
@@ -124,5 +143,5 @@ class AccumulationGroups:
                 parameter.grad = None
 
     def clear(self) -> None:
-        """Drops what a failed step left."""
+        """Drops the gradients that a failed step left."""
         self._trees.clear()

@@ -1,9 +1,9 @@
-"""Copies of the buffers that forwards write to, so that a forward can run again from the same
-values.
+"""Copies of the buffers that forwards write to.
 
-Buffers are copied and compared by value. A tensor's `_version` does not tell: torch's batch norm
-leaves it as it is, and so do writes through `.data` or numpy. Buffers that encode the sparsity of a
-pruned weight are left out. Forwards only read them, and they are large.
+A forward can run again from them. Buffers are copied and compared by value. A tensor's `_version`
+is not enough: torch's batch norm does not raise it, nor do writes through `.data` or numpy. Buffers
+that encode the sparsity of a pruned weight are left out. Forwards only read them, and they are
+large.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 class BufferKey(NamedTuple):
-    """Which buffer of a `BufferSet`: the place of its owner among the modules, and its name
-    there."""
+    """Identifies a buffer of a `BufferSet`.
+
+    Attributes:
+        owner: Place of its owner among the modules.
+        name: Its name there.
+    """
 
     owner: int
     name: str
 
 
 Copies = Mapping[BufferKey, Tensor | None]
-"""Values of buffers at some time; None for one that did not exist then."""
+"""Values of buffers at some time. None for a buffer that did not exist then."""
 
 
 class BufferSet:
-    """The buffers of some modules, for as long as these modules keep their submodules."""
+    """The buffers of some modules, as long as these keep their submodules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         named = [pair for module in modules for pair in module.named_modules()]
@@ -59,7 +63,7 @@ class BufferSet:
         """Returns the earlier values of the buffers that have other values now.
 
         Args:
-            before: What `copies` returned.
+            before: Result of `copies` at the earlier time.
         """
         return {
             key: before.get(key)
@@ -68,8 +72,10 @@ class BufferSet:
         }
 
     def maybe_written(self, before: Copies) -> Copies:
-        """Like `written`, but without waiting for a device: buffers that are not on the CPU count
-        as written."""
+        """Like `written`, but without waiting for a device.
+
+        Buffers that are not on the CPU count as written.
+        """
         pairs = self._pairs(before)
         return {
             key: before.get(key)
@@ -78,26 +84,29 @@ class BufferSet:
         }
 
     def _pairs(self, before: Copies) -> Iterable[tuple[BufferKey, Tensor | None]]:
-        """The buffers that exist, and None for those that existed before only."""
+        """Returns the buffers that exist, and None for those that existed before only."""
         return (dict.fromkeys(before) | dict(self)).items()
 
     def persistent(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that are part of the model's state, by their names in the module, in its
-        order."""
+        """Yields the buffers that are part of the model's state, with their names.
+
+        A name is the buffer's in the module. The buffers come in the module's order.
+        """
         return ((self.name_of(key), b) for key, b in self if self._is_persistent(key))
 
     def first_persistent(self, keys: Iterable[BufferKey]) -> str | None:
-        """Returns the name of the first of these buffers that is part of the model's state, or
-        None."""
+        """Returns the name of the first of these buffers in the model's state.
+
+        Returns None if there is none.
+        """
         return next((self.name_of(key) for key in sorted(keys) if self._is_persistent(key)), None)
 
     def name_of(self, key: BufferKey) -> str:
-        """The buffer's name in the module, as `named_buffers` has it."""
+        """Returns the buffer's name in the module, as `named_buffers` has it."""
         return f"{self._prefixes[key.owner]}.{key.name}".lstrip(".")
 
     def restore(self, copies: Copies) -> None:
-        """Gives every buffer the value that it had when `copies` were made, and removes newer
-        ones."""
+        """Gives every buffer its value in `copies`, and removes newer buffers."""
         with torch.no_grad():
             for key, buffer in self._pairs(copies):
                 copy = copies.get(key)
@@ -116,8 +125,10 @@ class BufferSet:
         return {key: (buffer, buffer._version) for key, buffer in self}
 
     def renew(self, keys: Iterable[BufferKey]) -> None:
-        """Puts equal tensors in the places of these buffers. Graphs that have saved the old ones
-        keep them as they are."""
+        """Puts equal tensors in the places of these buffers.
+
+        Graphs that have saved the old tensors keep them as they are.
+        """
         for key in keys:
             buffer = self._owners[key.owner]._buffers.get(key.name)
             if buffer is not None:
@@ -125,10 +136,10 @@ class BufferSet:
 
     @contextmanager
     def replaced(self, copies: Copies) -> Generator[None]:
-        """Within the context, fresh tensors with these values take the places of the buffers.
+        """Replaces the buffers by fresh tensors with these values, within the context.
 
-        What is written within the context is lost. The buffers themselves stay as they are, since
-        autograd may need them.
+        Writes within the context are lost. The buffers themselves stay as they are, since autograd
+        may need them.
         """
         now = {key: self._owners[key.owner]._buffers.get(key.name) for key in copies}
         try:
@@ -145,11 +156,14 @@ def _is_same(before: Tensor | None, now: Tensor | None) -> bool:
 
 
 def has_same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, so that NaN equals NaN. A CUDA device is waited
-    for.
+    """Returns whether two tensors are equal bit for bit, so that NaN equals NaN.
 
-    Tensors of subclasses (fake tensors, say) and sparse tensors cannot be compared and count as
-    different.
+    Waits for a CUDA device. Tensors of subclasses (fake tensors, say) and sparse tensors cannot be
+    compared and count as different.
+
+    Args:
+        a: A tensor of any shape.
+        b: A tensor of any shape.
     """
     plain = type(a) is Tensor and type(b) is Tensor and a.layout == b.layout == torch.strided
     return plain and a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))

@@ -1,21 +1,22 @@
-"""A frozen prefix's outputs, kept for when the same microbatch comes again (Egeria, Wang et al.
-2022).
+"""Keeps a frozen prefix's outputs for when the same microbatch comes again.
 
-A rank keeps what the last of its frozen leading layers made of a microbatch, under that layer's
-index and the microbatch's key. Where it comes again, they do not run. Nothing of this crosses
-ranks: messages are what they were.
+Source: Egeria, Wang et al. 2022. A rank keeps the output of its last frozen leading layer for a
+microbatch. The key is that layer's index and the microbatch's key. When the microbatch comes again,
+these layers do not run. Nothing of this crosses ranks: messages are the same as without a cache.
 
-    rank 0 | layers 0 1 2 | 3 4 5    frozen: 0 to 4        rank 0 keeps the outputs of 2, rank 1 those of 4, and its F is 5's alone
+    rank 0 | layers 0 1 2 | 3 4 5    frozen: 0 to 4
                    kept ^     ^
 
-An output is a function of the key and of the weights up to its layer: it stays right wherever the
-layers in front move, and when more layers freeze behind it; then F goes on from there. It is wrong
-once a layer up to it thaws or changes (`forget`), and of no use once its layer is elsewhere
+    Rank 0 keeps the outputs of 2, rank 1 those of 4. Rank 1 then runs F of layer 5 only.
+
+An output is a function of the key and of the weights up to its layer. It stays valid wherever the
+layers in front move, and when more layers freeze behind it. F then goes on from there. It is wrong
+once a layer up to it thaws or changes (`forget`). It is useless once its layer is on another rank
 (`hold`).
 
-Equal bits: only copies are kept, and only copies handed out, so that nobody can write to what is
-kept. A layer that draws random numbers, or that writes to a buffer, does something else each time,
-which no other rank can know: such a run fails.
+Equal bits: only copies are kept and handed out, so nobody can write to a kept tensor. A layer that
+draws random numbers, or that writes to a buffer, gives another output each time. No other rank can
+know that, so such a run fails.
 """
 
 from __future__ import annotations
@@ -29,15 +30,23 @@ from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 
 Keys = Sequence[Hashable]
-"""Of each microbatch of a run: equal only where the inputs of the first stage are."""
+"""Key of each microbatch of a run. Keys are equal only if the inputs of the first stage are."""
 
 
 class OutputCache:
-    """limit: bytes of host memory; 0: nothing is kept. `bytes` is what is in use, `spared` how many
-    layers' F were."""
+    """Outputs of the frozen leading layers of this rank.
 
-    # Full, it keeps what it has: epochs go round, so whatever would be evicted is needed again
-    # sooner than what came last.
+    Args:
+        limit: Bytes of host memory. 0: nothing is kept.
+        clock: Marks the time of copies.
+
+    Attributes:
+        bytes: Bytes in use.
+        spared: Number of F's of layers that did not have to run.
+    """
+
+    # A full cache keeps its entries. Epochs go round, so an evicted entry would be needed sooner
+    # than the newest one.
 
     def __init__(self, limit: int, clock: Clock) -> None:
         self.limit, self._clock = limit, clock
@@ -46,14 +55,31 @@ class OutputCache:
         self._keys: Keys | None = None
 
     def begin(self, keys: Keys | None, training: bool) -> None:
-        """Before a run. keys: None where its microbatches do not come again."""
+        """Prepares for a run.
+
+        Args:
+            keys: Key of each microbatch. None if the microbatches do not come again.
+            training: Whether the run trains.
+        """
         self._keys = None if keys is None else [(training, key) for key in keys]
 
     def forward(
         self, layers: Sequence[Layer], microbatch: int, inputs: Tensors, step: int
     ) -> Tensors:
-        """F of frozen leading layers, as far as it must run. Raises RunError where a layer does not
-        do the same each time."""
+        """Runs F of frozen leading layers, as far as it must run.
+
+        Args:
+            layers: Frozen leading layers of the stage, in order.
+            microbatch: Index of the microbatch in the run.
+            inputs: Inputs of the first layer.
+            step: Number of the step.
+
+        Returns:
+            Outputs of the last layer.
+
+        Raises:
+            RunError: A layer does not do the same each time.
+        """
         key = None if self._keys is None else self._keys[microbatch]
         done, tensors = 0, inputs
         if key is not None:
@@ -70,8 +96,10 @@ class OutputCache:
         return tensors
 
     def _find(self, layers: Sequence[Layer], key: Hashable) -> tuple[int, _Kept | None]:
-        """How many of the layers need not run, and the output of the last of these. A layer whose
-        sizes are not known yet, as it has just come, runs."""
+        """Returns how many layers need not run, and the output of the last of these.
+
+        A layer runs if its sizes are not known yet, because it has just come.
+        """
         known = next((i for i, layer in enumerate(layers) if not layer.output_bytes), len(layers))
         for count in range(known, 0, -1):
             entry = self._entries.get((layers[count - 1].index, key))
@@ -80,14 +108,14 @@ class OutputCache:
         return 0, None
 
     def _mark(self, spared: Sequence[Layer], start: object) -> None:
-        """For the profiler: the last one's F is the copy, the others' is nothing."""
+        """Leaves marks for the profiler: the last F is the copy, the others take no time."""
         end = self._clock.mark()
         for layer in spared[:-1]:
             layer.spare(start, start)
         spared[-1].spare(start, end)
 
     def _keep(self, layers: Sequence[Layer], key: Hashable, outputs: Tensors) -> None:
-        """In place of what is kept of the layers in front, if it fits."""
+        """Keeps the outputs in place of those of the layers in front, if they fit."""
         before = [at for layer in layers if (at := (layer.index, key)) in self._entries]
         freed = sum(self._entries[at].bytes for at in before)
         if self.bytes - freed + _size(outputs) > self.limit:
@@ -96,17 +124,20 @@ class OutputCache:
         kept = self._entries[layers[-1].index, key] = _Kept(outputs)
         self.bytes += kept.bytes
 
-    # -- what holds no longer ----------------------------------------------------------------------
+    # -- entries that hold no longer ---------------------------------------------------------------
 
     def forget(self, layers: Iterable[int]) -> None:
-        """These layers have changed, on whatever rank: what was made of them or behind them is
-        wrong now."""
+        """Drops the outputs of changed layers and of all layers behind them.
+
+        Args:
+            layers: Layers that have changed, on whatever rank.
+        """
         first = min(layers, default=None)
         if first is not None:
             self._drop([at for at in self._entries if at[0] >= first])
 
     def hold(self, layers: Collection[int]) -> None:
-        """The frozen leading layers here are these: of others, outputs are of no use."""
+        """Drops the outputs of all layers but these, the frozen leading layers here."""
         self._drop([at for at in self._entries if at[0] not in layers])
 
     def _drop(self, gone: Iterable[tuple[int, Hashable]]) -> None:
@@ -115,8 +146,10 @@ class OutputCache:
 
 
 class _Kept:
-    """Copies in host memory. From a CUDA device and to it only the stream waits for them, which
-    needs memory that is pinned."""
+    """Copies in host memory.
+
+    Only the stream waits for copies from and to a CUDA device. That needs pinned memory.
+    """
 
     def __init__(self, outputs: Tensors) -> None:
         self.bytes = _size(outputs)
@@ -140,15 +173,18 @@ class _Kept:
 
 
 def _size(tensors: Tensors) -> int:
-    """Bytes of host memory: torch takes pinned memory in powers of two."""
+    """Returns bytes of host memory. torch takes pinned memory in powers of two."""
     return sum(
         1 << (y.nbytes - 1).bit_length() if y.is_cuda and y.nbytes else y.nbytes for y in tensors
     )
 
 
 def _forward(layer: Layer, microbatch: int, inputs: Tensors, step: int, drawing: bool) -> Tensors:
-    """drawing: it may draw random numbers, for its output is not kept. Buffers it may never write
-    to: outputs that are kept of evaluations, here or on ranks behind, know the ones before."""
+    """Runs F of one layer, and checks that it does the same each time.
+
+    `drawing` permits random numbers, for an output that is not kept. The layer may never write to
+    buffers. Outputs kept from evaluations, here or on later ranks, depend on the earlier values.
+    """
     before = layer.buffers.copies()
     outputs = layer.forward(microbatch, inputs, step, False, False, None)
     wrong = (
@@ -161,7 +197,8 @@ def _forward(layer: Layer, microbatch: int, inputs: Tensors, step: int, drawing:
         wrong = f"writes to its buffer {layer.buffers.name_of(written)!r}"
     if wrong is not None:
         raise RunError(
-            f"layer {layer.index} ({type(layer.module).__name__}) is frozen and its forward {wrong}, so outputs from there on differ each "
+            f"layer {layer.index} ({type(layer.module).__name__}) is frozen and its forward "
+            f"{wrong}, so outputs from there on differ each "
             "time and cannot be cached; use dynamism.freezing.cache_bytes = 0 with this model"
         )
     return outputs

@@ -1,5 +1,6 @@
-"""Attributes of modules that are neither parameters nor buffers, and that a forward may write to (a
-counter, say).
+"""Plain attributes of modules: neither parameters nor buffers.
+
+A forward may write to them. A counter is an example.
 
 They do not move with a layer, no checkpoint has them, and a forward that runs again finds them
 changed. Many are harmless: a cached mask, or the last attention map. `Layer.forward` refuses those
@@ -20,8 +21,10 @@ _CONTAINERS = (list, dict, set)
 
 
 class PlainState:
-    """The attributes of a module and its submodules as they are when this object is made. dynmo's
-    own modules are left out."""
+    """The attributes of a module and its submodules when this object is made.
+
+    dynmo's own modules are left out.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = [
@@ -38,7 +41,7 @@ class PlainState:
                     yield (place, name), value
 
     def written(self) -> str | None:
-        """The name of the first attribute that has another value now, or None."""
+        """Returns the name of the first attribute that has another value now, or None."""
         for (place, name), value in self._attributes():
             before = self._before.get((place, name))
             if before is None or not _is_same(*before, value):
@@ -52,7 +55,7 @@ class PlainState:
 
 
 def _contents(value: object) -> object:
-    """A copy of what may change in place."""
+    """Returns a copy of a value that may change in place."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return tuple(cast("list[object]", value)) if isinstance(value, _CONTAINERS) else value

@@ -1,12 +1,12 @@
-"""What a model computes in: float32, or bfloat16 or float16 with float32 masters.
+"""Precision of a model: float32, or bfloat16 or float16 with float32 masters.
 
     master (float32) --rounded--> parameter (low) --F, B, W--> gradient (float32) --optimizer-->
     master
 
-Every float32 parameter is lowered, norms' weights too: torch's norms compute in float32 within, on
-CUDA they take no mixture, and the master keeps what rounding hides. Buffers (rotary tables, running
-statistics) stay as the model made them, for a table loses more by rounding than it saves; a module
-casts them where it uses them. The loss is taken in float32.
+Every float32 parameter is lowered, norms' weights too. Inside, torch's norms compute in float32. On
+CUDA they take no mixture. The master keeps the bits that rounding hides. Buffers (rotary tables,
+running statistics) stay as the model made them. A table would lose more by rounding than it saves.
+A module casts buffers when it uses them. The loss is taken in float32.
 """
 
 from __future__ import annotations
@@ -21,8 +21,17 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 
 
 def lower(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rounds the float32 parameters of a module in place; returns what they were, by name. Of
-    float32 nothing changes."""
+    """Rounds the float32 parameters of a module in place.
+
+    For float32 nothing changes.
+
+    Args:
+        module: The module.
+        dtype: Type to round to.
+
+    Returns:
+        The float32 values of the rounded parameters, by name.
+    """
     masters: dict[str, Tensor] = {}
     if dtype == torch.float32:
         return masters
@@ -34,14 +43,32 @@ def lower(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def dtype_for(precision: str, device: torch.device) -> torch.dtype:
-    """Raises ConfigError where torch cannot train in this precision on the device: tried on a few
-    numbers."""
+    """Returns the type of a precision, after a trial on the device.
+
+    The trial computes with a few numbers.
+
+    Args:
+        precision: A key of `PRECISIONS`.
+        device: Device that shall train.
+
+    Raises:
+        ConfigError: torch cannot train in this precision on the device.
+    """
     dtype = PRECISIONS[precision]
     check(dtype, device)
     return dtype
 
 
 def check(dtype: torch.dtype, device: torch.device) -> None:
+    """Tries a few numbers in a type on a device.
+
+    Args:
+        dtype: Type of the parameters.
+        device: Device that shall train.
+
+    Raises:
+        ConfigError: torch cannot train in this type on the device.
+    """
     if dtype == torch.float32:
         return
     name = str(dtype).removeprefix("torch.")
@@ -60,5 +87,6 @@ def check(dtype: torch.dtype, device: torch.device) -> None:
     except (RuntimeError, TypeError) as error:
         what = str(error).splitlines()[0]
         raise ConfigError(
-            f"train.precision = '{name}': torch {torch.__version__} cannot train in it on {device} ({what}); use 'float32'"
+            f"train.precision = '{name}': torch {torch.__version__} cannot train in it on {device} "
+            f"({what}); use 'float32'"
         ) from None

@@ -1,12 +1,13 @@
-"""B now, W later, for any module tree: one layer with its own small autograd graph per microbatch.
+"""B now, W later, for any module tree.
 
-A layer's inputs are detached, so that its graph ends at its own boundary. B runs that graph and
-yields the input gradients; what the tape has collected meanwhile is W. Small parameters (norms) and
-modules that cannot be split take their weight gradient in B.
+A layer has its own small autograd graph per microbatch. A layer's inputs are detached, so that its
+graph ends at its own boundary. B runs that graph and yields the input gradients. The work that the
+tape has collected meanwhile is W. Small parameters (norms) and modules that cannot be split take
+their weight gradient in B.
 
-With `recompute` (activation checkpointing) F keeps its inputs only, and B begins with F again, from
-the same seed: the same bits. Both F's build a graph, since some kernels (torch's LSTM on the CPU)
-compute other bits without one. The first graph is dropped at once.
+With `recompute` (activation checkpointing) F keeps its inputs only. B begins with F again, from the
+same seed, so it gets the same bits. Both F's build a graph, since some kernels (torch's LSTM on the
+CPU) compute other bits without one. The first graph is dropped at once.
 
     kept         F ----------- activations -----------> B -- stash --> W
     recomputed   F -- inputs --> (F again: activations) B -- stash --> W
@@ -37,14 +38,16 @@ from dynmo.schedule.op import Kind
 
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge | None, ...]
-"""Where a graph begins, for each floating-point output; None for one without."""
+"""Begin of a graph for each floating-point output. None for an output without one."""
 
 
 class _Saved(NamedTuple):
-    """What a microbatch keeps from F to B.
+    """State that a microbatch keeps from F to B.
 
-    graph: Where the graph begins, or what builds it again. buffers: The values that F found in the
-    buffers that it wrote to.
+    Attributes:
+        inputs: Inputs of F.
+        graph: Begin of the graph, or a function that builds it again.
+        buffers: Values that F found in the buffers that it wrote to.
     """
 
     inputs: Tensors
@@ -53,15 +56,16 @@ class _Saved(NamedTuple):
 
 
 class Layer:
-    """One layer of the model on this rank: its module, what its microbatches in flight keep, and
-    how long its ops took.
+    """One layer of the model on this rank.
+
+    Holds its module, the state of its microbatches in flight, and the times of its ops.
 
     Args:
         index: Its index in the model.
         module: Computes it.
         clock: Gives the marks of its ops.
-        seed: The run's. With step, index and microbatch it seeds what the module draws.
-        compiles: Whether torch.compile runs what lies between its linears.
+        seed: Seed of the run. With step, index and microbatch it seeds the module's random numbers.
+        compiles: Whether torch.compile runs the code between its linears.
         checks_state: Whether to refuse a module whose output depends on plain attributes that it
             writes to.
         recompute: Whether its activations are recomputed in B. `switch_recompute` changes it.
@@ -92,14 +96,13 @@ class Layer:
         # Buffers that F writes to in place, so that autograd counts the write. The layer's first F
         # finds them.
         self._writes_in_place: set[BufferKey] = set()
-        # Whether B writes to buffers, since it runs parts of the module again
-        # (torch.utils.checkpoint).
+        # B writes to buffers if it runs parts of the module again (torch.utils.checkpoint).
         self._writes_in_backward = False
-        # Whether F writes to its inputs in place, by (keeps a graph, training). It may differ, and
-        # a layer's first F of each finds out.
+        # F writes to its inputs in place, by (keeps a graph, training). The entries may differ. A
+        # layer's first F of each kind finds out.
         self._writes_inputs: dict[tuple[bool, bool], bool] = {}
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
-        # Of W's that have begun ahead of time: when their pieces ran.
+        # When pieces of W ran ahead of time, by microbatch.
         self._ahead: dict[int, list[tuple[Any, Any]]] = {}
         # Marks of this step: kind, start, end, and the parts of W inside a BW, or ahead of a W.
         self.marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]] = []
@@ -117,8 +120,9 @@ class Layer:
         self._inside.append((start, self._clock.mark()))
 
     def switch_recompute(self, recompute: bool) -> None:
-        """From the next F on, recomputes the activations in B, or keeps them. For use between
-        steps, when the layer keeps nothing.
+        """Recomputes the activations in B from the next F on, or keeps them.
+
+        For use between steps, when the layer keeps nothing.
 
         Args:
             recompute: Whether to recompute them.
@@ -126,8 +130,11 @@ class Layer:
         self._recompute = recompute
 
     def forget_sizes(self) -> None:
-        """The layer has changed: measure its bytes again at the next microbatch that trains it (a
-        frozen prefix keeps none)."""
+        """Notes that the layer has changed.
+
+        Its bytes are measured again at the next microbatch that trains it (a frozen prefix keeps
+        none).
+        """
         self._measured = False
         self.activation_bytes = self.stash_bytes = 0
         self._writes_inputs.clear()
@@ -141,8 +148,24 @@ class Layer:
         need_input: bool,
         finish: Callable[[Tensor], Tensor] | None,
     ) -> Tensors:
-        """Runs F. graph: keep what B needs; need_input: B must yield input gradients; finish: the
-        loss, on the last layer."""
+        """Runs F.
+
+        Args:
+            microbatch: Index of the microbatch in the run.
+            inputs: Inputs of the module.
+            step: Number of the step. It seeds the module's random numbers.
+            graph: Whether to keep what B needs.
+            need_input: Whether B must yield input gradients.
+            finish: The loss, on the last layer. It takes the module's output.
+
+        Returns:
+            The outputs, contiguous.
+
+        Raises:
+            RunError: The layer's output cannot travel, or it writes to its inputs.
+            ConfigError: With `checks_state`, the output depends on plain attributes that F writes
+                to.
+        """
         start = self._clock.mark()
         seed_forward(
             _device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch
@@ -156,10 +179,10 @@ class Layer:
             inputs = tuple(
                 x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs
             )
-            # Until the first B has shown whether it writes to buffers, what F finds there is kept.
+            # The first B shows whether it writes to buffers. Until then, their values are kept.
             keeps = self._recompute or self._writes_in_backward or not self._measured
             before = self.buffers.copies() if keeps else {}
-            # The backward of an earlier microbatch may need what this F writes to.
+            # The backward of an earlier microbatch may need the buffers that this F writes to.
             self.buffers.renew(self._writes_in_place)
             versions = {} if self._measured else self.buffers.versions()
             state = PlainState(self.module) if self._checks_state and not self._measured else None
@@ -176,23 +199,35 @@ class Layer:
             written = None if state is None else state.written()
             if written is not None:
                 self._check_repeats(written, outputs, rerun)
-            # The graph alone is kept: what it has not saved may go.
+            # Only the graph is kept. Tensors that it has not saved may go.
             self._saved[microbatch] = _Saved(
                 inputs, rerun if self._recompute else _roots(outputs), buffers
             )
-            # With recompute the graph goes with this detach. Without it, outputs keep their graph:
-            # who takes them detaches (the next layer) or only reads (a channel, the loss account).
+            # With recompute the graph goes with this detach. Without it, outputs keep their graph.
+            # Their users detach them (the next layer) or only read (a channel, the loss account).
             outputs = tuple(y.detach() for y in outputs) if self._recompute else outputs
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
 
     def spare(self, start: Any, end: Any) -> None:
-        """F need not run, for its output was kept: from `start` to `end` it took to get at that."""
+        """Notes that F need not run, for its output was kept.
+
+        Args:
+            start: Mark before the kept output was fetched.
+            end: Mark after that.
+        """
         self.marks.append((Kind.F, start, end, []))
 
     def drew(self, microbatch: int, device: torch.device, step: int) -> bool:
-        """Whether F, which has just run, drew random numbers from torch's generator of the
-        device."""
+        """Returns whether the last F drew random numbers.
+
+        They come from torch's generator of the device.
+
+        Args:
+            microbatch: Microbatch of that F.
+            device: Device of the generator.
+            step: Number of the step.
+        """
         generator = generator_of(device)
         after = generator.get_state()
         seed_forward(device, self._seed, step, self.index, self._first_microbatch + microbatch)
@@ -201,8 +236,10 @@ class Layer:
     def _call(
         self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None, graph: bool
     ) -> Tensors:
-        """Runs the module, on copies of its inputs where it writes to them, so that they stay as
-        they are."""
+        """Runs the module. Its inputs stay as they are.
+
+        It gets copies of its inputs if it writes to them.
+        """
         mode = (graph, self.module.training)
         copies = self._writes_inputs.get(mode, True)
         given = tuple(x.clone() for x in inputs) if copies else inputs
@@ -212,7 +249,8 @@ class Layer:
             self._writes_inputs[mode] = any(map(_differs, inputs, given))
         elif not copies and versions != [x._version for x in given]:
             raise RunError(
-                f"layer {self.index} ({type(self.module).__name__}) writes to its input in place, which it did not in its first "
+                f"layer {self.index} ({type(self.module).__name__}) writes to its input in place, "
+                "which it did not in its first "
                 "microbatch, and which is needed as it was; let it compute with a copy"
             )
         return outputs
@@ -228,21 +266,25 @@ class Layer:
             raise
 
     def _handed_on(self, out: object) -> Tensors:
-        """What the module returned, as it goes to the next layer. A message that travels loses its
-        strides, so they all do."""
+        """Returns the module's outputs as they go to the next layer.
+
+        A message that travels loses its strides, so all outputs do.
+        """
         outputs = cast(
             "tuple[object, ...]", tuple(out) if isinstance(out, tuple | list) else (out,)
         )
         what = f"layer {self.index} ({type(self.module).__name__}) returned"
         if len(outputs) > MOST_TENSORS:
             raise RunError(
-                f"{what} {len(outputs)} tensors; a layer hands on at most {MOST_TENSORS}, so let it stack them"
+                f"{what} {len(outputs)} tensors; a layer hands on at most {MOST_TENSORS}, so let "
+                "it stack them"
             )
         for y in outputs:
             if not isinstance(y, Tensor):
                 among = "" if y is out else f" among its {len(outputs)} outputs"
                 raise RunError(
-                    f"{what} a {type(y).__name__}{among}; a layer hands on a tensor, or a tuple of tensors"
+                    f"{what} a {type(y).__name__}{among}; a layer hands on a tensor, or a tuple of "
+                    "tensors"
                 )
             reason = obstacle(y)
             if reason is not None:
@@ -257,7 +299,7 @@ class Layer:
         finish: Callable[[Tensor], Tensor] | None,
         buffers: Copies,
     ) -> Tensors:
-        """F again, with these values in the buffers that it writes to."""
+        """Runs F again, with these values in the buffers that it writes to."""
         seed_forward(
             _device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch
         )
@@ -265,15 +307,20 @@ class Layer:
             return self._call_to_keep(inputs, finish)
 
     def _check_repeats(self, written: str, outputs: Tensors, rerun: Callable[[], Tensors]) -> None:
-        """Raises ConfigError if F has another output when it runs again, since it has written to
-        the plain attribute `written`."""
+        """Raises ConfigError if F has another output when it runs again.
+
+        F has written to the plain attribute `written`, which may cause that.
+        """
         if not all(type(y) is Tensor and y.is_cpu for y in outputs):
-            return  # fake tensors have no values, and kernels of a GPU may round otherwise each time
+            # Fake tensors have no values, and kernels of a GPU may round otherwise each time.
+            return
         state = PlainState(self.module)
         if not all(map(has_same_bits, outputs, rerun())):
             raise ConfigError(
-                f"layer {self.index} ({type(self.module).__name__}): its forward writes to its attribute {written!r} and has another "
-                "output when it runs again. Such state is neither moved, saved nor put back; keep it in a buffer (register_buffer)"
+                f"layer {self.index} ({type(self.module).__name__}): its forward writes to its "
+                f"attribute {written!r} and has another "
+                "output when it runs again. Such state is neither moved, saved nor put back; keep "
+                "it in a buffer (register_buffer)"
             )
         state.restore()
 
@@ -285,7 +332,10 @@ class Layer:
         )
 
     def _call_measured(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
-        """As `_call`, counting the bytes that autograd keeps. Weights are not activations."""
+        """Runs `_call` and counts the bytes that autograd keeps.
+
+        Weights are not activations.
+        """
         own = {_storage(p) for p in (*self.module.parameters(), *self.module.buffers())}
         kept: list[Tensor] = []
 
@@ -302,8 +352,16 @@ class Layer:
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Tensors, deferred: bool) -> Tensors:
-        """Runs B, and W too unless `deferred`. gradients: one per floating-point output; yields one
-        per floating-point input (zeros where an input has no influence)."""
+        """Runs B, and W too unless `deferred`.
+
+        Args:
+            microbatch: Microbatch whose F has run.
+            gradients: One per floating-point output.
+            deferred: Whether W runs later (`backward_weight`).
+
+        Returns:
+            One gradient per floating-point input: zeros for an input without influence.
+        """
         start = self._clock.mark()
         inputs, roots, buffers = self._saved.pop(microbatch)
         if callable(roots):
@@ -335,7 +393,7 @@ class Layer:
             if not self._recompute:
                 self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
             self._measured = True
-        if not deferred:  # what was held back only to be looked at
+        if not deferred:  # this work was held back only to be looked at
             for each, _ in work:
                 self._timed(each)
             work = []
@@ -349,7 +407,7 @@ class Layer:
         return gradients_in
 
     def backward_weight(self, microbatch: int) -> None:
-        """Runs W (the last of its pieces, where `weight_pieces` has run the others)."""
+        """Runs W, or its last piece if `partial_weights` has run the others."""
         start = self._clock.mark()
         for work, _ in self._weight_work.pop(microbatch, ()):
             work()
@@ -358,24 +416,26 @@ class Layer:
         self.marks.append((Kind.W, start, self._clock.mark(), self._ahead.pop(microbatch, [])))
 
     def partial_weights(self, microbatch: int) -> Iterator[None]:
-        """Runs W in pieces, one at each step: one deferred weight gradient, which lets go of what
-        it held. The same work in the same order as at once, so the same bits, whatever runs between
-        two steps."""
+        """Runs W in pieces, one at each step.
+
+        A piece is one deferred weight gradient, which drops the tensors that it held. The work and
+        its order are the same as at once. So the bits are the same, whatever runs between steps.
+        """
         work = self._weight_work.get(microbatch, [])
-        # A B between two pieces would take the gradients that are there already for its own.
+        # A B between two pieces would take the existing gradients for its own.
         while len(work) > 1 and not (self._groups is not None and self._groups.watching):
             start = self._clock.mark()
             work.pop(0)[0]()
             self._ahead.setdefault(microbatch, []).append((start, self._clock.mark()))
             yield
         last = bool(work)
-        del work  # or what the last one held would live on here
+        del work  # or the tensors of the last piece would live on here
         self.backward_weight(microbatch)
         if last:
             yield
 
     def clear(self) -> None:
-        """Drops what microbatches in flight left (after a failed step)."""
+        """Drops the state that microbatches in flight left (after a failed step)."""
         self._saved.clear()
         self._weight_work.clear()
         self._ahead.clear()
@@ -390,20 +450,24 @@ def _roots(outputs: Tensors) -> Roots:
 
 
 def _edge(output: Tensor) -> GradientEdge:
-    """get_gradient_edge without its checks, which take long after an op that has used the
-    caches."""
+    """get_gradient_edge without its checks.
+
+    They are slow after an op that has used the caches.
+    """
     node = output.grad_fn
     if node is None:
         return get_gradient_edge(output)  # an input, handed on
-    # A node written in Python does not live by the object that is at hand; one in C++ behind it
-    # keeps it.
+    # A node written in Python does not live by the object at hand. A C++ node behind it keeps it
+    # alive.
     token = output.view_as(output).grad_fn if isinstance(node, FunctionBase) else None
     return GradientEdge(node, output.output_nr, token)
 
 
 def _run_graph(roots: Roots, gradients: Tensors) -> None:
-    """torch.autograd.backward for outputs whose gradients are at hand and fit: its checks cost as
-    much again as a small graph."""
+    """torch.autograd.backward for outputs whose gradients are known to fit.
+
+    Its checks would cost as much again as a small graph.
+    """
     if None in roots:
         pairs = [(root, g) for root, g in zip(roots, gradients, strict=True) if root is not None]
         roots, gradients = tuple(root for root, _ in pairs), tuple(g for _, g in pairs)
@@ -419,8 +483,10 @@ def _gradient(x: Tensor) -> Tensor:
 
 
 def _differs(original: Tensor, copy: Tensor) -> bool:
-    """Whether a fresh copy has been written to; through `.data`, say, that does not raise its
-    version."""
+    """Returns whether a fresh copy has been written to.
+
+    Writes through `.data`, for example, do not raise its version.
+    """
     return copy._version > 0 or (type(copy) is Tensor and not has_same_bits(original, copy))
 
 
@@ -429,13 +495,15 @@ def _device_of(tensors: Tensors) -> torch.device:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tells two memory blocks apart, also on the meta device, where every address is 0."""
+    """Identifies a memory block, also on the meta device, where every address is 0."""
     return tensor.untyped_storage()._cdata
 
 
 def _storage_bytes(tensors: Iterable[Tensor], inputs: Tensors) -> int:
-    """Of the memory blocks behind the tensors. An input counts as itself: it may be a view of a
-    whole batch, which is there anyway."""
+    """Returns the bytes of the memory blocks behind the tensors.
+
+    An input counts as itself: it may be a view of a whole batch, which is there anyway.
+    """
     sizes = {_storage(t): t.untyped_storage().nbytes() for t in tensors}
     sizes |= {_storage(x): x.nbytes for x in inputs if _storage(x) in sizes}
     return sum(sizes.values())

@@ -1,5 +1,7 @@
-"""A stage: contiguous layers on one rank, run as forward, backward_input and backward_weight of one
-microbatch."""
+"""A stage: contiguous layers on one rank, run as F, B and W of one microbatch.
+
+The methods are forward, backward_input and backward_weight.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,18 @@ from dynmo.runtime.layer.split_backward import Layer, Tensors
 
 
 class Stage:
-    """first_trainable is the global index of the first layer that trains: below it a layer keeps
-    nothing, and B stops there.
+    """Contiguous layers of one rank.
 
-    `loss`, on the model's last stage, takes (output, targets) and gives a scalar; `share` is its
-    part of the step's loss (one over the global number of microbatches), with which B starts, on
-    `device`: a copy to it would hold up each B. outputs: keeps what the first `kept` layers make of
-    a microbatch, which are frozen.
+    Args:
+        layers: The layers, in order.
+        first_trainable: Global index of the first layer that trains. A layer below it keeps
+            nothing, and B stops there.
+        loss: Takes (output, targets) and returns a scalar. Only on the model's last stage.
+        share: Part of this loss in the step's loss: one over the global number of microbatches. B
+            starts with it.
+        outputs: Keeps the outputs of the first `kept` layers for each microbatch.
+        kept: Number of leading layers that are frozen.
+        device: Device of the tensor that holds the share. A copy to it would hold up each B.
     """
 
     def __init__(
@@ -52,6 +59,18 @@ class Stage:
     def forward(
         self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool
     ) -> Tensors:
+        """Runs F of one microbatch.
+
+        Args:
+            microbatch: Index of the microbatch in the run.
+            tensors: Inputs of the first layer.
+            step: Number of the step. It seeds what layers draw.
+            targets: Targets of the loss, on the last stage.
+            training: Whether to keep what B needs.
+
+        Returns:
+            Outputs of the last layer, or the loss on the last stage.
+        """
         assert torch.is_grad_enabled(), "the executor runs with gradients enabled"
         if self._outputs is not None and self._kept:
             tensors = self._outputs.forward(self._kept, microbatch, tensors, step)
@@ -68,7 +87,7 @@ class Stage:
         assert self._loss is not None
         assert targets is not None
         # A loss may write to its targets (to mask some, say). They may be a view of the batch, and
-        # recompute needs them again.
+        # a recompute needs them again.
         loss = cast(object, self._loss(output, targets.clone()))
         if not isinstance(loss, Tensor) or loss.dim():
             what = (
@@ -79,11 +98,10 @@ class Stage:
             raise RunError(
                 f"the loss function returned {what}; it must return a scalar tensor, the mean"
             )
-        outputs = cast(
-            "Tensor | tuple[object, ...]", output
-        )  # of a last layer that returns several
+        # The last layer may return several outputs.
+        outputs = cast("Tensor | tuple[object, ...]", output)
         several = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        # Where F runs without its graph, to run again in B, an input that is handed on still says
+        # F may run without its graph, to run again in B. An input that is handed on then still says
         # that it requires a gradient.
         if (
             torch.is_grad_enabled()
@@ -91,12 +109,23 @@ class Stage:
             and any(isinstance(y, Tensor) and y.requires_grad for y in several)
         ):
             raise RunError(
-                "the loss does not depend on the model's output in a way that autograd follows, so nothing would train"
+                "the loss does not depend on the model's output in a way that autograd follows, "
+                "so nothing would train"
             )
         return loss.float() if loss.dtype in LOW else loss
 
     def backward_input(self, microbatch: int, gradients: Tensors | None, deferred: bool) -> Tensors:
-        """gradients: of this stage's outputs; None on the last stage, whose output is the loss."""
+        """Runs B of one microbatch, and W too unless `deferred`.
+
+        Args:
+            microbatch: Index of the microbatch in the run.
+            gradients: Gradients of this stage's outputs. None on the last stage, whose output is
+                the loss.
+            deferred: Whether W runs later (`backward_weight`).
+
+        Returns:
+            Gradients of the inputs of the first layer that trains.
+        """
         gradients = (self._share,) if gradients is None else gradients
         for layer in reversed(self._trained):
             gradients = layer.backward_input(microbatch, gradients, deferred)
@@ -107,7 +136,7 @@ class Stage:
             layer.backward_weight(microbatch)
 
     def partial_weights(self, microbatch: int) -> Iterator[None]:
-        """As `backward_weight`, one deferred weight gradient at each step."""
+        """Runs W like `backward_weight`, one deferred weight gradient at each step."""
         for layer in reversed(self._trained):
             yield from layer.partial_weights(microbatch)
 

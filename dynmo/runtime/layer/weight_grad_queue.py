@@ -1,13 +1,12 @@
-"""W ahead of its time: while a rank waits for a message, it may run pieces of W's that its program
-has further on.
+"""W ahead of its time: a rank that waits for a message runs pieces of later W's.
 
     program     F3 B2 <F4 F4 B3 W2          `<F4` takes a message that is late
     whole       F3 B2 ....... F4 B3 W2
-    in pieces   F3 B2 w2 w2 . F4 B3 w2      a piece is one deferred weight gradient; the W runs what is left
+    in pieces   F3 B2 w2 w2 . F4 B3 w2      a piece: one deferred weight gradient; W runs the rest
 
 The program says by when a W must have run, so memory is never more than it says. Pieces run in the
-program's order of W's, so every gradient is summed over its microbatches in the same order, and
-replicas reduce their layers in the same order, however late messages are.
+program's order of W's, however late messages are. Every gradient is therefore summed over its
+microbatches in the same order. Replicas reduce their layers in the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +20,12 @@ from dynmo.schedule.op import Kind, Op
 
 
 class WeightGradQueue:
-    """Of one run of a program."""
+    """The W's of one run of a program.
+
+    Args:
+        instructions: Instructions of the program.
+        stages: Stages of this rank, by stage number.
+    """
 
     def __init__(self, instructions: Iterable[Instruction], stages: Mapping[int, Stage]) -> None:
         self._stages = stages
@@ -32,7 +36,7 @@ class WeightGradQueue:
         self._begun: Iterator[None] | None = None
 
     def after(self, op: Op) -> None:
-        """The program has run this op, other than a W."""
+        """Notes that the program has run this op, other than a W."""
         if op.kind is Kind.B:
             self._ready.add(Op(Kind.W, op.stage, op.microbatch))
         elif op.kind is Kind.BW:
@@ -41,11 +45,11 @@ class WeightGradQueue:
 
     @property
     def any(self) -> bool:
-        """Whether there is one whose B has run."""
+        """Returns whether there is a W whose B has run."""
         return bool(self._due) and self._due[0] in self._ready
 
     def run_one(self) -> Op | None:
-        """Runs the next piece, and says of which W; None where there is none."""
+        """Runs the next piece. Returns its W, or None if there is none."""
         while self.any:
             op = self._due[0]
             if self._begun is None:
@@ -56,7 +60,7 @@ class WeightGradQueue:
         return None
 
     def run_rest(self, op: Op) -> None:
-        """Runs what is left of this W: the program has come to it."""
+        """Runs the rest of this W, to which the program has come."""
         if op not in self._ready:
             return
         if self._begun is None:

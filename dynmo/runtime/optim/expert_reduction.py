@@ -1,11 +1,11 @@
-"""Gradients of experts that are spread over replicas, summed in the order of the replicas.
+"""Gradients of experts on several replicas, summed in the replicas' order.
 
     expert 3 on replica 0                  replica 0   gradients of the rows of replicas 0, 1
     expert 3 on replica 2 (other group)    replica 2   gradients of the rows of replicas 2, 3
                                            both        the sum, as a tree over replicas 0, 1, 2, 3
 
-Each replica's rows have a gradient of their own, wherever they were computed. The tree is the one
-of weights that all replicas hold (`gradient_reduction.py`). So the sums have the same bits for every
+Each replica's rows have a gradient of their own, wherever they were computed. The tree is that of
+weights that all replicas hold (`gradient_reduction.py`). So the sums have the same bits for every
 placement of the experts, and for experts that are not spread.
 """
 
@@ -30,9 +30,9 @@ class SharedExpert(Shared):
 
     Attributes:
         held: Whether this replica holds it. If not, `parameter` is one like it.
-        gradients: By replica whose rows are computed here, the parameter with their gradient.
-        sources: By replica, the replicas whose rows it computes. Empty: it does not hold the
-            expert.
+        gradients: Parameters with the gradients of rows computed here, by replica of the rows.
+        sources: Replicas whose rows each replica computes, by replica. Empty: the replica does not
+            hold the expert.
     """
 
     held: bool
@@ -41,19 +41,21 @@ class SharedExpert(Shared):
 
     @property
     def holders(self) -> int:
-        """How many replicas hold it."""
+        """Returns the number of replicas that hold it."""
         return sum(map(bool, self.sources))
 
 
 def reduce_experts(
     peers: World, layer: int, experts: Sequence[SharedExpert], bucket: int = REDUCED_AT_ONCE
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Sums the gradients of one layer's experts over the peers, in place, on all that hold them.
+    """Sums the gradients of one layer's experts over the peers, in place.
+
+    All peers that hold an expert get its sum.
 
     Args:
         peers: The replicas.
         layer: Index of the layer, for messages.
-        experts: The same on all replicas, but for what is here.
+        experts: Experts of the layer. The same on all replicas, except for the local fields.
         bucket: Most bytes that are under way at once.
 
     Returns:
@@ -81,7 +83,10 @@ def reduce_experts(
 def _reduce(
     peers: World, group: Sequence[SharedExpert], what: str
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """One bucket of experts that several replicas hold. Behind each row goes whether it is there."""
+    """Reduces one bucket of experts that several replicas hold.
+
+    A flag behind each row says whether the row is there.
+    """
     me, like = peers.rank, group[0].parameter
     absent = [
         expert.held and all(parameter.grad is None for parameter in expert.gradients.values())
@@ -171,7 +176,10 @@ def _flat(parameter: nn.Parameter) -> Tensor:
 def _rows(
     group: Sequence[SharedExpert], arrived: Sequence[Tensor], me: int
 ) -> list[dict[int, Tensor]]:
-    """Of each expert that is held, this replica's range of the gradients of all replicas' rows."""
+    """Returns this replica's range of the gradients of all rows, by held expert.
+
+    They are the rows of all replicas.
+    """
     out: list[dict[int, Tensor]] = [{} for _ in group]
     for replica, received in enumerate(arrived):
         start = 0

@@ -1,15 +1,17 @@
-"""Sums gradients over the replicas, layer by layer, while the rank is still at work on other
-layers.
+"""Sums gradients over the replicas, layer by layer.
+
+The rank works on other layers meanwhile.
 
     the rank's thread   ... B W | B W | B W ── norms ── step
     the reducer's                └ layer 7 ┘└ layer 6 ┘└ layer 5 ┘
 
-Each layer's gradients are cut into a share per replica. A share goes to its replica, which adds
-what comes from all of them as a fixed tree (`accumulation.py`), in the order of replicas: no
-all-reduce, whose order of sums is its own. Then the sums go back to everyone; or with ZeRO-1 they
-stay, the optimizer updates its share of the parameters, and these go to everyone. What is on its
-way at once is a bucket: a part of every share (`memory.REDUCED_AT_ONCE` bytes of all shares), so
-that a large layer needs no more memory for its reduction than a small one.
+Each layer's gradients are cut into a share per replica. A share goes to its replica. That adds the
+shares of all replicas as a fixed tree (`accumulation.py`), in the order of replicas. It is no
+all-reduce, because that has its own order of sums. Then the sums go back to everyone. With ZeRO-1
+they stay: the optimizer updates its share of the parameters, and these go to everyone.
+
+One bucket is under way at once. It is a part of every share (`memory.REDUCED_AT_ONCE` bytes of all
+shares). So a large layer needs no more memory for its reduction than a small one.
 
     shares of 2 replicas   | 0 0 0 0 0 | 1 1 1 1 1 |
     buckets                | a a b b c | a a b b c |
@@ -44,9 +46,9 @@ class Shared:
     """A parameter of a layer that all replicas have.
 
     Attributes:
-        name: In its layer.
-        parameter: Itself.
-        ranges: Of its elements, those in each replica's share.
+        name: Its name in its layer.
+        parameter: The parameter itself.
+        ranges: Range of its elements in each replica's share.
         owned: Whether this layer's optimizer updates it.
     """
 
@@ -59,12 +61,12 @@ class Shared:
 def shares_of(
     module: nn.Module, shared: frozenset[str], replicas: int, undivided: Collection[str] = ()
 ) -> list[Shared]:
-    """The cut of a layer, as its optimizer has it.
+    """Cuts a layer into shares, as its optimizer does.
 
     Args:
         module: The layer.
         shared: Names of parameters that another layer owns. They are cut one by one.
-        replicas: Into how many shares.
+        replicas: Number of shares.
         undivided: Names of parameters that are left out.
     """
     named = {name: p for name, p in module.named_parameters() if name not in undivided}
@@ -83,24 +85,29 @@ def shares_of(
 
 
 class Reducer:
-    """Runs collectives over the peers in the order in which they are given. With gloo in a thread
-    of its own, with NCCL in a stream."""
+    """Runs collectives over the peers in the order of submission.
+
+    With gloo they run in a thread of their own, with NCCL in a stream.
+    """
 
     def __init__(self, peers: World) -> None:
         self.peers = peers
         self._worker = Worker("reducer", threaded=not peers.enqueues)
         self._stream = torch.cuda.Stream(peers.device) if peers.enqueues else None
-        # Told once the work that was given before it is done.
+        # Functions to call in the rank's thread once the submitted work is done.
         self._settle: list[Callable[[], None]] = []
-        # Seconds of all collectives so far (on CPU), and of waiting for them at a step's end: what
-        # the rank's own work did not hide.
+        # Seconds of all collectives so far (on CPU), and seconds of waiting for them at a step's
+        # end. The rank's own work did not hide the latter.
         self.worked = self.waited = 0.0
-        # The thread ends with the reducer, also where nobody closes it.
+        # The thread ends with the reducer, even if nobody closes it.
         self._finish = weakref.finalize(self, self._worker.close)
         peers.everyone.channels.add(self)
 
     def submit(self, work: Callable[[], Callable[[], None] | None]) -> None:
-        """`work` may return what is left to do in the rank's own thread, at `finish`."""
+        """Submits work.
+
+        It may return a function to call in the rank's own thread, at `finish`.
+        """
 
         def run() -> None:
             start = time.perf_counter()
@@ -121,7 +128,7 @@ class Reducer:
                 run()
 
     def finish(self, what: str) -> None:
-        """Waits until all that was given is done."""
+        """Waits until all submitted work is done."""
         start = time.perf_counter()
         if self._stream is not None:
             torch.cuda.current_stream(self.peers.device).wait_stream(self._stream)
@@ -129,8 +136,8 @@ class Reducer:
         else:
             done = threading.Event()
             self._worker.submit(done.set)
-            # The worker's own wait has a shorter limit and says more: it speaks first. A failed one
-            # runs nothing more, so it is asked.
+            # The worker's own wait has a shorter limit and a better message, so it fails first. A
+            # failed worker runs nothing more, so its error is checked.
             limit = self.peers.timeout + 5
             while (
                 not done.wait(0.05)
@@ -180,7 +187,7 @@ def reduce_gradients(
 
 
 def drop_missing(missing: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    """A gradient that no replica had is None again."""
+    """Sets a gradient to None again if no replica had it."""
     for parameter, present in missing:
         if not float(present):
             parameter.grad = None
@@ -189,10 +196,14 @@ def drop_missing(missing: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
 def _reduce(
     peers: World, group: Sequence[Shared], everywhere: bool, what: str
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """One bucket. Returns the parameters that had no gradient here, and whether anyone had."""
+    """Reduces one bucket.
+
+    Returns the parameters that had no gradient here, and whether any replica had one.
+    """
     absent = [s.parameter.grad is None for s in group]
     flats = [_flat_gradient(s.parameter) for s in group]
-    flags = flats[0].new_ones(len(group))  # not from a list, which on CUDA the host would wait for
+    # Not from a list, which on CUDA the host would wait for.
+    flags = flats[0].new_ones(len(group))
     for i, none in enumerate(absent):
         if none:
             flags[i].zero_()
@@ -215,7 +226,14 @@ def _reduce(
 def gather_parameters(
     peers: World, layer: int, shares: Sequence[Shared], bucket: int = REDUCED_AT_ONCE
 ) -> None:
-    """Every replica's share of one layer's parameters, on all replicas."""
+    """Gives all replicas every replica's share of one layer's parameters.
+
+    Args:
+        peers: The replicas.
+        layer: Index of the layer, for messages.
+        shares: Its parameters.
+        bucket: Most bytes that are under way at once.
+    """
     for group in buckets((s for s in shares if s.owned), bucket):
         flats = [s.parameter.detach().view(-1) for s in group]
         gather_shares(
@@ -230,7 +248,15 @@ def gather_parameters(
 def gather_shares(
     peers: World, shares: Sequence[Shared], flats: Sequence[Tensor], own: Tensor, what: str
 ) -> None:
-    """Fills in the flats from everyone's `own`: the pieces of its share, one after another."""
+    """Fills in the flats from the shares of all replicas.
+
+    Args:
+        peers: The replicas.
+        shares: Parameters of one type.
+        flats: Flat tensor of each parameter, to be filled in.
+        own: Pieces of this replica's share, one after another. Flat.
+        what: Name of what is waited for, for messages.
+    """
     sizes = [
         sum(high - low for low, high in (s.ranges[replica] for s in shares))
         for replica in range(peers.size)
@@ -240,8 +266,14 @@ def gather_shares(
 
 
 def squared_norms(peers: World, layers: Mapping[int, Sequence[Shared]]) -> dict[int, float]:
-    """Of each layer's gradients, of which every replica has its own share: the same bits as
-    `squared_norm` of the whole gradients."""
+    """Returns the squared norm of the gradients of layers that are cut in shares.
+
+    Each replica has its own share. The bits are those of `squared_norm` of the whole gradients.
+
+    Args:
+        peers: The replicas.
+        layers: Parameters of each layer. The same layers in the same order on all replicas.
+    """
     lengths = {index: sum(_blocks(s) for s in shares) for index, shares in layers.items()}
     table = torch.zeros(sum(lengths.values()), dtype=torch.float64)
     start = 0
@@ -263,22 +295,30 @@ def _blocks(shared: Shared) -> int:
 
 
 def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
-    """Those that train, in groups of one dtype, each cut into buckets of up to so many bytes: what
-    they have of every share."""
+    """Groups parameters that train by dtype, and cuts each group into buckets.
+
+    A bucket takes a part of every share.
+
+    Args:
+        shares: Parameters, with their ranges in the shares.
+        size: Most bytes of a bucket.
+
+    Yields:
+        The parameters of a bucket, with their ranges in it.
+    """
     groups: dict[torch.dtype, list[_Share]] = {}
     for s in shares:
         if s.parameter.requires_grad:
             groups.setdefault(s.parameter.dtype, []).append(s)
     for dtype, group in groups.items():
         replicas = len(group[0].ranges)
-        # Where each parameter's part begins in a share; and behind them all, how long the share is.
+        # Start of each parameter's part in a share, and behind them the length of the share.
         starts = [
             [0, *accumulate(high - low for low, high in (s.ranges[i] for s in group))]
             for i in range(replicas)
         ]
-        step = max(
-            1, size // max(4, dtype.itemsize) // replicas
-        )  # gradients are float32 where parameters are less
+        # Gradients are float32 if parameters are of lower precision.
+        step = max(1, size // max(4, dtype.itemsize) // replicas)
         for first in range(0, max(1, *(share[-1] for share in starts)), step):
             bucket: list[_Share] = []
             for k, s in enumerate(group):
@@ -294,14 +334,16 @@ def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    """Its gradient's own memory as a vector; zeros are made where there is none."""
+    """Returns the gradient's own memory as a vector.
+
+    Makes zeros if there is no gradient.
+    """
     if parameter.grad is None:
         parameter.grad = zero_gradient(parameter)
     if not parameter.grad.is_contiguous():
         old, parameter.grad = parameter.grad, parameter.grad.contiguous()
-        if (
-            old.is_cuda
-        ):  # this stream still reads it, and its own, where it was made, would take it back at once
+        # This stream still reads the old memory. The stream that made it would reuse it at once.
+        if old.is_cuda:
             old.record_stream(torch.cuda.current_stream(old.device))
     return parameter.grad.view(-1)
 

@@ -1,12 +1,15 @@
-"""Loss scaling: B starts from the loss times a power of two, so that small gradients do not vanish
-in float16.
+"""Loss scaling: B starts from the loss times a power of two.
+
+Small gradients then do not vanish in float16.
 
     step       0 ... 1999      2000 ... 3999       4000    4001 ...
-    scale      65536           131072              262144  131072       # doubled every window of good steps, halved by an overflow,
-    gradients  finite          finite              inf     finite       # whose step is skipped
+    scale      65536           131072              262144  131072
+    gradients  finite          finite              inf     finite
 
-The gradients are divided again before anyone looks at them. Powers of two change no bits, but for
-what would be lost without them.
+The scale doubles after every window of good steps. An overflow halves it, and its step is skipped.
+
+The gradients are divided again before anyone reads them. Powers of two change no bits, except for
+bits that would be lost without them.
 """
 
 from __future__ import annotations
@@ -21,8 +24,15 @@ _LARGEST = 2.0**64  # float32 gradients times this are still far from its end
 
 
 class LossScaler:
-    """`scale` is what the next step's loss is multiplied by: 1 without scaling. window: None for a
-    scale that stays."""
+    """The scale of the loss, and the rule that changes it.
+
+    Args:
+        scale: First factor of the loss, a power of two. 1 means no scaling.
+        window: Good steps until the scale doubles. None: the scale stays.
+
+    Attributes:
+        scale: Factor of the next step's loss.
+    """
 
     def __init__(self, scale: float = 1.0, window: int | None = None) -> None:
         assert math.frexp(scale)[0] == 0.5, "a power of two"
@@ -35,12 +45,19 @@ class LossScaler:
 
     @property
     def skips(self) -> bool:
-        """Whether a step whose gradients are not finite is skipped, for a lower scale may do.
-        False: it is an error."""
+        """Returns whether a step whose gradients are not finite is skipped.
+
+        A lower scale may then do. If False, such a step is an error.
+        """
         return self._window is not None and self.scale > 1
 
     def observe(self, finite: bool) -> None:
-        """After each step, with what all ranks know of it; not finite only where it `skips`."""
+        """Adapts the scale after each step.
+
+        Args:
+            finite: Whether the step was finite, as all ranks know. False only if the scaler
+                `skips`.
+        """
         if self._window is None:
             return
         if not finite:
@@ -52,11 +69,14 @@ class LossScaler:
             self.scale, self._good = min(2 * self.scale, _LARGEST), 0
 
     def state(self) -> dict[str, float]:
-        """Plain JSON, for checkpoints."""
+        """Returns the state as plain JSON, for checkpoints."""
         return {"scale": self.scale, "good": self._good}
 
     def load(self, state: dict[str, float]) -> None:
-        """A scale that stays is the config's, not the checkpoint's."""
+        """Loads a checkpoint's state.
+
+        A scale that stays is the config's, not the checkpoint's.
+        """
         if self._window is not None:
             self.scale, self._good = float(state["scale"]), int(state["good"])
 
@@ -64,8 +84,13 @@ class LossScaler:
 def make_scaler(
     dtype: torch.dtype, loss_scale: float | str | None = None, window: int = WINDOW
 ) -> LossScaler:
-    """dtype: what the model computes in. loss_scale: as in `[train]`; None is "dynamic" for
-    float16, and no scaling for others."""
+    """Makes the scaler of a run.
+
+    Args:
+        dtype: Type in which the model computes.
+        loss_scale: As in `[train]`. None is "dynamic" for float16, and no scaling for others.
+        window: Good steps until a dynamic scale doubles.
+    """
     if loss_scale == "dynamic" or (loss_scale is None and dtype == torch.float16):
         return LossScaler(INITIAL, window)
     return LossScaler(1.0 if loss_scale is None else float(loss_scale))

@@ -1,12 +1,12 @@
-"""The optimizer of one layer, and a gradient norm that does not depend on the placement.
+"""The optimizer of one layer, and a gradient norm for any placement.
 
-Each layer has its own optimizer object, so its state travels with it, and a frozen layer is simply
-not stepped: no decay, no moments.
+The norm does not depend on the placement. Each layer has its own optimizer object, so its state
+travels with it. A frozen layer is simply not stepped: no decay, no moments.
 
-    parameter (what computes)  -- float32: itself -->  source  -- a share of it -->  piece (what AdamW sees)
-                               -- lower:  `master` ->
+    parameter  -- float32: itself -->  source  -- a share of it -->  piece (AdamW sees it)
+               -- lower:  `master` ->
 
-With ZeRO-1 a replica owns a share of each layer, cut at whole norm blocks; a parameter of lower
+With ZeRO-1 a replica owns a share of each layer, cut at whole norm blocks. A parameter of lower
 precision has a float32 master.
 """
 
@@ -23,8 +23,8 @@ from torch.optim.sgd import sgd
 
 from dynmo.kernels.torch_private import scale_all
 
-# A squared norm is summed over blocks of this many elements, then over blocks in order: the same
-# bits however a weight is sharded.
+# Elements of a norm block. A squared norm is summed over blocks, then over the blocks in order. So
+# it has the same bits however a weight is sharded.
 NORM_BLOCK = 1 << 14
 _BLOCKS_AT_ONCE = 1 << 8
 _MASTER = "master"
@@ -32,8 +32,11 @@ _MASTER = "master"
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Weight decay acts on matrices only (parameters of two or more dimensions): decoupled in
-    AdamW, added to the gradient in SGD."""
+    """Settings of all optimizers of a run.
+
+    Weight decay acts on matrices only (parameters of two or more dimensions). It is decoupled in
+    AdamW and added to the gradient in SGD.
+    """
 
     name: Literal["adamw", "sgd"] = "adamw"
     weight_decay: float = 0.1
@@ -43,14 +46,16 @@ class OptimizerSettings:
 
     @property
     def moments(self) -> int:
-        """Tensors of state for each parameter, of its size."""
+        """Returns the number of state tensors of a parameter's size."""
         return 2 if self.name == "adamw" else int(self.momentum > 0)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which of `count` equal parts of every layer's optimizer this process holds (ZeRO-1); the
-    whole by default."""
+    """One of `count` equal parts of every layer's optimizer (ZeRO-1).
+
+    The default is the whole.
+    """
 
     index: int = 0
     count: int = 1
@@ -64,8 +69,17 @@ def decays(parameter: Tensor) -> bool:
 
 
 def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
-    """Of parameters of so many elements, in order, the range of each that is in the share:
-    contiguous over all, in whole norm blocks."""
+    """Returns the range of each parameter that is in a share.
+
+    The ranges are contiguous over all parameters and consist of whole norm blocks.
+
+    Args:
+        sizes: Number of elements of each parameter, in order.
+        share: The share.
+
+    Returns:
+        First element and end of each parameter's range.
+    """
     blocks = [-(-size // NORM_BLOCK) for size in sizes]
     total = sum(blocks)
     first, last = (total * i // share.count for i in (share.index, share.index + 1))
@@ -85,10 +99,10 @@ class LayerOptimizer:
 
     Args:
         module: The layer.
-        settings: Of the run.
+        settings: Settings of the run.
         shared: Names of parameters that another layer owns and updates (tied weights).
         share: The part that is here.
-        masters: By name, the masters to begin with. The default is what the parameters say.
+        masters: First masters, by name. The default is the parameters' values.
         undivided: Names of parameters that are here whole, whatever the share (experts that are
             spread over the replicas).
     """
@@ -121,7 +135,7 @@ class LayerOptimizer:
                 self._masters[name] = self._pieces[name] = self._slice(
                     name, given.contiguous()
                 ).clone()
-        # Those whose state the last step made: to take that step back is to have none.
+        # Parameters whose state the last step made. Taking that step back drops their state.
         self._fresh: frozenset[str] = frozenset()
         self._kept: dict[str, tuple[Tensor, dict[str, Tensor] | None]] | None = None
         self._state: dict[
@@ -129,8 +143,10 @@ class LayerOptimizer:
         ] = {}  # of a piece that has been stepped, by moment
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor:
-        """This share's part of a tensor of the parameter's shape: itself where the share is the
-        whole, else flat."""
+        """Returns this share's part of a tensor of the parameter's shape.
+
+        Returns the tensor itself if the share is the whole, else a flat view.
+        """
         if self.whole:
             return tensor
         low, high = self.ranges[name]
@@ -139,8 +155,10 @@ class LayerOptimizer:
     # -- a step ------------------------------------------------------------------------------------
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Of each piece that has one: in the dtype of the piece, in place of the parameter's own
-        where that has the same."""
+        """Returns the gradient of each piece that has one, in the dtype of the piece.
+
+        A gradient that already has that dtype is not copied.
+        """
         out: dict[str, Tensor] = {}
         for name, p in self._named.items():
             if p.grad is not None and self._pieces[name].numel():
@@ -148,8 +166,14 @@ class LayerOptimizer:
         return out
 
     def step(self, lr: float, scale: float = 1.0) -> None:
-        """Applies the gradients times `scale` (the clip factor). They stay, multiplied:
-        `drop_gradients` drops them."""
+        """Applies the gradients.
+
+        The gradients stay, multiplied, until `drop_gradients` drops them.
+
+        Args:
+            lr: Learning rate.
+            scale: Factor of the gradients (the clip factor).
+        """
         gradients = self._gradients()
         if not gradients:
             return
@@ -157,10 +181,8 @@ class LayerOptimizer:
             scale_all(list(gradients.values()), scale)
         self._fresh = frozenset(gradients) - self._state.keys()
         for decay in (True, False):
-            for fresh in (
-                True,
-                False,
-            ):  # torch starts the momentum of all that it is given, or of none
+            # torch starts the momentum of all parameters that it is given, or of none.
+            for fresh in (True, False):
                 names = [
                     name
                     for name in gradients
@@ -173,8 +195,10 @@ class LayerOptimizer:
     def _apply(
         self, names: Sequence[str], gradients: Mapping[str, Tensor], lr: float, weight_decay: float
     ) -> None:
-        """torch's functions and not its classes: those bring its compiler, which takes seconds to
-        import."""
+        """Applies torch's functions.
+
+        Its optimizer classes would bring torch's compiler, which takes seconds to import.
+        """
         s, pieces = self._settings, [self._pieces[name] for name in names]
         given = [gradients[name] for name in names]
         common: dict[str, Any] = {
@@ -185,7 +209,7 @@ class LayerOptimizer:
         }
         with torch.no_grad():
             if s.name == "sgd":
-                # Where there is no momentum, what a run with one has left is dropped.
+                # Without momentum, the buffers of an earlier run with momentum are dropped.
                 buffers = [
                     self._state.get(name, {}).get("momentum_buffer") if s.momentum else None
                     for name in names
@@ -229,8 +253,10 @@ class LayerOptimizer:
             )
 
     def _publish(self, names: Iterable[str]) -> None:
-        """Parameters of lower precision take what their masters say. With ZeRO-1, each in its own
-        range."""
+        """Rounds the masters into parameters of lower precision.
+
+        With ZeRO-1, each replica does so in its own range.
+        """
         for name in names:
             master = self._masters.get(name)
             if master is not None:
@@ -243,14 +269,14 @@ class LayerOptimizer:
     # -- taking it back (Zero Bubble, post-validation) ---------------------------------------------
 
     def keep(self) -> None:
-        """Copies all that the next `step` will change, for `restore`."""
+        """Copies everything that the next `step` will change, for `restore`."""
         self._kept = {
             name: (self._pieces[name].detach().clone(), self._state_copy(name))
             for name in self._gradients()
         }
 
     def _state_copy(self, name: str) -> dict[str, Tensor] | None:
-        """None: it has not been stepped."""
+        """Returns a copy of the state of a piece, or None if it has not been stepped."""
         return (
             {key: value.clone() for key, value in self._state[name].items()}
             if name in self._state
@@ -258,7 +284,7 @@ class LayerOptimizer:
         )
 
     def forget(self) -> None:
-        """The last step stands."""
+        """Drops the copies, since the last step stands."""
         self._kept = None
 
     def restore(self) -> None:
@@ -275,12 +301,18 @@ class LayerOptimizer:
         self._kept = None
 
     def invert(self, lr: float) -> None:
-        """Takes back the last step, made with this lr and the gradients that are still there, by
-        arithmetic: not the same bits, but no copy (Zero Bubble, in-place rollback).
+        """Takes back the last step by arithmetic (Zero Bubble, in-place rollback).
 
-            AdamW  u = lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps);  p = (p + u) / (1 - lr wd)
-                   v = (v - (1 - b2) g^2) / b2;  m = (m - (1 - b1) g) / b1;  t = t - 1   (where b is 0 a moment has no past: 0)
+        It needs no copy, and does not give the same bits. The gradients must still be there. A
+        moment whose b is 0 has no past, and becomes 0.
+
+            AdamW  u = lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+                   p = (p + u) / (1 - lr wd)
+                   v = (v - (1 - b2) g^2) / b2;  m = (m - (1 - b1) g) / b1;  t = t - 1
             SGD    p = p + lr b;  b = (b - g - wd p) / momentum
+
+        Args:
+            lr: Learning rate of that step.
         """
         done = self._gradients()
         with torch.no_grad():
@@ -304,7 +336,7 @@ class LayerOptimizer:
             count = float(t)
             root = (second / (1 - b2**count)).sqrt_().add_(s.eps)
             piece.addcdiv_(first, root, value=lr / (1 - b1**count)).div_(1 - lr * decay)
-            # Rounding may leave less than nothing of a square.
+            # Rounding may leave a negative square.
             second = (
                 second.addcmul_(g, g, value=b2 - 1).div_(b2).clamp_(min=0) if b2 else second.zero_()
             )
@@ -315,14 +347,17 @@ class LayerOptimizer:
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """Float32 masters by parameter, those of this share."""
+        """Returns the float32 masters of this share, by parameter."""
         return self._masters
 
-    # -- what moves and is saved -------------------------------------------------------------------
+    # -- state that moves and is saved -------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """`parameter/moment` -> tensor of this share, for those parameters that have been stepped;
-        and `parameter/master`."""
+        """Returns the state of this share.
+
+        The keys are `parameter/moment` and `parameter/master`. Only parameters that have been
+        stepped have moments.
+        """
         out = {
             f"{name}/{_MASTER}": master for name, master in self._masters.items() if master.numel()
         }
@@ -334,7 +369,7 @@ class LayerOptimizer:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """What `state` may hold of a parameter."""
+        """Returns the names that `state` may hold for a parameter."""
         return (
             *(
                 ("momentum_buffer",)
@@ -345,7 +380,7 @@ class LayerOptimizer:
         )
 
     def knows(self, key: str) -> bool:
-        """Whether `load` can take `parameter/moment`."""
+        """Returns whether `load` can take `parameter/moment`."""
         name, _, moment = key.rpartition("/")
         return (
             name in (self._masters if moment == _MASTER else self._named) and moment in self.moments
@@ -355,8 +390,10 @@ class LayerOptimizer:
         return self._pieces[name].dtype
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`; the optimizer takes the tensors as they are, on the device of
-        their parameters."""
+        """Loads the tensors that `state` returned.
+
+        The optimizer takes the tensors as they are, on the device of their parameters.
+        """
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
             if moment == _MASTER:
@@ -366,15 +403,17 @@ class LayerOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """What is kept for the parameters that train: moments, masters (and whatever frozen ones
-        left)."""
+        """Returns the bytes kept for parameters that train: moments and masters.
+
+        State that frozen parameters left counts, too.
+        """
         held = sum(t.nbytes for t in self.state().values())
         waiting = [n for n, p in self._named.items() if p.requires_grad and not self._state.get(n)]
         return held + sum(self._settings.moments * self._pieces[name].nbytes for name in waiting)
 
     @property
     def rollback_bytes(self) -> int:
-        """What `keep` takes."""
+        """Returns the bytes that `keep` takes."""
         trained = sum(
             self._pieces[name].nbytes for name, p in self._named.items() if p.requires_grad
         )
@@ -382,15 +421,17 @@ class LayerOptimizer:
 
 
 def squared_norm(gradients: Iterable[Tensor | None]) -> float:
-    """Sum of squares in float64 over fixed blocks, in the order given."""
+    """Returns the sum of squares in float64 over fixed blocks, in the order given."""
     return fold_blocks(
         block for gradient in gradients if gradient is not None for block in block_sums(gradient)
     )
 
 
 def fold_blocks(blocks: Iterable[float]) -> float:
-    """The sums of blocks, added one by one: a tensor's own sum would be rounded in an order that
-    depends on how many there are."""
+    """Adds the sums of blocks one by one.
+
+    A tensor's own sum would be rounded in an order that depends on the number of blocks.
+    """
     total = 0.0
     for block in blocks:
         total += block
@@ -398,8 +439,10 @@ def fold_blocks(blocks: Iterable[float]) -> float:
 
 
 def block_sums(gradient: Tensor) -> list[float]:
-    """The sum of squares of each norm block of a gradient, or of a part of one that begins at a
-    block."""
+    """Returns the sum of squares of each norm block of a gradient.
+
+    A part of a gradient will do if it begins at a block.
+    """
     flat = gradient.detach().reshape(-1).float()
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
     # Not all at once: the squares of a large gradient would take as much memory as it does.
@@ -417,5 +460,10 @@ def block_sums(gradient: Tensor) -> list[float]:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What gradients are multiplied with so that their norm is at most `limit` (0: no clipping)."""
+    """Returns the factor of gradients that limits their norm.
+
+    Args:
+        norm: Norm of the gradients.
+        limit: Largest norm. 0 means no clipping.
+    """
     return limit / (norm + 1e-6) if limit and norm > limit else 1.0

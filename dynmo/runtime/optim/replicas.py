@@ -1,8 +1,8 @@
-"""What the replicas of a pipeline exchange of the layers that each of them has: sums of gradients
-and, with ZeRO-1, updated parameters.
+"""Exchange between the replicas of a pipeline.
 
-Both travel layer by layer while the rank goes on (`gradient_reduction.py`). Where there are no
-other replicas, nothing is exchanged.
+Each replica has the same layers. They sum their gradients and, with ZeRO-1, exchange updated
+parameters. Both travel layer by layer while the rank goes on (`gradient_reduction.py`).
+Without other replicas, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -28,28 +28,36 @@ from dynmo.runtime.optim.tied_weights import Pair
 
 
 class Replicas:
-    """This rank's side of it. sharded: each replica keeps a share of the optimizer's state
-    (ZeRO-1)."""
+    """This rank's side of the exchange.
+
+    Args:
+        world: This rank's pipeline.
+        tied: Weights that two layers share.
+        sharded: Whether each replica keeps a share of the optimizer's state (ZeRO-1).
+    """
 
     def __init__(self, world: World, tied: Sequence[Pair], sharded: bool) -> None:
         self._world, self._tied, self._sharded = world, tied, sharded
-        # Who does the summing, where there are replicas; and of each own layer, who sums and
-        # updates which part.
+        # The reducer, if there are other replicas. The shares say, for each own layer, which
+        # replica sums and updates which part.
         self._reducer = Reducer(world.peers) if world.replicas > 1 else None
         self._shares: dict[int, list[Shared]] = {}
-        # Of each own layer, the experts that are spread over the replicas.
+        # Experts of each own layer that are spread over the replicas.
         self._experts: dict[int, list[SharedExpert]] = {}
         self._names: dict[int, list[str]] = {}
 
     @property
     def share(self) -> Share:
-        """Of every layer's optimizer, what is here."""
+        """Returns the part of every layer's optimizer that is here."""
         return Share(self._world.replica, self._world.replicas) if self._sharded else WHOLE
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of all steps so far: what this rank's collectives over the replicas took, and what of it
-        its own work did not hide."""
+        """Returns seconds of all steps so far.
+
+        The first counts this rank's collectives over the replicas. The second is the part that its
+        own work did not hide.
+        """
         return (0.0, 0.0) if self._reducer is None else (self._reducer.worked, self._reducer.waited)
 
     def adopt(
@@ -62,10 +70,10 @@ class Replicas:
         """Takes note that this rank has a layer.
 
         Args:
-            index: Of the layer.
+            index: Index of the layer.
             module: The layer.
             shared: Names of parameters that another layer owns.
-            experts: Those of the layer that are spread over the replicas.
+            experts: Experts of the layer that are spread over the replicas.
         """
         spread = {expert.name for expert in experts}
         self._shares[index] = (
@@ -81,7 +89,7 @@ class Replicas:
         ]
 
     def experts(self, index: int) -> Sequence[SharedExpert]:
-        """The experts of one of this rank's layers that are spread over the replicas."""
+        """Returns the experts of an own layer that are spread over the replicas."""
         return self._experts[index]
 
     def drop(self, index: int) -> None:
@@ -89,17 +97,20 @@ class Replicas:
         del self._shares[index], self._experts[index], self._names[index]
 
     def reduction(self, index: int) -> Callable[[], None] | None:
-        """What to call when the layer's last W has run; None where there is nobody to add it up
-        with."""
+        """Returns the function to call when the layer's last W has run.
+
+        Returns None if there is no other replica.
+        """
         return None if self._reducer is None else partial(self._reduce_layer, index)
 
     def _reduce_layer(self, index: int) -> None:
-        """A layer's last W has run: its gradients go to the other replicas while this rank goes
-        on."""
+        """Sends a layer's gradients to the other replicas while this rank goes on.
+
+        The layer's last W has run.
+        """
         assert self._reducer is not None
-        tied = any(
-            index in (owner, user) for (owner, _), (user, _) in self._tied
-        )  # their sum is made before it is cut
+        # The sum of tied weights is made before it is cut.
+        tied = any(index in (owner, user) for (owner, _), (user, _) in self._tied)
         everywhere = tied or not self._sharded
         shares, experts = self._shares[index], self._experts[index]
 
@@ -115,8 +126,10 @@ class Replicas:
             self._reducer.finish("the gradients of the step")
 
     def squared_norms(self) -> dict[int, float] | None:
-        """Of this rank's layers, whose gradients the replicas have in shares; None where each has
-        them whole."""
+        """Returns the squared norms of this rank's layers.
+
+        The replicas have their gradients in shares. Returns None if each replica has them whole.
+        """
         if self._reducer is None or not (self._sharded or any(self._experts.values())):
             return None
         layers = {
@@ -126,13 +139,15 @@ class Replicas:
         return squared_norms(self._world.peers, layers)
 
     def _place(self, index: int) -> Callable[[Shared], int]:
-        """Where a parameter is among all of its layer, those of other replicas included."""
+        """Returns a parameter's place in its layer, with those of other replicas counted."""
         places = {name: place for place, name in enumerate(self._names[index])}
         return lambda shared: places[shared.name]
 
     def send_parameters(self, index: int) -> None:
-        """With ZeRO-1 every replica has its share of a layer's parameters: it gets the others'
-        while this rank goes on."""
+        """Sends this replica's share of a layer's parameters, with ZeRO-1.
+
+        The replica gets the other shares while this rank goes on.
+        """
         if self._reducer is not None and self._sharded:
             self._reducer.submit(
                 partial(gather_parameters, self._world.peers, index, self._shares[index])

@@ -1,12 +1,12 @@
-"""Weights that two layers share (embedding and head), on whichever ranks these live.
+"""Weights that two layers share (embedding and head), on any ranks.
 
     one rank      the user's parameter is the owner's memory
     two ranks     a step:  gradients ──┐                      ┌─> the owner's new weight
                            user's rank └─> owner's rank: sum, norm, optimizer
 
-Each use keeps a gradient of its own until the step's end: the weight's gradient is the user's sum
-plus the owner's sum, in that order, also where both are on one rank. Only the owner's layer has
-optimizer state, so a layer moves as any other does.
+Each use keeps a gradient of its own until the step's end. The weight's gradient is the user's sum
+plus the owner's sum, in that order. That holds even if both are on one rank. Only the owner's layer
+has optimizer state, so a layer moves as any other does.
 """
 
 from __future__ import annotations
@@ -24,8 +24,14 @@ Pair = tuple[tuple[int, str], tuple[int, str]]
 
 
 class TiedWeights:
-    """The shared weights of one model, as its ranks hand them to each other. Each method is called
-    on every rank alike."""
+    """The shared weights of one model. Each method is called on every rank alike.
+
+    Args:
+        world: This rank's pipeline.
+        pairs: The shared weights.
+        rank_of: Returns the rank that holds a layer.
+        modules: All layers.
+    """
 
     def __init__(
         self,
@@ -38,14 +44,16 @@ class TiedWeights:
 
     @property
     def apart(self) -> bool:
-        """Whether some weight lives on two ranks, which must then wait for each other at every
-        step's end."""
+        """Returns whether some weight lives on two ranks.
+
+        These must then wait for each other at every step's end.
+        """
         return any(
             self._rank_of(owner) != self._rank_of(user) for (owner, _), (user, _) in self._pairs
         )
 
     def join(self) -> None:
-        """After layers came or went: on one rank, one memory."""
+        """Lets both uses on one rank share one memory, after layers came or went."""
         ends = {
             (self._rank_of(owner), self._rank_of(user)) for (owner, _), (user, _) in self._pairs
         }
@@ -59,7 +67,10 @@ class TiedWeights:
                 )
 
     def merge(self) -> None:
-        """Before the norm: the owner's gradient becomes the sum of both, the user's is gone."""
+        """Adds the user's gradient to the owner's, and drops the user's.
+
+        Called before the norm.
+        """
         for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
             source, target, here = self._rank_of(user), self._rank_of(owner), self._world.rank
             used, owned = (
@@ -84,8 +95,13 @@ class TiedWeights:
             used.grad = None
 
     def publish(self, frozen: Collection[int]) -> None:
-        """After the optimizer, and once at the start: a user elsewhere takes the owner's weight.
-        `frozen` owners have not changed."""
+        """Sends the owner's weight to a user on another rank.
+
+        Called after the optimizer, and once at the start.
+
+        Args:
+            frozen: Layers whose weights have not changed.
+        """
         for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
             source, target = self._rank_of(owner), self._rank_of(user)
             if source == target or owner in frozen or self._world.rank not in (source, target):
@@ -99,7 +115,7 @@ class TiedWeights:
             self._pass(weight.detach(), source, target, index, "weight")
 
     def _pass(self, tensor: Tensor, source: int, target: int, index: int, what: str) -> Tensor:
-        """From one rank to the other; the tensor, filled where it arrives."""
+        """Sends a tensor from one rank to the other. Returns it, filled where it arrives."""
         world, key = self._world, (TAG_TIED, source, target)
         what = f"the {what} of tied weight {index}"
         if world.rank == source:

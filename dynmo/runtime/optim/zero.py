@@ -1,5 +1,7 @@
-"""ZeRO-1: each replica keeps the optimizer state of its share of a layer. It is made whole where a
-layer is saved or goes elsewhere."""
+"""ZeRO-1: each replica keeps the optimizer state of its share of a layer.
+
+The state is made whole when a layer is saved or goes elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,16 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.expert_reduction import SharedExpert
 from dynmo.runtime.optim.optimizer import LayerOptimizer
 
-# A moment that is one number per parameter, whatever its share.
+# The moment that is one number per parameter, whatever its share.
 _COUNTER = "step"
 
 
 def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns what is in the optimizer's share.
+    """Returns the part of a state that is in the optimizer's share.
 
     Args:
-        optimizer: Of a layer.
-        state: Of the whole layer, `parameter/moment` -> tensor of the parameter's shape.
+        optimizer: Optimizer of a layer.
+        state: State of the whole layer, `parameter/moment` -> tensor of the parameter's shape.
     """
     out: dict[str, Tensor] = {}
     for key, value in state.items():
@@ -46,8 +48,8 @@ def whole_state(
 
     Args:
         peers: The replicas.
-        optimizer: Of the layer.
-        experts: Those of the layer that are spread over the replicas.
+        optimizer: Optimizer of the layer.
+        experts: Experts of the layer that are spread over the replicas.
     """
     own = optimizer.state()
     if optimizer.whole and not experts:
@@ -85,15 +87,15 @@ def whole_state(
             else:
                 whole.view(-1)[slice(*optimizer.ranges[name])] = own[key].view(-1)
         if whole.numel():
-            # As bytes, of which one peer gives each and the others 0: a sum of floats would lose
-            # the minus of a zero.
+            # Summed as bytes, of which one peer gives each and the others 0. A sum of floats would
+            # lose the minus of a zero.
             peers.sum(as_bytes(whole), what)
         out[key] = whole
     return out
 
 
 def _dtype(of: torch.dtype) -> torch.dtype:
-    """What the moments of a parameter are kept in."""
+    """Returns the type of the moments of a parameter."""
     return of if of == torch.float64 else torch.float32
 
 
@@ -102,7 +104,7 @@ def whole_parameters(peers: World, experts: Sequence[SharedExpert]) -> dict[str,
 
     Args:
         peers: The replicas. All call it.
-        experts: Of a layer.
+        experts: Experts of a layer.
 
     Returns:
         The weights by name.

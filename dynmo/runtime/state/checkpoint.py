@@ -1,14 +1,16 @@
-"""Checkpoints: torch DCP over safetensors, a folder per global layer, and a manifest of our own. No
-pickles are written or read.
+"""Checkpoints: torch DCP over safetensors, and dynmo's own manifest.
 
-    checkpoints/latest                  the name of the newest complete checkpoint
-    checkpoints/step-000120/manifest.json        step, layer names, state, SHA-256 of every file
-                            layer-0007/          layer.json (names, dtypes, shapes) and DCP's safetensors
+Each global layer has a folder. No pickles are written or read.
 
-A save goes to `step-N.tmp`, is hashed and synced, then renamed; only then does `latest` move. A
-load verifies every hash (each rank those of some layers), and falls back one checkpoint if the
-newest is damaged. Layers are keyed by global index, so any placement can load any checkpoint. The
-ranks share the file system.
+    checkpoints/latest                the name of the newest complete checkpoint
+    checkpoints/step-000120/
+        manifest.json                 step, layer names, state, SHA-256 of every file
+        layer-0007/                   layer.json (names, dtypes, shapes) and DCP's safetensors
+
+A save goes to `step-N.tmp`, is hashed and synced, then renamed. Only then does `latest` move. A
+load verifies every hash, with some layers for each rank. It falls back one checkpoint if the newest
+is damaged. Layers are keyed by global index, so any placement can load any checkpoint. The ranks
+share the file system.
 """
 
 from __future__ import annotations
@@ -70,15 +72,15 @@ def save(
 
     Args:
         world: The ranks that share `folder`.
-        folder: Where checkpoints are.
+        folder: Folder of the checkpoints.
         step: Number of steps that are done.
         names: Names of the model's layers, in order.
-        layers: Those that this rank writes: global index and (module, optimizer state).
+        layers: Layers that this rank writes: global index and (module, optimizer state).
         state: The run's own part, as JSON. The same on every rank.
-        keep: How many checkpoints stay, this one included.
+        keep: Number of checkpoints that stay, this one included.
 
     Returns:
-        Where it is, and what it cost.
+        Its path, its size and the seconds that it took.
 
     Raises:
         RunError: Some rank could not write its part. Every rank raises it, and the checkpoints
@@ -95,7 +97,7 @@ def save(
     attempt.agree("the checkpoint's folder")
     table = torch.zeros(len(names), 2, 32, dtype=torch.uint8)
     size = torch.zeros(1, dtype=torch.float64)
-    # To the end, whatever fails: with ZeRO-1 the replicas gather each layer's state together.
+    # The loop runs to the end, whatever fails: with ZeRO-1 the replicas gather states together.
     for index, (module, optimizer_state) in layers:
         with attempt.part():
             paths = _save_layer(partial / _folder(index), index, module, optimizer_state)
@@ -127,7 +129,10 @@ def save(
 
 
 class _Attempt:
-    """The parts that the ranks write of one checkpoint. If one fails, all ranks stop together."""
+    """The parts that the ranks write of one checkpoint.
+
+    If one fails, all ranks stop together.
+    """
 
     def __init__(self, world: World, partial: Path) -> None:
         self._world, self._partial = world, partial
@@ -135,7 +140,7 @@ class _Attempt:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """One part. What is raised in it is kept for `agree`; later parts may fail as well."""
+        """Runs one part. Keeps its error for `agree`, and later parts may fail as well."""
         try:
             yield
         except Exception as error:
@@ -154,7 +159,10 @@ class _Attempt:
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """Renames a complete checkpoint. One of the same step makes room only now."""
+    """Renames a complete checkpoint.
+
+    Another one of the same step is removed only now.
+    """
     replaced = final.with_suffix(".replaced.tmp")
     if final.exists():
         _remove(replaced)
@@ -164,7 +172,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 def _remove_old(folder: Path, step: int, keep: int) -> None:
-    """Leaves the last `keep` checkpoints up to `step`, and nothing of earlier attempts.
+    """Keeps the last `keep` checkpoints up to `step`, and removes all else.
 
     Newer ones were damaged, or the run would have gone on from them.
     """
@@ -178,7 +186,7 @@ def _remove_old(folder: Path, step: int, keep: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder with all that is in it, or a file, if there is one."""
+    """Removes a folder with its content, or a file, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -193,7 +201,7 @@ def _folder(index: int) -> str:
 
 
 def _files(layers: int) -> list[str]:
-    """Every file of a checkpoint of so many layers, but for the manifest."""
+    """Returns every file of a checkpoint of `layers` layers, except for the manifest."""
     return [f"{_folder(i)}/{name}" for i in range(layers) for name in ("layer.json", _TENSORS)]
 
 
@@ -215,7 +223,8 @@ def _save_layer(
 
 
 def _save_tensors(folder: Path, tensors: Contents) -> None:
-    import torch.distributed.checkpoint as dcp  # takes over a second, which a run shall not begin with
+    # This import takes over a second, which a run shall not begin with.
+    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     with warnings.catch_warnings():
@@ -239,7 +248,10 @@ def _name(section: str, name: str) -> str:
 
 
 def _named(folder: Path) -> list[Path]:
-    """What has the name of a complete checkpoint, newest first. The name is given last."""
+    """Returns paths named like a complete checkpoint, newest first.
+
+    A checkpoint gets its name last.
+    """
     named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(named, key=_step, reverse=True)
 
@@ -249,14 +261,14 @@ def _step(path: Path) -> int:
 
 
 def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointManifest, list[str]]:
-    """Find the newest checkpoint that is whole.
+    """Finds the newest checkpoint that is whole.
 
     Args:
-        folder: Where checkpoints are.
+        folder: Folder of the checkpoints.
         world: Ranks that look for it together, each of which reads a part.
 
     Returns:
-        The checkpoint, its manifest, and what was wrong with newer ones.
+        The checkpoint, its manifest, and the problems of newer ones.
 
     Raises:
         CheckpointError: There is none.
@@ -275,7 +287,7 @@ def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointMani
 
 
 def _missing_latest(folder: Path) -> list[str]:
-    """A line if `latest` names a checkpoint that is not there."""
+    """Returns a line if `latest` names a checkpoint that is not there."""
     try:
         name = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
@@ -288,7 +300,9 @@ def _missing_latest(folder: Path) -> list[str]:
 
 
 def verify(path: Path, world: World | None = None) -> CheckpointManifest:
-    """Check every file of a checkpoint against its manifest, and the manifest against itself.
+    """Checks every file of a checkpoint against its manifest.
+
+    The manifest is checked against itself.
 
     Args:
         path: The checkpoint's folder.
@@ -331,7 +345,19 @@ def _is_whole(file: Path, digest: str) -> bool:
 
 
 def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, dict[str, bool]]:
-    """One layer of a verified checkpoint: its tensors, and requires_grad of each parameter."""
+    """Reads one layer of a verified checkpoint.
+
+    Args:
+        path: Folder of the checkpoint.
+        index: Global index of the layer.
+        device: Device of the tensors.
+
+    Returns:
+        Its tensors, and requires_grad of each parameter.
+
+    Raises:
+        CheckpointError: The layer cannot be read.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -360,9 +386,21 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
 
 
 def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents:
-    """Gives a layer's module the form that a checkpoint has of it. Returns what of the checkpoint
-    it is to take: of buffers that it makes for itself (not `persistent`), those of its own shape.
-    Raises CheckpointError if it is of another shape or dtype."""
+    """Gives a layer's module the form that it has in a checkpoint.
+
+    Args:
+        index: Global index of the layer.
+        name: Name of the layer.
+        module: The layer.
+        tensors: Its tensors in the checkpoint, by (section, name).
+
+    Returns:
+        The tensors that the module shall take. A buffer that the module makes for itself (not
+        `persistent`) is among them only if it has the same shape.
+
+    Raises:
+        CheckpointError: The layer has another shape or dtype.
+    """
     try:
         pruned = conform(
             module, {key: t for (section, key), t in tensors.items() if section == "buffer"}
@@ -380,8 +418,9 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents
     for key in sorted({*shapes, *saved}):
         if shapes.get(key) != saved.get(key):
             raise CheckpointError(
-                f"layer {index} ({name}): {key} is {saved.get(key)} in the checkpoint, {shapes.get(key)} in the "
-                "config's model; resume with the config that the run was started with"
+                f"layer {index} ({name}): {key} is {saved.get(key)} in the checkpoint, "
+                f"{shapes.get(key)} in the config's model; resume with the config that the run was "
+                "started with"
             )
     remade = {
         f"{prefix}.{key}".lstrip(".")
@@ -397,16 +436,16 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents
     )
     if lost:
         raise CheckpointError(
-            f"layer {index} ({name}): the checkpoint has the buffer {lost[0]}, the config's model has not; resume with the config that the "
-            "run was started with"
+            f"layer {index} ({name}): the checkpoint has the buffer {lost[0]}, the config's model "
+            "has not; resume with the config that the run was started with"
         )
     left_out: set[tuple[str, str]] = set()
     for key, buffer in module.named_buffers():
         then = tensors.get(("buffer", key))
         if then is None and key not in remade:
             raise CheckpointError(
-                f"layer {index} ({name}): the config's model has the buffer {key}, the checkpoint has not; resume with the config that the "
-                "run was started with"
+                f"layer {index} ({name}): the config's model has the buffer {key}, the checkpoint "
+                "has not; resume with the config that the run was started with"
             )
         if then is not None and key in remade and then.shape != buffer.shape:
             left_out.add(("buffer", key))
@@ -415,8 +454,8 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents
         if then != parameter.dtype:
             was, now = (str(x).removeprefix("torch.") for x in (then, parameter.dtype))
             raise CheckpointError(
-                f"layer {index} ({name}): {key} is {was} in the checkpoint, {now} in the config's model; resume "
-                "with the train.precision that the run was started with"
+                f"layer {index} ({name}): {key} is {was} in the checkpoint, {now} in the config's "
+                "model; resume with the train.precision that the run was started with"
             )
     return {key: tensor for key, tensor in tensors.items() if key not in left_out}
 

@@ -1,4 +1,6 @@
-"""The manifest of a checkpoint: what it holds, the SHA-256 of every file, and of itself.
+"""The manifest of a checkpoint: its content, and the SHA-256 of every file.
+
+It also has the SHA-256 of itself.
 
     {
      "version": 2,
@@ -31,7 +33,16 @@ _SEALED = re.compile(rb'(.*),\n "sha256": "([0-9a-f]{64})"\n\}', re.DOTALL)
 
 
 class CheckpointManifest(BaseModel):
-    """What a checkpoint says of itself. files: path inside the checkpoint -> SHA-256."""
+    """Description of a checkpoint.
+
+    Attributes:
+        version: Version of the format.
+        step: Number of steps that are done.
+        layers: Names of the layers, in order.
+        files: SHA-256 of each file, by path inside the checkpoint.
+        state: The run's own part, as JSON.
+        sha256: Hash of the manifest itself.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     version: int
@@ -43,14 +54,14 @@ class CheckpointManifest(BaseModel):
 
 
 def sealed(manifest: CheckpointManifest) -> str:
-    """The text of a manifest, with its own SHA-256 at the end."""
+    """Returns the text of a manifest, with its own SHA-256 at the end."""
     body = manifest.model_dump_json(indent=1, exclude={"sha256"}).removesuffix("\n}")
     digest = hashlib.sha256(body.encode()).hexdigest()
     return f'{body},\n "sha256": "{digest}"\n}}'
 
 
 def read(checkpoint: Path) -> CheckpointManifest:
-    """Read the manifest in the folder `checkpoint`, and check its own hash.
+    """Reads the manifest in the folder `checkpoint`, and checks its own hash.
 
     Raises:
         CheckpointError: It cannot be read, is damaged, or has a version that is not known.
@@ -73,7 +84,7 @@ def read(checkpoint: Path) -> CheckpointManifest:
 
 
 def unread(error: OSError | ValidationError | KeyError) -> str:
-    """Why a file of JSON cannot be used, in words that follow its name."""
+    """Returns why a JSON file cannot be used, in words that follow its name."""
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror}"
     if isinstance(error, KeyError):

@@ -1,5 +1,7 @@
-"""The digests of a model's weights and buffers, wherever its layers are. They say whether two runs
-have the same numbers."""
+"""The digests of a model's weights and buffers, wherever its layers are.
+
+They say whether two runs have the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,18 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 
 def weights_digest(layer_store: LayerStore) -> str:
-    """SHA-256 over the SHA-256 of each layer's parameters, pruned ones in dense form, in global
-    layer order: equal exactly when all weights are. Of a parameter that computes in lower precision
-    its float32 master is hashed: the parameter is that, rounded. Called on every rank. Raises
-    RunError if the replicas' weights are not equal."""
+    """Returns the SHA-256 over the SHA-256 of each layer's parameters.
+
+    The layers come in global order, and pruned parameters in dense form. The digests are equal
+    exactly when all weights are. For a parameter in lower precision the float32 master is hashed,
+    since the parameter is the rounded master.
+
+    Args:
+        layer_store: Layers of this rank. Every rank calls it.
+
+    Raises:
+        RunError: The replicas' weights are not equal.
+    """
 
     def parts(index: int, module: nn.Module) -> Iterable[bytes]:
         return (
@@ -31,11 +41,16 @@ def weights_digest(layer_store: LayerStore) -> str:
 
 
 def buffers_digest(layer_store: LayerStore) -> str:
-    """SHA-256 over the SHA-256 of each layer's persistent buffers, in global layer order.
+    """Returns the SHA-256 over the SHA-256 of each layer's persistent buffers.
 
-    Buffers that encode the sparsity of pruned weights are left out. Of the others the name, dtype,
-    shape and values count. Called on every rank. Raises RunError if the replicas' buffers are not
-    equal.
+    The layers come in global order. Buffers that encode the sparsity of pruned weights are left
+    out. Name, dtype, shape and values of the others count.
+
+    Args:
+        layer_store: Layers of this rank. Every rank calls it.
+
+    Raises:
+        RunError: The replicas' buffers are not equal.
     """
 
     def parts(index: int, module: nn.Module) -> Iterable[bytes]:
@@ -51,8 +66,8 @@ def _digest(
 ) -> str:
     world = layer_store.world
     table = torch.zeros(layer_store.model.layers, 32, dtype=torch.uint8)
-    # In one order on all replicas, which make a layer's masters whole together: after a reshape
-    # each has got its layers in its own order.
+    # All replicas use one order, because they make a layer's masters whole together. After a
+    # reshape each has received its layers in its own order.
     for index in sorted(layer_store.layers):
         digest = hashlib.sha256()
         with layer_store.whole(index) as module:

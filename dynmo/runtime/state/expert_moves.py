@@ -1,5 +1,7 @@
-"""Experts on their way between the replicas of a group: weights and optimizer state, in one message
-from each replica to each other."""
+"""Sends experts between the replicas of a group: weights and optimizer state.
+
+Each replica sends one message to each other replica.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,39 @@ from dynmo.runtime.comm.expert_group import ExpertGroup
 from dynmo.runtime.comm.headers import as_bytes
 
 Linears = Mapping[str, GroupedLinear]
-"""The experts' linears of a layer, by path."""
+"""Linears of a layer's experts, by path."""
 ExpertTensors = dict[tuple[str, str | None], Tensor]
-"""What an expert consists of: by linear, its weight (None) and its moments."""
+"""Tensors of an expert: its weight (None) and its moments, by linear."""
 
 
 def key_of(path: str, expert: int) -> str:
-    """The name of an expert's weight in its layer."""
+    """Returns the name of an expert's weight in its layer.
+
+    Args:
+        path: Path of the linear in the layer.
+        expert: The expert.
+    """
     return f"{path}.{expert}".lstrip(".")
 
 
 def expert_of(name: str, linears: Linears) -> int | None:
-    """The expert whose weight has this name. None: it is another parameter."""
+    """Returns the expert whose weight has this name, or None for another parameter.
+
+    Args:
+        name: Name of a parameter in its layer.
+        linears: Linears of the layer's experts.
+    """
     path, _, key = name.rpartition(".")
     return int(key) if path in linears else None
 
 
 def tensors_of(expert: int, linears: Linears, state: Mapping[str, Tensor]) -> ExpertTensors:
-    """All tensors of an expert that is here.
+    """Returns all tensors of an expert that is here.
 
     Args:
         expert: The expert.
-        linears: Of its layer.
-        state: Of the layer's optimizer, `parameter/moment` -> tensor.
+        linears: Linears of its layer's experts.
+        state: State of the layer's optimizer, `parameter/moment` -> tensor.
     """
     out: ExpertTensors = {}
     for path, linear in linears.items():
@@ -53,11 +65,13 @@ def tensors_of(expert: int, linears: Linears, state: Mapping[str, Tensor]) -> Ex
 
 
 def arrivals(before: ExpertPlacement, after: ExpertPlacement, rank: int) -> list[tuple[int, int]]:
-    """The experts that a replica of a group is to get, and who gives them. Holders take turns.
+    """Lists the experts that a replica of a group will get, and their givers.
+
+    Holders take turns.
 
     Args:
-        before: Who holds what.
-        after: Who is to hold what.
+        before: Holders until now.
+        after: Holders from now on.
         rank: The replica's place in the group.
     """
     new = [expert for expert in after.held_by(rank) if rank not in before.holders[expert]]
@@ -79,11 +93,11 @@ def exchange_experts(
 
     Args:
         group: The replicas.
-        before: Who holds what.
-        after: Who is to hold what.
+        before: Holders until now.
+        after: Holders from now on.
         linears: The experts' linears of the layer.
-        state: Of the layer's optimizer here, `parameter/moment` -> tensor.
-        what: Names the layer, for messages.
+        state: State of the layer's optimizer here, `parameter/moment` -> tensor.
+        what: Name of the layer, for messages.
 
     Returns:
         The experts that arrived here.
@@ -113,13 +127,13 @@ def exchange_experts(
 
 
 def _joined(experts: Sequence[ExpertTensors], device: torch.device) -> Tensor:
-    """The bytes of several experts."""
+    """Returns the bytes of several experts."""
     pieces = [as_bytes(t) for expert in experts for t in expert.values()]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def _parted(data: Tensor, like: ExpertTensors) -> ExpertTensors:
-    """The inverse of `_joined` for one expert. like: another one."""
+    """Inverts `_joined` for one expert. `like` is another expert."""
     pieces = data.split([t.nbytes for t in like.values()])
     return {
         key: piece.clone().view(t.dtype).view(t.shape)

@@ -1,11 +1,11 @@
-"""Which replica holds which experts of each layer (expert parallelism).
+"""Placement of the experts of each layer on the replicas (expert parallelism).
 
     parallel.data = 2, parallel.expert = 2         replica 0            replica 1
     an experts half with 4 experts                 norm, router         norm, router      (the same)
                                                    experts 0, 1         experts 2, 3
 
-An expert that is elsewhere is a parameter that is None, so nothing here trains, moves or saves it.
-What must see a whole layer (digests, checkpoints) gathers its experts for as long as it looks.
+An expert on another replica is a parameter that is None. So nothing here trains, moves or saves it.
+Digests and checkpoints must see a whole layer. They gather its experts for as long as they read it.
 """
 
 from __future__ import annotations
@@ -51,24 +51,29 @@ class ExpertShards:
             counts = {half.router.rule.experts for half in halves(module)}
             if len(counts) > 1:
                 raise ConfigError(
-                    f"layer {index} has halves with {' and '.join(map(str, sorted(counts)))} experts; give each half a layer of its own"
+                    f"layer {index} has halves with {' and '.join(map(str, sorted(counts)))} "
+                    "experts; give each half a layer of its own"
                 )
             for experts in counts:
                 if experts % ranks:
                     raise ConfigError(
-                        f"parallel.expert = {ranks} does not divide the {experts} experts of layer {index}"
+                        f"parallel.expert = {ranks} does not divide the {experts} experts of layer "
+                        f"{index}"
                     )
                 self.placements[index] = even_placement(experts, ranks)
         if not self.placements:
             raise ConfigError(
-                f"parallel.expert = {ranks}, but no layer of the model has experts; set parallel.expert = 1"
+                f"parallel.expert = {ranks}, but no layer of the model has experts; set "
+                "parallel.expert = 1"
             )
         self.group = ExpertGroup(world, ranks)
         for index in self.placements:
             self._hold(modules[index], self.placements[index])
 
     def renew(self, world: World) -> None:
-        """Goes on in other process groups, with as many replicas. All ranks call it together.
+        """Goes on in other process groups, with as many replicas.
+
+        All ranks call it together.
 
         Args:
             world: This rank's pipeline from now on.
@@ -80,12 +85,12 @@ class ExpertShards:
             half.hold(placement.held_by(self.group.place))
 
     def take_note(self, index: int, module: nn.Module, placement: ExpertPlacement) -> None:
-        """Of another placement of a layer that other ranks hold.
+        """Takes note of another placement of a layer that other ranks hold.
 
         Args:
-            index: Of the layer.
+            index: Index of the layer.
             module: The layer, on the meta device.
-            placement: The new one.
+            placement: The new placement.
         """
         self.placements[index] = placement
         for _, linear in _linears(module):
@@ -101,7 +106,7 @@ class ExpertShards:
         """Has a layer of this rank compute with the other replicas.
 
         Args:
-            index: Of the layer.
+            index: Index of the layer.
             module: The layer, whose parameters are final.
 
         Returns:
@@ -121,7 +126,7 @@ class ExpertShards:
     def _shared(
         self, path: str, linear: GroupedLinear, placement: ExpertPlacement
     ) -> list[SharedExpert]:
-        """The experts of one linear."""
+        """Returns the experts of one linear."""
         world, ranks = self._world, self.group.ranks
         weights = linear.weights
         like = next(weight for weight in weights if weight is not None)
@@ -153,7 +158,10 @@ class ExpertShards:
         return out
 
     def _sources(self, placement: ExpertPlacement, expert: int, replica: int) -> tuple[int, ...]:
-        """The replicas whose rows for an expert a replica computes. Empty: it does not hold it."""
+        """Returns the replicas whose rows for an expert a replica computes.
+
+        Empty if the replica does not hold the expert.
+        """
         ranks = self.group.ranks
         first, place = replica // ranks * ranks, replica % ranks
         if place not in placement.holders[expert]:
@@ -163,7 +171,12 @@ class ExpertShards:
         )
 
     def is_elsewhere(self, module: nn.Module, name: str) -> bool:
-        """Whether a parameter of a layer is that of an expert which another replica holds."""
+        """Returns whether a parameter belongs to an expert that another replica holds.
+
+        Args:
+            module: The layer.
+            name: Name of the parameter in the layer.
+        """
         path, _, key = name.rpartition(".")
         part = dict(module.named_modules()).get(path)
         return (
@@ -178,7 +191,7 @@ class ExpertShards:
 
         Args:
             module: A layer of this rank.
-            experts: Those of the layer.
+            experts: Experts of the layer.
         """
         weights = whole_parameters(self._world.peers, experts)
         absent = [expert for expert in experts if not expert.held]
@@ -204,10 +217,10 @@ class ExpertShards:
         All replicas of the layer call it. The layer must be connected again.
 
         Args:
-            index: Of the layer.
+            index: Index of the layer.
             module: The layer.
-            placement: The new one.
-            state: Of this replica's optimizer, `parameter/moment` -> tensor.
+            placement: The new placement.
+            state: State of this replica's optimizer, `parameter/moment` -> tensor.
 
         Returns:
             The new state, and the bytes that arrived here.
@@ -239,7 +252,7 @@ class ExpertShards:
 
 
 def _linears(module: nn.Module) -> list[tuple[str, GroupedLinear]]:
-    """The experts' linears of a layer, by path."""
+    """Returns the experts' linears of a layer, by path."""
     return [
         (path, part) for path, part in module.named_modules() if isinstance(part, GroupedLinear)
     ]

@@ -1,5 +1,8 @@
-"""Which layers train: frozen ones keep their weights and their optimizer state until they thaw. The
-same on every rank."""
+"""The layers that train.
+
+Frozen layers keep weights and optimizer state until they thaw. The frozen
+layers are the same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,16 @@ from dynmo.runtime.optim.tied_weights import Pair
 
 
 class Frozen:
-    """modules: all layers, those that are elsewhere on the meta device. tied: a tied weight is one
-    weight, frozen with its owner."""
+    """Freezes and thaws layers.
+
+    Args:
+        modules: All layers. Those on other ranks are on the meta device.
+        tied: Weights that two layers share. A tied weight is one weight, frozen with its owner.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], tied: Sequence[Pair]) -> None:
         self._modules, self._tied = modules, tied
-        # Which parameters of a frozen layer trained before, so that it can thaw.
+        # Parameters of each frozen layer that trained before, so that it can thaw.
         self._thawed: dict[int, list[str]] = {}
         self._freeze_tied()
 
@@ -27,14 +34,17 @@ class Frozen:
 
     @property
     def first_trainable(self) -> int:
-        """Global index of the first layer with something to train."""
+        """Returns the global index of the first layer with something to train."""
         for index, module in enumerate(self._modules):
             if any(p.requires_grad for p in module.parameters()):
                 return index
         raise RunError("no layer has anything to train; leave at least the last one unfrozen")
 
     def first_trainable_after(self, layers: Collection[int]) -> int | None:
-        """As it will be when these layers are frozen too; None where nothing would be left."""
+        """Returns the first trainable layer once these layers are frozen too, or None.
+
+        None means that nothing would be left to train.
+        """
         gone = set(layers) | self.layers
         return next(
             (
@@ -65,7 +75,7 @@ class Frozen:
         self._freeze_tied()
 
     def _freeze_tied(self) -> None:
-        """A tied weight is one weight: frozen with its owner, in every use."""
+        """Freezes a tied weight with its owner, in every use, because it is one weight."""
         for (owner, owner_name), (user, name) in self._tied:
             trains = self._modules[owner].get_parameter(owner_name).requires_grad
             self._modules[user].get_parameter(name).requires_grad_(trains)

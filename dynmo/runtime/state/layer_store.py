@@ -1,11 +1,13 @@
-"""What this rank holds of a model: some of its layers, each with its optimizer and what dynamic
-cases keep with it.
+"""The layers of a model that this rank holds.
+
+Each layer has its optimizer and the tensors that dynamic cases keep with it.
 
     layer 4    module       here, or on the meta device: shapes without memory
-               Layer        runs it: F, B, W               optimizer    its state, or this replica's share of it
+               Layer        runs it: F, B, W
+               optimizer    its state, or this replica's share of it
                kept         tensors of dynamic cases
 
-Layers come (`adopt`) and go between steps, whole; where all of them are is the layout's.
+Whole layers come (`adopt`) and go between steps. The layout knows where all of them are.
 """
 
 from __future__ import annotations
@@ -40,17 +42,34 @@ from dynmo.runtime.state.expert_shards import ExpertShards
 from dynmo.runtime.state.frozen_weights import Frozen
 from dynmo.runtime.state.migration import Arrival, Contents, fill
 
-# Names what a case keeps with a layer, among the layer's optimizer state.
+# Prefix of the tensors of dynamic cases, among the layer's optimizer state.
 _KEPT = "case:"
 
 
 class LayerStore:
-    """By global index: `modules` of all layers, those that are elsewhere on the meta device;
-    `layers`, `optimizers` and `kept` of its own.
+    """The layers of this rank. It is made on every rank alike.
 
-    Made on every rank alike. seed, compiles, accumulation_groups, zero, dtype, cache_bytes: as
-    `Pipeline` has them. is_bare: the rank is outside of the run and holds no layer until it joins
-    (`reshaped`).
+    Args:
+        world: This rank's pipeline.
+        model: The model.
+        layout: Placement of all layers.
+        clock: Marks the ops.
+        seed: As in `Pipeline`.
+        optimizer: Settings of the optimizers.
+        compiles: As in `Pipeline`.
+        accumulation_groups: As in `Pipeline`.
+        zero: As in `Pipeline`.
+        dtype: As in `Pipeline`.
+        cache_bytes: As in `Pipeline`.
+        expert: Number of replicas that share one set of experts.
+        is_bare: Whether the rank is outside of the run and holds no layer until it joins
+            (`reshaped`).
+
+    Attributes:
+        modules: All layers, by global index. Those on other ranks are on the meta device.
+        layers: Own layers, by global index.
+        optimizers: Their optimizers, by global index.
+        kept: Tensors of dynamic cases, by global index of own layers.
     """
 
     def __init__(
@@ -81,15 +100,15 @@ class LayerStore:
         self.modules = model.build(frozenset(own))
         if not is_bare:
             _check_same(world, model, self.modules)
-        # With expert parallelism, which replica holds which experts.
+        # The experts that each replica holds, with expert parallelism.
         self.experts = (
             ExpertShards(world, expert, self.modules) if expert > 1 and not is_bare else None
         )
         self._expert = expert
         self.frozen = Frozen(self.modules, model.tied)
-        # What the frozen leading layers here made of earlier microbatches.
+        # Outputs of the frozen leading layers here for earlier microbatches.
         self.outputs = OutputCache(cache_bytes, clock)
-        # Of each own layer, what dynamic cases keep with it.
+        # Tensors that dynamic cases keep with each own layer.
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.layers: dict[int, Layer] = {}
         self.optimizers: dict[int, LayerOptimizer] = {}
@@ -104,7 +123,7 @@ class LayerStore:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether the replicas of a stage hold parts of its experts."""
+        """Returns whether the replicas of a stage hold parts of its experts."""
         return self._expert > 1
 
     @property
@@ -112,7 +131,7 @@ class LayerStore:
         return self.layout.stages_of(self.world.rank)
 
     def rank_of(self, layer: int) -> int:
-        """The rank that holds the layer."""
+        """Returns the rank that holds the layer."""
         return self.layout.rank_of(layer)
 
     # -- layers come and go ------------------------------------------------------------------------
@@ -125,8 +144,11 @@ class LayerStore:
         whole: bool = False,
         masters: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """whole: the optimizer's state is the whole layer's, of which this replica may keep a share
-        only. masters: float32 weights of a layer that is new, by parameter."""
+        """Makes a layer run on this rank.
+
+        `whole` says that the optimizer's state is the whole layer's, of which this replica may
+        keep a share only. `masters` are float32 weights of a new layer, by parameter.
+        """
         shared = frozenset(name for _, (layer, name) in self.model.tied if layer == index)
         _check(index, module, self.world.replicas)
         _contiguous(module)
@@ -164,7 +186,7 @@ class LayerStore:
         )
 
     def _drop(self, index: int) -> None:
-        """This rank holds the layer no more."""
+        """Drops a layer that leaves this rank."""
         module = self.modules[index]
         for parameter in module.parameters():
             parameter.grad = None
@@ -173,7 +195,12 @@ class LayerStore:
         del self.layers[index], self.optimizers[index], self.kept[index]
 
     def rebuild(self, index: int, moments: Mapping[str, Tensor]) -> None:
-        """After a layer that is here got other modules or parameters."""
+        """Makes an own layer run again after it got other modules or parameters.
+
+        Args:
+            index: Global index of the layer.
+            moments: State of its optimizer, whole, `parameter/moment` -> tensor.
+        """
         self.outputs.forget([index])
         kept = self.kept[index]
         self._adopt(index, self.modules[index], moments, whole=True)
@@ -183,8 +210,16 @@ class LayerStore:
     def replace(
         self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]
     ) -> None:
-        """One of this rank's layers becomes what was saved of it, whole. Raises CheckpointError
-        where that has optimizer state which is not this optimizer's."""
+        """Replaces one of this rank's layers by its saved state, whole.
+
+        Args:
+            index: Global index of the layer.
+            tensors: Its tensors, by (section, name).
+            flags: requires_grad of each parameter.
+
+        Raises:
+            CheckpointError: The saved optimizer state does not fit this optimizer.
+        """
         state = (
             name
             for section, name in tensors
@@ -193,7 +228,8 @@ class LayerStore:
         unknown = next((name for name in state if not self.optimizers[index].knows(name)), None)
         if unknown is not None:
             raise CheckpointError(
-                f"layer {index} ({self.model.names[index]}): the checkpoint has {unknown} of the optimizer, which the config's has not; "
+                f"layer {index} ({self.model.names[index]}): the checkpoint has {unknown} of the "
+                "optimizer, which the config's has not; "
                 "resume with the train.optimizer and model.tied that the run was started with"
             )
         self.outputs.forget([index])
@@ -203,8 +239,15 @@ class LayerStore:
         self.tied.join()
 
     def moved(self, layout: Layout, plan: Sequence[Move], arrivals: Sequence[Arrival]) -> None:
-        """The plan's layers have changed ranks. Tied weights are still to be joined: once all ranks
-        are here."""
+        """Takes note that the plan's layers have changed ranks.
+
+        Tied weights are still to be joined, once all ranks are here.
+
+        Args:
+            layout: The new layout.
+            plan: The moves.
+            arrivals: Layers that have come to this rank.
+        """
         self.layout = layout
         for move in plan:
             if move.source == self.world.rank:
@@ -226,12 +269,12 @@ class LayerStore:
         """Takes note that the ranks are another mesh. All ranks call it together.
 
         Args:
-            layout: The new one.
-            gone: Own layers that are here no more.
-            states: Of the own layers that stay, whole, or with experts that replicas share this
-                replica's part.
+            layout: The new layout.
+            gone: Own layers that leave this rank.
+            states: States of the own layers that stay. They are whole, except with experts that
+                replicas share: then they are this replica's part.
             arrivals: Layers that have come.
-            experts: For a newcomer, which replicas hold which experts.
+            experts: Placement of the experts, by layer, for a newcomer.
         """
         self.replicas.close()
         for index in gone:
@@ -252,30 +295,36 @@ class LayerStore:
         self.tied.join()
 
     def empty(self) -> None:
-        """This rank has left the run."""
+        """Drops all layers, since this rank has left the run."""
         for index in list(self.layers):
             self._drop(index)
         self.outputs.forget(range(len(self.modules)))
 
-    # -- what a layer has beside its module --------------------------------------------------------
+    # -- state of a layer beside its module --------------------------------------------------------
 
     def state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
-        """What of one of this rank's layers moves and is saved beside its module: optimizer state,
-        and what cases keep with it.
+        """Returns the state of an own layer that moves and is saved beside its module.
 
-        whole: with ZeRO-1, the state of all replicas' shares; all replicas ask for it, in the same
-        order.
+        It is the optimizer's state, and the tensors that cases keep with the layer.
+
+        Args:
+            index: Global index of the layer.
+            whole: Whether to gather the state of all replicas' shares, with ZeRO-1. All replicas
+                then call it, in the same order.
         """
         kept = {f"{_KEPT}{name}": t.to(self.world.device) for name, t in self.kept[index].items()}
         return (self.moments(index) if whole else self.optimizers[index].state()) | kept
 
     def moments(self, index: int) -> dict[str, Tensor]:
-        """The optimizer's state of a whole layer; all replicas ask for it, in the same order."""
+        """Returns the optimizer's state of a whole layer.
+
+        All replicas call it, in the same order.
+        """
         return whole_state(self.world.peers, self.optimizers[index], self.replicas.experts(index))
 
     @contextmanager
     def whole(self, index: int) -> Generator[nn.Module]:
-        """One of this rank's layers, with the experts that other replicas hold within the context.
+        """Yields an own layer with the experts of other replicas, within the context.
 
         All replicas enter it, in the same order.
         """
@@ -288,7 +337,12 @@ class LayerStore:
             yield module
 
     def own_part(self, index: int, tensors: Contents) -> Contents:
-        """What this replica holds of a layer that was saved whole, by section and name."""
+        """Returns this replica's part of a layer that was saved whole.
+
+        Args:
+            index: Global index of the layer.
+            tensors: Tensors of the whole layer, by (section, name).
+        """
         experts, module = self.experts, self.modules[index]
         if experts is None:
             return tensors
@@ -303,7 +357,7 @@ class LayerStore:
         """Moves experts between replicas, with their optimizer state. All ranks call it.
 
         Args:
-            placements: New ones, by layer.
+            placements: New placements, by layer.
 
         Returns:
             Bytes that arrived here.
@@ -326,7 +380,7 @@ class LayerStore:
         return moved
 
     def masters(self, index: int) -> dict[str, Tensor]:
-        """The whole float32 masters of one of this rank's layers, by parameter."""
+        """Returns the whole float32 masters of an own layer, by parameter."""
         if not self.optimizers[index].masters:
             return {}
         state = self.state(index, whole=True)
@@ -359,11 +413,12 @@ def _check_same(world: World, model: Model, modules: Sequence[nn.Module]) -> Non
 
 
 def _check(index: int, module: nn.Module, replicas: int) -> None:
-    """Raises ConfigError for what could not move, or would not stay the same on all replicas."""
+    """Raises ConfigError if a layer cannot move or would differ between replicas."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
             raise ConfigError(
-                f"layer {index}: {name} is of {tensor.dtype}, which can neither move nor be saved; known are {', '.join(DTYPES)}"
+                f"layer {index}: {name} is of {tensor.dtype}, which can neither move nor be saved; "
+                f"known are {', '.join(DTYPES)}"
             )
     renormalised = next(
         (
@@ -375,14 +430,18 @@ def _check(index: int, module: nn.Module, replicas: int) -> None:
     )
     if replicas > 1 and renormalised is not None:
         raise ConfigError(
-            f"layer {index}: the embedding {renormalised or 'itself'} has max_norm, so its forward writes to its weight, of which every "
-            "replica would have its own; use parallel.data = 1 without [elastic] reshape, or no max_norm"
+            f"layer {index}: the embedding {renormalised or 'itself'} has max_norm, so its forward "
+            "writes to its weight, of which every "
+            "replica would have its own; use parallel.data = 1 without [elastic] reshape, or no "
+            "max_norm"
         )
 
 
 def _contiguous(module: nn.Module) -> None:
-    """Gradients and moments are made row by row, as a layer that arrives has its parameters and
-    buffers too."""
+    """Makes parameters and buffers contiguous.
+
+    Gradients and moments are made row by row, and a layer that arrives has contiguous tensors, too.
+    """
     for parameter in module.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()

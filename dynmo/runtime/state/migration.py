@@ -1,11 +1,12 @@
-"""Moves layers between ranks: weights, gradients, optimizer state, buffers, frozen flags. All or
-nothing.
+"""Moves layers between ranks.
 
-Everything is received beside the live model first; only when every rank has all of its new layers
-do they change hands. Random state does not travel: streams are keyed by the layer's global index
-(`kernels/seeds.py`).
+A layer has weights, gradients, optimizer state, buffers and frozen flags. A migration moves all
+layers or none. Everything is received beside the live model first. Layers change hands only when
+every rank has all of its new layers. Random state does not travel: streams are keyed by the layer's
+global index (`kernels/seeds.py`).
 
-    for each move, in layer order:   source --- length, JSON (names, dtypes, shapes) ---> target, which makes room
+    for each move, in layer order:   source --- length, JSON (names, dtypes, shapes) ---> target
+                                     (the target allocates memory)
     all ranks agree that nothing failed
     for each move, in layer order:   source --- the tensors, one after another ---------> target
     sources drop, targets adopt
@@ -34,7 +35,15 @@ from dynmo.runtime.comm.world import World
 
 
 class TensorRecord(BaseModel):
-    """One tensor on its way. section: parameter, buffer, gradient or optimizer."""
+    """Description of one tensor that travels.
+
+    Attributes:
+        section: parameter, buffer, gradient or optimizer.
+        name: Its name in the section.
+        dtype: Name of its type, without "torch.".
+        shape: Its shape.
+        requires_grad: Whether a parameter trains.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     section: str
@@ -45,21 +54,26 @@ class TensorRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What the source sends of one layer, in order."""
+    """List of the tensors of one layer, in the order in which the source sends them."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     layer: int
     tensors: list[TensorRecord]
 
 
-# No manifest comes near: a tensor takes some 100 bytes of it.
+# Largest manifest. A tensor takes some 100 bytes of it, so no real one comes near.
 _MOST_TEXT = 64 << 20
 
 Contents = dict[tuple[str, str], Tensor]
 
 
 def contents(module: nn.Module, optimizer_state: dict[str, Tensor]) -> Contents:
-    """Every tensor a layer consists of, by (section, name)."""
+    """Returns every tensor of a layer, by (section, name).
+
+    Args:
+        module: The layer.
+        optimizer_state: State of its optimizer, `parameter/moment` -> tensor.
+    """
     out: Contents = {("parameter", name): p for name, p in module.named_parameters()}
     out |= {("buffer", name): b for name, b in module.named_buffers()}
     out |= {
@@ -70,11 +84,17 @@ def contents(module: nn.Module, optimizer_state: dict[str, Tensor]) -> Contents:
 
 
 def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[str, Tensor]:
-    """Puts tensors into a module on the meta device (shapes may differ from its own); returns the
-    optimizer's part.
+    """Puts tensors into a module on the meta device. Shapes may differ from its own.
 
-    flags: requires_grad of each parameter. Pruned linears take the form that they have where they
-    come from.
+    Pruned linears take the form that they have at the source.
+
+    Args:
+        module: The layer.
+        tensors: Its tensors, by (section, name).
+        flags: requires_grad of each parameter.
+
+    Returns:
+        The optimizer's part of the tensors.
     """
     conform(module, {name: t for (section, name), t in tensors.items() if section == "buffer"})
     for name in [n for n, _ in module.named_parameters()]:
@@ -85,8 +105,8 @@ def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[s
             parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
         setattr(owner, key, parameter)
-    # A checkpoint leaves out what the module makes for itself; what it has and this module lacks, a
-    # forward made.
+    # A checkpoint leaves out buffers that the module makes for itself. A forward made the buffers
+    # that the checkpoint has and this module lacks.
     for section, name in tensors:
         if section == "buffer":
             owner, key = _owner(module, name)
@@ -101,7 +121,13 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A layer that has been received and is not yet live."""
+    """A layer that has been received and is not yet live.
+
+    Attributes:
+        layer: Index of the layer.
+        tensors: Its tensors, by (section, name).
+        flags: requires_grad of each parameter.
+    """
 
     layer: int
     tensors: Contents
@@ -110,7 +136,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Migration:
-    """What a migration cost, over all ranks."""
+    """Cost of a migration, over all ranks."""
 
     moved_bytes: int
     seconds: float
@@ -122,12 +148,21 @@ def exchange(
     leaving: Callable[[int], tuple[nn.Module, dict[str, Tensor]]],
     adopt: Callable[[list[Arrival]], None],
 ) -> Migration:
-    """Runs the moves. `leaving(layer)` gives a layer of this rank that goes; `adopt(arrivals)`
-    makes the new placement live. A layer may go to several ranks: it is then asked for once for
-    each.
+    """Runs the moves. All ranks call it together.
 
-    Raises RunError on every rank, with the live model untouched on all of them, if any rank could
-    not give or take a layer.
+    Args:
+        world: World of this rank.
+        moves: The moves, in layer order. The same on every rank.
+        leaving: Returns module and optimizer state of a layer that leaves this rank. Called once
+            for each rank to which the layer goes.
+        adopt: Makes the new placement live, with the layers that have arrived.
+
+    Returns:
+        The cost of the migration.
+
+    Raises:
+        RunError: Some rank could not give or take a layer. Every rank raises it, and the live model
+            is untouched on all of them.
     """
     start = time.perf_counter()
     world.open_channels(sorted({(TAG_MIGRATE, move.source, move.target) for move in moves}))
@@ -136,8 +171,8 @@ def exchange(
     works: list[tuple[dist.Work, Tensor, Move]] = []
     failure: Exception | None = None
     for move in moves:
-        # Whatever goes wrong on one rank, each still exchanges every manifest, so that none waits
-        # for one that does not come.
+        # Each rank exchanges every manifest, even after a failure. So no rank waits for a manifest
+        # that does not come.
         if move.source == world.rank:
             text = b""
             try:
@@ -162,7 +197,7 @@ def exchange(
                     arrivals.append((move, unpack(text, move, world.device)))
             except Exception as error:
                 failure = failure or error
-    # Of all replicas: none may go on without the others.
+    # All replicas agree: none may go on without the others.
     everyone = world.everyone
     failures = share_failures(everyone, failure, "all ranks to be ready to move layers")
     if failures:
@@ -190,13 +225,26 @@ def exchange(
 def pack(
     layer: int, module: nn.Module, optimizer_state: dict[str, Tensor]
 ) -> tuple[bytes, list[Tensor]]:
-    """A layer's manifest, and its tensors in the manifest's order."""
+    """Returns a layer's manifest, and its tensors in the manifest's order.
+
+    Args:
+        layer: Index of the layer.
+        module: The layer.
+        optimizer_state: State of its optimizer, `parameter/moment` -> tensor.
+    """
     tensors = contents(module, optimizer_state)
     text = describe(layer, module, tensors).model_dump_json().encode()
     return text, [t.detach().contiguous() for t in tensors.values()]
 
 
 def describe(layer: int, module: nn.Module, tensors: Contents) -> Manifest:
+    """Returns a layer's manifest.
+
+    Args:
+        layer: Index of the layer.
+        module: The layer.
+        tensors: Its tensors, by (section, name).
+    """
     flags = {name: p.requires_grad for name, p in module.named_parameters()}
     records = [
         TensorRecord(
@@ -212,24 +260,38 @@ def describe(layer: int, module: nn.Module, tensors: Contents) -> Manifest:
 
 
 def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
-    """Memory for what a manifest announces. Raises RunError for one that is damaged, of another
-    layer or of unknown dtypes."""
+    """Allocates the tensors that a manifest announces.
+
+    Args:
+        text: The manifest, as JSON.
+        move: The move that brings it.
+        device: Device of the tensors.
+
+    Returns:
+        The layer, with tensors that are not yet filled.
+
+    Raises:
+        RunError: The manifest is damaged, of another layer or of unknown dtypes.
+    """
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         raise RunError(
-            f"the manifest of layer {move.layer} from rank {move.source} cannot be read: {error}".split(
-                "\n"
-            )[0]
+            (
+                f"the manifest of layer {move.layer} from rank {move.source} cannot be read: "
+                f"{error}"
+            ).split("\n")[0]
         ) from None
     if manifest.layer != move.layer:
         raise RunError(
-            f"layer {move.layer} was expected from rank {move.source}, which sends layer {manifest.layer}"
+            f"layer {move.layer} was expected from rank {move.source}, which sends layer "
+            f"{manifest.layer}"
         )
     for r in manifest.tensors:
         if r.dtype not in DTYPES:
             raise RunError(
-                f"layer {move.layer}: {r.section} {r.name} is of {r.dtype}, which cannot travel; known are {', '.join(DTYPES)}"
+                f"layer {move.layer}: {r.section} {r.name} is of {r.dtype}, which cannot travel; "
+                f"known are {', '.join(DTYPES)}"
             )
         if min(r.shape, default=0) < 0:
             raise RunError(f"layer {move.layer}: {r.section} {r.name} has the shape {r.shape}")
@@ -268,12 +330,12 @@ def _take(world: World, move: Move, tensor: Tensor) -> Tensor:
 
 
 def _receive_text(world: World, move: Move) -> bytes:
-    """A manifest; empty if the source could not make one."""
+    """Receives a manifest. It is empty if the source could not make one."""
     length = int(_take(world, move, torch.zeros(1, dtype=torch.int64)))
     if not 0 <= length <= _MOST_TEXT:
         raise RunError(
-            f"the manifest of layer {move.layer} from {world.describe_rank(move.source)} has {length} "
-            f"bytes by its own account, and at most {_MOST_TEXT} are possible; "
+            f"the manifest of layer {move.layer} from {world.describe_rank(move.source)} has "
+            f"{length} bytes by its own account, and at most {_MOST_TEXT} are possible; "
             "do all ranks run the same dynmo?"
         )
     return _take(world, move, torch.empty(length, dtype=torch.uint8)).numpy().tobytes()

@@ -1,11 +1,12 @@
-"""Which layers travel when the same ranks become another mesh: a shorter pipeline of more replicas,
-or the reverse.
+"""Lists the layers that travel when the same ranks become another mesh.
 
-4 ranks    2 stages x 2 replicas             1 stage x 4 replicas
-rank 0     layers 0-3                        layers 0-7       <- 4-7 from rank 2
-rank 1     layers 0-3  (replica 1)           layers 0-7       <- 4-7 from rank 3
-rank 2     layers 4-7                        layers 0-7       <- 0-3 from rank 0
-rank 3     layers 4-7  (replica 1)           layers 0-7       <- 0-3 from rank 1
+It may be a shorter pipeline of more replicas, or the reverse.
+
+    4 ranks    2 stages x 2 replicas             1 stage x 4 replicas
+    rank 0     layers 0-3                        layers 0-7       <- 4-7 from rank 2
+    rank 1     layers 0-3  (replica 1)           layers 0-7       <- 4-7 from rank 3
+    rank 2     layers 4-7                        layers 0-7       <- 0-3 from rank 0
+    rank 3     layers 4-7  (replica 1)           layers 0-7       <- 0-3 from rank 1
 """
 
 from __future__ import annotations
@@ -15,23 +16,31 @@ from collections.abc import Sequence
 from dynmo.balance.partition import Move, Partition
 
 Holders = tuple[tuple[int, ...], ...]
-"""Of each layer, the global ranks that hold it."""
+"""Global ranks that hold each layer."""
 
 
 def holders(partition: Partition, placement: Sequence[int], replicas: int) -> Holders:
-    """placement: the pipeline rank of each stage."""
+    """Returns the global ranks that hold each layer.
+
+    Args:
+        partition: Layers of each stage.
+        placement: Pipeline rank of each stage.
+        replicas: Number of replicas.
+    """
     owners = (placement[partition.owner(layer)] for layer in range(partition.layers))
     return tuple(tuple(rank * replicas + replica for replica in range(replicas)) for rank in owners)
 
 
 def transfers(old: Holders, new: Holders, within_replicas: bool = False) -> tuple[Move, ...]:
-    """Lists what must travel, in layer order. Who holds a layer already gets nothing.
+    """Lists the moves, in layer order.
+
+    A rank that already holds a layer gets nothing.
 
     Args:
-        old: Who holds the layers.
-        new: Who will hold them.
+        old: Holders of the layers until now.
+        new: Holders from now on.
         within_replicas: Whether each replica's part of a layer goes to the same replica of the new
-            mesh, which has as many. If not, those who hold a layer take turns in giving it.
+            mesh, which has as many. If not, the holders of a layer take turns in giving it.
     """
     moves: list[Move] = []
     for layer, (before, after) in enumerate(zip(old, new, strict=True)):

@@ -1,1 +1,4 @@
-"""Schedules that are found by search: zero bubble, V shapes, the exact solver. No torch."""
+"""Schedules found by search: zero bubble, V shapes, the exact solver.
+
+This folder does not need torch.
+"""

@@ -1,5 +1,4 @@
-"""The search over the order of single ops in `zero_bubble`, compiled: a tabu search from a good
-schedule."""
+"""A compiled tabu search over the order of single ops, for `zero_bubble`."""
 
 # numba has no types of its own, so what it compiles is untyped to pyright.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -22,12 +21,15 @@ _FAR, _NEAR, _GAPS = (
     60,
     12,
     3,
-)  # how many places an op may be moved by, within a block, and how many gaps are tried
+)  # how many places an op may be moved by; the same within a block; how many gaps are tried
 
 
 class _Problem(NamedTuple):
-    """What is scheduled. d[kind, r]: seconds of F, B and W on rank r; d[3, r]: of the link behind
-    it."""
+    """The case that is scheduled.
+
+    Attributes:
+        d: d[kind, r] is seconds of F, B and W on rank r. d[3, r] is seconds of the link behind it.
+    """
 
     m: Any
     d: Any
@@ -40,8 +42,12 @@ class _Problem(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """An order of ops, and what its replay has found: see `_replay` and `_tails`. count, scratch:
-    room to work in."""
+    """An order of ops, and the results of its replay: see `_replay` and `_tails`.
+
+    Attributes:
+        count: Work space.
+        scratch: Work space.
+    """
 
     order: Any
     start: Any
@@ -54,8 +60,9 @@ class _Run(NamedTuple):
     scratch: Any
 
 
-# _zero_bubble_loops.py has these two as well. numba keeps compiled code until the file that asks for it changes, so a function of
-# another file could stay as it was on one machine, and its ranks would make another schedule.
+# _zero_bubble_loops.py has its own copies of the next two functions. numba keeps compiled code
+# until the file that asks for it changes. A shared function of another file could stay old on one
+# machine, and its ranks would make another schedule.
 
 
 @njit
@@ -67,8 +74,10 @@ def _copy(to, of):  # by hand: numba takes long to compile whole-array statement
 
 @njit
 def _draw(state):
-    """The next number of a xorshift generator. It always starts at the same seed: every rank must
-    find the same schedule."""
+    """Return the next number of a xorshift generator.
+
+    The generator always starts at the same seed: every rank must find the same schedule.
+    """
     state ^= state << np.uint64(13)
     state ^= state >> np.uint64(7)
     return state ^ (state << np.uint64(17))
@@ -76,11 +85,16 @@ def _draw(state):
 
 @njit
 def _replay(problem, run):
-    """Replays `run.order`. Returns the greatest end - lead, or never if the order goes in a circle.
+    """Replay `run.order`.
 
-    It fills in start[r, i] of op i, end[kind, r, j] and where[kind, r, j] of each F and B,
-    before[kind, r, i] = how many ops of a kind lie before op i, and path = all ops, each after what
-    it needs.
+    It fills in these arrays of `run`:
+
+    - start[r, i] of op i
+    - end[kind, r, j] and where[kind, r, j] of each F and B
+    - before[kind, r, i]: how many ops of a kind lie before op i
+    - path: all ops, each after those that it needs
+
+    Returns the greatest end - lead, or never if the order goes in a circle.
     """
     m, d, first, credits, lead = problem.m, problem.d, problem.first, problem.credits, problem.lead
     order, start, end, where, before, count, path = (
@@ -166,7 +180,7 @@ def _replay(problem, run):
 
 @njit
 def _tails(problem, run):
-    """Fills in `run.tail` after a replay.
+    """Fill in `run.tail` after a replay.
 
     tail[r, i] is the longest way from the end of op i of rank r to the end of any rank, less that
     rank's lead.
@@ -205,8 +219,11 @@ def _tails(problem, run):
 
 @njit(inline="always")
 def _guess(problem, run, r, source, target, most):
-    """A lower estimate of the longest way through the ops that move when op `source` of rank r goes
-    to place `target`, or never where that is not allowed or the estimate passes `most`."""
+    """Estimate from below the longest way through the ops that a move affects.
+
+    The move takes op `source` of rank r to place `target`. Returns never if the move is not allowed
+    or the estimate passes `most`.
+    """
     m, d, first, lead, mf, stash, cap = (
         problem.m,
         problem.d,
@@ -275,8 +292,10 @@ def _move(order, r, source, target):
 
 @njit
 def _by_hand(problem, k, hold, order):
-    """Writes ZB-H1 (k = 1), ZB-H2 (k = 2), or without `hold` 1F1B with B and W apart. Returns
-    whether it fits the caps."""
+    """Write ZB-H1 (k = 1), ZB-H2 (k = 2), or without `hold` 1F1B with B and W apart.
+
+    Returns whether the order fits the caps.
+    """
     m, first, mf, stash, cap = problem.m, problem.first, problem.mf, problem.stash, problem.cap
     p = mf.shape[0]
     for r in range(p):
@@ -302,7 +321,7 @@ def _by_hand(problem, k, hold, order):
 
 @njit
 def _longest_way_end(problem, run, now, slack):
-    """The rank and the place of the last op of a longest way, or -1, -1."""
+    """Return the rank and the place of the last op of a longest way, or -1, -1."""
     d, lead, n = problem.d, problem.lead, 3 * problem.m
     for r in range(problem.first, d.shape[1]):
         if run.start[r, n - 1] + d[run.order[r, n - 1], r] - lead[r] >= now - slack:
@@ -312,14 +331,16 @@ def _longest_way_end(problem, run, now, slack):
 
 @njit(inline="always")
 def _block_start(problem, run, r, i, slack, state):
-    """The first op of the block that ends with op i of rank r: ops without a gap between them.
-    Returns it and the generator's state."""
+    """Find the first op of the block that ends with op i of rank r.
+
+    A block is ops without a gap between them. Returns the op and the generator's state.
+    """
     d, start, end = problem.d, run.start, run.end
     p, low = d.shape[1], i
     while low > 0 and start[r, low - 1] + d[run.order[r, low - 1], r] >= start[r, low] - slack:
         kind = run.order[r, low]
         j = run.before[kind, r, low]
-        # Where both the rank and a neighbour let it start just now, leave by the neighbour half of
+        # If both the rank and a neighbour let it start just now, leave by the neighbour half of
         # the time.
         crosses = (
             kind == FORWARD and r > 0 and end[0, r - 1, j] + d[3, r - 1] >= start[r, low] - slack
@@ -336,11 +357,11 @@ def _block_start(problem, run, r, i, slack, state):
 
 @njit(inline="always")
 def _places(problem, run, r, source, low, high, slack, targets):
-    """Where op `source` of the block low..high may go: writes the places to `targets`, and returns
-    how many there are.
+    """Write the places where op `source` of the block low..high may go to `targets`.
 
-    Each op may go before the block's first or behind its last (which helps nobody in the last
+    Each op may go before the block's first or behind its last (which helps no op in the last
     block), the outer two anywhere. A W may also go into the next gaps before and behind the block.
+    Returns the number of places.
     """
     n, d, order, start = 3 * problem.m, problem.d, run.order, run.start
     last = high == n - 1
@@ -379,8 +400,10 @@ def _places(problem, run, r, source, low, high, slack, targets):
 
 @njit(inline="always")
 def _waited_for(problem, run, r, low):
-    """The rank and the place of the op of a neighbour that op `low` of rank r waits for, or -1,
-    -1."""
+    """Return the rank and the place of a neighbour's op that an op waits for.
+
+    The waiting op is op `low` of rank r. Returns -1, -1 if there is none.
+    """
     kind = run.order[r, low]
     j = run.before[kind, r, low]
     if (low == 0 and r == 0) or kind == WEIGHT:
@@ -396,11 +419,11 @@ def _waited_for(problem, run, r, low):
 
 @njit
 def _best_move(problem, run, best, slack, turn, barred, targets, state, r, i):
-    """Goes along a longest way from its last op, op i of rank r, to its first, and estimates every
-    move of an op on it.
+    """Estimate every move of an op on a longest way, and choose the best.
 
-    Returns the rank of the best move (-1: none is allowed), from and to where, the effort in ops,
-    and the generator's state.
+    It goes along the way from its last op, op i of rank r, to its first. Returns the rank of the
+    best move (-1: none is allowed), from and to where, the effort in ops, and the generator's
+    state.
     """
     order, before = run.order, run.before
     chosen, chosen_r, chosen_from, chosen_to = _NEVER, -1, -1, -1
@@ -425,8 +448,10 @@ def _best_move(problem, run, best, slack, turn, barred, targets, state, r, i):
 
 @njit
 def _best_by_hand(problem, run, best, best_order):
-    """Replays the schedules that are made by hand. Returns the least time, its order then in
-    `best_order`, and the effort in ops."""
+    """Replay the schedules that are made by hand.
+
+    Returns the least time and the effort in ops. The order of that time is then in `best_order`.
+    """
     spent = 0
     for hand in range(3):
         if _by_hand(problem, max(1, hand), hand > 0, run.order):
@@ -439,14 +464,30 @@ def _best_by_hand(problem, run, best, best_order):
 
 
 @jit_as(
-    "Tuple((float64, int64))(int64, float64[:, ::1], float64[::1], float64[::1], float64[::1], int64, int64, float64[::1],"
+    "Tuple((float64, int64))(int64, float64[:, ::1], float64[::1], float64[::1], float64[::1], "
+    "int64, int64, float64[::1],"
     "float64, int64, int8[:, ::1])"
 )
 def polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order):
-    """A tabu search over the order of single ops: moves ops of a longest way to another place on
-    their rank.
+    """Improve an order of single ops by a tabu search.
 
-    Returns the least time and the number of ops replayed; `best_order` becomes the best order.
+    It moves ops of a longest way to another place on their rank.
+
+    Args:
+        m: Number of microbatches.
+        d: Seconds of F, B, W and of the link behind each rank, [4, ranks].
+        mf: Memory that an F takes, [ranks].
+        stash: Memory that is left of it after B, [ranks].
+        cap: Memory of each rank, [ranks].
+        first: First stage that trains.
+        credits: How many microbatches a forward-only stage may be ahead of the next.
+        lead: Time from which each rank's time counts, [ranks].
+        goal: The search stops at this time.
+        budget: Number of ops that may be replayed.
+        best_order: Kinds of the ops of each rank. Becomes the best order.
+
+    Returns:
+        The least time and the number of ops replayed.
     """
     p, n = d.shape[1], 3 * m
     total = first * m + (p - first) * n
@@ -462,11 +503,11 @@ def polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order)
         np.empty((5, p), np.int64),
         np.empty((3, n)),
     )
-    barred = np.zeros((3, p, m), np.int64)  # until which turn an op may not be moved again
+    barred = np.zeros((3, p, m), np.int64)  # turn until which an op may not be moved again
     targets = np.empty(2 * (_NEAR + _GAPS) + 2, np.int64)
     _copy(run.order, best_order)
     best = _replay(problem, run)
-    # No worse than what is made by hand, where that fits.
+    # The result is no worse than the schedules that are made by hand, if those fit.
     best, spent = _best_by_hand(problem, run, best, best_order)
     spent += total
     _copy(run.order, best_order)

@@ -1,9 +1,10 @@
-"""The inner loops of `vshape`, compiled. Plain arithmetic on arrays; what it means is told in
-`vshape`.
+"""The inner loops of `vshape`, compiled.
 
-Rank r holds the stages r and 2p - 1 - r. Its F's and B's are numbered in the order in which one
-microbatch meets them: 0 is F of the lower stage, 1 F of the upper one, 2 B of the upper one, 3 B of
-the lower one; 4 and 5 are W of the lower and of the upper stage.
+They are plain arithmetic on arrays. `vshape` explains the algorithm. Rank r holds the stages r and
+2p - 1 - r. The F's and B's of a rank are numbered in the order in which one microbatch meets them:
+
+    0  F of the lower stage      2  B of the upper stage      4  W of the lower stage
+    1  F of the upper stage      3  B of the lower stage      5  W of the upper stage
 """
 
 # numba has no types of its own, so what it compiles is untyped to pyright.
@@ -23,8 +24,17 @@ NEVER = 1e300
 
 @jit_as("void(int64, int64, int64[::1], int8[:, ::1])")
 def cycles(m, frozen, cycle, order):
-    """The hand-made ZB-V: a warm-up of 2 (p - r) - 1 F's, r pairs of both F's, p - r pairs of F and
-    B; then `cycle` again and again."""
+    """Write the hand-made ZB-V into `order`.
+
+    The warm-up is 2 (p - r) - 1 F's, r pairs of both F's and p - r pairs of F and B. `cycle`
+    follows again and again.
+
+    Args:
+        m: Number of microbatches.
+        frozen: Number of stages before the first that trains.
+        cycle: Codes of the steady state.
+        order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
+    """
     p = order.shape[0]
     most, done = np.zeros(4, np.int64), np.zeros(4, np.int64)
     for r in range(p):
@@ -38,8 +48,8 @@ def cycles(m, frozen, cycle, order):
         lead, pairs = 2 * (p - r) - 1, r
         step, total = 0, most[0] + most[1] + most[2] + most[3]
         while at < total:
-            # A step is one place of the pattern; a place whose op is not due yet, or has run m
-            # times, is passed over.
+            # A step is one place of the pattern. It is passed over if its op is not due yet, or has
+            # run m times.
             if step < lead:
                 k = 0
             elif step < lead + 2 * pairs:
@@ -57,13 +67,26 @@ def cycles(m, frozen, cycle, order):
 
 
 @jit_as(
-    "void(int64, int64, float64[::1], float64[::1], float64[::1], float64, float64[::1], float64, int8[:, ::1])"
+    "void(int64, int64, float64[::1], float64[::1], float64[::1], float64, float64[::1], float64, "
+    "int8[:, ::1])"
 )
 def block(m, frozen, f, b, link, unit, shape, period, order):
-    """A repeating block: microbatch 0 at its own pace, every hop at least shape[0..3] units long,
-    and the others a period behind.
+    """Write a repeating block into `order`.
 
-    A period of 0 stands for one in which a microbatch is through before the next one starts.
+    Microbatch 0 runs at its own pace, every hop at least shape[0..3] units long. Each further
+    microbatch runs a period behind.
+
+    Args:
+        m: Number of microbatches.
+        frozen: Number of stages before the first that trains.
+        f: Seconds of F, [stages].
+        b: Seconds of B, [stages].
+        link: Seconds of a message from each stage to the next, [stages].
+        unit: Seconds of a unit of `shape`.
+        shape: Least lengths of the four hops, and rests at the three turns.
+        period: Seconds between two microbatches. 0 stands for a period in which a microbatch is
+            through before the next one starts.
+        order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
     """
     p, n = order.shape[0], f.shape[0]
     forward, backward = np.zeros(n), np.zeros(n)
@@ -108,7 +131,7 @@ def block(m, frozen, f, b, link, unit, shape, period, order):
 
 
 class Problem(NamedTuple):
-    """What is scheduled.
+    """The case that is scheduled.
 
     Attributes:
         m: Number of microbatches.
@@ -133,11 +156,11 @@ class Problem(NamedTuple):
 
 
 class Timetable(NamedTuple):
-    """Room to work in, and what `play` leaves there.
+    """Work space, and the results that `play` leaves there.
 
     Attributes:
         latest: By when each F and B must start, [2, stages, microbatches].
-        arrival: When what it needs is there, likewise. start: when it starts, likewise.
+        arrival: When its inputs are there, likewise. start: when it starts, likewise.
         began: When each rank begins, [ranks]. ended: when its last F or B ends, [ranks].
         ops: The ops of each rank by their codes, [ranks, 6 * microbatches].
     """
@@ -152,8 +175,10 @@ class Timetable(NamedTuple):
 
 @jit()
 def _order_of_visits(problem, run, stack):
-    """Clears the timetable, and puts all ranks on the stack, the first on top. Returns the number
-    of ops to place."""
+    """Clear the timetable, and put all ranks on the stack, the first on top.
+
+    Returns the number of ops to place.
+    """
     m, frozen, n, p = problem.m, problem.frozen, problem.f.shape[0], problem.cap.shape[0]
     run.arrival[:] = NEVER
     for j in range(m):
@@ -169,7 +194,7 @@ def _order_of_visits(problem, run, stack):
 
 @jit()
 def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -> float:
-    """Runs F's and B's in `order`, and puts W's between them.
+    """Run F's and B's in `order`, and put W's between them.
 
     A W runs in three cases: an F has no memory without it; a gap holds `share` of it; its rank is
     one of the first `patient` ranks, has no F left, and the op behind the gap still starts by its
@@ -292,11 +317,24 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
 
 
 @jit_as(
-    "void(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[:, :, ::1])"
+    "void(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], "
+    "float64[:, :, ::1])"
 )
 def latest_starts(m, frozen, order, f, b, link, deadline, latest):
-    """When each F and B must start, if a rank's last one is to end by its deadline, ranks keep to
-    `order` and W's take no time."""
+    """Compute when each F and B must start at the latest.
+
+    A rank's last F or B must end by its deadline. Ranks keep to `order`, and W's take no time.
+
+    Args:
+        m: Number of microbatches.
+        frozen: Number of stages before the first that trains.
+        order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
+        f: Seconds of F, [stages].
+        b: Seconds of B, [stages].
+        link: Seconds of a message from each stage to the next, [stages].
+        deadline: Time by which each rank must end, [ranks].
+        latest: Receives the start times, [2, stages, microbatches].
+    """
     p, n = order.shape[0], f.shape[0]
     latest[:] = -NEVER
     count, at, limit = np.full((p, 4), m - 1), np.zeros(p, np.int64), deadline.copy()

@@ -1,5 +1,7 @@
-"""The inner loops of `auto`, compiled. Plain arithmetic on arrays; what it means is told in
-`auto`."""
+"""The inner loops of `zero_bubble`, compiled.
+
+They are plain arithmetic on arrays. `zero_bubble` explains the algorithm.
+"""
 
 # numba has no types of its own, so what it compiles is untyped to pyright.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -28,8 +30,10 @@ def _copy(to, of):  # by hand, as below: numba takes long to compile whole-array
 
 @njit
 def _draw(state):
-    """The next number of a xorshift generator. It always starts at the same seed: every rank must
-    find the same schedule."""
+    """Return the next number of a xorshift generator.
+
+    The generator always starts at the same seed: every rank must find the same schedule.
+    """
     state ^= state << np.uint64(13)
     state ^= state >> np.uint64(7)
     return state ^ (state << np.uint64(17))
@@ -37,8 +41,10 @@ def _draw(state):
 
 @njit
 def _settle(tree, wake, rank):
-    """Restores a winner tree (tree[1] is the rank that wakes first, the lower one of equals) after
-    a change of wake[rank]."""
+    """Restore a winner tree after a change of wake[rank].
+
+    tree[1] is the rank that wakes first, the lower one of equals.
+    """
     i = (tree.shape[0] // 2 + rank) // 2
     while i > 0:
         left, right = tree[2 * i], tree[2 * i + 1]
@@ -67,9 +73,11 @@ def _build(
     count,
     tree,
 ):
-    """Runs all ranks on one clock under `policy`. Returns the greatest (end - lead) of a rank, or
-    never once it must pass `most`, and how often it looked at a rank, which is its effort; the ops
-    are in `order`."""
+    """Run all ranks on one clock under `policy`, and write the ops to `order`.
+
+    Returns the greatest (end - lead) of a rank, or never once it must pass `most`. Also returns how
+    often it looked at a rank, which is its effort.
+    """
     p = f.shape[0]
     wake, work = clock[0], clock[1]
     nf, nb, nw, idle, last = count[0], count[1], count[2], count[3], count[4]
@@ -198,17 +206,37 @@ def _build(
 
 
 @jit_as(
-    "Tuple((float64, int64))(int64, float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1],"
+    "Tuple((float64, int64))(int64, float64[::1], float64[::1], float64[::1], float64[::1], "
+    "float64[::1], float64[::1], float64[::1],"
     "int64, int64, boolean, float64, int64, int64[:, ::1], float64[::1], int8[:, ::1])"
 )
 def search(
     m, f, b, w, link, mf, stash, cap, first, credits, spans, goal, budget, starts, lead, best_order
 ):
-    """Tries the policies of `starts`, then changes of the best one, until `goal` is met or `budget`
-    is spent.
+    """Try the policies of `starts`, then changes of the best one.
 
-    Returns the least time and what was spent; the ops are in `best_order`. lead: zeros, which
-    become what each rank's time is counted from.
+    The search ends when `goal` is met or `budget` is spent.
+
+    Args:
+        m: Number of microbatches.
+        f: Seconds of F, [ranks].
+        b: Seconds of B, [ranks].
+        w: Seconds of W, [ranks].
+        link: Seconds of a message from each rank to the next.
+        mf: Memory that an F takes, [ranks].
+        stash: Memory that is left of it after B, [ranks].
+        cap: Memory of each rank, [ranks].
+        first: First stage that trains.
+        credits: How many microbatches a forward-only stage may be ahead of the next.
+        spans: Whether the span counts, and not the makespan.
+        goal: The search stops at this time.
+        budget: Number of times that the search may look at a rank.
+        starts: Policies to start from, one per row.
+        lead: Zeros. They become the time from which each rank's time counts, [ranks].
+        best_order: Receives the kinds of the ops of each rank.
+
+    Returns:
+        The least time and the budget spent.
     """
     p = f.shape[0]
     trip = np.zeros(p)
@@ -274,10 +302,11 @@ def search(
                     for q in range(first, r + 1):
                         policy[0, q] = min(max(1, policy[0, q] + (1 if by > 1 else -1)), room[q])
         time, visited = _build(
-            m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, best, order, arrival, clock, count, tree
+            m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, best,
+            order, arrival, clock, count, tree
         )  # fmt: skip
         spent += visited + p
-        # Of equals the later one, so that a plateau is crossed; but the table's first.
+        # The later of equals wins, so that a plateau is crossed. In the table the first wins.
         if time < best or (time == best and turn >= starts.shape[0] and time < _NEVER):
             best = time
             _copy(best_order, order)

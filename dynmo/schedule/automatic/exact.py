@@ -1,10 +1,9 @@
-"""The best schedule of a small case, and the proof of it, by OR-tools' CP-SAT (the optional extra
-`exact`).
+"""The best schedule of a small case, with its proof, by OR-tools' CP-SAT.
 
-Every F, B and W is an interval of time on its rank, and every pair of ops on one rank whose order
-is open has a yes/no variable `before`. What makes the proof quick is how few of these there are.
-Each kind runs in microbatch order, and one microbatch runs F's down and B's up the pipeline, so of
-the pairs of one stage only these are open, for j < i:
+OR-tools is the optional extra `exact`. Every F, B and W is an interval of time on its rank. Every
+pair of ops on one rank whose order is open has a yes/no variable `before`. The proof is fast
+because these pairs are few. Each kind runs in microbatch order, and one microbatch runs F's down
+and B's up the pipeline. Only these pairs of one stage are therefore open, for j < i:
 
     B(j) or F(i) first      W(j) or F(i) first      W(j) or B(i) first
 
@@ -40,7 +39,7 @@ PROVEN = 1e-4
 """A schedule counts as proven when nothing can be shorter by more than this share."""
 
 TICKS = 10**7
-"""Where times have no common unit, the start's length is cut into so many ticks."""
+"""The start's length is cut into so many ticks if the times have no common unit."""
 
 LARGEST = 20_000
 """Open pairs beyond which the solver is not asked: building the model alone would take seconds."""
@@ -48,8 +47,14 @@ LARGEST = 20_000
 
 @dataclass(frozen=True)
 class Exact:
-    """`schedule` and what no schedule can beat, in the costs' unit; `proven`: the two are equal
-    within PROVEN; `seconds` it took."""
+    """A schedule and the proven bound.
+
+    Attributes:
+        schedule: The best schedule found.
+        bound: A length that no schedule can beat, in the costs' unit.
+        proven: Whether the schedule's length and the bound are equal within PROVEN.
+        seconds: Seconds that the search took.
+    """
 
     schedule: Schedule
     bound: float
@@ -68,25 +73,38 @@ def exact(
     seconds: float = 5.0,
     workers: int = 2,
 ) -> Exact:
-    """The shortest schedule that can be found in `seconds`, never longer than `start`, with a bound
-    that holds for the given costs.
+    """Find the shortest schedule in a limited time, with a proven bound.
 
-    caps is the most live memory of each rank, in the costs' unit. `start` also gives the placement,
-    one stage per rank or several, as long as the first stages lie one on each rank; without it
-    `automatic`'s is taken. B and W are separate ops in what is searched, and in what is found; its
-    name is that of `start`, or "exact". With one worker the result is the same in every run that is
-    not cut short.
+    The bound holds for the given costs. B and W are separate ops in the search and in its result.
+    With one worker the result is the same in every run that is not cut short.
 
     The bound: the solver works in whole ticks. Decimal times are whole numbers of ticks if the
-    length has no more than 1e7 of them. Others are rounded down, each op and link for itself. No
-    order takes longer for it: it takes as long as its longest chain of ops and links, and what a
-    rank's own span leaves out, its lead, is in every chain that gets there. So what is proven for
-    the rounded times holds for the true ones, and is less than they would give by at most a tick,
-    1e-7 of the length, for each op and link of a chain. The larger of this and `lower_bound` is
-    returned. A schedule's own length is always simulated with the true costs.
+    length has no more than 1e7 of them. Others are rounded down, each op and link for itself.
+    Rounding down makes no order longer, because an order takes as long as its longest chain of ops
+    and links. A rank's own span leaves out its lead, and that lead is in every chain that gets
+    there. A bound proven for the rounded times therefore holds for the true ones. It is less than
+    the true times would give by at most a tick, 1e-7 of the length, for each op and link of a
+    chain. The larger of this bound and `lower_bound` is returned. A schedule's own length is always
+    simulated with the true costs.
 
-    Raises ScheduleError when the solver is needed and missing, when `start` is for another case or
-    over a cap, and when a cap admits no schedule at all.
+    Args:
+        costs: Costs of each stage.
+        microbatches: Microbatches of a step.
+        caps: Most live memory of each rank, in the costs' unit. None means unlimited.
+        first_trainable: The stages before this one run F only.
+        objective: Whether the span or the makespan counts.
+        start: A schedule that the result is never longer than. It also gives the placement, with
+            one stage per rank or several. The first stages must lie one on each rank. None takes
+            the schedule of `automatic`.
+        seconds: Time limit of the search.
+        workers: Number of threads of the solver.
+
+    Returns:
+        The schedule and its bound. The schedule has the name of `start`, or "exact".
+
+    Raises:
+        ScheduleError: The solver is needed and missing, `start` is for another case or over a cap,
+            or a cap admits no schedule at all.
     """
     began = time.perf_counter()
     if start is None:
@@ -130,7 +148,10 @@ def _length(schedule: Schedule, costs: Costs, objective: Objective) -> float:
 
 
 def _over(live: float, cap: float) -> bool:
-    """Sums of floats may end a little over a cap that they meet."""
+    """Return whether `live` is over the cap.
+
+    Sums of floats may end a little over a cap that they meet.
+    """
     return not live <= cap * (1 + 1e-9)
 
 
@@ -145,8 +166,10 @@ def _one_stage_each(schedule: Schedule) -> bool:
 
 
 def _busiest(schedule: Schedule, costs: Costs) -> float:
-    """The work of the busiest rank: all that is known beforehand where ranks hold several
-    stages."""
+    """Return the work of the busiest rank.
+
+    Nothing more is known beforehand if ranks hold several stages.
+    """
     return max(sum(duration(costs, op) for op in row) for row in schedule.ops)
 
 
@@ -159,17 +182,20 @@ def _check_start(
 ) -> None:
     if (start.microbatches, start.first_trainable) != (microbatches, first_trainable):
         raise ScheduleError(
-            f"start {start.name!r} has {start.microbatches} microbatches and first trainable stage {start.first_trainable}; "
+            f"start {start.name!r} has {start.microbatches} microbatches and first trainable "
+            f"stage {start.first_trainable}; "
             f"asked for are {microbatches} and {first_trainable}"
         )
     if start.stages != len(costs.stages):
         raise ScheduleError(
-            f"start {start.name!r} has {start.stages} stages, but costs are given for {len(costs.stages)}"
+            f"start {start.name!r} has {start.stages} stages, but costs are given for "
+            f"{len(costs.stages)}"
         )
     validate(start)
     if set(start.placement[: start.ranks]) != set(range(start.ranks)):
         raise ScheduleError(
-            f"start {start.name!r} has placement {start.placement}; the first {start.ranks} stages must lie one on each rank"
+            f"start {start.name!r} has placement {start.placement}; the first {start.ranks} "
+            "stages must lie one on each rank"
         )
     if caps is None:
         return
@@ -180,12 +206,16 @@ def _check_start(
     for rank, (peak, cap) in enumerate(zip(peak_memory(start, costs), caps, strict=True)):
         if _over(peak, cap):
             raise ScheduleError(
-                f"start {start.name!r} holds {peak:g} on rank {rank}, over its cap of {cap:g}; give a start that fits, or none"
+                f"start {start.name!r} holds {peak:g} on rank {rank}, over its cap of {cap:g}; "
+                "give a start that fits, or none"
             )
 
 
 def _split(schedule: Schedule) -> Schedule:
-    """Every BW as B, then W: no op ends later for it, and both can be moved apart."""
+    """Split every BW into B, then W.
+
+    No op ends later for it, and both can be moved apart.
+    """
 
     def parts(op: Op) -> Iterable[Op]:
         return (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind is Kind.BW else (op,)
@@ -199,8 +229,10 @@ def _split(schedule: Schedule) -> Schedule:
 
 
 def _scale(values: Iterable[float], whole: float, most: int) -> Fraction:
-    """How many ticks a unit has: so that all values are whole numbers of ticks, if `whole` then has
-    no more than `most`."""
+    """Choose how many ticks a unit has.
+
+    All values are whole numbers of ticks if `whole` then has no more than `most` ticks.
+    """
     given = [Fraction(str(value)) for value in values if value]
     parts = lcm(*(x.denominator for x in given))
     scale = Fraction(parts, gcd(*(int(x * parts) for x in given)) or 1)
@@ -214,7 +246,7 @@ def _times(costs: Costs) -> Iterator[float]:
 
 
 def _in_ticks(costs: Costs, scale: Fraction) -> Costs:
-    """The costs with whole times, rounded down."""
+    """Return the costs with times in whole ticks, rounded down."""
 
     def ticks(value: float) -> int:
         return floor(Fraction(str(value)) * scale)
@@ -230,8 +262,10 @@ def _in_ticks(costs: Costs, scale: Fraction) -> Costs:
 
 
 def _settled(x: Op, y: Op) -> bool:
-    """Whether x comes before y on their rank in every schedule: the closure of `dependencies` and
-    of microbatch order."""
+    """Return whether x comes before y on their rank in every schedule.
+
+    This is the closure of `dependencies` and of microbatch order.
+    """
     if x == y or x.microbatch > y.microbatch:
         return False
     match x.kind, y.kind:
@@ -248,8 +282,10 @@ def _settled(x: Op, y: Op) -> bool:
 
 
 class _Model:
-    """The case of `start`, B and W apart, in whole ticks, with `start` as the hint and as the
-    longest that there may be."""
+    """The CP-SAT model of the case of `start`, in whole ticks and with B and W apart.
+
+    `start` is the hint, and no schedule may be longer.
+    """
 
     def __init__(
         self,
@@ -264,11 +300,18 @@ class _Model:
         self.scale = _scale(_times(costs), _length(start, costs, objective), TICKS)
         self.ticks = _in_ticks(costs, self.scale)
         self.least = bound
-        # Of one stage's 3m ops about (3m)^2 / 6 pairs are open.
+        # About (3m)^2 / 6 pairs of one stage's 3m ops are open.
         self.open_pairs = sum(len(row) ** 2 for row in start.ops) // 6
 
     def solve(self, seconds: float, workers: int) -> tuple[Schedule | None, float]:
-        """The best schedule found, if any, and the proven bound in the costs' unit."""
+        """Return the best schedule found, if any, and the proven bound.
+
+        The bound is in the costs' unit.
+
+        Args:
+            seconds: Time limit, with the time to build the model.
+            workers: Number of threads of the solver.
+        """
         cp = _solver()
         began = time.perf_counter()
         self.model = cp.CpModel()
@@ -298,7 +341,7 @@ class _Model:
         return replace(self.start, ops=tuple(rows)), bound
 
     def _is_before(self, x: Op, y: Op) -> Literal | bool:
-        """Whether x comes before y: True, False, or the variable that says so."""
+        """Return whether x comes before y: True, False, or the variable that says so."""
         if _settled(x, y):
             return True
         if _settled(y, x):
@@ -310,8 +353,8 @@ class _Model:
         timeline = simulate(start, ticks)
         hint = {span.op: int(span.start) for row in timeline.ranks for span in row}
         longest = int(timeline.span if self.objective is Objective.SPAN else timeline.makespan)
-        # A rank's first op is the F of microbatch 0 on its first stage, at the same time in every
-        # schedule: it follows only its like.
+        # A rank's first op is the F of microbatch 0 on its first stage. It has the same time in
+        # every schedule, because it follows only such first F's.
         opening = [int(row[0].start) for row in timeline.ranks]
         length = model.new_int_var(
             min(longest, floor(Fraction(self.least) * self.scale * (1 - Fraction(1, 10**9)))),
@@ -347,8 +390,10 @@ class _Model:
         model.minimize(length)
 
     def _one_at_a_time(self, row: Sequence[Op]) -> None:
-        """The order of a rank's ops: who is before whom, without circles, and what that means for
-        the times."""
+        """Model the order of a rank's ops: one before the other, without circles.
+
+        It also models the effect of the order on the times.
+        """
         model = self.model
         model.add_no_overlap(
             model.new_fixed_size_interval_var(self.at[op], self.took[op], "") for op in row
@@ -364,14 +409,14 @@ class _Model:
             open_to[x][y] = open_to[y][x] = None
             model.add(self.at[y] >= self.at[x] + self.took[x]).only_enforce_if(first)
             model.add(self.at[x] >= self.at[y] + self.took[y]).only_enforce_if(~first)
-        # What is settled: x before y, and so before all that y is before.
+        # Settled pairs: x is before y, and therefore before every op that y is before.
         for y in row:
             for x in self._just_before(y):
                 model.add(self.at[y] >= self.at[x] + self.took[x])
                 for z in open_to[x]:
                     if z in open_to[y]:
                         model.add_implication(self.before[y, z], self.before[x, z])
-        # Ops that are open to each other, three at a time: x, y, z in a row mean x before z.
+        # Triples of ops that are open to each other: x before y before z means x before z.
         later = {op: [other for other in open_to[op] if place[other] > place[op]] for op in row}
         for x in row:
             for y, z in ((one, other) for one in later[x] for other in later[one]):
@@ -380,8 +425,10 @@ class _Model:
                     model.add_bool_or(self.before[x, y], self.before[y, z], ~self.before[x, z])
 
     def _just_before(self, op: Op) -> Iterator[Op]:
-        """The ops on the same rank that are settled to come before `op`, without those that this
-        follows for from others."""
+        """List the ops on the same rank that are settled to come before `op`.
+
+        It leaves out those that follow from others.
+        """
         own = self.start.stages_of(self.start.placement[op.stage])
         trained = [s for s in own if s >= self.start.first_trainable]
         if op.microbatch:
@@ -398,15 +445,15 @@ class _Model:
                 yield Op(Kind.B, op.stage, op.microbatch)
 
     def _memory(self, row: Sequence[Op], cap: float) -> None:
-        """What `peak_memory` adds up never passes the cap."""
+        """Keep the sum of `peak_memory` under the cap."""
         stages = {op.stage for op in row}
         stage = self.costs.stages[row[0].stage]
         if len(stages) == 1 and stage.mem_b <= 0 and stage.mem_w <= 0:
             if row[0].stage >= self.start.first_trainable:
                 self._few_enough(row[0].stage, stage, cap)
             return
-        # In whole parts of a unit, rounded down where there is no such part: what is found is
-        # checked.
+        # In whole parts of a unit. Changes are rounded down if there is no common part: the
+        # schedule found is checked again.
         changes = {op: memory_change(self.costs, op, self.start.first_trainable) for op in row}
         scale = _scale(changes.values(), cap or 1.0, 10**12)
         parts = {op: floor(Fraction(str(change)) * scale) for op, change in changes.items()}
@@ -418,8 +465,10 @@ class _Model:
                 )
 
     def _few_enough(self, stage: int, cost: StageCost, cap: float) -> None:
-        """One stage on the rank. When F(i) starts, with `y` B's done, so many W's must be done that
-        i + 1 microbatches fit."""
+        """Keep the memory of a rank with one stage under the cap.
+
+        When F(i) starts with `y` B's done, so many W's must be done that i + 1 microbatches fit.
+        """
         m = self.start.microbatches
         for i in range(m):
             for y in range(i + 1):

@@ -1,5 +1,7 @@
-"""Makes any schedule by its name: by hand where the catalogue can, else by a search for the costs
-at hand."""
+"""Makes any schedule by its name.
+
+It is made by hand if the catalogue can, else by a search for the costs.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,21 @@ def make(
     first_trainable: int = 0,
     objective: Objective = Objective.SPAN,
 ) -> Schedule:
-    """Makes the schedule called `name`.
+    """Make the schedule called `name`.
 
     Args:
         name: One of `catalogue.SCHEDULES`.
         ranks: Number of pipeline ranks.
         microbatches: Microbatches of a step.
-        costs: Of every stage. None means that all are alike: F = B = W, and no links.
+        costs: Costs of every stage. None means that all are alike: F = B = W, and no links.
         chunks: Stages per rank. None means the schedule's own number.
         caps: The most live memory of each rank, in the costs' unit. Only schedules that are made
             from costs keep to it. The caller checks the others.
         first_trainable: The stages before this one run F only.
-        objective: What a schedule that is made from costs keeps short.
+        objective: The time that a schedule made from costs keeps short.
 
     Raises:
-        ScheduleError: The schedule cannot be made so. The message says what would do.
+        ScheduleError: The schedule cannot be made so. The message says which values would do.
     """
     placement = placement_of(name, ranks, chunks)
     if not entry(name).from_costs:
@@ -56,7 +58,8 @@ def make(
         costs = uniform_costs(len(placement), 1.0, 1.0, 1.0)
     if len(costs.stages) != len(placement):
         raise ScheduleError(
-            f"{name} on {ranks} ranks has {len(placement)} stages, but costs are given for {len(costs.stages)}"
+            f"{name} on {ranks} ranks has {len(placement)} stages, but costs are given for "
+            f"{len(costs.stages)}"
         )
     return _MAKERS[name](
         costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective
@@ -64,8 +67,15 @@ def make(
 
 
 def full_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """A schedule of equal stages that all train."""
-    # One that is made within any limit must at least find the memory of 1F1B.
+    """Make a schedule of equal stages that all train.
+
+    Args:
+        name: One of `catalogue.SCHEDULES`.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+        chunks: Stages per rank. None means the schedule's own number.
+    """
+    # A schedule that is made within any limit must at least find the memory of 1F1B.
     return make(
         name,
         ranks,

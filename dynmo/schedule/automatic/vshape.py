@@ -1,27 +1,32 @@
-"""Schedules in a V: two stages a rank, placed down the ranks and up again. Where a rank waits long
-for the one's B, the other's comes soon.
+"""Schedules in a V: two stages per rank, placed down the ranks and up again.
 
-    stage  0 1 2 3 4 5      on 3 ranks: rank 0 holds the stages 0 and 5, rank 1 holds 1 and 4, rank 2 holds 2 and 3,
-    rank   0 1 2 2 1 0      between which nothing travels
+While a rank waits long for the B of one stage, the B of its other stage comes soon. On 3 ranks,
+rank 0 holds the stages 0 and 5, rank 1 holds 1 and 4, and rank 2 holds 2 and 3, between which
+nothing travels:
+
+    stage  0 1 2 3 4 5
+    rank   0 1 2 2 1 0
 
 ZB-V fills the pipeline as far as p activations of a whole rank (both its stages, one microbatch)
-allow; V-Half and V-Min let a microbatch pass in less time and keep about p / 2 + 1 and p / 3 + 1 of
+allow. V-Half and V-Min let a microbatch pass in less time and keep about p / 2 + 1 and p / 3 + 1 of
 them (Zero Bubble, section 6; Pipeline Parallelism with Controllable Memory).
 
-How one is made. Each rank's order of F's and B's is laid down first, by one of two rules:
+The search first lays down each rank's order of F's and B's, by one of two rules:
 
-    cycles  the hand-made ZB-V: F's for as long as the first microbatch is on its way, then F and B of both stages in turn
-    block   one microbatch's F's and B's, spread over time, repeated at one interval for all microbatches
+    cycles  the hand-made ZB-V: F's for as long as the first microbatch is on its way, then F and B
+            of both stages in turn
+    block   one microbatch's F's and B's, spread over time, repeated at one interval for all
+            microbatches
 
 Then the ranks run their orders at the true costs, and W's go where they cost least: into gaps that
 hold most of one, and before an F that has no memory without it. Before its last B's a rank has gaps
-each too short for a W, but not all together; there a W may push B's back as far as the last
-microbatch's way home allows.
+that are each too short for a W, but not all together. A W there may push B's back as far as the
+last microbatch's way home allows.
 
-Out of many blocks the one that comes out shortest within memory is taken, and changed a little for
-as long as that helps. One always keeps within memory: the block so long that one microbatch is
-through before the next. How many are tried depends on the size of the case, never on time, so every
-rank finds the same schedule.
+The search takes the block that comes out shortest within memory, and changes it a little for as
+long as that helps. One block always keeps within memory: it is so long that one microbatch is
+through before the next. The number of tries depends on the size of the case, never on time, so
+every rank finds the same schedule.
 """
 
 from __future__ import annotations
@@ -42,12 +47,12 @@ from dynmo.schedule.op import Kind, Op, Schedule
 _Floats = NDArray[np.float64]
 _Order = NDArray[np.int8]
 
-# Which share of a W a gap must hold for the W to fill it.
+# Shares of a W that a gap must hold for the W to fill it.
 _SHARES = (1.0, 0.5)
 # The steady state of ZB-V: 0 F below, 1 F above, 2 B above, 3 B below.
 _CYCLES = ((0, 3, 1, 2), (3, 0, 1, 2))
 # A block: least lengths of the four hops (F down, F up, B down, B up) and rests at the three turns
-# (F to F, F to B, B to B), in sixths of what the busiest rank works for one microbatch.
+# (F to F, F to B, B to B), in sixths of the busiest rank's work for one microbatch.
 _HOPS = (
     (0, 0, 0, 0),
     (1, 2, 1, 2),
@@ -63,11 +68,11 @@ _STEPS = (1.0, 0.5, 0.25)
 # The interval is in multiples of that work. It is doubled until memory holds the block, then halved
 # back so many times.
 _HALVINGS = 5
-# Times up to core.NEVER are times, and a block takes some multiple of all work.
+# Numbers up to core.NEVER are times, and a block takes some multiple of all work.
 _LARGEST = core.NEVER / 1e6
 _SERIAL = ((0.0,) * 7, 0.0)
-# How many ops may be placed in all while looking for the best order, and how often they may be
-# placed at least and at most.
+# Number of ops that may be placed in all while the best order is searched, and the least and most
+# number of times that they may be placed.
 _BUDGET = 8_000_000
 _TRIES = (60, 600)
 
@@ -75,7 +80,7 @@ _Block = tuple[tuple[float, ...], float]
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
-    """Down and up again: 0, 1, .., p - 1, p - 1, .., 1, 0."""
+    """Place stages down and up again: 0, 1, .., p - 1, p - 1, .., 1, 0."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
@@ -87,11 +92,19 @@ def zb_v(
     first_trainable: int = 0,
     objective: Objective = Objective.SPAN,
 ) -> Schedule:
-    """At most p activations of a whole rank, as 1F1B, and next to no bubble where F = B = W.
+    """Make ZB-V: at most p activations of a whole rank, as 1F1B.
 
-    costs are of the 2p stages, in the model's order; caps is the most live memory of each rank, in
-    the costs' unit, where it is to be less than that. Raises ScheduleError where a rank cannot hold
-    one microbatch.
+    There is next to no bubble if F = B = W.
+
+    Args:
+        costs: Costs of the 2p stages, in model order.
+        microbatches: Microbatches of a step.
+        caps: Most live memory of each rank, in the costs' unit, if it must be less than that.
+        first_trainable: The stages before this one run F only.
+        objective: Whether the span or the makespan is kept short.
+
+    Raises:
+        ScheduleError: A rank cannot hold one microbatch, or an argument is out of range.
     """
     return _make(
         "zb-v", float(len(costs.stages) // 2), costs, microbatches, caps, first_trainable, objective
@@ -106,8 +119,20 @@ def v_half(
     first_trainable: int = 0,
     objective: Objective = Objective.SPAN,
 ) -> Schedule:
-    """At most p / 2 + 1 activations of a whole rank, half of 1F1B's, and less bubble. Arguments and
-    errors as for `zb_v`."""
+    """Make V-Half: at most p / 2 + 1 activations of a whole rank.
+
+    That is half of 1F1B's memory, and the bubble is smaller.
+
+    Args:
+        costs: Costs of the 2p stages, in model order.
+        microbatches: Microbatches of a step.
+        caps: Most live memory of each rank, in the costs' unit, if it must be less than that.
+        first_trainable: The stages before this one run F only.
+        objective: Whether the span or the makespan is kept short.
+
+    Raises:
+        ScheduleError: A rank cannot hold one microbatch, or an argument is out of range.
+    """
     return _make(
         "v-half",
         len(costs.stages) // 2 / 2 + 1,
@@ -127,8 +152,20 @@ def v_min(
     first_trainable: int = 0,
     objective: Objective = Objective.SPAN,
 ) -> Schedule:
-    """At most p / 3 + 1 activations of a whole rank, about the least with which the ranks can all
-    be busy. Else as `zb_v`."""
+    """Make V-Min: at most p / 3 + 1 activations of a whole rank.
+
+    This is about the least memory with which the ranks can all be busy.
+
+    Args:
+        costs: Costs of the 2p stages, in model order.
+        microbatches: Microbatches of a step.
+        caps: Most live memory of each rank, in the costs' unit, if it must be less than that.
+        first_trainable: The stages before this one run F only.
+        objective: Whether the span or the makespan is kept short.
+
+    Raises:
+        ScheduleError: A rank cannot hold one microbatch, or an argument is out of range.
+    """
     return _make(
         "v-min",
         len(costs.stages) // 2 / 3 + 1,
@@ -152,20 +189,23 @@ def _make(
     stages = len(costs.stages)
     if stages < 2 or stages % 2:
         raise ScheduleError(
-            f"{name} has 2 stages a rank, but costs are given for {stages}; give the costs of 2 stages for each rank"
+            f"{name} has 2 stages a rank, but costs are given for {stages}; give the costs of 2 "
+            "stages for each rank"
         )
     if microbatches < 1:
         raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
     if not 0 <= first_trainable < stages:
         raise ScheduleError(
-            f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the last stage must train"
+            f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the "
+            "last stage must train"
         )
     if (
         not microbatches * (sum(stage.seconds for stage in costs.stages) + 2 * sum(costs.links))
         < _LARGEST
     ):
         raise ScheduleError(
-            f"{name}: the times are so large that their sum is no time any more; choose a larger unit"
+            f"{name}: the times are so large that their sum is no time any more; choose a larger "
+            "unit"
         )
     case = _case(name, most, costs, microbatches, caps, first_trainable, objective)
     order, share, patient = _search(case)
@@ -176,8 +216,12 @@ def _make(
 
 @dataclass
 class _Case:
-    """The costs as arrays, the limits, and room to work in. `hold` is what an F takes and `stash`
-    what is left of it after B."""
+    """The costs as arrays, the limits, and work space.
+
+    Attributes:
+        hold: Memory that an F takes.
+        stash: Memory that is left of it after B.
+    """
 
     microbatches: int
     frozen: int
@@ -216,13 +260,23 @@ class _Case:
 
     @property
     def work(self) -> float:
-        """What the busiest rank does for one microbatch."""
+        """Work of the busiest rank for one microbatch."""
         stages = self.f + self.b + self.w
         return float((stages[: self.ranks] + stages[: self.ranks - 1 : -1]).max())
 
     def run(self, order: _Order, share: float, patient: int = 0) -> float:
-        """The span (or makespan) of the order with W's put in, which `ops` then holds; -1 where
-        memory forbids it."""
+        """Put W's into the order, and return its span (or makespan).
+
+        `ops` then holds the result.
+
+        Args:
+            order: F's and B's of each rank by their codes.
+            share: The share of a W that a gap must hold.
+            patient: Number of ranks that put a W into any gap at the end.
+
+        Returns:
+            The time. -1 if memory forbids the order.
+        """
         return core.play(self._problem, self._timetable, order, share, patient)
 
     def cycles(self, cycle: tuple[int, ...]) -> _Order:
@@ -265,8 +319,8 @@ def _case(
         )
     trains = np.arange(n) >= first_trainable
     stages = costs.stages
-    # An F takes at once what its microbatch will hold at most, so a B that adds to it never finds
-    # too little memory.
+    # An F takes at once the most that its microbatch will hold. A B that adds memory therefore
+    # never finds too little.
     hold = np.array([max(s.mem_f, s.mem_f + s.mem_b, 0.0) for s in stages], np.float64) * trains
     stash = np.array([max(s.mem_f + s.mem_b, 0.0) for s in stages], np.float64) * trains
     both = hold[:ranks] + hold[: ranks - 1 : -1]
@@ -276,7 +330,8 @@ def _case(
     for rank in range(ranks):
         if not cap[rank] * (1 + 1e-9) >= both[rank]:
             raise ScheduleError(
-                f"{name}: the memory limit of rank {rank} is {cap[rank]:.10g}, but one microbatch of its stages {rank} and {n - 1 - rank}"
+                f"{name}: the memory limit of rank {rank} is {cap[rank]:.10g}, but one microbatch "
+                f"of its stages {rank} and {n - 1 - rank}"
                 f" takes {both[rank]:.10g}; give it that much, or fewer layers"
             )
     link = np.array([*costs.links, 0.0], np.float64)
@@ -296,8 +351,10 @@ def _case(
 
 
 def _search(case: _Case) -> tuple[_Order, float, int]:
-    """The order, the share of W that a gap must hold, and the number of patient ranks that come out
-    shortest."""
+    """Find the order, the share of W for a gap, and the number of patient ranks.
+
+    A gap must hold this share of a W. Together they give the shortest schedule.
+    """
     search = _Search(case)
     search.order(case.block(_SERIAL))
     for cycle in _CYCLES:
@@ -310,7 +367,10 @@ def _search(case: _Case) -> tuple[_Order, float, int]:
 
 
 class _Search:
-    """The best order so far, and the best block. Every try of an order takes one from `left`."""
+    """The best order so far, and the best block.
+
+    Every try of an order takes one from `left`.
+    """
 
     def __init__(self, case: _Case) -> None:
         least, most = _TRIES
@@ -323,13 +383,13 @@ class _Search:
     block: _Block
 
     def order(self, order: _Order) -> float:
-        """Its time, or infinity where memory forbids it."""
+        """Return the time of the order, or infinity if memory forbids it."""
         shortest = np.inf
         for share in _SHARES:
             time = self.case.run(order, share)
             self.left -= 1
             if time < 0.0:
-                break  # the share only moves W's about: with another one memory is short too
+                break  # the share only moves W's about: memory is also short with another share
             shortest = min(shortest, time)
             if time < self.time:
                 self.time, self.best, self.share = time, order, share
@@ -342,7 +402,10 @@ class _Search:
         return time
 
     def shortest_interval(self, shape: tuple[float, ...]) -> None:
-        """The shorter the interval, the more microbatches are on their way at once."""
+        """Search the shortest interval of a block of this shape.
+
+        The shorter the interval, the more microbatches are on their way at once.
+        """
         low = high = 1.0
         while self.left > 0 and high < 16 and self.try_((shape, high)) == np.inf:
             low, high = high, high * 2
@@ -353,8 +416,10 @@ class _Search:
             low, high = (middle, high) if self.try_((shape, middle)) == np.inf else (low, middle)
 
     def descend(self) -> None:
-        """Changes the best block one number at a time, in smaller and smaller steps, for as long as
-        that helps."""
+        """Change the best block one number at a time, for as long as that helps.
+
+        The steps become smaller and smaller.
+        """
         for step in _STEPS:
             helped = True
             while helped:
@@ -377,7 +442,7 @@ class _Search:
 
 
 def _patience(case: _Case, order: _Order, share: float, best: float) -> int:
-    """On how many of the first ranks W's may push back the last B's."""
+    """Find the number of first ranks on which W's may push back the last B's."""
     case.run(order, share)
     tail = np.where(np.arange(case.ranks) >= case.frozen, case.w[: case.ranks], 0.0)
     began = np.full(case.ranks, case.began.min()) if case.whole else case.began

@@ -1,22 +1,24 @@
-"""zb-auto: a schedule for the costs at hand, every stage's own, within every stage's memory (Zero
-Bubble, section 3).
+"""zb-auto: a schedule for each stage's own costs and memory.
 
-One clock runs all ranks. Whenever a rank is free it takes what its policy prefers among the ops
-that have arrived and fit its memory:
+The method is from Zero Bubble, section 3. One clock runs all ranks. A free rank takes the op that
+its policy prefers among the ops that have arrived and fit its memory:
 
-    warm    at most this many microbatches between F and B: how far the warm-up goes while the first B is on its way
-    prefer  B, F, or the two in turn, where both could run
-    wait    W fills a gap before a known arrival if that many quarters of it fit the gap; a gap without end is always filled
-    save    W is saved for gaps until this many wait, or until a B or F that has arrived needs their memory
+    warm    most microbatches between F and B: the length of the warm-up while the first B is on
+            its way
+    prefer  B, F, or the two in turn, if both could run
+    wait    W fills a gap before a known arrival if that many quarters of it fit the gap; a gap
+            without end is always filled
+    save    W is saved for gaps until this many wait, or until a B or F that has arrived needs their
+            memory
 
 An F is admitted only if the rank could empty itself afterwards, with W's first and then B and W in
-turn. So there is never a circle of ranks that wait for memory, and every case in which one
-microbatch fits each stage has a schedule.
+turn. Ranks therefore never wait for memory in a circle. Every case in which one microbatch fits
+each stage has a schedule.
 
-The search first tries a table of policies, the same on all ranks, then changes single ranks'
-policies, then the order of single ops along the critical path. It gives up a try at the first op
-after which it must end later than the best so far, stops where `lower_bound` is met, and has a
-budget in steps, never in time: every rank that runs it finds the same schedule.
+The search first tries a table of policies, the same on all ranks. Then it changes the policies of
+single ranks, then the order of single ops along the critical path. It gives up a try at the first
+op after which the try must end later than the best so far. It stops when `lower_bound` is met. Its
+budget is in steps, never in time, so every rank that runs it finds the same schedule.
 """
 
 from __future__ import annotations
@@ -41,10 +43,12 @@ NAME = "zb-auto"
 
 _NO_LIMIT = 1 << 40
 
-# Policies to start from, those first that did best together with the ones before them on random
-# uneven costs: 0, percent, more: a warm-up of as many F's as fill this share of the way to the last
-# stage and back, and some more 1, k, 0: ZB-H1's (k = 1) and ZB-H2's warm-up; then wait, prefer (0
-# B, 1 F, 2 in turn) and save.
+# Policies to start from. Each is the one that did best together with those before it on random
+# uneven costs. The first three numbers are the warm-up:
+# - 0, percent, more: as many F's as fill this share of the way to the last stage and back, and some
+#   more
+# - 1, k, 0: the warm-up of ZB-H1 (k = 1) or ZB-H2 (k = 2)
+# The others are wait, prefer (0 B, 1 F, 2 in turn) and save.
 _STARTS = (
     (0, 75, 1, 2, 2, _NO_LIMIT),
     (0, 105, 0, 3, 1, _NO_LIMIT),
@@ -61,12 +65,12 @@ _STARTS = (
     (0, 70, 4, 1, 0, _NO_LIMIT),
 )
 
-# Op._make without its check: a plan of 64 ranks and 512 microbatches makes a hundred thousand.
+# Op._make without its check: a plan of 64 ranks and 512 microbatches makes a hundred thousand ops.
 _new_op = cast("Callable[[tuple[Kind, int, int]], Op]", partial(cast("Any", tuple).__new__, Op))
 _KINDS = (Kind.F, Kind.B, Kind.W)
 
-# A peak is a running sum, so it may lie a rounding error above the activations that it stands for;
-# half of what is allowed for that.
+# A peak is a running sum. It may lie a rounding error above the activations that it stands for.
+# This is half of the share that is allowed for it.
 _ROUNDING = 5e-10
 
 
@@ -78,25 +82,38 @@ def automatic(
     first_trainable: int = 0,
     objective: Objective = Objective.SPAN,
 ) -> Schedule:
-    """The shortest schedule found for these costs, one stage per rank, with no stage's live memory
-    over its cap (in the costs' unit).
+    """Search the shortest schedule for these costs within the memory caps.
 
-    ZB-1p and ZB-2p are caps of p and 2p forward activations. Raises ScheduleError where a single
-    microbatch does not fit a stage: that is the only case without a schedule.
+    Each rank has one stage. ZB-1p and ZB-2p are caps of p and 2p forward activations.
+
+    Args:
+        costs: Costs of each stage.
+        microbatches: Microbatches of a step.
+        caps: Most live memory of each stage, in the costs' unit. None means unlimited.
+        first_trainable: The stages before this one run F only.
+        objective: Whether the span or the makespan is kept short.
+
+    Returns:
+        The shortest schedule found.
+
+    Raises:
+        ScheduleError: A single microbatch does not fit a stage, or the number of ranks or
+            microbatches is out of range. Every other case has a schedule.
     """
     stages, p, m = costs.stages, len(costs.stages), microbatches
     if p < 1 or m < 1:
         raise ScheduleError(f"{NAME}: {p} ranks and {m} microbatches; at least 1 of each is needed")
     if not 0 <= first_trainable < p:
         raise ScheduleError(
-            f"{NAME}: first trainable stage {first_trainable} of {p} stages; at least the last stage must train"
+            f"{NAME}: first trainable stage {first_trainable} of {p} stages; at least the last "
+            "stage must train"
         )
     limits = _limits(costs, caps, first_trainable)
     frozen = np.arange(p) < first_trainable
     f, b, w = (_array(getattr(stage, field) for stage in stages) for field in ("f", "b", "w"))
     b[frozen] = w[frozen] = 0.0
     link = _array((*costs.links, 0.0))
-    # Sizes near the largest number there is would overflow; a power of two changes no digit.
+    # Sizes near the largest number would overflow. A power of two changes no digit.
     _, exponent = math.frexp(max(1e-300, *f, *b, *w, *link))
     unit = math.ldexp(1.0, -min(exponent, 1000)) if abs(exponent) > 500 else 1.0
     goal = lower_bound(costs, m, first_trainable, objective, caps) * unit * (1 + 1e-12)
@@ -142,9 +159,12 @@ def automatic(
 
 
 def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
-    """How many times the search may look at a rank, and how many ops it may replay while single
-    ones move: some 15 and 12 whole schedules at 24 ranks and 96 microbatches, more of larger ones,
-    whose plan may take longer, and no fewer ops for smaller ones."""
+    """Compute the budgets: visits of ranks, and ops that may be replayed.
+
+    The replayed ops are those of the moves of single ops. At 24 ranks and 96 microbatches the
+    budget is some 15 and 12 whole schedules. A larger case, whose plan may take longer, has more. A
+    smaller case has no fewer ops.
+    """
     share = min(30.0, max(1.0, 3 * ranks * microbatches / 6912) ** 1.6)
     return int(110_000 * share), int(80_000 * share)
 
@@ -164,7 +184,8 @@ def _limits(
         need = 0.0 if stage < first_trainable else max(0.0, cost.mem_f, cost.mem_f + cost.mem_b)
         if not need <= cap * (1 + _ROUNDING):
             raise ScheduleError(
-                f"{NAME}: one microbatch on stage {stage} needs {need:.10g}, over its limit of {cap:.10g}; a limit of {need:.10g} would fit"
+                f"{NAME}: one microbatch on stage {stage} needs {need:.10g}, over its limit of "
+                f"{cap:.10g}; a limit of {need:.10g} would fit"
             )
     return np.minimum(np.array(caps, np.float64) * (1 + _ROUNDING), 1e300)
 
@@ -174,7 +195,7 @@ def _array(values: Iterable[float]) -> NDArray[np.float64]:
 
 
 def _row(order: NDArray[np.int8], rank: int, microbatches: int, frozen: bool) -> tuple[Op, ...]:
-    """The kinds in their order -> ops: each kind comes in microbatch order."""
+    """Turn the kinds in their order into ops. Each kind comes in microbatch order."""
     order = order[: microbatches if frozen else 3 * microbatches]
     index = np.empty(len(order), np.int64)
     for code in range(3):

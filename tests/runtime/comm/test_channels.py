@@ -1,5 +1,7 @@
-"""Channels: what is put arrives, in order, whatever its shape; and a sender waits where a channel
-is full."""
+"""Channels deliver every message, in order, whatever its shape.
+
+A sender waits if a channel is full.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,10 @@ def test_not_contiguous(pool: Pool) -> None:
 
 @pytest.mark.parametrize("varying", [False, True])
 def test_whether_a_message_has_arrived(pool: Pool, varying: bool) -> None:
-    """Not before it is put, and asking takes nothing away."""
+    """A message has not arrived before it is put.
+
+    Asking takes nothing away.
+    """
     _, told = pool.run(JOBS + "asked", 2, varying=varying)
     assert told == [False, True, True] * 3
 
@@ -109,7 +114,10 @@ def test_asking_for_a_message_of_a_peer_that_is_gone(pool: Pool) -> None:
 
 
 def test_a_changed_shape_is_an_error(pool: Pool) -> None:
-    """Two messages as announced, then rank 0 refuses the third; rank 1 is told to expect two."""
+    """Rank 0 sends two messages as announced, then refuses the third.
+
+    Rank 1 is told to expect two.
+    """
     sender, receiver = pool.run(JOBS + "shapes_change", 2)
     assert receiver == 2
     assert sender.startswith("the activations from rank 0 to rank 1 changed shape from")
@@ -118,8 +126,10 @@ def test_a_changed_shape_is_an_error(pool: Pool) -> None:
 
 @pytest.mark.parametrize("depth", [1, 3, 12])
 def test_backpressure(pool: Pool, depth: int) -> None:
-    """`depth` messages may have been put and not taken: no more, and once shapes are known, no
-    fewer."""
+    """At most `depth` messages may have been put and not taken.
+
+    Once shapes are known, there are no fewer either.
+    """
     _, counts = pool.run(JOBS + "backpressure", 2, depth=depth, messages=16)
     for step, row in enumerate(counts):
         assert len(row) == 16
@@ -129,7 +139,10 @@ def test_backpressure(pool: Pool, depth: int) -> None:
 
 
 def test_taken_messages_are_let_go(pool: Pool) -> None:
-    """Not kept to the end of the step: that would be as many as microbatches."""
+    """Taken messages are not kept to the end of the step.
+
+    They would be as many as microbatches.
+    """
     kept, _ = pool.run(JOBS + "letting_go", 2, messages=40)
     assert not any(kept[:20])
     assert kept[-1], "what has not been taken must stay"
@@ -137,8 +150,10 @@ def test_taken_messages_are_let_go(pool: Pool) -> None:
 
 @pytest.mark.parametrize("depth", [1, 20])
 def test_a_peer_that_is_gone(pool: Pool, depth: int) -> None:
-    """Who waits for room, or for the step's end, is told at once, and not after the limit of 20
-    s."""
+    """A rank that waits for room, or for the step's end, is told at once.
+
+    It does not wait for the limit of 20 s.
+    """
     (kind, text, seconds), _ = pool.run(JOBS + "peer_gone", 2, depth=depth)
     assert kind == "RankDied", text
     assert text.startswith("rank 0 lost rank 1 while waiting for room")
@@ -146,8 +161,10 @@ def test_a_peer_that_is_gone(pool: Pool, depth: int) -> None:
 
 
 def test_a_receive_that_cannot_be_posted() -> None:
-    """Its thread knows why at once; who waits for the message is told so then, and not after the
-    world's 5 s."""
+    """The thread of the channel knows at once why it failed.
+
+    A rank that waits for the message is told so then, and not after the world's 5 s.
+    """
     poster, watcher = Worker("poster", threaded=True), Worker("watcher", threaded=False)
     poster.error = RankDied("the peer is gone")
     inbox = Inbox(alone(), Channel(0, Direction.ACTIVATION, 1, 0), True, 4, poster, watcher)

@@ -1,5 +1,7 @@
-"""On CUDA, as far as a stubbed device shows it: who waits for whom is told, places are released,
-and a busy device is no late peer."""
+"""Waits on CUDA, as far as a stubbed device shows them.
+
+The messages name who waits for whom. Places are released. A busy device is no late peer.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def outbox(world: FakeCudaWorld, depth: int, varying: bool = False) -> Outbox:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("varying", [False, True])
 def test_a_place_is_free_once_the_peer_has_the_message(varying: bool) -> None:
-    """A header is completed only for who waits for it; that must not keep the message's place."""
+    """A header is completed only for a rank that waits for it.
+
+    That must not keep the message's place.
+    """
     world = fake_world()
     box = outbox(world, 1, varying)
     for j in range(4):
@@ -66,7 +71,10 @@ def test_no_room_on_an_idle_device() -> None:
 
 
 def test_a_busy_device_is_no_late_peer(device: FakeDevice) -> None:
-    """The host runs ahead: the limit counts from when the device has nothing left to do."""
+    """The host runs ahead of the device.
+
+    The limit counts from when the device has nothing left to do.
+    """
     world = fake_world(timeout=0.1)
     box = outbox(world, 1)
     box.put(0, (torch.zeros(2),))
@@ -93,8 +101,10 @@ def ends(world: FakeCudaWorld, messages: int, depth: int) -> Transport:
 
 
 def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told at the step's end, though no wait of the stream ever raises; and not before the stream
-    stands at it."""
+    """The failure is told at the step's end, though no wait of the stream raises.
+
+    It is not told before the stream stands at it.
+    """
     monkeypatch.setattr(p2p, "decode", lambda header, device, what: ((torch.float32, (2,)),))
     monkeypatch.setattr(p2p.torch, "empty", lambda *shape, **options: torch.zeros(*shape))
     monkeypatch.setattr(FakeCudaWorld, "open_channels", lambda self, pairs: None)
@@ -110,7 +120,10 @@ def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.Monk
     start = time.perf_counter()
     with pytest.raises(
         WaitTimeout,
-        match=r"rank 1 waited 0.2 s for rank 0: the activations? of microbatch 1; where it only takes longer",
+        match=(
+            r"rank 1 waited 0.2 s for rank 0: the activations? of microbatch 1; where it only "
+            r"takes longer"
+        ),
     ):
         channels.flush()
     assert time.perf_counter() - start >= 0.5
@@ -178,7 +191,7 @@ def opened(
     monkeypatch: pytest.MonkeyPatch,
     keys: list[tuple[int, ...]],
 ) -> list[str]:
-    """What passes over the channels as they open."""
+    """The messages that pass over the channels as they open."""
     monkeypatch.setattr(type(world), "settle", lambda self: device.catch_up())
     before = len(world.works)
     world.open_channels(keys)
@@ -220,8 +233,10 @@ def test_a_shape_that_returns_has_its_channels(
 def test_links_are_measured_in_turns(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch, rank: int, order: list[str]
 ) -> None:
-    """Both directions of a communicator are one stream: two receives that come first would wait for
-    ever."""
+    """Both directions of a communicator are one stream.
+
+    Two receives that come first would wait for ever.
+    """
     world = fake_world(rank)
     monkeypatch.setattr(type(world), "settle", lambda self: device.catch_up())
     monkeypatch.setattr(profiler, "PAUSE", 0.0)
@@ -240,8 +255,10 @@ def test_links_are_measured_in_turns(
 def test_a_failed_run_does_not_wait_for_messages(
     failed: bool, cuda: bool, aborts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its communicators would end only after all that was enqueued, and what ended the run would
-    never be told."""
+    """A failed run on CUDA aborts its communicators.
+
+    Otherwise they would end only after all enqueued work, and the cause would never be told.
+    """
     done: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: not done)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
@@ -256,8 +273,10 @@ def test_a_failed_run_does_not_wait_for_messages(
 
 
 def test_a_staged_world_waits_on_the_host(device: FakeDevice) -> None:
-    """Its messages are gloo's, although it computes on a GPU: nothing is enqueued, and threads send
-    and post."""
+    """The rank's messages are gloo's, although it computes on a GPU.
+
+    Nothing is enqueued, and threads send and post.
+    """
     world = fake_world()
     world.staged = True
     assert not world.enqueues

@@ -1,4 +1,7 @@
-"""Processes meet through a file with rank 0's address, and others open the same store later."""
+"""Processes meet through a file with rank 0's address.
+
+Others open the same store later.
+"""
 
 from __future__ import annotations
 

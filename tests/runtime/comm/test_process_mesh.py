@@ -1,5 +1,7 @@
-"""Meshes: who is beside whom, and that a wait names the right one. Then what replicas do: reduce,
-gather, keep shares."""
+"""Meshes: who is beside whom, and that a wait names the right one.
+
+Then what replicas do: reduce, gather, keep shares.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ JOBS = "tests.runtime.mesh_jobs:"
 
 
 def test_views_of_the_same_ranks(pool: Pool) -> None:
-    """Four ranks as 2 x 2, 1 x 4, 4 x 1 and 2 x 2 again. Rank r's mark is 2^r, so that a sum tells
-    who was in it."""
+    """Four ranks as 2 x 2, 1 x 4, 4 x 1 and 2 x 2 again.
+
+    Rank r's mark is 2^r, so that a sum tells who was in it.
+    """
     ranks = pool.run(JOBS + "shape", 4, replicas=[2, 4, 1, 2])
     two, four, one = ([r[i] for r in ranks] for i in range(3))
     assert [r[3] for r in ranks] == two, "the same shape again"
@@ -46,7 +50,10 @@ def test_who_disagrees_with_whom(pool: Pool) -> None:
     assert {tuple(x) for x in said} == {
         (
             "RunError",
-            "rank 0 (replica 0) and ranks 1 (replica 1), 3 (replica 1) disagree on the plan; do all run the same dynmo, config and data?",
+            (
+                "rank 0 (replica 0) and ranks 1 (replica 1), 3 (replica 1) disagree on the plan; "
+                "do all run the same dynmo, config and data?"
+            ),
         )
     }
 

@@ -1,4 +1,4 @@
-"""Which world a process was started in, from what launchers leave in the environment."""
+"""The world of a process, from what launchers leave in the environment."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_torchruns() -> None:
 
 
 def test_loopback() -> None:
-    """Only where every rank is surely on this machine."""
+    """The loopback is used only if every rank is surely on this machine."""
     local = TORCHRUN | {"MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "8"}
     assert seen(local)["loopback"]
     literal = local | {"MASTER_ADDR": "127.0.0.1"}

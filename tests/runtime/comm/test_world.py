@@ -49,7 +49,10 @@ def test_a_meeting_that_failed_is_forgotten(pool: Pool) -> None:
 
 
 def test_a_rank_that_is_gone(pool: Pool) -> None:
-    """Known at once, not after the limit: as the receive is posted, or as it is waited for."""
+    """The failure is known at once, not after the limit.
+
+    It shows as the receive is posted, or as it is waited for.
+    """
     (kind, text), _ = pool.run(JOBS + "one_is_late", 2, what="gone")
     assert kind == "RankDied"
     assert re.match(
@@ -92,7 +95,10 @@ def test_first_difference(pool: Pool, lists: list[str], difference: list[object]
 def test_a_process_that_no_launcher_started() -> None:
     with pytest.raises(
         RunError,
-        match=r"started alone, in no world of ranks: start it with torchrun, or .*`from_environment\(\) or ALONE`",
+        match=(
+            r"started alone, in no world of ranks: start it with torchrun, or "
+            r".*`from_environment\(\) or ALONE`"
+        ),
     ):
         open_store(None, 5)
     store = open_store(ALONE, 5)
@@ -124,7 +130,10 @@ def listener(answer: bytes) -> Iterator[int]:
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
 def test_a_foreign_listener(capfd: pytest.CaptureFixture[str], answer: bytes) -> None:
-    """One line after the limit, and nothing of torch's own. One that is silent: tests/cli."""
+    """One line after the limit, and nothing of torch's own.
+
+    One that is silent: tests/cli.
+    """
     told = "rank 1 could not meet the others at 127.0.0.1:"
     with listener(answer) as port, pytest.raises(RunError, match=told):
         open_store(Rendezvous(1, 2, 1, address="127.0.0.1", port=port), 0.5)
@@ -140,7 +149,10 @@ def test_a_host_without_an_address(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
 def test_where_the_store_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a literal 127.x nobody else can reach it. What `localhost` is depends on the machine."""
+    """Nobody else can reach a literal 127.x. The address of `localhost` varies.
+
+    The machine decides what `localhost` is.
+    """
     environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environ["MASTER_PORT"] = free_port()
     rendezvous = from_environment(environ)
@@ -158,7 +170,10 @@ def test_where_the_store_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_processes_of_one_rank(pool: Pool) -> None:
-    """The second is told, whether its RANK is wrong or its MASTER_PORT is another run's."""
+    """The second process is told, if its RANK or its MASTER_PORT is wrong.
+
+    The port may be another run's.
+    """
     said = pool.run(JOBS + "all_are_rank_0", 2)
     assert sum("another process is rank 0 of this run, too" in text for text in said) == 1
     assert sum("waited 1 s for rank 1 to join" in text for text in said) == 1

@@ -16,13 +16,22 @@ LAYERS = 8
 
 @cache
 def reference(pool: Pool, microbatches: int, frozen: int) -> dict[str, Any]:
-    """One rank, one F and one BW at a time. frozen: leading layers."""
+    """The results of one rank that runs one F and one BW at a time.
+
+    Args:
+        pool: The pool of ranks.
+        microbatches: Number of microbatches.
+        frozen: Number of leading frozen layers.
+    """
     rows = " ".join(
         f"{s}F{j}" if kind == "F" else f"{s}BW{j}"
         for j in range(microbatches)
         for kind, s in _in_turn(frozen)
     )
-    text = f"# one  ranks=1 microbatches={microbatches} placement={','.join('0' * LAYERS)} first_trainable={frozen}\n0 | {rows}\n"
+    text = (
+        f"# one  ranks=1 microbatches={microbatches} placement={','.join('0' * LAYERS)} "
+        f"first_trainable={frozen}\n0 | {rows}\n"
+    )
     return merged(pool.run(EXECUTE, 1, schedule=text, layers=LAYERS, microbatches=microbatches))
 
 

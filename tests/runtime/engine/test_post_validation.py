@@ -1,5 +1,7 @@
-"""Steps without a barrier: whatever must be taken back, wherever, the bits are those of a run that
-checks first."""
+"""Steps without a barrier.
+
+The bits are those of a run that checks first, whatever must be taken back, wherever.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ STEPS, LAYERS = 7, 8
 
 
 def faults(seed: int) -> tuple[tuple[int, int, Any], ...]:
-    """Overflow, or gradients so large that they are clipped, at random steps in random layers:
-    sometimes both, sometimes in two layers."""
+    """Failures at random steps in random layers, sometimes in two layers.
+
+    They are overflows, or gradients so large that they are clipped, and sometimes both.
+    """
     random = Random(seed)
     faults_ = [
         (step, random.randrange(LAYERS), random.choice(["inf", 1000.0]))
@@ -62,7 +66,7 @@ def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 
 def test_the_reference_fails() -> None:
-    """What the other tests are about: all of it occurs."""
+    """All failures that the other tests are about occur."""
     wanted = [faults(seed) for seed in range(3)]
     assert {what for each in wanted for _, _, what in each} == {"inf", 1000.0}
     assert len({layer for each in wanted for _, layer, _ in each}) > 4
@@ -84,8 +88,10 @@ def test_the_same_bits(pool: Pool, schedule: str, ranks: int) -> None:
     ("schedule", "ranks"), [("zb-h2", 4), ("zb-auto", 3), ("zb-v", 3), ("interleaved-1f1b", 2)]
 )
 def test_freezing_moves_and_evaluations_between(pool: Pool, schedule: str, ranks: int) -> None:
-    """They see the model as it is once the last step is final. Then ranks only run forwards, and
-    have a verdict all the same."""
+    """Changes between steps see the model as it is once the last step is final.
+
+    Then ranks only run forwards, and have a verdict all the same.
+    """
     same(
         pool.run(
             VALIDATED, ranks, schedule=schedule, faults=faults(1), afterwards=True, changes=True
@@ -109,7 +115,10 @@ def test_what_a_forward_writes_is_put_back(pool: Pool) -> None:
 
 
 def test_clipped_layer_by_layer(pool: Pool) -> None:
-    """Each layer's own norm is known to its rank: only what is not finite is ever taken back."""
+    """Each rank knows the norms of its own layers.
+
+    Only steps that are not finite are ever taken back.
+    """
     options: dict[str, Any] = {"faults": faults(0), "clip_scope": "local", "limit": 0.2}
     expected = pool.run(VALIDATED, 1, schedule="1f1b", afterwards=False, **options)[0]
     assert CLIPPED not in expected["failed"]
@@ -118,7 +127,10 @@ def test_clipped_layer_by_layer(pool: Pool) -> None:
 
 
 def test_in_place_is_close(pool: Pool) -> None:
-    """Undone by arithmetic on the ranks that had stepped: losses as with a barrier, to 1e-4."""
+    """Ranks that had stepped undo the step by arithmetic.
+
+    The losses are those with a barrier, to 1e-4.
+    """
     expected = reference(pool, 1, False)
     for result in pool.run(
         VALIDATED, 3, schedule="zb-h2", faults=faults(1), afterwards=True, rollback="in-place"
@@ -154,8 +166,10 @@ def trained(pipeline: Engine, steps: int, max_norm: float) -> list[StepResult]:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_two_hundred_rollbacks(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is clipped, so made, taken back and made again: in place, that is off by 1e-5 of
-    the way that the weights went."""
+    """Every step is clipped, so it is made, rolled back and made again.
+
+    In place, that is off by 1e-5 of the way that the weights went.
+    """
     monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
     settings = OptimizerSettings(name)
     small = "python:tests.models.user_model:with_a_loss"
@@ -185,7 +199,7 @@ def weights(pipeline: Engine) -> Tensor:
 
 
 def step_anyway(pipeline: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the first of many ranks does, whose own gradient is small."""
+    """Steps as the first of many ranks does, whose own gradient is small."""
     step_end, pending = pipeline._optimizer_step, pipeline._pending  # pyright: ignore[reportPrivateUsage]
     failed, end = step_end.failed, pending.end
 
@@ -213,8 +227,10 @@ def test_results_come_a_step_late() -> None:
 
 
 def test_not_finite_ends_the_run_a_step_late() -> None:
-    """Nothing was updated; and who goes on with better data finds no trace of it, nor of the step
-    that had begun."""
+    """A failed step updates nothing.
+
+    A run that goes on with better data finds no trace of it, nor of the step that had begun.
+    """
     one, twin = own_pipeline(post_validation=True), own_pipeline()
     weight = one.own_layers[3][0].get_parameter("logits.weight").data
     trained(one, 2, 0.0)
@@ -242,8 +258,10 @@ def test_every_rank_says_so(pool: Pool) -> None:
 
 
 def test_a_case_that_acts_unannounced_is_told() -> None:
-    """What waits for the verdict may only be called on all ranks; what is called on one says that
-    it cannot."""
+    """Calls that wait for the verdict must be made on all ranks.
+
+    A call on one rank says that it cannot wait.
+    """
     one = own_pipeline(post_validation=True)
     one.advance(0, *tokens(0, 4), lr=0.1)
     with pytest.raises(
@@ -255,7 +273,10 @@ def test_a_case_that_acts_unannounced_is_told() -> None:
 
 
 def test_caution() -> None:
-    """More than a quarter of the last twenty steps: a barrier, until next to none of them fails."""
+    """The run takes a barrier if over a quarter of the last twenty steps fail.
+
+    The barrier stays until next to none of them fails.
+    """
     policy = BarrierPolicy()
     assert [policy.observe(True) for _ in range(5)] == [None] * 5
     assert policy.on
@@ -285,7 +306,7 @@ def test_too_many_rollbacks_bring_the_barrier_back() -> None:
 
 
 def test_local_clipping_multiplies_each_layer_by_its_own() -> None:
-    """Against clipping by hand."""
+    """The result is compared with clipping by hand."""
     one, by_hand = own_pipeline(clip_scope="local"), own_pipeline()
     step_output = by_hand.forward_backward(0, *tokens(0, 4))
     norms: list[float] = []

@@ -44,13 +44,13 @@ def test_gathered_costs(pool: Pool) -> None:
     ranks = pool.run("tests.runtime.jobs.profiler:profile", 2, f=f, b=b, w=w, counts=[1, 3])
     assert ranks[0] == ranks[1]
     for measured, truth in zip(ranks[0], zip(f, b, w, strict=True), strict=True):
-        # Loose above, for other processes may hold the cores; not so loose that one op's time could
-        # be in another's.
+        # The upper limit is loose, because other processes may hold the cores. It is not so loose
+        # that one op's time could be in another's.
         assert all(
             true <= got < true + 0.006 for got, true in zip(measured[:3], truth, strict=True)
         ), (measured, truth)
-    # One weight of 4 bytes, its gradient, two moments and a counter; messages of 64 numbers, which
-    # W needs, and so it does their gradients (that of the loss is one number).
+    # There is one weight of 4 bytes, with its gradient, two moments and a counter. Messages have 64
+    # numbers. W needs the messages and their gradients. The gradient of the loss is one number.
     assert [dict(zip(FIELDS[3:], row[3:], strict=True)) for row in ranks[0]] == [
         {
             "parameters": 1,
@@ -152,8 +152,10 @@ def test_doubtful_readings_count_only_where_there_is_no_other() -> None:
 
 
 def test_a_part_that_seems_longer_than_the_whole_is_doubtful() -> None:
-    """The whole of this BW is CPU time, since the thread lost its core; its W is all the time that
-    elapsed."""
+    """The whole of this BW is CPU time, because the thread lost its core.
+
+    Its W is all the time that elapsed.
+    """
     clock = HostClock()
 
     def mark(elapsed: float, cpu: float, preempted: int) -> Mark:
@@ -171,8 +173,10 @@ def test_a_part_that_seems_longer_than_the_whole_is_doubtful() -> None:
 
 
 def test_costs_by_half_of_the_readings() -> None:
-    """In proportion to costs that may be scaled. One reading of a time has no halves; one count of
-    bytes is exact."""
+    """Costs that may be scaled are divided in proportion.
+
+    One reading of a time has no halves. One count of bytes is exact.
+    """
     clock = Tape()
     profiler = Profiler(clock)
     costs = (
@@ -213,8 +217,10 @@ class Halving(Tape):
 
 
 def test_observing_costs_a_few_reads_a_mark() -> None:
-    """One reading of the clock per mark and per W inside a BW: nothing grows with the steps that
-    went before."""
+    """The profiler reads the clock once per mark and per W inside a BW.
+
+    Nothing grows with the steps that went before.
+    """
     clock = Tape()
     profiler = Profiler(clock)
     counts: list[int] = []
@@ -228,7 +234,10 @@ def test_observing_costs_a_few_reads_a_mark() -> None:
 
 
 def test_frozen_layers() -> None:
-    """In the frozen prefix F only; above a layer that trains, F and B."""
+    """Layers in the frozen prefix run F only.
+
+    Frozen layers above a layer that trains run F and B.
+    """
     pipeline = emulated(f=[0.008] * 4, b=[0.008] * 4, w=[0.008] * 4)
     pipeline.freeze([0, 1, 3])
     for step in range(2):
@@ -246,8 +255,10 @@ def test_frozen_layers() -> None:
 
 
 def test_what_is_measured_follows_what_is_frozen() -> None:
-    """Layer 1 was frozen above a trainable layer; when layer 0 freezes too it becomes part of the
-    prefix, and its old costs are void."""
+    """Layer 1 was frozen above a trainable layer and then joins the prefix.
+
+    It does so when layer 0 freezes too. Its old costs are then void.
+    """
     pipeline = emulated(f=[0.0] * 3, b=[0.001] * 3, w=[0.0] * 3)
     pipeline.freeze([1])
     for frozen, runs_b in (((), [True, True, True]), ((0,), [False, False, True])):
@@ -272,8 +283,10 @@ def test_evaluation_leaves_measurements_alone() -> None:
 
 
 def test_links(pool: Pool) -> None:
-    """Measured between neighbours, the same on every rank; on one machine far under a millisecond,
-    far over a megabyte a second."""
+    """Links are measured between neighbours, the same on every rank.
+
+    On one machine they are far under a millisecond, and far over a megabyte a second.
+    """
     first, *others = pool.run("tests.runtime.jobs.profiler:links", 3)
     assert others == [first] * 2
     assert len(first) == 2
@@ -288,7 +301,10 @@ def test_a_clock() -> None:
 
 
 def test_buffers_are_held_too() -> None:
-    """A pruned linear's indices: 8 bytes a kept weight's column and more for its rows."""
+    """The indices of a pruned linear take memory.
+
+    They are 8 bytes for a kept weight's column and more for its rows.
+    """
     from dynmo.kernels.crossover import make_pruned
     from dynmo.runtime.engine.profiler import weight_bytes
 

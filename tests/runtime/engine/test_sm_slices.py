@@ -1,5 +1,7 @@
-"""Slices of a GPU, as far as they can be known without one: the sizes to try, what is missing, and
-one process that is a pipeline."""
+"""Slices of a GPU, as far as they can be known without one.
+
+The tests cover the sizes to try, what is missing, and one process that is a pipeline.
+"""
 
 from __future__ import annotations
 

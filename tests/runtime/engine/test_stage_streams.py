@@ -1,5 +1,7 @@
-"""What the executor asks of the lanes: every hand-over between stages is waited for where it is
-taken, and forks and joins enclose it."""
+"""The calls that the executor makes on the lanes.
+
+Every hand-over between stages is waited for where it is taken. Forks and joins enclose it.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ MICROBATCHES = 4
 
 
 class Noted:
-    """Lanes that compute in turn and note what they are asked: (what, stage whose lane it is,
-    key)."""
+    """Lanes that compute in turn and note what they are asked.
+
+    A note is (what, stage whose lane it is, key).
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int | None, Key | None]] = []

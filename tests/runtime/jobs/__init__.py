@@ -1,2 +1,6 @@
-"""What the pool's ranks run for the tests of the runtime, a file for a file of it. Each function
-takes the job's world first; arguments and results are JSON."""
+"""Jobs of the pool's ranks for the tests of the runtime.
+
+There is one file for each tested file.
+
+Each function takes the job's world first. Arguments and results are JSON.
+"""

@@ -1,4 +1,4 @@
-"""What the pool's ranks run for the tests of checkpoints, and of pipelines as a whole."""
+"""Jobs of the pool's ranks for the tests of checkpoints and of whole pipelines."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ GPT = {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
 
 
 def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = None) -> Engine:
+    """A pipeline of a small model.
+
+    Args:
+        world: World of all ranks.
+        counts: Number of layers on each rank.
+        config: Sections of the configuration. None means a small GPT.
+    """
     loaded = parse(config or {"model": GPT})
     return Engine(
         world,
@@ -37,6 +44,13 @@ def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = No
 
 
 def steps(pipeline: Engine, first: int, last: int) -> list[float]:
+    """Trains steps, and returns their losses.
+
+    Args:
+        pipeline: The pipeline.
+        first: First step.
+        last: Step after the last one.
+    """
     losses: list[float] = []
     for step in range(first, last):
         tokens = torch.randint(256, (3, 2, 9), generator=torch.Generator().manual_seed(step))
@@ -45,7 +59,10 @@ def steps(pipeline: Engine, first: int, last: int) -> list[float]:
 
 
 def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, Any]:
-    """Four steps with a checkpoint after two; layers 0 and 1 are frozen by then."""
+    """Four steps with a checkpoint after two.
+
+    Layers 0 and 1 are frozen by then.
+    """
     pipe = pipeline(world, counts)
     steps(pipe, 0, 1)
     pipe.freeze([0, 1])
@@ -64,7 +81,7 @@ def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
 
 
 def save_on_a_full_disk(world: World, folder: str, full: int) -> str:
-    """What is said where one rank can write nothing."""
+    """The error message if one rank can write nothing."""
     pipe = pipeline(world, [3, 3])
     held = [(i, (m, o.state())) for i, (m, o) in pipe.own_layers.items()]
     try:
@@ -86,7 +103,7 @@ def load_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
 
 
 def look_together(world: World, folder: str) -> dict[str, Any]:
-    """What is found, and the files that this rank has read to the end."""
+    """The checkpoint found, and the files that this rank has read to the end."""
     read: list[str] = []
     sha256 = checkpoint._sha256
 
@@ -112,8 +129,10 @@ def moving(world: World, config: dict[str, Any], placements: list[list[int]]) ->
 
 
 def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> list[Any]:
-    """How long a rank waits for a message before it runs pieces of W, and the latency of each of
-    the pipeline's links."""
+    """The timeout of a rank that waits for a message, and the links' latencies.
+
+    After the timeout, the rank runs pieces of W. The links are those of the pipeline.
+    """
     pipeline = Engine(
         world,
         load_model(parse({"model": GPT})),

@@ -1,4 +1,4 @@
-"""What the pool's ranks run for the tests of the executor."""
+"""Jobs of the pool's ranks for the tests of the executor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def _small_layer(index: int, count: int) -> nn.Module:
 
 
 class Late(Transport):
-    """Says of messages at random that they are late, so that pieces of W run wherever they may."""
+    """Says of messages at random that they are late.
+
+    So pieces of W run wherever they may.
+    """
 
     random = Random(0)
 
@@ -57,9 +60,10 @@ def execute(
 ) -> dict[str, Any]:
     """Two steps of a schedule of any placement, with equally many layers a stage.
 
-    schedule: text, or [placement, seed] for one at random. frozen: how many leading stages. late:
-    pieces of W run ahead, for messages are late, by this seed. Returns losses, a hash of each
-    gradient, the order in which layers ended, and how many pieces ran ahead.
+    The schedule is a text, or [placement, seed] for a random one. `frozen` is the number of leading
+    frozen stages. With the seed `late`, messages are late and pieces of W run ahead. Returns
+    losses, a hash of each gradient, the order in which layers ended, and the number of pieces that
+    ran ahead.
     """
     order = (
         from_text(schedule)

@@ -1,4 +1,4 @@
-"""What the pool's ranks run for the tests of experts that are spread over replicas."""
+"""Jobs of the pool's ranks for the tests of experts spread over replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from tests.jobs import parsed
 
 
 def holdings(world: World, config: dict[str, Any]) -> dict[str, Any]:
-    """After a run: which experts of each layer are here, and the measured bytes of all layers."""
+    """The experts of each layer that are here after a run.
+
+    Also returns the measured bytes of all layers.
+    """
     loaded = parsed(config)
     trainer = Trainer(loaded, world, load_model(loaded), None)
     trainer.run()
@@ -68,11 +71,11 @@ def reduced(world: World, bucket: int, absent: list[int]) -> list[Any]:
 
     Args:
         world: Four ranks.
-        bucket: Most bytes that are under way at once.
+        bucket: Maximum number of bytes that are under way at once.
         absent: Replicas whose rows have no gradient.
 
     Returns:
-        Of each expert that is here, whether the sum has the expected bits (or is rightly missing).
+        True for each local expert whose sum has the expected bits, or is rightly missing.
     """
     peers, size = arrange(world, 4).peers, 40_000
     spread_over: list[tuple[tuple[int, ...], ...]] = [

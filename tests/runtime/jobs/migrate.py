@@ -1,4 +1,4 @@
-"""What the pool's ranks run for the tests of moving layers."""
+"""Jobs of the pool's ranks for the tests of moving layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ from tests.runtime.jobs.executor import bits_of
 def fingerprint(
     module: nn.Module, optimizer: LayerOptimizer, gradients: bool = True
 ) -> dict[str, Any]:
-    """Everything a layer consists of: dtype, shape and bits of each tensor, and what trains."""
+    """Everything a layer consists of.
+
+    Args:
+        module: The layer's module.
+        optimizer: The layer's optimizer.
+        gradients: False leaves out gradients.
+
+    Returns:
+        Dtype, shape and bits of each tensor, and which parameters train.
+    """
     out: dict[str, Any] = {}
     for (section, name), t in contents(module, optimizer.state()).items():
         if gradients or section != "gradient":
@@ -88,8 +97,19 @@ def any_partition(layers: int, ranks: int, random: Random) -> Partition:
 
 
 def migrate(world: World, kind: dict[str, Any], seed: int, rounds: int) -> dict[str, Any]:
-    """Random placements with an update between them. Bits may not change on the way, nor the
-    updates that follow."""
+    """Moves layers between random placements, with an update between them.
+
+    Bits may not change on the way, nor the updates that follow.
+
+    Args:
+        world: World of all ranks.
+        kind: The section [model].
+        seed: Seed of the placements.
+        rounds: Number of moves.
+
+    Returns:
+        Fingerprints of the own layers, and the bytes moved.
+    """
     random = Random(seed)
     layers = load_model(parse({"model": kind})).layers
     held = Held(world, kind, any_partition(layers, world.size, random))
@@ -117,8 +137,10 @@ def _everyones(world: World, own: dict[int, Any], layers: int) -> list[str]:
 
 
 def migrate_fails(world: World, how: str) -> dict[str, Any]:
-    """Layers 1 and 2 of (3, 1, 2) are to go from rank 0 to rank 1, and layer 3 on to rank 2, when
-    one rank fails."""
+    """One rank fails while layers move from (3, 1, 2).
+
+    Layers 1 and 2 are to go from rank 0 to rank 1, and layer 3 on to rank 2.
+    """
     kind = {"kind": "gpt", "blocks": 2, "hidden": 16, "heads": 2, "sequence": 4}
     held = Held(world, kind, Partition((3, 1, 2)))
     held.train(0)

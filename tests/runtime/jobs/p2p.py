@@ -1,4 +1,4 @@
-"""What the pool's ranks run for the tests of channels."""
+"""Jobs of the pool's ranks for the tests of channels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ def transport(world: World, messages: int, depth: int, varying: bool = False) ->
 
 
 def message(shapes: list[Any], j: int) -> tuple[Tensor, ...]:
-    """shapes: [dtype, dimensions] of each tensor. Every number tells where it belongs."""
+    """The tensors of a message, in which every number tells where it belongs.
+
+    Args:
+        shapes: [dtype, dimensions] of each tensor.
+        j: Index of the message.
+    """
     out: list[Tensor] = []
     for dtype, dimensions in shapes:
         count = torch.Size(dimensions).numel()
@@ -40,8 +45,18 @@ def message(shapes: list[Any], j: int) -> tuple[Tensor, ...]:
 def channel(
     world: World, steps: list[list[list[Any]]], varying: bool, depth: int, transposed: bool = False
 ) -> int:
-    """steps[s][j]: the tensors of message j of step s. Rank 1 compares what arrives; returns how
-    many did."""
+    """Sends messages to rank 1, which compares what arrives.
+
+    Args:
+        world: Two ranks.
+        steps: Shapes of the tensors of message j of step s are in steps[s][j].
+        varying: True if the shapes of the channel may change.
+        depth: Number of messages that fit into the channel.
+        transposed: True sends tensors that are not contiguous.
+
+    Returns:
+        The number of messages that arrived.
+    """
     ends = transport(world, len(steps[0]), depth, varying)
     seen = 0
     for shapes in steps:
@@ -63,8 +78,10 @@ def channel(
 
 
 def asked(world: World, varying: bool) -> list[bool]:
-    """Rank 1 asks for messages before and after rank 0 has put them: what it is told from the
-    second on, for the first tells the shapes."""
+    """Rank 1 asks for messages before and after rank 0 has put them.
+
+    Returns the answers from the second message on, because the first tells the shapes.
+    """
     ends = transport(world, 4, 4, varying)
     ends.open()
     told: list[bool] = []
@@ -87,7 +104,7 @@ def asked(world: World, varying: bool) -> list[bool]:
 
 
 def asked_of_the_gone(world: World) -> list[Any]:
-    """Rank 0 puts one message and leaves; rank 1 asks for the next."""
+    """Rank 0 puts one message and leaves. Rank 1 asks for the next."""
     ends = transport(world, 2, 2)
     ends.open()
     if world.rank == 0:
@@ -126,8 +143,10 @@ def shapes_change(world: World) -> Any:
 
 
 def backpressure(world: World, depth: int, messages: int) -> list[list[int]]:
-    """Rank 1 takes late, and counts how many messages rank 0 could put before each take; in two
-    steps, for the first has no shapes."""
+    """Rank 1 takes late, and counts the messages that rank 0 could put before.
+
+    It counts before each take, in two steps, because the first step has no shapes.
+    """
     ends = transport(world, messages, depth)
     counts: list[list[int]] = []
     for step in range(2):
@@ -150,8 +169,10 @@ def backpressure(world: World, depth: int, messages: int) -> list[list[int]]:
 
 
 def letting_go(world: World, messages: int) -> list[bool]:
-    """Which messages rank 0 still keeps, long after rank 1 took the first half of them and before
-    the step ends."""
+    """Tells which messages rank 0 still keeps before the step ends.
+
+    Rank 1 took the first half of them long before.
+    """
     ends = transport(world, messages, messages)
     ends.open()
     refs: list[StorageWeakRef] = []

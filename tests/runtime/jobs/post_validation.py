@@ -1,4 +1,4 @@
-"""What the pool's ranks run for the tests of post-validation."""
+"""Jobs of the pool's ranks for the tests of post-validation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ PV_STEPS = 7
 
 
 def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
-    """Has the gradients of some layers spoiled as they are looked at: faults are [step, layer,
-    what], what "inf" or a factor."""
+    """Has the gradients of some layers spoiled as they are looked at.
+
+    The faults are [step, layer, what]. `what` is "inf" or a factor.
+    """
     table = pipeline._optimizer_step.table  # pyright: ignore[reportPrivateUsage]
     own = table.own
 
@@ -54,8 +56,10 @@ def validated(
     kind: str = "gpt",
     **options: Any,
 ) -> dict[str, Any]:
-    """Some steps with gradients spoiled on the way; changes: layers freeze, move, and are evaluated
-    in between."""
+    """Some steps with gradients spoiled on the way.
+
+    With `changes`, layers freeze, move, and are evaluated in between.
+    """
     ranks, model = (
         world.size,
         {"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4, "dropout": 0.1}},
@@ -99,8 +103,8 @@ def validated(
         "losses": [r.loss for r in results],
         "norms": [r.squared_norms for r in results],
         "rollbacks": [[r.step, r.rollback.what] for r in results if r.rollback],
-        # What each step was up against, as the pipeline itself sees it afterwards; of a skipped one
-        # no norms are told.
+        # The failure of each step, as the pipeline itself sees it afterwards. A skipped step tells
+        # no norms.
         "failed": [
             NON_FINITE if r.skipped else failed(r.loss, r.squared_norms, limit) for r in results
         ],
@@ -110,7 +114,10 @@ def validated(
 
 
 def validated_raises(world: World, schedule: str) -> dict[str, Any]:
-    """An overflow on the last rank, with nobody to skip it; then the step again, without."""
+    """An overflow on the last rank, with nobody to skip it.
+
+    Then the step runs again, without the overflow.
+    """
     whole = load_model(parse({"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4}}))
     pipeline = Engine(
         world,

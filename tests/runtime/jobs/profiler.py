@@ -1,4 +1,4 @@
-"""What the pool's ranks run for the tests of the profiler."""
+"""Jobs of the pool's ranks for the tests of the profiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,18 @@ from dynmo.runtime.engine.profiler import measure_links
 def profile(
     world: World, f: list[float], b: list[float], w: list[float], counts: list[int]
 ) -> list[list[Any]]:
-    """Two steps of emulated layers; the costs gathered."""
+    """Two steps of emulated layers.
+
+    Args:
+        world: World of all ranks.
+        f: Seconds of each layer's F.
+        b: Seconds of each layer's B.
+        w: Seconds of each layer's W.
+        counts: Number of layers on each rank.
+
+    Returns:
+        The costs of all layers, gathered.
+    """
     model = make_layers(f, b, w, size=64)
     pipeline = Engine(world, model, Partition(tuple(counts)), schedule="zb-h1", microbatches=3)
     ids = torch.zeros(3, 1, dtype=torch.int64)

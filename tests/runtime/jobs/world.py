@@ -1,4 +1,4 @@
-"""What the pool's ranks run for the tests of the world."""
+"""Jobs of the pool's ranks for the tests of the world."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one_never_comes(world: World) -> list[str]:
 
 
 def all_are_rank_0(world: World) -> str:
-    """They meet anew, each as rank 0 of two."""
+    """The ranks meet anew, each as rank 0 of two."""
     world.barrier("all to be here")
     world.close()
     try:
@@ -40,7 +40,7 @@ def all_are_rank_0(world: World) -> str:
 
 
 def after_a_failed_meeting(world: World) -> list[float]:
-    """Rank 0 waits in vain for a group of two; then all meet."""
+    """Rank 0 waits in vain for a group of two. Then all meet."""
     world.barrier("all to be here")
     world.close()
     if world.rank == 0:

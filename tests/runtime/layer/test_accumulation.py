@@ -1,5 +1,7 @@
-"""The order of a sum: the same tree whoever holds which part of it, and whichever of B and W is
-ahead."""
+"""The order of a sum.
+
+The tree is the same whoever holds which part of it, and whichever of B and W is ahead.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ def total(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def written_out(tensors: Sequence[Tensor]) -> Tensor:
-    """The picture, level by level: neighbours merge; what has no neighbour waits, and is folded in
-    from the last to the first."""
+    """The picture, level by level.
+
+    Neighbours merge. A sum without a neighbour waits, and is folded in from the last to the first.
+    """
     left: list[Tensor] = []
     level = list(tensors)
     while level:
@@ -55,7 +59,10 @@ def test_the_tree_is_the_one_drawn(count: int, seed: int) -> None:
 
 @given(st.integers(1, 40))
 def test_what_waits_in_the_tree(count: int) -> None:
-    """While the gradients of one slot more are summed; at most as many as the account says."""
+    """At most as many gradients wait as the account says.
+
+    They wait while the gradients of one slot more are summed.
+    """
     waiting: list[int] = []
     tree = Tree()
     for place in range(count):
@@ -110,8 +117,10 @@ def test_slots_that_fit(groups: int, replicas: int, microbatches: int, problem: 
 
 
 class Mixed(nn.Module):
-    """A linear, whose gradient is W's; a norm, whose gradient is B's; a linear used from the third
-    microbatch on, and one never."""
+    """A linear, whose gradient is W's, and a norm, whose gradient is B's.
+
+    One more linear is used from the third microbatch on, and one never.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,8 +143,11 @@ MICROBATCHES = 8
 
 
 def gradients(order: str, count: int) -> dict[str, Tensor | None]:
-    """order: what runs after the F of every microbatch, as a string of b, w (the next of each) and
-    x (both at once)."""
+    """The gradients of a module after `order`.
+
+    The string `order` says what runs after the F of every microbatch. Its letters are b and w (the
+    next of each) and x (both at once).
+    """
     module = Mixed()
     done: list[int] = []
     groups = AccumulationGroups(
@@ -164,8 +176,10 @@ def gradients(order: str, count: int) -> dict[str, Tensor | None]:
 
 
 def plain(count: int) -> dict[str, Tensor | None]:
-    """Written out: a fresh sum for every slot, and the sums folded. No slots, both parts at
-    once."""
+    """Written out: a fresh sum for every slot, and the sums folded.
+
+    No slots, both parts at once.
+    """
     module = Mixed()
     layer = Layer(0, module, HostClock(), 1)
     random = torch.Generator().manual_seed(2)
@@ -196,8 +210,10 @@ def plain(count: int) -> dict[str, Tensor | None]:
     ],
 )
 def test_b_may_be_ahead_of_w(order: str, count: int) -> None:
-    """Norms end a slot at B, linears at W: however far apart these are, each gradient is the same
-    tree of the same sums."""
+    """Each gradient is the same tree of the same sums.
+
+    Norms end a slot at B, linears at W. They may be far apart.
+    """
     got, expected = gradients(order, count), plain(count)
     for name, value in expected.items():
         actual = got[name]

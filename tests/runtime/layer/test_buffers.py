@@ -35,7 +35,10 @@ class Writing(nn.Module):
         self.register_buffer("mean", torch.full((2,), torch.nan))
 
     def write(self) -> None:
-        """In place, by putting another tensor there, and in ways that do not raise a version."""
+        """Writes to a buffer in place, and by putting another tensor there.
+
+        It also writes in ways that do not raise a version.
+        """
         self.count.add_(1)
         self.grown = torch.cat([self.grown, self.grown[-1:] + 1])
         self.created = torch.ones(3) if self.created is None else self.created + 1

@@ -1,5 +1,8 @@
-"""Outputs of frozen layers that are kept: the very bits, nothing runs, within the limit, and only
-for as long as they are right."""
+"""Outputs of frozen layers that are kept.
+
+They are the very bits, nothing runs, and they stay within the limit. They are kept only for as long
+as they are right.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Dropping(nn.Dropout):
 
 
 class Tracking(nn.Module):
-    """Its buffer counts in training."""
+    """A module whose buffer counts in training."""
 
     seen: Tensor
 
@@ -124,7 +127,10 @@ def test_evaluation_and_training_are_told_apart() -> None:
 
 
 def test_within_the_limit() -> None:
-    """What is kept stays: epochs go round, and an evicted output would be needed first."""
+    """Kept outputs stay, because epochs go round.
+
+    An evicted output would be needed first.
+    """
     counted, cache = counting(), OutputCache(2 * SIZE + SIZE // 2, HostClock())
     for _ in range(3):
         for key in range(4):
@@ -143,7 +149,10 @@ def test_without_keys_nothing_is_kept() -> None:
 
 
 def test_more_layers_freeze_and_layers_in_front_leave() -> None:
-    """An output stays right: F goes on behind it, and then the deeper one is kept in its place."""
+    """An output stays right.
+
+    F goes on behind it, and then the deeper output is kept in its place.
+    """
     counted, cache = counting(4), OutputCache(1 << 20, HostClock())
     for layer in counted:
         layer.forward(
@@ -182,7 +191,7 @@ def test_an_output_whose_layer_has_left_is_dropped() -> None:
 
 
 def test_a_layer_that_has_just_come_runs_once() -> None:
-    """Its sizes must be known, for plans."""
+    """The layer's sizes must be known, for plans."""
     counted, cache = counting(), OutputCache(1 << 20, HostClock())
     expected = run(cache, counted, 1)
     counted[0] = Layer(0, counted[0].module, HostClock(), 0)
@@ -232,7 +241,10 @@ def test_what_differs_each_time_ends_the_run() -> None:
     )
     with pytest.raises(
         RunError,
-        match=r"layer 1 \(Dropping\) is frozen and its forward draws random numbers, .* use dynamism.freezing.cache",
+        match=(
+            r"layer 1 \(Dropping\) is frozen and its forward draws random numbers, .* use "
+            r"dynamism.freezing.cache"
+        ),
     ):
         run(OutputCache(1 << 20, HostClock()), dropping, 1)
     with pytest.raises(
@@ -246,8 +258,8 @@ def test_what_differs_each_time_ends_the_run() -> None:
             run(cache, stack, 1, training=False), run(cache, stack, 1, training=False)
         )
         assert cache.spared == 2, "in evaluation it is the same each time"
-    # Where steps do not come again, drawing is nobody's harm; but an evaluation sees what a
-    # training forward has written.
+    # Drawing does no harm if steps do not come again. But an evaluation sees what a training
+    # forward has written.
     cache.begin(None, training=True)
     cache.forward(
         [layer for layer in dropping if layer.module.train() is not None], 0, inputs(1), 0
@@ -267,8 +279,11 @@ def model() -> Model:
 
 
 def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[int, int]]:
-    """Two epochs of two steps with four layers frozen, one with the first alone, and two more; an
-    evaluation after each step."""
+    """Ten steps, in epochs of two, with frozen layers.
+
+    Two epochs have four layers frozen, one has the first alone, and two more have four again. An
+    evaluation runs after each step.
+    """
     pipeline = Engine(
         alone(),
         model(),
@@ -305,7 +320,7 @@ def test_a_pipeline_with_and_without() -> None:
     # Per frozen phase: two steps and one evaluation, each once. All training between the two: the
     # two steps and their evaluations.
     assert fewer == [0, *[2 * 3 * MICROBATCHES + 2 * each] * 3, 0]
-    # The embedding stayed frozen. What was kept of it gave way to outputs from further behind, and
-    # was made once more after these.
+    # The embedding stayed frozen. Its kept outputs gave way to outputs from further behind, and
+    # were made once more after these.
     assert spared == 3 * (run[1] - fewer[1]) + (10 * each - 2 * 3 * MICROBATCHES)
     assert held == 3 * MICROBATCHES * 2 * 8 * WIDTH * 4

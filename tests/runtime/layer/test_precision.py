@@ -1,4 +1,4 @@
-"""What lowering changes, and what a backend that cannot is told."""
+"""Effects of a lower precision, and the error of a backend that lacks it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_only_float32_parameters_are_lowered() -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_float32(dtype: torch.dtype, deferred: bool) -> None:
-    """What a microbatch adds to a large sum would be lost in the lower precision."""
+    """The lower precision would lose the part that a microbatch adds to a large sum."""
     module = nn.Sequential(nn.Embedding(5, 8), nn.LayerNorm(8), nn.Linear(8, 3), nn.PReLU())
     lower(module, dtype)
     tape = WeightTape()
@@ -72,6 +72,9 @@ def test_every_precision_is_tried_on_the_device() -> None:
 def test_one_that_the_backend_lacks_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"train.precision = 'float8_e4m3fn': torch .* cannot train in it on cpu .*; use 'float32'",
+        match=(
+            r"train.precision = 'float8_e4m3fn': torch .* cannot train in it on cpu .*; use "
+            r"'float32'"
+        ),
     ):
         check(torch.float8_e4m3fn, torch.device("cpu"))

@@ -1,5 +1,7 @@
-"""B then W, both at once, and plain autograd: the same gradients for any layer, and nothing kept
-longer than it is needed."""
+"""B then W, both at once, and plain autograd give the same gradients.
+
+That holds for any layer. Nothing is kept longer than it is needed.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ class TwoInputs(nn.Module):
 
 
 class Deaf(nn.Module):
-    """Its output does not depend on its second input."""
+    """A module whose output does not depend on its second input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +188,14 @@ def layer_of(module: nn.Module) -> Layer:
 
 
 def split(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors], mode: str) -> Result:
-    """mode: BW, or B with each W as late as possible, or W in between."""
+    """Runs a layer forwards and backwards.
+
+    Args:
+        module: The layer's module.
+        inputs: Inputs of each microbatch.
+        gradients: Gradients of the outputs of each microbatch.
+        mode: BW, or B with each W as late as possible, or W in between.
+    """
     layer = layer_of(module)
     result = Result([], [], {})
     for j, x in enumerate(inputs):
@@ -292,7 +301,7 @@ def test_a_module_that_is_left_alone() -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """As the executor runs: what is released must go by itself."""
+    """Memory that is released must go by itself, as when the executor runs."""
     gc.collect()
     gc.disable()
     try:
@@ -304,16 +313,20 @@ def no_collection() -> Iterator[None]:
 def start(
     layer: Layer, inputs: Tensors, need_input: bool = True
 ) -> tuple[list[StorageWeakRef], Tensors]:
-    """F of microbatch 0; what keeps its inputs, and its outputs."""
+    """Runs F of microbatch 0.
+
+    Returns weak references to the storages of its inputs, and its outputs.
+    """
     refs = [StorageWeakRef(x.untyped_storage()) for x in inputs]
     return refs, layer.forward(0, inputs, 0, graph=True, need_input=need_input, finish=None)
 
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_stashes_are_released(measured: bool) -> None:
-    """A linear keeps its input until W, a norm until B; after W nothing is kept but the gradients.
+    """A linear keeps its input until W, and a norm keeps it until B.
 
-    The first F of a layer runs on a copy of its input, which is kept in place of the input.
+    After W nothing is kept but the gradients. The first F of a layer runs on a copy of its input,
+    which is kept in place of the input.
     """
     for module, until_w in ((nn.Linear(6, 6), True), (nn.LayerNorm(6), False)):
         layer = layer_of(module)
@@ -337,7 +350,7 @@ def test_stashes_are_released(measured: bool) -> None:
 
 
 def test_inner_activations_go_with_b() -> None:
-    """What only B needs (here the input of a tanh) does not wait for W."""
+    """Memory that only B needs (here the input of a tanh) does not wait for W."""
     seen: list[StorageWeakRef] = []
 
     class Watched(nn.Module):
@@ -366,7 +379,7 @@ def test_clear_drops_what_is_in_flight() -> None:
 
 
 def test_frozen_above_a_trainable_layer() -> None:
-    """Its B runs, there is no W, and nothing is stashed."""
+    """The layer's B runs, there is no W, and nothing is stashed."""
     layer = layer_of(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).requires_grad_(False))
     _, (y,) = start(layer, (torch.randn(3, 6),))
     assert layer.activation_bytes == 0, "frozen linears keep weights, not inputs"
@@ -395,8 +408,11 @@ def test_frozen_prefix() -> None:
 
 
 def test_bytes() -> None:
-    """Counted by hand: a linear keeps its input [3, 6] until B, and input and output gradient until
-    W; tanh its output."""
+    """The bytes are counted by hand.
+
+    A linear keeps its input [3, 6] until B, and input and output gradient until W. tanh keeps its
+    output.
+    """
     layer = layer_of(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 5)))
     start(layer, (torch.randn(3, 6),))
     layer.backward_input(0, (torch.randn(3, 5),), deferred=True)
@@ -461,7 +477,7 @@ def test_a_loss_at_the_end() -> None:
 
 
 def test_marks() -> None:
-    """One mark an op; W's share of a BW stands apart."""
+    """Each op has one mark. W's share of a BW stands apart."""
     layer = layer_of(nn.Linear(6, 4))
     for j, deferred in enumerate((True, False)):
         layer.forward(j, (torch.randn(3, 6),), 0, graph=True, need_input=True, finish=None)

@@ -1,4 +1,7 @@
-"""A stage that the frozen prefix cuts: below the cut nothing is kept and no B runs."""
+"""A stage that the frozen prefix cuts.
+
+Nothing is kept below the cut, and no B runs there.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,8 @@ def test_elision(first_trainable: int) -> None:
     assert [p.grad is not None for m in modules for p in m.parameters()] == [
         not gone for gone in elided for _ in range(2)
     ]
-    # Whose layer below trains hands on a gradient; where the trainable part begins, nobody waits
-    # for one.
+    # A layer hands on a gradient if the layer below it trains. Nobody waits for a gradient where
+    # the trainable part begins.
     expected = x.clone().requires_grad_()
     out = expected
     for module in modules:

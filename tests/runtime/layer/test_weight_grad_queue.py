@@ -1,5 +1,7 @@
-"""W in pieces, ahead of its time: the same bits, in the program's order, and never later than the
-program says."""
+"""W in pieces, ahead of its time.
+
+The bits are the same, in the program's order. W is never later than the program says.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ from tests.schedule.test_lowering import LOOPED, VSHAPE
 
 
 class Two(nn.Module):
-    """Two linears, whose gradients are W's, and a norm, whose gradient is B's; with `idle` also a
-    linear that is never used."""
+    """Two linears, whose gradients are W's, and a norm, whose gradient is B's.
+
+    With `idle` there is also a linear that is never used.
+    """
 
     def __init__(self, idle: bool) -> None:
         super().__init__()
@@ -45,8 +49,14 @@ class Two(nn.Module):
 
 
 def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor | None]:
-    """order: what runs after the F's, of b, w (the next of each), x (both at once) and p (the next
-    piece of the next W)."""
+    """The gradients of a module after four microbatches.
+
+    Args:
+        order: Letters of what runs after the F's: b and w (the next of each), x (both at once) and
+            p (the next piece of the next W).
+        groups: Number of accumulation groups.
+        idle: True adds a linear that the forward does not use.
+    """
     module = Two(idle)
     ended: list[int] = []
     layer = Layer(
@@ -89,8 +99,10 @@ def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor |
     "order", ["bwbwbwbw", "bpbwbppwpbwpw", "bbpbbwpwppww", "bbbbpwpwpwpw", "xbpbpwbpww"]
 )
 def test_same_bits(order: str, idle: bool, groups: int) -> None:
-    """B's of later microbatches between two pieces too: they end slots of their own parameters, and
-    must not take others' for theirs."""
+    """B's of later microbatches run between two pieces too.
+
+    They end slots of their own parameters, and must not take others' for theirs.
+    """
     expected, got = gradients("xxxx", groups, idle), gradients(order, groups, idle)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
@@ -100,7 +112,7 @@ def test_same_bits(order: str, idle: bool, groups: int) -> None:
 
 
 def test_a_piece_lets_go_of_what_it_held() -> None:
-    """So memory is less than the W's place in the program allows, not more."""
+    """Memory is less than the W's place in the program allows, not more."""
     layer = Layer(
         0, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)), HostClock(), 1
     )
@@ -133,7 +145,7 @@ def test_marks_of_pieces_are_of_their_w() -> None:
 
 # -- a program -------------------------------------------------------------------------------------
 
-# One rank, of two stages; what lowering makes of stage 0 is BW.
+# One rank has two stages. Lowering makes BW of stage 0.
 PROGRAM = """
 # own  ranks=1 microbatches=3 placement=0,0
 0 | 0F0 1F0 0F1 1F1 0F2 1F2 1B0 1B1 0B0 0W0 1W0 0B1 0W1 1W1 1B2 1W2 0B2 0W2
@@ -156,8 +168,10 @@ class Recorded(Stage):
 
 
 def run(ahead: dict[str, int]) -> tuple[list[str], list[str | None]]:
-    """The program's W's, with so many pieces wished for before the ops named: what ran, and what
-    each wish was told."""
+    """The program's W's, with pieces wished for before the ops named.
+
+    Returns what ran, and what each wish was told.
+    """
     told: list[str] = []
     instructions = lower(from_text(PROGRAM))[0].instructions
     pieces = WeightGradQueue(instructions, {s: Recorded(s, told) for s in range(2)})
@@ -182,15 +196,20 @@ def test_the_program_alone() -> None:
 
 
 def test_no_piece_before_its_b_and_none_out_of_turn() -> None:
-    """Stage 1 has two W's due once its B's have run, but stage 0's BW comes first; then there are
-    as many as wished for, in turn."""
+    """Stage 1 has two W's due once its B's have run, but stage 0's BW comes first.
+
+    Then there are as many W's as wished for, in turn.
+    """
     told, wishes = run({"0F1": 1, "0BW0": 2, "1W0": 2, "0BW1": 2, "1W1": 4, "0BW2": 1})
     assert wishes == [None, None, None, "1W0", "1W0", None, None, "1W1", "1W1", "1W1", None, None]
     assert told == ["0BW0", "1w0a", "1w0b", "1w0c", "0BW1", "1w1a", "1w1b", "1w1c", "1W2", "0BW2"]
 
 
 def test_pieces_of_several_ws() -> None:
-    text = "# own  ranks=1 microbatches=3 placement=0,0\n0 | 0F0 1F0 0F1 1F1 1B0 1B1 0B0 1W0 1W1 0W0 0B1 0W1 0F2 1F2 1B2 1W2 0B2 0W2\n"
+    text = (
+        "# own  ranks=1 microbatches=3 placement=0,0\n"
+        "0 | 0F0 1F0 0F1 1F1 1B0 1B1 0B0 1W0 1W1 0W0 0B1 0W1 0F2 1F2 1B2 1W2 0B2 0W2\n"
+    )
     told: list[str] = []
     instructions = lower(from_text(text))[0].instructions
     pieces = WeightGradQueue(instructions, {s: Recorded(s, told) for s in range(2)})
@@ -208,8 +227,10 @@ def test_pieces_of_several_ws() -> None:
 
 
 def both(pool: Pool, ranks: int, schedule: Any, **options: Any) -> list[list[dict[str, Any]]]:
-    """The same schedule with every W in its place, and with pieces of W wherever a message may be
-    late."""
+    """The same schedule runs with every W in its place, and with pieces of W.
+
+    Pieces run wherever a message may be late.
+    """
     return [
         pool.run(EXECUTE, ranks, schedule=schedule, layers=LAYERS, late=late, **options)
         for late in (None, 1)
@@ -219,7 +240,10 @@ def both(pool: Pool, ranks: int, schedule: Any, **options: Any) -> list[list[dic
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("placement", [[0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 2, 3]])
 def test_late_messages_change_nothing(pool: Pool, placement: list[int], groups: int) -> None:
-    """Neither a gradient nor the order in which layers end, which replicas must share."""
+    """Neither a gradient nor the order in which layers end changes.
+
+    Replicas must share that order.
+    """
     whole, pieces = both(pool, max(placement) + 1, [placement, 1], microbatches=4, groups=groups)
     assert sum(r.pop("ahead") for r in whole) == 0
     assert sum(r.pop("ahead") for r in pieces) > 0

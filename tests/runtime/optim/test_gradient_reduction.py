@@ -1,5 +1,7 @@
-"""How a layer's gradients are cut before replicas exchange them; the exchange itself is in
-`test_mesh.py`."""
+"""The cut of a layer's gradients before replicas exchange them.
+
+The exchange itself is in `test_mesh.py`.
+"""
 
 from __future__ import annotations
 

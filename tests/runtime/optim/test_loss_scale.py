@@ -14,7 +14,10 @@ from dynmo.runtime.optim.loss_scale import INITIAL, WINDOW, LossScaler, make_sca
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.integers(0, 60))
 def test_halved_and_doubled(steps: list[bool], window: int, stop: int) -> None:
-    """By hand; always a power of two from 1 on; and a saved one goes on as if never stopped."""
+    """The scale is that of a count by hand, and always a power of two from 1 on.
+
+    A saved scale goes on as if never stopped.
+    """
     scaler, expected, good = LossScaler(INITIAL, window), INITIAL, 0
     for step, finite in enumerate(steps):
         if step == stop:

@@ -1,5 +1,7 @@
-"""AdamW per layer is AdamW over the model, and the norm does not depend on how gradients are
-cut."""
+"""AdamW per layer is AdamW over the model.
+
+The norm does not depend on how gradients are cut.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,10 @@ def same_bits(ours: list[nn.Module], theirs: list[nn.Module]) -> bool:
 
 
 def test_equals_torch_over_the_whole_model() -> None:
-    """Bit for bit with torch's fused kernel; within rounding with its plain one, which orders the
-    arithmetic differently."""
+    """The result is that of torch's fused kernel, bit for bit.
+
+    It is within rounding of the plain kernel, which orders the arithmetic differently.
+    """
     ours, theirs, plain = layers(), layers(), layers()
     optimizers = [LayerOptimizer(m, SETTINGS) for m in ours]
     others = [(theirs, whole(theirs, fused=True)), (plain, whole(plain, fused=False))]
@@ -111,7 +115,10 @@ def test_the_scale_multiplies_the_gradients() -> None:
 
 
 def test_frozen_parameters_stand_still() -> None:
-    """No gradient: no decay, no moments; and what they had stays for thawing."""
+    """Frozen parameters have no gradient, no decay and no new moments.
+
+    The moments that they had stay for thawing.
+    """
     module = nn.Linear(4, 4)
     optimizer = LayerOptimizer(module, SETTINGS)
     give([module], 0)
@@ -137,7 +144,10 @@ def test_frozen_parameters_stand_still() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_parameter_whose_gradients_come_later(name: Literal["adamw", "sgd"]) -> None:
-    """Beside one that has its state: each goes on as torch's own optimizer for it alone."""
+    """Each parameter goes on as torch's own optimizer for it alone.
+
+    One of them has its state already.
+    """
     settings = OptimizerSettings(name, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6, momentum=0.9)
     torch.manual_seed(0)
     module = nn.ParameterDict(
@@ -204,7 +214,10 @@ def test_shared_parameters_are_left_to_their_owner() -> None:
 
 
 def test_state_bytes() -> None:
-    """Two moments a weight, before the first step and after it (and then a counter each)."""
+    """Two moments a weight, before the first step and after it.
+
+    After the first step there is a counter each as well.
+    """
     module = nn.Linear(4, 4)
     optimizer = LayerOptimizer(module, SETTINGS)
     assert optimizer.state_bytes == 2 * 4 * 20
@@ -337,8 +350,7 @@ NO_PAST = [
 def test_restore_is_exact_and_invert_is_near(
     settings: OptimizerSettings, dtype: torch.dtype, first: bool
 ) -> None:
-    """A step taken back and made again with another scale leaves what the other scale alone
-    leaves."""
+    """A step taken back and made again leaves what the second scale alone leaves."""
     plain, kept, inverted = (large().to(dtype) for _ in range(3))
     optimizers = [LayerOptimizer(m, settings) for m in (plain, kept, inverted)]
     for module in (plain, kept, inverted):
@@ -398,7 +410,7 @@ def test_a_master_takes_steps_too_small_for_its_parameter() -> None:
 
 
 def test_momentum_that_a_run_without_one_finds() -> None:
-    """It is dropped, or in-place rollback would divide by a momentum of 0."""
+    """The momentum is dropped, or in-place rollback would divide by a momentum of 0."""
     settings = OptimizerSettings("sgd", momentum=0.0)
     module = nn.Linear(4, 4)
     optimizer = LayerOptimizer(module, settings)
@@ -415,8 +427,10 @@ def test_momentum_that_a_run_without_one_finds() -> None:
 
 
 def test_in_place_over_two_hundred_rollbacks() -> None:
-    """Each step is first made, taken back by arithmetic, and made again clipped: the drift stays at
-    rounding."""
+    """The drift stays at rounding.
+
+    Each step is first made, taken back by arithmetic, and made again clipped.
+    """
     settings = OptimizerSettings(weight_decay=0.1)
     exact, near = large(), large()
     one, other = LayerOptimizer(exact, settings), LayerOptimizer(near, settings)
@@ -432,8 +446,10 @@ def test_in_place_over_two_hundred_rollbacks() -> None:
 
 
 def test_a_norm_takes_little_memory() -> None:
-    """Of a large gradient a part of the squares is there at one time, and the sums are those of all
-    at once."""
+    """A large gradient has only a part of its squares in memory at one time.
+
+    The sums are those of all squares at once.
+    """
     gradient = torch.randn(
         40 * _BLOCKS_AT_ONCE // 16, NORM_BLOCK, generator=torch.Generator().manual_seed(0)
     )

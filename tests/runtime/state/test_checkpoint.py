@@ -1,5 +1,7 @@
-"""Checkpoints: any placement reads any checkpoint bit for bit, and what is damaged is never
-loaded."""
+"""Any placement reads any checkpoint bit for bit.
+
+A damaged checkpoint is never loaded.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def flip(path: Path, at: int = -1) -> None:
 def test_any_placement_reads_it(
     pool: Pool, tmp_path: Path, saved: list[int], loaded: list[int]
 ) -> None:
-    """Weights, moments, counters and what is frozen; and training goes on to the same bits."""
+    """A checkpoint has weights, moments, counters and what is frozen.
+
+    Training goes on to the same bits.
+    """
     before = pool.run(JOBS + "save_and_go_on", len(saved), folder=str(tmp_path), counts=saved)
     after = pool.run(JOBS + "load_and_go_on", len(loaded), folder=str(tmp_path), counts=loaded)
     layers = [
@@ -78,7 +83,7 @@ def test_any_placement_reads_it(
 
 
 def test_files_in_place_of_partial_checkpoints(tmp_path: Path) -> None:
-    """They are removed like the folders that an interrupted save leaves."""
+    """Such files are removed like the folders that an interrupted save leaves."""
     for name in ("step-000001.tmp", "step-000099.tmp", "step-notes.tmp"):
         (tmp_path / name).write_text("no folder")
     save(gpt(), tmp_path, 1)
@@ -101,7 +106,10 @@ def test_no_pickles(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    """In any file; the message names it, and the checkpoint before is taken."""
+    """The bit may be in any file.
+
+    The message names the file, and the checkpoint before is taken.
+    """
     pipeline = gpt()
     save(pipeline, tmp_path, 1)
     newest = save(pipeline, tmp_path, 2)
@@ -120,7 +128,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_read_a_part_each(pool: Pool, ranks: int, tmp_path: Path) -> None:
-    """And all know what any of them has found."""
+    """All ranks know what any of them has found."""
     pipeline = gpt()
     first, second = save(pipeline, tmp_path, 1), save(pipeline, tmp_path, 2)
     files = sorted(str(p.relative_to(tmp_path)) for p in second.glob("layer-*/*"))
@@ -134,7 +142,10 @@ def test_ranks_read_a_part_each(pool: Pool, ranks: int, tmp_path: Path) -> None:
     for row in pool.run("tests.runtime.jobs.checkpoint:look_together", ranks, folder=str(tmp_path)):
         assert row["path"] == first.name
         assert row["problems"] == [
-            f"{tmp_path / files[-1]} is damaged or cannot be read: its SHA-256 is not the manifest's"
+            (
+                f"{tmp_path / files[-1]} is damaged or cannot be read: its SHA-256 is not the "
+                f"manifest's"
+            )
         ]
 
 
@@ -171,7 +182,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_only_the_last_are_kept(tmp_path: Path) -> None:
-    """In the order of steps, not of letters, and without what earlier saves left."""
+    """The order is that of steps, not of letters.
+
+    Files that earlier saves left do not count.
+    """
     pipeline = gpt()
     (tmp_path / "step-000007.tmp").mkdir()
     (tmp_path / "notes").mkdir()
@@ -192,7 +206,10 @@ def test_a_damaged_newer_one_does_not_push_out_the_only_good(tmp_path: Path) -> 
 
 
 def test_a_full_disk_at_any_file(tmp_path: Path) -> None:
-    """One line, whichever file it is. What was there before is whole, and the next save works."""
+    """The error is one line, whichever file fails.
+
+    The earlier checkpoint is whole, and the next save works.
+    """
     pipeline = gpt(blocks=1)
     with full_at(-1) as synced:
         save(pipeline, tmp_path, 1, keep=2)
@@ -248,14 +265,17 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     before = other.digest()
     with pytest.raises(
         CheckpointError,
-        match=r"layer 0 \(embedding\): tokens.weight is \(256, 16\) in the checkpoint, \(256, 24\) in the",
+        match=(
+            r"layer 0 \(embedding\): tokens.weight is \(256, 16\) in the checkpoint, \(256, 24\) "
+            r"in the"
+        ),
     ):
         other.layer_states.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
     assert other.digest() == before
 
 
 def test_a_buffer_that_a_forward_has_made(tmp_path: Path) -> None:
-    """It comes back; but not to a model without the module that has it."""
+    """The buffer comes back, but not to a model without the module that has it."""
 
     class Counting(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -285,7 +305,10 @@ def test_a_buffer_that_a_forward_has_made(tmp_path: Path) -> None:
     }
     with pytest.raises(
         CheckpointError,
-        match=r"layer 1 \(middle\): the checkpoint has the buffer 1.seen, the config's model has not; ",
+        match=(
+            r"layer 1 \(middle\): the checkpoint has the buffer 1.seen, the config's model has "
+            r"not; "
+        ),
     ):
         checkpoint.fit(1, "middle", model(False).build([1])[1], tensors)
 
@@ -306,7 +329,7 @@ def unsealed(path: Path, **changes: object) -> None:
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
-    """Also in white space, in the hash itself, and in the version."""
+    """The bit may be in white space, in the hash itself, or in the version."""
     file = save(gpt(), tmp_path, 1, state={"partition": [6], "loss": 0.5}) / "manifest.json"
     text = bytearray(file.read_bytes())
     unnoticed: list[int] = []
@@ -325,7 +348,10 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_does_not_fit_its_folder(tmp_path: Path) -> None:
-    """Also without a hash of its own it must be that of this folder, and list all files."""
+    """A manifest without a hash of its own must be that of this folder.
+
+    It must also list all files.
+    """
     path = save(gpt(), tmp_path, 1)
     files = json.loads((path / "manifest.json").read_text())["files"]
     unsealed(path)
@@ -424,7 +450,7 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("saved", "resumed"), [("adamw", "sgd"), ("sgd", "adamw")])
 def test_another_optimizer_is_refused(tmp_path: Path, saved: str, resumed: str) -> None:
-    """Its moments would be dropped, or missed in the middle of a step."""
+    """The moments would be dropped, or missed in the middle of a step."""
 
     def built(name: Any) -> Engine:
         settings = OptimizerSettings(name, momentum=0.9)
@@ -443,7 +469,10 @@ def test_another_optimizer_is_refused(tmp_path: Path, saved: str, resumed: str) 
     path = save(first, tmp_path, 1)
     with pytest.raises(
         CheckpointError,
-        match=r"layer 0 \(embedding\): the checkpoint has tokens.weight/.* of the optimizer, which the con",
+        match=(
+            r"layer 0 \(embedding\): the checkpoint has tokens.weight/.* of the optimizer, which "
+            r"the con"
+        ),
     ):
         built(resumed).layer_states.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
 
@@ -454,7 +483,10 @@ def test_a_weight_tied_since_is_refused(tmp_path: Path) -> None:
     path = save(first, tmp_path, 1)
     with pytest.raises(
         CheckpointError,
-        match=r"layer 5 .* has logits.weight/step of the optimizer, .* train.optimizer and model.tied",
+        match=(
+            r"layer 5 .* has logits.weight/step of the optimizer, .* train.optimizer and "
+            r"model.tied"
+        ),
     ):
         gpt(tied=True).layer_states.restore(5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
 
@@ -462,7 +494,10 @@ def test_a_weight_tied_since_is_refused(tmp_path: Path) -> None:
 def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(
     tmp_path: Path,
 ) -> None:
-    """Rotary tables belong to the sequence's length, which a resumed run may have otherwise."""
+    """Rotary tables belong to the sequence's length.
+
+    A resumed run may have another length.
+    """
     path = save(gpt(), tmp_path, 1)
     longer = gpt(sequence=16)
     tables = {name: buffer.clone() for name, buffer in longer.modules[1].named_buffers()}
@@ -477,8 +512,10 @@ def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(
 
 
 def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
-    """Those that the model has are taken, also what a module makes for itself; one that the model
-    lacks it may make in a forward."""
+    """Buffers that the model has are taken, also those that a module makes itself.
+
+    A module may make a buffer that the model lacks in a forward.
+    """
 
     def built(names: list[str], value: float = 1.0) -> Engine:
         def middle() -> nn.Module:
@@ -500,6 +537,9 @@ def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
     assert dict(less.modules[1].named_buffers())["mean"].tolist() == [3.0] * 8
     with pytest.raises(
         CheckpointError,
-        match="the config's model has the buffer scale, the checkpoint has not; resume with the config",
+        match=(
+            "the config's model has the buffer scale, the checkpoint has not; resume with the "
+            "config"
+        ),
     ):
         built(["mean", "scale"]).layer_states.restore(1, *layer)

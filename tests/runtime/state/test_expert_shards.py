@@ -1,4 +1,7 @@
-"""Experts that are spread over replicas: who holds what, its memory, and what is refused."""
+"""Experts that are spread over replicas.
+
+The tests cover who holds what, its memory, and what is refused.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,10 @@ MOVE = Move(2, 0, 1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_moves(pool: Pool, kind: str, ranks: int, seed: int) -> None:
-    """With gradients, moments, buffers and frozen layers, trained in between; at the end all is as
-    if nothing had moved."""
+    """Layers move with gradients, moments, buffers and frozen layers.
+
+    They train in between. At the end all is as if nothing had moved.
+    """
     moved = pool.run(JOBS + "migrate", ranks, kind=KINDS[kind], seed=seed, rounds=4)
     (stayed,) = pool.run(JOBS + "migrate", 1, kind=KINDS[kind], seed=seed, rounds=4)
     assert {
@@ -66,8 +68,10 @@ def test_random_moves(pool: Pool, kind: str, ranks: int, seed: int) -> None:
     ],
 )
 def test_a_failure_moves_nothing(pool: Pool, how: str, rank: int, reason: str) -> None:
-    """Three ranks; one cannot give or take a layer. All raise at once, nothing has changed, and the
-    next move succeeds."""
+    """One of three ranks cannot give or take a layer.
+
+    All raise at once, nothing has changed, and the next move succeeds.
+    """
     results = pool.run(JOBS + "migrate_fails", 3, how=how)
     for each, result in enumerate(results):
         assert result["error"].startswith(f"layers could not be moved (rank {rank})")
@@ -146,7 +150,10 @@ def test_a_buffer_that_a_forward_has_made() -> None:
 
 
 def test_pack_and_unpack() -> None:
-    """Room for exactly what is sent, in the same order; then `fill` makes the module of it."""
+    """The receiver makes room for exactly what is sent, in the same order.
+
+    Then `fill` makes the module of it.
+    """
     module = nn.BatchNorm1d(4)
     module.weight.requires_grad_(False)
     module.bias.grad = torch.randn(4)

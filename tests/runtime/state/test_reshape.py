@@ -1,4 +1,4 @@
-"""What travels when the same ranks become another mesh."""
+"""Transfers when the same ranks become another mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPES = [(pipeline, 12 // pipeline) for pipeline in (1, 2, 3, 4, 6, 12)]
 
 
 def test_the_picture() -> None:
-    """As the file draws it."""
+    """The mesh is as the file draws it."""
     before, after = holders(Partition((4, 4)), (0, 1), 2), holders(Partition((8,)), (0,), 4)
     assert before == ((0, 1),) * 4 + ((2, 3),) * 4
     assert after == ((0, 1, 2, 3),) * 8

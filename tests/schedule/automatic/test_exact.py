@@ -48,7 +48,7 @@ def solver_alone() -> Iterator[None]:
 
 
 def apart(schedule: Schedule) -> Schedule:
-    """With B and W instead of BW."""
+    """The schedule with B and W instead of BW."""
 
     def parts(op: Op) -> list[Op]:
         return [op._replace(kind=kind) for kind in (Kind.B, Kind.W)] if op.kind is Kind.BW else [op]
@@ -77,8 +77,10 @@ def orders(ops: Sequence[Op], frame: Schedule) -> Iterator[tuple[Op, ...]]:
 def shortest(
     frame: Schedule, costs: Costs, caps: Sequence[float], objective: Objective
 ) -> float | None:
-    """The least length of any schedule with `frame`'s ops that fits, by trying each; None where
-    none fits."""
+    """The least length of any schedule with `frame`'s ops that fits, by trying each.
+
+    The result is None if no schedule fits.
+    """
     fitting = (
         [
             row
@@ -156,7 +158,7 @@ def test_agrees_where_a_rank_holds_two_stages(seed: int, objective: Objective) -
 
 
 def test_agrees_where_a_backward_adds_memory() -> None:
-    # What W needs of a lone linear layer is its input and its output's gradient: more than F left
+    # W of a lone linear layer needs its input and its output's gradient. That is more than F left
     # behind.
     costs = Costs((StageCost(2, 1, 1, 1, 1, -2), StageCost(1, 3, 2, 2, -1, -1)), (0.5,))
     for caps in ([2, 2], [3, 4], [4, 2], [5, 6]):
@@ -220,7 +222,7 @@ def test_bound_holds_for_times_that_have_no_common_unit(
 
 # -- the figures of the contract -------------------------------------------------------------------
 
-# What the best schedule takes: of equal times, of the 1.5B and of the 6.2B model.
+# Lengths of the best schedule for equal times, for the 1.5B model and for the 6.2B model.
 BEST = {
     (3, 4, 1): {"equal": 14, "1.5B": 243.13, "6.2B": 399.042},
     (4, 6, 1): {"equal": 21, "1.5B": 364.695, "6.2B": 598.563},
@@ -320,7 +322,10 @@ def test_one_microbatch_at_a_time_always_fits() -> None:
         ),
         (
             {"start": zb_h1(4, 6), "caps": [4, float("nan"), 4, 4]},
-            "start 'zb-h1' holds 3.5 on rank 1, over its cap of nan; give a start that fits, or none",
+            (
+                "start 'zb-h1' holds 3.5 on rank 1, over its cap of nan; give a start that fits, "
+                "or none"
+            ),
         ),
         (
             {"start": zb_h1(4, 5)},
@@ -357,8 +362,10 @@ def test_without_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_schedule_it_finds() -> None:
-    """Warm-up of two where memory would let rank 0 have four: the first B can only come back so
-    soon."""
+    """The warm-up has two microbatches, though memory lets rank 0 have four.
+
+    The first B can only come back so soon.
+    """
     result = exact(uniform_costs(2, 1, 1, 1), 3, caps=[2, 2], workers=1)
     assert [op.kind for op in result.schedule.ops[0][:2]] == [Kind.F, Kind.F]
     assert result.bound == lower_bound(uniform_costs(2, 1, 1, 1), 3) + 1

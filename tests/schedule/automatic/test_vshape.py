@@ -27,7 +27,7 @@ MAKERS = {"zb-v": zb_v, "v-half": v_half, "v-min": v_min}
 
 
 def most(name: str, p: int) -> float:
-    """What the schedule promises to keep within, in activations of a whole rank."""
+    """The memory limit that the schedule promises, in activations of a whole rank."""
     return {"zb-v": p, "v-half": p / 2 + 1, "v-min": p / 3 + 1}[name]
 
 
@@ -154,8 +154,8 @@ def test_less_memory_for_more_bubble(row: int, half: float, least: float) -> Non
         assert max(timeline.peak_memory) <= most(name, p) * (1 + 1e-9)
     full, middle, small = (timeline.bubble_ratio for timeline in timelines)
     assert full < middle < small
-    # With about half of its memory V-Half still beats 1F1B. V-Min does so where F = B = W; here F +
-    # B are over two thirds of the work.
+    # With about half of its memory V-Half still beats 1F1B. V-Min does so if F = B = W. Here F + B
+    # are over two thirds of the work.
     assert middle < half < TABLE_5[row]["bubble"]["1f1b"]
     assert small < least
 

@@ -56,7 +56,8 @@ def table_5(row: dict) -> tuple[Costs, int, int]:
 
 
 def test_by_eye() -> None:
-    # With the memory of 1F1B it is ZB-H1's; with twice as much no rank waits once it has started.
+    # With the memory of 1F1B the schedule is ZB-H1's. With twice as much no rank waits once it has
+    # started.
     costs = uniform_costs(3, 1, 1, 1)
     tight, wide = automatic(costs, 6, caps=[3] * 3), automatic(costs, 6, caps=[6] * 3)
     assert simulate(tight, costs).span == simulate(make_schedule("zb-h1", 3, 6), costs).span == 20
@@ -124,8 +125,10 @@ def test_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Costs, int, list[float], int]:
-    """Any costs, with a B that frees or takes memory, and caps down to the least for one
-    microbatch."""
+    """Draws any costs, with a B that frees or takes memory.
+
+    The caps go down to the least for one microbatch.
+    """
     p, m = draw(st.integers(1, 6)), draw(st.integers(1, 14))
     times = st.integers(0, 9)
     stages: list[StageCost] = []
@@ -187,8 +190,11 @@ def test_always_a_schedule_that_fits(
 
 
 def uneven(rng: random.Random) -> tuple[Costs, Costs, int, list[float], int]:
-    """Costs, the same with every stage's times at the median, m, caps, first trainable: as in
-    `benchmarks.planner`, but smaller."""
+    """Draws costs, m, caps and the first trainable stage.
+
+    It also gives the same costs with every stage's times at the median. The draw is as in
+    `benchmarks.planner`, but smaller.
+    """
     p = rng.randint(2, 12)
     m, spread, first = rng.randint(1, 4 * p), rng.uniform(0, 0.6), rng.choice((0, 0, 0, 0, p // 3))
     base = (10.0, rng.uniform(8, 14), rng.uniform(4, 10))
@@ -325,7 +331,8 @@ def test_without_a_place_to_keep_compiled_code(monkeypatch: pytest.MonkeyPatch) 
 
 def test_another_process_makes_the_same_without_a_word(tmp_path: Path) -> None:
     code = (
-        "from dynmo.cost.layer_cost import uniform_costs; from dynmo.schedule.automatic.zero_bubble import automatic; "
+        "from dynmo.cost.layer_cost import uniform_costs; from "
+        "dynmo.schedule.automatic.zero_bubble import automatic; "
         "print(automatic(uniform_costs(5, 3, 4, 2, 0.5), 11, caps=[7] * 5), end='')"
     )
     # `-W always`: numba's warnings about its cache must not surface, either.
