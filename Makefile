@@ -1,5 +1,6 @@
 # make demo   set up everything, train the demo static and balanced, compare
 # make test   set up everything, run the tests
+# make quick  the tests of the packages that need no torch
 # make matrix the long tests: combinations of what `make test` covers one by one
 # make gpu    everything that needs a GPU, with this machine's python3: installs nothing (DRY=1: on CPU with tiny sizes)
 # make check  formatting, lint, types: exactly what CI runs before the tests
@@ -8,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test matrix gpu check format clean
+.PHONY: demo test quick matrix gpu check format clean
 
 # The inner loops of the planner and of sparse layers are compiled once and kept: at set-up, so that no first run waits for it.
 $(READY): pyproject.toml constraints.txt
@@ -26,6 +27,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+quick: $(READY)
+	$(BIN)/python -m pytest --numprocesses 2 tests/schedule tests/cost tests/config tests/balance tests/planner tests/report \
+	    tests/cluster/test_command.py tests/cluster/test_kubernetes.py
 
 matrix: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m matrix

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dynmo.balance.trigger import ForecastInterval
@@ -62,104 +62,112 @@ def _sizes(config: Config, replicas: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-def ask_ranks(
-    config: Config,
-    engine: Engine,
-    limits: RankLimits,
-    forecast: tuple[ForecastInterval, ...],
-    memory_limit: int | None,
-    pause: float,
-    reference: float | None,
-    halves: Callable[[], tuple[tuple[LayerCost, ...], ...]],
-    preempted: float,
-) -> RankWish:
-    """Asks the planner. All ranks call it together, and get the same answer.
+@dataclass(frozen=True)
+class RankSituation:
+    """What is known before a step. It is the same on every rank.
 
-    Args:
+    Attributes:
         config: Config of the run.
         engine: Holds the layers.
         limits: Number of ranks that there are and may be.
         forecast: Intervals from the next step to the run's end. The first interval has the
             measured costs.
-        memory_limit: Bytes of a rank. None means unlimited.
+        halves: Costs from the earlier and from the later readings alone.
+        preempted: Share of the ops' time that other processes take.
         pause: Seconds that a change takes beyond its bytes.
+        memory_limit: Bytes of a rank. None means unlimited.
+    """
+
+    config: Config
+    engine: Engine
+    limits: RankLimits
+    forecast: tuple[ForecastInterval, ...]
+    halves: tuple[tuple[LayerCost, ...], ...]
+    preempted: float
+    pause: float
+    memory_limit: int | None
+
+    def question(self) -> RankQuestion:
+        """Returns a question that allows the present number of ranks alone."""
+        config, engine = self.config, self.engine
+        size, replicas = engine.world.everyone.size, self._replicas()
+        request = mesh_request(config, engine, self.forecast[0].layers, self.memory_limit, replicas)
+        if config.elastic.retune:
+            request = replace(request, micro_batches=_sizes(config, replicas))
+        return RankQuestion(
+            request,
+            current_mesh(config, engine),
+            engine.partition,
+            least=size,
+            most=size,
+            limit_seconds=float("inf"),
+            steps_left=config.train.steps - self.forecast[0].start,
+            replicas=replicas,
+            seconds_per_byte=1 / request.bandwidth,
+            fixed_seconds=self.pause,
+            margin=config.balance.margin,
+            hysteresis=config.balance.hysteresis,
+            forecast=tuple(
+                replace(x, layers=with_costs(request, config, engine, x.layers).profile.layers)
+                for x in self.forecast
+            ),
+            nodes=tuple(self.limits.nodes),
+        )
+
+    def _replicas(self) -> tuple[int, ...]:
+        """The numbers of replicas that are allowed.
+
+        A model may not allow more replicas than now. Replicas that share experts stay together.
+        """
+        config, now = self.config, self.engine.world.replicas
+        batch, groups = config.all_microbatches, config.accumulation_groups
+        fewer = [each for each in divisors(batch) if each <= now]
+        allowed = fewer if config.parallel.expert == 1 else [now]
+        return tuple(each for each in allowed if not accumulation_problem(groups, each, batch))
+
+    def decide(self, question: RankQuestion) -> RankChoice:
+        """Answers a question. Both halves of the readings must support a change."""
+        choice = choose_ranks(question)
+        if not choice.decision.move:
+            return choice
+        requests = [
+            with_costs(question.request, self.config, self.engine, layers) for layers in self.halves
+        ]
+        parts = [choose_ranks(replace(question, request=each, forecast=())) for each in requests]
+        return confirmed_ranks(question, choice, parts, self.preempted)
+
+
+def ask_ranks(now: RankSituation, reference: float | None) -> RankWish:
+    """Asks the planner. All ranks call it together, and get the same answer.
+
+    Args:
+        now: What is known.
         reference: Seconds that a step took at first. None takes the best predicted seconds of
             now.
-        halves: Returns the costs from the earlier and from the later readings alone.
-        preempted: Share of the ops' time that other processes take.
 
     Raises:
         NoRoomError: `elastic.target_ranks`, or the ranks that a published algorithm merges, cannot
             hold the model.
     """
-    elastic, size, costs = config.elastic, engine.world.everyone.size, forecast[0].layers
-    batch, groups = config.all_microbatches, config.accumulation_groups
-    # A model may not allow more replicas than now. Replicas that share experts stay together.
-    fewer = (
-        [each for each in divisors(batch) if each <= engine.world.replicas]
-        if config.parallel.expert == 1
-        else [engine.world.replicas]
-    )
-    replicas = tuple(each for each in fewer if not accumulation_problem(groups, each, batch))
-    request = mesh_request(config, engine, costs, memory_limit, replicas)
-    if elastic.retune:
-        request = replace(request, micro_batches=_sizes(config, replicas))
-    question = RankQuestion(
-        request,
-        current_mesh(config, engine),
-        engine.partition,
-        least=size,
-        most=size,
-        limit_seconds=float("inf"),
-        steps_left=config.train.steps - forecast[0].start,
-        replicas=replicas,
-        seconds_per_byte=1 / request.bandwidth,
-        fixed_seconds=pause,
-        margin=config.balance.margin,
-        hysteresis=config.balance.hysteresis,
-        forecast=tuple(
-            replace(x, layers=with_costs(request, config, engine, x.layers).profile.layers)
-            for x in forecast
-        ),
-        nodes=tuple(limits.nodes),
-    )
+    elastic, limits, question = now.config.elastic, now.limits, now.question()
+    size = question.current.gpus
     if reference is None:
         reference = choose_ranks(question).seconds_best_now
     if elastic.target_ranks is not None:
-        question = replace(
-            question, least=1, most=max(limits.there, size), target=elastic.target_ranks
-        )
+        most = max(limits.there, size)
+        question = replace(question, least=1, most=most, target=elastic.target_ranks)
         return RankWish(choose_ranks(question), elastic.target_ranks, reference)
+    least = min(elastic.min_ranks, size)
     if elastic.algorithm != "fewest":
-        choice = merge_ranks(
-            replace(question, least=min(elastic.min_ranks, size)), elastic.algorithm
-        )
+        choice = merge_ranks(replace(question, least=least), elastic.algorithm)
         return RankWish(choice, choice.mesh.gpus, reference)
     if elastic.repack:
-        limit = reference * (1 + elastic.tolerance)
-        question = replace(
-            question,
-            least=min(elastic.min_ranks, size),
-            most=max(limits.most, limits.there),
-            limit_seconds=limit,
-        )
-    else:
-        question = replace(question, most=limits.there, limit_seconds=0.0)  # the fastest
-
-    def decide(question: RankQuestion) -> RankChoice:
-        choice = choose_ranks(question)
-        if not choice.decision.move:
-            return choice
-        parts = [
-            choose_ranks(
-                replace(question, request=with_costs(request, config, engine, layers), forecast=())
-            )
-            for layers in halves()
-        ]
-        return confirmed_ranks(question, choice, parts, preempted)
-
-    choice = decide(question)
+        limit, most = reference * (1 + elastic.tolerance), max(limits.most, limits.there)
+        question = replace(question, least=least, most=most, limit_seconds=limit)
+    else:  # the fastest
+        question = replace(question, most=limits.there, limit_seconds=0.0)
+    choice = now.decide(question)
     wanted = choice.mesh.gpus
     if wanted > limits.there:
-        choice = decide(replace(question, most=limits.there))
+        choice = now.decide(replace(question, most=limits.there))
     return RankWish(choice, wanted, reference)

@@ -36,7 +36,7 @@ from dynmo.events import (
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.mesh_question import current_mesh, mesh_question
 from dynmo.pipeline.move_gain import MoveGain
-from dynmo.pipeline.rank_question import RankLimits, RankWish, ask_ranks
+from dynmo.pipeline.rank_question import RankLimits, RankSituation, RankWish, ask_ranks
 from dynmo.runtime.comm.agreement import agree
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.simulator import simulate
@@ -321,11 +321,17 @@ class Rebalancer:
         start = time.perf_counter()
         self.overhead.measure += start - gathering
         forecast = forecast_intervals(costs, self._forecasts(step - 1), step, config.train.steps)
-        wish = ask_ranks(
-            *(config, pipeline, limits, tuple(forecast), self._memory_limit, pause, reference),
-            lambda: halves,
+        situation = RankSituation(
+            config,
+            pipeline,
+            limits,
+            tuple(forecast),
+            halves,
             preempted,
+            pause,
+            self._memory_limit,
         )
+        wish = ask_ranks(situation, reference)
         if wish.choice.decision.uncertain and self._watch is not None:
             self._watch.check_later()
         self.overhead.decide += time.perf_counter() - start
