@@ -12,16 +12,10 @@ folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "runs/own-loop")
 with dynmo.init(device="cpu") as world:
     torch.manual_seed(0)  # every rank makes the same layers, and keeps its own
     wide = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))) for _ in range(2)]
-    layers = [
-        nn.Linear(64, 256),
-        *(nn.Linear(256, 256) for _ in range(5)),
-        *wide,
-        nn.Linear(256, 64),
-    ]
-    model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
-    pipeline = dynmo.Pipeline(
-        model, world, microbatches=8, optimizer=dynmo.AdamW(lr=1e-3), balance="auto"
-    )
+    layers = [nn.Linear(64, 256), *(nn.Linear(256, 256) for _ in range(5)), *wide]
+    model = dynmo.Sequential([*layers, nn.Linear(256, 64)], loss=nn.functional.mse_loss)
+    adamw = dynmo.AdamW(lr=1e-3)
+    pipeline = dynmo.Pipeline(model, world, microbatches=8, optimizer=adamw, balance="auto")
     if folder.exists():
         pipeline.load(folder)  # goes on where it was stopped
     for step in range(pipeline.steps, 40):
