@@ -119,8 +119,8 @@ heard("done")
     assert (tmp_path / "out").read_text() == ""
     assert told(tmp_path)[0] == f"released 2: job {job} gave back n3, n4"
     started = [line.split() for line in told(tmp_path)[1:]]
-    assert {words[3] for words in started} == {"4", "5"}
-    assert {words[-1] for words in started} == {"n3", "n4"}, "in any order"
+    assert {fields[3] for fields in started} == {"4", "5"}
+    assert {fields[-1] for fields in started} == {"n3", "n4"}, "in any order"
     jobs = {(tmp_path / f"env-{number}").read_text() for number in (4, 5)}
     assert jobs == {f"{other + 1} dynmo-join 0", f"{other + 2} dynmo-join 0"}
     assert (tmp_path / "rank-1.log").read_text() == ""
