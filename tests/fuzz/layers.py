@@ -1,18 +1,12 @@
-"""Models and a dynamic case of one's own for the random test (`tests/fuzz.py`).
+"""Layers of the random test's models: [microbatch, sequence, WIDTH] in and out.
 
-A model's name says what it is made of, so that a configuration alone replays it:
-
-    model.kind = "python:tests.fuzz_models:modules__lstm__batch_norm"
-
-is an embedding, an LSTM layer, a batch norm layer and a head. The words before the layers are in
-`FORMS`, those of the layers in `LAYERS`.
+Each stands for something that models of one's own do: buffers, hooks, shared weights, own autograd
+functions, dropout. `LAYERS` names them.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -23,14 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dynmo.dynamism import Change, Dynamism, Layers, Signals
-from dynmo.models.model import next_token_loss
-
 WIDTH = 8
 VOCAB = 256
-
-
-# -- layers: [microbatch, sequence, WIDTH] in and out --------------------------------------------
 
 
 class Apply(nn.Module):
@@ -47,7 +35,7 @@ class Apply(nn.Module):
         return x + self._function(self.parts, x)
 
 
-def _linear() -> nn.Linear:
+def square_linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
@@ -59,7 +47,7 @@ class Channels(nn.Module):
 
     def __init__(self, module: nn.Module, dimensions: int = 1) -> None:
         super().__init__()
-        self.linear, self.module, self._dimensions = _linear(), module, dimensions
+        self.linear, self.module, self._dimensions = square_linear(), module, dimensions
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x).transpose(1, 2)
@@ -76,7 +64,7 @@ class OwnBatchNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = _linear()
+        self.linear = square_linear()
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("variance", torch.ones(WIDTH))
 
@@ -97,7 +85,7 @@ class Counted(nn.Module):
 
     def __init__(self, persistent: bool) -> None:
         super().__init__()
-        self.linear = _linear()
+        self.linear = square_linear()
         self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=persistent)
         self.register_buffer("mean", torch.zeros(WIDTH), persistent=persistent)
 
@@ -142,7 +130,7 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = _linear()
+        self.a = square_linear()
         self.b = nn.Sequential(self.a, nn.GELU(), self.a)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,7 +188,7 @@ class OwnWeight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / math.sqrt(WIDTH))
         self.scale = nn.Parameter(torch.tensor(0.5))
-        self.fixed = _linear().requires_grad_(False)
+        self.fixed = square_linear().requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.scale * OwnMatmul.apply(self.fixed(x), self.weight)
@@ -211,7 +199,7 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.table = _linear(), torch.linspace(0.5, 1.5, WIDTH)
+        self.linear, self.table = square_linear(), torch.linspace(0.5, 1.5, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(x) * self.table.to(x.dtype)
@@ -222,7 +210,7 @@ class Energy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = _linear()
+        self.linear = square_linear()
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -238,7 +226,7 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, 2)
-        self.experts = nn.ModuleList(_linear() for _ in range(2))
+        self.experts = nn.ModuleList(square_linear() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
@@ -255,7 +243,7 @@ class Skipped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = _linear()
+        self.linear = square_linear()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and float(torch.rand(())) < 0.3:
@@ -282,7 +270,7 @@ class Columns(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = _linear()
+        self.linear = square_linear()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(x).transpose(1, 2).contiguous().transpose(1, 2)
@@ -293,7 +281,7 @@ class Hooked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = _linear()
+        self.linear = square_linear()
         self.linear.register_forward_hook(_double)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -333,7 +321,7 @@ class Averaged(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = _linear()
+        self.linear = square_linear()
         self.register_buffer("average", self.linear.weight.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -369,7 +357,7 @@ class BackwardHooked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = _linear()
+        self.linear = square_linear()
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.linear(x))
@@ -456,7 +444,7 @@ class Kind:
 _norms = nn.utils.parametrizations
 
 LAYERS: dict[str, Kind] = {
-    "linear": Kind(_linear),
+    "linear": Kind(square_linear),
     "mlp": Kind(_mlp),
     "bare": Kind(nn.GELU),
     "identity": Kind(nn.Identity),
@@ -483,17 +471,19 @@ LAYERS: dict[str, Kind] = {
     ),
     "gru": Kind(lambda: Recurrent(nn.GRU(WIDTH, WIDTH, batch_first=True))),
     "rnn": Kind(lambda: Recurrent(nn.RNN(WIDTH, WIDTH, batch_first=True))),
-    "weight_norm": Kind(lambda: Apply(_bounded, linear=_norms.weight_norm(_linear()))),
+    "weight_norm": Kind(lambda: Apply(_bounded, linear=_norms.weight_norm(square_linear()))),
     "spectral_norm": Kind(
-        lambda: Apply(_bounded, linear=_norms.spectral_norm(_linear())), writes=True, low=False
+        lambda: Apply(_bounded, linear=_norms.spectral_norm(square_linear())),
+        writes=True,
+        low=False,
     ),
-    "in_place": Kind(lambda: Apply(_in_place, first=_linear(), second=_linear())),
+    "in_place": Kind(lambda: Apply(_in_place, first=square_linear(), second=square_linear())),
     "dropout_in_place": Kind(
-        lambda: nn.Sequential(_linear(), nn.Dropout(0.1, inplace=True)), draws=True
+        lambda: nn.Sequential(square_linear(), nn.Dropout(0.1, inplace=True)), draws=True
     ),
-    "halved": Kind(lambda: Apply(lambda p, x: Halve.apply(p["linear"](x)), linear=_linear())),
+    "halved": Kind(lambda: Apply(lambda p, x: Halve.apply(p["linear"](x)), linear=square_linear())),
     "square": Kind(
-        lambda: Apply(lambda p, x: Square.apply(torch.tanh(p["linear"](x))), linear=_linear())
+        lambda: Apply(lambda p, x: Square.apply(torch.tanh(p["linear"](x))), linear=square_linear())
     ),
     "own_weight": Kind(OwnWeight),
     "shared": Kind(Shared),
@@ -512,7 +502,7 @@ LAYERS: dict[str, Kind] = {
     "plain": Kind(Plain),
     "energy": Kind(Energy, prunes=False),
     "routed": Kind(Routed),
-    "branch": Kind(lambda: Apply(_branch, first=_linear(), second=_linear())),
+    "branch": Kind(lambda: Apply(_branch, first=square_linear(), second=square_linear())),
     "dropout": Kind(lambda: nn.Dropout(0.1), draws=True),
     "skipped": Kind(Skipped, draws=True),
     "tokens": Kind(Tokens),
@@ -524,9 +514,11 @@ LAYERS: dict[str, Kind] = {
     ),
     "subclass": Kind(lambda: Apply(_bounded, linear=Doubled(WIDTH, WIDTH))),
     "backward_hook": Kind(BackwardHooked),
-    "reused": Kind(lambda: Apply(_reused, linear=_linear()), prunes=False),
-    "aside": Kind(lambda: Apply(_aside, linear=_linear(), other=_linear())),
-    "orthogonal": Kind(lambda: Apply(_bounded, linear=_norms.orthogonal(_linear())), low=False),
+    "reused": Kind(lambda: Apply(_reused, linear=square_linear()), prunes=False),
+    "aside": Kind(lambda: Apply(_aside, linear=square_linear(), other=square_linear())),
+    "orthogonal": Kind(
+        lambda: Apply(_bounded, linear=_norms.orthogonal(square_linear())), low=False
+    ),
     "prelu": Kind(lambda: Channels(nn.PReLU(WIDTH))),
     "bilinear": Kind(
         lambda: Apply(
@@ -537,7 +529,7 @@ LAYERS: dict[str, Kind] = {
     "columns": Kind(Columns),
     "hooked": Kind(Hooked),
     "wide": Kind(Wide, low=False),
-    "spectrum": Kind(lambda: Apply(_spectrum, linear=_linear())),
+    "spectrum": Kind(lambda: Apply(_spectrum, linear=square_linear())),
     "convolution": Kind(lambda: Channels(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))),
 }
 
@@ -552,184 +544,3 @@ def can_prune(parts: tuple[str, ...]) -> bool:
     modules = [part for kind in kinds for part in kind.make().modules()]
     linears = [part for part in modules if type(part) is nn.Linear and "weight" in part._parameters]
     return all(kind.prunes for kind in kinds) and bool(linears or len(parts) > len(kinds))
-
-
-# -- several tensors between layers --------------------------------------------------------------
-
-
-class Fan(nn.Module):
-    """Hands on its input and more tensors.
-
-    They are floats that train, integers, booleans and constants.
-    """
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.linear, self._count = _linear(), count
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = self.linear(x)
-        kinds: tuple[Callable[[], Tensor], ...] = (
-            lambda: torch.tanh(y),
-            lambda: y.detach().argmax(-1),
-            lambda: y.detach() > 0,
-            lambda: y.detach().float().mean(),
-            lambda: y[..., 0],
-            lambda: y.detach().argmin(-1).to(torch.int32),
-            lambda: y.detach().argmin(-1).to(torch.int16),
-        )
-        return x, *(kinds[i % len(kinds)]() for i in range(self._count))
-
-
-class Carrying(nn.Module):
-    """Runs a module on the first of several tensors.
-
-    The others are handed on as they are.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        return self.module(x), *others
-
-
-class Mix(nn.Module):
-    """Adds the other tensors that have its input's shape, and changes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = _linear()
-
-    def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        floats = [y for y in others if y.is_floating_point() and y.shape == x.shape]
-        x = x + self.linear(sum(floats, x))
-        return x, *(
-            0.5 * y + x if y.is_floating_point() and y.shape == x.shape else y for y in others
-        )
-
-
-class Head(nn.Module):
-    """A loss on logits. Of several tensors, all floats count.
-
-    With `auxiliary`, a second number goes to the loss.
-    """
-
-    def __init__(self, auxiliary: bool) -> None:
-        super().__init__()
-        self.linear, self._auxiliary = nn.Linear(WIDTH, VOCAB), auxiliary
-
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        for other in others:
-            if other.is_floating_point():
-                x = x + 0.1 * (other if other.dim() != 2 else other.unsqueeze(-1))
-        logits = self.linear(x)
-        return (logits, x.float().square().mean()) if self._auxiliary else logits
-
-
-def _smooth(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(
-        logits.float().flatten(0, -2), targets.flatten(), label_smoothing=0.1
-    )
-
-
-def _with_auxiliary(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-    return next_token_loss(output[0], targets) + 0.01 * output[1]
-
-
-class FlatLoss(nn.CrossEntropyLoss):
-    """A loss that is a module with a tensor of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(weight=torch.linspace(0.5, 1.5, VOCAB))
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return super().forward(input.float().flatten(0, -2), target.flatten())
-
-
-LOSSES: dict[str, Callable[[], Any]] = {
-    "": lambda: None,
-    "smooth": lambda: _smooth,
-    "auxiliary": lambda: _with_auxiliary,
-    "module": FlatLoss,
-}
-FORMS = ("modules", "factories")
-
-
-def model_of(name: str) -> Callable[[], Any]:
-    """The function that makes the model called so.
-
-    Args:
-        name: A form, and a loss behind an underscore if it is not the default one; the layers, each
-            behind two underscores. `fan_N` hands on N more tensors from there on, and `mix` uses
-            them.
-
-    Returns:
-        A function as `model.kind = "python:..."` wants it.
-
-    Raises:
-        AttributeError: A word of the name is not known.
-    """
-    head, *parts = name.split("__")
-    form, _, loss = head.partition("_")
-    known = form in FORMS and loss in LOSSES
-    if not known or not all(
-        w in LAYERS or w == "mix" or w.removeprefix("fan_").isdigit() for w in parts
-    ):
-        raise AttributeError(name)
-    makers: list[Callable[[], nn.Module]] = [partial(nn.Embedding, VOCAB, WIDTH)]
-    several = False
-    for word in parts:
-        if word in LAYERS:
-            make = LAYERS[word].make
-            makers.append(partial(_carrying, make) if several else make)
-        elif word == "mix":
-            makers.append(Mix)
-        else:
-            makers.append(partial(Fan, int(word.removeprefix("fan_"))))
-            several = True
-    makers.append(partial(Head, loss == "auxiliary"))
-
-    def make_model() -> Any:
-        layers = makers if form == "factories" else [make() for make in makers]
-        return (layers, LOSSES[loss]()) if loss else layers
-
-    return make_model
-
-
-def _carrying(make: Callable[[], nn.Module]) -> nn.Module:
-    return Carrying(make())
-
-
-# -- a case that stops the run -------------------------------------------------------------------
-
-
-class StopAfter(Dynamism):
-    """Asks for a stop after a step, on the first rank only.
-
-    It uses the signal that a launcher sends.
-    """
-
-    name = "stop"
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def act(self, step: int, layers: Layers) -> Change | None:
-        return None
-
-    def acts(self, step: int) -> bool:
-        return False
-
-    def observe(self, signals: Signals) -> None:
-        if signals.step == self._step and os.environ.get("RANK", "0") == "0":
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def __getattr__(name: str) -> Callable[[], Any]:
-    """The case `StopAfter_3` stops after step 3. Every other name is a model's."""
-    prefix, _, step = name.partition("_")
-    if prefix == "StopAfter" and step.isdigit():
-        return partial(StopAfter, int(step))
-    return model_of(name)

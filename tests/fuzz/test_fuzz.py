@@ -1,4 +1,4 @@
-"""The random test: a short run of it, and that it sees what it is there to see."""
+"""The random test: a short run of it, and what it must notice."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ from torch import Tensor, nn
 
 from dynmo.config import load, parse
 from dynmo.config.sections import BALANCERS
+from dynmo.config.values import CASES
 from dynmo.schedule.catalogue import SCHEDULES
-from tests import fuzz, fuzz_models
-from tests.fuzz import EQUAL, FAILED, REFUSED, CaseResult, Runner
-from tests.fuzz_draws import STOP, Case, Tables, draw, reference_of
+from tests.fuzz.__main__ import main
+from tests.fuzz.draws import STOP, Case, Tables, draw, reference_of
+from tests.fuzz.layers import LAYERS
+from tests.fuzz.models import model_of
+from tests.fuzz.outcome import EQUAL, FAILED, REFUSED, CaseResult
+from tests.fuzz.report import passed, replay, summary
+from tests.fuzz.runner import Runner
 from tests.pool import ROOT, Pool, PoolLost
 
 SEED = 20
@@ -78,7 +83,7 @@ def test_draws_hold_together_and_cover_everything() -> None:
     models = Counter(
         word for c in configs for word in c["model"]["kind"].rpartition(":")[2].split("__")
     )
-    assert set(fuzz_models.LAYERS) | {"gpt", "emulated", "mix"} <= set(models)
+    assert set(LAYERS) | {"gpt", "emulated", "mix"} <= set(models)
     assert {c["pipeline"]["schedule"] for c in configs} == set(SCHEDULES)
     assert {c["balance"]["balancer"] for c in configs} == set(BALANCERS)
     assert {c["train"]["precision"] for c in configs} == {"float32", "bfloat16", "float16"}
@@ -88,7 +93,7 @@ def test_draws_hold_together_and_cover_everything() -> None:
         3,
         4,
     }
-    assert {case for c in configs for case in c["dynamism"].get("cases", ())} > set(fuzz.CASES)
+    assert {case for c in configs for case in c["dynamism"].get("cases", ())} > set(CASES)
     assert {
         (c["pipeline"].get("post_validation"), c["pipeline"].get("rollback")) for c in configs
     } == {
@@ -101,7 +106,7 @@ def test_draws_hold_together_and_cover_everything() -> None:
 
 
 def test_models_are_called_by_their_layers() -> None:
-    layers = fuzz_models.model_of("modules__lstm__fan_2__mix")()
+    layers = model_of("modules__lstm__fan_2__mix")()
     assert [type(layer).__name__ for layer in layers] == [
         "Embedding",
         "Recurrent",
@@ -111,7 +116,7 @@ def test_models_are_called_by_their_layers() -> None:
     ]
     for wrong in ("modules__lstn", "factory__lstm", "modules_sum__lstm"):
         with pytest.raises(AttributeError):
-            getattr(fuzz_models, wrong)
+            model_of(wrong)
 
 
 # -- what is noticed -----------------------------------------------------------------------------
@@ -160,7 +165,7 @@ def planted(function: str, **sections: Tables) -> Case:
     """A small case with a model of this file."""
     config: Tables = {
         "seed": 0,
-        "model": {"kind": f"python:tests.test_fuzz:{function}", "sequence": 4},
+        "model": {"kind": f"python:tests.fuzz.test_fuzz:{function}", "sequence": 4},
         "data": {"source": "file:LICENSE"},
         "train": {"steps": 4, "global_batch": 4, "micro_batch": 1},
         "parallel": {"pipeline": 2, "timeout": 10.0},
@@ -174,28 +179,25 @@ def planted(function: str, **sections: Tables) -> Case:
 @pytest.mark.parametrize(
     ("function", "kind", "what"),
     [
-        ("a_wrong_bit", FAILED, r"^wrong bits: steps at 0: \{'loss'"),
-        ("a_crash", FAILED, r"^KeyError on rank 0 of 1$"),
-        ("a_warning", FAILED, r"^UserWarning on rank 0 of 1$"),
-        ("a_refusal", REFUSED, r"has sparse gradients; make it with sparse=False$"),
+        ("a_wrong_bit", FAILED, "wrong bits: steps at 0: {'loss'"),
+        ("a_crash", FAILED, "KeyError on rank 0"),
+        ("a_warning", FAILED, "UserWarning on rank 0"),
+        ("a_refusal", REFUSED, "sparse=False"),
     ],
 )
 def test_what_is_planted_is_reported(runner: Runner, function: str, kind: str, what: str) -> None:
     outcome = runner.run(planted(function))
     assert outcome.kind == kind
-    with pytest.raises(AssertionError, match=what):
-        raise AssertionError(outcome.what)
-    assert fuzz.passed([outcome]) is (kind == REFUSED)
+    assert what in outcome.what
+    assert passed([outcome]) is (kind == REFUSED)
 
 
 def test_a_refused_configuration_counts(runner: Runner) -> None:
     outcome = runner.run(planted("a_crash", parallel={"pipeline": 3}, train={"micro_batch": 3}))
     assert outcome.kind == REFUSED
-    assert not fuzz.passed([outcome, outcome, *[replace(outcome, kind=EQUAL)] * 18])
-    assert fuzz.passed([outcome, *[replace(outcome, kind=EQUAL)] * 19])
-    assert "refused 1 times: config: train.micro_batch = N does not divide" in fuzz.summary(
-        [outcome], 1.0
-    )
+    assert not passed([outcome, outcome, *[replace(outcome, kind=EQUAL)] * 18])
+    assert passed([outcome, *[replace(outcome, kind=EQUAL)] * 19])
+    assert "refused 1 times: config: train.micro_batch" in summary([outcome], 1.0)
 
 
 class Hanging(Pool):
@@ -215,10 +217,7 @@ def test_a_pool_that_hangs_is_replaced(pool: Pool) -> None:
     hanging = Hanging()
     pools: list[Pool] = [Lent(pool), hanging]
     runner = Runner(lambda log: pools.pop())
-    assert (
-        runner.run(draw(SEED, 0)).what
-        == "hang or crash: a rank did not answer in time; the pool was ended"
-    )
+    assert runner.run(draw(SEED, 0)).what.startswith("hang or crash")
     assert hanging.closed
     assert runner.run(draw(SEED, 0)).kind == EQUAL
     runner.close()
@@ -234,7 +233,7 @@ def test_what_is_printed_replays(
     cases = [draw(SEED, number) for number in range(60)]
     case = next(case for case in cases if case.resumed)
     monkeypatch.chdir(tmp_path)
-    text = fuzz.replay(CaseResult(case, FAILED), Path("files"))
+    text = replay(CaseResult(case, FAILED), Path("files"))
     name = f"fuzz-{case.number}"
     assert load(f"files/{name}.toml") == parse(case.config)
     assert load(f"files/{name}-resumed.toml") == parse(case.resumed or {})
@@ -260,6 +259,6 @@ def test_what_is_printed_replays(
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert fuzz.main(["--only", "5", "--seed", "2", "--show", "--folder", str(tmp_path)]) == 0
+    assert main(["--only", "5", "--seed", "2", "--show", "--folder", str(tmp_path)]) == 0
     assert f"dynmo train {tmp_path}/seed-2/fuzz-5.toml --overwrite" in capsys.readouterr().out
     assert load(tmp_path / "seed-2" / "fuzz-5.toml") == parse(draw(2, 5).config)

@@ -14,13 +14,14 @@ from typing import Any
 from dynmo.config.sections import BALANCERS
 from dynmo.models.gpt import feed_forward_size
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
-from tests.fuzz_models import FORMS, LAYERS, LOSSES, VOCAB, can_prune
-from tests.fuzz_tokens import experts, placing, spread_experts, token_case
+from tests.fuzz.layers import LAYERS, VOCAB, can_prune
+from tests.fuzz.models import FORMS, LOSSES
+from tests.fuzz.tokens import experts, placing, spread_experts, token_case
 
 Tables = dict[str, Any]
 
 GPTS = ("gpt", "moe")
-STOP = "python:tests.fuzz_models:StopAfter_"
+STOP = "python:tests.fuzz.models:StopAfter_"
 SOURCE = "file:LICENSE"  # from the repository's root
 
 
@@ -197,7 +198,7 @@ class _Draw:
             parts = [w if i <= at or not self._chance(0.3) else "mix" for i, w in enumerate(parts)]
         form = random.choice([FORMS[0], *FORMS]) + (f"_{loss}" if loss else "")
         name = "__".join((form, *parts))
-        return {"kind": f"python:tests.fuzz_models:{name}", "sequence": sequence}, len(parts) + 2
+        return {"kind": f"python:tests.fuzz.models:{name}", "sequence": sequence}, len(parts) + 2
 
     def _mesh(
         self, layers: int, data: int, each: int | None = None

@@ -1,0 +1,106 @@
+"""The random test's command.
+
+python -m tests.fuzz --cases 1000 --seed 1            # from the repository's root
+python -m tests.fuzz --seed 1 --only 37               # one of them again
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynmo.train.compile_ahead import prepare
+from tests.fuzz.draws import draw
+from tests.fuzz.outcome import EQUAL, FAILED, REFUSED, CaseResult
+from tests.fuzz.report import passed, replay, summary
+from tests.fuzz.runner import run_all
+
+
+class Progress:
+    """Prints a failure at once, and every 5 s how far the cases are.
+
+    Args:
+        total: Number of cases.
+        folder: Folder for the TOML files of failures.
+        repeat: Command that runs one case again, without its number.
+    """
+
+    def __init__(self, total: int, folder: Path, repeat: str) -> None:
+        self._total, self._folder, self._repeat = total, folder, repeat
+        self._start = self._last = time.monotonic()
+        self._counts: Counter[str] = Counter()
+
+    def seconds(self) -> float:
+        """Seconds since the first case."""
+        return time.monotonic() - self._start
+
+    def tell(self, outcome: CaseResult) -> None:
+        """Counts one outcome."""
+        self._counts[outcome.kind] += 1
+        if outcome.kind == FAILED:
+            number = outcome.case.number
+            print(f"\ncase {number}: {outcome.what}\n{outcome.detail}")
+            print(f"    {self._repeat} {number}\n{replay(outcome, self._folder)}", flush=True)
+        now, done = time.monotonic(), sum(self._counts.values())
+        if now - self._last > 5 or done == self._total:
+            self._last = now
+            left = self.seconds() / done * (self._total - done)
+            told = f"{self._counts[FAILED]} failed, {self._counts[REFUSED]} refused"
+            print(
+                f"{done} of {self._total} cases, {told}, {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description="Random runs, each held bit for bit to one rank."
+    )
+    add = parser.add_argument
+    add("--cases", type=int, default=1000, help="how many cases")
+    add("--seed", type=int, default=1, help="of the draw")
+    add("--first", type=int, default=0, help="number of the first case")
+    add("--only", type=int, help="run this case only")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="pools of ranks side by side")
+    add("--folder", type=Path, default=Path("runs", "fuzz"), help="for TOML files of failures")
+    add("--show", action="store_true", help="print the TOML files and run nothing")
+    add(
+        "--elastic",
+        type=float,
+        default=0.35,
+        help="share of the cases whose mesh or number of ranks changes",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Returns the exit status: 1 if a case failed or too many were refused.
+    """
+    options = _parser().parse_args(arguments)
+    numbers = [options.only]
+    if options.only is None:
+        numbers = range(options.first, options.first + options.cases)
+    cases = [draw(options.seed, number, options.elastic) for number in numbers]
+    folder = options.folder / f"seed-{options.seed}"
+    if options.show:
+        for case in cases:
+            print(replay(CaseResult(case, EQUAL), folder))
+        return 0
+    prepare()  # else every rank would compile at once, within a case's time limit
+    repeat = f"python -m tests.fuzz --seed {options.seed} --elastic {options.elastic} --only"
+    progress = Progress(len(cases), folder, repeat)
+    outcomes = run_all(cases, options.jobs, progress.tell)
+    print(summary(outcomes, progress.seconds()))
+    return 0 if passed(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
