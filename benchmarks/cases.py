@@ -46,13 +46,10 @@ beside the speed-up over the side that is nearest to its baseline.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -69,12 +66,19 @@ from benchmarks.cases_race import (
     section_of,
 )
 from benchmarks.cost_traces import best, timeline
-from benchmarks.harness import machine, run_ranks
+from benchmarks.harness import run_ranks
+from benchmarks.output import add_number, figures_of, markdown, parser_of
 from benchmarks.published import PUBLISHED
 from dynmo.balance.partition import Partition, uniform
 from dynmo.cost.layer_cost import LayerCost
 
 LEAST_IDEAL = 1.03
+COMPARED = ("uniform", "dynmo")  # the sides that are held against the simulator
+
+Side = dict[str, Any]
+"""What one side did in one round (`cases_race.account`)."""
+Round = dict[str, Side]
+"""The sides of one round by name."""
 
 
 def settled(phase: tuple[int, int]) -> slice:
@@ -82,7 +86,7 @@ def settled(phase: tuple[int, int]) -> slice:
     return slice((phase[0] + phase[1]) // 2, phase[1])
 
 
-def middle_costs(accounts: Sequence[dict[str, Any]]) -> list[tuple[LayerCost, ...]]:
+def middle_costs(accounts: Sequence[Side]) -> list[tuple[LayerCost, ...]]:
     """Returns the layers' costs of each phase.
 
     Each figure is its median over the accounts.
@@ -99,7 +103,7 @@ def middle_costs(accounts: Sequence[dict[str, Any]]) -> list[tuple[LayerCost, ..
     return medians
 
 
-def work(account: dict[str, Any]) -> float:
+def work(account: Side) -> float:
     """Returns the seconds of all layers' F, B and W in the last phase.
 
     They are for one microbatch.
@@ -140,116 +144,172 @@ def simulated(
 
 
 def share(speedup: float, ideal: float) -> float | None:
+    """Returns the part of the ideal gain that is reached. None if the ideal is too small.
+
+    Args:
+        speedup: The measured speed-up.
+        ideal: The ideal speed-up.
+    """
     return (speedup - 1) / (ideal - 1) if ideal >= LEAST_IDEAL else None
 
 
-def summarize(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    first = rounds[0]
-    names, steps = list(first), len(first["dynmo"]["seconds"])
-    spans = phases(first["dynmo"]["changes"], steps)
-    last = settled(spans[-1])
-    whole = {name: median(math.fsum(r[name]["seconds"]) for r in rounds) for name in names}
-    late = {name: median(median(r[name]["seconds"][last]) for r in rounds) for name in names}
-    over = {
+def total(side: Side, steps: slice = slice(None)) -> float:
+    """Returns the seconds of some steps of a run, by default all.
+
+    Args:
+        side: The side of a round.
+        steps: The steps.
+    """
+    return math.fsum(side["seconds"][steps])
+
+
+def speedups(rounds: Sequence[Round], last: slice) -> dict[str, dict[str, float]]:
+    """Returns the speed-ups of `dynmo` over each other side.
+
+    Args:
+        rounds: The rounds of a case.
+        last: Steps of the last phase.
+
+    Returns:
+        Speed-ups of the whole run and of the last phase, by side.
+    """
+    return {
         name: {
-            "run": median(
-                math.fsum(r[name]["seconds"]) / math.fsum(r["dynmo"]["seconds"]) for r in rounds
-            ),
+            "run": median(total(r[name]) / total(r["dynmo"]) for r in rounds),
             "last_phase": median(
                 median(r[name]["seconds"][last]) / median(r["dynmo"]["seconds"][last])
                 for r in rounds
             ),
         }
-        for name in names
+        for name in rounds[0]
         if name != "dynmo"
     }
-    program = {
-        name: median(median(r[name]["program"][last]) for r in rounds)
-        for name in ("uniform", "dynmo")
+
+
+def speedups_by_phase(
+    rounds: Sequence[Round], spans: Sequence[tuple[int, int]], model: dict[str, list[float]]
+) -> list[dict[str, Any]]:
+    """Returns the speed-ups of `dynmo` over `uniform` in each phase, beside the simulator's.
+
+    Args:
+        rounds: The rounds of a case.
+        spans: [start, stop) of each phase, in steps.
+        model: Seconds of each phase (`simulated`).
+    """
+    return [
+        {
+            "steps": [start, stop],
+            "speedup": median(
+                total(r["uniform"], slice(start, stop)) / total(r["dynmo"], slice(start, stop))
+                for r in rounds
+            ),
+            "ideal": even / known_at_once,
+            "ideal_as_placed": even / as_placed,
+        }
+        for (start, stop), even, known_at_once, as_placed in zip(
+            spans, model["uniform"], model["best"], model["as_placed"], strict=True
+        )
+    ]
+
+
+def late(rounds: Sequence[Round], name: str, key: str, last: slice) -> float:
+    """Returns the median of a figure of each step, in the last phase of a side.
+
+    Args:
+        rounds: The rounds of a case.
+        name: Name of the side.
+        key: Name of the figure.
+        last: Steps of the last phase.
+    """
+    return median(median(r[name][key][last]) for r in rounds)
+
+
+def over_simulated(
+    rounds: Sequence[Round], last: slice, length: int, simulated: dict[str, float]
+) -> dict[str, dict[str, float]]:
+    """Compares the last phase of `uniform` and `dynmo` with the simulator.
+
+    Args:
+        rounds: The rounds of a case.
+        last: Steps of the last phase that are measured.
+        length: Number of steps of the last phase.
+        simulated: Simulated seconds of the last phase, by side.
+    """
+    step, program = (
+        {name: late(rounds, name, key, last) for name in COMPARED} for key in ("seconds", "program")
+    )
+    return {
+        "measured_over_simulated": {n: step[n] * length / simulated[n] for n in COMPARED},
+        # The simulator knows only the step's program. The rest is the step's end and the loop's
+        # turn.
+        "program_over_simulated": {n: program[n] * length / simulated[n] for n in COMPARED},
+        "program_share": {n: program[n] / step[n] for n in COMPARED},
+        # The costs are medians, so they know nothing of an op that was held up.
+        "ops_over_costs": {
+            n: median(median(r[n]["ops"][last]) / (MICROBATCHES * work(r[n])) for r in rounds)
+            for n in COMPARED
+        },
     }
-    costs = middle_costs([r[name] for r in rounds for name in ("uniform", "dynmo")])
+
+
+def same_weights(rounds: Sequence[Round]) -> bool:
+    """Says whether all sides of `TECHNIQUE` end with the same weights, and each in all rounds."""
+    digests = {name: {r[name]["digest"] for r in rounds} for name in rounds[0]}
+    technique = set[str]().union(*(digests[name] for name in TECHNIQUE if name in digests))
+    return len(technique) == 1 and all(len(each) == 1 for each in digests.values())
+
+
+def summarize(case: str, rounds: Sequence[Round]) -> dict[str, Any]:
+    """Returns the row of a case: medians over the rounds, and the simulator's figures.
+
+    Args:
+        case: One of `CASES`.
+        rounds: The rounds of the case, as `cases_race.race` returns them.
+    """
+    first = rounds[0]
+    spans = phases(first["dynmo"]["changes"], len(first["dynmo"]["seconds"]))
+    last = settled(spans[-1])
+    costs = middle_costs([r[name] for r in rounds for name in COMPARED])
     model = simulated(spans, costs, first["dynmo"]["layers"])
+    over = speedups(rounds, last)
     ideal = {
         "run": sum(model["uniform"]) / sum(model["best"]),
         "last_phase": model["uniform"][-1] / model["best"][-1],
     }
-    length = spans[-1][1] - spans[-1][0]
-    at_the_end = {
-        name: timeline(
-            costs[-1], Partition(tuple(first[name]["layers"][-1])), MICROBATCHES, SCHEDULE
-        )
-        for name in ("uniform", "dynmo")
-    }
+    seconds = {name: median(total(r[name]) for r in rounds) for name in first}
     overhead = {
         key: median(r["dynmo"]["overhead"][key] for r in rounds)
         for key in ("measure", "decide", "move")
     }
+    length = spans[-1][1] - spans[-1][0]
+    last_simulated = {"uniform": model["uniform"][-1], "dynmo": model["as_placed"][-1]}
+    ends = {name: Partition(tuple(first[name]["layers"][-1])) for name in COMPARED}
+    timings = {name: timeline(costs[-1], x, MICROBATCHES, SCHEDULE) for name, x in ends.items()}
     return {
         "case": case,
-        "steps": steps,
+        "steps": len(first["dynmo"]["seconds"]),
         "phases": [[start, stop] for start, stop in spans],
         "what": first["dynmo"]["what"],
-        "seconds": whole,
-        "last_phase_step_seconds": late,
+        "seconds": seconds,
+        "last_phase_step_seconds": {n: late(rounds, n, "seconds", last) for n in first},
         "speedup_over": over,
-        "speedup_over_by_round": [
-            math.fsum(r["uniform"]["seconds"]) / math.fsum(r["dynmo"]["seconds"]) for r in rounds
-        ],  # of the whole run, over uniform
+        # Of the whole run, over `uniform`.
+        "speedup_over_by_round": [total(r["uniform"]) / total(r["dynmo"]) for r in rounds],
         "ideal": ideal,
         "ideal_as_placed": sum(model["uniform"]) / sum(model["as_placed"]),
-        "by_phase": [
-            {
-                "steps": [start, stop],
-                "speedup": median(
-                    math.fsum(r["uniform"]["seconds"][start:stop])
-                    / math.fsum(r["dynmo"]["seconds"][start:stop])
-                    for r in rounds
-                ),
-                "ideal": even / known_at_once,
-                "ideal_as_placed": even / as_placed,
-            }
-            for (start, stop), even, known_at_once, as_placed in zip(
-                spans, model["uniform"], model["best"], model["as_placed"], strict=True
-            )
-        ],
+        "by_phase": speedups_by_phase(rounds, spans, model),
         "share_of_ideal": {key: share(over["uniform"][key], ideal[key]) for key in ideal},
-        "measured_over_simulated": {
-            "uniform": late["uniform"] * length / model["uniform"][-1],
-            "dynmo": late["dynmo"] * length / model["as_placed"][-1],
-        },
-        # The simulator knows only the step's program. The rest is the step's end and the loop's
-        # turn.
-        "program_over_simulated": {
-            "uniform": program["uniform"] * length / model["uniform"][-1],
-            "dynmo": program["dynmo"] * length / model["as_placed"][-1],
-        },
-        "program_share": {name: program[name] / late[name] for name in program},
-        # The ops' seconds over the layers' costs. The costs are medians, so they know nothing of
-        # an op that was held up.
-        "ops_over_costs": {
-            name: median(
-                median(r[name]["ops"][last]) / (MICROBATCHES * work(r[name])) for r in rounds
-            )
-            for name in ("uniform", "dynmo")
-        },
+        **over_simulated(rounds, last, length, last_simulated),
         "same_work_takes": median(work(r["dynmo"]) / work(r["uniform"]) for r in rounds),
-        "idle_ratio": {
-            name: median(median(r[name]["idle"][last]) for r in rounds)
-            for name in ("uniform", "dynmo")
-        },
-        "simulated_idle_ratio": {name: timing.idle_ratio for name, timing in at_the_end.items()},
-        "simulated_bubble_ratio": {
-            name: timing.bubble_ratio for name, timing in at_the_end.items()
-        },
-        "overhead": overhead | {"share_of_run": sum(overhead.values()) / whole["dynmo"]},
-        "layers": {name: first[name]["layers"][-1] for name in names},
+        "idle_ratio": {n: late(rounds, n, "idle", last) for n in COMPARED},
+        "simulated_idle_ratio": {name: x.idle_ratio for name, x in timings.items()},
+        "simulated_bubble_ratio": {name: x.bubble_ratio for name, x in timings.items()},
+        "overhead": overhead | {"share_of_run": sum(overhead.values()) / seconds["dynmo"]},
+        "layers": {name: first[name]["layers"][-1] for name in first},
         "tokens": first["dynmo"]["tokens"],
         "moves": [r["dynmo"]["moves"] for r in rounds],
-        "same_weights": all(len({r[name]["digest"] for r in rounds}) == 1 for name in names)
-        and len({first[name]["digest"] for name in TECHNIQUE if name in first}) == 1,
-        "costs": [
-            [[getattr(x, f.name) for f in fields(x)[:3]] for x in layers] for layers in costs
-        ],
+        "same_weights": same_weights(rounds),
+        "costs": [[[x.f, x.b, x.w] for x in layers] for layers in costs],
     }
 
 
@@ -269,7 +329,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "idle",
         "overhead",
     ]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines: list[list[str]] = []
     for row in rows:
 
         def over(name: str, row: dict[str, Any] = row) -> str:
@@ -287,28 +347,21 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['overhead']['share_of_run']:.1%}",
             ]
         )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(head, lines)
 
 
 def published_table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the rows beside the paper's figures, in Markdown."""
     head = ["case", "ours", "over our side", "the paper's", "over", "on"]
-    lines = [head, ["---", "---:", "---", "---:", "---", "---"]]
+    lines: list[list[str]] = []
     for row in rows:
         published = PUBLISHED[section_of(row["case"])]
         side = "dense" if published.over_dense else best_static(row)
         ours = both(row["speedup_over"][side], "{:.2f}")
-        lines.append(
-            [
-                row["case"].replace("_", " "),
-                ours,
-                side,
-                published.speedup,
-                published.baseline,
-                published.setup,
-            ]
-        )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        case = row["case"].replace("_", " ")
+        theirs = [published.speedup, published.baseline, published.setup]
+        lines.append([case, ours, side, *theirs])
+    return markdown(head, lines, "lrlrll")
 
 
 def best_static(row: dict[str, Any]) -> str:
@@ -332,27 +385,32 @@ def both(values: dict[str, float | None], form: str) -> str:
     )
 
 
+def measure(cases: Sequence[str], steps: int, rounds: int) -> dict[str, Any]:
+    """Measures the cases, and prints the line of each as it ends.
+
+    Args:
+        cases: Some of `CASES`.
+        steps: Steps of each side.
+        rounds: How often each case is repeated.
+    """
+    rows: list[dict[str, Any]] = []
+    for case in track(cases, "cases", console=Console(stderr=True)):
+        given: dict[str, Any] = {"case": case, "steps": steps, "rounds": rounds}
+        rows.append(summarize(case, run_ranks("benchmarks.cases_race:race", RANKS, **given)))
+        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr)
+    return {"rows": rows}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--read",
-        type=Path,
-        metavar="FILE",
-        help="figures of an earlier --json, instead of measuring",
-    )
+    parser = parser_of(__doc__, reads=True)
     parser.add_argument(
         "--case",
         choices=CASES,
         action="append",
         help="this case alone; may be given several times (default all)",
     )
-    parser.add_argument(
-        "--pairs", type=int, default=3, help="rounds, each a whole run of every side (default 3)"
-    )
-    parser.add_argument("--steps", type=int, default=80, help="of a run, 20 or more (default 80)")
+    add_number(parser, "pairs", 3, "rounds, each a whole run of every side")
+    add_number(parser, "steps", 80, "of a run, 20 or more")
     parser.add_argument(
         "--quick", action="store_true", help="one round of 40 steps: to see that it works"
     )
@@ -361,28 +419,12 @@ def main() -> None:
         parser.error(
             "--steps: the techniques need 20 steps to act and be answered; give 20 or more"
         )
-    if options.read:
-        result = json.loads(options.read.read_text())
+    steps, rounds = (40, 1) if options.quick else (options.steps, options.pairs)
+    result = figures_of(options, lambda: measure(options.case or CASES, steps, rounds))
+    if options.json:
+        print(json.dumps(result))
     else:
-        steps, rounds = (40, 1) if options.quick else (options.steps, options.pairs)
-        rows: list[dict[str, Any]] = []
-        # All cases take long, so each result is printed as it comes.
-        for case in track(options.case or CASES, "cases", console=Console(stderr=True)):
-            rows.append(
-                summarize(
-                    case,
-                    run_ranks(
-                        "benchmarks.cases_race:race", RANKS, case=case, steps=steps, rounds=rounds
-                    ),
-                )
-            )
-            print(table(rows[-1:]).splitlines()[-1], file=sys.stderr)
-        result = {"rows": rows, "machine": machine()}
-    print(
-        json.dumps(result)
-        if options.json
-        else f"{table(result['rows'])}\n\n{published_table(result['rows'])}"
-    )
+        print(table(result["rows"]), published_table(result["rows"]), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -57,53 +57,12 @@ def section_of(case: str) -> str:
 def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns the config of the side `uniform`.
 
-    The policies that decide for themselves are hurried, to act within so few steps.
-
     Args:
         case: One of `CASES`.
         steps: Steps of the run.
         sizes: Keys of the section `model`, instead of those that are measured.
     """
-    model = {"blocks": 8, "hidden": 256, "heads": 4, "sequence": 128}
-    if case == "pruning":
-        model |= {"blocks": 6, "sequence": 256}
-    if case == "sparse_attention":
-        model |= {"blocks": 6, "hidden": 64, "heads": 2, "sequence": 2048}
-    if case in ("mixture_of_depths", "moe"):
-        model["blocks"] = 6
-    if case == "moe":
-        model |= _EXPERTS
-    model |= sizes or {}
-    most = model["blocks"] + 1  # of the 2 blocks + 2 layers
-    tenth, half = steps // 10, steps // 2
-    options = {
-        "freezing": {"schedule": [[tenth, most // 2], [4 * tenth, most]]},
-        "autofreeze": {
-            "policy": "autofreeze",
-            "every": max(1, steps // 20),
-            "unit": "block",
-            "max_layers": most,
-        },
-        "egeria": {
-            "policy": "egeria",
-            "every": 1,
-            "window": 2,
-            "refresh": 2 * tenth,
-            "tolerance": 0.9,
-            "unit": "block",
-            "max_layers": most,
-        },
-        "pruning": {"start": tenth, "end": half, "every": max(1, (half - tenth) // 4)},
-        "sparse_attention": {"start": 2 * tenth, "blocks": list(range(model["blocks"] // 2))},
-        "early_exit": {
-            "start": tenth,
-            "threshold": _EXIT_THRESHOLD,
-            "exits": [model["blocks"] // 4 - 1, model["blocks"] // 2 - 1],
-        },
-        "mixture_of_depths": {"capacity": 0.125, "every": 2},
-        "moe": {},
-    }
-    section = section_of(case)
+    model, section = model_section(case) | (sizes or {}), section_of(case)
     return {
         "model": model,
         "train": {
@@ -115,9 +74,57 @@ def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict
         "parallel": {"pipeline": RANKS},
         "pipeline": {"schedule": SCHEDULE},
         "balance": {"balancer": "none"},
-        "dynamism": {"cases": [section], section: options.get(case, options[section])},
+        "dynamism": {"cases": [section], section: case_options(case, steps, model["blocks"])},
         "trace": {"steps": 0},
     }
+
+
+def model_section(case: str) -> dict[str, Any]:
+    """Returns the section `model` that is measured."""
+    model = {"blocks": 8, "hidden": 256, "heads": 4, "sequence": 128}
+    if case == "pruning":
+        model |= {"blocks": 6, "sequence": 256}
+    if case == "sparse_attention":
+        model |= {"blocks": 6, "hidden": 64, "heads": 2, "sequence": 2048}
+    if case in ("mixture_of_depths", "moe"):
+        model["blocks"] = 6
+    if case == "moe":
+        model |= _EXPERTS
+    return model
+
+
+def case_options(case: str, steps: int, blocks: int) -> dict[str, Any]:
+    """Returns the case's options.
+
+    The policies that decide for themselves are hurried, to act within so few steps.
+
+    Args:
+        case: One of `CASES`.
+        steps: Steps of the run.
+        blocks: Depth of the model.
+    """
+    tenth, half = steps // 10, steps // 2
+    most = blocks + 1  # of the 2 blocks + 2 layers
+    units = {"unit": "block", "max_layers": most}
+    match case:
+        case "freezing":
+            return {"schedule": [[tenth, most // 2], [4 * tenth, most]]}
+        case "autofreeze":
+            return {"policy": "autofreeze", "every": max(1, steps // 20), **units}
+        case "egeria":
+            waits = {"every": 1, "window": 2, "refresh": 2 * tenth}
+            return {"policy": "egeria", **waits, "tolerance": 0.9, **units}
+        case "pruning":
+            return {"start": tenth, "end": half, "every": max(1, (half - tenth) // 4)}
+        case "sparse_attention":
+            return {"start": 2 * tenth, "blocks": list(range(blocks // 2))}
+        case "early_exit":
+            exits = [blocks // 4 - 1, blocks // 2 - 1]
+            return {"start": tenth, "threshold": _EXIT_THRESHOLD, "exits": exits}
+        case "mixture_of_depths":
+            return {"capacity": 0.125, "every": 2}
+        case _:
+            return {}
 
 
 def sides(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
@@ -196,6 +203,42 @@ def placed_by_parameters(model: Model) -> Partition:
     return Partition.from_bounds(deepspeed_balanced(weights, RANKS))
 
 
+class RacingSide:
+    """One side in one round: its trainer, and what each of its steps took.
+
+    Attributes:
+        trainer: The trainer.
+        seconds: Seconds of each step, from barrier to barrier.
+        programs: Seconds of each step's program, and of its ops (`noted`).
+    """
+
+    def __init__(self, world: World, case: str, config: Config) -> None:
+        self._world, self._costs = world, list[tuple[LayerCost, ...]]()
+        self._events: list[Event] = []
+        model = model_of(case, config)
+        self.trainer = Trainer(config, world, model, None, listen=self._events.append)
+        self.seconds: list[float] = []
+        self.programs = noted(self.trainer.pipeline)
+
+    def advance(self, step: int) -> None:
+        """Runs one step on all ranks."""
+        self._world.barrier("the step to start")
+        start = time.perf_counter()
+        self.trainer.advance(step)
+        self._world.barrier("the step to end")
+        self.seconds.append(time.perf_counter() - start)
+        self._costs.append(self.trainer.pipeline.costs())  # for the ideal alone: nobody's time
+
+    def finish(self) -> None:
+        """Ends the run, and closes its channels."""
+        self.trainer.finish(len(self.seconds), sum(self.seconds))
+        self.trainer.pipeline.on_workload_change(())
+
+    def account(self, drifts: Sequence[int]) -> dict[str, Any]:
+        """See `account`."""
+        return account(self.seconds, self._costs, self._events, drifts)
+
+
 def race(
     world: World, case: str, steps: int, rounds: int, sizes: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
@@ -209,53 +252,39 @@ def race(
         sizes: Keys of the section `model`, instead of those that are measured.
 
     Returns:
-        What happened, by round and side.
+        What happened, by round and side. Only rank 0 has it.
     """
     out: list[dict[str, Any]] = []
     best(
         (LayerCost(1.0, 1.0, 1.0),) * 2 * RANKS, RANKS, MICROBATCHES, schedule=SCHEDULE
     )  # loads the planner
     for _ in range(rounds):
-        trainers: dict[str, Trainer] = {}
-        events: dict[str, list[Event]] = {}
-        for name, given in sides(case, steps, sizes).items():
-            config = parse(given)
-            events[name] = []
-            trainers[name] = Trainer(
-                config, world, model_of(case, config), None, listen=events[name].append
-            )
-        names = list(trainers)
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        noted_steps = {name: noted(trainers[name].pipeline) for name in names}
-        costs: dict[str, list[tuple[LayerCost, ...]]] = {name: [] for name in names}
+        racing = {
+            name: RacingSide(world, case, parse(config))
+            for name, config in sides(case, steps, sizes).items()
+        }
+        names = list(racing)
         for step in range(steps):
             turn = step % len(names)
             for name in names[turn:] + names[:turn]:
-                world.barrier("the step to start")
-                start = time.perf_counter()
-                trainers[name].advance(step)
-                world.barrier("the step to end")
-                seconds[name].append(time.perf_counter() - start)
-                costs[name].append(
-                    trainers[name].pipeline.costs()
-                )  # for the ideal alone: nobody's time
-        for name, trainer in trainers.items():
-            trainer.finish(steps, sum(seconds[name]))
-            trainer.pipeline.on_workload_change(())  # closes its channels
-        slowest = torch.tensor(
-            [[program for program, _ in noted_steps[name]] for name in names], dtype=torch.float64
+                racing[name].advance(step)
+        for side in racing.values():
+            side.finish()
+        programs, ops = (
+            torch.tensor(
+                [[seconds[i] for seconds in side.programs] for side in racing.values()],
+                dtype=torch.float64,
+            )
+            for i in (0, 1)
         )
-        world.largest(slowest, "what the programs took")
-        ops = torch.tensor(
-            [[ops for _, ops in noted_steps[name]] for name in names], dtype=torch.float64
-        )
+        world.largest(programs, "what the programs took")
         world.sum(ops, "what the ops took")
         if world.rank == 0:
             out.append(
                 {
-                    name: account(seconds[name], costs[name], events[name], drifts(case, steps))
-                    | {"program": slowest[i].tolist(), "ops": ops[i].tolist()}
-                    for i, name in enumerate(names)
+                    name: side.account(drifts(case, steps))
+                    | {"program": programs[i].tolist(), "ops": ops[i].tolist()}
+                    for i, (name, side) in enumerate(racing.items())
                 }
             )
     return out

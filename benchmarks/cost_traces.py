@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from dynmo.balance.partition import Partition
-from dynmo.balance.schedule_aware import search
+from dynmo.balance.schedule_aware import PlacementProblem, search
 from dynmo.balance.stage_costs import by_name, pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, StageCost
 from dynmo.schedule.bounds import Objective
@@ -206,7 +206,8 @@ def best(
         schedule: Name of the schedule.
     """
     make = by_name(schedule, microbatches)
-    return search(layers, ranks, make=make, objective=Objective.MAKESPAN, current=current).partition
+    problem = PlacementProblem(layers, ranks, make, objective=Objective.MAKESPAN, current=current)
+    return search(problem).partition
 
 
 def bottleneck(layers: Layers, placement: Partition) -> float:

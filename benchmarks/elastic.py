@@ -34,7 +34,7 @@ from typing import Any
 
 import tomli_w
 
-from benchmarks.harness import main
+from benchmarks.output import main, markdown
 from dynmo.dynamism import Change, Dynamism, Layers
 from dynmo.errors import RunError
 
@@ -251,15 +251,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns the table in Markdown, as docs/how-to/fewer-ranks.md shows it."""
-    lines = [
-        ["run", "pause 4 to 2", "pause 2 to 4", "wait for new processes", "moved", "same weights"]
+    head = [
+        "run",
+        "pause 4 to 2",
+        "pause 2 to 4",
+        "wait for new processes",
+        "moved",
+        "same weights",
     ]
-    lines.append(["---", *["---:"] * (len(lines[0]) - 1)])
+    lines: list[list[str]] = []
     for x in rows:
         moved = f"{x['moved_down'] / 2**20:.1f} + {x['moved_up'] / 2**20:.1f} MiB"
         pauses = [f"{x[key]:.2f} s" for key in ("pause_down", "pause_up", "waited")]
         lines.append([x["row"], *pauses, moved, "yes" if x["same"] else "NO"])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(head, lines)
 
 
 if __name__ == "__main__":

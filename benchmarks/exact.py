@@ -14,10 +14,8 @@ without any search.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -25,14 +23,13 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import machine
+from benchmarks.output import add_number, machine, parser_of
+from benchmarks.published import table_5
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.schedule.automatic.exact import exact
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.simulator import simulate
-
-TABLE_5 = Path(__file__).parents[1] / "tests" / "facts" / "zero_bubble_table5.json"
 
 
 class Case(NamedTuple):
@@ -44,7 +41,7 @@ class Case(NamedTuple):
 
 
 def published_cases() -> Iterator[Case]:
-    rows = [row for row in json.loads(TABLE_5.read_text())["rows"] if row["microbatches"] == 24]
+    rows = [row for row in table_5() if row["microbatches"] == 24]
 
     def of(row: dict[str, Any], p: int) -> Costs:
         return uniform_costs(
@@ -148,16 +145,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--seconds", type=float, default=30, help="the solver's limit for each case (default 30)"
-    )
-    parser.add_argument(
-        "--uneven", type=int, default=100, help="cases of uneven stages (default 100)"
-    )
+    parser = parser_of(__doc__)
+    add_number(parser, "seconds", 30, "the solver's limit for each case")
+    add_number(parser, "uneven", 100, "cases of uneven stages")
     options = parser.parse_args()
     published = [measure(case, options.seconds) for case in published_cases()]
     uneven = [measure(case, options.seconds) for case in uneven_cases(options.uneven)]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -31,17 +31,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import alternate, main, medians, run_ranks, start_together
+from benchmarks.harness import alternate, medians, run_ranks, start_together
+from benchmarks.output import main
 from benchmarks.torch_peer import PEERS, TorchPeer, emulated_peer
 from dynmo.balance.partition import exact, uniform
 from dynmo.config import parse
-from dynmo.cost.layer_cost import split_costs, uniform_costs
+from dynmo.cost.layer_cost import LayerCost, split_costs, uniform_costs
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model, next_token_loss
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
@@ -120,43 +122,18 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
         rounds: Number of counted turns.
     """
     seconds = milliseconds / 1000
-    schedules = ("1f1b", "zb-h1", "zb-h2", "zb-v")
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
-    sides: dict[str, Callable[[], float]] = {}
-    pipelines: dict[str, Engine] = {}
-    for name in schedules:
-        stages = world.size * chunks_of(name)
-        times = [seconds / chunks_of(name)] * stages
-        model = make_layers(times, times, times, MESSAGE_BYTES // 4)
-        pipelines[name] = Engine(
-            world, model, uniform(stages, stages), schedule=name, microbatches=microbatches
-        )
-        sides[f"dynmo {name}"] = timed(world, pipelines[name], batch, batch)
-    model = make_layers(
-        [seconds] * world.size, [seconds] * world.size, [seconds] * world.size, MESSAGE_BYTES // 4
-    )
-    second = Engine(
-        world,
-        model,
-        uniform(world.size, world.size),
-        schedule="zb-auto",
-        microbatches=microbatches,
-        post_validation=True,
-    )
-    busy: list[float] = []
-    without_barrier(world, second, batch, busy)()
-    # The schedule is made for the ops' sleeps, and for activations of which half stay until W.
-    even = {
-        "f": seconds,
-        "b": seconds,
-        "w": seconds,
-        "activation_bytes": 1_000_000,
-        "stash_bytes": 500_000,
+    pipelines = {
+        name: sleeping_pipeline(world, seconds, StepOptions(name, microbatches=microbatches))
+        for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")
     }
-    layers = tuple(replace(layer, **even) for layer in second.costs())
-    second.actions.replan(layers)
-    busy.clear()
-    sides["dynmo zb-2p"] = without_barrier(world, second, batch, busy)
+    sides = {
+        f"dynmo {name}": timed(world, pipeline, batch, batch)
+        for name, pipeline in pipelines.items()
+    }
+    busy: list[float] = []
+    zb_2p, layers = zb_2p_pipeline(world, seconds, microbatches)
+    sides["dynmo zb-2p"] = without_barrier(world, zb_2p, batch, busy)
     for name in PEERS:
         peer = emulated_peer(name, microbatches, seconds, seconds, seconds, MESSAGE_BYTES)
         sides[f"torch {name}"] = peer.step
@@ -164,22 +141,18 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     link = median(
         link.seconds(MESSAGE_BYTES) for link in pipelines["zb-h1"].schedule_keeper.links.values()
     )
-    predicted: dict[str, float] = {}
-    for name in schedules:
-        placement = placement_of(name, world.size)
-        costs = split_costs(uniform_costs(world.size, seconds, seconds, seconds, link), placement)
-        schedule = make(name, world.size, microbatches, costs=costs, objective=Objective.MAKESPAN)
-        predicted[name] = simulate(schedule, costs).makespan
-    predicted["zb-2p"] = second.predict(layers, second.partition).span
-    best = min(NAMED_PEERS, key=measured.__getitem__)
-    others = min((name for name in measured if name.startswith("torch ")), key=measured.__getitem__)
-    own = min((f"dynmo {name}" for name in schedules), key=measured.__getitem__)
+    predicted = {
+        name: makespan(name, world.size, microbatches, seconds, link) for name in pipelines
+    }
+    predicted["zb-2p"] = zb_2p.predict(layers, zb_2p.partition).span
+    best, others, own = fastest(measured, [f"dynmo {name}" for name in pipelines])
+    work = 3 * seconds * microbatches
     return {
         "ranks": world.size,
         "microbatches": microbatches,
         "op_seconds": seconds,
         "link_seconds": link,
-        "work_seconds": 3 * seconds * microbatches,
+        "work_seconds": work,
         "measured": measured,
         "predicted": predicted,
         "measured_over_predicted": measured["dynmo zb-h1"] / predicted["zb-h1"],
@@ -196,11 +169,83 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
             "over_predicted_span": measured["dynmo zb-2p"] / predicted["zb-2p"],
             "speedup_over_best_peer": measured[best] / measured["dynmo zb-2p"],
             # The limit has no bubble and no overhead.
-            "speedup_limit": measured[best] / (3 * seconds * microbatches),
+            "speedup_limit": measured[best] / work,
         },
         "best_of_all_torch": others,
         "speedup_over_all_torch": measured[others] / min(measured[own], measured["dynmo zb-2p"]),
     }
+
+
+def sleeping_pipeline(
+    world: World, seconds: float, step: StepOptions, update: UpdateOptions | None = None
+) -> Engine:
+    """Makes a pipeline of emulated layers, one on each stage.
+
+    Args:
+        world: The ranks.
+        seconds: Time of an F, a B or a W of a rank.
+        step: The schedule and the number of microbatches.
+        update: Options of a step's end.
+    """
+    chunks = chunks_of(step.schedule)
+    stages = world.size * chunks
+    times = [seconds / chunks] * stages
+    model = make_layers(times, times, times, MESSAGE_BYTES // 4)
+    return Engine(world, model, uniform(stages, stages), step, update=update or UpdateOptions())
+
+
+def zb_2p_pipeline(
+    world: World, seconds: float, microbatches: int
+) -> tuple[Engine, tuple[LayerCost, ...]]:
+    """Makes the pipeline of ZB-2p, and the costs that its schedule is made for.
+
+    The costs are the ops' sleeps, and activations of which half stay until W.
+
+    Args:
+        world: The ranks.
+        seconds: Time of an op.
+        microbatches: Microbatches of a step.
+    """
+    step = StepOptions("zb-auto", microbatches=microbatches)
+    pipeline = sleeping_pipeline(world, seconds, step, UpdateOptions(post_validation=True))
+    batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
+    without_barrier(world, pipeline, batch, [])()
+    memory = {"activation_bytes": 1_000_000, "stash_bytes": 500_000}
+    layers = tuple(
+        replace(layer, f=seconds, b=seconds, w=seconds, **memory) for layer in pipeline.costs()
+    )
+    pipeline.actions.replan(layers)
+    return pipeline, layers
+
+
+def makespan(name: str, ranks: int, microbatches: int, seconds: float, link: float) -> float:
+    """Returns the simulated seconds of a step of ranks that are alike.
+
+    Args:
+        name: The schedule.
+        ranks: Number of ranks.
+        microbatches: Microbatches of a step.
+        seconds: Time of an op of a rank.
+        link: Time of a message.
+    """
+    placement = placement_of(name, ranks)
+    costs = split_costs(uniform_costs(ranks, seconds, seconds, seconds, link), placement)
+    schedule = make(name, ranks, microbatches, costs=costs, objective=Objective.MAKESPAN)
+    return simulate(schedule, costs).makespan
+
+
+def fastest(measured: dict[str, float], own: Iterable[str]) -> tuple[str, str, str]:
+    """Returns the fastest of `NAMED_PEERS`, of all torch's schedules, and of ours.
+
+    Args:
+        measured: Seconds by side.
+        own: The sides of ours to choose from.
+    """
+    peers = [name for name in measured if name.startswith("torch ")]
+    best, others, ours = (
+        min(names, key=measured.__getitem__) for names in (NAMED_PEERS, peers, own)
+    )
+    return best, others, ours
 
 
 def gpt(
@@ -252,7 +297,7 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
     }
     pipelines = {
         name: Engine(
-            world, model, uniform(model.layers, count), schedule=name, microbatches=microbatches
+            world, model, uniform(model.layers, count), StepOptions(name, microbatches=microbatches)
         )
         for name, count in stages.items()
     }
@@ -268,23 +313,9 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
         pipeline.move(cuts[name])
         pipeline.actions.replan(layers)
         sides[f"dynmo {name}"] = timed(world, pipeline, inputs, targets)
-    flat_inputs, flat_targets = inputs.flatten(0, 1), targets.flatten(0, 1)
-
-    def build(stage: int, stages: int) -> nn.Module:
-        counts = exact(weights, stages)
-        own = counts.range_of(stage)
-        return nn.Sequential(
-            *(layer for index, layer in enumerate(model.build(own)) if index in own)
-        )
-
-    for name in PEERS:
-        sides[f"torch {name}"] = TorchPeer(
-            name, microbatches, build, flat_inputs, flat_targets, next_token_loss
-        ).step
+    sides |= torch_sides(model, weights, inputs, targets)
     measured = medians(alternate(sides, rounds, warmup=2))
-    best = min(NAMED_PEERS, key=measured.__getitem__)
-    others = min((name for name in measured if name.startswith("torch ")), key=measured.__getitem__)
-    own = min((name for name in measured if name.startswith("dynmo ")), key=measured.__getitem__)
+    best, others, own = fastest(measured, [f"dynmo {name}" for name in pipelines])
     costs = first.costs()
     return {
         "microbatches": microbatches,
@@ -300,6 +331,31 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
         "speedup": measured[best] / measured[own],
         "best_of_all_torch": others,
         "speedup_over_all_torch": measured[others] / measured[own],
+    }
+
+
+def torch_sides(
+    model: Model, weights: list[float], inputs: Tensor, targets: Tensor
+) -> dict[str, Callable[[], float]]:
+    """Returns torch's schedules, each with the stages of the exact partition.
+
+    Args:
+        model: The model.
+        weights: Seconds of each layer.
+        inputs: Inputs of a step, [microbatches, micro_batch, ...].
+        targets: Targets of a step, of the same shape.
+    """
+
+    def build(stage: int, stages: int) -> nn.Module:
+        own = exact(weights, stages).range_of(stage)
+        return nn.Sequential(
+            *(layer for index, layer in enumerate(model.build(own)) if index in own)
+        )
+
+    flat = inputs.flatten(0, 1), targets.flatten(0, 1)
+    return {
+        f"torch {name}": TorchPeer(name, len(inputs), build, *flat, next_token_loss).step
+        for name in PEERS
     }
 
 

@@ -9,20 +9,19 @@ and values of all tokens.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.harness import machine, run_ranks
+from benchmarks.harness import run_ranks
 from benchmarks.learning import block_flops
+from benchmarks.output import add_number, figures_of, markdown, parser_of
 from benchmarks.quality import config_of
 from dynmo.config import Config
 from dynmo.models.early_exit import ExitHead
@@ -51,6 +50,44 @@ def limit(config: Config, shares: Sequence[float]) -> float:
     return (BLOCKS * block_flops(config, 1.0, 1.0, 1.0) + head) / (total + head * remaining)
 
 
+class Evaluation:
+    """Evaluates a trained model on its held-out windows, with exits or without.
+
+    Args:
+        trainer: The trainer, at the end of its run.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        train, self._pipeline = trainer.config.train, trainer.pipeline
+        self._batches = train.eval_batches
+        self._inputs, self._targets, _ = trainer._loader.held_out(self._batches)
+        self._tokens = self._batches * train.micro_batch * trainer.config.model.sequence
+        self._heads = [x for x in self._pipeline.modules if isinstance(x, ExitHead)]
+        self._exited: Counter[nn.Module] = Counter()
+        for head in self._heads:
+            head.register_forward_hook(self._count)
+
+    def run(self, threshold: float | None) -> tuple[float, float, list[float]]:
+        """Returns the loss, the seconds, and the share of the tokens that left at each exit.
+
+        Args:
+            threshold: Confidence from which on a token exits. None evaluates without exits.
+        """
+        for head in self._heads:
+            head.exits = threshold is not None
+            head.rule = replace(head.rule, threshold=threshold or 0.0)
+        self._exited.clear()
+        start = time.perf_counter()
+        loss = self._pipeline.evaluate(self._inputs, self._targets, self._batches)
+        seconds = time.perf_counter() - start
+        return loss, seconds, [self._exited[head] / self._tokens for head in self._heads]
+
+    def _count(
+        self, head: nn.Module, before: tuple[Tensor, ...], after: tuple[Tensor, ...]
+    ) -> None:
+        self._exited[head] += len(before[1]) - len(after[1])  # the tokens that are computed
+
+
 def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -> dict[str, Any]:
     """Runs on the one rank: trains, then evaluates.
 
@@ -68,42 +105,20 @@ def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -
     config = config_of(steps, 0, case, 1, 8, hidden, {"blocks": BLOCKS, "sequence": sequence})
     trainer = Trainer(config, world, load_model(config), None)
     trainer.run()
-    pipeline, batches = trainer.pipeline, config.train.eval_batches
-    inputs, targets, _ = trainer._loader.held_out(batches)
-    heads = [module for module in pipeline.modules if isinstance(module, ExitHead)]
-    gone: Counter[nn.Module] = Counter()
-
-    def count(head: nn.Module, before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> None:
-        gone[head] += len(before[1]) - len(after[1])  # the tokens that are computed
-
-    for head in heads:
-        head.register_forward_hook(count)
-
-    def evaluate(threshold: float | None) -> tuple[float, float, list[float]]:
-        """Returns loss, seconds, and shares of the tokens that left. None: without exits."""
-        for head in heads:
-            head.exits = threshold is not None
-            head.rule = replace(head.rule, threshold=threshold or 0.0)
-        gone.clear()
-        start = time.perf_counter()
-        loss = pipeline.evaluate(inputs, targets, batches)
-        tokens = batches * config.train.micro_batch * sequence
-        return loss, time.perf_counter() - start, [gone[head] / tokens for head in heads]
-
+    evaluation = Evaluation(trainer)
     turns = [
-        {threshold: evaluate(threshold) for threshold in (None, *THRESHOLDS)}
+        {threshold: evaluation.run(threshold) for threshold in (None, *THRESHOLDS)}
         for _ in range(rounds + 1)
     ][1:]
     rows: list[dict[str, Any]] = []
     for threshold in THRESHOLDS:
         loss, _, shares = turns[0][threshold]
-        speed = median(turn[None][1] / turn[threshold][1] for turn in turns)
         rows.append(
             {
                 "threshold": threshold,
                 "exited": shares,
                 "loss": loss,
-                "speedup": speed,
+                "speedup": median(turn[None][1] / turn[threshold][1] for turn in turns),
                 "limit": limit(config, shares),
             }
         )
@@ -119,55 +134,25 @@ def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -
 def table(result: dict[str, Any]) -> str:
     """Returns the table in Markdown, as docs/cases.md shows it."""
     head = ["threshold", "exited at each exit", "held-out loss", "evaluation", "limit"]
-    lines = [
-        head,
-        ["---:"] * len(head),
-        ["no exits", "", f"{result['loss_without_exits']:.3f}", "x1.00", ""],
-    ]
+    lines = [["no exits", "", f"{result['loss_without_exits']:.3f}", "x1.00", ""]]
     for row in result["rows"]:
         shares = ", ".join(f"{share:.0%}" for share in row["exited"])
-        lines.append(
-            [
-                f"{row['threshold']}",
-                shares,
-                f"{row['loss']:.3f}",
-                f"x{row['speedup']:.2f}",
-                f"x{row['limit']:.2f}",
-            ]
-        )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        speeds = [f"x{row[key]:.2f}" for key in ("speedup", "limit")]
+        lines.append([f"{row['threshold']}", shares, f"{row['loss']:.3f}", *speeds])
+    return markdown(head, lines, "r" * len(head))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--read",
-        type=Path,
-        metavar="FILE",
-        help="figures of an earlier --json, instead of measuring",
-    )
-    parser.add_argument("--steps", type=int, default=400, help="of the training (default 400)")
-    parser.add_argument(
-        "--hidden", type=int, default=256, help="hidden size of the model (default 256)"
-    )
-    parser.add_argument("--sequence", type=int, default=128, help="tokens of a row (default 128)")
-    parser.add_argument("--rounds", type=int, default=7, help="counted turns (default 7)")
+    parser = parser_of(__doc__, reads=True)
+    add_number(parser, "steps", 400, "of the training")
+    add_number(parser, "hidden", 256, "hidden size of the model")
+    add_number(parser, "sequence", 128, "tokens of a row")
+    add_number(parser, "rounds", 7, "counted turns")
     options = parser.parse_args()
-    if options.read:
-        result: dict[str, Any] = json.loads(options.read.read_text())
-    else:
-        given = {
-            "steps": options.steps,
-            "hidden": options.hidden,
-            "sequence": options.sequence,
-            "rounds": options.rounds,
-        }
-        result = run_ranks("benchmarks.exit_thresholds:measure", 1, **given) | {
-            "machine": machine()
-        }
+    sizes = {key: getattr(options, key) for key in ("steps", "hidden", "sequence", "rounds")}
+    result = figures_of(
+        options, lambda: run_ranks("benchmarks.exit_thresholds:measure", 1, **sizes)
+    )
     print(json.dumps(result) if options.json else table(result))
 
 

@@ -26,7 +26,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.expert_parallel_race import REPLICAS, SIDES, STAGES
-from benchmarks.harness import main, run_ranks
+from benchmarks.harness import run_ranks
+from benchmarks.output import main, markdown
 
 
 def summarize(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -59,25 +60,15 @@ def summarize(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Returns the table in Markdown, as docs/cases.md shows it."""
-    lines = [
-        ["side", "seconds of a step", "over static", "idle", "busiest rank over the mean", "layers"]
-    ]
-    lines.append(["---", *["---:"] * 5])
+    head = ["side", "seconds of a step", "over static", "idle", "busiest rank over the mean"]
+    lines: list[list[str]] = []
     for name, row in result["rows"].items():
-        layers = " + ".join(map(str, row["layers"]))
-        seconds, over, idle, busiest = (
-            row["step_seconds"],
-            row["over_static"],
-            row["idle_ratio"],
-            row["busiest"],
-        )
-        lines.append(
-            [name, f"{seconds:.2f}", f"{over:.2f}", f"{idle:.1%}", f"{busiest:.2f}", layers]
-        )
-    lines.append(
-        ["perfect (arithmetic)", "", f"{result['perfect_over_static']:.2f}", "", "1.00", ""]
-    )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        seconds, over = f"{row['step_seconds']:.2f}", f"{row['over_static']:.2f}"
+        idle, busiest = f"{row['idle_ratio']:.1%}", f"{row['busiest']:.2f}"
+        lines.append([name, seconds, over, idle, busiest, " + ".join(map(str, row["layers"]))])
+    perfect = f"{result['perfect_over_static']:.2f}"
+    lines.append(["perfect (arithmetic)", "", perfect, "", "1.00", ""])
+    return markdown([*head, "layers"], lines)
 
 
 def measure(options: Namespace) -> dict[str, Any]:

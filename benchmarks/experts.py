@@ -33,9 +33,8 @@ counts of tokens, so experts cannot be placed. `even stages` has the same work o
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean
@@ -43,7 +42,7 @@ from typing import Any
 
 from benchmarks.cost_traces import Layers, best, dense, in_halves, perfect, timeline, trace
 from benchmarks.expert_loads import EXPERTS, REPLICAS, Counts, draw_counts
-from benchmarks.harness import machine, save_picture
+from benchmarks.output import figures_of, markdown, parser_of, pyplot, save_picture
 from benchmarks.published import PUBLISHED
 from dynmo.balance.expert_placement import (
     ExpertPlacement,
@@ -248,9 +247,8 @@ def row(
         "known at once": time_of(known, [best(x, STAGES, MICROBATCHES, halves[0]) for x in known]),
         "perfect": time_of([dense(blocks, SEQUENCE)], halves[:1]),
     }
-    blocks_of = [x for moment in counts for x in moment]
-    ratios = {"static": even, "placed": placed_experts, "known at once": known_experts}
     per_rank = EXPERTS // replicas + more
+    ratios = {"static": even, "placed": placed_experts, "known at once": known_experts}
     return {
         "skew": skew,
         "expert": replicas,
@@ -261,16 +259,8 @@ def row(
         "microbatches": MICROBATCHES,
         "sides": sides,
         "gain": {name: sides["static"]["seconds"] / x["seconds"] for name, x in sides.items()},
-        # The busiest replica's tokens over the mean.
-        "busiest": {
-            **{
-                name: fmean(
-                    busiest(*x) for x in zip(chain.from_iterable(each), blocks_of, strict=True)
-                )
-                for name, each in ratios.items()
-            },
-            "bound": fmean(least_busiest(x, replicas, per_rank) for x in blocks_of),
-        },
+        "busiest": mean_busiest(ratios, counts)
+        | {"bound": fmean(least_busiest(x, replicas, per_rank) for x in chain(*counts))},
         "moves": {
             "experts of a layer and moment": fmean(
                 len(expert_moves(*x))
@@ -281,6 +271,21 @@ def row(
             "both": moved(both),
         },
         "published": PUBLISHED["moe"].speedup,
+    }
+
+
+def mean_busiest(
+    sides: Mapping[str, Sequence[Experts]], counts: Sequence[Sequence[Counts]]
+) -> dict[str, float]:
+    """Returns the busiest replica's tokens over the mean, by side.
+
+    Args:
+        sides: Placements of the experts, by side and moment.
+        counts: Tokens by moment, block, replica and expert.
+    """
+    return {
+        name: fmean(busiest(*x) for x in zip(chain(*placements), chain(*counts), strict=True))
+        for name, placements in sides.items()
     }
 
 
@@ -322,11 +327,6 @@ def trace_row(blocks: int) -> dict[str, Any]:
 # -- output ----------------------------------------------------------------------------------------
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---:"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the speed-ups in Markdown."""
     head = [
@@ -342,17 +342,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for x in rows:
         ratios = [f"{x['busiest'][name]:.2f}" for name in ("static", "placed", "bound")]
         gains = [f"{x['gain'][name]:.2f}" for name in (*SIDES[1:], "known at once", "perfect")]
+        experts = f"{x['moves']['experts of a layer and moment']:.1f}"
         halves = " / ".join(str(x["moves"][name]["layers"]) for name in ("layers balanced", "both"))
-        lines.append(
-            [
-                *start_of(x),
-                *ratios,
-                *gains,
-                f"{x['moves']['experts of a layer and moment']:.1f}",
-                halves,
-            ]
-        )
-    return markdown(head, lines)
+        lines.append([*start_of(x), *ratios, *gains, experts, halves])
+    return markdown(head, lines, "r" * len(head))
 
 
 def idle_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -372,7 +365,7 @@ def idle_table(rows: Sequence[dict[str, Any]]) -> str:
         pairs = [(before["idle"][name], after["idle"][name]) for name in SCHEDULES]
         pairs += [(before[name], after[name]) for name in ("bubble", "unused")]
         lines.append([*start_of(x), *(f"{100 * a:.1f} to {100 * b:.1f} %" for a, b in pairs)])
-    return markdown(head, lines)
+    return markdown(head, lines, "r" * len(head))
 
 
 def start_of(x: dict[str, Any]) -> list[str]:
@@ -390,33 +383,19 @@ def trace_table(rows: Sequence[dict[str, Any]]) -> str:
             for name in ("static", "layers balanced")
         ]
         lines.append([str(x["blocks"]), *gains, *idle, str(x["moves"]["layers"]), x["published"]])
-    return markdown(
-        [
-            "blocks",
-            *names,
-            "idle, static",
-            "idle, balanced",
-            "half blocks that move",
-            "the paper's",
-        ],
-        lines,
-    )
+    head = ["blocks", *names, "idle, static", "idle, balanced"]
+    head += ["half blocks that move", "the paper's"]
+    return markdown(head, lines, "r" * len(head))
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the speed-ups of each row beside the paper's range."""
-    import matplotlib as mpl
+    """Draws the speed-ups of each row beside the paper's range.
 
-    mpl.use("svg")
-    mpl.rcParams |= {
-        "svg.hashsalt": "dynmo",
-        "svg.fonttype": "none",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    import matplotlib.pyplot as plt
-
+    Args:
+        rows: Rows of the first table.
+        path: The file.
+    """
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     names = ("experts placed", "layers balanced", "both", "perfect")
     for offset, (name, colour) in enumerate(
@@ -470,44 +449,23 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw the speed-ups, like docs/pictures/experts.svg",
-    )
-    parser.add_argument(
-        "--read",
-        type=Path,
-        metavar="FILE",
-        help="figures of an earlier --json, instead of simulating",
-    )
+    parser = parser_of(__doc__, picture="experts", reads=True)
     options = parser.parse_args()
-    result: dict[str, Any] = (
-        json.loads(options.read.read_text()) if options.read else measure() | {"machine": machine()}
-    )
+    result = figures_of(options, measure)
     if options.plot:
         draw(result["rows"], options.plot)
     if options.json:
         print(json.dumps(result))
         return
-    print("simulated: speed-up over static", table(result["rows"]), sep="\n\n", end="\n\n")
-    print(
-        "simulated: shares of a step without work",
-        idle_table(result["rows"]),
-        sep="\n\n",
-        end="\n\n",
-    )
-    print("simulated: traces of layers", trace_table(result["traces"]), sep="\n\n", end="\n\n")
-    print(
-        json.dumps(
-            {key: value for key, value in result.items() if key not in ("rows", "traces")}, indent=1
-        )
-    )
+    texts = {
+        "speed-up over static": table(result["rows"]),
+        "shares of a step without work": idle_table(result["rows"]),
+        "traces of layers": trace_table(result["traces"]),
+    }
+    for title, text in texts.items():
+        print(f"simulated: {title}\n\n{text}\n")
+    others = {key: value for key, value in result.items() if key not in ("rows", "traces")}
+    print(json.dumps(others, indent=1))
 
 
 if __name__ == "__main__":

@@ -16,16 +16,68 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import main, run_ranks
+from benchmarks.harness import run_ranks
+from benchmarks.output import main
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import parse
-from dynmo.cost.layer_cost import Costs
+from dynmo.cost.layer_cost import Costs, LayerCost
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.simulator import simulate
+
+
+class TimedPipeline:
+    """A pipeline whose steps are timed.
+
+    Attributes:
+        pipeline: The engine.
+        moves: Bytes and seconds of each move.
+    """
+
+    def __init__(self, world: World, pipeline: Engine, batches: Batches) -> None:
+        self.pipeline, self._world, self._batches = pipeline, world, batches
+        self.moves: list[dict[str, float]] = []
+        self._steps = 0
+
+    def run(self, count: int) -> list[float]:
+        """Runs so many steps, and returns the seconds of each on the slowest rank."""
+        return [self._step() for _ in range(count)]
+
+    def _step(self) -> float:
+        world = self._world
+        world.barrier("the step to start")
+        start = time.perf_counter()
+        self.pipeline.step(self._steps, *self._batches.train(self._steps), lr=3e-4, max_norm=1.0)
+        seconds = torch.zeros(world.size, dtype=torch.float64)
+        seconds[world.rank] = time.perf_counter() - start
+        self._steps += 1
+        return float(world.sum(seconds, "the step to end").max())
+
+    def run_on(self, partition: Partition, count: int) -> float:
+        """Moves the layers, and returns the median seconds of the steps that follow.
+
+        Args:
+            partition: Number of layers on each rank.
+            count: Number of steps that count.
+        """
+        migration = self.pipeline.move(partition)
+        self.moves.append({"bytes": migration.moved_bytes, "seconds": migration.seconds})
+        return median(self.run(count + 1)[1:])  # the first step after a move opens channels
+
+    def span(self, costs: tuple[LayerCost, ...], partition: Partition) -> float:
+        """Returns the simulated seconds of a step without link times.
+
+        Args:
+            costs: Costs of each layer.
+            partition: Number of layers on each rank.
+        """
+        stages = self.pipeline.schedule_keeper.stage_costs(costs, partition)
+        schedule = self.pipeline.schedule_for(partition)
+        return simulate(schedule, Costs(stages.stages, (0.0,) * len(stages.links))).makespan
 
 
 def balanced(
@@ -51,54 +103,26 @@ def balanced(
     model = load_model(config)
     batches = Batches(open_corpus("stdlib"), sequence, 2 * microbatches, 2, 0)
     static = uniform(model.layers, world.size)
-    pipeline = Engine(world, model, static, schedule="zb-h1", microbatches=microbatches)
-    counter = 0
-
-    def run(count: int) -> list[float]:
-        nonlocal counter
-        times: list[float] = []
-        for _ in range(count):
-            world.barrier("the step to start")
-            start = time.perf_counter()
-            pipeline.step(counter, *batches.train(counter), lr=3e-4, max_norm=1.0)
-            seconds = torch.zeros(world.size, dtype=torch.float64)
-            seconds[world.rank] = time.perf_counter() - start
-            times.append(float(world.sum(seconds, "the step to end").max()))
-            counter += 1
-        return times
-
-    run(2)
+    pipeline = Engine(world, model, static, StepOptions("zb-h1", microbatches=microbatches))
+    timed = TimedPipeline(world, pipeline, batches)
+    timed.run(2)
     pipeline.freeze(range(model.layers // 2))
-    run(3)
+    timed.run(3)
     target = exact([cost.seconds for cost in pipeline.costs()], world.size, current=static)
-    moved: list[dict[str, float]] = []
-
-    def place(partition: Partition) -> None:
-        migration = pipeline.move(partition)
-        moved.append({"bytes": migration.moved_bytes, "seconds": migration.seconds})
-
     costs = pipeline.costs()
     sides: list[tuple[float, float]] = []
     idle: list[tuple[float, float]] = []
     for _ in range(pairs):
-        place(target)
-        fast = run(steps + 1)[1:]  # the first step after a move opens channels
+        fast = timed.run_on(target, steps)
         costs = pipeline.costs()
         idle_fast = pipeline.predict(costs, target).idle_ratio
-        place(static)
-        slow = run(steps + 1)[1:]
-        sides.append((median(slow), median(fast)))
+        slow = timed.run_on(static, steps)
+        sides.append((slow, fast))
         idle.append((pipeline.predict(costs, static).idle_ratio, idle_fast))
-
-    def span(partition: Partition) -> float:
-        stages = pipeline.schedule_keeper.stage_costs(costs, partition)
-        schedule = pipeline.schedule_for(partition)
-        return simulate(schedule, Costs(stages.stages, (0.0,) * len(stages.links))).makespan
-
     ratios = [slow / fast for slow, fast in sides]
     return {
         "speedup": median(ratios),
-        "ideal": span(static) / span(target),
+        "ideal": timed.span(costs, static) / timed.span(costs, target),
         "pairs": ratios,
         "static_seconds": median(s for s, _ in sides),
         "balanced_seconds": median(f for _, f in sides),
@@ -107,7 +131,7 @@ def balanced(
         "frozen_layers": model.layers // 2,
         "simulated_idle_static": median(s for s, _ in idle),
         "simulated_idle_balanced": median(f for _, f in idle),
-        "moves": moved,
+        "moves": timed.moves,
         "layer_costs": [[cost.f, cost.b, cost.w] for cost in costs],
     }
 

@@ -29,11 +29,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.executor import MESSAGE_BYTES, gpt, timed
-from benchmarks.harness import alternate, main, run_ranks
+from benchmarks.harness import alternate, run_ranks
+from benchmarks.output import main
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.models.emulated import EmulatedLayer, mean_loss, precise_timers
 from dynmo.models.model import Model, from_factories
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.layer.output_cache import Keys
@@ -182,7 +184,10 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
             model = emulated_model(world.size, milliseconds / 1000, spread, slow)
             cut = uniform(model.layers, len(placement_of(schedule, world.size)))
             pipelines[side] = Engine(
-                world, model, cut, schedule=schedule, microbatches=microbatches, w_granularity=side
+                world,
+                model,
+                cut,
+                StepOptions(schedule, microbatches=microbatches, w_granularity=side),
             )
         figures[case] = compare(world, pipelines, batch, batch, rounds)
     return figures
@@ -207,7 +212,10 @@ def real(
         cut = uniform(model.layers, world.size)
         return {
             side: Engine(
-                world, model, cut, schedule=schedule, microbatches=microbatches, w_granularity=side
+                world,
+                model,
+                cut,
+                StepOptions(schedule, microbatches=microbatches, w_granularity=side),
             )
             for side in SIDES
         }

@@ -1,15 +1,13 @@
-"""Runs a benchmark's function on local ranks, and statistics of all benchmarks.
+"""Measurements that benchmarks share: ranks on this machine, sides in turn, medians.
 
-The result of rank 0 is brought back.
+`benchmarks.output` prints and draws the figures.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -120,74 +118,6 @@ def bound_of(share: float, lost: dict[str, float], least: float = 0.85) -> dict[
         least: The largest part of `lost` is named if `share` is under this.
     """
     return {"lost": lost, "bounded_by": max(lost, key=lost.__getitem__) if share < least else None}
-
-
-def save_picture(figure: Any, path: Path) -> None:
-    """Saves a figure as SVG. The same figures always give the same text.
-
-    Args:
-        figure: A figure of matplotlib.
-        path: The file. Its folder is made if it is missing.
-    """
-    import matplotlib.pyplot as plt
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    plt.close(figure)
-    # Matplotlib ends some lines with a space.
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
-
-
-def machine() -> dict[str, Any]:
-    """Describes the machine and the software, in kind."""
-    import torch
-
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def main(
-    about: str,
-    measure: Callable[[argparse.Namespace], dict[str, Any]],
-    options: Sequence[tuple[str, int, str]] = (),
-) -> None:
-    """Runs `python -m benchmarks.NAME [--json]`.
-
-    Prints the figures as a table, or as one JSON object.
-
-    Args:
-        about: The command's description.
-        measure: Returns the figures.
-        options: Name, default and help text of each option. All are integers.
-    """
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    for name, default, text in options:
-        parser.add_argument(
-            f"--{name}", type=int, default=default, help=f"{text} (default {default})"
-        )
-    parsed = parser.parse_args()
-    report(measure(parsed) | {"machine": machine()}, parsed.json)
-
-
-def report(result: dict[str, Any], as_json: bool) -> None:
-    """Prints the figures.
-
-    Args:
-        result: The figures.
-        as_json: Whether to print one JSON object instead of a table.
-    """
-    if as_json:
-        print(json.dumps(result))
-        return
-    from rich.console import Console
-    from rich.pretty import Pretty
-
-    Console().print(Pretty(result, expand_all=True))
 
 
 def _rank() -> int:

@@ -14,7 +14,6 @@ without exits. Both take turns on the same windows, on one thread.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.harness import machine, run_ranks, save_picture
+from benchmarks.harness import run_ranks
+from benchmarks.output import add_number, figures_of, markdown, parser_of, pyplot, save_picture
 from benchmarks.quality import config_of
 from dynmo.config import Config
 from dynmo.events import EvalEvent, Event, TokensEvent
@@ -261,7 +261,7 @@ def table(result: dict[str, Any]) -> str:
         "without exits",
         "evaluation",
     ]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines: list[list[str]] = []
     dense = result["dense"]
     lines.append(["dense", f"{dense['compute']:.0f}", f"{dense['loss']:.3f}", "", "", "", ""])
     for row in result["rows"]:
@@ -274,24 +274,17 @@ def table(result: dict[str, Any]) -> str:
             f"{row['distance']:+.1%}",
         )
         lines.append([row["name"], *numbers, *exits])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(head, lines)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws the held-out loss by compute: a panel a case, the dense run in each."""
-    import matplotlib as mpl
+    """Draws the held-out loss by compute: a panel a case, the dense run in each.
 
-    mpl.use("svg")
-    # The same figures give the same file: it has no date and no random ids. Text stays text.
-    mpl.rcParams |= {
-        "svg.hashsalt": "dynmo",
-        "svg.fonttype": "none",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    import matplotlib.pyplot as plt
-
+    Args:
+        result: Result of `measure`.
+        path: The file.
+    """
+    plt = pyplot()
     styles = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."))
     cases = list(dict.fromkeys(row["name"].split(",")[0] for row in result["rows"]))
     figure, grid = plt.subplots(
@@ -334,39 +327,20 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser = parser_of(__doc__, picture="learning", reads=True)
     parser.add_argument(
         "--what",
         choices=list(RUNS),
         default="tokens",
         help="cases that choose tokens, or experts (default tokens)",
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the curves, like docs/pictures/learning.svg"
-    )
-    parser.add_argument(
-        "--read",
-        type=Path,
-        metavar="FILE",
-        help="figures of an earlier --json, instead of training",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help=f"of each technique (default {STEPS})"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each (default 1)")
-    parser.add_argument(
-        "--hidden", type=int, default=HIDDEN, help=f"hidden size of the model (default {HIDDEN})"
-    )
+    add_number(parser, "steps", STEPS, "of each technique")
+    add_number(parser, "jobs", 1, "runs at once, a core each")
+    add_number(parser, "hidden", HIDDEN, "hidden size of the model")
     options = parser.parse_args()
-    if options.read:
-        result: dict[str, Any] = json.loads(options.read.read_text())
-    else:
-        result = measure(options.what, options.steps, options.jobs, hidden=options.hidden) | {
-            "machine": machine()
-        }
+    result = figures_of(
+        options, lambda: measure(options.what, options.steps, options.jobs, hidden=options.hidden)
+    )
     if options.plot:
         draw(result, options.plot)
     print(json.dumps(result) if options.json else table(result))

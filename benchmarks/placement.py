@@ -27,12 +27,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.harness import main
+from benchmarks.output import main
 from dynmo.balance.balancers import BALANCERS, BalanceRequest
 from dynmo.balance.chunks import chunked
 from dynmo.balance.diffusion import diffuse, published_diffusion
 from dynmo.balance.partition import Partition, exact, stage_loads, uniform
-from dynmo.balance.schedule_aware import search
+from dynmo.balance.schedule_aware import PlacementProblem, search
 from dynmo.balance.stage_costs import by_name, freeze, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
@@ -293,7 +293,7 @@ def schedule_table(cases: int) -> list[dict[str, Any]]:
                     if max(stage_loads(weights, x)) <= least
                 ]
                 spans = [simulate(make(x), x).span for x in costs]
-                seconds = search(layers, 5, make=make).seconds
+                seconds = search(PlacementProblem(layers, 5, make)).seconds
                 best.append(min(spans) / seconds - 1)
                 worst.append(max(spans) / seconds - 1)
             out.append(
@@ -360,7 +360,7 @@ def simulated_row(case: str) -> dict[str, Any]:
     for layers in trace(case)[::6]:
         costs = pipeline_costs(layers, uniform(96, RANKS))
         base += simulate(make(costs), costs).makespan
-        result = search(layers, RANKS, make=make, objective=Objective.MAKESPAN)
+        result = search(PlacementProblem(layers, RANKS, make, objective=Objective.MAKESPAN))
         blind, seeing = blind + result.started, seeing + result.seconds
     return {"exact": base / blind, "schedule-aware": base / seeing}
 

@@ -18,7 +18,6 @@ microbatches on.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -33,7 +32,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import machine, save_picture
+from benchmarks.output import PICTURES, add_number, machine, parser_of, pyplot, save_picture
+from benchmarks.published import table_5
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import DynmoError
 from dynmo.schedule.automatic.zero_bubble import automatic
@@ -42,8 +42,7 @@ from dynmo.schedule.op import validate
 from dynmo.schedule.simulator import simulate
 
 ROOT = Path(__file__).parents[1]
-TABLE_5 = ROOT / "tests" / "facts" / "zero_bubble_table5.json"
-PICTURE = ROOT / "docs" / "pictures" / "planner_growth.svg"
+PICTURE = PICTURES / "planner_growth.svg"
 
 SIZES = {
     (24, 96): (0.02, 1.0),
@@ -54,7 +53,7 @@ SIZES = {
 
 def published() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for row in json.loads(TABLE_5.read_text())["rows"]:
+    for row in table_5():
         p, m = row["ranks"], row["microbatches"]
         costs = uniform_costs(
             p, row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"]
@@ -245,13 +244,7 @@ def growth(runs: int) -> dict[str, list[tuple[int, float]]]:
 
 
 def plot(grown: dict[str, list[tuple[int, float]]]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    import matplotlib.pyplot as plt
-
-    mpl.rcParams["svg.hashsalt"] = "dynmo"  # the same picture from the same figures
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    figure, axes = pyplot({}).subplots(1, 2, figsize=(9, 3.6), sharey=True)
     titles = {"ranks": "ranks (128 microbatches)", "microbatches": "microbatches (16 ranks)"}
     for axis, (name, points) in zip(axes, grown.items(), strict=True):
         axis.loglog([x for x, _ in points], [1000 * y for _, y in points], marker="o")
@@ -282,16 +275,9 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--cases", type=int, default=2000, help="cases of uneven stages (default 2000)"
-    )
-    parser.add_argument(
-        "--runs", type=int, default=5, help="timed runs, of which the best counts (default 5)"
-    )
+    parser = parser_of(__doc__)
+    add_number(parser, "cases", 2000, "cases of uneven stages")
+    add_number(parser, "runs", 5, "timed runs, of which the best counts")
     parser.add_argument("--plot", action="store_true", help="also draw the growth with p and m")
     options = parser.parse_args()
     result: dict[str, Any] = {

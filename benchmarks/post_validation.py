@@ -22,26 +22,27 @@ step again, and run their warm-up again.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.harness import alternate, main, medians, run_ranks
+from benchmarks.harness import alternate, medians, run_ranks
+from benchmarks.output import main
+from benchmarks.published import table_5
 from dynmo.balance.partition import uniform
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.runtime.comm.world import World
 
 MESSAGE_BYTES = 16384
-TABLE = Path(__file__).resolve().parents[1] / "tests" / "facts" / "zero_bubble_table5.json"
 SCHEDULES = ("zb-auto", "zb-h2")
+WAYS = ("barrier", "post-validation")  # the end of a step
 
 
 def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Callable[[], float]:
@@ -84,6 +85,52 @@ def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Call
     return run
 
 
+class Op(NamedTuple):
+    """The ops of every rank.
+
+    `stash` is the share of a forward's activations that stays until W.
+    """
+
+    f: float
+    b: float
+    w: float
+    stash: float
+
+
+def sleeping_pipeline(
+    world: World, op: Op, schedule: str, microbatches: int, post_validation: bool
+) -> tuple[Engine, float]:
+    """Makes a pipeline of emulated layers, with the schedule for their sleeps.
+
+    Args:
+        world: The ranks.
+        op: Seconds and memory of the ops.
+        schedule: Name of the schedule.
+        microbatches: Microbatches of a step.
+        post_validation: Whether steps have no barrier at their end.
+
+    Returns:
+        The pipeline, and the simulated seconds of a step.
+    """
+    ranks = world.size
+    size = MESSAGE_BYTES // 4
+    pipeline = Engine(
+        world,
+        make_layers([op.f] * ranks, [op.b] * ranks, [op.w] * ranks, size),
+        uniform(ranks, ranks),
+        StepOptions(schedule, microbatches=microbatches),
+        update=UpdateOptions(post_validation=post_validation, rollback="exact"),
+    )
+    steps_of(world, pipeline, 3)()
+    # Schedules are made for the ops' sleeps, and not for what else this machine was doing. The
+    # memory is that of the paper's model.
+    memory = {"activation_bytes": 1_000_000, "stash_bytes": round(1_000_000 * op.stash)}
+    costs = tuple(replace(x, f=op.f, b=op.b, w=op.w, **memory) for x in pipeline.costs())
+    pipeline.actions.replan(costs)
+    predicted = pipeline.predict(costs, pipeline.partition).length(pipeline.objective)
+    return pipeline, predicted
+
+
 def emulated(
     world: World,
     times: list[float],
@@ -105,73 +152,60 @@ def emulated(
         rounds: Number of runs of each side.
     """
     f, b, w = times
-    ranks = world.size
+    op = Op(f, b, w, stash)
     pipelines: dict[str, Engine] = {}
-    sides: dict[str, Callable[[], float]] = {}
     predicted: dict[str, float] = {}
     for name in SCHEDULES:
-        for afterwards in (False, True):
-            model = make_layers([f] * ranks, [b] * ranks, [w] * ranks, MESSAGE_BYTES // 4)
-            pipeline = Engine(
-                world,
-                model,
-                uniform(ranks, ranks),
-                schedule=name,
-                microbatches=microbatches,
-                post_validation=afterwards,
-                rollback="exact",
-            )
-            side = f"{name} {'post-validation' if afterwards else 'barrier'}"
-            pipelines[side], sides[side] = pipeline, steps_of(world, pipeline, steps)
-            steps_of(world, pipeline, 3)()
-            # Schedules are made for the ops' sleeps, and not for what else this machine was doing.
-            # The memory is that of the paper's model.
-            memory = {"activation_bytes": 1_000_000, "stash_bytes": round(1_000_000 * stash)}
-            costs = tuple(replace(layer, f=f, b=b, w=w, **memory) for layer in pipeline.costs())
-            pipeline.actions.replan(costs)
-            predicted[side] = pipeline.predict(costs, pipeline.partition).length(pipeline.objective)
+        for way in WAYS:
+            pipeline = sleeping_pipeline(world, op, name, microbatches, way == "post-validation")
+            pipelines[f"{name} {way}"], predicted[f"{name} {way}"] = pipeline
+    sides = {side: steps_of(world, pipeline, steps) for side, pipeline in pipelines.items()}
     best = pipelines["zb-auto post-validation"]
-    sides[f"zb-auto post-validation, every {every}th step taken back"] = steps_of(
-        world, best, every * math.ceil(steps / every), every
-    )
-    measured = medians(alternate(sides, rounds, warmup=0))
-    figures: dict[str, Any] = {}
-    for name in SCHEDULES:
-        barrier, without = f"{name} barrier", f"{name} post-validation"
-        figures[name] = {
-            "barrier_seconds": measured[barrier],
-            "post_validation_seconds": measured[without],
-            "predicted_makespan": predicted[barrier],
-            "predicted_span": predicted[without],
-            "barrier_over_makespan": measured[barrier] / predicted[barrier],
-            "post_validation_over_span": measured[without] / predicted[without],
-            "barrier_takes_longer": measured[barrier] / measured[without] - 1,
-            "predicted_barrier_takes_longer": predicted[barrier] / predicted[without] - 1,
-        }
-    base = figures["zb-auto"]["post_validation_seconds"]
     long = every * math.ceil(steps / every)
-    rollback = (
-        (measured[f"zb-auto post-validation, every {every}th step taken back"] - base)
-        * (long - 1)
-        * every
-        / long
-    )
+    sides["rollback"] = steps_of(world, best, long, every)
+    measured = medians(alternate(sides, rounds, warmup=0))
+    figures = {name: compare(name, measured, predicted) for name in SCHEDULES}
+    base = figures["zb-auto"]["post_validation_seconds"]
+    rollback = (measured["rollback"] - base) * (long - 1) * every / long
     return {
-        "ranks": ranks,
+        "ranks": world.size,
         "microbatches": microbatches,
-        "op_seconds": {"f": f, "b": b, "w": w},
+        "op_seconds": {"f": op.f, "b": op.b, "w": op.w},
         "link_seconds": median(
             link.seconds(MESSAGE_BYTES) for link in best.schedule_keeper.links.values()
         ),
         "steps_per_run": steps,
-        "work_seconds": microbatches * (f + b + w),
+        "work_seconds": microbatches * (op.f + op.b + op.w),
         "schedules": figures,
         "rollback": {"every": every, "seconds_each": rollback, "of_a_step": rollback / base},
     }
 
 
+def compare(
+    schedule: str, measured: dict[str, float], predicted: dict[str, float]
+) -> dict[str, float]:
+    """Compares a barrier with post-validation, under one schedule.
+
+    Args:
+        schedule: Name of the schedule.
+        measured: Seconds of a step, by side.
+        predicted: Simulated seconds of a step, by side.
+    """
+    barrier, without = (f"{schedule} {way}" for way in WAYS)
+    return {
+        "barrier_seconds": measured[barrier],
+        "post_validation_seconds": measured[without],
+        "predicted_makespan": predicted[barrier],
+        "predicted_span": predicted[without],
+        "barrier_over_makespan": measured[barrier] / predicted[barrier],
+        "post_validation_over_span": measured[without] / predicted[without],
+        "barrier_takes_longer": measured[barrier] / measured[without] - 1,
+        "predicted_barrier_takes_longer": predicted[barrier] / predicted[without] - 1,
+    }
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    row = next(row for row in json.loads(TABLE.read_text())["rows"] if row["model"] == "28.3B")
+    row = next(row for row in table_5() if row["model"] == "28.3B")
     times = [row[key] / 1000 * options.scale / 100 for key in ("t_f_ms", "t_b_ms", "t_w_ms")]
     result = run_ranks(
         "benchmarks.post_validation:emulated",

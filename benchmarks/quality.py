@@ -13,7 +13,6 @@ is a row too. The dense run under other seeds shows how much chance alone does.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,15 +23,23 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.harness import machine, run_ranks, save_picture
+from benchmarks.harness import run_ranks
+from benchmarks.output import (
+    PICTURES,
+    add_number,
+    figures_of,
+    markdown,
+    parser_of,
+    pyplot,
+    save_picture,
+)
 from dynmo.config import Config, parse
 from dynmo.events import ChangeEvent, EvalEvent, Event
 from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.train.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "docs" / "pictures" / "quality.svg"
+PICTURE = PICTURES / "quality.svg"
 STEPS, HIDDEN = 400, 256
 SHARED = "shared keys, all pairs"
 
@@ -252,43 +259,26 @@ def _run(given: dict[str, Any]) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Returns the table in Markdown, as docs/cases.md shows it."""
-    lines = [
-        ["run", "held-out loss", "held against", "distance", "limit", "changes at steps"],
-        ["---", "---:", "---", "---:", "---:", "---"],
-    ]
+    head = ["run", "held-out loss", "held against", "distance", "limit", "changes at steps"]
+    lines: list[list[str]] = []
     for row in result["rows"]:
         own = row["against"] == row["name"]
         limit = "" if row["limit"] is None else f"{row['limit']:.0%}"
         at = [str(step) for step, _ in row["changes"]]
         shown = ", ".join(at if len(at) <= 5 else [*at[:3], "..", at[-1]])
-        distance = "" if own else f"{row['distance']:+.1%}"
-        lines.append(
-            [
-                row["name"],
-                f"{row['loss']:.3f}",
-                "" if own else row["against"],
-                distance,
-                limit,
-                shown,
-            ]
-        )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        against, distance = ("", "") if own else (row["against"], f"{row['distance']:+.1%}")
+        lines.append([row["name"], f"{row['loss']:.3f}", against, distance, limit, shown])
+    return markdown(head, lines, "lrlrrl")
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    import matplotlib as mpl
+    """Draws the held-out loss by step: a panel for each technique.
 
-    mpl.use("svg")
-    # The same figures give the same file: it has no date and no random ids. Text stays text.
-    mpl.rcParams |= {
-        "svg.hashsalt": "dynmo",
-        "svg.fonttype": "none",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    import matplotlib.pyplot as plt
-
+    Args:
+        rows: Rows of the result.
+        path: The file.
+    """
+    plt = pyplot()
     panels = (
         ("freezing", "dense", "freezing"),
         ("pruning", "dense", "pruning"),
@@ -322,25 +312,14 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser = parser_of(__doc__, reads=True)
     parser.add_argument(
-        "--plot", action="store_true", help=f"draw the curves into {PICTURE.relative_to(ROOT)}"
+        "--plot", action="store_true", help="draw the curves into docs/pictures/quality.svg"
     )
-    parser.add_argument(
-        "--read",
-        type=Path,
-        metavar="FILE",
-        help="figures of an earlier --json, instead of training",
-    )
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each run (default {STEPS})")
-    parser.add_argument("--seeds", type=int, default=3, help="dense runs, one a seed (default 3)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each (default 1)")
-    parser.add_argument(
-        "--hidden", type=int, default=HIDDEN, help=f"hidden size of the model (default {HIDDEN})"
-    )
+    add_number(parser, "steps", STEPS, "of each run")
+    add_number(parser, "seeds", 3, "dense runs, one a seed")
+    add_number(parser, "jobs", 1, "runs at once, a core each")
+    add_number(parser, "hidden", HIDDEN, "hidden size of the model")
     parser.add_argument(
         "--only",
         choices=list(runs(STEPS)),
@@ -350,17 +329,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.only and options.plot:
         parser.error("--plot draws all runs; leave out --only")
-    if options.read:
-        result: dict[str, Any] = json.loads(options.read.read_text())
-    else:
-        result = measure(
-            options.steps,
-            options.seeds,
-            options.jobs,
-            hidden=options.hidden,
-            only=options.only or (),
-        )
-        result |= {"machine": machine()}
+    given = {"jobs": options.jobs, "hidden": options.hidden, "only": options.only or ()}
+    result = figures_of(options, lambda: measure(options.steps, options.seeds, **given))
     if options.plot:
         draw(result["rows"], PICTURE)
     print(json.dumps(result) if options.json else table(result))

@@ -40,11 +40,10 @@ The paper's figure 4 has 5.8 of 8 GPUs over gradual pruning (`PAPER`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -52,7 +51,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.cost_traces import Layers, best, dense, name_of, timeline, trace
-from benchmarks.harness import machine, save_picture
+from benchmarks.output import figures_of, markdown, parser_of, pyplot, save_picture
 from benchmarks.repack_search import search_placements
 from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.repack import BASELINES, fewest_ranks
@@ -233,13 +232,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Returns the table in Markdown, as docs/planning.md shows it."""
     counted = {"proven": "fewer is impossible at", "complete": "searched completely at"}
     shown = {"kept": "least throughput over dense", "speedup": "speed-up on 8 ranks"}
-    lines = [["case", "blocks", *SIDES, *counted.values(), *shown.values()]]
+    head = ["case", "blocks", *SIDES, *counted.values(), *shown.values()]
+    lines: list[list[str]] = []
     for x in rows:
         ranks = [f"{x['average'][name]:.1f}" for name in SIDES]
         counts = [f"{sum(x[name])} of {len(x[name])}" for name in counted]
         figures = [f"{x[name]:.2f}" for name in shown]
         lines.append([name_of(x["case"], SEQUENCE), str(x["blocks"]), *ranks, *counts, *figures])
-    return markdown(lines)
+    return markdown(head, lines)
 
 
 def speed_table(rows: list[dict[str, Any]]) -> str:
@@ -249,21 +249,13 @@ def speed_table(rows: list[dict[str, Any]]) -> str:
         "repacked": "speed-up repacked",
         "repacked_gain": "per rank repacked",
     }
-    lines = [["case", "blocks", *shown.values(), *(f"per rank on {ranks}" for ranks in SHOWN)]]
+    head = ["case", "blocks", *shown.values(), *(f"per rank on {ranks}" for ranks in SHOWN)]
+    lines: list[list[str]] = []
     for x in rows:
         values = [*(x[name] for name in shown), *(x["per_rank"][str(ranks)] for ranks in SHOWN)]
         figures = [f"{value:.2f}" for value in values]
         lines.append([name_of(x["case"], SEQUENCE), str(x["blocks"]), *figures])
-    return markdown(lines)
-
-
-def markdown(lines: list[list[str]]) -> str:
-    """Formats a table.
-
-    The first line is the head. All columns but the first are numbers.
-    """
-    ruled = [lines[0], ["---", *["---:"] * (len(lines[0]) - 1)], *lines[1:]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in ruled)
+    return markdown(head, lines)
 
 
 def report(result: dict[str, Any]) -> str:
@@ -275,12 +267,13 @@ def report(result: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws throughput per rank and ranks over the run, as the paper's figure 4."""
-    import matplotlib as mpl
-    import matplotlib.pyplot as plt
+    """Draws throughput per rank and ranks over the run, as the paper's figure 4.
 
-    mpl.rcParams["svg.hashsalt"] = "dynmo"  # the same figures give the same file
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    Args:
+        rows: Rows of the result.
+        path: The file.
+    """
+    figure, axes = pyplot({}).subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for x in (x for x in rows if x["blocks"] == BLOCKS[0]):
         name = name_of(x["case"], SEQUENCE)
         per_rank = [x["per_rank"][str(ranks)] for ranks in SHOWN]
@@ -294,27 +287,26 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     save_picture(figure, path)
 
 
+def measure(depths: Sequence[int]) -> dict[str, Any]:
+    """Measures every case at each depth of the model."""
+    sizes = [(case, blocks) for case in CASES for blocks in depths]
+    rows = [row(case, blocks, progress=show_progress) for case, blocks in sizes]
+    print(file=sys.stderr)
+    return {"rows": rows, "paper": PAPER}
+
+
 def show_progress(text: str) -> None:
     """Shows a text on one line of stderr."""
     print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    add = parser.add_argument
-    add("--json", action="store_true", help="one JSON object on stdout")
-    add("--read", type=Path, metavar="FILE", help="figures of an earlier --json, not simulated")
-    add("--plot", type=Path, metavar="FILE", help="draw it, like docs/pictures/repack.svg")
-    add("--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model")
+    parser = parser_of(__doc__, picture="repack", reads=True)
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model"
+    )
     options = parser.parse_args()
-    if options.read:
-        result = json.loads(options.read.read_text())
-    else:
-        sizes = [(case, blocks) for case in CASES for blocks in options.blocks]
-        rows = [row(case, blocks, progress=show_progress) for case, blocks in sizes]
-        print(file=sys.stderr)
-        result = {"rows": rows, "paper": PAPER, "machine": machine()}
+    result = figures_of(options, lambda: measure(options.blocks))
     if options.plot:
         draw(result["rows"], options.plot)
     print(json.dumps(result) if options.json else report(result))

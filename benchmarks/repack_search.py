@@ -253,7 +253,14 @@ def _advance(
     bounds: Ints,
     state: Ints,
 ) -> int:
-    """Goes on from `bounds` and `state` to the next placement within the bound."""
+    """Goes on from `bounds` and `state` to the next placement within the bound.
+
+    It takes ten arguments because Numba passes arrays one by one.
+
+    Returns:
+        `_PLACED` with the placement in `bounds`, `_DONE` without a further placement, or
+        `_STOPPED` after `most` replays.
+    """
     ranks, layers = fits.shape[0], fits.shape[1] - 1
     ended = np.empty((ranks, 2, microbatches))
     rank = state[0]

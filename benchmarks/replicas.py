@@ -24,17 +24,21 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.harness import alternate, main, run_ranks
+from benchmarks.harness import alternate, run_ranks
+from benchmarks.output import main
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.state.layer_options import ReplicaOptions
 
 HIDDEN, STATE = 0.5, 0.55
-MICROBATCHES = 4
+MICROBATCHES, WARMUP = 4, 2
 
 
 def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any] | None:
@@ -51,36 +55,57 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
     """
     model = {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": 64}
     here = arrange(world, 2)
-    pipelines: dict[str, Engine] = {}
-    for name, zero in (("plain", 0), ("zero", 1)):
-        loaded = load_model(parse({"model": model}))
-        pipelines[name] = Engine(
-            here,
-            loaded,
-            uniform(loaded.layers, here.size),
-            schedule="zb-h1",
-            microbatches=MICROBATCHES,
-            accumulation_groups=2,
-            zero=zero,
-        )
     text = torch.randint(
         256, (MICROBATCHES, 2, 65), generator=torch.Generator().manual_seed(here.replica)
     )
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pipelines}
+    both = {
+        name: ReplicatedPipeline(here, model, text, zero)
+        for name, zero in (("plain", 0), ("zero", 1))
+    }
+    times = alternate({name: side.step for name, side in both.items()}, rounds, warmup=WARMUP)
+    out = {name: side.figures(times[name]) for name, side in both.items()}
+    digests = {side.pipeline.digest() for side in both.values()}
+    assert len(digests) == 1, "ZeRO-1 changed the weights"
+    return out if world.rank == 0 else None
 
-    def step(name: str) -> float:
-        pipeline = pipelines[name]
+
+class ReplicatedPipeline:
+    """A pipeline of one replica, and the seconds that its reductions take.
+
+    Attributes:
+        pipeline: The engine.
+    """
+
+    def __init__(self, here: World, model: dict[str, Any], text: Tensor, zero: int) -> None:
+        loaded = load_model(parse({"model": model}))
+        self.pipeline = Engine(
+            here,
+            loaded,
+            uniform(loaded.layers, here.size),
+            StepOptions("zb-h1", microbatches=MICROBATCHES),
+            replicas=ReplicaOptions(accumulation_groups=2, zero=zero),
+        )
+        self._text = text
+        self._reductions: list[tuple[float, float]] = []
+
+    def step(self) -> float:
+        """Runs one step, and returns its seconds."""
+        pipeline, text, count = self.pipeline, self._text, len(self._reductions)
         before, start = pipeline.measurements.reduction_seconds, time.perf_counter()
-        pipeline.step(len(seconds[name]), text[..., :-1], text[..., 1:], lr=1e-3, max_norm=1.0)
+        pipeline.step(count, text[..., :-1], text[..., 1:], lr=1e-3, max_norm=1.0)
         end = time.perf_counter()
         worked, waited = pipeline.measurements.reduction_seconds
-        seconds[name].append((worked - before[0], waited - before[1]))
+        self._reductions.append((worked - before[0], waited - before[1]))
         return end - start
 
-    times = alternate({name: lambda name=name: step(name) for name in pipelines}, rounds, warmup=2)
-    out: dict[str, Any] = {}
-    for name, pipeline in pipelines.items():
-        worked, waited = (median(x) for x in zip(*seconds[name][2:], strict=True))
+    def figures(self, times: list[float]) -> dict[str, float]:
+        """Returns the medians of the counted steps, on the worst rank.
+
+        Args:
+            times: Seconds of each counted step.
+        """
+        pipeline = self.pipeline
+        worked, waited = (median(x) for x in zip(*self._reductions[WARMUP:], strict=True))
         state = sum(optimizer.state_bytes for _, optimizer in pipeline.own_layers.values())
         costs = pipeline.costs()
         own = [costs[index] for index in sorted(pipeline.own_layers, reverse=True)]
@@ -88,17 +113,14 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
         exposed = 1 - could_hide(
             [layer.w for layer in own], [worked * size / sum(bytes_each) for size in bytes_each]
         )
-        out[name] = {
-            "step_seconds": pipeline.largest(median(times[name])),
+        return {
+            "step_seconds": pipeline.largest(median(times)),
             "reduction_seconds": pipeline.largest(worked),
             "waited_seconds": pipeline.largest(waited),
             "hidden": 1 - pipeline.largest(waited / worked),
             "could_hide": 1 - pipeline.largest(exposed),
             "optimizer_bytes": int(pipeline.largest(state)),
         }
-    digests = {pipeline.digest() for pipeline in pipelines.values()}
-    assert len(digests) == 1, "ZeRO-1 changed the weights"
-    return out if world.rank == 0 else None
 
 
 def could_hide(weights: list[float], reductions: list[float]) -> float:

@@ -20,7 +20,6 @@ decided     what `balance.reshape` does from moment to moment, 50 steps each: ho
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -38,8 +37,8 @@ from benchmarks.cost_traces import (
     timeline,
     trace,
 )
-from benchmarks.harness import machine, save_picture
-from dynmo.balance.partition import exact, uniform
+from benchmarks.output import add_number, figures_of, markdown, parser_of, pyplot, save_picture
+from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.cost.profile_file import Profile
 from dynmo.planner.mesh_plan import Mesh, MeshPlan
 from dynmo.planner.mesh_search import MeshRequest, search
@@ -105,39 +104,16 @@ def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
         stride: Takes every so many-th moment.
     """
     moments = trace(case, BLOCKS, sequence)[::stride]
-    even = uniform(BLOCKS, RANKS)
     loads: dict[str, float] = {}
     seconds: dict[str, float] = {}
     meshes: dict[str, list[str]] = {}
-    decided: dict[str, Any] = {}
-
-    def add(name: str, load: float, step: float) -> None:
-        loads[name] = loads.get(name, 0.0) + load / len(moments)
-        seconds[name] = seconds.get(name, 0.0) + step / len(moments)
-
     for layers in moments:
-        whole = in_blocks(layers)
-        add(
-            "uniform",
-            MICROBATCHES * bottleneck(whole, even),
-            timeline(whole, even, MICROBATCHES).makespan,
-        )
-        ideal = perfect(layers, RANKS, MICROBATCHES)
-        add("perfect", MICROBATCHES * math.fsum(x.seconds for x in layers) / RANKS, ideal.makespan)
-        for name, parts in (("blocks", whole), ("halves", layers)):
-            partition = exact([x.seconds for x in parts], RANKS)
-            add(
-                name,
-                MICROBATCHES * bottleneck(parts, partition),
-                timeline(parts, partition, MICROBATCHES).makespan,
-            )
-        for memory in MEMORY:
-            name = f"reshaped, memory x{memory}"
-            fits = search(request(layers, memory)).candidates
-            add(name, min(map(busiest, fits)), fits[0].seconds)
-            meshes.setdefault(name, []).append(f"{fits[0].mesh.pipeline}x{fits[0].mesh.replicas}")
-    for memory in MEMORY:
-        decided[f"memory x{memory}"] = decisions(moments, memory)
+        sides, fits = sides_at(layers)
+        for name, (load, step) in sides.items():
+            loads[name] = loads.get(name, 0.0) + load / len(moments)
+            seconds[name] = seconds.get(name, 0.0) + step / len(moments)
+        for name, mesh in fits.items():
+            meshes.setdefault(name, []).append(f"{mesh.pipeline}x{mesh.replicas}")
     gains = {
         kind: {name: x["uniform"] / value for name, value in x.items()}
         for kind, x in (("loads", loads), ("seconds", seconds))
@@ -156,8 +132,49 @@ def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
             name: {mesh: chosen.count(mesh) for mesh in sorted(set(chosen))}
             for name, chosen in meshes.items()
         },
-        "decided": decided,
+        "decided": {f"memory x{memory}": decisions(moments, memory) for memory in MEMORY},
     }
+
+
+def sides_at(layers: Layers) -> tuple[dict[str, tuple[float, float]], dict[str, Mesh]]:
+    """Measures all sides at one moment.
+
+    Args:
+        layers: Costs of each half block.
+
+    Returns:
+        The busiest rank's work in a step and the simulated step of each side, in seconds. The mesh
+        of each reshaped side.
+    """
+    whole, even = in_blocks(layers), uniform(BLOCKS, RANKS)
+    ideal = perfect(layers, RANKS, MICROBATCHES)
+    sides = {
+        "uniform": load_and_step(whole, even),
+        "perfect": (
+            MICROBATCHES * math.fsum(x.seconds for x in layers) / RANKS,
+            ideal.makespan,
+        ),
+    }
+    for name, parts in (("blocks", whole), ("halves", layers)):
+        sides[name] = load_and_step(parts, exact([x.seconds for x in parts], RANKS))
+    meshes: dict[str, Mesh] = {}
+    for memory in MEMORY:
+        name = f"reshaped, memory x{memory}"
+        fits = search(request(layers, memory)).candidates
+        sides[name] = min(map(busiest, fits)), fits[0].seconds
+        meshes[name] = fits[0].mesh
+    return sides, meshes
+
+
+def load_and_step(layers: Layers, partition: Partition) -> tuple[float, float]:
+    """Returns the busiest rank's work in a step, and the simulated step, in seconds.
+
+    Args:
+        layers: Costs of each layer.
+        partition: Number of layers on each rank.
+    """
+    load = MICROBATCHES * bottleneck(layers, partition)
+    return load, timeline(layers, partition, MICROBATCHES).makespan
 
 
 def decisions(moments: Sequence[Layers], memory: int) -> dict[str, Any]:
@@ -180,6 +197,12 @@ def decisions(moments: Sequence[Layers], memory: int) -> dict[str, Any]:
 
 
 def measure(stride: int, cases: int) -> dict[str, Any]:
+    """Measures the lines of the table.
+
+    Args:
+        stride: Takes every so many-th moment.
+        cases: Measures the first so many of `CASES`.
+    """
     rows = [row(case, sequence, stride) for case, sequence in CASES[:cases]]
     least = min(x["shares"]["loads"][f"reshaped, memory x{MEMORY[-1]}"] for x in rows)
     return {
@@ -195,33 +218,23 @@ def measure(stride: int, cases: int) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the gains by load, in Markdown."""
     names = ["blocks", "halves", *(f"reshaped, memory x{m}" for m in MEMORY), "perfect"]
-    lines = [["case", *names, "of perfect"], ["---", *["---:"] * (len(names) + 1)]]
+    lines: list[list[str]] = []
     for x in rows:
         gain = x["gains"]["loads"]
         share = x["shares"]["loads"][names[-2]]
-        lines.append(
-            [
-                name_of(x["case"], x["sequence"]),
-                *(f"{gain[name]:.2f}" for name in names),
-                f"{100 * share:.1f} %",
-            ]
-        )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        gains = [f"{gain[name]:.2f}" for name in names]
+        lines.append([name_of(x["case"], x["sequence"]), *gains, f"{100 * share:.1f} %"])
+    return markdown(["case", *names, "of perfect"], lines)
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    import matplotlib as mpl
+    """Draws the share of perfect balance that each side reaches.
 
-    mpl.use("svg")
-    mpl.rcParams |= {
-        "svg.hashsalt": "dynmo",
-        "svg.fonttype": "none",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    import matplotlib.pyplot as plt
-
+    Args:
+        rows: Rows of the result.
+        path: The file.
+    """
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
     names = ["blocks", "halves", *(f"reshaped, memory x{m}" for m in MEMORY)]
     colours = ("#999999", "#d55e00", "#56b4e9", "#0072b2")
@@ -243,29 +256,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw it, like docs/pictures/reshape.svg"
-    )
-    parser.add_argument(
-        "--read",
-        type=Path,
-        metavar="FILE",
-        help="figures of an earlier --json, instead of measuring",
-    )
-    parser.add_argument(
-        "--stride", type=int, default=1, help="of the 24 moments, every so many-th (default 1)"
-    )
-    parser.add_argument("--cases", type=int, default=len(CASES), help="so many of the cases")
+    parser = parser_of(__doc__, picture="reshape", reads=True)
+    add_number(parser, "stride", 1, "of the 24 moments, every so many-th")
+    add_number(parser, "cases", len(CASES), "so many of the cases")
     options = parser.parse_args()
-    result: dict[str, Any] = (
-        json.loads(options.read.read_text())
-        if options.read
-        else measure(options.stride, options.cases) | {"machine": machine()}
-    )
+    result = figures_of(options, lambda: measure(options.stride, options.cases))
     if options.plot:
         draw(result["rows"], options.plot)
     print(json.dumps(result) if options.json else table(result["rows"]))

@@ -13,7 +13,8 @@ import argparse
 from typing import Any
 
 from benchmarks import savings_freezing
-from benchmarks.harness import main, run_ranks
+from benchmarks.harness import run_ranks
+from benchmarks.output import main
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -38,12 +38,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import alternate, bound_of, main, part_medians, run_ranks
+from benchmarks.harness import alternate, bound_of, part_medians, run_ranks
+from benchmarks.output import main
 from dynmo.kernels import hash_attention as kernel
 from dynmo.kernels.drop_attention import Dropped, draw_kept, plan_kept
 from dynmo.kernels.hash_attention import Hashed, hash_buckets, plan_buckets
 from dynmo.kernels.shared_qk import SparseAttention, dense_attention, scale_keys, take
-from dynmo.models.gpt import AttentionHalf, SharedAttentionHalf
+from dynmo.models.gpt import AttentionHalf, AttentionOptions, SharedAttentionHalf
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind
@@ -83,9 +84,8 @@ def half(sequence: int, sparse: SparseAttention | None, shared: bool = True) -> 
         shared: Whether queries and keys are shared. Sparse attention needs that.
     """
     torch.manual_seed(0)
-    module = (SharedAttentionHalf if shared else AttentionHalf)(
-        HIDDEN, HEADS, sequence, 0.02, 0.02, 0.0
-    )
+    options = AttentionOptions(HIDDEN, HEADS, sequence, 0.02, 0.02, 0.0)
+    module = (SharedAttentionHalf if shared else AttentionHalf)(options)
     if isinstance(module, SharedAttentionHalf):
         module.sparse_attention = sparse
     return module
@@ -163,7 +163,12 @@ def around(x: Tensor, v: Tensor, hashed: Hashed) -> Seconds:
 
 
 def inner(module: AttentionHalf, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the half's inputs of its attention: rotated vectors and values."""
+    """Returns the half's inputs of its attention: rotated vectors and values.
+
+    Args:
+        module: The attention half.
+        x: Its input, [batch, sequence, hidden].
+    """
     handed: list[tuple[Tensor, Tensor]] = []
 
     def listen(both: Tensor, v: Tensor) -> Tensor:
@@ -277,10 +282,22 @@ def _fbw(seconds: list[float]) -> dict[str, float]:
 def lengths(
     rounds: int, sequences: tuple[int, ...] = (512, 1024, 2048, 4096)
 ) -> list[dict[str, Any]]:
+    """Measures several lengths.
+
+    Args:
+        rounds: Number of counted turns.
+        sequences: Tokens of a sequence.
+    """
     return [length(sequence, rounds) for sequence in sequences]
 
 
 def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
+    """Runs on the one rank.
+
+    Args:
+        world: The one rank.
+        rounds: Number of counted turns.
+    """
     return lengths(rounds)
 
 

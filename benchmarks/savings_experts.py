@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import alternate, main, part_medians, run_ranks
+from benchmarks.harness import alternate, part_medians, run_ranks
+from benchmarks.output import main, markdown
 from benchmarks.savings_tokens import Side, function_side, layer_side
 from dynmo.models.experts import ExpertRule, ExpertsHalf
 from dynmo.models.gpt import FeedForwardHalf
@@ -56,7 +57,12 @@ def half(experts: int, top_k: int, load: str) -> ExpertsHalf:
 
 
 def rows_to_experts(module: ExpertsHalf, x: Tensor) -> Side:
-    """Returns a side that takes rows to their experts and back, without the experts."""
+    """Returns a side that takes rows to their experts and back, without the experts.
+
+    Args:
+        module: The feed-forward half with experts.
+        x: Its input, [tokens, hidden].
+    """
     with torch.no_grad():
         _, chosen, _, load = module.router(x)
     places, _, order = module.sort_by_expert(chosen, load)
@@ -74,6 +80,12 @@ def rows_to_experts(module: ExpertsHalf, x: Tensor) -> Side:
 
 
 def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
+    """Runs on the one rank.
+
+    Args:
+        world: The one rank.
+        rounds: Number of counted turns.
+    """
     return [
         shape_row(experts, top_k, load, rounds)
         for experts, top_k in SHAPES
@@ -125,7 +137,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "share of the ideal",
         "time over the ideal",
     ]
-    lines = [head, ["---:", "---:", "---", "---:", "---:", "---:"]]
+    lines: list[list[str]] = []
     for row in rows:
         numbers = (
             f"{row['speedup']:.2f}",
@@ -133,7 +145,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['over_ideal']:.2f}",
         )
         lines.append([str(row["experts"]), str(row["top_k"]), row["load"], *numbers])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(head, lines, "rrlrrr")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

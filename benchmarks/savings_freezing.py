@@ -20,8 +20,6 @@ parts of a step. A step has 8 microbatches, with one reading in 10 steps and one
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from itertools import count
@@ -31,29 +29,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import alternate, bound_of, machine, medians
-from dynmo.config import parse
+from benchmarks.harness import alternate, bound_of, medians
+from benchmarks.output import main
+from benchmarks.savings_pruning import half
 from dynmo.dynamism.egeria import plasticity, quantised, relations
-from dynmo.models.gpt_config import make
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind
 
 MICROBATCHES, EVERY, REFRESH = 8, 10, 200
-
-
-def half(which: int, hidden: int, heads: int, sequence: int) -> nn.Module:
-    """Builds the attention (0) or the feed-forward (1) half of a block.
-
-    Args:
-        which: 0 or 1.
-        hidden: Width of the model.
-        heads: Number of attention heads.
-        sequence: Tokens of a sequence.
-    """
-    config = parse({"model": {"blocks": 1, "hidden": hidden, "heads": heads, "sequence": sequence}})
-    return make(config).build([1 + which])[1 + which]
 
 
 def step(
@@ -189,7 +174,13 @@ def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]
 
 
 def watching(module: nn.Module, x: torch.Tensor, rounds: int) -> tuple[float, float]:
-    """Returns the seconds of a reading, and of a new reference."""
+    """Returns the seconds of a reading, and of a new reference.
+
+    Args:
+        module: The layer that is watched.
+        x: Its input, [batch, sequence, hidden].
+        rounds: Number of counted turns.
+    """
     reference = quantised(module)
     reading = median_of(
         lambda: plasticity(module, reference, (x,), relations(x), (0, 0, 0)), rounds
@@ -228,22 +219,11 @@ def measure(sequence: int, rounds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    main(
+        __doc__ or "",
+        lambda options: measure(options.sequence, options.rounds),
+        [
+            ("sequence", 2048, "tokens of the layer's microbatch"),
+            ("rounds", 7, "counted turns of each side"),
+        ],
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--sequence", type=int, default=2048, help="tokens of the layer's microbatch (default 2048)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=7, help="counted turns of each side (default 7)"
-    )
-    options = parser.parse_args()
-    result = measure(options.sequence, options.rounds) | {"machine": machine()}
-    if options.json:
-        print(json.dumps(result))
-    else:
-        from rich.console import Console
-        from rich.pretty import Pretty
-
-        Console().print(Pretty(result, expand_all=True))

@@ -25,18 +25,17 @@ docs/pictures/sparse_crossover.svg. DynMo's figure 6 has 75 % on an H100 (4096 x
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.harness import bound_of, machine, run_ranks, save_picture
+from benchmarks.harness import bound_of, run_ranks
+from benchmarks.output import PICTURES, add_number, machine, parser_of, pyplot, save_picture
 from dynmo.config import parse
 from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
 from dynmo.kernels.csr import pack, sddmm_, spmm, unpack
@@ -47,7 +46,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind
 
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "sparse_crossover.svg"
+PICTURE = PICTURES / "sparse_crossover.svg"
 PAPER = (0.52, 0.79, 0.89, 0.90)  # after each prune of the published schedule
 MATRICES = ((1024, 1024), (256, 1024))
 CURVE = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99)
@@ -88,6 +87,13 @@ def pruned_half(which: int, hidden: int, heads: int, sequence: int, sparsity: fl
 
 
 def time_once(layer: Layer, x: torch.Tensor, gy: torch.Tensor) -> Seconds:
+    """Runs a layer once, and returns the seconds of F, B and W.
+
+    Args:
+        layer: The layer.
+        x: Its input, [batch, sequence, hidden].
+        gy: Gradient of its output, of the same shape.
+    """
     layer.marks.clear()
     layer.forward(0, (x,), 0, True, True, None)
     layer.backward_input(0, (gy,), True)
@@ -268,7 +274,14 @@ def curves(tokens: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def on_a_rank(world: World, sequence: int, rounds: int, tokens: int) -> dict[str, Any]:
-    """Runs on one rank as dynmo starts it, with the allocator set as it is there."""
+    """Runs on one rank as dynmo starts it, with the allocator set as it is there.
+
+    Args:
+        world: The one rank.
+        sequence: Tokens of a sequence.
+        rounds: Number of counted turns.
+        tokens: Tokens for the crossover.
+    """
     torch.manual_seed(0)
     return {
         "layers": layers(1024, 32, sequence, PAPER, rounds),
@@ -278,13 +291,7 @@ def on_a_rank(world: World, sequence: int, rounds: int, tokens: int) -> dict[str
 
 
 def plot(crossovers: Sequence[dict[str, Any]]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "dynmo"  # the same figures give the same file
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = pyplot({}).subplots(figsize=(7, 4), layout="constrained")
     for one, colour, marker in zip(crossovers, ("#0072b2", "#d55e00"), ("o", "s"), strict=True):
         x = [100 * point["sparsity"] for point in one["points"]]
         text = (
@@ -315,25 +322,15 @@ def plot(crossovers: Sequence[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser = parser_of(__doc__)
     parser.add_argument("--plot", action="store_true", help="also draw the crossover")
-    parser.add_argument(
-        "--sequence", type=int, default=2048, help="tokens of the layer's microbatch (default 2048)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=7, help="counted turns of each side (default 7)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=512, help="tokens for the crossover (default 512)"
-    )
+    add_number(parser, "sequence", 2048, "tokens of the layer's microbatch")
+    add_number(parser, "rounds", 7, "counted turns of each side")
+    add_number(parser, "tokens", 512, "tokens for the crossover")
     options = parser.parse_args()
-    arguments = {"sequence": options.sequence, "rounds": options.rounds, "tokens": options.tokens}
-    result: dict[str, Any] = run_ranks("benchmarks.savings_pruning:on_a_rank", 1, **arguments) | {
-        "machine": machine()
-    }
+    sizes = {"sequence": options.sequence, "rounds": options.rounds, "tokens": options.tokens}
+    result: dict[str, Any] = run_ranks("benchmarks.savings_pruning:on_a_rank", 1, **sizes)
+    result["machine"] = machine()
     if options.plot:
         plot(result["crossover"])
     if options.json:

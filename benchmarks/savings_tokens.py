@@ -36,12 +36,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness import alternate, bound_of, main, part_medians, run_ranks
+from benchmarks.harness import alternate, bound_of, part_medians, run_ranks
+from benchmarks.output import main, markdown
 from benchmarks.savings_attention import ThreadClock
 from dynmo.kernels.token_attention import attend_kept, attend_packed
 from dynmo.kernels.token_select import merge, select
 from dynmo.models.early_exit import ExitAttentionHalf, ExitFeedForwardHalf, ExitHead, ExitRule
-from dynmo.models.gpt import AttentionHalf, FeedForwardHalf
+from dynmo.models.gpt import AttentionHalf, AttentionOptions, FeedForwardHalf
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, RoutedFeedForwardHalf, Router
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
@@ -110,22 +111,38 @@ def places_of(tokens: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def pairs_of(index: Tensor, sequence: int) -> float:
-    """Returns the share of the causal pairs that queries at these places have."""
+    """Returns the share of the causal pairs that queries at these places have.
+
+    Args:
+        index: Places of the queries in the flattened microbatch.
+        sequence: Tokens of a sequence.
+    """
     return float((index % sequence + 1).sum()) / (BATCH * sequence * (sequence + 1) / 2)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Computes dense attention of q, k and v, each [batch, sequence, heads, size]."""
+    """Computes dense attention.
+
+    Args:
+        q: Queries, [batch, sequence, heads, size].
+        k: Keys, of the same shape.
+        v: Values, of the same shape.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def exit_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, float]]:
-    """Returns the sides of early exit, and the share of pairs by the share of tokens."""
+    """Returns the sides of early exit, and the share of pairs by the share of tokens.
+
+    Args:
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+    """
     tokens, generator = BATCH * sequence, torch.Generator().manual_seed(1)
     stream = torch.randn(tokens, hidden, generator=generator)
     targets = torch.randint(VOCAB, (tokens,), generator=generator)
-    attention = ExitAttentionHalf(hidden, HEADS, sequence, 0.02, 0.02, 0.0)
+    attention = ExitAttentionHalf(AttentionOptions(hidden, HEADS, sequence, 0.02, 0.02, 0.0))
     feed_forward = ExitFeedForwardHalf(hidden, 0.02, 0.02, 0.0)
     head = ExitHead(hidden, VOCAB, 0.02, sequence, ExitRule("softmax", 0.9, True), 1.0, 1.0, 2.0)
     every = torch.arange(tokens)
@@ -154,21 +171,25 @@ def exit_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, f
 
 
 def depth_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, float]]:
-    """Returns the sides of mixture of depths, and the share of pairs by capacity."""
+    """Returns the sides of mixture of depths, and the share of pairs by capacity.
+
+    Args:
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+    """
     tokens, generator = BATCH * sequence, torch.Generator().manual_seed(1)
     x = torch.randn(BATCH, sequence, hidden, generator=generator)
     heads = torch.randn(BATCH, sequence, HEADS, hidden // HEADS, generator=generator)
+    options = AttentionOptions(hidden, HEADS, sequence, 0.02, 0.02, 0.0)
     sides = {
-        "dense attention": layer_side(
-            AttentionHalf(hidden, HEADS, sequence, 0.02, 0.02, 0.0), (x,)
-        ),
+        "dense attention": layer_side(AttentionHalf(options), (x,)),
         "dense feed-forward": layer_side(FeedForwardHalf(hidden, 0.02, 0.02, 0.0), (x,)),
         "pairs": function_side(dense_attention, heads, heads.clone(), heads.clone()),
     }
     pairs = dict[str, float]()
     for share in CAPACITIES:
         router = Router(hidden, share, "mlp", 0.01, 0.02)
-        half = RoutedAttentionHalf(hidden, HEADS, sequence, 0.02, 0.02, 0.0, router)
+        half = RoutedAttentionHalf(options, router)
         with torch.no_grad():
             handed = half(x)
         count, index = round(share * sequence), handed[3]
@@ -272,6 +293,12 @@ def size_row(case: str, hidden: int, sequence: int, rounds: int) -> dict[str, An
 
 
 def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
+    """Runs on the one rank.
+
+    Args:
+        world: The one rank.
+        rounds: Number of counted turns.
+    """
     return [
         size_row(case, *size, rounds)
         for case in ("early_exit", "mixture_of_depths")
@@ -289,7 +316,7 @@ def table(sizes: Sequence[dict[str, Any]]) -> str:
         "share of the ideal",
         "bounded by",
     ]
-    lines = [head, ["---", "---", "---:", "---:", "---:", "---"]]
+    lines: list[list[str]] = []
     for case in ("early_exit", "mixture_of_depths"):
         rows = [size["rows"] for size in sizes if size["case"] == case]
         for key in rows[0] if rows else ():
@@ -301,7 +328,7 @@ def table(sizes: Sequence[dict[str, Any]]) -> str:
             lines.append(
                 [case.replace("_", " "), half, f"{float(share):.1%}", *ranges, ", ".join(bounds)]
             )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(head, lines, "llrrrl")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -23,16 +23,17 @@ costs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks.cost_traces import best, in_blocks, perfect, timeline, trace
-from benchmarks.harness import machine, run_ranks, save_picture
+from benchmarks.harness import run_ranks
+from benchmarks.output import add_number, figures_of, markdown, parser_of, pyplot, save_picture
+from benchmarks.published import table_5
 from benchmarks.traces_emulated import emulated_table
 from dynmo.balance.partition import exact, uniform
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
@@ -40,7 +41,6 @@ from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.generators import make_schedule
 from dynmo.schedule.simulator import simulate
 
-TABLE_5 = Path(__file__).parents[1] / "tests" / "facts" / "zero_bubble_table5.json"
 REPLICAS = 30
 WEAK = ((24, 12), (32, 16), (40, 20), (48, 24))  # blocks, ranks
 PUBLISHED_WEAK = 2.12
@@ -124,10 +124,10 @@ def vertical(stride: int) -> list[dict[str, Any]]:
     return out
 
 
-def equal_memory() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(TABLE_5.read_text())["rows"]
+def equal_memory(settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compares ZB-2p with 1F1B and ZB-1p in the same memory, for rows of Zero Bubble's table 5."""
     out: list[dict[str, Any]] = []
-    for row in rows:
+    for row in settings:
         p, m = row["ranks"], row["microbatches"]
         once, twice = _costs(row, 1), _costs(row, 2)
         caps = (2.0 * p,) * p  # in activations of a microbatch of the smaller size
@@ -167,7 +167,7 @@ def _costs(row: dict[str, Any], size: int) -> Costs:
 
 
 def measure(stride: int) -> dict[str, Any]:
-    equal = equal_memory()
+    equal = equal_memory(table_5())
     return {
         "weak": weak(stride),
         "published_weak": PUBLISHED_WEAK,
@@ -200,53 +200,57 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
     """Returns the tables in Markdown by name, as docs/scaling.md shows them."""
     if "emulated" in result and "weak" not in result:
         return {"emulated": emulated_table(result["emulated"])}
-    weak_rows = [
-        f"| {x['ranks']} | {x['blocks']} | {x['speed_up']:.2f} | {x['bound']:.2f} | "
-        f"{x['efficiency']['static']:.2f} | {x['efficiency']['balanced']:.2f} |"
-        for x in result["weak"]
-    ]
-    vertical_rows = [
-        f"| {x['blocks']} | {x['ranks']} | {x['speed_up']:.2f} | {x['bound']:.2f} | "
-        f"{x['published']:.2f} |"
-        for x in result["vertical"]
-    ]
-    equal_rows = [
-        (
-            f"| {x['model']} | {x['ranks']} | {x['microbatches']} | {x['over_1f1b']:.0%} | "
-            f"{x['over_zb_1p']:.0%} |"
-        ).replace("%", " %")
-        for x in result["equal_memory"]
-    ]
-    heads = {
-        "weak": (
-            "| ranks | blocks | speed-up | at most | efficiency, static | efficiency, balanced |"
-        ),
-        "vertical": "| blocks | ranks | speed-up | at most | published |",
-        "equal memory": "| model | ranks | microbatches | ZB-2p faster than 1F1B | than ZB-1p |",
-    }
-    rows = (weak_rows, vertical_rows, equal_rows)
     texts = {
-        name: "\n".join([head, "|" + " ---: |" * (head.count("|") - 1), *lines])
-        for (name, head), lines in zip(heads.items(), rows, strict=True)
+        "weak": _table(
+            [
+                "ranks",
+                "blocks",
+                "speed-up",
+                "at most",
+                "efficiency, static",
+                "efficiency, balanced",
+            ],
+            [
+                [f"{x['ranks']}", f"{x['blocks']}"]
+                + [f"{x[key]:.2f}" for key in ("speed_up", "bound")]
+                + [f"{x['efficiency'][key]:.2f}" for key in ("static", "balanced")]
+                for x in result["weak"]
+            ],
+        ),
+        "vertical": _table(
+            ["blocks", "ranks", "speed-up", "at most", "published"],
+            [
+                [f"{x['blocks']}", f"{x['ranks']}"]
+                + [f"{x[key]:.2f}" for key in ("speed_up", "bound", "published")]
+                for x in result["vertical"]
+            ],
+        ),
+        "equal memory": _table(
+            ["model", "ranks", "microbatches", "ZB-2p faster than 1F1B", "than ZB-1p"],
+            [
+                [f"{x[key]}" for key in ("model", "ranks", "microbatches")]
+                + [f"{100 * x[key]:.0f} %" for key in ("over_1f1b", "over_zb_1p")]
+                for x in result["equal_memory"]
+            ],
+        ),
     }
-    return texts | (
-        {"emulated": emulated_table(result["emulated"])} if "emulated" in result else {}
-    )
+    if "emulated" in result:
+        texts["emulated"] = emulated_table(result["emulated"])
+    return texts
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    return markdown(head, rows, "r" * len(head))
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    import matplotlib as mpl
+    """Draws weak scaling, and the gains at equal memory.
 
-    mpl.use("svg")
-    mpl.rcParams |= {
-        "svg.hashsalt": "dynmo",
-        "svg.fonttype": "none",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    import matplotlib.pyplot as plt
-
+    Args:
+        result: Result of `measure`.
+        path: The file.
+    """
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     ranks = [x["ranks"] for x in result["weak"]]
     for name, colour, style in (
@@ -288,22 +292,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw it, like docs/pictures/scaling.svg"
-    )
-    parser.add_argument(
-        "--read",
-        type=Path,
-        metavar="FILE",
-        help="figures of an earlier --json, instead of measuring",
-    )
-    parser.add_argument(
-        "--stride", type=int, default=1, help="of the 24 moments, every so many-th (default 1)"
-    )
+    parser = parser_of(__doc__, picture="scaling", reads=True)
+    add_number(parser, "stride", 1, "of the 24 moments, every so many-th")
     parser.add_argument(
         "--only",
         choices=("simulated", "emulated"),
@@ -319,13 +309,12 @@ def main() -> None:
         help="real processes of the emulated runs",
     )
     options = parser.parse_args()
-    result: dict[str, Any]
-    if options.read:
-        result = json.loads(options.read.read_text())
-    else:
+
+    def measured() -> dict[str, Any]:
         result = measure(options.stride) if options.only != "emulated" else {}
-        result |= emulated(options.ranks) if options.only != "simulated" else {}
-        result["machine"] = machine()
+        return result | (emulated(options.ranks) if options.only != "simulated" else {})
+
+    result = figures_of(options, measured)
     if options.plot and "weak" in result:
         draw(result, options.plot)
     print(json.dumps(result) if options.json else "\n\n".join(tables(result).values()))

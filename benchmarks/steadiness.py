@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import main
+from benchmarks.output import main
 from dynmo.config import parse
 
 # This program ends with the process that started it, however that ends.
@@ -39,6 +39,13 @@ def busy_cores(count: int) -> Generator[None]:
 
 
 def settings(name: str, steps: int, blocks: int) -> dict[str, Any]:
+    """Returns the config of a run.
+
+    Args:
+        name: Name of the run.
+        steps: Steps of the run.
+        blocks: Depth of the model.
+    """
     return {
         "name": name,
         "model": {"blocks": blocks, "hidden": 64, "heads": 4, "sequence": 64},

@@ -26,23 +26,17 @@ takes the figures of an earlier `--json` instead of measuring.
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from benchmarks.harness import machine, save_picture
+from benchmarks.output import PICTURES, STYLE, figures_of, markdown, parser_of, pyplot, save_picture
+from benchmarks.published import table_5
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import chunks_of, placement_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.simulator import simulate
-
-ROOT = Path(__file__).parents[1]
-PICTURES = ROOT / "docs" / "pictures"
-TABLE_5 = ROOT / "tests" / "facts" / "zero_bubble_table5.json"
 
 # Number of layers of each model. The published runs interleave single layers.
 LAYERS = {"1.5B": 24, "6.2B": 32, "14.6B": 48, "28.3B": 64}
@@ -84,9 +78,10 @@ def published_rows(per_rank: int | None = None) -> list[dict[str, Any]]:
         per_rank: Selects the rows with so many microbatches per rank, one for each model. None
             selects all rows.
     """
-    rows: list[dict[str, Any]] = json.loads(TABLE_5.read_text())["rows"]
     return [
-        row for row in rows if per_rank is None or row["microbatches"] == per_rank * row["ranks"]
+        row
+        for row in table_5()
+        if per_rank is None or row["microbatches"] == per_rank * row["ranks"]
     ]
 
 
@@ -270,68 +265,49 @@ _FEW = (0.125, 0.25, 0.5, 1.0)
 
 def tables(result: dict[str, Any]) -> dict[str, str]:
     """Returns the tables in Markdown by name, in percent except for times and memory."""
-    names = list(SIDES)
-    texts: dict[str, str] = {}
-    texts["attention"] = _table(
-        ["s / h", "F", "B", "W", "W's memory", *names, "least p", "least 2p"],
-        (
-            [
-                f"{row['ratio']:.2g}",
-                *(f"{row[kind] / 24:.2f}" for kind in "fbw"),
-                _percent(row["w_memory"]),
-                *(_percent(row["sides"][name]["bubble"]) for name in names),
-                *(_percent(row["sides"][name]["least"]) for name in ("zb-auto p", "zb-auto 2p")),
-            ]
-            for row in result["attention"]
-        ),
-    )
-    limits = [point["limit"] for point in result["memory"][0]["points"]][::2]
-    texts["memory"] = _table(
-        ["bubble / least", *(f"{limit:g}p" for limit in limits)],
-        (
-            [
-                _case(row),
-                *(
-                    f"{_percent(x['bubble'])} / {_percent(x['least'])}"
-                    for x in row["points"]
-                    if x["limit"] in limits
-                ),
-            ]
-            for row in result["memory"]
-        ),
-    )
-    texts["few"] = _table(
-        [
-            "1F1B takes longer than zb-auto / ZB-H1",
-            *("m = p" if x == 1 else f"m = p / {round(1 / x)}" for x in _FEW),
-        ],
-        (
-            [
-                f"{row['model']}, p {row['ranks']}",
-                *(
-                    f"{_percent(x['zb-auto p']['gain'])} / {_percent(x['zb-h1']['gain'])}"
-                    for x in row["points"]
-                    if x["microbatches"] / row["ranks"] in _FEW
-                ),
-            ]
-            for row in result["few"]
-        ),
-    )
-    texts["published"] = _table(
-        ["bubble", *names],
-        (
-            [_case(row), *(_percent(row["sides"][name]["bubble"]) for name in names)]
-            for row in result["published"]
-        ),
-    )
-    texts["gaps"] = _table(
-        ["gap to the bound", *names],
-        (
-            [_case(row), *(_percent(row["sides"][name]["gap"]) for name in names)]
-            for row in result["published"]
-        ),
-    )
-    return texts
+    return {
+        "attention": _attention_table(result["attention"]),
+        "memory": _memory_table(result["memory"]),
+        "few": _few_table(result["few"]),
+        "published": _published_table("bubble", "bubble", result["published"]),
+        "gaps": _published_table("gap to the bound", "gap", result["published"]),
+    }
+
+
+def _attention_table(rows: list[dict[str, Any]]) -> str:
+    head = ["s / h", "F", "B", "W", "W's memory", *SIDES, "least p", "least 2p"]
+    lines: list[list[str]] = []
+    for row in rows:
+        times = [f"{row[kind] / 24:.2f}" for kind in "fbw"]
+        shares = [row["w_memory"], *(row["sides"][name]["bubble"] for name in SIDES)]
+        shares += [row["sides"][name]["least"] for name in ("zb-auto p", "zb-auto 2p")]
+        lines.append([f"{row['ratio']:.2g}", *times, *map(_percent, shares)])
+    return markdown(head, lines)
+
+
+def _memory_table(rows: list[dict[str, Any]]) -> str:
+    limits = [point["limit"] for point in rows[0]["points"]][::2]
+    lines: list[list[str]] = []
+    for row in rows:
+        points = [x for x in row["points"] if x["limit"] in limits]
+        pairs = [f"{_percent(x['bubble'])} / {_percent(x['least'])}" for x in points]
+        lines.append([_case(row), *pairs])
+    return markdown(["bubble / least", *(f"{limit:g}p" for limit in limits)], lines)
+
+
+def _few_table(rows: list[dict[str, Any]]) -> str:
+    sizes = ["m = p" if x == 1 else f"m = p / {round(1 / x)}" for x in _FEW]
+    lines: list[list[str]] = []
+    for row in rows:
+        points = [x for x in row["points"] if x["microbatches"] / row["ranks"] in _FEW]
+        gains = [[_percent(x[name]["gain"]) for name in ("zb-auto p", "zb-h1")] for x in points]
+        lines.append([f"{row['model']}, p {row['ranks']}", *map(" / ".join, gains)])
+    return markdown(["1F1B takes longer than zb-auto / ZB-H1", *sizes], lines)
+
+
+def _published_table(title: str, figure: str, rows: list[dict[str, Any]]) -> str:
+    lines = [[_case(x), *(_percent(x["sides"][name][figure]) for name in SIDES)] for x in rows]
+    return markdown([title, *SIDES], lines)
 
 
 def _case(row: dict[str, Any]) -> str:
@@ -340,11 +316,6 @@ def _case(row: dict[str, Any]) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}" if abs(share) < 0.9995 else "100"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 # -- pictures --------------------------------------------------------------------------------------
@@ -376,37 +347,22 @@ _MODELS = dict(
 
 
 def draw(result: dict[str, Any]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    # The same figures give the same file: it has no date and no random ids. Text stays text.
-    mpl.rcParams |= {
-        "svg.hashsalt": "dynmo",
-        "svg.fonttype": "none",
-        "font.size": 9,
+    """Draws the pictures of docs/schedules.md."""
+    style = {
         "axes.grid": True,
         "grid.color": "#dddddd",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
         "lines.markersize": 4.5,
         "lines.linewidth": 1.3,
         "legend.frameon": False,
     }
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    _draw_attention(result["attention"])
-    _draw_memory(result["memory"])
-    _draw_few(result["few"])
-    _draw_published(result["published"])
+    plt = pyplot({**STYLE, **style})
+    _draw_attention(plt, result["attention"])
+    _draw_memory(plt, result["memory"])
+    _draw_few(plt, result["few"])
+    _draw_published(plt, result["published"])
 
 
-def _save(figure: Any, name: str) -> None:
-    path = PICTURES / f"{name}.svg"
-    save_picture(figure, path)
-
-
-def _draw_attention(rows: list[dict[str, Any]]) -> None:
-    import matplotlib.pyplot as plt
-
+def _draw_attention(plt: Any, rows: list[dict[str, Any]]) -> None:
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(10, 4), width_ratios=(1, 1.7), layout="constrained"
     )
@@ -458,13 +414,10 @@ def _draw_attention(rows: list[dict[str, Any]]) -> None:
         title="bubble, p = 8, m = 24 (gpipe: as 1f1b)",
     )
     right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    _save(figure, "attention")
-    plt.close(figure)
+    save_picture(figure, PICTURES / "attention.svg")
 
 
-def _draw_memory(rows: list[dict[str, Any]]) -> None:
-    import matplotlib.pyplot as plt
-
+def _draw_memory(plt: Any, rows: list[dict[str, Any]]) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for row in rows:
         colour, marker, dashes = _MODELS[row["model"]]
@@ -487,13 +440,10 @@ def _draw_memory(rows: list[dict[str, Any]]) -> None:
         ylim=(0, None),
     )
     axes.legend()
-    _save(figure, "memory_limit")
-    plt.close(figure)
+    save_picture(figure, PICTURES / "memory_limit.svg")
 
 
-def _draw_few(rows: list[dict[str, Any]]) -> None:
-    import matplotlib.pyplot as plt
-
+def _draw_few(plt: Any, rows: list[dict[str, Any]]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for row in rows:
         panel = axes[(8, 16).index(row["ranks"])]
@@ -513,13 +463,10 @@ def _draw_few(rows: list[dict[str, Any]]) -> None:
         panel.set(xlabel="microbatches", title=f"p = {row['ranks']}")
     axes[0].set_ylabel("1F1B takes longer by, %")
     axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    _save(figure, "few_microbatches")
-    plt.close(figure)
+    save_picture(figure, PICTURES / "few_microbatches.svg")
 
 
-def _draw_published(rows: list[dict[str, Any]]) -> None:
-    import matplotlib.pyplot as plt
-
+def _draw_published(plt: Any, rows: list[dict[str, Any]]) -> None:
     figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
     for name, (colour, marker, dashes) in _LOOKS.items():
         for start in range(0, len(rows), 3):
@@ -544,28 +491,16 @@ def _draw_published(rows: list[dict[str, Any]]) -> None:
     )
     axes.set(ylabel="bubble (gpipe: as 1f1b)", ylim=(0, None))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    _save(figure, "published")
-    plt.close(figure)
+    save_picture(figure, PICTURES / "published.svg")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser = parser_of(__doc__, reads=True)
     parser.add_argument(
         "--plot", action="store_true", help="draw the pictures of docs/schedules.md"
     )
-    parser.add_argument(
-        "--read",
-        type=Path,
-        metavar="FILE",
-        help="figures of an earlier --json, instead of measuring",
-    )
     options = parser.parse_args()
-    result = (
-        json.loads(options.read.read_text()) if options.read else measure() | {"machine": machine()}
-    )
+    result = figures_of(options, measure)
     if options.plot:
         draw(result)
     if options.json:

@@ -49,7 +49,8 @@ from benchmarks.cost_traces import (
     timeline,
     trace,
 )
-from benchmarks.harness import machine, run_ranks, save_picture
+from benchmarks.harness import run_ranks
+from benchmarks.output import add_number, figures_of, markdown, parser_of, pyplot, save_picture
 from benchmarks.published import PUBLISHED
 from benchmarks.traces_emulated import emulated_table
 from dynmo.balance.diffusion import diffuse
@@ -272,19 +273,13 @@ def with_stepwise(
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    import matplotlib as mpl
+    """Draws the idleness by depth: a panel for each case.
 
-    mpl.use("svg")
-    # The same figures give the same file: it has no date and no random ids. Text stays text.
-    mpl.rcParams |= {
-        "svg.hashsalt": "dynmo",
-        "svg.fonttype": "none",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    import matplotlib.pyplot as plt
-
+    Args:
+        rows: Results of `idleness`, one for each depth.
+        path: The file.
+    """
+    plt = pyplot()
     names = [key for key in rows[0] if isinstance(rows[0][key], dict)]
     figure, axes = plt.subplots(
         1, len(names), figsize=(2.5 * len(names), 3.4), sharey=True, layout="constrained"
@@ -317,6 +312,18 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 # -- output ----------------------------------------------------------------------------------------
 
 
+def tables(result: dict[str, Any]) -> list[str]:
+    """Returns the tables of all parts that were measured."""
+    texts: list[str] = []
+    if "emulated" in result:
+        texts.append(emulated_table(result["emulated"]))
+    if "rows" in result:
+        texts += [table(result["rows"]), summary(result["rows"])]
+    if "stepwise" in result:
+        texts.append(traces_stepwise.table(result["stepwise"]))
+    return texts
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the table in Markdown."""
     names = [*BASELINES, "ours", "optimum of blocks", "optimum of halves", "perfect"]
@@ -331,20 +338,24 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "ours over dense",
         "published",
     ]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines: list[list[str]] = []
     for x in rows:
         numbers = [f"{x['gain'][name]:.2f}" for name in names]
         over = [f"{x['over_dense'][name]:.2f}" for name in ("uniform", "ours")]
         share = f"{100 * x['share_of_optimum']:.1f} %"
         start = [name_of(x["case"], x["sequence"]), str(x["blocks"]), str(x["ranks"])]
         lines.append([*start, *numbers, share, str(x["bound"]), *over, x["published"]])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(head, lines)
 
 
 def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
     """Returns the short table of docs/cases.md.
 
     It has the best of the static placements and of the paper's dynamic ones beside ours.
+
+    Args:
+        rows: Rows of the result.
+        ranks: Number of pipeline ranks. Other rows are left out.
     """
     head = [
         "24 ranks",
@@ -358,7 +369,7 @@ def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
         "ours over dense",
         "the paper's",
     ]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines: list[list[str]] = []
     for x in (row for row in rows if row["ranks"] == ranks):
         gain = x["gain"]
         best_static = max(gain["uniform"], gain["parameters, static"])
@@ -380,7 +391,7 @@ def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
                 x["published"],
             ]
         )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(head, lines)
 
 
 def emulated(options: argparse.Namespace) -> dict[str, Any]:
@@ -420,27 +431,25 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures all parts, or the one of `--only`."""
+    parts = {
+        "simulated": lambda: simulated(options),
+        "stepwise": lambda: traces_stepwise.stepwise(options.blocks, RANKS),
+        "emulated": lambda: emulated(options),
+    }
+    result: dict[str, Any] = {}
+    for name in (options.only,) if options.only else parts:
+        result |= parts[name]()
+    return result
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw the idleness, like docs/pictures/idleness.svg",
-    )
-    parser.add_argument(
-        "--read",
-        type=Path,
-        metavar="FILE",
-        help="figures of an earlier --json, instead of measuring",
-    )
+    parser = parser_of(__doc__, picture="idleness", reads=True)
     parser.add_argument(
         "--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model"
     )
-    parser.add_argument("--cases", type=int, default=len(CASES), help="so many of the cases")
+    add_number(parser, "cases", len(CASES), "so many of the cases")
     parser.add_argument(
         "--only",
         choices=("simulated", "stepwise", "emulated"),
@@ -452,39 +461,18 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of the emulated runs"
     )
-    parser.add_argument(
-        "--pairs",
-        type=int,
-        default=3,
-        help="of the emulated runs: how often each placement takes its turn (default 3)",
-    )
+    add_number(parser, "pairs", 3, "of the emulated runs: how often each placement takes its turn")
     options = parser.parse_args()
-    result: dict[str, Any]
-    if options.read:
-        result = json.loads(options.read.read_text())
-    else:
-        wanted = (options.only,) if options.only else ("simulated", "stepwise", "emulated")
-        result = simulated(options) if "simulated" in wanted else {}
-        result |= traces_stepwise.stepwise(options.blocks, RANKS) if "stepwise" in wanted else {}
-        result |= emulated(options) if "emulated" in wanted else {}
-        result["machine"] = machine()
+    result = figures_of(options, lambda: measure(options))
     if options.plot and "idleness" in result:
         draw(with_stepwise(result["idleness"], result.get("stepwise", ())), options.plot)
     if options.json:
         print(json.dumps(result))
         return
-    if "emulated" in result:
-        print(emulated_table(result["emulated"]), end="\n\n")
-    if "rows" in result:
-        print(table(result["rows"]), summary(result["rows"]), sep="\n\n", end="\n\n")
-    if "stepwise" in result:
-        print(traces_stepwise.table(result["stepwise"]), end="\n\n")
-    print(
-        json.dumps(
-            {key: value for key, value in result.items() if key not in ("rows", "stepwise")},
-            indent=1,
-        )
-    )
+    for text in tables(result):
+        print(text, end="\n\n")
+    others = {key: value for key, value in result.items() if key not in ("rows", "stepwise")}
+    print(json.dumps(others, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,21 +9,48 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.cost_traces import best, dense, in_halves, name_of, timeline, trace
-from dynmo.balance.partition import uniform
+from benchmarks.cost_traces import Layers, best, dense, in_halves, name_of, timeline, trace
+from benchmarks.harness import medians
+from benchmarks.output import markdown
+from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.runtime.comm.world import World
 
 MOMENT = 18  # of 24
-# Seconds that the shortest op of any stage sleeps. In a shorter sleep, waking up and the
-# interpreter would count.
-SHORTEST = 0.01
+
+
+class Emulation(NamedTuple):
+    """A moment of a trace, and how it is run.
+
+    Attributes:
+        case: Name of the case.
+        sequence: Tokens of a sequence.
+        blocks: Depth of the model.
+        moment: Moment of the trace.
+        pairs: Number of turns of both placements.
+        steps: Number of counted steps on a placement in each turn.
+        shortest: Seconds that the shortest op of any stage sleeps. In a shorter sleep, waking up
+            and the interpreter would count.
+        size: Floats of a message.
+        with_dense: Whether to also time the model without the technique, placed evenly.
+    """
+
+    case: str
+    sequence: int
+    blocks: int
+    moment: int
+    pairs: int
+    steps: int
+    shortest: float = 0.01
+    size: int = 1024
+    with_dense: bool = False
 
 
 def emulate(
@@ -38,66 +65,117 @@ def emulate(
         steps: Number of counted steps on a placement in each turn.
     """
     return [
-        emulated(world, case, sequence, 48, MOMENT, pairs, steps, beside_dense=True)
+        measure(world, Emulation(case, sequence, 48, MOMENT, pairs, steps, with_dense=True))
         for case, sequence in cases
     ]
 
 
-def emulated(
-    world: World,
-    case: str,
-    sequence: int,
-    blocks: int,
-    moment: int,
-    pairs: int,
-    steps: int,
-    shortest: float = SHORTEST,
-    size: int = 1024,
-    beside_dense: bool = False,
-) -> dict[str, Any]:
+def emulated(world: World, **given: Any) -> dict[str, Any]:
+    """Runs `measure` on each rank.
+
+    Args:
+        world: The ranks.
+        **given: The fields of an `Emulation`.
+    """
+    return measure(world, Emulation(**given))
+
+
+def measure(world: World, given: Emulation) -> dict[str, Any]:
     """Runs on each rank: the uniform placement and ours, in turn.
 
     The layers sleep in proportion to the trace.
 
     Args:
         world: The ranks.
-        case: Name of the case.
-        sequence: Tokens of a sequence.
-        blocks: Depth of the model.
-        moment: Moment of the trace.
-        pairs: Number of turns of both placements.
-        steps: Number of steps on a placement in each turn.
-        shortest: Seconds that the shortest op of any stage sleeps.
-        size: Floats of a message.
-        beside_dense: Whether to also time the model without the technique, placed evenly.
+        given: The moment, and how it is run.
     """
     ranks, microbatches = world.size, 2 * world.size
-    layers = trace(case, blocks, sequence)[moment]
+    layers = trace(given.case, given.blocks, given.sequence)[given.moment]
     frozen = next((i for i, x in enumerate(layers) if x.b or x.w), 0)
-    full = dense(blocks, sequence)
-    # A frozen layer no longer sleeps in B and W, because it is frozen.
-    slept = tuple(
-        replace(x, b=y.b, w=y.w) if i < frozen else x
-        for i, (x, y) in enumerate(zip(layers, full, strict=True))
-    )
-    even = in_halves(uniform(blocks, ranks))
+    full = dense(given.blocks, given.sequence)
+    even = in_halves(uniform(given.blocks, ranks))
     target = best(layers, ranks, microbatches, even)
     stages = [
         stage for placement in (even, target) for stage in pipeline_costs(layers, placement).stages
     ]
     ops = [seconds for stage in stages for seconds in (stage.f, stage.b, stage.w) if seconds]
-    unit = shortest / min(ops)  # seconds of a dense block's F
-    model = make_layers(*([unit * getattr(x, key) for x in slept] for key in "fbw"), size=size)
-    pipeline = Engine(world, model, even, schedule="zb-h1", microbatches=microbatches)
+    unit = given.shortest / min(ops)  # seconds of a dense block's F
+    # A frozen layer no longer sleeps in B and W, because it is frozen.
+    slept = tuple(
+        replace(x, b=y.b, w=y.w) if i < frozen else x
+        for i, (x, y) in enumerate(zip(layers, full, strict=True))
+    )
+    pipeline = sleeping_pipeline(world, slept, unit, given.size, even)
     pipeline.freeze(range(frozen))
     sides = {"uniform": (pipeline, even), "ours": (pipeline, target)}
-    if beside_dense:
-        whole = make_layers(*([unit * getattr(x, key) for x in full] for key in "fbw"), size=size)
-        sides["dense"] = (
-            Engine(world, whole, even, schedule="zb-h1", microbatches=microbatches),
-            even,
-        )
-    data = torch.zeros(microbatches, 1, dtype=torch.int64)
+    if given.with_dense:
+        sides["dense"] = (sleeping_pipeline(world, full, unit, given.size, even), even)
+    times, idle = in_turn(world, sides, given.pairs, given.steps)
+    simulated = [timeline(layers, placement, microbatches) for placement in (even, target)]
+    expected = [unit * step.makespan for step in simulated]
+    gain, simulated_gain = times["uniform"] / times["ours"], expected[0] / expected[1]
+    without: dict[str, float] = {}
+    if given.with_dense:
+        simulated_dense = unit * timeline(full, even, microbatches).makespan
+        without = {
+            "dense_seconds": times["dense"],
+            "simulated_dense_seconds": simulated_dense,
+            "over_dense": times["dense"] / times["ours"],
+            "simulated_over_dense": simulated_dense / expected[1],
+        }
+    return {
+        "case": given.case,
+        "sequence": given.sequence,
+        "blocks": given.blocks,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "moment": given.moment,
+        "frozen_layers": frozen,
+        "uniform_seconds": times["uniform"],
+        "our_seconds": times["ours"],
+        "gain": gain,
+        "simulated_seconds": expected,
+        "simulated_gain": simulated_gain,
+        "share_of_simulated_gain": (gain - 1) / (simulated_gain - 1),
+        "op_seconds": {"least": unit * min(ops), "median": unit * median(ops)},
+        "idle_ratio": [idle[name] for name in ("uniform", "ours")],
+        "simulated_idle_ratio": [step.idle_ratio for step in simulated],
+        "layers": [list(even.counts), list(target.counts)],
+        **without,
+    }
+
+
+def sleeping_pipeline(
+    world: World, layers: Layers, unit: float, size: int, placement: Partition
+) -> Engine:
+    """Makes a pipeline of layers that sleep.
+
+    Args:
+        world: The ranks.
+        layers: Costs of each half block, in units.
+        unit: Seconds of a unit.
+        size: Floats of a message.
+        placement: Number of half blocks on each rank.
+    """
+    model = make_layers(*([unit * getattr(x, key) for x in layers] for key in "fbw"), size=size)
+    return Engine(world, model, placement, StepOptions("zb-h1", microbatches=2 * world.size))
+
+
+def in_turn(
+    world: World, sides: dict[str, tuple[Engine, Partition]], pairs: int, steps: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Runs all sides in turn.
+
+    Args:
+        world: The ranks.
+        sides: Pipeline and placement of each side.
+        pairs: Number of turns.
+        steps: Number of counted steps of each side in a turn.
+
+    Returns:
+        The median seconds and the median idle ratio of a step, by side.
+    """
+    data = torch.zeros(2 * world.size, 1, dtype=torch.int64)
     times: dict[str, list[float]] = {name: [] for name in sides}
     idle: dict[str, list[float]] = {name: [] for name in sides}
     counter = 0
@@ -114,38 +192,7 @@ def emulated(
                     idle[name].append(result.idle_ratio)
     for pipeline, _ in sides.values():
         pipeline.on_workload_change(())  # closes its channels
-    simulated = [timeline(layers, placement, microbatches) for placement in (even, target)]
-    expected = [unit * step.makespan for step in simulated]
-    uniform_seconds, our_seconds = (median(times[x]) for x in ("uniform", "ours"))
-    without: dict[str, float] = {}
-    if beside_dense:
-        without["dense_seconds"], without["simulated_dense_seconds"] = (
-            median(times["dense"]),
-            unit * timeline(full, even, microbatches).makespan,
-        )
-        without["over_dense"] = without["dense_seconds"] / our_seconds
-        without["simulated_over_dense"] = without["simulated_dense_seconds"] / expected[1]
-    return {
-        "case": case,
-        "sequence": sequence,
-        "blocks": blocks,
-        "ranks": ranks,
-        "microbatches": microbatches,
-        "moment": moment,
-        "frozen_layers": frozen,
-        "uniform_seconds": uniform_seconds,
-        "our_seconds": our_seconds,
-        "gain": uniform_seconds / our_seconds,
-        "simulated_seconds": expected,
-        "simulated_gain": expected[0] / expected[1],
-        "share_of_simulated_gain": (uniform_seconds / our_seconds - 1)
-        / (expected[0] / expected[1] - 1),
-        "op_seconds": {"least": unit * min(ops), "median": unit * median(ops)},
-        "idle_ratio": [median(idle[x]) for x in ("uniform", "ours")],
-        "simulated_idle_ratio": [step.idle_ratio for step in simulated],
-        "layers": [list(even.counts), list(target.counts)],
-        **without,
-    }
+    return medians(times), medians(idle)
 
 
 def emulated_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -168,7 +215,7 @@ def emulated_table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     beside_dense = all("over_dense" in x for x in rows)
     head += ["over dense", "simulated"] * beside_dense
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines: list[list[str]] = []
     for x in rows:
         times = zip((x["uniform_seconds"], x["our_seconds"]), x["simulated_seconds"], strict=True)
         idle = [
@@ -183,4 +230,4 @@ def emulated_table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             [*start, *seconds, f"{x['gain']:.2f}", f"{x['simulated_gain']:.2f}", *idle, *dense_too]
         )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(head, lines)

@@ -46,6 +46,7 @@ from benchmarks.cost_traces import (
     timeline,
     trace,
 )
+from benchmarks.output import markdown
 from benchmarks.published import PUBLISHED
 from dynmo.balance._replay import replay as compiled_replay
 from dynmo.balance._replay import shape_of
@@ -276,7 +277,12 @@ def row(
 
 
 def table(rows: Sequence[dict[str, Any]], ranks: Sequence[int] = (16, 24)) -> str:
-    """Returns the table in Markdown."""
+    """Returns the table in Markdown.
+
+    Args:
+        rows: Results of `row`.
+        ranks: Numbers of pipeline ranks. Other rows are left out.
+    """
     head = [
         "case",
         "blocks",
@@ -288,7 +294,7 @@ def table(rows: Sequence[dict[str, Any]], ranks: Sequence[int] = (16, 24)) -> st
         "bound",
         "published",
     ]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines: list[list[str]] = []
     for x in (row for row in rows if row["ranks"] in ranks):
         start = [name_of(x["case"], SEQUENCE), str(x["blocks"]), str(x["ranks"])]
         shares = [f"{100 * x[key]:.1f} %" for key in ("share_of_best_static", "share_of_optimum")]
@@ -296,7 +302,7 @@ def table(rows: Sequence[dict[str, Any]], ranks: Sequence[int] = (16, 24)) -> st
             shares[0] += f" (limit: {100 * LIMIT:.0f} %)"
         numbers = [f"{x['gain'][name]:.2f}" for name in COLUMNS]
         lines.append([*start, *numbers, *shares, str(x["moves"]), str(x["bound"]), x["published"]])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(head, lines)
 
 
 def stepwise(

@@ -21,12 +21,14 @@ import torch
 from torch import nn
 
 from benchmarks.executor import timed
-from benchmarks.harness import alternate, main, medians, run_ranks
+from benchmarks.harness import alternate, medians, run_ranks
+from benchmarks.output import main
 from benchmarks.torch_peer import PEERS, EmulatedStage, TorchPeer
 from dynmo.balance.balancers import balancer
-from dynmo.balance.partition import uniform
+from dynmo.balance.partition import Partition, uniform
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
@@ -63,24 +65,16 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
     sides: dict[str, Callable[[], float]] = {}
     for name in SCHEDULES:
         placement = uniform(LAYERS, world.size * chunks_of(name))
-        pipelines[name] = Engine(world, model, placement, schedule=name, microbatches=microbatches)
+        pipelines[name] = Engine(
+            world, model, placement, StepOptions(name, microbatches=microbatches)
+        )
         sides[name] = timed(world, pipelines[name], batch, batch)
         sides[name]()
         pipelines[name].actions.replan(pipelines[name].costs())
-    # The plan is the better of these schedules, each with its own placement. Both are made from
-    # costs and keep no more than 1F1B does.
-    layers = pipelines["zb-h1"].costs()
     start = time.perf_counter()
-    targets = {
-        name: balancer("schedule-aware")(
-            pipelines[name].schedule_keeper.request(layers, "time", 0, 0)
-        )
-        for name in ("zb-auto", "zb-v")
-    }
-    chosen = min(targets, key=lambda name: pipelines[name].predict(layers, targets[name]).makespan)
+    chosen, target = choose(pipelines)
     planning = time.perf_counter() - start
-    target = targets[chosen]
-    plan = Engine(world, model, target, schedule=chosen, microbatches=microbatches)
+    plan = Engine(world, model, target, StepOptions(chosen, microbatches=microbatches))
     sides["plan"] = timed(world, plan, batch, batch)
     sides["plan"]()
     plan.actions.replan(plan.costs())
@@ -115,6 +109,26 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
         "best_peer": best,
         "plan_over_best_peer": measured[best] / measured["plan"],
     }
+
+
+def choose(pipelines: dict[str, Engine]) -> tuple[str, Partition]:
+    """Returns the schedule and the placement of the plan.
+
+    It is the better of zb-auto and ZB-V, each with its own placement. Both schedules are made from
+    costs and keep no more than 1F1B does.
+
+    Args:
+        pipelines: A pipeline of each schedule.
+    """
+    layers = pipelines["zb-h1"].costs()
+    targets = {
+        name: balancer("schedule-aware")(
+            pipelines[name].schedule_keeper.request(layers, "time", 0, 0)
+        )
+        for name in ("zb-auto", "zb-v")
+    }
+    chosen = min(targets, key=lambda name: pipelines[name].predict(layers, targets[name]).makespan)
+    return chosen, targets[chosen]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

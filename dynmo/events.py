@@ -204,8 +204,8 @@ class ReshapeEvent(Event):
 
 
 @dataclass(frozen=True)
-class RepackEvent(Event):
-    """The run goes on with fewer ranks.
+class ResizeEvent(Event):
+    """Base of the events after which a run goes on with fewer or more ranks.
 
     `rebalance_result` with the same id has the measured gain, which is negative for a slowdown.
 
@@ -218,44 +218,46 @@ class RepackEvent(Event):
         layers: Layers on each stage from now on.
         moved_bytes: Bytes that all ranks received.
         seconds: How long the ranks stood still.
+    """
+
+    id: int
+    ranks_before: int
+    ranks_after: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    layers: tuple[int, ...]
+    moved_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RepackEvent(ResizeEvent):
+    """The run goes on with fewer ranks.
+
+    Attributes:
         predicted_slowdown: Share by which a step takes longer. None if nobody asked.
         reason: Why, in one line.
         left: The processes that went.
     """
 
     event: ClassVar[str] = "repack"
-    id: int
-    ranks_before: int
-    ranks_after: int
-    source: tuple[int, ...]
-    target: tuple[int, ...]
-    layers: tuple[int, ...]
-    moved_bytes: int
-    seconds: float
     predicted_slowdown: float | None
     reason: str
     left: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class GrowEvent(Event):
-    """The run goes on with more ranks. Most fields are those of `RepackEvent`.
+class GrowEvent(ResizeEvent):
+    """The run goes on with more ranks.
 
     Attributes:
         predicted_gain: Share of a step that is saved. None if nobody asked.
+        reason: Why, in one line.
         joined: The processes that came.
         gpu_seconds_returned: GPU seconds of all ranks that were away, until now.
     """
 
     event: ClassVar[str] = "grow"
-    id: int
-    ranks_before: int
-    ranks_after: int
-    source: tuple[int, ...]
-    target: tuple[int, ...]
-    layers: tuple[int, ...]
-    moved_bytes: int
-    seconds: float
     predicted_gain: float | None
     reason: str
     joined: tuple[str, ...]

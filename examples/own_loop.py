@@ -14,8 +14,7 @@ with dynmo.init(device="cpu") as world:
     wide = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))) for _ in range(2)]
     layers = [nn.Linear(64, 256), *(nn.Linear(256, 256) for _ in range(5)), *wide]
     model = dynmo.Sequential([*layers, nn.Linear(256, 64)], loss=nn.functional.mse_loss)
-    adamw = dynmo.AdamW(lr=1e-3)
-    pipeline = dynmo.Pipeline(model, world, microbatches=8, optimizer=adamw, balance="auto")
+    pipeline = dynmo.Pipeline(model, world, microbatches=8, optimizer=dynmo.AdamW(lr=1e-3))
     if folder.exists():
         pipeline.load(folder)  # goes on where it was stopped
     for step in range(pipeline.steps, 40):

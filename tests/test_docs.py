@@ -135,7 +135,7 @@ ALL = [
 @pytest.mark.parametrize(
     ("path", "example"), [pytest.param(p, e, id=f"{p.name}:{e.line + 1}") for p, e in ALL]
 )
-def test_commands_print_what_is_shown(path: Path, example: Example) -> None:
+def test_commands_print_the_shown_output(path: Path, example: Example) -> None:
     shown = example.lines(path.read_text().splitlines())
     status, printed = example.run()
     assert status == (2 if shown[-1].strip().startswith("dynmo: ") else 0), printed
@@ -151,7 +151,7 @@ def test_commands_print_what_is_shown(path: Path, example: Example) -> None:
     assert all(plain(line) in rest for line in shown), message
 
 
-def test_every_schedule_is_drawn() -> None:
+def test_every_schedule_has_a_drawing() -> None:
     text = (ROOT / "docs" / "schedules.md").read_text().splitlines()
     drawn = {
         e.command.split("--schedule ")[1].split()[0]
@@ -162,7 +162,7 @@ def test_every_schedule_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links(path: Path) -> None:
+def test_links_have_targets(path: Path) -> None:
     text = path.read_text()
     lines = text.splitlines()
     outside = "\n".join(
@@ -197,7 +197,7 @@ def marked(text: list[str]) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_tables_are_those_of_the_result_file(path: Path) -> None:
+def test_tables_match_the_result_files(path: Path) -> None:
     texts = result_tables()
     text = path.read_text().splitlines()
     for line, name in marked(text):
@@ -207,7 +207,7 @@ def test_tables_are_those_of_the_result_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_figures_are_those_of_the_result_files(path: Path) -> None:
+def test_figures_match_the_result_files(path: Path) -> None:
     assert not figures.differences(path.read_text()), (
         f"{path.name}; python -m tests.test_docs writes the figures"
     )
@@ -218,7 +218,7 @@ def test_each_table_of_a_result_file_is_shown() -> None:
     assert set(result_tables()) - shown == {"sweeps attention"}, "shown as a picture"
 
 
-def test_code_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "schedules.md").read_text().splitlines()
     blocks = [
@@ -240,7 +240,7 @@ def timeline(name: str, p: int, m: int, f: float, b: float, w: float) -> Timelin
 
 
 @pytest.mark.parametrize(("p", "times", "costs"), CASES)
-def test_formulas(p: int, times: int, costs: tuple[int, int, int]) -> None:
+def test_formulas_match_the_simulator(p: int, times: int, costs: tuple[int, int, int]) -> None:
     f, b, w = costs
     m = times * p
     work = m * (f + b + w)
@@ -264,7 +264,7 @@ def test_formulas(p: int, times: int, costs: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 16), (8, 24)])
-def test_formulas_of_the_v_shapes(p: int, m: int) -> None:
+def test_v_shapes_are_within_their_published_bounds(p: int, m: int) -> None:
     for name, most, over in (("zb-v", p, 0.5), ("v-half", p / 2 + 1, 1.5), ("v-min", p / 3 + 1, 2)):
         times = timeline(name, p, m, 1, 1, 1)
         assert max(times.peak_memory) <= most

@@ -13,6 +13,7 @@ import tomllib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,15 +21,23 @@ import torch
 from torch import nn
 
 import dynmo
+from dynmo.balance import balancers
+from dynmo.balance.balancers import BalanceRequest
+from dynmo.balance.partition import Partition
 from dynmo.config import parse
+from dynmo.cost.layer_cost import LayerCost, uniform_costs
 from dynmo.models.model import from_factories
 from dynmo.models.registry import load_model
 from dynmo.runtime.state import checkpoint
+from dynmo.schedule import generators
+from dynmo.schedule.op import validate
+from dynmo.schedule.simulator import simulate
 from dynmo.train.dry_run import dry_run
 from tests.cli.runs import free_port
 from tests.runtime.alone import pipeline, tokens
 
 ROOT = Path(__file__).parents[1]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 TUTORIAL, HOW_TO = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "how-to"
 PAGES = [
     ROOT / "README.md",
@@ -82,13 +91,13 @@ def test_configurations_are_valid(page: Path, start: str) -> None:
     parse(tomllib.loads(block(page, "toml", start)))
 
 
-def test_the_loop_of_the_readme(folder: Path) -> None:
+def test_readme_loop_saves_a_checkpoint(folder: Path) -> None:
     exec(block(ROOT / "README.md", "python"), {})
     assert (folder / "checkpoint" / "latest").read_text() == "step-000020"
 
 
 @pytest.mark.parametrize("launched", [False, True], ids=["alone", "torchrun"])
-def test_the_loop_of_the_tutorial(
+def test_tutorial_loop_freezes_layers_on_one_rank(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     folder: Path,
@@ -115,7 +124,7 @@ def test_the_loop_of_the_tutorial(
 
 
 @pytest.mark.matrix  # three processes of its own
-def test_the_loop_of_the_tutorial_on_two_ranks(folder: Path) -> None:
+def test_tutorial_loop_prints_the_same_on_two_ranks(folder: Path) -> None:
     (folder / "loop.py").write_text(block(TUTORIAL, "python", "# loop.py"))
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     printed: list[str] = []
@@ -131,7 +140,7 @@ def test_the_loop_of_the_tutorial_on_two_ranks(folder: Path) -> None:
     assert "layers (4, 4)" in printed[1]
 
 
-def test_the_tutorial_saves_and_goes_on(folder: Path) -> None:
+def test_tutorial_loop_resumes_from_its_checkpoint(folder: Path) -> None:
     """Two loops of 3 and 3 steps end like one of 6."""
     code = block(TUTORIAL, "python", "# loop.py")
     saving = block(TUTORIAL, "python", "    if Path")
@@ -150,18 +159,18 @@ def test_the_tutorial_saves_and_goes_on(folder: Path) -> None:
     assert ends[0] == ends[1]
 
 
-def test_the_loop_on_own_data(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_own_data_loop_prints_its_losses(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     exec(block(HOW_TO / "own-data.md", "python"), {})
     assert re.fullmatch(r"(\d+\.\d+\n){5}", capsys.readouterr().out)
 
 
-def test_the_learning_rate_falls(folder: Path) -> None:
+def test_learning_rate_example_falls_to_zero(folder: Path) -> None:
     namespace: dict[str, Any] = {}
     exec(block(ROOT / "docs" / "reference" / "python.md", "python"), namespace)
     assert namespace["pipeline"].optimizer.param_groups[0]["lr"] == pytest.approx(0)
 
 
-def test_the_own_case_freezes_layers(folder: Path) -> None:
+def test_own_case_example_freezes_layers(folder: Path) -> None:
     namespace: dict[str, Any] = {}
     exec(block(HOW_TO / "own-case.md", "python", "# my_case.py"), namespace)
     with dynmo.init(device="cpu") as namespace["world"]:
@@ -185,7 +194,7 @@ def test_the_own_case_freezes_layers(folder: Path) -> None:
     ]
 
 
-def test_the_model_of_the_tutorial_sees_no_token_before_its_time() -> None:
+def test_tutorial_model_is_causal() -> None:
     parsed = parse(tomllib.loads(block(TUTORIAL, "toml", "# run.toml")))
     namespace: dict[str, Any] = {}
     exec(block(TUTORIAL, "python", "# my_model.py"), namespace)
@@ -197,7 +206,9 @@ def test_the_model_of_the_tutorial_sees_no_token_before_its_time() -> None:
     assert not torch.equal(model(ids)[0, 9], model(other)[0, 9])
 
 
-def test_weights_go_out_and_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_checkpoint_exports_weights_and_a_model_loads_them(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     """A run's checkpoint as a state_dict, and a model that begins with it.
 
     It works on shapes alone too, and without a warning.
@@ -226,7 +237,7 @@ def test_weights_go_out_and_in(monkeypatch: pytest.MonkeyPatch, folder: Path) ->
     assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
 
 
-def test_the_loss_takes_an_auxiliary_one() -> None:
+def test_auxiliary_loss_reaches_every_layer() -> None:
     """The auxiliary loss is the last layer's second output.
 
     Both losses reach every layer.
@@ -257,3 +268,48 @@ def test_the_loss_takes_an_auxiliary_one() -> None:
         out = layers[2](*layers[1](*layers[0](x)))
         wanted += namespace["loss"](out, y).item() / len(inputs)
     assert pipeline(model).step(0, inputs, targets, lr=0.1).loss == pytest.approx(wanted)
+
+
+def contributed(module: ModuleType | None, start: str) -> dict[str, Any]:
+    """The names of a module once the code of CONTRIBUTING.md is added to it."""
+    names = dict(vars(module)) if module else {"__name__": "contributed"}
+    exec(block(CONTRIBUTING, "python", f"# dynmo/{start}"), names)
+    return names
+
+
+def test_contributed_schedule_is_valid() -> None:
+    names = contributed(generators, "schedule/generators.py")
+    validate(names["eager_1f1b"](4, 8))
+    costs = uniform_costs(4, 1, 1, 1, 0.5)
+    spans = [simulate(names[make](4, 8), costs).span for make in ("eager_1f1b", "one_f_one_b")]
+    assert spans == [36, 41]
+
+
+def test_contributed_balancer_balances() -> None:
+    frozen, trained = LayerCost(1.0, 0.0, 0.0), LayerCost(1.0, 1.0, 1.0)
+    request = BalanceRequest((frozen,) * 3 + (trained,) * 3, Partition((1, 5)))
+    names = contributed(balancers, "balance/balancers.py")
+    assert names["_greedy"](request).counts == (4, 2)
+
+
+def test_contributed_case_freezes(folder: Path) -> None:
+    case = contributed(None, "dynamism/freeze_front.py")["FreezeFront"](every=1, most=2)
+    with dynmo.init(device="cpu") as world:
+        layers = [nn.Linear(4, 4) for _ in range(3)]
+        model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
+        pipeline = dynmo.Pipeline(model, world, microbatches=2, cases=[case], balance="none")
+        for _ in range(3):
+            pipeline.step(torch.ones(4, 4), torch.zeros(4, 4))
+        trains = [part.weight.requires_grad for part in pipeline.modules.values()]
+    assert trains == [False, False, True]
+
+
+def test_contributed_model_is_built() -> None:
+    make = contributed(None, "models/convolutions.py")["make"]
+    model = make(parse({"model": {"blocks": 2, "hidden": 8, "heads": 1}}))
+    assert [type(layer).__name__ for layer in model.build(range(4))] == [
+        "Embedding",
+        "GatedConvolution",
+        "GatedConvolution",
+        "Linear",
+    ]

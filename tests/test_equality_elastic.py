@@ -138,7 +138,7 @@ def test_replicas_that_share_experts_stay_together(pool, zero):
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", pytest.param("zb-auto", marks=pytest.mark.matrix)])
-def test_other_schedules(pool, schedule):
+def test_ranks_leave_and_come_back_with_other_schedules(pool, schedule):
     config = wanted("plain", 4, schedule, elastic={"reshape_at": DOWN_AND_UP, "park": True})
     results = pool.run("train_elastic", 4, config=config)
     assert told(results[0]["events"]) == reference(pool, "plain")
@@ -151,7 +151,7 @@ def test_ranks_leave_for_good(pool):
     assert told(results[0]["events"]) == reference(pool, "plain")
 
 
-def test_a_newcomer_joins(pool):
+def test_joining_rank_gets_the_same_digest(pool):
     config = wanted("pruning", 2, elastic={"reshape_at": [[4, 3, 1]]})
     results = pool.run("tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer="joins")
     assert sizes(results[0]["events"]) == [(4, 2, 3)]
@@ -166,7 +166,7 @@ def test_a_newcomer_joins(pool):
         ("has no room", "layers could not be moved (rank 2): no room for a layer"),
     ],
 )
-def test_a_newcomer_fails(pool, newcomer, why):
+def test_failed_join_keeps_the_mesh_and_the_digest(pool, newcomer, why):
     config = wanted("plain", 2, elastic={"reshape_at": [[4, 3, 1]], "join_timeout": 1.0})
     results = pool.run(
         "tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer=newcomer
@@ -179,7 +179,7 @@ def test_a_newcomer_fails(pool, newcomer, why):
     assert told(events) == reference(pool, "plain")
 
 
-def test_nobody_comes(pool):
+def test_growth_without_joiners_keeps_the_mesh(pool):
     config = wanted("plain", 2, elastic={"reshape_at": [[4, 3, 1]], "join_timeout": 0.5})
     events = pool.run("train_elastic", 2, config=config)[0]["events"]
     ((what,),) = fields_of(events, "fault", "what")
@@ -187,7 +187,7 @@ def test_nobody_comes(pool):
     assert told(events) == reference(pool, "plain")
 
 
-def test_a_layer_that_cannot_be_given(pool):
+def test_failed_layer_transfer_keeps_all_ranks(pool):
     config = wanted("plain", 3, elastic={"reshape_at": [[4, 2, 1]]}, balance=BALANCERS["none"])
     results = pool.run("tests.train.elastic_jobs:cannot_give", 3, config=config)
     events = results[0]["events"]
@@ -197,7 +197,7 @@ def test_a_layer_that_cannot_be_given(pool):
     assert told(events) == reference(pool, "plain")
 
 
-def test_it_shrinks_and_grows_by_itself(pool):
+def test_repack_shrinks_and_grows_the_run(pool):
     """Layers that sleep: three quarters freeze at step 10 and thaw at step 36."""
     config = {
         "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
@@ -229,7 +229,7 @@ def test_it_shrinks_and_grows_by_itself(pool):
 @pytest.mark.parametrize(
     "algorithm", ["first-fit", pytest.param("halving", marks=pytest.mark.matrix)]
 )
-def test_a_published_algorithm(pool, algorithm):
+def test_published_repack_algorithm_merges_ranks_by_memory(pool, algorithm):
     """The algorithm merges ranks by memory alone."""
     config = wanted(
         "plain",
@@ -244,7 +244,7 @@ def test_a_published_algorithm(pool, algorithm):
     assert told(events) == reference(pool, "plain")
 
 
-def test_microbatches_are_retuned(pool):
+def test_run_with_retune_finishes_after_a_shrink(pool):
     """The planner chooses the microbatch size, and the run goes on to its end.
 
     Larger microbatches fill the pipeline of two ranks less well. Smaller ones pay the fixed time of
@@ -265,7 +265,7 @@ def test_microbatches_are_retuned(pool):
     assert all(loss == loss for (loss,) in losses)
 
 
-def test_too_few_ranks_stay_as_they_are(pool):
+def test_repack_keeps_all_ranks_if_fewer_are_too_slow(pool):
     """A step on fewer ranks would be too slow."""
     config = {
         "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},

@@ -17,6 +17,7 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.early_exit import ExitHead
 from dynmo.models.gpt_config import make
+from tests.combinations import mostly_matrix
 from tests.equality import BALANCERS, STEPS, config, deeper, fields_of
 from tests.jobs import SOURCE
 from tests.pool import Pool
@@ -118,14 +119,14 @@ def _combinations() -> list[Any]:
 
 
 @pytest.mark.parametrize(("case", "ranks", "schedule", "sections"), _combinations())
-def test_one_digest(
+def test_token_cases_have_the_same_numbers_on_any_ranks(
     pool: Pool, case: str, ranks: int, schedule: str, sections: dict[str, dict[str, Any]]
 ) -> None:
     assert told(pool, ranks, wanted(case, ranks, schedule, **sections)) == reference(pool, case)
 
 
-@pytest.mark.parametrize("case", ["softmax", "mlp", "experts"])
-def test_replicas_and_other_meshes(pool: Pool, case: str) -> None:
+@pytest.mark.parametrize("case", mostly_matrix(["softmax", "mlp", "experts"], ["mlp", "experts"]))
+def test_token_cases_have_the_same_numbers_on_any_mesh(pool: Pool, case: str) -> None:
     sections = {
         "parallel": {"pipeline": 2, "data": 2, "zero": 1},
         "train": {"reduction_slots": 2},
@@ -165,7 +166,7 @@ def _spread() -> list[Any]:
 
 
 @pytest.mark.parametrize(("case", "mesh", "schedule", "sections"), _spread())
-def test_experts_over_replicas(
+def test_sharded_experts_have_the_numbers_of_one_process(
     pool: Pool,
     case: str,
     mesh: tuple[int, int, int],
@@ -195,14 +196,14 @@ def test_experts_over_replicas(
     assert moved == reference(pool, case, groups=data)
 
 
-@pytest.mark.parametrize("case", ["softmax", "bce"])
-def test_bfloat16(pool: Pool, case: str) -> None:
+@pytest.mark.parametrize("case", mostly_matrix(["softmax", "bce"], everyday=["bce"]))
+def test_token_cases_in_bfloat16_have_one_digest(pool: Pool, case: str) -> None:
     low = wanted(case, 3, "zb-h1", train={"precision": "bfloat16"})
     assert told(pool, 3, low) == reference(pool, case, precision="bfloat16")
 
 
-@pytest.mark.parametrize("case", ["softmax", "mlp"])
-def test_with_freezing_and_pruning(pool: Pool, case: str) -> None:
+@pytest.mark.parametrize("case", mostly_matrix(["softmax", "mlp"], everyday=["softmax"]))
+def test_token_cases_combine_with_freezing_and_pruning(pool: Pool, case: str) -> None:
     both = {
         "freezing": {"schedule": [[3, 2], [5, 4]]},
         "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 5, "every": 2},
@@ -215,8 +216,8 @@ def test_with_freezing_and_pruning(pool: Pool, case: str) -> None:
     assert told(pool, 3, spread) == told(pool, 1, alone)
 
 
-@pytest.mark.parametrize("case", ["softmax", "mlp", "experts"])
-def test_a_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize("case", mostly_matrix(["softmax", "mlp", "experts"], ["softmax", "mlp"]))
+def test_run_with_token_cases_resumes_on_other_ranks(pool: Pool, tmp_path: Path, case: str) -> None:
     (tmp_path / "run").mkdir()
     for ranks, schedule, resume in ((2, "zb-h1", False), (3, "1f1b", True)):
         part = wanted(case, ranks, schedule, checkpoint={"every": 100})
@@ -234,7 +235,7 @@ def test_a_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["softmax", "mlp"])
-def test_tokens_really_choose(pool: Pool, case: str) -> None:
+def test_some_tokens_exit_or_are_skipped(pool: Pool, case: str) -> None:
     """Some tokens leave, or pass by, and not all."""
     events = pool.run("events", 2, config=wanted(case, 2, "zb-h1"))[0]
     shares = [
@@ -246,7 +247,7 @@ def test_tokens_really_choose(pool: Pool, case: str) -> None:
     assert any(0.05 < share < 0.95 for share in shares), shares
 
 
-def test_a_plain_loop_agrees(pool: Pool) -> None:
+def test_early_exit_losses_match_a_plain_torch_loop(pool: Pool) -> None:
     """torch's own AdamW and backward over the same modules.
 
     The losses agree to 1e-6 relative.

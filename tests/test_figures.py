@@ -31,7 +31,7 @@ def test_a_figure_is_written_and_compared(mark: str, shown: str) -> None:
     assert not figures.differences(figures.fill(text))
 
 
-def test_a_mark_that_cannot_be_read_is_told() -> None:
+def test_unreadable_mark_is_reported() -> None:
     assert figures.differences("<!-- figure a.json share -->2<!-- end -->")
     with pytest.raises(AssertionError, match="3 values"):
         figures.fill("<!-- figure a.json runs.*.seconds .2f -->2<!-- end -->")

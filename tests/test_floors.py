@@ -202,22 +202,22 @@ def cycle(imported: Sequence[Import]) -> list[str] | None:
     return next((loop for name in sorted(edges) if (loop := walk(name, []))), None)
 
 
-def test_every_file_has_a_room() -> None:
+def test_every_file_is_in_a_listed_package() -> None:
     assert [name for name in FILES if room(name) is None] == [], (
         "put the new file into a package of ORDER above"
     )
 
 
-def test_few_modules_at_the_top() -> None:
+def test_top_level_modules_are_few() -> None:
     top = [path.stem for path in (ROOT / "dynmo").glob("*.py") if not path.stem.startswith("__")]
     assert len(top) <= MAX_TOP_MODULES, sorted(top)
 
 
-def test_nothing_imports_upwards() -> None:
+def test_packages_do_not_import_upwards() -> None:
     assert going_up(allowed_imports()) == []
 
 
-def test_no_cycles() -> None:
+def test_imports_have_no_cycles() -> None:
     assert cycle(allowed_imports()) is None
 
 
@@ -240,7 +240,7 @@ def test_known_exceptions_are_still_needed() -> None:
     assert [pair for pair in (*KNOWN, *OPTIONAL) if pair not in there] == []
 
 
-def test_pure_packages_know_no_torch() -> None:
+def test_pure_packages_do_not_import_torch() -> None:
     wrong = [
         f"{x.source}:{x.line}"
         for x in all_imports()
@@ -249,7 +249,7 @@ def test_pure_packages_know_no_torch() -> None:
     assert wrong == []
 
 
-def test_models_know_no_ranks() -> None:
+def test_models_do_not_import_torch_distributed() -> None:
     wrong = [
         f"{x.source}:{x.line}"
         for x in all_imports()
@@ -265,7 +265,7 @@ def test_models_know_no_ranks() -> None:
     [[n for n in FILES if room(n) in NO_TORCH], ["dynmo.schedule"], ["dynmo.cli"]],
     ids=["pure packages", "schedule", "command line"],
 )
-def test_imported_without_torch(names: list[str]) -> None:
+def test_modules_load_without_torch(names: list[str]) -> None:
     code = (
         f"import sys, importlib\nfor n in {names!r}: importlib.import_module(n)\n"
         f"sys.exit('torch' in sys.modules)"
@@ -281,7 +281,7 @@ def see(name: str, text: str, package: bool = False) -> list[tuple[str, str]]:
     return [(x.target, x.place) for x in imports(name, text, package, known)]
 
 
-def test_imports_are_seen_wherever_they_stand() -> None:
+def test_imports_at_any_position_are_detected() -> None:
     assert see("dynmo.jit", "import torch.nn as nn, json") == [
         ("torch.nn", "module"),
         ("json", "module"),
@@ -309,7 +309,7 @@ def test_imports_are_seen_wherever_they_stand() -> None:
     ]
 
 
-def test_an_import_upwards_is_seen() -> None:
+def test_upward_import_is_detected() -> None:
     assert going_up(
         [Import("dynmo.balance.partition", "dynmo.runtime.layer.stage", 3, "function")]
     ) == [
@@ -333,7 +333,7 @@ def test_an_import_upwards_is_seen() -> None:
     assert going_up([Import("dynmo.jit", "dynmo", 1)]) != []
 
 
-def test_a_cycle_is_seen() -> None:
+def test_import_cycle_is_detected() -> None:
     there, back = (
         Import("dynmo.cost.layer_cost", "dynmo.schedule.op", 1),
         Import("dynmo.schedule.op", "dynmo.cost.layer_cost", 1),

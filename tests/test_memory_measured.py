@@ -9,28 +9,32 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, cycle, product
 from pathlib import Path
-from typing import Literal
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dynmo.balance.partition import uniform
-from dynmo.config import parse
+from dynmo.config import Config, parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.schedule.catalogue import SCHEDULES, entry, placement_of
 from dynmo.schedule.memory import rank_memory
 from dynmo.train.shape_costs import shape_costs
+from tests.combinations import mostly_matrix
 from tests.jobs import SOURCE
 from tests.pool import Pool
 
@@ -47,68 +51,106 @@ def unsent(*given: object, **options: object) -> None:
     """Takes the place of a collective whose result does not matter."""
 
 
-def peak(
-    world: World,
+def settings(
     schedule: str,
     precision: str = "float32",
+    rollback: str | None = None,
+    parallel: Mapping[str, int] | None = None,
+    **sizes: int,
+) -> dict[str, Any]:
+    """The configuration of a run.
+
+    Args:
+        schedule: Name of the schedule.
+        precision: The precision that the model computes in.
+        rollback: Switches post-validation on, with this way to take a step back.
+        parallel: Keys of [parallel].
+        **sizes: Keys of [model] that are not `MODEL`'s.
+    """
+    return {
+        "model": MODEL | sizes,
+        "train": {"global_batch": 2 * MICROBATCHES, "micro_batch": 2, "precision": precision},
+        "pipeline": {"schedule": schedule}
+        | ({} if rollback is None else {"post_validation": True, "rollback": rollback}),
+        "parallel": dict(parallel or {}),
+    }
+
+
+def peak(
+    world: World,
+    config: dict[str, Any],
     recompute: Sequence[int] = (),
-    rollback: Literal["exact", "in-place"] | None = None,
-    replicas: int = 1,
     groups: int = 1,
-    zero: int = 0,
-    sizes: Mapping[str, int] | None = None,
     seconds: Seconds = EVEN,
 ) -> dict[str, float]:
     """Bytes that this rank held at the peak of one step, measured and predicted.
 
     Weights, masters and moments are counted one by one. Torch's allocator tells the bytes of
-    gradients, activations, messages and workspaces of ops. With `rollback`, post-validation is on
-    and there are two steps. The first is final in the middle of the second. Schedules made from
-    costs are made for `seconds`.
+    gradients, activations, messages and workspaces of ops. With post-validation there are two
+    steps. The first is final in the middle of the second.
+
+    Args:
+        world: The ranks.
+        config: See `settings`.
+        recompute: Layers that recompute.
+        groups: Accumulation groups of a replica.
+        seconds: Costs that the schedule is made for, if it is made from costs.
     """
-    pipelined = {"post_validation": rollback is not None} | (
-        {"rollback": rollback} if rollback else {}
-    )
-    config = parse(
-        {
-            "model": MODEL | dict(sizes or {}),
-            "train": {"global_batch": 2 * MICROBATCHES, "micro_batch": 2, "precision": precision},
-            "pipeline": {"schedule": schedule, **pipelined},
-            "parallel": {"data": replicas, "zero": zero},
-        }
-    )
-    model = load_model(config)
-    world = arrange(world, replicas)
-    inputs, targets = Batches(
-        open_corpus(SOURCE), config.model.sequence, 2 * MICROBATCHES, 2, 0
-    ).train(0)
-    stages = len(placement_of(schedule, world.size))
-    partition = uniform(model.layers, stages)
-    pipeline = Engine(
-        *(world, model, partition),
-        **{
-            "schedule": schedule,
-            "microbatches": MICROBATCHES,
-            "dtype": PRECISIONS[precision],
-            "recompute": recompute,
-            "accumulation_groups": groups * replicas,
-            "zero": zero,
-            **pipelined,
-        },
-    )
+    loaded = parse(config)
+    world = arrange(world, loaded.parallel.data)
+    pipeline = _engine(loaded, world, recompute, groups)
+    row, sequence = 2 * MICROBATCHES, loaded.model.sequence
+    batch = Batches(open_corpus(SOURCE), sequence, row, 2, 0).train(0)
     for step in range(2):
-        pipeline.step(step, inputs, targets, lr=1e-3)
-    layers = pipeline.costs()
-    f, b, w = seconds
-    pipeline.actions.replan(
-        tuple(
-            replace(c, f=f[i % len(f)], b=b[i % len(b)], w=w[i % len(w)])
-            for i, c in enumerate(layers)
-        )
+        pipeline.step(step, *batch, lr=1e-3)
+    _replan(pipeline, seconds)
+    pipeline.step(2, *batch, lr=1e-3)
+    _end_workers(pipeline)
+    most = _most_allocated(pipeline, batch, loaded.pipeline.post_validation)
+    held = sum(
+        t.nbytes
+        for module, optimizer in pipeline.own_layers.values()
+        for t in (*module.parameters(), *optimizer.state().values())
     )
-    pipeline.step(2, inputs, targets, lr=1e-3)
-    # The allocator tells of this thread alone, so what messages take is made and dropped here, at
-    # the same moments.
+    layers = recompute_as_workspace(shape_costs(loaded, load_model(loaded)), recompute)
+    predicted = rank_memory(
+        *(layers, pipeline.partition.counts, pipeline.schedule_for(pipeline.partition)),
+        post_validation=loaded.pipeline.post_validation,
+        replicas=loaded.parallel.data,
+        accumulation_groups=groups,
+    )[world.rank]
+    return {"measured": held + most, "predicted": predicted, "held": held, "rest": most}
+
+
+def _engine(config: Config, world: World, recompute: Sequence[int], groups: int) -> Engine:
+    model, pipelined, replicas = load_model(config), config.pipeline, config.parallel.data
+    return Engine(
+        world,
+        model,
+        uniform(model.layers, len(placement_of(pipelined.schedule, world.size))),
+        StepOptions(pipelined.schedule, MICROBATCHES, recompute=recompute),
+        update=UpdateOptions(
+            post_validation=pipelined.post_validation, rollback=cast(Any, pipelined.rollback)
+        ),
+        layers=LayerOptions(dtype=PRECISIONS[config.train.precision]),
+        replicas=ReplicaOptions(accumulation_groups=groups * replicas, zero=config.parallel.zero),
+    )
+
+
+def _replan(pipeline: Engine, seconds: Seconds) -> None:
+    f, b, w = seconds
+    costs = (
+        replace(cost, f=f[i % len(f)], b=b[i % len(b)], w=w[i % len(w)])
+        for i, cost in enumerate(pipeline.costs())
+    )
+    pipeline.actions.replan(tuple(costs))
+
+
+def _end_workers(pipeline: Engine) -> None:
+    """Messages are made and dropped in this thread from now on, at the same moments.
+
+    The allocator tells of one thread alone.
+    """
     executor = pipeline._programs.training
     assert executor is not None
     transport = executor.transport
@@ -119,51 +161,44 @@ def peak(
     ):
         worker.close()
         worker._thread = None
-    # The profile also leaves out what gloo's threads free. The sums of replicas are never looked at
-    # here.
+
+
+def _most_allocated(pipeline: Engine, batch: tuple[Tensor, Tensor], post_validation: bool) -> int:
+    """The most bytes that a step allocates, without gloo's threads and the sums of replicas."""
     with (
         mock.patch.object(dist, "all_to_all_single", unsent),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
     ):
-        if rollback is None:
-            pipeline.forward_backward(3, inputs, targets)
-        else:
+        if post_validation:
             for step in (3, 4):
-                pipeline.advance(step, inputs, targets, lr=1e-3)
+                pipeline.advance(step, *batch, lr=1e-3)
             # A message that ended after the profile would write into memory that it has freed.
             pipeline.drain()
-    if rollback is None:
+        else:
+            pipeline.forward_backward(3, *batch)
+    if not post_validation:
         pipeline.discard()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))
-        events = [
-            e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"
-        ]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e["ts"]):
-        now += event["args"]["Bytes"]
-        most = max(most, now)
-    held = sum(
-        t.nbytes
-        for module, optimizer in pipeline.own_layers.values()
-        for t in (*module.parameters(), *optimizer.state().values())
-    )
-    layers = recompute_as_workspace(shape_costs(config, model), recompute)
-    ran = pipeline.schedule_for(partition)  # as it ran
-    return {
-        "measured": held + most,
-        "predicted": rank_memory(
-            *(layers, partition.counts, ran),
-            post_validation=rollback is not None,
-            replicas=replicas,
-            accumulation_groups=groups,
-        )[world.rank],
-        "held": held,
-        "rest": most,
-    }
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    return max(accumulate((e["args"]["Bytes"] for e in changes), initial=0))
 
 
+def check_peaks(pool: Pool, ranks: int, config: dict[str, Any], **options: Any) -> None:
+    """Each rank's peak is as predicted."""
+    rows = pool.run("tests.test_memory_measured:peak", ranks, config=config, **options)
+    for rank, row in enumerate(rows):
+        assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
+
+
+FROM_COSTS = [name for name in SCHEDULES if entry(name).from_costs]
+UNEVEN: list[Seconds] = [
+    ((1.0,), (1.0,), (0.01, 1.0)),
+    ((0.01, 0.87, 1.0), (0.01,), (1.0, 0.01, 1.0)),
+    ((0.5,), (1.0,), (2.0, 0.2, 0.2, 0.2, 1.0)),
+]
 CASES = [(schedule, "float32", False, None) for schedule in SCHEDULES]
 CASES += [(*case, None) for case in product(("zb-h2",), PRECISIONS, (False, True))]
 CASES += [
@@ -174,81 +209,50 @@ CASES += [
 # zb-h2 is left out. One of its ranks runs ahead of its peer while the peer waits for a verdict.
 # Sends in place (see above) would then wait for each other.
 AFTERWARDS = ("gpipe", "1f1b", "zb-h1", "zb-v", "zb-auto")
-CASES += [
-    (schedule, "float32", False, rollback)
-    for schedule in AFTERWARDS
-    for rollback in ("exact", "in-place")
-]
+CASES += [(schedule, "float32", False, "exact") for schedule in AFTERWARDS]
+IN_PLACE = [(schedule, "float32", False, "in-place") for schedule in AFTERWARDS]
 
 
-@pytest.mark.parametrize(("schedule", "precision", "recompute", "rollback"), CASES)
-def test_peaks_are_as_predicted(
+@pytest.mark.parametrize(
+    ("schedule", "precision", "recompute", "rollback"),
+    mostly_matrix([*CASES, *IN_PLACE], everyday=[*CASES, IN_PLACE[1], IN_PLACE[3]]),
+)
+def test_measured_peak_memory_matches_the_prediction(
     pool: Pool, schedule: str, precision: str, recompute: bool, rollback: str | None
 ) -> None:
     layers = list(range(2 * MODEL["blocks"] + 2)) if recompute else []
-    rows = pool.run(
-        "tests.test_memory_measured:peak",
-        2,
-        schedule=schedule,
-        precision=precision,
-        recompute=layers,
-        rollback=rollback,
-    )
-    for rank, row in enumerate(rows):
-        assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
+    check_peaks(pool, 2, settings(schedule, precision, rollback), recompute=layers)
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if entry(name).from_costs])
 @pytest.mark.parametrize(
-    "seconds",
-    [
-        ((1.0,), (1.0,), (0.01, 1.0)),
-        ((0.01, 0.87, 1.0), (0.01,), (1.0, 0.01, 1.0)),
-        ((0.5,), (1.0,), (2.0, 0.2, 0.2, 0.2, 1.0)),
-    ],
+    ("schedule", "seconds"),
+    mostly_matrix(product(FROM_COSTS, UNEVEN), everyday=list(zip(FROM_COSTS, cycle(UNEVEN)))),
 )
-def test_peaks_of_schedules_made_from_uneven_costs(
+def test_schedules_from_uneven_costs_have_the_predicted_peak(
     pool: Pool, schedule: str, seconds: Seconds
 ) -> None:
     """Each has its peak in another op."""
-    for rank, row in enumerate(
-        pool.run("tests.test_memory_measured:peak", 2, schedule=schedule, seconds=seconds)
-    ):
-        assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
+    check_peaks(pool, 2, settings(schedule), seconds=seconds)
 
 
 @pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 0), ("zb-v", 0), ("zb-h1", 1)])
-def test_the_reduction_over_replicas_is_part_of_it(pool: Pool, schedule: str, zero: int) -> None:
+def test_predicted_peak_includes_the_reduction_over_replicas(
+    pool: Pool, schedule: str, zero: int
+) -> None:
     """Weights are most of what the model holds.
 
     With ZeRO-1 a share consists of whole norm blocks. A layer needs several of them.
     """
-    sizes = {"hidden": 256 if zero else 64, "sequence": 4}
-    for rank, row in enumerate(
-        pool.run(
-            "tests.test_memory_measured:peak",
-            4,
-            schedule=schedule,
-            replicas=2,
-            zero=zero,
-            sizes=sizes,
-        )
-    ):
-        assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
+    parallel = {"data": 2, "zero": zero}
+    hidden = 256 if zero else 64
+    check_peaks(pool, 4, settings(schedule, parallel=parallel, hidden=hidden, sequence=4))
 
 
-@pytest.mark.parametrize("groups", [4, 8])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_what_waits_in_reduction_slots_is_part_of_it(
+@pytest.mark.parametrize(
+    ("schedule", "groups"),
+    mostly_matrix(product(("1f1b", "zb-h1"), (4, 8)), everyday=[("1f1b", 8), ("zb-h1", 4)]),
+)
+def test_predicted_peak_includes_gradients_in_reduction_slots(
     pool: Pool, schedule: str, groups: int
 ) -> None:
-    for rank, row in enumerate(
-        pool.run(
-            "tests.test_memory_measured:peak",
-            2,
-            schedule=schedule,
-            groups=groups,
-            sizes={"hidden": 64, "sequence": 4},
-        )
-    ):
-        assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
+    check_peaks(pool, 2, settings(schedule, hidden=64, sequence=4), groups=groups)

@@ -148,7 +148,7 @@ def test_known_exceptions_are_still_needed() -> None:
     assert [name for name in KNOWN if name not in all_old_names()] == []
 
 
-def test_an_old_name_is_seen_wherever_it_stands() -> None:
+def test_old_names_at_any_position_are_detected() -> None:
     texts = (
         *(
             "found = 1",
@@ -175,7 +175,7 @@ def test_an_old_name_is_seen_wherever_it_stands() -> None:
     assert [text for text in texts if not old_names(text)] == []
 
 
-def test_prose_and_slots_of_a_dataclass_are_fine() -> None:
+def test_old_words_in_prose_and_dataclass_options_are_allowed() -> None:
     text = (
         '"""What was found."""\nkey = "found"\n@dataclass(slots=True)\nclass A:\n'
         "    pass  # made again\n"
@@ -183,7 +183,7 @@ def test_prose_and_slots_of_a_dataclass_are_fine() -> None:
     assert old_names(text) == []
 
 
-def test_python_blocks_are_read() -> None:
+def test_old_names_in_markdown_code_are_detected() -> None:
     text = (
         "# made\n\n```python\n  found = 1\n  if found:\n      pass\n```\n\n```toml\nslots = 2\n"
         "```\n"

@@ -22,14 +22,14 @@ HERE = "tests.models.odd_layers:"
 
 
 @pytest.mark.parametrize("function", ["attributes", "shared", "tapes", "transformed", "containers"])
-def test_as_torch_alone_trains_it(pool: Pool, function: str) -> None:
+def test_own_layers_train_like_plain_torch(pool: Pool, function: str) -> None:
     first = run(pool, HERE + function, train={"max_grad_norm": 0.0})
     assert first["losses"] == pytest.approx(plain_losses(HERE + function), rel=1e-5)
     assert run(pool, HERE + function, 2, train={"max_grad_norm": 0.0})["digest"] == first["digest"]
 
 
 @pytest.mark.parametrize("function", ["aux", "many", "kinds"])
-def test_several_tensors_between_layers(pool: Pool, function: str) -> None:
+def test_layers_with_several_tensors_have_one_digest(pool: Pool, function: str) -> None:
     digest = run(pool, HERE + function)["digest"]
     assert run(pool, HERE + function, 2)["digest"] == digest
     assert (
@@ -45,60 +45,43 @@ def test_several_tensors_between_layers(pool: Pool, function: str) -> None:
     [
         (
             "too_many",
-            (
-                r"layer 1 \(Spread\) returned 5001 tensors; a layer hands on at most 4096, so "
-                r"let it stack them"
-            ),
+            r"layer 1 \(Spread\) returned 5001 .* 4096",
         ),
         (
             "eighths",
-            (
-                r"layer 1 \(Low\) returned a tensor of torch.float8_e5m2, which cannot travel; "
-                r"known are float32"
-            ),
+            r"layer 1 \(Low\) .* torch.float8_e5m2",
         ),
         (
             "sparse",
-            (
-                r"layer 1 \(Sparse\) returned a torch.sparse_coo tensor, which cannot travel; "
-                r"let it hand on a dense one"
-            ),
+            r"layer 1 \(Sparse\) .* torch.sparse_coo",
         ),
         (
             "counting",
-            (
-                r"layer 1 \(Counting\): its forward writes to its attribute 'count' and has "
-                r"another output when it runs again"
-            ),
+            r"layer 1 \(Counting\): .* attribute 'count'",
         ),
     ],
 )
-def test_refused(pool: Pool, function: str, reason: str) -> None:
+def test_unsupported_layers_are_refused(pool: Pool, function: str, reason: str) -> None:
     with pytest.raises(JobFailed, match=reason):
         run(pool, HERE + function)
 
 
 def test_a_scripted_module_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=(
-            "the module itself of layer 1 is a ScriptModule, whose parameters cannot be exchanged"
-        ),
-    ):
+    with pytest.raises(ConfigError, match="layer 1 is a ScriptModule"):
         load_model(parse(config(HERE + "scripted"))).build(range(3))
 
 
 # -- cases -----------------------------------------------------------------------------------------
 
 
-def test_a_reference_leaves_a_module_that_is_used_twice_alone() -> None:
+def test_egeria_reference_leaves_a_shared_module_unchanged() -> None:
     module, x = Shared(), torch.randn(2, 8)
     reference, before = quantised(module), list(module.parameters())
     assert plasticity(module, reference, (x,), relations(module(x)), (0, 0, 1)) > 0
     assert all(p is q for p, q in zip(module.parameters(), before, strict=True))
 
 
-def test_watching_changes_no_weights(pool: Pool) -> None:
+def test_egeria_without_freezing_changes_no_weights(pool: Pool) -> None:
     """Egeria compares layers with their references while they move.
 
     With this tolerance it freezes none.
@@ -131,7 +114,7 @@ def held_out(pool: Pool, function: str, ranks: int, **changes: Any) -> list[floa
     return [event["loss"] for event in told if event["event"] == "eval"]
 
 
-def test_pruned_encoder_layers_are_evaluated(pool: Pool) -> None:
+def test_pruned_encoder_layers_evaluate_the_same_on_any_ranks(pool: Pool) -> None:
     """Sparse weights stay sparse in evaluation.
 
     torch's own encoder layer would read them as dense ones.
@@ -142,12 +125,6 @@ def test_pruned_encoder_layers_are_evaluated(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("dense_below", [0.5, 0.99], ids=["sparse", "under a mask"])
-def test_a_pruned_weight_is_its_linears_alone(pool: Pool, dense_below: float) -> None:
-    with pytest.raises(
-        JobFailed,
-        match=(
-            "layer 1 uses the weight of its pruned linear 'linear' by itself; let it call the "
-            "linear"
-        ),
-    ):
+def test_pruned_weight_used_outside_its_linear_is_refused(pool: Pool, dense_below: float) -> None:
+    with pytest.raises(JobFailed, match="layer 1 uses the weight of its pruned linear 'linear'"):
         run(pool, HERE + "by_itself", **pruning(dense_below))

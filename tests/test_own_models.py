@@ -87,7 +87,7 @@ def plain_losses(function: str) -> list[float]:
 @pytest.mark.parametrize(
     "function", ["columns", "table", "energy", "spectral", "in_place", "narrow"]
 )
-def test_the_same_bits_anywhere(pool: Pool, function: str) -> None:
+def test_unusual_models_have_the_same_bits_on_any_ranks(pool: Pool, function: str) -> None:
     """Models with unusual outputs, buffers or dtypes.
 
     They have outputs and buffers in columns, a backward within F, buffers that F writes to, work in
@@ -106,7 +106,7 @@ def test_the_same_bits_anywhere(pool: Pool, function: str) -> None:
     )
 
 
-def test_work_in_place_changes_nothing(pool: Pool) -> None:
+def test_in_place_layers_train_like_out_of_place_layers(pool: Pool) -> None:
     """torch forbids work in place on a view that a user's function returns."""
     assert run(pool, "in_place")["losses"] == run(pool, "not_in_place")["losses"]
 
@@ -128,7 +128,7 @@ def numbers(
 
 
 @pytest.mark.parametrize("function", ["statistics", "checkpointed"])
-def test_running_statistics(pool: Pool, function: str) -> None:
+def test_running_statistics_are_those_of_one_rank(pool: Pool, function: str) -> None:
     """Weights, buffers and held-out losses are those of one rank.
 
     They are so under recompute and every schedule. Layers move at each step.
@@ -141,7 +141,7 @@ def test_running_statistics(pool: Pool, function: str) -> None:
         assert numbers(pool, function, 2, pipeline={"schedule": schedule}) == expected, schedule
 
 
-def test_running_statistics_of_steps_that_are_taken_back(pool: Pool) -> None:
+def test_rollback_restores_running_statistics(pool: Pool) -> None:
     clipped = {"max_grad_norm": 0.3}
     expected = numbers(pool, "statistics", train=clipped)
     for ranks, recompute in ((1, "none"), (2, "all")):
@@ -159,7 +159,7 @@ def test_running_statistics_of_steps_that_are_taken_back(pool: Pool) -> None:
     assert near[1] == pytest.approx(expected[1], rel=1e-4)
 
 
-def test_a_buffer_that_is_written_in_place_and_needed_by_b(pool: Pool) -> None:
+def test_b_reads_the_buffer_value_of_its_microbatch(pool: Pool) -> None:
     """Several microbatches are between F and B.
 
     Each of them has its own value of the buffer.
@@ -171,14 +171,14 @@ def test_a_buffer_that_is_written_in_place_and_needed_by_b(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_recurrent_layers_computed_again(pool: Pool, ranks: int) -> None:
+def test_recompute_of_recurrent_layers_changes_no_bits(pool: Pool, ranks: int) -> None:
     """torch's LSTM computes other bits on the CPU where it keeps no graph."""
     assert numbers(pool, "recurrent", ranks, train={"recompute": "all"}) == numbers(
         pool, "recurrent"
     )
 
 
-def test_attributes_that_change_no_output_are_anybodys(pool: Pool) -> None:
+def test_cached_attributes_of_layers_change_no_bits(pool: Pool) -> None:
     expected = numbers(pool, "caching")
     assert numbers(pool, "caching", train={"recompute": "all"}) == expected
     assert numbers(pool, "caching", 2) == expected
@@ -204,56 +204,17 @@ def test_a_layer_that_writes_to_its_inputs_works_on_copies(
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (
-            "a_dict",
-            r"layer 1 \(Do\) returned a dict; a layer hands on a tensor, or a tuple of tensors",
-        ),
-        (
-            "with_none",
-            r"layer 1 \(Do\) returned a NoneType among its 2 outputs; a layer hands on a tensor",
-        ),
-        (
-            "complex_between",
-            (
-                r"layer 1 \(Do\) returned a tensor of torch.complex64, which cannot travel; let "
-                r"it hand on torch.view_as_real"
-            ),
-        ),
-        (
-            "writes_late",
-            (
-                r"layer 1 \(Late\) writes to its input in place, which it did not in its first "
-                r"microbatch, .*; let it compute with"
-            ),
-        ),
-        (
-            "counting",
-            (
-                r"layer 1 \(Counting\): its forward writes to its attribute 'calls' and has "
-                r"another output when it runs again\. Such"
-            ),
-        ),
-        (
-            "no_graph",
-            (
-                "the loss does not depend on the model's output in a way that autograd follows, "
-                "so nothing would train"
-            ),
-        ),
-        (
-            "no_tensor",
-            "the loss function returned a float; it must return a scalar tensor, the mean",
-        ),
-        (
-            "eighths",
-            (
-                "layer 1: seen is of torch.float8_e5m2, which can neither move nor be saved; "
-                "known are float32"
-            ),
-        ),
+        ("a_dict", r"layer 1 \(Do\) returned a dict"),
+        ("with_none", r"layer 1 \(Do\) returned a NoneType"),
+        ("complex_between", r"layer 1 \(Do\) .* torch.complex64"),
+        ("writes_late", r"layer 1 \(Late\) writes to its input in place"),
+        ("counting", r"layer 1 \(Counting\): .* attribute 'calls'"),
+        ("no_graph", "the loss does not depend on the model's output"),
+        ("no_tensor", "the loss function returned a float"),
+        ("eighths", "layer 1: seen is of torch.float8_e5m2"),
     ],
 )
-def test_refused(pool: Pool, function: str, reason: str) -> None:
+def test_unsupported_models_are_refused(pool: Pool, function: str, reason: str) -> None:
     with pytest.raises(JobFailed, match=reason):
         run(pool, function)
 
@@ -261,7 +222,7 @@ def test_refused(pool: Pool, function: str, reason: str) -> None:
 RAGGED = "tests.models.ragged_model:"
 
 
-def test_batches_without_their_padding(pool: Pool) -> None:
+def test_ragged_batches_have_the_same_bits_on_any_ranks(pool: Pool) -> None:
     """Every message has a shape of its own, forwards and backwards.
 
     Layers move at each step.
@@ -276,41 +237,23 @@ def test_batches_without_their_padding(pool: Pool) -> None:
     )
 
 
-def test_shapes_that_vary_must_be_declared(pool: Pool) -> None:
-    with pytest.raises(
-        JobFailed,
-        match=(
-            r"changed shape from .* give the layer that hands them on the attribute "
-            r"varying_shapes"
-        ),
-    ):
+def test_undeclared_varying_shapes_are_refused(pool: Pool) -> None:
+    with pytest.raises(JobFailed, match=r"changed shape .* varying_shapes"):
         run(pool, RAGGED + "undeclared", 3, parallel={"timeout": 3.0})
 
 
-def test_what_each_replica_would_renormalise(pool: Pool) -> None:
+def test_renormalised_weights_of_replicas_are_refused(pool: Pool) -> None:
     run(pool, "renormalised", 2)
-    with pytest.raises(
-        JobFailed,
-        match=(
-            "layer 0: the embedding itself has max_norm, so its forward writes to its weight, of "
-            "which every replica"
-        ),
-    ):
+    with pytest.raises(JobFailed, match=r"layer 0: .* max_norm"):
         pool.run("train", 2, config=config("renormalised", 1, parallel={"data": 2}))
 
 
 def test_running_statistics_of_replicas_are_refused(pool: Pool) -> None:
-    with pytest.raises(
-        JobFailed,
-        match=(
-            r"layer 1 \(Normed\): its forward writes to its buffer 'norm.mean' .*, of which "
-            r"every replica would"
-        ),
-    ):
+    with pytest.raises(JobFailed, match=r"layer 1 \(Normed\): .* buffer 'norm.mean'"):
         numbers(pool, "own_norm", 2, parallel={"pipeline": 1, "data": 2})
 
 
-def test_random_numbers_of_the_caller_are_its_own() -> None:
+def test_training_leaves_the_callers_random_state_unchanged() -> None:
     pipe = pipeline(
         load_model(
             parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.2}})

@@ -19,7 +19,7 @@ def test_pages_are_up_to_date() -> None:
 
 
 @pytest.mark.parametrize(("name", "section"), list(reference.sections()))
-def test_each_key_has_a_description_and_a_row(name: str, section: type[Section]) -> None:
+def test_each_config_key_has_a_description_and_a_row(name: str, section: type[Section]) -> None:
     for key, field in section.model_fields.items():
         assert field.description, f"{name}.{key} has no description under it"
         assert len(field.description) <= 200, f"{name}.{key}: more than two lines of a table"
@@ -41,12 +41,12 @@ def test_each_public_name_has_a_docstring(name: str) -> None:
     assert inspect.getdoc(getattr(dynmo, name))
 
 
-def test_a_change_makes_the_page_stale() -> None:
+def test_generator_restores_a_changed_row() -> None:
     text = (reference.FOLDER / "configuration.md").read_text()
     assert reference.fill(text.replace("| `seed` | integer", "| `seed` | number")) == text
 
 
-def test_each_mark_is_read() -> None:
+def test_every_mark_of_a_page_is_parsed() -> None:
     for page in reference.PAGES:
         text = page.read_text()
         assert text.count("<!-- end -->") == text.count("<!-- ") - text.count("<!-- end -->")

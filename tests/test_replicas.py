@@ -20,7 +20,10 @@ from dynmo.cost import profile_file
 from dynmo.events import ReshapeEvent, read
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.state.layer_options import ReplicaOptions
+from tests.combinations import mostly_matrix
 from tests.pool import JobFailed, Pool
 
 STEPS = 6
@@ -111,7 +114,7 @@ def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         (4, 1, 0, None),
     ],
 )
-def test_one_digest(
+def test_any_mesh_has_the_same_digest(
     pool: Pool, pipeline: int, data: int, zero: int, balance: dict[str, Any] | None
 ) -> None:
     results = run(pool, config(pipeline, data, zero=zero, balance=balance))
@@ -124,7 +127,7 @@ def test_one_digest(
 
 @pytest.mark.matrix  # eight processes
 @pytest.mark.parametrize("zero", [0, 1])
-def test_one_digest_of_eight_ranks(pool: Pool, zero: int) -> None:
+def test_eight_ranks_have_the_same_digest(pool: Pool, zero: int) -> None:
     larger = Pool(8)
     try:
         same(run(larger, config(4, 2, zero=zero, balance=RANDOM)), reference(pool, 4))
@@ -140,7 +143,7 @@ def test_one_digest_of_eight_ranks(pool: Pool, zero: int) -> None:
     ("pipeline", "data", "zero", "schedule", "changes"),
     [(2, 2, 0, "interleaved-1f1b", {}), (2, 2, 1, "gpipe", {"tied": True})],
 )
-def test_schedules_and_tied_weights(
+def test_any_schedule_and_tied_weights_have_the_same_digest(
     pool: Pool, pipeline: int, data: int, zero: int, schedule: str, changes: dict[str, Any]
 ) -> None:
     expected = run(pool, config(1, 1, schedule="1f1b", **changes))[0]
@@ -150,7 +153,14 @@ def test_schedules_and_tied_weights(
     )
 
 
-def test_pieces_of_w_ahead_of_their_time(pool: Pool) -> None:
+RESHAPES = [
+    (4, 1, [[1, 2, 2], [3, 1, 4]]),
+    (1, 4, [[2, 4, 1], [3, 2, 2], [5, 1, 4]]),
+    (2, 2, [[4, 4, 1]]),
+]
+
+
+def test_early_partial_w_leaves_the_digest_unchanged(pool: Pool) -> None:
     """Replicas wait for different messages.
 
     They still reduce their layers in one order.
@@ -160,16 +170,14 @@ def test_pieces_of_w_ahead_of_their_time(pool: Pool) -> None:
     same(run(pool, wanted), reference(pool, 4))
 
 
-@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
-    ("pipeline", "data", "reshape_at"),
-    [
-        (4, 1, [[1, 2, 2], [3, 1, 4]]),
-        (1, 4, [[2, 4, 1], [3, 2, 2], [5, 1, 4]]),
-        (2, 2, [[4, 4, 1]]),
-    ],
+    ("pipeline", "data", "reshape_at", "zero"),
+    mostly_matrix(
+        ((*run, zero) for run in RESHAPES for zero in (0, 1)),
+        everyday=[(*RESHAPES[0], 1), (*RESHAPES[1], 1), (*RESHAPES[2], 0)],
+    ),
 )
-def test_a_live_reshape(
+def test_live_reshape_leaves_the_digest_unchanged(
     pool: Pool, pipeline: int, data: int, reshape_at: list[list[int]], zero: int
 ) -> None:
     """A shorter pipeline of more replicas, and back, while layers freeze and move."""
@@ -180,7 +188,7 @@ def test_a_live_reshape(
     assert sizes == [starts[max(s for s in starts if s <= step)] for step in range(STEPS)]
 
 
-def test_masters_in_shares_after_a_reshape(pool: Pool) -> None:
+def test_sharded_masters_have_one_digest_after_a_reshape(pool: Pool) -> None:
     """Replicas have got their layers in other orders.
 
     Together they make the masters whole that the digest is of.
@@ -190,7 +198,7 @@ def test_masters_in_shares_after_a_reshape(pool: Pool) -> None:
     assert len({r["digest"] for r in run(pool, wanted)}) == 1
 
 
-def test_a_reshape_after_a_verdict(pool: Pool) -> None:
+def test_post_validated_run_reshapes_between_final_steps(pool: Pool) -> None:
     """Steps run without a barrier, and all of them are taken back.
 
     The optimizer has shares. The mesh changes between final steps.
@@ -200,7 +208,7 @@ def test_a_reshape_after_a_verdict(pool: Pool) -> None:
     same(run(pool, wanted), reference(pool, 4))
 
 
-def test_three_replicas(pool: Pool) -> None:
+def test_three_replicas_have_the_same_digest(pool: Pool) -> None:
     """No power of two: what is left over of the tree folds last.
 
     Slots are counted out once per replica by default.
@@ -212,7 +220,7 @@ def test_three_replicas(pool: Pool) -> None:
     same(run(pool, wanted), run(pool, alone)[0])
 
 
-def test_cases_decide_alike(pool: Pool) -> None:
+def test_cases_decide_the_same_on_every_replica(pool: Pool) -> None:
     """The measurements of the first replica count.
 
     Replicas measure their own microbatches, in seconds, so their measurements differ.
@@ -270,7 +278,7 @@ def test_cases_decide_alike(pool: Pool) -> None:
         ((4, 1, 0), (1, 4, 0)),
     ],
 )
-def test_a_run_goes_on_in_another_mesh(
+def test_run_resumes_in_another_mesh(
     pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]
 ) -> None:
     folder = tmp_path / "run"
@@ -310,13 +318,13 @@ def test_a_reshaped_run_resumes_in_its_shape(pool: Pool, tmp_path: Path) -> None
     )
 
 
-def test_what_replicas_would_each_have_of_their_own_is_refused(pool: Pool) -> None:
+def test_written_buffers_of_replicas_are_refused(pool: Pool) -> None:
     wanted = config(1, 2, groups=2, cases=False) | {
         "model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}
     }
     with pytest.raises(
         JobFailed,
-        match=r"writes to its buffer 'mean' .*, of which every replica would have its own; use ",
+        match="buffer 'mean'",
     ):
         run(pool, wanted)
     wanted["parallel"]["data"] = 1
@@ -332,9 +340,8 @@ def after_a_reshape(world: World, data: int) -> None:
         world,
         model,
         uniform(model.layers, world.size),
-        schedule="zb-h1",
-        microbatches=4,
-        accumulation_groups=2,
+        StepOptions("zb-h1", microbatches=4),
+        replicas=ReplicaOptions(accumulation_groups=2),
     )
     ids = torch.zeros(4, 1, 8, dtype=torch.int64)
     pipeline.step(0, ids, ids, lr=0.0)
@@ -342,16 +349,16 @@ def after_a_reshape(world: World, data: int) -> None:
     pipeline.step(1, ids[::data], ids[::data], lr=0.0)
 
 
-def test_a_reshape_makes_replicas_that_would_have_their_own(pool: Pool) -> None:
+def test_reshape_to_replicas_with_written_buffers_is_refused(pool: Pool) -> None:
     pool.run("tests.test_replicas:after_a_reshape", 2, data=1)
     with pytest.raises(
         JobFailed,
-        match=r"writes to its buffer 'mean' .*, of which every replica would have its own; use ",
+        match="buffer 'mean'",
     ):
         pool.run("tests.test_replicas:after_a_reshape", 2, data=2)
 
 
-def test_slots_change_the_bits(pool: Pool) -> None:
+def test_only_the_number_of_reduction_slots_changes_the_bits(pool: Pool) -> None:
     """The order of the sum is a choice, and it is the slots' alone."""
     digests = {groups: reference(pool, groups)["digest"] for groups in (1, 2, 4, 8)}
     assert len(set(digests.values())) == 4
@@ -360,7 +367,7 @@ def test_slots_change_the_bits(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("balancer", ["exact", "none"])
-def test_a_run_reshapes_itself_where_it_pays(pool: Pool, balancer: str) -> None:
+def test_run_reshapes_if_another_mesh_is_faster(pool: Pool, balancer: str) -> None:
     """One layer is half of the work: two stages can never be even, two replicas are.
 
     The bits are those of the run that does not.
@@ -399,7 +406,7 @@ def test_a_run_reshapes_itself_where_it_pays(pool: Pool, balancer: str) -> None:
     assert losses[True] == losses[False]
 
 
-def test_a_run_of_one_rank_pipelines_weighs_another_mesh_by_a_link_that_it_measures(
+def test_replicas_of_an_even_model_keep_their_mesh(
     pool: Pool,
 ) -> None:
     """The run has no link between stages.
@@ -421,14 +428,14 @@ def test_a_run_of_one_rank_pipelines_weighs_another_mesh_by_a_link_that_it_measu
     assert told[True][-1]["weights_digest"] == told[False][-1]["weights_digest"]
 
 
-def test_a_reduction_hides_behind_the_layers_that_are_still_to_come() -> None:
+def test_reduction_overlaps_with_later_layers() -> None:
     assert could_hide([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]) == pytest.approx(2 / 3)
     # The second starts late: the first is still under way.
     assert could_hide([1.0, 1.0], [2.0, 2.0]) == pytest.approx(1 / 4)
     assert could_hide([1.0], [3.0]) == 0
 
 
-def test_the_slowest_replica_is_planned_for(pool: Pool) -> None:
+def test_layer_cost_is_that_of_the_slowest_replica(pool: Pool) -> None:
     """One placement serves all replicas.
 
     A layer counts as long as it takes on the replica where it takes longest.
@@ -444,7 +451,7 @@ def test_the_slowest_replica_is_planned_for(pool: Pool) -> None:
     assert other[0] == other[1] < 0.012
 
 
-def test_what_a_costs_file_says_of_optimizer_state(pool: Pool, tmp_path: Path) -> None:
+def test_profile_counts_the_whole_optimizer_state(pool: Pool, tmp_path: Path) -> None:
     """The bytes are a whole replica's, also if each replica keeps a share.
 
     A planner of another mesh divides them by its replicas. Gradients that wait in slots are
@@ -467,7 +474,7 @@ def test_what_a_costs_file_says_of_optimizer_state(pool: Pool, tmp_path: Path) -
         )
 
 
-def test_a_tied_weight_keeps_the_barrier_and_says_so(pool: Pool) -> None:
+def test_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
     wanted = config(2, 1, reshape_at=[[3, 1, 2]], tied=True)
     wanted["pipeline"]["post_validation"] = True
     told = pool.run("events", 2, config=wanted)[0]

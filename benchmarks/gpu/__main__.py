@@ -126,8 +126,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def main() -> int:
-    """Runs the command and returns its exit status."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description=__doc__,
@@ -159,7 +158,12 @@ def main() -> int:
     parser.add_argument(
         "--commit", metavar="HASH", help="the commit to name in the results of a copy without .git"
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the command and returns its exit status."""
+    options = _options()
     if options.list:
         for part in PARTS:
             print(f"{part.name:<10} {part.limit:>4.0f} s  {part.expected}")

@@ -23,6 +23,14 @@ BUCKETS = (16, 64)
 
 
 def forward(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor) -> Callable[[], None]:
+    """Returns a side that runs F alone.
+
+    Args:
+        attend: The attention.
+        x: Queries, which are also the keys, [batch, sequence, heads, size].
+        v: Values, of the same shape.
+    """
+
     def run() -> None:
         with torch.no_grad():
             attend(x, v)
@@ -33,6 +41,15 @@ def forward(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor) ->
 def both(
     attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor
 ) -> Callable[[], None]:
+    """Returns a side that runs F and B.
+
+    Args:
+        attend: The attention.
+        x: Queries, which are also the keys, [batch, sequence, heads, size].
+        v: Values, of the same shape.
+        g: Gradient of the output, of the same shape.
+    """
+
     def run() -> None:
         a, b = x.detach().requires_grad_(), v.detach().requires_grad_()
         attend(a, b).backward(g)
@@ -41,7 +58,12 @@ def both(
 
 
 def share_of_pairs(x: Tensor, hashed: Hashed) -> float:
-    """Returns the share of all pairs (query, earlier key) that are in one bucket."""
+    """Returns the share of all pairs (query, earlier key) that are in one bucket.
+
+    Args:
+        x: Queries, which are also the keys, [batch, sequence, heads, size].
+        hashed: The attention.
+    """
     buckets = hash_buckets(
         x, draw_directions(x.shape[2], x.shape[3], hashed.buckets, hashed.seed, x.device)
     )
@@ -109,6 +131,12 @@ def wins_from(rows: Sequence[dict[str, Any]]) -> dict[str, int | None]:
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures all lengths in two precisions.
+
+    Args:
+        device: The device.
+        options: Options of the command line.
+    """
     shape = {key: getattr(options, key) for key in ("heads", "size", "batch", "rounds")}
     lengths = [2**i for i in range(10, 16) if 2**i <= options.longest] or [options.longest]
     measured = {

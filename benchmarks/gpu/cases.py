@@ -31,13 +31,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cases_race import model_of
-from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, seconds
+from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progress, seconds
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import Config, parse
 from dynmo.dynamism import make_cases
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.runtime.state.layer_options import LayerOptions
 
 # Steps at which the cases of the configuration act.
 SPARSE, DENSE, PRUNE = 1, 2, 3
@@ -62,12 +64,7 @@ def config_of(options: argparse.Namespace, blocks: int) -> Config:
                 "heads": max(1, options.hidden // 128),
                 "sequence": options.sequence,
             },
-            "train": {
-                "steps": PRUNE + 1,
-                "global_batch": options.batch * options.microbatches,
-                "micro_batch": options.batch,
-                "precision": "bfloat16",
-            },
+            "train": {"steps": PRUNE + 1, **Shape.of(options).train},
             "parallel": {"pipeline": options.slices, "slices": True},
             "dynamism": {
                 "cases": ["pruning", "sparse_attention"],
@@ -116,15 +113,10 @@ class Run:
             world,
             model,
             self.even,
-            schedule="zb-h1",
-            microbatches=options.microbatches,
-            slices=options.slices,
-            dtype=PRECISIONS[config.train.precision],
+            StepOptions("zb-h1", microbatches=options.microbatches, slices=options.slices),
+            layers=LayerOptions(dtype=PRECISIONS[config.train.precision]),
         )
-        shape = (2, options.microbatches, options.batch, options.sequence)
-        self._tokens = torch.randint(
-            0, config.model.vocab, shape, generator=torch.Generator().manual_seed(0)
-        ).to(device)
+        self._tokens = Shape.of(options).tokens(device)
         self.losses: list[float] = []
 
     def step(self) -> None:
@@ -163,6 +155,12 @@ class Run:
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures the cases in turn, on one pipeline.
+
+    Args:
+        device: The device.
+        options: Options of the command line.
+    """
     blocks = blocks_for(device, options)
     config = config_of(options, blocks)
     run = Run(device, config, options)
@@ -172,7 +170,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
 
     def act(case: Any, step: int) -> None:
         case.check(pipeline.modules)
-        change = case.act(step, pipeline)
+        change = case.act(step, pipeline.case_context)
         assert change is not None, f"{case.name} changed nothing"
         pipeline.on_workload_change(change.layers)
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks import harness
+from benchmarks import harness, output
 from benchmarks.gpu.checks import NO_GPU
 from dynmo.models.model import Model
 
@@ -29,6 +29,50 @@ class Option(NamedTuple):
     default: int
     dry: int
     text: str
+
+
+class Shape(NamedTuple):
+    """Sizes of a GPT and of its step.
+
+    Attributes:
+        blocks: Depth of the model.
+        hidden: Width of the model.
+        sequence: Tokens of a sequence.
+        batch: Sequences of a microbatch.
+        microbatches: Microbatches of a step.
+    """
+
+    blocks: int
+    hidden: int
+    sequence: int
+    batch: int
+    microbatches: int
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Shape:
+        """Returns the sizes of a command line."""
+        return cls(*(getattr(options, name) for name in cls._fields))
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The section `model` of the configuration. A head is 64 wide."""
+        heads = max(1, self.hidden // 64)
+        sizes = {"blocks": self.blocks, "hidden": self.hidden}
+        return sizes | {"heads": heads, "sequence": self.sequence}
+
+    @property
+    def train(self) -> dict[str, Any]:
+        """The section `train` of the configuration, in bfloat16."""
+        sizes = {"global_batch": self.batch * self.microbatches, "micro_batch": self.batch}
+        return sizes | {"precision": "bfloat16"}
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """Draws inputs and targets, [2, microbatches, batch, sequence].
+
+        They are the same on all devices.
+        """
+        size = (2, self.microbatches, self.batch, self.sequence)
+        return torch.randint(0, 256, size, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 class Verdict(NamedTuple):
@@ -60,10 +104,7 @@ def main(
         assess: Says what the figures show.
         options: The sizes.
     """
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser = output.parser_of(about)
     parser.add_argument("--dry", action="store_true", help="on CPU, with tiny sizes")
     parser.add_argument("--out", help="a file that the benchmark leaves, if it leaves one")
     for option in options:
@@ -86,12 +127,12 @@ def main(
     result = measure(device, parsed)
     progress("measured")
     met, came = assess(result)
-    harness.report(
+    output.report(
         result
         | {
             "met": met or parsed.dry,
             "came": came,
-            "machine": harness.machine(),
+            "machine": output.machine(),
             "device": about_device(device),
         },
         parsed.json,

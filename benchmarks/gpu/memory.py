@@ -20,136 +20,148 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, synchronize
+from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progress, synchronize
 from benchmarks.harness import run_ranks
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.runtime.state.layer_options import LayerOptions
+from dynmo.runtime.state.migration import Migration
 from dynmo.schedule.memory import rank_memory
 from dynmo.train.shape_costs import shape_costs
 
 SCHEDULE = "zb-h1"
 
 
-def on_a_rank(
-    world: World, blocks: int, hidden: int, sequence: int, batch: int, microbatches: int
-) -> dict[str, Any]:
-    """Runs on each rank. Returns what both ranks found.
+class Run:
+    """This rank's part of a pipeline, and the batch of its steps.
+
+    Attributes:
+        pipeline: The engine.
+        partition: The first placement.
+    """
+
+    def __init__(self, world: World, shape: Shape) -> None:
+        self._world, self._shape = world, shape
+        self._config = parse(
+            {
+                "model": shape.model,
+                "train": shape.train,
+                "parallel": {"pipeline": world.size},
+                "pipeline": {"schedule": SCHEDULE},
+            }
+        )
+        self._model = load_model(self._config)
+        self.partition = uniform(self._model.layers, world.size)
+        self.pipeline = Engine(
+            world,
+            built_on(world.device, self._model),
+            self.partition,
+            StepOptions(SCHEDULE, microbatches=shape.microbatches),
+            layers=LayerOptions(dtype=PRECISIONS[self._config.train.precision]),
+        )
+        progress(f"rank {world.rank}: the model is built")
+        self._tokens = shape.tokens(world.device)
+        self._count = 0
+
+    def steps(self, number: int) -> float:
+        """Runs so many steps. Returns the seconds of the last one."""
+        seconds = 0.0
+        for _ in range(number):
+            self._world.barrier("the step to start")
+            start = time.perf_counter()
+            self.pipeline.step(self._count, *self._tokens, lr=1e-5, max_norm=1.0)
+            synchronize(self._world.device)
+            seconds = time.perf_counter() - start
+            self._count += 1
+        return self.pipeline.largest(seconds)
+
+    def peaks(self) -> list[float]:
+        """Returns the peak memory of each rank, in bytes."""
+        world, device = self._world, self._world.device
+        held = sum(
+            t.nbytes
+            for module, optimizer in self.pipeline.own_layers.values()
+            for t in (*module.parameters(), *optimizer.state().values())
+        )
+        table = torch.zeros(world.size, dtype=torch.float64)
+        on_gpu = device.type == "cuda"
+        table[world.rank] = torch.cuda.max_memory_allocated(device) if on_gpu else held
+        world.sum(table, "the peaks of all ranks")
+        return table.tolist()
+
+    def accounts(self) -> tuple[list[int], list[int]]:
+        """Returns the account of each rank, by measured costs and by shapes alone, in bytes."""
+        schedule, counts = self.pipeline.schedule_for(self.partition), self.partition.counts
+        shapes = recompute_as_workspace(shape_costs(self._config, self._model), ())
+        measured = rank_memory(self.pipeline.costs(), counts, schedule)
+        return list(measured), list(rank_memory(shapes, counts, schedule))
+
+    def move(self, layers: int) -> Migration:
+        """Moves so many layers from rank 0 to rank 1.
+
+        Raises:
+            RuntimeError: The move changed the weights.
+        """
+        first, second = self.partition.counts
+        before = self.pipeline.digest()
+        migration = self.pipeline.move(Partition((first - layers, second + layers)))
+        after = self.pipeline.digest()
+        if before != after:
+            raise RuntimeError(f"the move changed the weights: {before} before, {after} after")
+        return migration
+
+
+def on_a_rank(world: World, shape: Sequence[int]) -> dict[str, Any]:
+    """Runs on each rank. Both ranks return the same.
 
     Args:
         world: The ranks.
-        blocks: Depth of the model.
-        hidden: Width of the model.
-        sequence: Tokens of a sequence.
-        batch: Sequences of a microbatch.
-        microbatches: Microbatches of a step.
+        shape: The fields of a `Shape`.
     """
-    device = world.device
-    config = parse(
-        {
-            "model": {
-                "blocks": blocks,
-                "hidden": hidden,
-                "heads": max(1, hidden // 64),
-                "sequence": sequence,
-            },
-            "train": {
-                "global_batch": batch * microbatches,
-                "micro_batch": batch,
-                "precision": "bfloat16",
-            },
-            "parallel": {"pipeline": world.size},
-            "pipeline": {"schedule": SCHEDULE},
-        }
-    )
-    model = load_model(config)
-    partition = uniform(model.layers, world.size)
-    dtype = PRECISIONS[config.train.precision]
-    pipeline = Engine(
-        world,
-        built_on(device, model),
-        partition,
-        schedule=SCHEDULE,
-        microbatches=microbatches,
-        dtype=dtype,
-    )
-    progress(f"rank {world.rank}: the model is built")
-    tokens = torch.randint(
-        0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)
-    ).to(device)
-    count = 0
-
-    def steps(number: int) -> float:
-        """Runs so many steps. Returns the seconds of the last one."""
-        nonlocal count
-        taken = 0.0
-        for _ in range(number):
-            world.barrier("the step to start")
-            start = time.perf_counter()
-            pipeline.step(count, tokens[0], tokens[1], lr=1e-5, max_norm=1.0)
-            synchronize(device)
-            taken, count = time.perf_counter() - start, count + 1
-        return pipeline.largest(taken)
-
-    steps(2)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    before = steps(2)
-    held = sum(
-        t.nbytes
-        for module, optimizer in pipeline.own_layers.values()
-        for t in (*module.parameters(), *optimizer.state().values())
-    )
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held
-    schedule = pipeline.schedule_for(partition)
-    account = rank_memory(pipeline.costs(), partition.counts, schedule)
-    planned = rank_memory(
-        recompute_as_workspace(shape_costs(config, model), ()), partition.counts, schedule
-    )
-    table = torch.zeros(world.size, dtype=torch.float64)
-    table[world.rank] = peak
-    world.sum(table, "the peaks of all ranks")
-
+    run = Run(world, Shape(*shape))
+    run.steps(2)
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(world.device)
+    before = run.steps(2)
+    peaks, (account, planned) = run.peaks(), run.accounts()
     progress(f"rank {world.rank}: the steps before the move have run")
-    digest, quarter = pipeline.digest(), max(1, model.layers // 4)
-    migration = pipeline.move(
-        Partition((partition.counts[0] - quarter, partition.counts[1] + quarter))
-    )
-    after = pipeline.digest()
-    if digest != after:
-        raise RuntimeError(f"the move changed the weights: {digest} before, {after} after")
+    quarter = max(1, run.partition.layers // 4)
+    migration = run.move(quarter)
     return {
-        "peak_bytes": table.tolist(),
-        "account_bytes": list(account),
-        "planned_bytes": list(planned),
-        "peak_over_account": [
-            peak / said for peak, said in zip(table.tolist(), account, strict=True)
-        ],
-        "peak_over_planned": [
-            peak / said for peak, said in zip(table.tolist(), planned, strict=True)
-        ],
+        "peak_bytes": peaks,
+        "account_bytes": account,
+        "planned_bytes": planned,
+        "peak_over_account": [x / y for x, y in zip(peaks, account, strict=True)],
+        "peak_over_planned": [x / y for x, y in zip(peaks, planned, strict=True)],
         "moved_layers": quarter,
         "moved_bytes": migration.moved_bytes,
         "move_seconds": migration.seconds,
-        "step_seconds": {"before": before, "after": steps(2)},
-        "parameters": sum(cost.parameters for cost in pipeline.costs()),
+        "step_seconds": {"before": before, "after": run.steps(2)},
+        "parameters": sum(cost.parameters for cost in run.pipeline.costs()),
     }
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    shape = {
-        key: getattr(options, key)
-        for key in ("blocks", "hidden", "sequence", "batch", "microbatches")
-    }
-    return {**shape, **run_ranks("benchmarks.gpu.memory:on_a_rank", 2, str(device), **shape)}
+    """Runs two ranks that share the device.
+
+    Args:
+        device: The device.
+        options: Options of the command line.
+    """
+    shape = Shape.of(options)
+    figures = run_ranks("benchmarks.gpu.memory:on_a_rank", 2, str(device), shape=shape)
+    return shape._asdict() | figures
 
 
 def assess(result: dict[str, Any]) -> Verdict:

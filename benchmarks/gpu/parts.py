@@ -46,7 +46,7 @@ def benchmark(
         name: Name of the part.
         expected: What the part must show, for a person.
         limit: Seconds after which the part is ended.
-        options: Options of the command.
+        *options: Options of the command.
         module: Name of the module, by default that of the part.
         needs: Optional packages without which the part cannot run on a GPU.
     """

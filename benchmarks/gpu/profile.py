@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import Option, Verdict, main, progress
+from benchmarks.gpu.device import Option, Shape, Verdict, main, progress
 from dynmo.config import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,21 +43,18 @@ def command(*arguments: str) -> dict[str, Any]:
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    """Profiles a GPT on slices, and plans on the costs file.
+
+    Args:
+        device: The device.
+        options: Options of the command line.
+    """
     config = parse(
         {
             "name": "gpu-profile",
             "data": {"source": "stdlib" if device.type == "cuda" else f"file:{ROOT / 'LICENSE'}"},
-            "model": {
-                "blocks": options.blocks,
-                "hidden": options.hidden,
-                "heads": max(1, options.hidden // 64),
-                "sequence": options.sequence,
-            },
-            "train": {
-                "global_batch": options.batch * options.microbatches,
-                "micro_batch": options.batch,
-                "precision": "bfloat16",
-            },
+            "model": Shape.of(options).model,
+            "train": Shape.of(options).train,
             "parallel": {"pipeline": options.slices, "slices": True, "device": device.type},
         }
     )

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble
 
-from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, seconds
+from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progress, seconds
 from benchmarks.harness import alternate, medians
 from benchmarks.torch_orders import torch_order
 from benchmarks.torch_peer import PEERS, PeerSchedule, TorchPeer
@@ -45,8 +45,10 @@ from dynmo.config import parse
 from dynmo.models.model import Model, next_token_loss
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.sm_slices import cut
+from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import peak_memory, simulate
@@ -59,10 +61,15 @@ class Sides:
     """Pipelines on the same slices, each with several schedules.
 
     A placement holds weights once.
+
+    Attributes:
+        inputs: Inputs of a step, [microbatches, batch, sequence].
+        targets: Targets of a step, of the same shape.
+        steps: Functions that run a step and return its seconds, by name of the side.
     """
 
     def __init__(self, device: torch.device, inputs: Tensor, targets: Tensor) -> None:
-        self._device, self._inputs, self._targets = device, inputs, targets
+        self._device, self.inputs, self.targets = device, inputs, targets
         self.steps: dict[str, Callable[[], float]] = {}
 
     def add(self, name: str, pipeline: Engine, schedule: Schedule | None = None) -> None:
@@ -83,13 +90,13 @@ class Sides:
         self.steps[name] = step
 
     def run(self, pipeline: Engine) -> None:
-        pipeline.forward_backward(0, self._inputs, self._targets)
+        pipeline.forward_backward(0, self.inputs, self.targets)
         pipeline.discard()
 
 
 def on_slices(
-    sides: Sides, world: World, model: Model, count: int, microbatches: int, dtype: torch.dtype
-) -> dict[str, Any]:
+    sides: Sides, world: World, model: Model, count: int, dtype: torch.dtype
+) -> dict[str, tuple[Engine, Schedule]]:
     """Adds the schedules on so many slices to `sides`.
 
     Args:
@@ -97,23 +104,21 @@ def on_slices(
         world: One rank.
         model: The model.
         count: Number of slices.
-        microbatches: Microbatches of a step.
         dtype: The precision in which the model computes.
 
     Returns:
         For each schedule, the pipeline that runs it and the schedule.
     """
-    rows: dict[str, Any] = {}
+    microbatches = len(sides.inputs)
+    rows: dict[str, tuple[Engine, Schedule]] = {}
     for own, stages, names in (("zb-auto", count, FLAT), ("zb-v", 2 * count, V_SHAPED)):
         partition = uniform(model.layers, stages)
         pipeline = Engine(
             world,
             model,
             partition,
-            schedule=own,
-            microbatches=microbatches,
-            slices=count,
-            dtype=dtype,
+            StepOptions(own, microbatches=microbatches, slices=count),
+            layers=LayerOptions(dtype=dtype),
         )
         for _ in range(2):  # the first loads kernels
             sides.run(pipeline)
@@ -156,116 +161,100 @@ def torch_stages(
     return build
 
 
+def on_all_sms(sides: Sides, world: World, model: Model, count: int, dtype: torch.dtype) -> None:
+    """Adds the sides that run on the whole GPU to `sides`.
+
+    They are the model as one stage, and as so many stages of one rank in both runtimes.
+
+    Args:
+        sides: Takes the sides.
+        world: One rank.
+        model: The model.
+        count: Number of stages.
+        dtype: The precision in which the model computes.
+    """
+    microbatches, options = len(sides.inputs), LayerOptions(dtype=dtype)
+    one = Partition((model.layers,))
+    step = StepOptions("1f1b", microbatches=microbatches)
+    sides.add("whole", Engine(world, model, one, step, layers=options))
+    kind = PeerSchedule(ScheduleInterleavedZeroBubble, stages_per_rank=count)
+    partition = uniform(model.layers, count)
+    step = StepOptions("interleaved-1f1b", microbatches=microbatches, chunks=count)
+    chunked = Engine(world, model, partition, step, layers=options)
+    order = torch_order(kind, 1, microbatches, "torch zero-bubble")
+    sides.add("whole dynmo zero-bubble", chunked, order)
+    flat = sides.inputs.flatten(0, 1), sides.targets.flatten(0, 1)
+    stages = torch_stages(model, world.device, dtype)
+    peer = TorchPeer(kind, microbatches, stages, *flat, next_token_loss)
+    sides.steps["whole torch zero-bubble"] = peer.step
+
+
 def pipelines(
-    device: torch.device,
-    dtype: torch.dtype,
-    slices: int,
-    *,
-    blocks: int,
-    hidden: int,
-    sequence: int,
-    batch: int,
-    microbatches: int,
-    rounds: int,
+    device: torch.device, dtype: torch.dtype, shape: Shape, slices: int, rounds: int
 ) -> dict[str, Any]:
     """Measures all schedules and runtimes in one precision.
 
     Args:
         device: The device.
         dtype: The precision.
+        shape: Sizes of the model and of a step.
         slices: Number of slices.
-        blocks: Depth of the model.
-        hidden: Width of the model.
-        sequence: Tokens of a sequence.
-        batch: Sequences of a microbatch.
-        microbatches: Microbatches of a step.
         rounds: Number of counted turns.
     """
-    shape = {
-        "blocks": blocks,
-        "hidden": hidden,
-        "heads": max(1, hidden // 64),
-        "sequence": sequence,
-    }
-    model = built_on(device, load_model(parse({"model": shape})))
-    tokens = torch.randint(
-        0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)
-    ).to(device)
-    sides = Sides(device, tokens[0], tokens[1])
+    model = built_on(device, load_model(parse({"model": shape.model})))
+    sides = Sides(device, *shape.tokens(device))
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
         with World.join(store, 0, 1, device=device) as world:
-            rows = on_slices(sides, world, model, slices, microbatches, dtype)
-            sides.add(
-                "whole",
-                Engine(
-                    world,
-                    model,
-                    Partition((model.layers,)),
-                    schedule="1f1b",
-                    microbatches=microbatches,
-                    dtype=dtype,
-                ),
-            )
-            # Here one rank holds all stages, in both runtimes.
-            kind = PeerSchedule(ScheduleInterleavedZeroBubble, stages_per_rank=slices)
-            partition = uniform(model.layers, slices)
-            chunked = Engine(
-                world,
-                model,
-                partition,
-                schedule="interleaved-1f1b",
-                chunks=slices,
-                microbatches=microbatches,
-                dtype=dtype,
-            )
-            sides.add(
-                "whole dynmo zero-bubble",
-                chunked,
-                torch_order(kind, 1, microbatches, "torch zero-bubble"),
-            )
-            flat = [part.flatten(0, 1) for part in tokens]
-            peer = TorchPeer(
-                kind,
-                microbatches,
-                torch_stages(model, device, dtype),
-                flat[0],
-                flat[1],
-                next_token_loss,
-            )
-            sides.steps["whole torch zero-bubble"] = peer.step
+            rows = on_slices(sides, world, model, slices, dtype)
+            on_all_sms(sides, world, model, slices, dtype)
             progress("all sides are built")
             measured = medians(alternate(sides.steps, rounds, warmup=1))
-            out: dict[str, Any] = {
-                "whole_seconds": measured["whole"],
-                "runtime_gain": measured["whole torch zero-bubble"]
-                / measured["whole dynmo zero-bubble"],
-                "sms": [each.sms for each in cut(device.index or 0, slices)]
-                if device.type == "cuda"
-                else [],
-                "schedules": {},
+            schedules = {
+                name: figures(pipeline, schedule, measured[f"{slices} {name}"])
+                for name, (pipeline, schedule) in rows.items()
             }
-            for name, (pipeline, schedule) in rows.items():
-                costs = pipeline.schedule_keeper.stage_costs(pipeline.costs(), pipeline.partition)
-                said = simulate(schedule, costs)
-                taken = measured[f"{slices} {name}"]
-                out["schedules"][name] = {
-                    "seconds": taken,
-                    "measured_over_predicted": taken / said.makespan,
-                    "overlap": sum(said.busy) / taken,
-                    "over_whole": taken / measured["whole"],
-                    "peak_activation_bytes": max(peak_memory(schedule, costs)),
-                    "gain": measured[f"{slices} 1f1b"] / taken,
-                }
-    return out
+    for row in schedules.values():
+        row["over_whole"] = row["seconds"] / measured["whole"]
+        row["gain"] = measured[f"{slices} 1f1b"] / row["seconds"]
+    ours, theirs = (measured[f"whole {runtime} zero-bubble"] for runtime in ("dynmo", "torch"))
+    on_gpu = device.type == "cuda"
+    return {
+        "whole_seconds": measured["whole"],
+        "runtime_gain": theirs / ours,
+        "sms": [each.sms for each in cut(device.index or 0, slices)] if on_gpu else [],
+        "schedules": schedules,
+    }
+
+
+def figures(pipeline: Engine, schedule: Schedule, seconds: float) -> dict[str, float]:
+    """Compares a step with the simulator.
+
+    Args:
+        pipeline: The pipeline that ran the step.
+        schedule: The schedule that it ran.
+        seconds: Measured seconds of the step.
+    """
+    costs = pipeline.schedule_keeper.stage_costs(pipeline.costs(), pipeline.partition)
+    simulated = simulate(schedule, costs)
+    return {
+        "seconds": seconds,
+        "measured_over_predicted": seconds / simulated.makespan,
+        "overlap": sum(simulated.busy) / seconds,
+        "peak_activation_bytes": max(peak_memory(schedule, costs)),
+    }
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    shape = {
-        key: getattr(options, key)
-        for key in ("slices", "blocks", "hidden", "sequence", "batch", "microbatches", "rounds")
-    }
-    return {**shape, **pipelines(device, torch.bfloat16, **shape)}
+    """Measures all schedules and runtimes in bfloat16.
+
+    Args:
+        device: The device.
+        options: Options of the command line.
+    """
+    shape = Shape.of(options)
+    sizes = {"slices": options.slices, **shape._asdict(), "rounds": options.rounds}
+    return sizes | pipelines(device, torch.bfloat16, shape, options.slices, options.rounds)
 
 
 def assess(result: dict[str, Any]) -> Verdict:

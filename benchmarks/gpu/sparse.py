@@ -63,6 +63,12 @@ def matrix(
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures all sizes in two precisions.
+
+    Args:
+        device: The device.
+        options: Options of the command line.
+    """
     sizes = [n for n in (1024, 4096) if n <= options.largest] or [options.largest]
     return {
         name: [

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, progress, turns
+from benchmarks.gpu.device import PRECISIONS, Option, Shape, Verdict, main, progress, turns
 from dynmo.config import parse
 from dynmo.models.registry import load_model
 from dynmo.runtime.comm.clock import clock_for
@@ -31,21 +31,14 @@ from dynmo.runtime.layer.precision import lower
 from dynmo.runtime.layer.split_backward import Layer
 
 
-def halves(device: torch.device, blocks: int, hidden: int, sequence: int) -> list[nn.Module]:
+def halves(device: torch.device, shape: Shape) -> list[nn.Module]:
     """Builds the halves of so many GPT blocks in float32.
 
-    The weights are drawn on the device.
-
     Args:
-        device: The device.
-        blocks: Number of blocks.
-        hidden: Width of the model.
-        sequence: Tokens of a sequence.
+        device: The device. Weights are drawn on it.
+        shape: Sizes of the model.
     """
-    heads = max(1, hidden // 64)
-    model = load_model(
-        parse({"model": {"blocks": blocks, "hidden": hidden, "heads": heads, "sequence": sequence}})
-    )
+    model = load_model(parse({"model": shape.model}))
     with device:
         built = model.build(frozenset(range(1, model.layers - 1)))
     return [built[i] for i in range(1, model.layers - 1)]
@@ -114,16 +107,7 @@ def ours(
 
 
 def stage(
-    device: torch.device,
-    dtype: torch.dtype,
-    compiles: bool,
-    *,
-    blocks: int,
-    hidden: int,
-    sequence: int,
-    batch: int,
-    microbatches: int,
-    rounds: int,
+    device: torch.device, dtype: torch.dtype, compiles: bool, shape: Shape, rounds: int
 ) -> dict[str, Any]:
     """Measures one precision, eager or compiled.
 
@@ -131,42 +115,27 @@ def stage(
         device: The device.
         dtype: The precision.
         compiles: Whether torch.compile is used.
-        blocks: Number of blocks.
-        hidden: Width of the model.
-        sequence: Tokens of a sequence.
-        batch: Sequences of a microbatch.
-        microbatches: Microbatches of a step.
+        shape: Sizes of the stage and of a step.
         rounds: Number of counted turns.
     """
-    generator = torch.Generator().manual_seed(0)
-    x, gy = (
-        torch.randn(batch, sequence, hidden, generator=generator).to(device, dtype)
-        for _ in range(2)
-    )
+    generator, microbatches = torch.Generator().manual_seed(0), shape.microbatches
+    size = (shape.batch, shape.sequence, shape.hidden)
+    x, gy = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(2))
     progress(f"{dtype}, {'compiled' if compiles else 'eager'}")
-    modules = halves(device, blocks, hidden, sequence)
-    sides = {
-        "plain": plain(
-            [copy.deepcopy(m).to(device, dtype) for m in modules], x, gy, microbatches, compiles
-        )
-    }
+    modules = halves(device, shape)
+    low = [copy.deepcopy(m).to(device, dtype) for m in modules]
+    sides = {"plain": plain(low, x, gy, microbatches, compiles)}
     for how in ("fused", "split", "deferred"):
         own = [copy.deepcopy(m).to(device) for m in modules]
         for module in own:
             lower(module, dtype)
-        sides[how] = ours(
-            [Layer(i, m, clock_for(device), 0, compiles) for i, m in enumerate(own)],
-            x,
-            gy,
-            microbatches,
-            how,
-        )
+        layers = [Layer(i, m, clock_for(device), 0, compiles) for i, m in enumerate(own)]
+        sides[how] = ours(layers, x, gy, microbatches, how)
     medians = turns(device, sides, rounds)
+    tokens = shape.batch * shape.sequence * microbatches
     return {
         "seconds": medians,
-        "tokens_per_second": {
-            name: batch * sequence * microbatches / each for name, each in medians.items()
-        },
+        "tokens_per_second": {name: tokens / each for name, each in medians.items()},
         "split_over_fused": medians["split"] / medians["fused"],
         "deferred_over_fused": medians["deferred"] / medians["fused"],
         "fused_over_plain": medians["fused"] / medians["plain"],
@@ -174,20 +143,22 @@ def stage(
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    shape = {
-        key: getattr(options, key)
-        for key in ("blocks", "hidden", "sequence", "batch", "microbatches", "rounds")
-    }
+    """Measures all precisions that the options ask for.
+
+    Args:
+        device: The device.
+        options: Options of the command line.
+    """
+    shape = Shape.of(options)
     figures: dict[str, dict[str, Any]] = {}
     for name in list(PRECISIONS)[: options.precisions]:
         # float32 without tensor cores takes ten times as long.
         rounds = min(1, options.rounds) if name == "float32" else options.rounds
-        figures[name] = {
-            "eager": stage(device, PRECISIONS[name], False, **shape | {"rounds": rounds})
-        }
+        figures[name] = {"eager": stage(device, PRECISIONS[name], False, shape, rounds)}
     for name in list(PRECISIONS)[: options.compiled]:
-        figures.setdefault(name, {})["compiled"] = stage(device, PRECISIONS[name], True, **shape)
-    return {**shape, "stage": figures}
+        compiled = stage(device, PRECISIONS[name], True, shape, options.rounds)
+        figures.setdefault(name, {})["compiled"] = compiled
+    return {**shape._asdict(), "rounds": options.rounds, "stage": figures}
 
 
 GOAL = 1.02

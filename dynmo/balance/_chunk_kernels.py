@@ -4,13 +4,14 @@ Loads are int64. Times are floats: load / speed.
 
 These arguments are the same everywhere:
 
-    sums     prefix sums of the weights
-    rank_of  the rank of each stage
-    speeds   one per rank
-    held     prefix sums of static, activation and stash bytes: [3, boundary]
-    pairs    resident microbatches of all stages, one pair (forward, stashed) per row
-    pair_at  where each stage's pairs begin
-    caps     bytes of each rank, for all of its stages together; empty: no limits
+    problem  the layers, stages and ranks, seven arrays:
+        sums     prefix sums of the weights
+        rank_of  the rank of each stage
+        speeds   one per rank
+        held     prefix sums of static, activation and stash bytes: [3, boundary]
+        pairs    resident microbatches of all stages, one pair (forward, stashed) per row
+        pair_at  where each stage's pairs begin
+        caps     bytes of each rank, for all of its stages together; empty: no limits
     bounds   first layer of each stage, then the number of layers
 """
 
@@ -23,6 +24,10 @@ from dynmo.balance._kernels import Ints
 from dynmo.jit import jit
 
 Floats = NDArray[np.float64]
+Bytes = NDArray[np.uint8]
+
+Problem = tuple[Ints, Ints, Floats, Ints, Ints, Ints, Ints]
+"""sums, rank_of, speeds, held, pairs, pair_at and caps."""
 
 
 @jit()
@@ -48,32 +53,21 @@ def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: i
 
 @jit()
 def evaluate_bounds(
-    sums: Ints,
-    rank_of: Ints,
-    speeds: Floats,
-    held: Ints,
-    pairs: Ints,
-    pair_at: Ints,
-    caps: Ints,
+    problem: Problem,
     bounds: Ints,
     scratch: Ints,
 ) -> tuple[float, float, int]:
     """Time and memory of one placement.
 
     Args:
-        sums: See the top of this file.
-        rank_of: See the top of this file.
-        speeds: See the top of this file.
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
+        problem: See the top of this file.
         bounds: See the top of this file.
         scratch: Room for two numbers per rank.
 
     Returns:
         The largest time of a rank, the sum of squared times, and the bytes over the caps.
     """
+    sums, rank_of, speeds, held, pairs, pair_at, caps = problem
     scratch[:] = 0
     for s in range(len(rank_of)):
         scratch[rank_of[s], 0] += sums[bounds[s + 1]] - sums[bounds[s]]
@@ -91,13 +85,7 @@ def evaluate_bounds(
 
 @jit()
 def descend(
-    sums: Ints,
-    rank_of: Ints,
-    speeds: Floats,
-    held: Ints,
-    pairs: Ints,
-    pair_at: Ints,
-    caps: Ints,
+    problem: Problem,
     bounds: Ints,
 ) -> tuple[float, float, int]:
     """Moves one layer at a time along the path between two stages.
@@ -105,22 +93,15 @@ def descend(
     Goes on while (bytes over, largest time, squares) falls. Changes `bounds`.
 
     Args:
-        sums: See the top of this file.
-        rank_of: See the top of this file.
-        speeds: See the top of this file.
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
+        problem: See the top of this file.
         bounds: The placement to start from. Receives the result.
 
     Returns:
         As `evaluate_bounds`, for the result.
     """
+    _, rank_of, speeds, _, _, _, _ = problem
     stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
-    largest, squares, over = evaluate_bounds(
-        sums, rank_of, speeds, held, pairs, pair_at, caps, bounds, scratch
-    )
+    largest, squares, over = evaluate_bounds(problem, bounds, scratch)
     trial = bounds.copy()
     progress = True
     while progress:
@@ -133,9 +114,7 @@ def descend(
                 trial[:] = bounds
                 for i in range(low + 1, high + 1):
                     trial[i] += step
-                time, square, bytes_ = evaluate_bounds(
-                    sums, rank_of, speeds, held, pairs, pair_at, caps, trial, scratch
-                )
+                time, square, bytes_ = evaluate_bounds(problem, trial, scratch)
                 if bytes_ < over or (
                     bytes_ == over and (time < largest or (time == largest and square < squares))
                 ):
@@ -146,13 +125,7 @@ def descend(
 
 @jit()
 def wander(
-    sums: Ints,
-    rank_of: Ints,
-    speeds: Floats,
-    held: Ints,
-    pairs: Ints,
-    pair_at: Ints,
-    caps: Ints,
+    problem: Problem,
     bounds: Ints,
     kicks: int,
     floor: float,
@@ -162,13 +135,7 @@ def wander(
     The pushes come from a generator with a fixed seed.
 
     Args:
-        sums: See the top of this file.
-        rank_of: See the top of this file.
-        speeds: See the top of this file.
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
+        problem: See the top of this file.
         bounds: The placement to start from. Receives the best result.
         kicks: The most pushes.
         floor: Time below which no placement can be. The descent ends early there.
@@ -176,8 +143,8 @@ def wander(
     Returns:
         The largest time of a rank, and the bytes over the caps.
     """
-    stages = len(rank_of)
-    best, squares, over = descend(sums, rank_of, speeds, held, pairs, pair_at, caps, bounds)
+    stages = len(bounds) - 1
+    best, squares, over = descend(problem, bounds)
     state = 1
     for _ in range(kicks):
         if over == 0 and best <= floor:
@@ -190,7 +157,7 @@ def wander(
             moved = trial[i] + ((state >> 8) % 5) - 2
             if i < stages and trial[i - 1] < moved < trial[i + 1]:
                 trial[i] = moved
-        time, square, bytes_ = descend(sums, rank_of, speeds, held, pairs, pair_at, caps, trial)
+        time, square, bytes_ = descend(problem, trial)
         if bytes_ < over or (
             bytes_ == over and (time < best or (time == best and square <= squares))
         ):
@@ -201,13 +168,7 @@ def wander(
 
 @jit()
 def branch(
-    sums: Ints,
-    rank_of: Ints,
-    speeds: Floats,
-    held: Ints,
-    pairs: Ints,
-    pair_at: Ints,
-    caps: Ints,
+    problem: Problem,
     bounds: Ints,
     best: float,
     nodes: int,
@@ -218,13 +179,7 @@ def branch(
     come can take.
 
     Args:
-        sums: See the top of this file.
-        rank_of: See the top of this file.
-        speeds: See the top of this file.
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
+        problem: See the top of this file.
         bounds: Receives the best placement, if there is one.
         best: Only placements of less time than this are looked for.
         nodes: The most steps.
@@ -232,6 +187,7 @@ def branch(
     Returns:
         The least time found, and whether everything was seen.
     """
+    sums, rank_of, speeds, held, pairs, pair_at, caps = problem
     stages, layers, ranks = len(rank_of), len(sums) - 1, len(speeds)
     last_of = np.zeros(ranks, np.int64)
     for s in range(stages):
@@ -286,28 +242,13 @@ def branch(
 
 
 @jit()
-def nested(
-    sums: Ints,
-    speeds: Floats,
-    held: Ints,
-    pairs: Ints,
-    pair_at: Ints,
-    caps: Ints,
-    limit: float,
-    reached: NDArray[np.uint8],
-    bounds: Ints,
-) -> tuple[bool, float]:
+def nested(problem: Problem, limit: float, reached: Bytes, bounds: Ints) -> tuple[bool, float]:
     """Solves the V within `limit`: rank r holds stages r and 2 p - 1 - r.
 
     reached[r, x, y] says that ranks 0 .. r-1 can hold exactly the layers before x and from y on.
 
     Args:
-        sums: See the top of this file.
-        speeds: See the top of this file.
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
+        problem: See the top of this file.
         limit: The largest time of a rank that is allowed.
         reached: Scratch space: [ranks + 1, boundaries, boundaries].
         bounds: Receives the placement.
@@ -315,6 +256,21 @@ def nested(
     Returns:
         (True, the placement's largest time), or (False, the least limit worth trying next).
     """
+    ranks = reached.shape[0] - 1
+    rise = _reach_inwards(problem, limit, reached)
+    for end in range(reached.shape[1]):
+        if reached[ranks, end, end]:
+            return True, _trace_outwards(problem, limit, reached, end, bounds)
+    return False, rise
+
+
+@jit()
+def _reach_inwards(problem: Problem, limit: float, reached: Bytes) -> float:
+    """Fills in `reached`, from the outer rank to the inner one.
+
+    Returns the least limit worth trying next.
+    """
+    sums, _, speeds, held, pairs, pair_at, caps = problem
     layers, ranks = len(sums) - 1, len(speeds)
     reached[:] = 0
     reached[0, 0, layers] = 1
@@ -354,13 +310,16 @@ def nested(
                         b -= 1
                         if last:
                             break
-    end = -1
-    for a in range(layers + 1):
-        if reached[ranks, a, a]:
-            end = a
-            break
-    if end < 0:
-        return False, rise
+    return rise
+
+
+@jit()
+def _trace_outwards(
+    problem: Problem, limit: float, reached: Bytes, end: int, bounds: Ints
+) -> float:
+    """Writes the placement whose inner rank meets at `end`. Returns its largest time."""
+    sums, _, speeds, held, pairs, pair_at, caps = problem
+    layers, ranks = len(sums) - 1, len(speeds)
     a = b = end
     bounds[ranks] = end
     largest = 0.0
@@ -386,4 +345,4 @@ def nested(
             if extended:
                 break
         bounds[r], bounds[2 * ranks - r] = a, b
-    return True, largest
+    return largest

@@ -12,10 +12,14 @@ These arguments are the same everywhere:
     sums     limbs of the prefix sums of the weights: [boundary, limb]
     limits   limbs of the largest loads: [stage or one row for all, size sent, limb]
     classes  for each stop, the index of the size sent (the second axis of `limits`)
-    held     prefix sums of static, activation and stash bytes: [3, boundary]
-    pairs    resident microbatches of all stages, one pair (forward, stashed) per row
-    pair_at  where each stage's pairs begin
-    caps     bytes of each stage; empty: no limits
+    memory   what the stages hold, four arrays:
+        held     prefix sums of static, activation and stash bytes: [3, boundary]
+        pairs    resident microbatches of all stages, one pair (forward, stashed) per row
+        pair_at  where each stage's pairs begin
+        caps     bytes of each stage; empty: no limits
+
+A function that runs once for each placement takes `memory` as one tuple. The small functions in its
+loops take single arrays, because Numba counts references for each array that it takes from a tuple.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from numpy.typing import NDArray
 from dynmo.jit import jit
 
 Ints = NDArray[np.int64]
+
+Memory = tuple[Ints, Ints, Ints, Ints]
+"""held, pairs, pair_at and caps."""
 
 FAILED, FOUND, STUCK = 0, 1, 2
 
@@ -166,10 +173,7 @@ def reach(
 def greedy(
     sums: Ints,
     limits: Ints,
-    held: Ints,
-    pairs: Ints,
-    pair_at: Ints,
-    caps: Ints,
+    memory: Memory,
     stages: int,
     bounds: Ints,
     rise: Ints,
@@ -179,10 +183,7 @@ def greedy(
     Args:
         sums: See the top of this file.
         limits: See the top of this file.
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
+        memory: See the top of this file.
         stages: Number of stages.
         bounds: Receives the bounds of the placement.
         rise: Receives for each stage s a pair (start, stop), the least load at which s could have
@@ -192,6 +193,7 @@ def greedy(
         FOUND, FAILED or STUCK, and the number of stages looked at. STUCK: a stage cannot hold the
         very layer that it starts with, so an earlier stage would have to stop short.
     """
+    held, pairs, pair_at, caps = memory
     layers, start = sums.shape[0] - 1, 0
     bounds[0] = 0
     for stage in range(stages):
@@ -232,10 +234,7 @@ def every(
     sums: Ints,
     limits: Ints,
     classes: Ints,
-    held: Ints,
-    pairs: Ints,
-    pair_at: Ints,
-    caps: Ints,
+    memory: Memory,
     low: Ints,
     high: Ints,
     bounds: Ints,
@@ -251,11 +250,8 @@ def every(
     Args:
         sums: See the top of this file.
         limits: See the top of this file.
-        classes: For each stop, the index of the limit that counts.
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
+        classes: See the top of this file.
+        memory: See the top of this file.
         low: The first start of each stage, from `floors`.
         high: Receives the latest start of each stage that is reached.
         bounds: Receives the bounds of the placement.
@@ -264,6 +260,7 @@ def every(
     Returns:
         As `greedy`.
     """
+    held, pairs, pair_at, caps = memory
     layers, stages = sums.shape[0] - 1, len(low) - 1
     kinds = limits.shape[1]
     reached = np.zeros((stages + 1, layers + 1), np.uint8)
@@ -310,23 +307,32 @@ def every(
         first = earliest
     if not reached[stages, layers]:
         return FAILED, stages
+    _latest_starts(reached, bounds)
+    return FOUND, stages
+
+
+@jit()
+def _latest_starts(reached: NDArray[np.uint8], bounds: Ints) -> None:
+    """Writes the placement in which every stage starts as late as it can, from the last stage on.
+
+    Args:
+        reached: Whether a stage can start at a layer: [stage, layer].
+        bounds: Receives the bounds of the placement.
+    """
+    stages, layers = reached.shape[0] - 1, reached.shape[1] - 1
     bounds[stages] = layers
     for stage in range(stages - 1, -1, -1):
         start = bounds[stage + 1] - 1
         while not reached[stage, start]:
             start -= 1
         bounds[stage] = start
-    return FOUND, stages
 
 
 @jit()
 def floors(
     sums: Ints,
     limits: Ints,
-    held: Ints,
-    pairs: Ints,
-    pair_at: Ints,
-    caps: Ints,
+    memory: Memory,
     stages: int,
     low: Ints,
 ) -> None:
@@ -337,13 +343,11 @@ def floors(
     Args:
         sums: See the top of this file.
         limits: See the top of this file.
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
+        memory: See the top of this file.
         stages: Number of stages.
         low: Receives the first start of each stage.
     """
+    held, pairs, pair_at, caps = memory
     low[stages] = sums.shape[0] - 1
     for stage in range(stages - 1, -1, -1):
         stop = low[stage + 1]
@@ -365,50 +369,38 @@ def best_tie(
     sums: Ints,
     limits: Ints,
     classes: Ints,
-    held: Ints,
-    pairs: Ints,
-    pair_at: Ints,
-    caps: Ints,
-    low: Ints,
-    high: Ints,
-    offset: Ints,
-    own: Ints,
-    sizes: Ints,
-    loads: Ints,
-    extra: Ints,
-    slowness: Ints,
+    memory: Memory,
+    windows: tuple[Ints, Ints, Ints],
+    moves: tuple[Ints, Ints],
+    times: tuple[Ints, Ints, Ints],
     bounds: Ints,
 ) -> bool:
     """Finds the best placement within the windows.
 
-    Uses dynamic programming over (stage, stop).
-
-    The best one has the least (bytes moved, squared times, squared counts), then the least stops. A
-    stage's time is load * slowness / 2^30 + extra.
+    Uses dynamic programming over (stage, stop). The best placement has the least (bytes moved,
+    squared times, squared counts), then the least stops. A stage's time is
+    load * slowness / 2^30 + extra.
 
     Args:
         sums: See the top of this file.
         limits: See the top of this file.
         classes: See the top of this file.
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
-        low: The first start of each stage.
-        high: The last start of each stage.
-        offset: Index at which each stage's states begin in the flat tables.
-        own: The first layer that each stage holds now, and the layer after its last.
-        sizes: Prefix sums of bytes.
-        loads: Prefix sums of rounded weights.
-        extra: Time of each stage for each size sent.
-        slowness: Slowness of each stage, times 2^30.
+        memory: See the top of this file.
+        windows: low, high and offset: see the top of this file.
+        moves: The first layer that each stage holds now and the layer after its last, and the
+            prefix sums of the layers' bytes.
+        times: Prefix sums of rounded weights, the time of each stage for each size sent, and the
+            slowness of each stage, times 2^30.
         bounds: Receives the bounds of the placement.
 
     Returns:
         False if nothing is reached.
     """
-    stages = len(low) - 1
-    states = offset[stages + 1]
+    held, pairs, pair_at, caps = memory
+    low, high, offset = windows
+    own, sizes = moves
+    loads, extra, slowness = times
+    stages, states = len(low) - 1, offset[len(low)]
     moved = np.zeros(states, np.int64)
     squares = np.zeros(states, np.int64)
     counts = np.zeros(states, np.int64)
@@ -448,30 +440,37 @@ def best_tie(
                         )
                     )
                 ):
-                    moved[to], squares[to], counts[to], came[to] = (
-                        new_moved,
-                        new_squares,
-                        new_counts,
-                        start,
-                    )
-    end = sums.shape[0] - 1
-    if low[stages] != end or came[offset[stages]] < 0:
+                    moved[to], squares[to] = new_moved, new_squares
+                    counts[to], came[to] = new_counts, start
+    if low[stages] != sums.shape[0] - 1 or came[offset[stages]] < 0:
         return False
+    _best_starts(came, low, offset, bounds)
+    return True
+
+
+@jit()
+def _best_starts(came: Ints, low: Ints, offset: Ints, bounds: Ints) -> None:
+    """Writes the placement of `best_tie`, from the last stage on.
+
+    Args:
+        came: The start of the stage before, for each state.
+        low: The first start of each stage.
+        offset: See the top of this file.
+        bounds: Receives the bounds of the placement.
+    """
+    stages = len(low) - 1
+    end = low[stages]
     for stage in range(stages, 0, -1):
         bounds[stage] = end
         end = came[offset[stage] + end - low[stage]]
     bounds[0] = 0
-    return True
 
 
 @jit()
 def near(
     sums: Ints,
     limits: Ints,
-    held: Ints,
-    pairs: Ints,
-    pair_at: Ints,
-    caps: Ints,
+    memory: Memory,
     low: Ints,
     targets: Ints,
     bounds: Ints,
@@ -483,10 +482,7 @@ def near(
     Args:
         sums: See the top of this file.
         limits: See the top of this file.
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
+        memory: See the top of this file.
         low: The first start of each stage.
         targets: The bounds to be near to.
         bounds: Receives the bounds of the placement.
@@ -494,6 +490,7 @@ def near(
     Returns:
         False if there is no such placement.
     """
+    held, pairs, pair_at, caps = memory
     stages = len(low) - 1
     bounds[0] = 0
     for stage in range(stages):

@@ -22,7 +22,7 @@ from dynmo.balance.baselines import (
 from dynmo.balance.chunks import chunked
 from dynmo.balance.diffusion import diffuse, published_diffusion
 from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
-from dynmo.balance.schedule_aware import schedule_aware
+from dynmo.balance.schedule_aware import PlacementProblem, search
 from dynmo.balance.stage_costs import Make
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import NoRoomError, PartitionError
@@ -147,15 +147,14 @@ def _exact(request: BalanceRequest) -> Partition:
             speeds=request.speeds,
         )
         return best.partition
+    # Costs given by hand may have no sizes. Layers are counted then.
     sizes = [layer.moved_bytes for layer in request.layers]
     return exact(
         request.weights,
         request.current.ranks,
         memory=request.memory,
         current=request.current,
-        move_bytes=sizes
-        if any(sizes)
-        else None,  # costs given by hand may have none: then layers are counted
+        move_bytes=sizes if any(sizes) else None,
         speeds=request.speeds,
     )
 
@@ -170,10 +169,10 @@ def _schedule_aware(request: BalanceRequest) -> Partition:
 
 
 def _simulated(request: BalanceRequest, make: Make, ties_only: bool) -> Partition:
-    return schedule_aware(
+    problem = PlacementProblem(
         request.layers,
         len(set(request.several)) or request.current.ranks,
-        make=make,
+        make,
         links=request.links,
         memory=request.memory,
         current=request.current,
@@ -183,6 +182,7 @@ def _simulated(request: BalanceRequest, make: Make, ties_only: bool) -> Partitio
         placement=request.several or None,
         ties_only=ties_only,
     )
+    return search(problem).partition
 
 
 def _diffusion(request: BalanceRequest) -> Partition:

@@ -25,7 +25,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from dynmo.balance import _kernels as kernels
-from dynmo.balance._kernels import FOUND, STUCK, Ints
+from dynmo.balance._kernels import FOUND, STUCK, Ints, Memory
 from dynmo.cost.layer_cost import LinkCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.schedule.memory import MemoryLimits
@@ -125,7 +125,7 @@ def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> list[Fraction] | 
     return None if all(speed == 1 for speed in speeds) else [Fraction(speed) for speed in speeds]
 
 
-def memory_tables(memory: MemoryLimits | None) -> tuple[Ints, Ints, Ints, Ints]:
+def memory_tables(memory: MemoryLimits | None) -> Memory:
     """The limits as `_kernels` takes them.
 
     Returns:
@@ -404,18 +404,18 @@ class Problem:
         bounds, high = np.zeros(self.ranks + 1, np.int64), np.zeros(self.ranks + 1, np.int64)
         rise = np.full((self.ranks, limits.shape[1], 2), -1, np.int64)
         if limits.shape[1] == 1:
-            code, seen = kernels.greedy(self.table, limits, *self.bytes, self.ranks, bounds, rise)
+            code, seen = kernels.greedy(self.table, limits, self.bytes, self.ranks, bounds, rise)
             if code != STUCK:
                 return _Filled(code, bounds, bounds, None, rise[:seen])
         low = self._floors(limits)
         code, seen = kernels.every(
-            self.table, limits, self.classes, *self.bytes, low, high, bounds, rise
+            self.table, limits, self.classes, self.bytes, low, high, bounds, rise
         )
         return _Filled(code, bounds, high, low, rise[:seen])
 
     def _floors(self, limits: Ints) -> Ints:
         low = np.zeros(self.ranks + 1, np.int64)
-        kernels.floors(self.table, limits, *self.bytes, self.ranks, low)
+        kernels.floors(self.table, limits, self.bytes, self.ranks, low)
         return low
 
     # -- the best of the ties ----------------------------------------------------------------------
@@ -439,13 +439,12 @@ class Problem:
         if current is not None:
             both = min(self.ranks, len(current) - 1)
             own[:both, 0], own[:both, 1] = current[:both], current[1 : both + 1]
-        loads, extra, slowness = self._rounded(limits, bottleneck)
         unit = -(-sum(move_bytes) // (1 << 62)) or 1  # as large as an int64 takes
         sizes = np.array([0, *accumulate(size // unit for size in move_bytes)], np.int64)
         bounds = np.zeros(self.ranks + 1, np.int64)
         reached = kernels.best_tie(
-            *(self.table, limits, self.classes, *self.bytes),
-            *(low, high, offset, own, sizes, loads, extra, slowness, bounds),
+            *(self.table, limits, self.classes, self.bytes),
+            *((low, high, offset), (own, sizes), self._rounded(limits, bottleneck), bounds),
         )
         assert reached, "the bottleneck was found, but no placement with it"
         return bounds.tolist()
@@ -468,7 +467,7 @@ class Problem:
         wanted = self._even() if current is None or len(current) != self.ranks + 1 else current
         guide = np.zeros(self.ranks + 1, np.int64)
         if limits.shape[1] > 1 or not kernels.near(
-            self.table, limits, *self.bytes, low, np.array(wanted, np.int64), guide
+            self.table, limits, self.bytes, low, np.array(wanted, np.int64), guide
         ):
             guide = filled.bounds
         half = int(math.sqrt(_TRANSITIONS / self.ranks) / 2)

@@ -26,7 +26,7 @@ from dynmo.balance._kernels import Ints
 from dynmo.balance.chains import enough, integer_sums, memory_tables, rank_speeds, same_layers
 from dynmo.balance.partition import Partition, exact, stage_loads
 from dynmo.errors import NoRoomError, PartitionError
-from dynmo.schedule.automatic.vshape import v_placement
+from dynmo.schedule.catalogue import v_placement
 from dynmo.schedule.memory import MemoryLimits
 
 NODES = 2_000_000  # steps of branch and bound: some hundredths of a second
@@ -132,8 +132,8 @@ class _Chunks:
                 for rank in range(self.ranks)
             ]
             self.caps = [max(-1, min(*limits, 1 << 62)) for limits in of_rank]
-        self.bytes = held, pairs, pair_at, np.array(self.caps, np.int64)
-        self.what = (self.sums, np.array(placement, np.int64), self.speeds, *self.bytes)
+        rank_of, caps = np.array(placement, np.int64), np.array(self.caps, np.int64)
+        self.tables = (self.sums, rank_of, self.speeds, held, pairs, pair_at, caps)
 
     def solve(self, current: Partition | None, nodes: int) -> tuple[Partition, bool]:
         """Finds the placement, and says whether it is proven to be the best.
@@ -150,12 +150,12 @@ class _Chunks:
             best, proven = self.nested(bounds), True
         else:
             floor = int(self.sums[-1]) / float(self.speeds.sum())
-            best, over = kernels.wander(*self.what, bounds, 10, floor)
-            best, proven = kernels.branch(*self.what, bounds, math.inf if over else best, nodes)
+            best, over = kernels.wander(self.tables, bounds, 10, floor)
+            best, proven = kernels.branch(self.tables, bounds, math.inf if over else best, nodes)
             proven = proven or best <= floor
             if not proven:
                 best, over = kernels.wander(
-                    *self.what, bounds, min(1000, max(20, _KICKS // self.stages**3)), floor
+                    self.tables, bounds, min(1000, max(20, _KICKS // self.stages**3)), floor
                 )
                 best = math.inf if over else best
         if best == math.inf:
@@ -168,7 +168,7 @@ class _Chunks:
 
     def evaluate_bounds(self, bounds: Sequence[int] | Ints) -> tuple[float, float, int]:
         return kernels.evaluate_bounds(
-            *self.what, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64)
+            self.tables, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64)
         )
 
     def nested(self, bounds: Ints) -> float:
@@ -185,9 +185,7 @@ class _Chunks:
         trial = high if over else (low + high) / 2
         while low < high or best == math.inf:
             trial_bounds = bounds.copy()
-            feasible, value = kernels.nested(
-                self.sums, self.speeds, *self.bytes, trial, reached, trial_bounds
-            )
+            feasible, value = kernels.nested(self.tables, trial, reached, trial_bounds)
             if feasible:
                 best = high = value
                 bounds[:] = trial_bounds

@@ -55,17 +55,21 @@ def diffuse(weights: Sequence[float], current: Partition, *, fits: Fits | None =
     Raises:
         PartitionError: The weights are for another number of layers, negative or not finite.
     """
-    if len(weights) != current.layers:
-        raise PartitionError(
-            f"{len(weights)} weights for a placement of {current.layers} layers; "
-            "give one weight per layer"
-        )
-    sums = integer_sums(weights)
+    sums = _weight_sums(weights, current)
     bounds, crossings, rounds = list(current.bounds), list[Move](), 0
     while (better := _next_round(sums, bounds, fits)) is not None:
         crossings.extend(moves(Partition.from_bounds(bounds), Partition.from_bounds(better)))
         bounds, rounds = better, rounds + 1
     return Diffusion(Partition.from_bounds(bounds), rounds, tuple(crossings))
+
+
+def _weight_sums(weights: Sequence[float], current: Partition) -> list[int]:
+    if len(weights) != current.layers:
+        raise PartitionError(
+            f"{len(weights)} weights for a placement of {current.layers} layers; "
+            "give one weight per layer"
+        )
+    return integer_sums(weights)
 
 
 def _next_round(sums: Sequence[int], bounds: list[int], fits: Fits | None) -> list[int] | None:
@@ -161,19 +165,21 @@ def published_diffusion(
         PartitionError: The weights are for another number of layers, or only one of `layer_bytes`
             and `limits` is given.
     """
-    if len(weights) != current.layers:
-        raise PartitionError(
-            f"{len(weights)} weights for a placement of {current.layers} layers; "
-            "give one weight per layer"
-        )
+    sums = _weight_sums(weights, current)
     if (layer_bytes is None) != (limits is None):
         raise PartitionError(
             "a memory check needs both layer_bytes and limits; give both or neither"
         )
-    sums = integer_sums(weights)
     weight = [stop - start for start, stop in pairwise(sums)]
     ranks = [list(current.range_of(rank)) for rank in range(current.ranks)]
     load = [sum(weight[layer] for layer in held) for held in ranks]
+
+    def has_room(target: int, layer: int) -> bool:
+        if layer_bytes is None or limits is None:
+            return True
+        held = sum(layer_bytes[other] for other in ranks[target])
+        return held + layer_bytes[layer] <= limits[target]
+
     done: list[Move] = []
     for _ in range(iterations):
         accepted = len(done)
@@ -187,12 +193,9 @@ def published_diffusion(
                 continue
             # Two loads change and the mean does not. The variance falls by
             # 2 w (load of source - load of target - w) / ranks.
-            if weight[layer] * (load[source] - load[target] - weight[layer]) <= 0:
+            falls = weight[layer] * (load[source] - load[target] - weight[layer]) > 0
+            if not falls or not has_room(target, layer):
                 continue
-            if layer_bytes is not None and limits is not None:
-                held = sum(layer_bytes[other] for other in ranks[target])
-                if held + layer_bytes[layer] > limits[target]:
-                    continue
             ranks[source].remove(layer)
             ranks[target].append(layer)
             load[source] -= weight[layer]

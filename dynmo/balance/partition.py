@@ -265,10 +265,8 @@ def ties(
     problem = Problem(weights, ranks, memory, speeds)
     if current is not None:
         same_layers(current.layers, problem.layers)
-    bottleneck, sizes = (
-        problem.least_bottleneck(),
-        [1] * problem.layers if move_bytes is None else move_bytes,
-    )
+    bottleneck = problem.least_bottleneck()
+    sizes = [1] * problem.layers if move_bytes is None else move_bytes
     tied_bounds = [problem.best_tie(bottleneck, None, sizes), *problem.extremes(bottleneck)]
     if current is not None:
         tied_bounds.insert(0, problem.best_tie(bottleneck, current.bounds, sizes))

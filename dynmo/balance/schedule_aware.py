@@ -7,7 +7,7 @@ moves one layer at a time along the path between two stages while the simulated 
 
     4 3 | 2 2 | 1 1 2      from stage 0 to stage 2:      4 | 3 2 | 2 1 1 2
 
-Every step is judged by a compiled replay of one schedule (`_replay`). The result was judged by the
+Every step is judged by a compiled replay of one schedule (`_replay`). The result is judged by the
 simulator, with the schedule that would be made for it. Nothing depends on the clock or on chance:
 equal inputs give equal placements, on every rank.
 """
@@ -22,7 +22,7 @@ from typing import final
 
 import numpy as np
 
-from dynmo.balance._replay import Shape, replay, shape_of
+from dynmo.balance._replay import Floats, Shape, replay, shape_of
 from dynmo.balance.chunks import chunked
 from dynmo.balance.partition import Partition, exact, ties, uniform
 from dynmo.balance.stage_costs import Make, check_lengths, freeze, pipeline_costs
@@ -60,72 +60,11 @@ class PlacementSearchResult:
     evaluations: int
 
 
-def schedule_aware(
-    layers: Sequence[LayerCost],
-    ranks: int,
-    *,
-    make: Make,
-    links: Sequence[LinkCost] | None = None,
-    memory: MemoryLimits | None = None,
-    current: Partition | None = None,
-    first_trainable_layer: int = 0,
-    objective: Objective = Objective.SPAN,
-    speeds: Sequence[float] | None = None,
-    placement: Sequence[int] | None = None,
-    ties_only: bool = False,
-) -> Partition:
-    """The placement with the least simulated time that `search` finds.
+@dataclass(frozen=True)
+class PlacementProblem:
+    """The layers to place, and what a placement is judged by.
 
-    Args:
-        layers: As for `search`.
-        ranks: As for `search`.
-        make: As for `search`.
-        links: As for `search`.
-        memory: As for `search`.
-        current: As for `search`.
-        first_trainable_layer: As for `search`.
-        objective: As for `search`.
-        speeds: As for `search`.
-        placement: As for `search`.
-        ties_only: As for `search`.
-    """
-    result = search(
-        *(layers, ranks),
-        make=make,
-        links=links,
-        memory=memory,
-        current=current,
-        first_trainable_layer=first_trainable_layer,
-        objective=objective,
-        speeds=speeds,
-        placement=placement,
-        ties_only=ties_only,
-    )
-    return result.partition
-
-
-def search(
-    layers: Sequence[LayerCost],
-    ranks: int,
-    *,
-    make: Make,
-    links: Sequence[LinkCost] | None = None,
-    memory: MemoryLimits | None = None,
-    current: Partition | None = None,
-    first_trainable_layer: int = 0,
-    objective: Objective = Objective.SPAN,
-    speeds: Sequence[float] | None = None,
-    placement: Sequence[int] | None = None,
-    ties_only: bool = False,
-) -> PlacementSearchResult:
-    """Looks for the placement with the least span or makespan.
-
-    The schedule is the one that `make` gives for a placement's costs. The result is never worse in
-    the simulator than the placement of `exact` (or `chunked`). It is also never worse than
-    `current` if that has as many stages and fits. Of placements of equal time, the one that moves
-    the fewest bytes is returned.
-
-    Args:
+    Attributes:
         layers: Cost of each layer.
         ranks: Number of ranks.
         make: Gives the schedule that would run at some costs.
@@ -138,24 +77,34 @@ def search(
         speeds: One per rank. None: all are 1.
         placement: The rank of each stage in the schedule. None: one stage per rank, in order.
         ties_only: Keep to the least bottleneck.
+    """
+
+    layers: Sequence[LayerCost]
+    ranks: int
+    make: Make
+    links: Sequence[LinkCost] | None = None
+    memory: MemoryLimits | None = None
+    current: Partition | None = None
+    first_trainable_layer: int = 0
+    objective: Objective = Objective.SPAN
+    speeds: Sequence[float] | None = None
+    placement: Sequence[int] | None = None
+    ties_only: bool = False
+
+
+def search(problem: PlacementProblem) -> PlacementSearchResult:
+    """Looks for the placement with the least span or makespan.
+
+    The schedule is the one that `make` gives for a placement's costs. The result is never worse in
+    the simulator than the placement of `exact` (or `chunked`). It is also never worse than
+    `current` if that has as many stages and fits. Of placements of equal time, the one that moves
+    the fewest bytes is returned.
 
     Raises:
         PartitionError: As for `exact`.
         ScheduleError: `make` fails for the placement of `exact`.
     """
-    placement = tuple(range(ranks) if placement is None else placement)
-    if max(placement, default=-1) + 1 != ranks:
-        raise PartitionError(
-            f"placement {list(placement)} for {ranks} ranks; "
-            f"it must name the ranks 0 to {ranks - 1}"
-        )
-    if speeds is not None and len(speeds) != ranks:
-        raise PartitionError(f"{len(speeds)} speeds for {ranks} ranks; give one per rank")
-    check_lengths(len(placement), links, None)
-    layers = freeze(layers, first_trainable_layer)
-    return _Search(
-        layers, placement, make, links, memory, current, objective, speeds, ties_only
-    ).run()
+    return _Search(problem).run()
 
 
 @dataclass(frozen=True)
@@ -173,47 +122,31 @@ class _Candidate:
 
 @final
 class _Search:
-    def __init__(
-        self,
-        layers: tuple[LayerCost, ...],
-        placement: tuple[int, ...],
-        make: Make,
-        links: Sequence[LinkCost] | None,
-        memory: MemoryLimits | None,
-        current: Partition | None,
-        objective: Objective,
-        speeds: Sequence[float] | None,
-        ties_only: bool,
-    ) -> None:
-        self.layers, self.placement, self.make, self.links, self.memory = (
-            layers,
-            placement,
-            make,
-            links,
-            memory,
-        )
-        self.current, self.whole, self.ties_only = (
-            current,
-            objective is Objective.MAKESPAN,
-            ties_only,
-        )
-        self.stages, self.ranks, self.rates = len(placement), max(placement) + 1, speeds
+    def __init__(self, problem: PlacementProblem) -> None:
+        ranks, speeds = problem.ranks, problem.speeds
+        placement = tuple(range(ranks) if problem.placement is None else problem.placement)
+        if max(placement, default=-1) + 1 != ranks:
+            raise PartitionError(
+                f"placement {list(placement)} for {ranks} ranks; "
+                f"it must name the ranks 0 to {ranks - 1}"
+            )
+        if speeds is not None and len(speeds) != ranks:
+            raise PartitionError(f"{len(speeds)} speeds for {ranks} ranks; give one per rank")
+        check_lengths(len(placement), problem.links, None)
+        layers = freeze(problem.layers, problem.first_trainable_layer)
+        self.layers, self.links, self.memory = layers, problem.links, problem.memory
+        self.placement, self.stages, self.ranks = placement, len(placement), ranks
+        self.make, self.current, self.ties_only = problem.make, problem.current, problem.ties_only
+        self.objective = problem.objective
+        self.rates = speeds
         self.speeds = None if speeds is None else [speeds[rank] for rank in placement]
         sizes = [layer.moved_bytes for layer in layers]
         self.sizes = sizes if any(sizes) else [1] * len(sizes)
         self.size_sums = [0, *accumulate(self.sizes)]
-        # The replay reads sums of F, B, W before each layer on each stage's rank, and each link's
-        # time wherever a stage may stop.
-        sums = np.array(
-            [
-                [0.0, *accumulate(times)]
-                for times in zip(*((x.f, x.b, x.w) for x in layers), strict=True)
-            ]
-        )
-        self.works = sums[:, None, :] / np.array(self.speeds or [1.0])[None, :, None]
+        self.works = self._works()
         self.work = self.works.sum(0)
         self.sends = np.zeros((max(1, self.stages - 1), len(layers) + 1))
-        for boundary, link in enumerate(links or ()):
+        for boundary, link in enumerate(self.links or ()):
             self.sends[boundary, 1:] = [link.seconds(x.output_bytes) for x in layers]
         # Layers before this one have neither B nor W. The number of stages that they fill decides
         # which ops a schedule has.
@@ -222,6 +155,19 @@ class _Search:
         self.limit = math.inf
         self.evaluations = self.budget = 0
 
+    def _works(self) -> Floats:
+        """Sums of F, B and W of the layers before each layer, on each stage's rank.
+
+        There is one row for all stages if all ranks are alike.
+        """
+        sums = np.array(
+            [
+                [0.0, *accumulate(times)]
+                for times in zip(*((x.f, x.b, x.w) for x in self.layers), strict=True)
+            ]
+        )
+        return sums[:, None, :] / np.array(self.speeds or [1.0])[None, :, None]
+
     def run(self) -> PlacementSearchResult:
         starts = self.starts()
         first = best = self.evaluate(starts[0])
@@ -229,10 +175,8 @@ class _Search:
             best = self.better(best, self.current.bounds)
         for _ in range(_ROUNDS):
             before = best
-            self.shapes, self.budget = (
-                {self.frozen_stages(best.bounds): shape_of(best.schedule)},
-                _OPS,
-            )
+            self.shapes = {self.frozen_stages(best.bounds): shape_of(best.schedule)}
+            self.budget = _OPS
             by_time = sorted(dict.fromkeys([best.bounds, *starts]), key=self.replay)
             for bounds in by_time[:_STARTS]:
                 best = self.better(best, self.descend(bounds))
@@ -277,7 +221,12 @@ class _Search:
     def with_links(self, weights: Sequence[float], links: Sequence[LinkCost]) -> list[Partition]:
         """The placement of the least bottleneck if stages also send their output.
 
-        Empty if links take no time.
+        Args:
+            weights: Load of each layer.
+            links: One per boundary between stages.
+
+        Returns:
+            One placement. Empty if links take no time.
         """
         sizes = [layer.output_bytes for layer in self.layers]
         if not any(link.seconds(size) for link in links for size in sizes):
@@ -348,12 +297,16 @@ class _Search:
             self.layers, Partition.from_bounds(bounds), links=self.links, speeds=self.speeds
         )
         schedule = self.make(costs)
-        timeline = simulate(schedule, costs)
-        return _Candidate(
-            bounds, timeline.makespan if self.whole else timeline.span, self.moved(bounds), schedule
-        )
+        seconds = simulate(schedule, costs).length(self.objective)
+        return _Candidate(bounds, seconds, self.moved(bounds), schedule)
 
     def better(self, best: _Candidate, bounds: Bounds) -> _Candidate:
+        """The better of the best placement so far and another one.
+
+        Args:
+            best: The best placement so far. Stays if the other one has no schedule.
+            bounds: The other placement.
+        """
         if bounds == best.bounds:
             return best
         try:
@@ -378,9 +331,14 @@ class _Search:
         return self.shapes[frozen]
 
     def replay(self, bounds: Bounds, best: float = math.inf) -> float:
-        """The time under the round's schedule.
+        """The time of a placement under the round's schedule.
 
-        Infinity if the time is certainly not less than `best`, or if there is no schedule.
+        Args:
+            bounds: The placement.
+            best: The replay may stop once the time cannot be less than this.
+
+        Returns:
+            The time. Infinity if the replay stopped, or if there is no schedule.
         """
         shape = self.shape(bounds)
         if shape is None:
@@ -388,8 +346,9 @@ class _Search:
         self.evaluations += 1
         self.budget -= len(shape.rows)
         at = np.array(bounds, np.int64)
+        whole = self.objective is Objective.MAKESPAN
         return replay(
-            shape.rows, shape.counts, shape.placement, self.works, self.sends, at, best, self.whole
+            shape.rows, shape.counts, shape.placement, self.works, self.sends, at, best, whole
         )
 
     # -- the descent -------------------------------------------------------------------------------
@@ -399,7 +358,7 @@ class _Search:
 
         Goes on while the time falls, or stays equal while fewer bytes move.
         """
-        least = value = self.replay(bounds)
+        least = self.replay(bounds)
         moved = self.moved(bounds)
         tried = {bounds}
         progress = True
@@ -413,12 +372,8 @@ class _Search:
                 if value < least * (1 - _SAME) or (
                     value <= least * (1 + _SAME) and self.moved(other) < moved
                 ):
-                    bounds, moved, least, progress = (
-                        other,
-                        self.moved(other),
-                        min(least, value),
-                        True,
-                    )
+                    bounds, moved = other, self.moved(other)
+                    least, progress = min(least, value), True
                     break
                 if self.budget <= 0:
                     break

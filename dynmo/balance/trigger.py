@@ -226,42 +226,36 @@ def worth_moving_through(
         return worth_moving(
             first.now, first.then, first.stop - first.start, move_seconds, margin, hysteresis
         )
-    start, count = (
-        outlook[0].start,
-        next((i for i, x in enumerate(outlook) if x.then >= x.now), len(outlook)),
-    )
-    for x in outlook:
-        worth_moving(
-            x.now, x.then, x.stop - x.start, move_seconds, margin, hysteresis
-        )  # checks the numbers
-    if count in (0, len(outlook)):
-        stop, price = outlook[-1].stop, move_seconds
-    else:
-        stop, price = outlook[count].start, 2 * move_seconds
-        if stop - start < soon:
-            gain = 1 - outlook[0].then / outlook[0].now
-            later = outlook[count]
-            why = (
-                f"from step {stop} on a step would take {later.then:.4g} s instead of "
-                f"{later.now:.4g} s"
-            )
-            return Decision(
-                False, gain, f"wait: a gain of {gain:.2%} would last {stop - start} steps; {why}"
-            )
+    for x in outlook:  # checks the numbers
+        worth_moving(x.now, x.then, x.stop - x.start, move_seconds, margin, hysteresis)
+    first, last = outlook[0], outlook[-1]
+    count = next((i for i, x in enumerate(outlook) if x.then >= x.now), len(outlook))
+    turns = 0 < count < len(outlook)
+    stop = outlook[count].start if turns else last.stop
+    if turns and stop - first.start < soon:
+        return _wait(first, outlook[count])
     believed = outlook[:count] or outlook[:1]
-    steps = stop - start if count else outlook[0].stop - start
+    steps = stop - first.start if count else first.stop - first.start
     now, then = (
         math.fsum(getattr(x, key) * (x.stop - x.start) for x in believed) / max(1, steps)
         for key in ("now", "then")
     )
+    price = 2 * move_seconds if turns else move_seconds
     whole = worth_moving(now, then, steps, price, margin, hysteresis)
-    first = 1 - outlook[0].then / outlook[0].now if outlook[0].now else 0.0
-    until = (
-        f", until the change expected at step {stop}, and then back"
-        if 0 < count < len(outlook)
-        else ""
+    gain = 1 - first.then / first.now if first.now else 0.0
+    until = f", until the change expected at step {stop}, and then back" if turns else ""
+    return Decision(whole.move, gain, f"{whole.reason}{until}")
+
+
+def _wait(first: Outlook, later: Outlook) -> Decision:
+    """The decision to stay because the gain of `first` ends soon, where `later` starts."""
+    gain = 1 - first.then / first.now
+    return Decision(
+        False,
+        gain,
+        f"wait: a gain of {gain:.2%} would last {later.start - first.start} steps; from step "
+        f"{later.start} on a step would take {later.then:.4g} s instead of {later.now:.4g} s",
     )
-    return Decision(whole.move, first, f"{whole.reason}{until}")
 
 
 # A gain must be at least this times the share of the ops' time that other processes take. The

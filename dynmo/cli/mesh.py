@@ -9,92 +9,27 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynmo.cli.show import picture, plan_json, print_export, show_size, show_time, waiting
 from dynmo.errors import InputError
-from dynmo.schedule.bounds import Objective
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from dynmo.cli.plan_options import PlanOptions
     from dynmo.cost.profile_file import Profile
-    from dynmo.planner.evaluate import RecomputeMode
     from dynmo.planner.mesh_plan import MeshPlan
     from dynmo.planner.mesh_search import MeshRequest, MeshSearchResult
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the command line. None means that an option was not given.
-
-    Attributes:
-        gpus: Number of GPUs.
-        global_batch: Sequences of a step, over all replicas.
-        micro_batch: Sizes of microbatches to search, such as "1,2,4".
-        zero: 1 divides the optimizer state over the replicas.
-        bandwidth: Bytes per second between replicas, such as "40GiB".
-        ranks: Ranks of a pipeline.
-        microbatches: Microbatches of a step.
-    """
-
-    gpus: int | None
-    global_batch: int | None
-    micro_batch: str | None
-    zero: int | None
-    bandwidth: str | None
-    ranks: int | None
-    microbatches: int | None
-
-    def wanted(self) -> bool:
-        """Returns True if the options ask for a mesh.
-
-        Raises:
-            InputError: An option lacks the options that it belongs to.
-        """
-        if self.gpus is None:
-            for option in ("global_batch", "micro_batch", "zero", "bandwidth"):
-                if getattr(self, option) is not None:
-                    raise InputError(
-                        f"--{option.replace('_', '-')} goes with --gpus, which searches the mesh; "
-                        "add --gpus N"
-                    )
-            return False
-        if self.global_batch is None:
-            raise InputError(
-                "--gpus needs --global-batch: how many sequences a step takes, over all replicas"
-            )
-        for option in ("ranks", "microbatches"):
-            if getattr(self, option) is not None:
-                raise InputError(
-                    f"--{option} is what --gpus searches for; leave one of the two out"
-                )
-        return True
-
-
-def request_of(
-    options: Options,
-    profile: Profile,
-    schedule: str | None,
-    balancer: str | None,
-    chunks: int | None,
-    memory_limit: int | None,
-    objective: Objective,
-    recompute: RecomputeMode,
-) -> MeshRequest:
+def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
     """Returns the request of a mesh search.
 
     Args:
         options: Options of the command line, with GPUs and a global batch.
         profile: Measured costs of the layers.
-        schedule: Name of the schedule. None searches several.
-        balancer: Name of the balancer. None searches several.
-        chunks: Stages per rank. None means the schedule's own number.
-        memory_limit: Bytes of a rank. None means unlimited.
-        objective: The time that the schedule keeps short.
-        recompute: Layers that recompute.
 
     Raises:
         InputError: An option is wrong, or the costs have no sizes for a memory limit.
@@ -103,6 +38,7 @@ def request_of(
 
     assert options.gpus is not None
     assert options.global_batch is not None
+    memory_limit = options.memory_limit_bytes()
     if memory_limit is not None and not any(
         x.static_bytes or x.activation_bytes for x in profile.layers
     ):
@@ -115,14 +51,14 @@ def request_of(
         options.gpus,
         options.global_batch,
         _sizes(options.micro_batch),
-        () if schedule is None else (schedule,),
-        BALANCERS if balancer is None else (balancer,),
-        chunks,
+        () if options.schedule is None else (options.schedule,),
+        BALANCERS if options.balancer is None else (options.balancer,),
+        options.chunks,
         memory_limit,
         options.zero or 0,
         _bandwidth(options.bandwidth, profile),
-        recompute,
-        objective,
+        options.recompute_mode(),
+        options.objective,
     )
 
 
@@ -177,7 +113,7 @@ def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
     if as_json:
         print(json.dumps(to_json(request, result, seconds), allow_nan=False))
         return
-    from dynmo.report.summary import console_for_tables
+    from dynmo.cli.console import console_for_tables
 
     console, best = console_for_tables(), result.candidates[0]
     _print_best(console, request, best)

@@ -5,25 +5,30 @@ It measures for a few steps. `dynmo plan` reads the file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
 import shutil
-import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dynmo.cli.compiling import compilation_told
-from dynmo.cli.train import (
-    _check_input,  # pyright: ignore[reportPrivateUsage]
-    _stdout_for_json,  # pyright: ignore[reportPrivateUsage]
+from dynmo.cli.options import command
+from dynmo.cli.rank_process import (
+    check_input,
+    described_errors,
     import_from_working_folder,
+    prepare_joined_rank,
     rank_command,
+    run_local_rank,
+    stdout_for_json,
 )
-from dynmo.errors import DynmoError, InputError, RunError
+from dynmo.errors import InputError, RunError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,46 +40,57 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def profile(
+@dataclass(frozen=True)
+class ProfileOptions:
+    """The options of `dynmo profile`."""
+
     config: Annotated[
         Path, typer.Argument(help="The run, as TOML (as for dynmo train).", show_default=False)
-    ],
+    ]
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key.")
-    ] = None,
+    ] = None
     steps: Annotated[
         int, typer.Option(metavar="N", help="Steps to measure, after one that warms up.")
-    ] = 8,
+    ] = 8
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The costs file (default: NAME-costs.json).")
-    ] = None,
-    json_: Annotated[
+    ] = None
+    as_json: Annotated[
         bool, typer.Option("--json", help="The file's content on stdout, one JSON object.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+@command
+def profile(options: ProfileOptions) -> None:
     """Measure a model's layers and write a costs file."""
     from dynmo.config import load
     from dynmo.launch.rank_side import is_local_rank
 
     import_from_working_folder()
     if is_local_rank():
-        assert out is not None
-        raise typer.Exit(_local_rank(config, steps, out, json_))
+        assert options.out is not None
+        measurement = _Measurement(options.steps, options.out, options.as_json)
+        raise typer.Exit(run_local_rank(options.config, measurement.run))
 
     from dynmo.runtime.comm.rendezvous import from_environment
 
-    loaded = load(config, set_ or [])
-    if steps < 1:
-        raise InputError(f"--steps {steps}: at least 1 is needed")
-    out = out or Path(f"{loaded.name}-costs.json")
+    config = load(options.config, options.set_ or [])
+    if options.steps < 1:
+        raise InputError(f"--steps {options.steps}: at least 1 is needed")
+    out = options.out or Path(f"{config.name}-costs.json")
+    measurement = _Measurement(options.steps, out, options.as_json)
     rendezvous = from_environment()
     if rendezvous is None:
-        _check_input(loaded)
+        check_input(config)
         _check_out(out)
-        raise typer.Exit(_spawn(loaded, steps, out, json_))
+        raise typer.Exit(_spawn(config, measurement))
     if rendezvous.rank == 0:
         _check_out(out)
-    raise typer.Exit(_joined_rank(loaded, rendezvous, steps, out, json_))
+    prepare_joined_rank(rendezvous)
+    with described_errors(rendezvous.rank):  # this rank reports its errors itself
+        status = measurement.run(config, rendezvous)
+    raise typer.Exit(status)
 
 
 def _check_out(out: Path) -> None:
@@ -95,7 +111,7 @@ def _check_out(out: Path) -> None:
         )
 
 
-def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
+def _spawn(config: Config, measurement: _Measurement) -> int:
     """Starts the ranks on this machine.
 
     Keeps their logs only if a rank fails and says why there.
@@ -105,11 +121,8 @@ def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
     folder = Path(tempfile.mkdtemp(prefix="dynmo-profile-"))
     try:
         (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
-        command = rank_command(
-            "profile", str(folder / "config.toml"), "--steps", str(steps), "--out", str(out)
-        )
-        command += ["--json"] * as_json
-        status = spawn(command, config.ranks, config.parallel.threads, folder)
+        line = rank_command("profile", str(folder / "config.toml"), *measurement.arguments())
+        status = spawn(line, config.ranks, config.parallel.threads, folder)
     except BaseException as error:
         told = isinstance(error, RunError) and any(
             log.stat().st_size for log in folder.glob("*.log")
@@ -121,101 +134,92 @@ def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
     return status
 
 
-def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
-    """Runs a rank that this machine's launcher started.
+@dataclass(frozen=True)
+class _Measurement:
+    """How many steps are measured, and what becomes of the result."""
 
-    Errors go to the launcher, which reports the cause.
+    steps: int
+    out: Path
+    as_json: bool
+
+    def arguments(self) -> list[str]:
+        """Returns the options of a local rank."""
+        options = ["--steps", str(self.steps), "--out", str(self.out)]
+        return options + ["--json"] * self.as_json
+
+    def run(self, config: Config, rendezvous: Rendezvous) -> int:
+        """Runs one rank. Rank 0 writes and prints the result. Returns the exit status."""
+        from dynmo.cost.profile_file import to_json, write
+        from dynmo.train.profile_run import run
+        from dynmo.train.setup import warn_of_cores
+
+        if rendezvous.rank:
+            run(config, rendezvous, self.steps)
+            return 0
+        warning = warn_of_cores(config)
+        if warning:
+            _logger.warning(warning)
+        with (
+            compilation_told(),
+            stdout_for_json(self.as_json),
+            _progress(config.name, self.steps) as listen,
+        ):
+            measured = run(config, rendezvous, self.steps, listen)
+        write(self.out, measured)
+        if self.as_json:
+            print(json.dumps({"file": str(self.out), **to_json(measured)}, allow_nan=False))
+        else:
+            _print_text(measured, self.out)
+        return 0
+
+
+@contextlib.contextmanager
+def _progress(name: str, steps: int) -> Iterator[Callable[[int, float], None]]:
+    """Shows progress on stderr, while it is open.
+
+    Yields:
+        A function of the steps that are done and the seconds of the last one.
     """
-    from dynmo.launch.rank_side import enter_rank, report_failure
-
-    log = path.parent / f"rank-{os.environ['RANK']}.log"
-    enter_rank(log)
-    try:
-        from dynmo.config import load
-        from dynmo.runtime.comm.rendezvous import from_environment
-
-        rendezvous = from_environment()
-        assert rendezvous is not None
-        return _rank(load(path), rendezvous, steps, out, as_json)
-    except Exception as error:
-        return report_failure(error, log)
-
-
-def _joined_rank(
-    config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json: bool
-) -> int:
-    """Runs a rank that torchrun or Slurm started. It reports its errors itself."""
-    from dynmo.launch.rank_side import describe, quiet_torch
-
-    quiet_torch()
-    if rendezvous.loopback and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        return _rank(config, rendezvous, steps, out, as_json)
-    except DynmoError:
-        raise
-    except Exception as error:
-        raise RunError(
-            f"{describe(error, rendezvous.rank)} (DYNMO_TRACEBACK=1 shows more)"
-        ) from error
-
-
-def _rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json: bool) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from dynmo.cost.profile_file import to_json, write
-    from dynmo.report.summary import console_for_tables
-    from dynmo.train.profile_run import run
-    from dynmo.train.setup import warn_of_cores
-
-    if rendezvous.rank:
-        run(config, rendezvous, steps)
-        return 0
-    warning = warn_of_cores(config)
-    if warning:
-        _logger.warning(warning)
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=20),
         TextColumn("{task.completed}/{task.total} steps"),
     )
-    with (
-        compilation_told(),
-        _stdout_for_json(as_json),
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-    ):
-        task = progress.add_task(f"measuring {config.name}", total=steps)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"measuring {name}", total=steps)
 
         def listen(step: int, seconds: float) -> None:
             progress.update(task, completed=step)
             if not console.is_terminal and step == steps:
                 console.print(f"measured {step} steps, {seconds:.3f} s the last", highlight=False)
 
-        measured = run(config, rendezvous, steps, listen)
-    write(out, measured)
-    if as_json:
-        print(json.dumps({"file": str(out), **to_json(measured)}, allow_nan=False))
-        return 0
-    tables = console_for_tables()
-    tables.print(table(measured))
+        yield listen
+
+
+def _print_text(measured: Profile, out: Path) -> None:
+    from dynmo.cli.console import console_for_tables
+
+    console = console_for_tables()
+    console.print(table(measured))
     for (low, high), link in measured.links:
         rate = (
             f"{link.bytes_per_second / 1e9:.2f} GB/s"
             if link.bytes_per_second < 1e15
             else "no measurable time per byte"
         )
-        tables.print(
+        console.print(
             f"rank {low} - rank {high}: {link.latency * 1e6:.0f} us, {rate}", highlight=False
         )
-    tables.print(
+    console.print(
         f"{out}: plan with it: dynmo plan --costs {out}",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
-    return 0
 
 
 def table(measured: Profile) -> Table:

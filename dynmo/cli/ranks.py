@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from dynmo.cli.plan_options import PlanOptions
     from dynmo.cost.profile_file import Profile
     from dynmo.planner.mesh_search import MeshRequest
     from dynmo.planner.rank_options import RankRow, RankTable
@@ -70,8 +71,8 @@ def print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
     """
     from rich.table import Table
 
+    from dynmo.cli.console import console_for_tables
     from dynmo.planner.ranks_needed import mean_ranks
-    from dynmo.report.summary import console_for_tables
 
     table = Table()
     for heading in ("steps", "ranks", "s/step"):
@@ -96,52 +97,58 @@ def check_tolerance(tolerance: float) -> None:
         raise InputError(f"--fewest-ranks {tolerance}: a share is expected, such as 0.05")
 
 
-def with_microbatch(profile: Profile) -> Profile:
-    """Returns the profile, with a microbatch of one sequence if it has no size."""
-    return replace(profile, microbatch=profile.microbatch or 1)
+def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
+    """Returns the request for meshes of up to the given number of ranks.
 
-
-def pipelines(profile: Profile, ranks: int, microbatches: int) -> mesh.Options:
-    """Asks for at most `ranks` ranks, with the recorded pipeline's microbatches.
+    Without `--gpus` it is one for pipelines with the recorded number of microbatches. If the costs
+    are those of a run's folder, its config adds the replicas and the global batch.
 
     Args:
-        profile: Has the size of a microbatch.
-        ranks: The largest number of ranks.
-        microbatches: Microbatches of a step.
+        options: Options of the command line.
+        profile: Measured costs of the layers. A microbatch without a size is one sequence.
+
+    Raises:
+        InputError: An option is wrong or missing.
     """
-    own = profile.microbatch
-    assert own is not None
-    return mesh.Options(ranks, own * microbatches, str(own), None, None, None, None)
+    size = profile.microbatch or 1
+    profile = replace(profile, microbatch=size)
+    if options.gpus is not None:
+        return mesh.request_of(options, profile)
+    ranks, microbatches = options.pipeline(profile)
+    pipelines = replace(
+        options,
+        gpus=ranks,
+        global_batch=size * microbatches,
+        micro_batch=str(size),
+        schedule=options.schedule_of(profile),
+    )
+    return _like_run(mesh.request_of(pipelines, profile), options)
 
 
-def of_run(
-    request: MeshRequest,
-    path: Path,
-    ranks: int | None,
-    microbatches: int | None,
-) -> MeshRequest:
-    """Returns the request with the ranks, replicas and batch of a run's folder.
+def _like_run(request: MeshRequest, options: PlanOptions) -> MeshRequest:
+    """Returns a request with the ranks, replicas and batch of a run's folder.
 
     Args:
         request: A request for pipelines of the recorded costs.
-        path: The file of the costs, or the folder of a run.
-        ranks: The largest number of ranks, if the command line says so.
-        microbatches: Microbatches of a step, if the command line says so.
+        options: Options of the command line, with the run's folder as costs. A given number of
+            ranks takes precedence over the config's.
 
     Returns:
-        The request. It has only pipelines of one replica if there is no config.
+        The request. It has only pipelines of one replica if there is no config, or if the command
+        line says how many microbatches a step has.
     """
     from dynmo.config import accumulation_problem, load
 
-    if not (path / "config.toml").is_file() or microbatches is not None:
+    path = options.costs_path() / "config.toml"
+    if not path.is_file() or options.microbatches is not None:
         return replace(request, replicas=(1,))
-    config = load(path / "config.toml")
+    config = load(path)
     groups, counts = config.accumulation_groups, range(1, config.all_microbatches + 1)
     fits = [n for n in counts if not accumulation_problem(groups, n, config.all_microbatches)]
     replicas = (config.parallel.data,) if config.parallel.expert > 1 else tuple(fits)
     return replace(
         request,
-        gpus=ranks or config.parallel.pipeline * config.parallel.data,
+        gpus=options.ranks or config.parallel.pipeline * config.parallel.data,
         global_batch=config.train.global_batch,
         replicas=replicas,
         accumulation_groups=groups,
@@ -226,7 +233,7 @@ def _per_rank(row: RankRow) -> float | None:
 
 
 def _print_text(request: MeshRequest, table: RankTable, seconds: float) -> None:
-    from dynmo.report.summary import console_for_tables
+    from dynmo.cli.console import console_for_tables
 
     console = console_for_tables()
     limit = request.memory_limit

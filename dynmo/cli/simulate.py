@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 
 from dynmo.cli import ranks
 from dynmo.cli.compiling import compilation_told
+from dynmo.cli.options import command
 from dynmo.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,17 +24,19 @@ if TYPE_CHECKING:
 _ROWS, _COLUMNS = 12, 72
 
 
-@compilation_told()
-def simulate(
+@dataclass(frozen=True)
+class SimulateOptions:
+    """The options of `dynmo simulate`."""
+
     workload: Annotated[
         Path, typer.Argument(help="The workload and the policy, as TOML.", show_default=False)
-    ],
+    ]
     plot: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help="Draw the step times (.svg, .png, .pdf; needs matplotlib)."
         ),
-    ] = None,
+    ] = None
     fewest_ranks: Annotated[
         float | None,
         typer.Option(
@@ -42,58 +45,63 @@ def simulate(
             help="Also find the fewest ranks at each moment. A step may take longer than the "
             "first by this share.",
         ),
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
+
+
+@command
+@compilation_told()
+def simulate(options: SimulateOptions) -> None:
     """Replay a changing workload under a balancing policy."""
     from dynmo.planner.ranks_needed import ranks_needed
     from dynmo.planner.workload import replay
     from dynmo.planner.workload_file import read
 
-    if fewest_ranks is not None:
-        ranks.check_tolerance(fewest_ranks)
-    given = read(workload)
+    tolerance, plot = options.fewest_ranks, options.plot
+    if tolerance is not None:
+        ranks.check_tolerance(tolerance)
+    workload = read(options.workload)
     if plot is not None:
         _check_plot(plot)
     began = time.perf_counter()
-    outcome = replay(given)
-    needed = () if fewest_ranks is None else ranks_needed(given, fewest_ranks)
+    result = replay(workload)
+    needed = () if tolerance is None else ranks_needed(workload, tolerance)
     seconds = time.perf_counter() - began
     if plot is not None:
-        _plot(outcome, plot)
-    if json_:
-        print(json.dumps(to_json(outcome, seconds) | ranks.needed_json(needed), allow_nan=False))
+        _plot(result, plot)
+    if options.as_json:
+        print(json.dumps(to_json(result, seconds) | ranks.needed_json(needed), allow_nan=False))
     else:
-        _print_text(outcome, seconds)
+        _print_text(result, seconds)
         if needed:
-            ranks.print_needed(needed, given.ranks)
+            ranks.print_needed(needed, workload.ranks)
 
 
-def to_json(outcome: ReplayResult, seconds: float) -> dict[str, Any]:
+def to_json(result: ReplayResult, seconds: float) -> dict[str, Any]:
     """Returns the result as JSON, in seconds and bytes.
 
     `speedup` is that of the whole run with its moves against a static placement. `perfect_speedup`
     is that of perfect balance.
 
     Args:
-        outcome: Result of the replay.
+        result: Result of the replay.
         seconds: Seconds that the replay took.
     """
-    workload = outcome.workload
+    workload = result.workload
     total = {
-        "seconds": outcome.seconds,
-        "static_seconds": outcome.static_seconds,
-        "perfect_seconds": outcome.perfect_seconds,
-        "speedup": _ratio(outcome.static_seconds, outcome.seconds),
-        "perfect_speedup": _ratio(outcome.static_seconds, outcome.perfect_seconds),
-        "bound": outcome.bound,
-        "idle_ratio": _idle(outcome.policy),
-        "static_idle_ratio": _idle(outcome.static),
-        "perfect_idle_ratio": _idle(outcome.perfect),
-        "rebalances": len(outcome.moves),
-        "moved_layers": sum(x.layers for x in outcome.moves),
-        "moved_bytes": sum(x.moved_bytes for x in outcome.moves),
-        "move_seconds": sum(x.seconds for x in outcome.moves),
+        "seconds": result.seconds,
+        "static_seconds": result.static_seconds,
+        "perfect_seconds": result.perfect_seconds,
+        "speedup": _ratio(result.static_seconds, result.seconds),
+        "perfect_speedup": _ratio(result.static_seconds, result.perfect_seconds),
+        "bound": result.bound,
+        "idle_ratio": _idle(result.policy),
+        "static_idle_ratio": _idle(result.static),
+        "perfect_idle_ratio": _idle(result.perfect),
+        "rebalances": len(result.moves),
+        "moved_layers": sum(x.layers for x in result.moves),
+        "moved_bytes": sum(x.moved_bytes for x in result.moves),
+        "move_seconds": sum(x.seconds for x in result.moves),
     }
     return {
         "name": workload.name,
@@ -105,8 +113,8 @@ def to_json(outcome: ReplayResult, seconds: float) -> dict[str, Any]:
         "schedule": workload.schedule,
         "objective": str(workload.objective),
         "policy": asdict(workload.policy),
-        "phases": [asdict(phase) for phase in outcome.phases],
-        "rebalances": [asdict(x) for x in outcome.rebalances],
+        "phases": [asdict(phase) for phase in result.phases],
+        "rebalances": [asdict(x) for x in result.rebalances],
         "total": total,
         "seconds": seconds,
     }
@@ -125,10 +133,10 @@ def _idle(steps: Sequence[StepTime]) -> float:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _print_text(outcome: ReplayResult, seconds: float) -> None:
-    from dynmo.report.summary import console_for_tables
+def _print_text(result: ReplayResult, seconds: float) -> None:
+    from dynmo.cli.console import console_for_tables
 
-    console, workload = console_for_tables(), outcome.workload
+    console, workload = console_for_tables(), result.workload
     copies = f" x {workload.replicas} replicas" if workload.replicas > 1 else ""
     console.print(
         f"{workload.name}: {workload.layers} layers on {workload.ranks} ranks{copies}, "
@@ -138,17 +146,17 @@ def _print_text(outcome: ReplayResult, seconds: float) -> None:
         markup=False,
     )
     console.print()
-    console.print(_phases(outcome))
+    console.print(_phases(result))
     console.print()
-    for line in picture(outcome):
+    for line in picture(result):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print()
-    for line in _verdict(outcome):
+    for line in _verdict(result):
         console.print(line, highlight=False)
     console.print(f"simulated in {seconds:.2f} s", highlight=False)
 
 
-def _phases(outcome: ReplayResult) -> Table:
+def _phases(result: ReplayResult) -> Table:
     from rich.table import Table
 
     table = Table()
@@ -166,7 +174,7 @@ def _phases(outcome: ReplayResult) -> Table:
     ):
         table.add_column(heading, justify="right")
     table.add_column("layers", overflow="fold")
-    for phase in outcome.phases:
+    for phase in result.phases:
         speedup, most = _ratio(phase.static, phase.seconds), _ratio(phase.static, phase.perfect)
         table.add_row(
             f"{phase.first}-{phase.last}",
@@ -180,33 +188,33 @@ def _phases(outcome: ReplayResult) -> Table:
     return table
 
 
-def _verdict(outcome: ReplayResult) -> list[str]:
-    moves = outcome.moves
+def _verdict(result: ReplayResult) -> list[str]:
+    moves = result.moves
     size, lost = sum(x.moved_bytes for x in moves), sum(x.seconds for x in moves)
     layers = sum(x.layers for x in moves)
-    whole, static, perfect = outcome.seconds, outcome.static_seconds, outcome.perfect_seconds
+    whole, static, perfect = result.seconds, result.static_seconds, result.perfect_seconds
     return [
-        f"policy   {whole:.4g} s, {_idle(outcome.policy):.1%} idle; {len(moves)} rebalances moved "
-        f"{layers} layers, {size / 2**20:,.1f} MiB in {lost:.3g} s (of {len(outcome.rebalances)} "
+        f"policy   {whole:.4g} s, {_idle(result.policy):.1%} idle; {len(moves)} rebalances moved "
+        f"{layers} layers, {size / 2**20:,.1f} MiB in {lost:.3g} s (of {len(result.rebalances)} "
         "proposed)",
-        f"static   {static:.4g} s, {_idle(outcome.static):.1%} idle: the policy is "
+        f"static   {static:.4g} s, {_idle(result.static):.1%} idle: the policy is "
         f"x{_ratio(static, whole):.3f}",
-        f"perfect  {perfect:.4g} s, {_idle(outcome.perfect):.1%} idle: at most "
+        f"perfect  {perfect:.4g} s, {_idle(result.perfect):.1%} idle: at most "
         f"x{_ratio(static, perfect):.3f}",
-        f"bound    x{outcome.bound}: whole layers over an even placement, "
-        f"ceil({outcome.workload.layers} / {outcome.workload.ranks})",
+        f"bound    x{result.bound}: whole layers over an even placement, "
+        f"ceil({result.workload.layers} / {result.workload.ranks})",
     ]
 
 
-def picture(outcome: ReplayResult) -> list[str]:
+def picture(result: ReplayResult) -> list[str]:
     """Draws step time over steps: s static, * the policy, - perfect, | a rebalance.
 
     A column is the mean of its steps.
     """
-    count = outcome.workload.steps
+    count = result.workload.steps
     columns = min(_COLUMNS, count)
     cuts = [(count * i // columns, count * (i + 1) // columns) for i in range(columns)]
-    series = [("s", outcome.static), ("-", outcome.perfect), ("*", outcome.policy)]
+    series = [("s", result.static), ("-", result.perfect), ("*", result.policy)]
     means = [
         (mark, [sum(x.seconds for x in steps[a:b]) / (b - a) for a, b in cuts])
         for mark, steps in series
@@ -220,7 +228,7 @@ def picture(outcome: ReplayResult) -> list[str]:
         f"{top * (_ROWS - i) / _ROWS:9.4g}" if i % 4 == 0 else " " * 9 for i in range(_ROWS + 1)
     ]
     lines = [f"{label} |{''.join(row).rstrip()}" for label, row in zip(labels, rows, strict=True)]
-    moved = {x.step for x in outcome.moves}
+    moved = {x.step for x in result.moves}
     ticks = "".join("|" if any(a <= step < b for step in moved) else " " for a, b in cuts).rstrip()
     lines += [" " * 10 + "+" + "-" * columns, f"    moves  {ticks}".rstrip()]
     return [
@@ -244,25 +252,25 @@ def _check_plot(path: Path) -> None:
         raise InputError("--plot needs matplotlib; pip install matplotlib")
 
 
-def _plot(outcome: ReplayResult, path: Path) -> None:
+def _plot(result: ReplayResult, path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot: no window, no state
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    steps = range(outcome.workload.steps)
+    steps = range(result.workload.steps)
     for label, series, colour in (
-        ("static", outcome.static, "tab:red"),
-        ("policy", outcome.policy, "tab:blue"),
-        ("perfect", outcome.perfect, "tab:gray"),
+        ("static", result.static, "tab:red"),
+        ("policy", result.policy, "tab:blue"),
+        ("perfect", result.perfect, "tab:gray"),
     ):
         axes.step(steps, [x.seconds for x in series], where="post", label=label, color=colour)
-    for x in outcome.moves:
+    for x in result.moves:
         axes.axvline(x.step, color="tab:blue", alpha=0.2, linewidth=1)
     axes.set(
         xlabel="step",
         ylabel="seconds a step (predicted)",
         ylim=(0, None),
-        title=outcome.workload.name,
+        title=result.workload.name,
     )
     axes.legend()
     try:

@@ -6,9 +6,9 @@ Each problem is one line that names its keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from dynmo.config.checks_dynamism import DYNAMISM_RULES
+from dynmo.config.checks_dynamism import DYNAMISM_RULES, Rule
 from dynmo.config.sections import Config
 from dynmo.config.shapes import accumulation_problem, divisors, mesh_shapes, suggest_groups
 from dynmo.errors import ScheduleError
@@ -287,7 +287,7 @@ def _reshape_at(config: Config) -> Iterator[str]:
             yield f"{key}: {error} (train.global_batch / train.micro_batch / data)"
 
 
-_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
+_RULES: tuple[Rule, ...] = (
     _model,
     _batch,
     _loss_scale,

@@ -11,18 +11,32 @@ from collections.abc import Callable, Iterator
 from dynmo.config.sections import Config
 from dynmo.config.sections_dynamism import FreezingSection
 
+Rule = Callable[[Config], Iterator[str]]
 
+
+def _for_case(case: str) -> Callable[[Rule], Rule]:
+    """Makes a rule that checks a config only if it names the case."""
+
+    def restrict(rule: Rule) -> Rule:
+        return lambda config: rule(config) if case in config.dynamism.cases else iter(())
+
+    return restrict
+
+
+def _needs(config: Config, case: str, part: str) -> Iterator[str]:
+    """Yields that emulated layers lack the part of a model that a case changes."""
+    if config.model.kind == "emulated":
+        yield (
+            f'dynamism.{case}: model.kind = "emulated" has no {part}; use "gpt" or a model of your '
+            "own"
+        )
+
+
+@_for_case("sparse_attention")
 def _sparse_attention(config: Config) -> Iterator[str]:
-    if "sparse_attention" not in config.dynamism.cases:
-        return
-    sparse, model, steps, key = (
-        config.dynamism.sparse_attention,
-        config.model,
-        config.train.steps,
-        "dynamism.sparse_attention",
-    )
-    if model.kind == "emulated":
-        yield f'{key}: model.kind = "emulated" has no attention; use "gpt" or a model of your own'
+    sparse, model, steps = config.dynamism.sparse_attention, config.model, config.train.steps
+    key = "dynamism.sparse_attention"
+    yield from _needs(config, "sparse_attention", "attention")
     if sparse.schedule and (sparse.start or sparse.blocks is not None):
         yield f"{key}.schedule says when and where, and so do start and blocks; leave them out"
     known = not model.kind.startswith("python:")
@@ -52,20 +66,11 @@ def _sparse_attention(config: Config) -> Iterator[str]:
         )
 
 
+@_for_case("early_exit")
 def _early_exit(config: Config) -> Iterator[str]:
-    if "early_exit" not in config.dynamism.cases:
-        return
-    options, model, steps, key = (
-        config.dynamism.early_exit,
-        config.model,
-        config.train.steps,
-        "dynamism.early_exit",
-    )
-    if model.kind == "emulated":
-        yield (
-            f'{key}: model.kind = "emulated" has no tokens that could exit; use "gpt" or a '
-            "model of your own"
-        )
+    options, model, steps = config.dynamism.early_exit, config.model, config.train.steps
+    key = "dynamism.early_exit"
+    yield from _needs(config, "early_exit", "tokens that could exit")
     yield from _chosen_tokens(config, "early_exit")
     if model.is_gpt:
         exits = options.exits_of(model.blocks)
@@ -179,20 +184,11 @@ def _expert_parallelism(config: Config) -> Iterator[str]:
             )
 
 
+@_for_case("mixture_of_depths")
 def _mixture_of_depths(config: Config) -> Iterator[str]:
-    if "mixture_of_depths" not in config.dynamism.cases:
-        return
-    options, model, steps, key = (
-        config.dynamism.mixture_of_depths,
-        config.model,
-        config.train.steps,
-        "dynamism.mixture_of_depths",
-    )
-    if model.kind == "emulated":
-        yield (
-            f'{key}: model.kind = "emulated" has no tokens to select; use "gpt" or a model of '
-            "your own"
-        )
+    options, model, steps = config.dynamism.mixture_of_depths, config.model, config.train.steps
+    key = "dynamism.mixture_of_depths"
+    yield from _needs(config, "mixture_of_depths", "tokens to select")
     yield from _chosen_tokens(config, "mixture_of_depths")
     if "early_exit" in config.dynamism.cases:
         yield (
@@ -236,9 +232,8 @@ def _chosen_tokens(config: Config, case: str) -> Iterator[str]:
         )
 
 
+@_for_case("pruning")
 def _pruning(config: Config) -> Iterator[str]:
-    if "pruning" not in config.dynamism.cases:
-        return
     pruning, steps = config.dynamism.pruning, config.train.steps
     start, end, every = pruning.steps_of(steps)
     key = "dynamism.pruning"
@@ -269,9 +264,8 @@ def _pruning(config: Config) -> Iterator[str]:
         )
 
 
+@_for_case("freezing")
 def _freezing(config: Config) -> Iterator[str]:
-    if "freezing" not in config.dynamism.cases:
-        return
     freezing, steps, layers = config.dynamism.freezing, config.train.steps, config.layer_count
     if freezing.policy == "schedule":
         if not freezing.schedule:
@@ -388,7 +382,7 @@ def _output_cache(config: Config) -> Iterator[str]:
         )
 
 
-DYNAMISM_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
+DYNAMISM_RULES: tuple[Rule, ...] = (
     _sparse_attention,
     _early_exit,
     _mixture_of_depths,

@@ -21,6 +21,9 @@ NOT_SERVED = "known but not served by this version"
 LARGEST = 2**31 - 1
 _BYTE_SIZE = TypeAdapter(ByteSize)
 
+# The models that [model] serves.
+MODEL_KINDS = ("gpt", "moe", "emulated")
+
 # The cases that [dynamism] serves.
 CASES = ("freezing", "pruning", "sparse_attention", "early_exit", "mixture_of_depths", "moe")
 
@@ -122,9 +125,7 @@ def _check_name(value: str) -> str:
 
 def _check_kind(value: str) -> str:
     if not value.startswith("python:"):
-        return _check_word(
-            value, ("gpt", "moe", "emulated"), ("hf",), "python:package.module:function"
-        )
+        return _check_word(value, MODEL_KINDS, ("hf",), "python:package.module:function")
     if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
         raise ValueError('a model of your own is written "python:package.module:function"')
     return value

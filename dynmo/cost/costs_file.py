@@ -10,7 +10,6 @@ same unit.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -18,6 +17,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dynmo.cost.explain import first_problem, short, unknown_key
+from dynmo.cost.json_file import read_json
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import InputError
 
@@ -80,25 +80,12 @@ def read_costs(
     Raises:
         InputError: One line with the file, the list and the stage.
     """
+    data = read_json(path, f"costs file {path}", _OF_LAYERS)
+    fields = cast("dict[str, object]", data) if isinstance(data, dict) else {}
     try:
-        if path.is_dir():
-            raise InputError(f"costs file {path}: a folder; {_OF_LAYERS}")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise InputError(f"costs file {path}: cannot be read: {reason}") from None
-    try:
-        data: object = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"costs file {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"costs file {path}: not JSON that can be read: {error}") from None
-    try:
-        if isinstance(data, dict) and cast("dict[str, object]", data).get("kind") == "dynmo-costs":
+        if fields.get("kind") == "dynmo-costs":
             raise InputError(f"it has the costs of layers; {_OF_LAYERS}")
-        given: object = cast("dict[str, object]", data).get("f") if isinstance(data, dict) else None
+        given = fields.get("f")
         if (
             or_stages is not None
             and isinstance(given, list)

@@ -28,6 +28,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dynmo.cost.explain import first_problem, short, unknown_key
+from dynmo.cost.json_file import read_json
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import InputError
 from dynmo.files import write_whole
@@ -151,19 +152,13 @@ def read(path: Path) -> Profile:
     Raises:
         InputError: One line: the file, the key and the layer. If the file is not JSON: the line.
     """
-    if path.is_dir():
-        path = _in_run(path)
     try:
-        data: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise InputError(f"costs file {path}: cannot be read: {reason}") from None
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"costs file {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"costs file {path}: not JSON that can be read: {error}") from None
+        is_folder = path.is_dir()
+    except OSError:  # read_json says why
+        is_folder = False
+    if is_folder:
+        path = _in_run(path)
+    data = read_json(path, f"costs file {path}")
     try:
         return parse(data)
     except InputError as error:

@@ -18,7 +18,7 @@ resulting costs only.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dynmo.balance.expert_placement import ExpertPlacement
-from dynmo.errors import RunError
+from dynmo.errors import ConfigError, RunError
 
 
 @dataclass(frozen=True)
@@ -333,6 +333,25 @@ def named(case: Dynamism, what: str, step: int) -> Generator[None]:
     except Exception as error:
         error.add_note(f"in {what} of case {case.name!r} at step {step}")
         raise
+
+
+def layers_that(
+    serve: Callable[[nn.Module], bool], modules: Sequence[nn.Module], problem: str
+) -> list[int]:
+    """Returns the layers that a case can work on.
+
+    Args:
+        serve: Whether the case can work on a layer.
+        modules: All layers.
+        problem: The error message if there is no such layer.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    indices = [index for index, module in enumerate(modules) if serve(module)]
+    if not indices:
+        raise ConfigError(f"dynamism.cases: {problem}")
+    return indices
 
 
 def checked(case: Dynamism, change: object, layers: int) -> Change | None:

@@ -13,9 +13,8 @@ from typing import Any, cast, final
 
 from torch import nn
 
-from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares
+from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares, layers_that
 from dynmo.dynamism.counts import Counts, counts_of
-from dynmo.errors import ConfigError
 
 
 @final
@@ -120,17 +119,12 @@ def exits_of(modules: Sequence[nn.Module]) -> list[int]:
     Raises:
         ConfigError: There is none.
     """
-    exits = [
-        index
-        for index, module in enumerate(modules)
-        if hasattr(module, "exits") and hasattr(module, "seen")
-    ]
-    if not exits:
-        raise ConfigError(
-            "dynamism.cases: early_exit, but no layer of the model lets tokens exit; give one of "
-            "your own the attributes `exits` and `seen`, as dynmo.models.early_exit.ExitHead has"
-        )
-    return exits
+    return layers_that(
+        lambda module: hasattr(module, "exits") and hasattr(module, "seen"),
+        modules,
+        "early_exit, but no layer of the model lets tokens exit; give one of your own the "
+        "attributes `exits` and `seen`, as dynmo.models.early_exit.ExitHead has",
+    )
 
 
 def make(config: Any, layers: int) -> Dynamism:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -48,46 +49,44 @@ _TOKENS = 64  # rows whose similarities are compared
 _KEPT = "egeria/"
 
 
+@dataclass(frozen=True)
+class EgeriaOptions:
+    """The options of Egeria.
+
+    Attributes:
+        unit: The layers that freeze at once: "half" or "block", see `units`.
+        every: Steps between two readings.
+        start: First step with a reading.
+        window: Readings of a slope. This number of stale slopes in a row freezes a module.
+        tolerance: A slope under this share of the largest of the first slopes is stale.
+        refresh: Steps between two references.
+        thaw: All layers train again when the learning rate falls to this share of its value when
+            the first module froze.
+    """
+
+    unit: str
+    every: int
+    start: int
+    window: int
+    tolerance: float
+    refresh: int
+    thaw: float
+
+
 @final
 class Egeria(Dynamism):
     """Freezes the front module when its plasticity no longer changes.
 
     Args:
-        unit: The layers that freeze at once: "half" or "block", see `units`.
-        every: Steps between two readings.
-        start: First step with a reading.
-        window: Readings of a slope. This number of stale slopes freezes a module.
-        tolerance: A slope under this share of the first slopes is stale.
-        refresh: Steps between references.
-        thaw: All layers train again when the learning rate falls to this share of its value when
-            the first module froze.
+        options: When readings and references are taken, and what they decide.
         most: Leading layers that may freeze.
         seed: Seed of the run, for dropout.
     """
 
     name = "freezing"
 
-    def __init__(
-        self,
-        *,
-        unit: str,
-        every: int,
-        start: int,
-        window: int,
-        tolerance: float,
-        refresh: int,
-        thaw: float,
-        most: int,
-        seed: int,
-    ):
-        self._unit, self._every, self._start, self._window = unit, every, start, window
-        self._tolerance, self._refresh, self._thaw, self._most, self._seed = (
-            tolerance,
-            refresh,
-            thaw,
-            most,
-            seed,
-        )
+    def __init__(self, options: EgeriaOptions, most: int, seed: int) -> None:
+        self._options, self._most, self._seed = options, most, seed
         self._layers: Layers | None = None
         self._hooks: list[RemovableHandle] = []
         self._seen: dict[int, tuple[tuple[Any, ...], Tensor]] = {}
@@ -116,7 +115,7 @@ class Egeria(Dynamism):
             The change. None if nothing has changed. See `Dynamism.act`.
         """
         self._layers = layers
-        thaws = 0 < self._rate <= self._thaw * self._frozen_at
+        thaws = 0 < self._rate <= self._options.thaw * self._frozen_at
         change = self._thawed(layers) if thaws and layers.frozen else self._freeze(layers)
         if self._reads(step) and self._referenced:
             self._watch(layers)
@@ -140,12 +139,15 @@ class Egeria(Dynamism):
         A module with nothing to train freezes with the next.
         """
         stop = front(layers)
-        for module in units(layers.names, self._unit):
+        for module in units(layers.names, self._options.unit):
             if module.start >= stop and learns(layers.modules, module):
-                if module.stop > self._most or self._stale.get(module.start, 0) < self._window:
+                if (
+                    module.stop > self._most
+                    or self._stale.get(module.start, 0) < self._options.window
+                ):
                     break
                 stop = module.stop
-        change = freeze_prefix(layers, stop, f"Egeria, {self._window} stale slopes")
+        change = freeze_prefix(layers, stop, f"Egeria, {self._options.window} stale slopes")
         if change is not None:
             self._frozen_at = self._frozen_at or self._rate
             self._forget(change.layers, layers)
@@ -176,10 +178,15 @@ class Egeria(Dynamism):
     # -- measuring ---------------------------------------------------------------------------------
 
     def _reads(self, step: int) -> bool:
-        return step >= self._start and (step - self._start) % self._every == 0
+        return (
+            step >= self._options.start and (step - self._options.start) % self._options.every == 0
+        )
 
     def _refers(self, step: int) -> bool:
-        return step >= self._start and (step - self._start) % self._refresh == 0
+        return (
+            step >= self._options.start
+            and (step - self._options.start) % self._options.refresh == 0
+        )
 
     def _watch(self, layers: Layers) -> None:
         """Keeps input and output of the next step's first microbatch.
@@ -220,7 +227,7 @@ class Egeria(Dynamism):
             )
         self._seen.clear()
         values: list[float] = layers.collective.sum(table, "the plasticity of every layer").tolist()
-        for module in units(layers.names, self._unit):
+        for module in units(layers.names, self._options.unit):
             if all(layer in self._referenced for layer in module):
                 self._take(module.start, math.fsum(values[layer] for layer in module) / len(module))
 
@@ -229,7 +236,7 @@ class Egeria(Dynamism):
             return
         readings = self._readings.setdefault(module, [])
         readings.append(value)
-        window = self._window
+        window = self._options.window
         del readings[: -2 * window]
         if len(readings) < window:
             return
@@ -242,7 +249,9 @@ class Egeria(Dynamism):
         if len(first) < window:
             first.append(steepness)
         self._stale[module] = (
-            self._stale.get(module, 0) + 1 if steepness < self._tolerance * max(first) else 0
+            self._stale.get(module, 0) + 1
+            if steepness < self._options.tolerance * max(first)
+            else 0
         )
 
     def _refer(self, layers: Layers) -> None:
@@ -258,7 +267,7 @@ class Egeria(Dynamism):
 
     def state(self) -> dict[str, Any]:
         return {
-            "unit": self._unit,
+            "unit": self._options.unit,
             "readings": [[k, v] for k, v in self._readings.items()],
             "first_slopes": [[k, v] for k, v in self._first_slopes.items()],
             "stale": [[k, v] for k, v in self._stale.items()],
@@ -272,7 +281,7 @@ class Egeria(Dynamism):
             float(state.get("rate", 0.0)),
             float(state.get("frozen_at", 0.0)),
         )
-        if "readings" not in state or state.get("unit", self._unit) != self._unit:
+        if "readings" not in state or state.get("unit", self._options.unit) != self._options.unit:
             return  # the state is of another policy or other modules, so begin anew
         self._readings = {int(k): list(v) for k, v in state["readings"]}
         self._first_slopes = {int(k): list(v) for k, v in state["first_slopes"]}

@@ -15,7 +15,7 @@ from typing import Any, final
 from torch import nn
 
 from dynmo.dynamism.case import Change, Dynamism, Forecast, Layers, Signals
-from dynmo.dynamism.egeria import Egeria
+from dynmo.dynamism.egeria import Egeria, EgeriaOptions
 from dynmo.dynamism.prefix import freeze_prefix, front, last_to_learn, learns, units
 from dynmo.errors import ConfigError
 
@@ -197,7 +197,7 @@ def make(config: Any, layers: int) -> Dynamism:
         return ScheduledFreezing([(at, count) for at, count in options.schedule])
     if options.policy == "autofreeze":
         return AutoFreeze(options.every, options.start, most, options.unit)
-    return Egeria(
+    egeria = EgeriaOptions(
         unit=options.unit,
         every=options.every,
         start=options.start,
@@ -205,6 +205,5 @@ def make(config: Any, layers: int) -> Dynamism:
         tolerance=options.tolerance,
         refresh=options.refresh,
         thaw=options.thaw,
-        most=most,
-        seed=config.seed,
     )
+    return Egeria(egeria, most, config.seed)

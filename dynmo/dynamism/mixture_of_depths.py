@@ -12,9 +12,8 @@ from typing import Any, final
 
 from torch import nn
 
-from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares
+from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares, layers_that
 from dynmo.dynamism.counts import Counts, counts_of
-from dynmo.errors import ConfigError
 
 
 @final
@@ -112,16 +111,12 @@ def routed_of(modules: Sequence[nn.Module]) -> list[int]:
     Raises:
         ConfigError: There is none.
     """
-    routed = [
-        index for index, module in enumerate(modules) if hasattr(_router(module), "by_threshold")
-    ]
-    if not routed:
-        raise ConfigError(
-            "dynamism.cases: mixture_of_depths, but no layer of the model selects tokens; give one "
-            "of your own an attribute `router`, as "
-            "dynmo.models.mixture_of_depths.RoutedAttentionHalf has"
-        )
-    return routed
+    return layers_that(
+        lambda module: hasattr(_router(module), "by_threshold"),
+        modules,
+        "mixture_of_depths, but no layer of the model selects tokens; give one of your own an "
+        "attribute `router`, as dynmo.models.mixture_of_depths.RoutedAttentionHalf has",
+    )
 
 
 def make(config: Any, layers: int) -> Dynamism:

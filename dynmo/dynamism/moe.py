@@ -22,9 +22,8 @@ from torch.nn import functional
 
 from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.expert_search import place_experts
-from dynmo.dynamism.case import Change, Dynamism, Layers, Signals, TokenShares
+from dynmo.dynamism.case import Change, Dynamism, Layers, Signals, TokenShares, layers_that
 from dynmo.dynamism.counts import Counts, Numbers, counts_of
-from dynmo.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -232,13 +231,12 @@ def experts_of(modules: Sequence[nn.Module]) -> list[int]:
     Raises:
         ConfigError: There is none.
     """
-    indices = [index for index, module in enumerate(modules) if hasattr(_router(module), "load")]
-    if not indices:
-        raise ConfigError(
-            "dynamism.cases: moe, but no layer of the model has experts; give one of your own an "
-            "attribute `router` with a `load`, as dynmo.models.experts.ExpertsHalf has"
-        )
-    return indices
+    return layers_that(
+        lambda module: hasattr(_router(module), "load"),
+        modules,
+        "moe, but no layer of the model has experts; give one of your own an attribute `router` "
+        "with a `load`, as dynmo.models.experts.ExpertsHalf has",
+    )
 
 
 def most_experts(config: Any) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynmo.dynamism.case import Change, Dynamism, Forecast, Layers
+from dynmo.dynamism.case import Change, Dynamism, Forecast, Layers, layers_that
 from dynmo.errors import ConfigError
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
@@ -144,14 +144,12 @@ def halves_of(modules: Sequence[nn.Module]) -> list[int]:
     Raises:
         ConfigError: There is none.
     """
-    halves = [index for index, module in enumerate(modules) if hasattr(module, "sparse_attention")]
-    if not halves:
-        raise ConfigError(
-            "dynamism.cases: sparse_attention, but no layer of the model has attention that can be "
-            "sparse; give one of your own an attribute `sparse_attention`, as "
-            "dynmo.models.gpt.SharedAttentionHalf has"
-        )
-    return halves
+    return layers_that(
+        lambda module: hasattr(module, "sparse_attention"),
+        modules,
+        "sparse_attention, but no layer of the model has attention that can be sparse; give one "
+        "of your own an attribute `sparse_attention`, as dynmo.models.gpt.SharedAttentionHalf has",
+    )
 
 
 def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, float]:

@@ -10,7 +10,8 @@ all of its kept weights there are done:
 
 numba alone also makes vectors of such a loop over tokens. But its code asks anew for every few k
 whether the arrays overlap, and its sums go through memory. The order of every sum is the one
-written here, on any machine.
+written here, on any machine. `spmm` and `sddmm` go through blocks in the same way. numba compiles
+each as a whole, so their loops stay apart.
 """
 
 # Neither numba nor llvmlite has types.

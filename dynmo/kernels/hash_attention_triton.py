@@ -8,6 +8,9 @@ begins and ends. A tile of queries meets only the tiles of keys from its first r
 itself. In B a tile of keys meets the tiles of queries up to the end of its last row's bucket.
 Softmax runs along the keys with a running maximum. B computes the weights again from its logarithm.
 
+Triton takes pointers and sizes one by one, so the kernels have many arguments. Each kernel is one
+function, so that Triton compiles its loop as a whole.
+
                  keys  | bucket 0 | bucket 1 | bucket 2
     tile of queries a       #
     tile of queries b       #  #  .  #              b begins in bucket 0 and ends in bucket 1

@@ -52,8 +52,8 @@ def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
 
     Args:
         parameter: The parameter.
-        amount: Of the parameter's shape. It becomes the gradient itself if it is the first amount
-            and has the gradient's dtype.
+        amount: A tensor of the parameter's shape. It becomes the gradient itself if it is the
+            first amount and has the gradient's dtype.
     """
     if parameter.grad is None:
         parameter.grad = amount.to(torch.float32) if parameter.dtype in LOW else amount

@@ -44,7 +44,7 @@ def plan_tiles(positions: Tensor, dtype: torch.dtype, tile: int = _TILE) -> list
 
     Args:
         positions: int64 [queries], ascending, within the row.
-        dtype: Of the scores that the masks are added to.
+        dtype: Type of the scores that the masks are added to.
         tile: Most queries in a tile.
 
     Returns:

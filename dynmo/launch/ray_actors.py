@@ -82,7 +82,13 @@ class RankActor:
 
 
 class RayProcess:
-    """A rank in its actor."""
+    """A rank in its actor.
+
+    Args:
+        ray: The module `ray`, connected to a cluster.
+        rank: The process to start.
+        resources: Resources of the rank by Ray's names, such as {"GPU": 1}.
+    """
 
     def __init__(self, ray: Any, rank: RankCommand, resources: Mapping[str, float]) -> None:
         self._ray = ray

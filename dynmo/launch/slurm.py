@@ -35,7 +35,13 @@ _PENDING = "queued and waiting"
 
 
 class SlurmProcess:
-    """A rank that runs under its own `srun`."""
+    """A rank that runs under its own `srun`.
+
+    Args:
+        rank: The process to start.
+        command: The command line of `srun`.
+        env: The whole environment of `srun`, which passes it on.
+    """
 
     def __init__(self, rank: RankCommand, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.process = rank.process

@@ -176,7 +176,17 @@ class _Leaving:
 
 
 class Supervisor:
-    """The processes of one run."""
+    """The processes of one run.
+
+    Args:
+        starter: Starts the processes.
+        command: The argument list of a rank.
+        size: The number of ranks at the start.
+        threads: Threads of each rank.
+        folder: The launch folder.
+        log_folder: Takes `rank-N.log`.
+        meeting: The file through which the ranks meet. None means a file in the launch folder.
+    """
 
     def __init__(
         self,
@@ -188,7 +198,6 @@ class Supervisor:
         log_folder: Path,
         meeting: Path | None = None,
     ) -> None:
-        """Prepares a run. See `spawn`."""
         self.asked: list[float] = []
         self._starter = starter
         self._command = [str(argument) for argument in command]

@@ -5,14 +5,8 @@ Sources: CALM (Schuster et al. 2022) and ADP-C (Liu et al. 2022).
     embedding | attention, feed-forward | ... | exit | attention, feed-forward | ... | head
 
 The computation of a token that exits stops there. Its last state is its output. The state is also
-its source for keys and values in the attention of later blocks. Layers hand on six tensors:
-
-    x        [tokens, hidden]    states of the tokens that remain
-    index    int64 [tokens]      their places in the microbatch, ascending
-    exited   [gone, hidden]      last states of the others
-    places   int64 [gone]        their places
-    targets  int64 [all tokens]  what each token should predict
-    loss     []                  the weighted loss of the exits so far
+its source for keys and values in the attention of later blocks. Layers hand on the six tensors of
+a `TokenState`.
 
 The loss of an exit is the mean over all tokens of the cross entropy of their outputs. A token that
 has exited keeps the output of its exit. In training the loss is sum(w l) / sum(w) over exits and
@@ -22,6 +16,7 @@ head. CALM weighs by depth, ADP-C equally. In evaluation it is the loss of the o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +26,55 @@ from dynmo.kernels.own_loss import add_loss
 from dynmo.kernels.split import WeightTape
 from dynmo.kernels.token_attention import attend_kept
 from dynmo.kernels.token_select import merge
-from dynmo.models.gpt import Embedding, FeedForwardHalf, Head, rotary_tables, rotate
+from dynmo.models.gpt import (
+    AttentionOptions,
+    Embedding,
+    FeedForwardHalf,
+    Head,
+    RotaryAttention,
+    rotate,
+)
 
 Tensors = tuple[Tensor, ...]
 
 # CALM's threshold falls over a sequence: 0.9 L + 0.1 L exp(-4 t / N) at token t of N.
 _STEEPNESS = 4.0
+
+
+class TokenState(NamedTuple):
+    """The six tensors that layers hand on.
+
+    Attributes:
+        x: [tokens, hidden], states of the tokens that remain.
+        places: int64 [tokens], their places in the microbatch, ascending.
+        exited: [gone, hidden], last states of the tokens that have exited.
+        exited_places: int64 [gone], their places in the microbatch.
+        targets: int64 [all tokens], the token that each token should predict.
+        loss: [], the weighted loss of the exits so far.
+    """
+
+    x: Tensor
+    places: Tensor
+    exited: Tensor
+    exited_places: Tensor
+    targets: Tensor
+    loss: Tensor
+
+    def split(self, leaves: Tensor) -> TokenState:
+        """Lets tokens exit.
+
+        Args:
+            leaves: bool [tokens], True for the tokens that exit.
+        """
+        stay, gone = (~leaves).nonzero().squeeze(1), leaves.nonzero().squeeze(1)
+        if not len(gone):
+            return self
+        return self._replace(
+            x=self.x[stay],
+            places=self.places[stay],
+            exited=torch.cat((self.exited, self.x[gone])),
+            exited_places=torch.cat((self.exited_places, self.places[gone])),
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +110,7 @@ class ExitRule:
 
 
 class ExitEmbedding(Embedding):
-    """Token ids and targets to the six tensors that early exit hands on.
+    """Token ids and targets -> the six tensors of a `TokenState`.
 
     The input is int64 [microbatch, 2, sequence]. The arguments are those of `Embedding`.
     """
@@ -80,94 +118,65 @@ class ExitEmbedding(Embedding):
     def forward(self, pair: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
         ids, targets = pair.unbind(1)
         x = super().forward(ids.reshape(-1))
-        index = torch.arange(x.shape[0], device=x.device)
+        places = torch.arange(x.shape[0], device=x.device)
         loss = torch.zeros((), device=x.device)
-        return x, index, x.new_empty(0, x.shape[1]), index[:0], targets.reshape(-1), loss
+        nothing = x.new_empty(0, x.shape[1])
+        return tuple(TokenState(x, places, nothing, places[:0], targets.reshape(-1), loss))
 
 
-class ExitAttentionHalf(nn.Module):
+class ExitAttentionHalf(RotaryAttention):
     """Causal rotary attention of the tokens that remain to all tokens.
 
     Args:
-        hidden: Width of the stream.
-        heads: Number of heads.
-        sequence: Tokens of a row.
-        std: Standard deviation of the initial weights.
-        residual_std: The same of the projection.
-        dropout: Probability of dropout.
+        options: The options of the attention.
         keeps_state: Whether to hand on the states before this block too, for an exit that
             compares them.
     """
 
-    cosine: Tensor
-    sine: Tensor
     varying_shapes = False
 
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        sequence: int,
-        std: float,
-        residual_std: float,
-        dropout: float,
-        keeps_state: bool = False,
-    ) -> None:
-        super().__init__()
-        self.heads, self.sequence, self.keeps_state = heads, sequence, keeps_state
-        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+    def __init__(self, options: AttentionOptions, keeps_state: bool = False) -> None:
+        super().__init__(options)
+        self.sequence, self.keeps_state = options.sequence, keeps_state
+        hidden = options.hidden
         # Two layers, because tokens that have exited need keys and values, but no queries.
         self.q = nn.Linear(hidden, hidden, bias=False)
         self.kv = nn.Linear(hidden, 2 * hidden, bias=False)
         self.proj = nn.Linear(hidden, hidden, bias=False)
-        self.dropout = nn.Dropout(dropout)
-        for linear, deviation in ((self.q, std), (self.kv, std), (self.proj, residual_std)):
-            nn.init.normal_(linear.weight, std=deviation)
-        cosine, sine = rotary_tables(sequence, hidden // heads)
-        self.register_buffer("cosine", cosine, persistent=False)
-        self.register_buffer("sine", sine, persistent=False)
+        nn.init.normal_(self.q.weight, std=options.std)
+        nn.init.normal_(self.kv.weight, std=options.std)
+        nn.init.normal_(self.proj.weight, std=options.residual_std)
 
-    def forward(
-        self,
-        x: Tensor,
-        index: Tensor,
-        exited: Tensor,
-        places: Tensor,
-        targets: Tensor,
-        loss: Tensor,
-    ) -> Tensors:
+    def forward(self, *tensors: Tensor) -> Tensors:
         """Attends from the tokens that remain to all tokens.
 
         Args:
-            x: [tokens, hidden], states of the tokens that remain.
-            index: int64 [tokens], their places in the microbatch.
-            exited: [gone, hidden], last states of the others.
-            places: int64 [gone], their places.
-            targets: int64 [all tokens].
-            loss: Weighted loss of the exits so far.
+            *tensors: The six tensors of a `TokenState`.
 
         Returns:
             The six tensors. If the layer keeps states, also the states before it.
         """
-        everything = not exited.shape[0]
-        states = x if everything else merge(x, index, exited, places)
+        state = TokenState(*tensors)
+        x = state.x
+        nothing_exited = not state.exited.shape[0]
+        states = x if nothing_exited else merge(x, state.places, state.exited, state.exited_places)
         shape = -1, self.sequence, self.heads, states.shape[1] // self.heads
         normed = self.norm(states)
         k, v = self.kv(normed).chunk(2, dim=-1)
         k, v = k.reshape(shape), v.reshape(shape)
         cosine, sine = (table[:, None].to(x.dtype) for table in (self.cosine, self.sine))
         k = rotate(k, cosine, sine)
-        if everything:
+        if nothing_exited:
             q = rotate(self.q(normed).reshape(shape), cosine, sine)
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         else:
-            times = index % self.sequence
+            times = state.places % self.sequence
             q = rotate(self.q(self.norm(x)).unflatten(-1, shape[2:]), cosine[times], sine[times])
-            out = attend_kept(q, k, v, index)
+            out = attend_kept(q, k, v, state.places)
         y = x + self.dropout(self.proj(out.reshape(x.shape)))
-        rest = exited, places, targets, loss
-        return (y, index, *rest, x) if self.keeps_state else (y, index, *rest)
+        after = tuple(state._replace(x=y))
+        return (*after, x) if self.keeps_state else after
 
 
 class ExitFeedForwardHalf(FeedForwardHalf):
@@ -229,79 +238,61 @@ class ExitHead(nn.Module):
             nn.init.normal_(self.classifier.weight, std=std)
             nn.init.zeros_(self.classifier.bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        index: Tensor,
-        exited: Tensor,
-        places: Tensor,
-        targets: Tensor,
-        loss: Tensor,
-        before: Tensor | None = None,
-    ) -> Tensors:
+    def forward(self, *tensors: Tensor) -> Tensors:
         """Adds the loss of this exit, and lets tokens go.
 
         Args:
-            x: [tokens, hidden], states of the tokens that remain.
-            index: int64 [tokens], their places in the microbatch.
-            exited: [gone, hidden], last states of the others.
-            places: int64 [gone], their places.
-            targets: int64 [all tokens].
-            loss: Weighted loss of the exits so far.
-            before: [tokens, hidden], states before the last block. Needed for the confidence
-                "state".
+            *tensors: The six tensors of a `TokenState`. For the confidence "state" there is a
+                seventh: [tokens, hidden], the states before the last block.
 
         Returns:
             The six tensors.
         """
-        if not self.training:
-            return self._evaluate(x, index, exited, places, targets, loss, before)
-        normed = self.norm(x)
-        logits = self.logits(normed).float()
-        each = functional.cross_entropy(logits, targets[index], reduction="none")
+        state = TokenState(*tensors[:6])
+        before = tensors[6] if len(tensors) > 6 else None
+        return tuple((self._train if self.training else self._evaluate)(state, before))
+
+    def _train(self, state: TokenState, before: Tensor | None) -> TokenState:
+        """Adds the loss of this exit for all tokens that came, and lets tokens go."""
+        x, own_targets = state.x, state.targets[state.places]
+        logits = self.logits(self.norm(x)).float()
+        each = functional.cross_entropy(logits, own_targets, reduction="none")
         own = self.weight * each.sum()
         if self.rule.confidence == "classifier":
-            x = add_loss(x, self._classifier_loss(x, logits, targets[index]), self.tape)
+            x = add_loss(x, self._classifier_loss(x, logits, own_targets), self.tape)
+            state = state._replace(x=x)
         if self.exits:
-            leave = self._leaves(x, logits, before, index)
-            own = own + self.later * torch.where(leave, each, 0).sum()
-            x, index, exited, places = _split(x, index, exited, places, leave)
-            self.seen = self.seen[0] + len(targets), self.seen[1] + len(leave) - len(index)
-        return x, index, exited, places, targets, loss + own / (self.total * len(targets))
+            leaves = self._leaves(x, logits, before, state.places)
+            own = own + self.later * torch.where(leaves, each, 0).sum()
+            state = state.split(leaves)
+            exited = len(leaves) - len(state.places)
+            self.seen = self.seen[0] + len(state.targets), self.seen[1] + exited
+        return state._replace(loss=state.loss + own / (self.total * len(state.targets)))
 
-    def _evaluate(
-        self,
-        x: Tensor,
-        index: Tensor,
-        exited: Tensor,
-        places: Tensor,
-        targets: Tensor,
-        loss: Tensor,
-        before: Tensor | None,
-    ) -> Tensors:
+    def _evaluate(self, state: TokenState, before: Tensor | None) -> TokenState:
         """Adds the loss of the tokens that exit here.
 
         Without exits the head alone predicts.
         """
-        if self.exits:
-            needs_all = self.rule.confidence in ("softmax", "top-1")
-            logits = self.logits(self.norm(x)).float() if needs_all else None
-            leave = self._leaves(x, logits, before, index)
-            gone = leave.nonzero().squeeze(1)
-            logits = self.logits(self.norm(x[gone])).float() if logits is None else logits[gone]
-            loss = loss + functional.cross_entropy(
-                logits, targets[index[gone]], reduction="sum"
-            ) / len(targets)
-            x, index, exited, places = _split(x, index, exited, places, leave)
-        return x, index, exited, places, targets, loss
+        if not self.exits:
+            return state
+        x, places = state.x, state.places
+        needs_all = self.rule.confidence in ("softmax", "top-1")
+        logits = self.logits(self.norm(x)).float() if needs_all else None
+        leaves = self._leaves(x, logits, before, places)
+        gone = leaves.nonzero().squeeze(1)
+        logits = self.logits(self.norm(x[gone])).float() if logits is None else logits[gone]
+        own = functional.cross_entropy(logits, state.targets[places[gone]], reduction="sum")
+        loss = state.loss + own / len(state.targets)
+        return state.split(leaves)._replace(loss=loss)
 
     def _leaves(
-        self, x: Tensor, logits: Tensor | None, before: Tensor | None, index: Tensor
+        self, x: Tensor, logits: Tensor | None, before: Tensor | None, places: Tensor
     ) -> Tensor:
         """Returns a bool [tokens]: True for the tokens that exit."""
         with torch.no_grad():
             confidence = self._confidence(x, logits, before)
-            return confidence > self.rule.thresholds(index, self.sequence)
+            return confidence > self.rule.thresholds(places, self.sequence)
 
     def _confidence(self, x: Tensor, logits: Tensor | None, before: Tensor | None) -> Tensor:
         """float32 [tokens]."""
@@ -331,15 +322,6 @@ class ExitHead(nn.Module):
         )
 
 
-def _split(
-    x: Tensor, index: Tensor, exited: Tensor, places: Tensor, leave: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    stay, gone = (~leave).nonzero().squeeze(1), leave.nonzero().squeeze(1)
-    if not len(gone):
-        return x, index, exited, places
-    return x[stay], index[stay], torch.cat((exited, x[gone])), torch.cat((places, index[gone]))
-
-
 class FinalHead(Head):
     """The head of the tokens that remain. Returns the loss.
 
@@ -354,30 +336,19 @@ class FinalHead(Head):
         super().__init__(hidden, vocab, std)
         self.share = share
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        x: Tensor,
-        index: Tensor,
-        exited: Tensor,
-        places: Tensor,
-        targets: Tensor,
-        loss: Tensor,
-    ) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Adds the loss of the tokens that remain.
 
         Args:
-            x: [tokens, hidden], states of the tokens that remain.
-            index: int64 [tokens], their places in the microbatch.
-            exited: Not used.
-            places: Not used.
-            targets: int64 [all tokens].
-            loss: Weighted loss of the exits.
+            *tensors: The six tensors of a `TokenState`.
 
         Returns:
             The loss of the microbatch, without dimensions.
         """
-        del exited, places
-        each = functional.cross_entropy(super().forward(x).float(), targets[index], reduction="sum")
+        x, places, _, _, targets, loss = TokenState(*tensors)
+        each = functional.cross_entropy(
+            super().forward(x).float(), targets[places], reduction="sum"
+        )
         return loss + each * ((self.share if self.training else 1.0) / len(targets))
 
 

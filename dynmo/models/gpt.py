@@ -8,6 +8,8 @@ may fall between any two layers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -68,10 +70,11 @@ def rotary_tables(sequence: int, size: int) -> tuple[Tensor, Tensor]:
     )
 
 
-class AttentionHalf(nn.Module):
-    """x + proj(attention(norm(x))), causal, rotary.
+@dataclass(frozen=True)
+class AttentionOptions:
+    """The options of an attention half.
 
-    Args:
+    Attributes:
         hidden: Width of the stream.
         heads: Number of heads.
         sequence: Most tokens of a row.
@@ -80,30 +83,42 @@ class AttentionHalf(nn.Module):
         dropout: Probability of dropout.
     """
 
+    hidden: int
+    heads: int
+    sequence: int
+    std: float
+    residual_std: float
+    dropout: float
+
+
+class RotaryAttention(nn.Module):
+    """The norm, dropout and rotary tables of an attention half. Subclasses add the linears."""
+
     cosine: Tensor
     sine: Tensor
-    vectors = 3  # query, key and value, per position and head
 
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        sequence: int,
-        std: float,
-        residual_std: float,
-        dropout: float,
-    ) -> None:
+    def __init__(self, options: AttentionOptions) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm = nn.RMSNorm(hidden, eps=1e-6)
-        self.qkv = nn.Linear(hidden, self.vectors * hidden, bias=False)
-        self.proj = nn.Linear(hidden, hidden, bias=False)
-        self.dropout = nn.Dropout(dropout)
-        nn.init.normal_(self.qkv.weight, std=std)
-        nn.init.normal_(self.proj.weight, std=residual_std)
-        cosine, sine = rotary_tables(sequence, hidden // heads)
+        self.heads = options.heads
+        self.norm = nn.RMSNorm(options.hidden, eps=1e-6)
+        self.dropout = nn.Dropout(options.dropout)
+        cosine, sine = rotary_tables(options.sequence, options.hidden // options.heads)
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
+
+
+class AttentionHalf(RotaryAttention):
+    """x + proj(attention(norm(x))), causal, rotary."""
+
+    vectors = 3  # query, key and value, per position and head
+
+    def __init__(self, options: AttentionOptions) -> None:
+        super().__init__(options)
+        hidden = options.hidden
+        self.qkv = nn.Linear(hidden, self.vectors * hidden, bias=False)
+        self.proj = nn.Linear(hidden, hidden, bias=False)
+        nn.init.normal_(self.qkv.weight, std=options.std)
+        nn.init.normal_(self.proj.weight, std=options.residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape
@@ -121,32 +136,13 @@ class SharedAttentionHalf(AttentionHalf):
 
     Queries and keys are one vector, and the key is normalised.
 
-    Args:
-        hidden: Width of the stream.
-        heads: Number of heads.
-        sequence: Most tokens of a row.
-        std: Standard deviation of the initial weights.
-        residual_std: The same of the projection.
-        dropout: Probability of dropout.
-
     Attributes:
         sparse_attention: The kernel that leaves out pairs. The case of that name sets it. None
             leaves out nothing.
     """
 
     vectors = 2  # query and key in one, and the value
-
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        sequence: int,
-        std: float,
-        residual_std: float,
-        dropout: float,
-    ) -> None:
-        super().__init__(hidden, heads, sequence, std, residual_std, dropout)
-        self.sparse_attention: SparseAttention | None = None
+    sparse_attention: SparseAttention | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape

@@ -13,7 +13,14 @@ from torch import nn
 from dynmo.config import Config
 from dynmo.models import early_exit
 from dynmo.models.experts import ExitExpertsHalf, ExpertRule, ExpertsHalf, RoutedExpertsHalf
-from dynmo.models.gpt import AttentionHalf, Embedding, FeedForwardHalf, Head, SharedAttentionHalf
+from dynmo.models.gpt import (
+    AttentionHalf,
+    AttentionOptions,
+    Embedding,
+    FeedForwardHalf,
+    Head,
+    SharedAttentionHalf,
+)
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, RoutedFeedForwardHalf, Router
 from dynmo.models.model import Factory, Model, from_factories, next_token_loss
 
@@ -49,6 +56,13 @@ def _feed_forward(
     return partial(experts, m.hidden, rule, m.shared_experts, *ends)
 
 
+def _attention_options(config: Config) -> AttentionOptions:
+    m = config.model
+    return AttentionOptions(
+        m.hidden, m.heads, m.sequence, m.init_std, _residual_std(config), m.dropout
+    )
+
+
 def _residual_std(config: Config) -> float:
     return config.model.init_std / (2 * config.model.blocks) ** 0.5
 
@@ -58,16 +72,14 @@ def _plain(config: Config) -> list[Named]:
     m, depths = config.model, config.dynamism.mixture_of_depths
     shared = "sparse_attention" in config.dynamism.cases
     routed = depths.routed_blocks(m.blocks) if "mixture_of_depths" in config.dynamism.cases else ()
-    ends = m.init_std, _residual_std(config), m.dropout
-    attention: Factory = partial(
-        SharedAttentionHalf if shared else AttentionHalf, m.hidden, m.heads, m.sequence, *ends
-    )
+    options = _attention_options(config)
+    attention: Factory = partial(SharedAttentionHalf if shared else AttentionHalf, options)
 
     def routed_attention() -> nn.Module:
         router = Router(
             m.hidden, depths.capacity, depths.predictor, depths.predictor_weight, m.init_std
         )
-        return RoutedAttentionHalf(m.hidden, m.heads, m.sequence, *ends, router)
+        return RoutedAttentionHalf(options, router)
 
     layers: list[Named] = [
         ("embedding", partial(Embedding, m.vocab, m.hidden, m.init_std, m.dropout))
@@ -88,7 +100,7 @@ def _plain(config: Config) -> list[Named]:
 
 def _with_exits(config: Config) -> list[Named]:
     m, options = config.model, config.dynamism.early_exit
-    exits, residual_std = options.exits_of(m.blocks), _residual_std(config)
+    exits, attention_options = options.exits_of(m.blocks), _attention_options(config)
     calm = options.policy == "calm"
     rule = early_exit.ExitRule(
         options.confidence if calm else "top-1", options.threshold_of_policy, decays=calm
@@ -99,27 +111,17 @@ def _with_exits(config: Config) -> list[Named]:
     ]
     for block in range(m.blocks):
         keeps_state = block in exits and rule.confidence == "state"
-        sizes = m.hidden, m.heads, m.sequence, m.init_std, residual_std, m.dropout, keeps_state
-        layers.append((f"blocks.{block}.attention", partial(early_exit.ExitAttentionHalf, *sizes)))
+        attention = partial(early_exit.ExitAttentionHalf, attention_options, keeps_state)
+        layers.append((f"blocks.{block}.attention", attention))
         feed_forward = _feed_forward(config, block, early_exit.ExitFeedForwardHalf, ExitExpertsHalf)
         layers.append((f"blocks.{block}.feed_forward", feed_forward))
         if block in exits:
             place = exits.index(block)
-            share = weights[place], sum(weights[place + 1 :]), sum(weights)
-            layers.append(
-                (
-                    f"blocks.{block}.exit",
-                    partial(
-                        early_exit.ExitHead, m.hidden, m.vocab, m.init_std, m.sequence, rule, *share
-                    ),
-                )
+            shares = weights[place], sum(weights[place + 1 :]), sum(weights)
+            exit_head = partial(
+                early_exit.ExitHead, m.hidden, m.vocab, m.init_std, m.sequence, rule, *shares
             )
-    layers.append(
-        (
-            "head",
-            partial(
-                early_exit.FinalHead, m.hidden, m.vocab, m.init_std, weights[-1] / sum(weights)
-            ),
-        )
-    )
+            layers.append((f"blocks.{block}.exit", exit_head))
+    share = weights[-1] / sum(weights)
+    layers.append(("head", partial(early_exit.FinalHead, m.hidden, m.vocab, m.init_std, share)))
     return layers

@@ -27,7 +27,7 @@ from dynmo.kernels.own_loss import add_loss
 from dynmo.kernels.split import WeightTape
 from dynmo.kernels.token_attention import attend_packed, row_lengths
 from dynmo.kernels.token_select import select
-from dynmo.models.gpt import AttentionHalf, FeedForwardHalf, rotate
+from dynmo.models.gpt import AttentionHalf, AttentionOptions, FeedForwardHalf, rotate
 
 # The width of the predictor "mlp" is the stream's width divided by this.
 _PREDICTOR_SHARE = 8
@@ -136,29 +136,15 @@ class RoutedAttentionHalf(AttentionHalf):
         index      int64 [selected]      their places
 
     Args:
-        hidden: Width of the stream.
-        heads: Number of heads.
-        sequence: Most tokens of a row.
-        std: Standard deviation of the initial weights.
-        residual_std: The same of the projection.
-        dropout: Probability of dropout.
-        router: Selects.
+        options: The options of the attention.
+        router: Selects the tokens.
     """
 
     # Evaluation selects by the predictor.
     varying_shapes = True
 
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        sequence: int,
-        std: float,
-        residual_std: float,
-        dropout: float,
-        router: Router,
-    ) -> None:
-        super().__init__(hidden, heads, sequence, std, residual_std, dropout)
+    def __init__(self, options: AttentionOptions, router: Router) -> None:
+        super().__init__(options)
         self.router = router
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

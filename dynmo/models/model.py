@@ -177,59 +177,57 @@ def check_layers(where: str, layers: Sequence[nn.Module]) -> None:
     Raises:
         ConfigError: A layer has something that cannot move with it.
     """
+    problem = next(_problems(layers), None)
+    if problem is not None:
+        raise ConfigError(f"{where}: {problem}")
+
+
+def _problems(layers: Sequence[nn.Module]) -> Iterator[str]:
     owner: dict[int, tuple[int, str]] = {}
     for index, layer in enumerate(layers):
-        scripted = next(
-            (name for name, x in layer.named_modules() if isinstance(x, torch.jit.ScriptModule)),
-            None,
-        )
-        if scripted is not None:
-            raise ConfigError(
-                f"{where}: the module {scripted or 'itself'} of layer {index} is a ScriptModule, "
-                "whose parameters cannot be "
-                "exchanged when it moves; use the module that it was scripted from"
-            )
-        sparse = next(
-            (name for name, x in layer.named_modules() if isinstance(x, nn.Embedding) and x.sparse),
-            None,
-        )
-        if sparse is not None:
-            raise ConfigError(
-                f"{where}: the embedding {sparse or 'itself'} of layer {index} has sparse "
-                "gradients; make it with sparse=False"
-            )
+        yield from _module_problems(index, layer)
         for what, name, tensor in named_tensors(layer):
-            if isinstance(
-                tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer
-            ):
-                raise ConfigError(
-                    f"{where}: the {what} {name} of layer {index} has no shape yet (a lazy "
-                    "module); give its size"
-                )
-            if tensor.requires_grad and not tensor.is_floating_point():
-                raise ConfigError(
-                    f"{where}: the {what} {name} of layer {index} is {tensor.dtype} and trains; "
-                    "use torch.view_as_real and train that"
-                )
-            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-                raise ConfigError(
-                    f"{where}: the {what} {name} of layer {index} has a hook, which would not "
-                    "move with it; let a module's forward or the "
-                    "loss do what it does"
-                )
+            yield from _tensor_problems(f"the {what} {name} of layer {index}", tensor)
             first, other = owner.setdefault(id(tensor), (index, name))
             if first != index:
-                raise ConfigError(
-                    f"{where}: layers {first} and {index} share the {what} {name}; layers that "
-                    "may sit on different ranks cannot share one"
+                yield (
+                    f"layers {first} and {index} share the {what} {name}; layers that may sit on "
+                    "different ranks cannot share one"
                 )
             if other != name:
-                raise ConfigError(
-                    f"{where}: layer {index} has one {what} under two names, {other} and {name}; "
-                    "a layer that moves "
-                    "or is resumed has each once, so let one module keep it, or use one module "
-                    "twice"
+                yield (
+                    f"layer {index} has one {what} under two names, {other} and {name}; a layer "
+                    "that moves or is resumed has each once, so let one module keep it, or use "
+                    "one module twice"
                 )
+
+
+def _module_problems(index: int, layer: nn.Module) -> Iterator[str]:
+    for name, module in layer.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            yield (
+                f"the module {name or 'itself'} of layer {index} is a ScriptModule, whose "
+                "parameters cannot be exchanged when it moves; use the module that it was scripted "
+                "from"
+            )
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Embedding) and module.sparse:
+            yield (
+                f"the embedding {name or 'itself'} of layer {index} has sparse gradients; make it "
+                "with sparse=False"
+            )
+
+
+def _tensor_problems(what: str, tensor: Tensor) -> Iterator[str]:
+    if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
+        yield f"{what} has no shape yet (a lazy module); give its size"
+    if tensor.requires_grad and not tensor.is_floating_point():
+        yield f"{what} is {tensor.dtype} and trains; use torch.view_as_real and train that"
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        yield (
+            f"{what} has a hook, which would not move with it; let a module's forward or the "
+            "loss do what it does"
+        )
 
 
 def named_tensors(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

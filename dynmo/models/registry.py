@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -26,14 +27,18 @@ from dynmo.models.model import (
     on_meta,
 )
 
+KINDS: dict[str, Callable[[Config], Model]] = {
+    "gpt": gpt_config.make,
+    "moe": gpt_config.make,
+    "emulated": emulated.make,
+}
+
 
 def load_model(config: Config) -> Model:
     """Loads the model that the config names."""
     kind = config.model.kind
-    if config.model.is_gpt:
-        return gpt_config.make(config)
-    if kind == "emulated":
-        return emulated.make(config)
+    if kind in KINDS:
+        return KINDS[kind](config)
     return from_function(kind.removeprefix("python:"), config.seed)
 
 
@@ -52,6 +57,35 @@ def from_function(path: str, seed: int) -> Model:
     Raises:
         ConfigError: The path leads to no such function.
     """
+    function = _find_function(path, seed)
+    try:
+        with torch.device("meta"):
+            layers, given = function()
+    except ConfigError:  # shapes alone may not be enough: the function may ask for a number
+        layers, given = function()
+    # Tensors of the loss are made with the layers. In a run of shapes only, they are fake tensors.
+    losses: dict[type[Tensor], Loss] = {}
+
+    def build(owned: Collection[int]) -> list[nn.Module]:
+        layers, losses[_tensor_type()] = function()
+        if not _are_modules(layers):
+            return from_factories(names, layers, seed, loss).build(owned)
+        return [layer if index in owned else layer.to("meta") for index, layer in enumerate(layers)]
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        own = losses.get(_tensor_type()) or function()[1]
+        if isinstance(own, nn.Module):
+            own.to(output.device)
+        return own(output, targets)
+
+    if not _are_modules(layers):
+        with generators_kept(torch.device("cpu")):
+            layers = [on_meta(factory) for factory in layers]
+    names = tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers))
+    return Model(names, build, next_token_loss if given is next_token_loss else loss)
+
+
+def _find_function(path: str, seed: int) -> _UserFunction:
     where = f"model.kind = 'python:{path}'"
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name:
@@ -69,14 +103,32 @@ def from_function(path: str, seed: int) -> Model:
         raise ConfigError(
             f"{where}: {module_name} has no function {function_name}{_shadowed_hint(module)}"
         )
+    return _UserFunction(where, function_name, function, seed)
 
-    def make() -> tuple[list[nn.Module] | list[Factory], Loss]:
+
+@dataclass(frozen=True)
+class _UserFunction:
+    """The user's function. Each call makes the layers anew, from the same bits.
+
+    Attributes:
+        where: Names the function's key and value in messages.
+        name: Name of the function.
+        function: The function itself.
+        seed: Seed of the initial weights.
+    """
+
+    where: str
+    name: str
+    function: Callable[[], object]
+    seed: int
+
+    def __call__(self) -> tuple[list[nn.Module] | list[Factory], Loss]:
         try:
             with generators_kept(torch.device("cpu")):
-                torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
-                returned = function()
+                torch.manual_seed(mix(self.seed, Purpose.INITIAL, 0))
+                returned = self.function()
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{where}: {function_name}() raised {_describe(error)}") from error
+            raise ConfigError(f"{self.where}: {self.name}() raised {_describe(error)}") from error
         layers, loss = (
             returned
             if isinstance(returned, tuple) and len(returned) == 2
@@ -89,45 +141,21 @@ def from_function(path: str, seed: int) -> Model:
             or not callable(loss)
         ):
             raise ConfigError(
-                f"{where}: {function_name}() must return a list of torch modules or of functions "
+                f"{self.where}: {self.name}() must return a list of torch modules or of functions "
                 "that make one each, or (list, loss)"
             )
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             raise ConfigError(
-                f"{where}: the loss has parameters that train; make them part of the last layer"
+                f"{self.where}: the loss has parameters that train; make them part of the last "
+                "layer"
             )
         if isinstance(layers[0], nn.Module):
-            check_layers(where, list(layers))
+            check_layers(self.where, list(layers))
             return list(layers), cast(Loss, loss)
-        return [
-            partial(_make_layer, where, index, factory) for index, factory in enumerate(layers)
-        ], cast(Loss, loss)
-
-    try:
-        with torch.device("meta"):
-            layers, given = make()
-    except ConfigError:  # shapes alone may not be enough: the function may ask for a number
-        layers, given = make()
-    # Tensors of the loss are made with the layers. In a run of shapes only, they are fake tensors.
-    losses: dict[type[Tensor], Loss] = {}
-
-    def build(owned: Collection[int]) -> list[nn.Module]:
-        layers, losses[_tensor_type()] = make()
-        if not _are_modules(layers):
-            return from_factories(names, layers, seed, loss).build(owned)
-        return [layer if index in owned else layer.to("meta") for index, layer in enumerate(layers)]
-
-    def loss(output: Tensor, targets: Tensor) -> Tensor:
-        own = losses.get(_tensor_type()) or make()[1]
-        if isinstance(own, nn.Module):
-            own.to(output.device)
-        return own(output, targets)
-
-    if not _are_modules(layers):
-        with generators_kept(torch.device("cpu")):
-            layers = [on_meta(factory) for factory in layers]
-    names = tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers))
-    return Model(names, build, next_token_loss if given is next_token_loss else loss)
+        factories = [
+            partial(_make_layer, self.where, index, factory) for index, factory in enumerate(layers)
+        ]
+        return factories, cast(Loss, loss)
 
 
 def _shadowed_hint(module: ModuleType) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,13 +29,11 @@ from dynmo.runtime.state.migration import Arrival, Migration, exchange
 from dynmo.runtime.state.reshape import holders, transfers
 
 
-class Actions:
-    """Carries out decisions.
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts of an engine that a change between steps acts on.
 
-    All ranks call every method but `rebuild` together, with equal arguments. Each method first
-    waits until the last step is final.
-
-    Args:
+    Attributes:
         layouts: Makes the possible layouts.
         layer_store: Holds this rank's layers, and knows where all others are.
         schedule_keeper: Knows the schedule and the costs.
@@ -43,21 +42,25 @@ class Actions:
         pending: Knows the step that is not final yet, with post-validation.
     """
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        layer_store: LayerStore,
-        schedule_keeper: ScheduleKeeper,
-        programs: Programs,
-        profiler: Profiler,
-        pending: PostValidation,
-    ) -> None:
-        self._layouts, self._layer_store, self._schedule_keeper = (
-            layouts,
-            layer_store,
-            schedule_keeper,
-        )
-        self._programs, self._profiler, self._pending = programs, profiler, pending
+    layouts: Layouts
+    layer_store: LayerStore
+    schedule_keeper: ScheduleKeeper
+    programs: Programs
+    profiler: Profiler
+    pending: PostValidation
+
+
+class Actions:
+    """Carries out decisions.
+
+    All ranks call every method but `rebuild` together, with equal arguments. Each method first
+    waits until the last step is final.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._layouts, self._layer_store = parts.layouts, parts.layer_store
+        self._schedule_keeper, self._programs = parts.schedule_keeper, parts.programs
+        self._profiler, self._pending = parts.profiler, parts.pending
 
     def freeze(self, layers: Collection[int]) -> None:
         """Stops training these layers. Their optimizer state stays.

@@ -3,7 +3,7 @@
 It trains one model over a world.
 
 world = World.join(store, rank, size)
-engine = Engine(world, model, Partition((9, 9)), schedule="zb-h1", microbatches=8)
+engine = Engine(world, model, Partition((9, 9)), StepOptions("zb-h1", microbatches=8))
 for step in range(steps):
     result = engine.step(step, inputs, targets, lr=3e-4, max_norm=1.0)
     costs = engine.costs()                    # measured, the same on every rank
@@ -14,26 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.layout import Layouts, RecomputeRule
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, InputError, RunError
 from dynmo.models.model import Model
-from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.actions import Actions, EngineParts
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.layer_states import LayerStates
 from dynmo.pipeline.measurements import Measurements
 from dynmo.pipeline.membership import Membership
+from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.pipeline.program_runner import ProgramRunner
-from dynmo.pipeline.schedule_keeper import ScheduleKeeper, Shapes
+from dynmo.pipeline.schedule_keeper import ScheduleKeeper
 from dynmo.pipeline.step_inputs import (
     check_batch,
-    check_choice,
     check_partition,
     check_rates,
     check_recompute,
@@ -47,11 +45,11 @@ from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.engine.profiler import Profiler, measure_links
 from dynmo.runtime.engine.programs import Programs
 from dynmo.runtime.engine.sm_slices import make_streams
-from dynmo.runtime.engine.stage_streams import DefaultStream
 from dynmo.runtime.engine.step_reduction import StepReduction, StepResult
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.optim.loss_scale import LossScaler, make_scaler
-from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
+from dynmo.runtime.optim.optimizer import LayerOptimizer
+from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.runtime.state.migration import Migration
 from dynmo.schedule.bounds import Objective
@@ -68,184 +66,98 @@ class Engine:
         world: The ranks of one pipeline. It may be one of several in a mesh (`arrange`).
         model: The model to train.
         partition: Number of layers on each stage. The schedule says which rank holds which stage.
-        schedule: Name of the schedule.
-        microbatches: Microbatches of a step of one pipeline.
-        chunks: Stages per rank. None means the schedule's own number.
-        slices: Number of slices of this process's GPU that are the pipeline's ranks. The world then
-            has one rank, and layers move between slices without a message. None means that the
-            ranks of the world are the pipeline's.
-        memory_limit: Bytes of a rank, for schedules that are made within a limit.
-        seed: Seeds the random numbers of layers while training.
-        optimizer: Its kind and options.
-        compiles: Whether torch.compile runs the layers.
-        accumulation_groups: Number of groups in which the gradients of all pipelines' microbatches
-            are summed. The default is one group per replica.
-        zero: 1 shares the optimizer's state over the replicas (ZeRO-1).
-        w_granularity: "whole" runs every W where the schedule has it. "linear" may run parts of a W
-            earlier, while a message is late.
-        post_validation: True if steps have no barrier at their end. See `advance`.
-        rollback: The way to take a step back. "exact" restores copies. "in-place" inverts the
-            update without copies and is approximate.
-        clip_scope: "global" clips by the norm of all layers, "local" each layer by its own.
-        dtype: The precision that the model computes in.
-        scaler: Scale of the loss. The default is dynamic in float16, and none otherwise.
-        recompute: Indices of the layers whose activations are recomputed in B. Or a pure function
-            of a placement, the schedule with every stage training, and the number of replicas.
-        cache_bytes: Host memory of each rank for the outputs of a frozen prefix. Steps and
-            evaluations must then get the keys of their microbatches.
-        replicates: Whether a reshape may make replicas later.
-        shapes: Costs by shapes alone. Schedules within `memory_limit` are made from them until
-            costs are measured.
+        steps: The ops of a step: schedule, microbatches, recomputation.
+        update: The end of a step: clipping, optimizer, post-validation.
+        layers: How the layers compute: precision, seed, compilation.
+        replicas: What the replicas share.
         elsewhere: Ranks of a pipeline and number of replicas of a run that this process is still
             outside of. The engine then holds nothing until `membership.arrive`.
+
+    Attributes:
+        model: The model that it trains.
+        clock: Gives the marks of ops.
+        profiler: Holds this rank's readings.
+        schedule_keeper: Knows the schedule of the ranks, and the costs.
+        actions: Changes layers, placement, mesh and schedule between steps.
+        membership: Changes the set of ranks.
+        case_context: The view that a dynamic case has of the model.
+        measurements: Gathers the measured costs of the layers.
+        layer_states: Saves and restores layers.
 
     Raises:
         ConfigError: An option is wrong, or it does not allow some layer of the model.
         PartitionError: The placement does not fit the model or the schedule.
     """
 
-    #   _layouts          makes the possible layouts
-    #   _layer_store      holds this rank's layers, their places, the frozen layers
-    #   _programs         lowered programs of this rank
-    #   _optimizer_step   ends a step once a program has run
-    #   _pending          step that is not final yet, with post-validation
-    #   _runner           runs the programs
-    #   schedule_keeper   schedule of the ranks, and known costs
-    #   actions           changes any of these
-    #   membership        changes the set of ranks
-    #   case_context      view of a dynamic case
-    #   measurements      measured costs of the layers
-    #   layer_states      saves and restores layers
-
     def __init__(
         self,
         world: World,
         model: Model,
         partition: Partition,
-        *,
-        schedule: str,
-        microbatches: int,
-        chunks: int | None = None,
-        slices: int | None = None,
-        memory_limit: int | None = None,
-        seed: int = 0,
-        optimizer: OptimizerSettings | None = None,
-        compiles: bool = False,
-        accumulation_groups: int | None = None,
-        zero: int = 0,
-        expert: int = 1,
-        w_granularity: Literal["whole", "linear"] = "whole",
-        post_validation: bool = False,
-        rollback: Literal["exact", "in-place"] = "exact",
-        clip_scope: Literal["global", "local"] = "global",
-        dtype: torch.dtype = torch.float32,
-        scaler: LossScaler | None = None,
-        recompute: RecomputeRule = (),
-        cache_bytes: int = 0,
-        replicates: bool = False,
-        shapes: Shapes | None = None,
+        steps: StepOptions,
+        update: UpdateOptions | None = None,
+        layers: LayerOptions | None = None,
+        replicas: ReplicaOptions | None = None,
         elsewhere: tuple[int, int] | None = None,
     ) -> None:
-        check_choice("w_granularity", w_granularity, ("whole", "linear"))
-        check_choice("rollback", rollback, ("exact", "in-place"))
-        check_choice("clip_scope", clip_scope, ("global", "local"))
-        if not isinstance(cast(object, model), Model):
-            raise ConfigError(
-                f"model is a {type(model).__name__}; make a Model of it with "
-                "dynmo.models.model.from_factories"
-            )
-        check_partition(partition)
-        check_recompute(recompute, model.layers)
+        update, layers = update or UpdateOptions(), layers or LayerOptions()
+        replicas, is_bare = replicas or ReplicaOptions(), elsewhere is not None
+        post_validation = update.post_validation
+        _check(world, model, partition, steps, update)
         self.model = model
-        accumulation_groups = accumulation_groups or world.replicas
-        if slices is not None and (world.size > 1 or post_validation):
-            raise ConfigError(
-                "slices of one GPU are one process, whose steps end together: use one rank a "
-                "replica, without post_validation"
-            )
-        self._layouts = Layouts(
-            model.layers,
-            schedule,
-            chunks,
-            accumulation_groups,
-            recompute,
-            sliced=slices is not None,
-        )
-        ranks, replicas = elsewhere or (slices or world.size, world.replicas)
-        layout = self._layouts.make(ranks, replicas, microbatches, partition)
-        streams = (
-            DefaultStream()
-            if slices is None
-            else make_streams(world.device, slices, layout.placement)
-        )
+        self._layouts = steps.layouts(model.layers, replicas.groups(world.replicas))
+        mesh = elsewhere or (steps.slices or world.size, world.replicas)
+        layout = self._layouts.make(*mesh, steps.microbatches, partition)
+        streams = make_streams(world.device, steps.slices, layout.placement)
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
-        self._layer_store = LayerStore(
+        self._layer_store = store = LayerStore(
             world,
             model,
             layout,
             self.clock,
-            seed=seed,
-            optimizer=optimizer or OptimizerSettings(),
-            compiles=compiles,
-            accumulation_groups=accumulation_groups,
-            zero=bool(zero),
-            expert=expert,
-            dtype=dtype,
-            cache_bytes=cache_bytes,
-            is_bare=elsewhere is not None,
+            layers,
+            update.optimizer,
+            replicas,
+            is_bare,
         )
-        links = measure_links(world, layout.pairs) if elsewhere is None else {}
-        self.schedule_keeper = ScheduleKeeper(
-            *(self._layer_store, schedule, chunks, memory_limit, links),
-            post_validation=post_validation,
-            accumulation_groups=accumulation_groups,
-            shapes=shapes,
-        )
-        self._programs = Programs(
-            self._layer_store, self.clock, streams, post_validation=post_validation
-        )
+        links = {} if is_bare else measure_links(world, layout.pairs)
+        self.schedule_keeper = ScheduleKeeper(store, steps, links, post_validation=post_validation)
+        self._programs = Programs(store, self.clock, streams, post_validation=post_validation)
         self._runner = ProgramRunner(
-            *(self._layer_store, self.schedule_keeper, self._programs, self.profiler, self.clock),
-            partial_weights=w_granularity == "linear",
-            replicates=replicates or world.replicas > 1,
-        )
-        # Gradients wait for `update` or `discard`.
-        self._halfway = False
-        table = StepReduction(self._layer_store, self.clock)
-        self._optimizer_step = OptimizerStep(
-            self._layer_store, table, self.profiler, scaler or make_scaler(dtype), clip_scope
-        )
-        self._pending = PostValidation(
-            self._layer_store,
-            self._optimizer_step,
-            validates=post_validation,
-            copies=rollback == "exact",
-        )
-        self.actions = Actions(
-            self._layouts,
-            self._layer_store,
+            store,
             self.schedule_keeper,
             self._programs,
             self.profiler,
-            self._pending,
+            self.clock,
+            partial_weights=steps.w_granularity == "linear",
+            replicates=replicas.replicates or world.replicas > 1,
         )
-        self.membership = Membership(
-            *(
-                self._layouts,
-                self._layer_store,
-                self.schedule_keeper,
-                self._programs,
-                self.profiler,
-                self._pending,
-            ),
-            self.actions.on_recompute_change,
+        # Gradients wait for `update` or `discard`.
+        self._halfway = False
+        scaler = update.scaler or make_scaler(layers.dtype)
+        table = StepReduction(store, self.clock)
+        self._optimizer_step = OptimizerStep(store, table, self.profiler, scaler, update.clip_scope)
+        # Holds the last step until it is final.
+        self._pending = PostValidation(
+            store,
+            self._optimizer_step,
+            validates=post_validation,
+            copies=update.rollback == "exact",
         )
-        self.case_context = CaseContext(self._layer_store, self.actions, self._pending)
-        self.measurements = Measurements(
-            self._layer_store, self.profiler, self._pending, accumulation_groups
+        self._make_views()
+
+    def _make_views(self) -> None:
+        """Makes the objects through which others change and read the engine's parts."""
+        store, pending = self._layer_store, self._pending
+        parts = EngineParts(
+            self._layouts, store, self.schedule_keeper, self._programs, self.profiler, pending
         )
-        self.layer_states = LayerStates(self._layer_store, self._pending, self._programs)
+        self.actions = Actions(parts)
+        self.membership = Membership(parts, self.actions.on_recompute_change)
+        self.case_context = CaseContext(store, self.actions, pending)
+        self.measurements = Measurements(store, self.profiler, pending)
+        self.layer_states = LayerStates(store, pending, self._programs)
 
     # -- places of layers --------------------------------------------------------------------------
 
@@ -576,3 +488,21 @@ class Engine:
     def largest(self, value: float) -> float:
         """Returns the largest of the ranks' values."""
         return self.measurements.maxima((value,))[0]
+
+
+def _check(
+    world: World, model: object, partition: object, steps: StepOptions, update: UpdateOptions
+) -> None:
+    """Raises ConfigError if the arguments of an engine do not fit each other."""
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; make a Model of it with "
+            "dynmo.models.model.from_factories"
+        )
+    check_partition(partition)
+    check_recompute(steps.recompute, model.layers)
+    if steps.slices is not None and (world.size > 1 or update.post_validation):
+        raise ConfigError(
+            "slices of one GPU are one process, whose steps end together: use one rank a "
+            "replica, without post_validation"
+        )

@@ -19,18 +19,12 @@ class Measurements:
         layer_store: Holds this rank's layers.
         profiler: Holds this rank's readings.
         pending: Knows whether optimizers keep copies.
-        accumulation_groups: Number of accumulation groups of the whole mesh.
     """
 
     def __init__(
-        self,
-        layer_store: LayerStore,
-        profiler: Profiler,
-        pending: PostValidation,
-        accumulation_groups: int,
+        self, layer_store: LayerStore, profiler: Profiler, pending: PostValidation
     ) -> None:
         self._layer_store, self._profiler, self._pending = layer_store, profiler, pending
-        self._accumulation_groups = accumulation_groups
 
     def costs(self) -> tuple[LayerCost, ...]:
         """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
@@ -41,7 +35,7 @@ class Measurements:
             pairs,
             store.model.layers,
             copies=self._pending.copies,
-            accumulation_groups=self._accumulation_groups,
+            accumulation_groups=store.accumulation_groups,
         )
 
     def halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:

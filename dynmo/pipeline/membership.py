@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from torch import Tensor
@@ -24,12 +24,9 @@ from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.layout import Layout, Layouts
 from dynmo.balance.partition import Move, Partition
 from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
-from dynmo.pipeline.schedule_keeper import ScheduleKeeper
+from dynmo.pipeline.actions import EngineParts
 from dynmo.runtime.comm.agreement import agree
-from dynmo.runtime.engine.post_validation import PostValidation
-from dynmo.runtime.engine.profiler import Profiler, measure_links
-from dynmo.runtime.engine.programs import Programs
-from dynmo.runtime.state.layer_store import LayerStore
+from dynmo.runtime.engine.profiler import measure_links
 from dynmo.runtime.state.migration import Arrival, Migration, exchange
 from dynmo.runtime.state.reshape import Holders, holders, transfers
 
@@ -41,47 +38,58 @@ class ResizeFailed(RunError):
     """
 
 
+@dataclass(frozen=True)
+class NextMesh:
+    """The mesh in which the run goes on.
+
+    Attributes:
+        pipeline: Number of ranks of a pipeline.
+        data: Number of replicas.
+        partition: Layers on each new stage.
+        microbatches: Number of microbatches of all replicas, if the batch is cut otherwise from
+            now on. The numbers then change. None means as many as before.
+    """
+
+    pipeline: int
+    data: int
+    partition: Partition
+    microbatches: int | None = None
+
+    def layout(self, layouts: Layouts, before: Layout) -> Layout:
+        """Returns the layout of this mesh.
+
+        Args:
+            layouts: Makes the possible layouts.
+            before: The layout until now.
+
+        Raises:
+            InputError: The sizes do not fit the model, the batch or the schedule.
+        """
+        return layouts.resized(before, self.pipeline, self.data, self.partition, self.microbatches)
+
+
 class Membership:
     """Changes the set of ranks of the pipeline.
 
     All ranks call every method together, with equal arguments.
 
     Args:
-        layouts: Makes the possible layouts.
-        layer_store: Holds this rank's layers, and knows where all others are.
-        schedule_keeper: Knows the schedule and the costs.
-        programs: Run the schedule.
-        profiler: Drops its measurements of layers that move.
-        pending: Knows the step that is not final yet, with post-validation.
+        parts: The parts of the engine that it changes.
         on_recompute_change: Takes note of layers that begin or cease to be recomputed.
     """
 
     def __init__(
-        self,
-        layouts: Layouts,
-        layer_store: LayerStore,
-        schedule_keeper: ScheduleKeeper,
-        programs: Programs,
-        profiler: Profiler,
-        pending: PostValidation,
-        on_recompute_change: Callable[[frozenset[int]], None],
+        self, parts: EngineParts, on_recompute_change: Callable[[frozenset[int]], None]
     ) -> None:
-        self._layouts, self._layer_store, self._schedule_keeper = (
-            layouts,
-            layer_store,
-            schedule_keeper,
-        )
-        self._programs, self._profiler, self._pending = programs, profiler, pending
+        self._layouts, self._layer_store = parts.layouts, parts.layer_store
+        self._schedule_keeper, self._programs = parts.schedule_keeper, parts.programs
+        self._profiler, self._pending = parts.profiler, parts.pending
         self._on_recompute_change = on_recompute_change
 
     def shrink(
         self,
         kept: Sequence[int],
-        *,
-        pipeline: int,
-        data: int,
-        partition: Partition,
-        microbatches: int | None = None,
+        mesh: NextMesh,
     ) -> Migration:
         """Goes on with some of the ranks.
 
@@ -89,11 +97,7 @@ class Membership:
 
         Args:
             kept: Global ranks that stay, ascending. They become ranks 0, 1, ...
-            pipeline: Ranks of a pipeline.
-            data: Number of replicas.
-            partition: Layers on each new stage.
-            microbatches: Number of microbatches of all replicas, if the batch is cut otherwise from
-                now on. The numbers then change.
+            mesh: The mesh of these ranks.
 
         Returns:
             The bytes that have moved, and the seconds during which the ranks stood still.
@@ -105,9 +109,9 @@ class Membership:
         """
         start, layer_store = time.perf_counter(), self._pending.final
         everyone, before = layer_store.world.everyone, layer_store.layout
-        self._check(len(kept), pipeline, data)
-        layout = self._layouts.resized(before, pipeline, data, partition, microbatches)
-        self._agree((tuple(kept), pipeline, data, partition.counts, microbatches))
+        self._check(len(kept), mesh)
+        layout = mesh.layout(self._layouts, before)
+        self._agree(tuple(kept), mesh)
         after = tuple(tuple(kept[rank] for rank in ranks) for ranks in _holders(layout))
         plan, whole = transfers(_holders(before), after, layer_store.shares_experts), self._states()
         arrivals: list[Arrival] = []
@@ -135,23 +139,16 @@ class Membership:
     def grow(
         self,
         newcomers: int,
-        *,
-        pipeline: int,
-        data: int,
-        partition: Partition,
+        mesh: NextMesh,
         join_timeout: float,
-        microbatches: int | None = None,
     ) -> Migration:
         """Goes on with more ranks. The newcomers call `arrive` meanwhile.
 
         Args:
             newcomers: Number of ranks that join. They get the numbers after those of the present
                 ranks.
-            pipeline: Ranks of a pipeline.
-            data: Number of replicas.
-            partition: Layers on each new stage.
+            mesh: The mesh of all these ranks.
             join_timeout: Seconds to wait for them.
-            microbatches: As in `shrink`.
 
         Returns:
             The bytes that have moved, and the seconds during which the ranks stood still.
@@ -164,9 +161,9 @@ class Membership:
         start, layer_store = time.perf_counter(), self._pending.final
         everyone, before = layer_store.world.everyone, layer_store.layout
         rank, size = everyone.rank, everyone.size
-        self._check(size + newcomers, pipeline, data)
-        layout = self._layouts.resized(before, pipeline, data, partition, microbatches)
-        self._agree((newcomers, pipeline, data, partition.counts, microbatches))
+        self._check(size + newcomers, mesh)
+        layout = mesh.layout(self._layouts, before)
+        self._agree(newcomers, mesh)
         whole = self._states()
         self._part()
         plan = transfers(_holders(before), _holders(layout), layer_store.shares_experts)
@@ -183,13 +180,10 @@ class Membership:
         rank: int,
         size: int,
         generation: int,
+        mesh: NextMesh,
         *,
-        pipeline: int,
-        data: int,
-        partition: Partition,
         join_timeout: float,
         experts: Mapping[int, ExpertPlacement] | None = None,
-        microbatches: int | None = None,
     ) -> Migration:
         """Joins a run, as a newcomer whose layer store is bare. The others call `grow`.
 
@@ -197,12 +191,9 @@ class Membership:
             rank: This process's number from now on.
             size: Number of ranks from now on.
             generation: Number of the meeting.
-            pipeline: Ranks of a pipeline from now on.
-            data: Number of replicas from now on.
-            partition: Layers on each new stage.
+            mesh: The mesh from now on.
             join_timeout: Seconds to wait for the others.
             experts: Replicas that hold each expert, by layer.
-            microbatches: As in `shrink`.
 
         Returns:
             The bytes that have moved.
@@ -211,7 +202,7 @@ class Membership:
             RunError: The ranks did not meet, or a rank could not give or take a layer.
         """
         layer_store, before = self._layer_store, self._layer_store.layout
-        layout = self._layouts.resized(before, pipeline, data, partition, microbatches)
+        layout = mesh.layout(self._layouts, before)
         layer_store.world.everyone.renew(rank, size, generation, join_timeout)
         plan = transfers(_holders(before), _holders(layout), layer_store.shares_experts)
         migration = self._exchange(layout, plan, {}, experts)
@@ -255,8 +246,8 @@ class Membership:
         self._finish(before, before, ())
         raise ResizeFailed(f"{error}; the run goes on with {size} ranks") from error
 
-    def _check(self, size: int, pipeline: int, data: int) -> None:
-        layer_store = self._layer_store
+    def _check(self, size: int, mesh: NextMesh) -> None:
+        layer_store, pipeline, data = self._layer_store, mesh.pipeline, mesh.data
         if layer_store.layout.sliced:
             raise ConfigError("a pipeline of slices cannot get other ranks; make another")
         if layer_store.shares_experts and data != layer_store.layout.replicas:
@@ -272,7 +263,9 @@ class Membership:
                 "be the number of ranks"
             )
 
-    def _agree(self, decision: object) -> None:
+    def _agree(self, ranks: tuple[int, ...] | int, mesh: NextMesh) -> None:
+        """Compares the ranks that stay, or the number of newcomers, and their mesh."""
+        decision = (ranks, mesh.pipeline, mesh.data, mesh.partition.counts, mesh.microbatches)
         agree(
             self._layer_store.world,
             hashlib.sha256(repr(decision).encode()).digest(),

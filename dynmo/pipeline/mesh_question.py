@@ -103,7 +103,9 @@ def mesh_question(
 
     def decide(layers: tuple[LayerCost, ...]) -> Reshape:
         return reshape(
-            *(with_costs(request, config, engine, layers), current, engine.partition),
+            with_costs(request, config, engine, layers),
+            current,
+            engine.partition,
             horizon_steps=steps,
             seconds_per_byte=1 / request.bandwidth,
             margin=balance.margin,

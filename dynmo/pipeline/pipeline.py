@@ -21,6 +21,7 @@ from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.optimizers import SGD, AdamW, OptimizerHandle
+from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import STATE, restore_engine, save_engine
 from dynmo.runtime.comm.agreement import first_difference
@@ -29,6 +30,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.step_reduction import StepResult
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state import checkpoint
+from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Schedule
 
@@ -115,14 +117,12 @@ class Pipeline:
             mesh,
             model,
             counts if isinstance(counts, Partition) else Partition(tuple(counts)),
-            schedule=schedule,
-            microbatches=microbatches,
-            memory_limit=memory_limit,
-            seed=seed,
-            optimizer=options.settings,
-            expert=expert,
-            dtype=self._dtype,
-            recompute=recompute,
+            StepOptions(
+                schedule, microbatches=microbatches, memory_limit=memory_limit, recompute=recompute
+            ),
+            update=UpdateOptions(optimizer=options.settings),
+            layers=LayerOptions(dtype=self._dtype, seed=seed),
+            replicas=ReplicaOptions(expert=expert),
         )
         self._balance = _balance_of(balance)
         self._step, self._loss = 0, math.nan

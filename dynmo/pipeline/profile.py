@@ -19,7 +19,7 @@ def profile_of(
     Args:
         config: The run.
         pipeline: Its pipeline.
-        costs: Cost of each layer, as `Pipeline.costs` gathers them.
+        costs: Cost of each layer, as `Engine.costs` gathers them.
         steps: The number of measured steps.
 
     Returns:

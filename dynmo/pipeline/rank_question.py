@@ -64,7 +64,7 @@ def _sizes(config: Config, replicas: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RankSituation:
-    """What is known before a step. It is the same on every rank.
+    """The measurements and limits that the decision rests on. They are the same on every rank.
 
     Attributes:
         config: Config of the run.

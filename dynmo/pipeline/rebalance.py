@@ -5,22 +5,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
-from dynmo.balance.balancers import BalanceRequest, balancer
-from dynmo.balance.layout import moves_between_ranks
-from dynmo.balance.partition import Cost, Partition
-from dynmo.balance.trigger import (
-    FORCED,
-    Decision,
-    Expected,
-    Outlook,
-    RebalanceWatch,
-    confirmed,
-    forecast_intervals,
-    worth_moving_through,
-)
+from dynmo.balance.partition import Partition
+from dynmo.balance.trigger import Decision, RebalanceWatch, confirmed, forecast_intervals
 from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
@@ -36,32 +24,13 @@ from dynmo.events import (
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.mesh_question import current_mesh, mesh_question
 from dynmo.pipeline.move_gain import MoveGain
+from dynmo.pipeline.move_question import Forecasts, MoveChoice, MoveSituation, ask_move
 from dynmo.pipeline.rank_question import RankLimits, RankSituation, RankWish, ask_ranks
 from dynmo.runtime.comm.agreement import agree
 from dynmo.schedule.catalogue import entry
-from dynmo.schedule.simulator import simulate
-
-Forecasts = Callable[[int], Sequence[Sequence[Expected]]]
-"""Returns the actions that each dynamic case expects after a step, the same on every rank."""
-
 
 # Assumed seconds of the first change of ranks.
 _FIRST_PAUSE = 1.0
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A possible move of layers.
-
-    Attributes:
-        target: The placement after the move.
-        on_the_way: Seconds that the layers take over the links.
-        decision: Whether they move.
-    """
-
-    target: Partition
-    on_the_way: float
-    decision: Decision
 
 
 @dataclass
@@ -397,21 +366,11 @@ class Rebalancer:
         )
         measured, moved = time.perf_counter(), overhead.move
         overhead.measure += measured - start
-        done, recomputed = list[Event](), pipeline.recomputed
-        choice = None
-        if self._config.balance.balancer != "none":
-            try:
-                choice = self._choose(step, costs, halves, fixed, doubt, preempted)
-            except (
-                PartitionError
-            ) as error:  # no room, or the baseline has no placement for such layers
-                if not self._told:
-                    done.append(
-                        ChangeEvent(
-                            step, now(), "balance", (), f"layers stay where they are: {error}"
-                        )
-                    )
-                self._told = True
+        situation = MoveSituation(
+            self._config, pipeline, step, costs, halves, self._forecasts, fixed, doubt, preempted
+        )
+        recomputed = pipeline.recomputed
+        choice, done = self._choose(situation)
         moves = choice is not None and choice.decision.move
         if choice is not None and moves:
             self._agree(choice, None)
@@ -430,7 +389,23 @@ class Rebalancer:
             else done
         )
 
-    def _agree(self, choice: _Choice | None, gain: float | None) -> None:
+    def _choose(self, situation: MoveSituation) -> tuple[MoveChoice | None, list[Event]]:
+        """Returns the possible move, and an event if there is no placement for the first time."""
+        if self._config.balance.balancer == "none":
+            return None, []
+        try:
+            choice = ask_move(situation)
+        except PartitionError as error:
+            # No room, or the baseline has no placement for such layers.
+            why = f"layers stay where they are: {error}"
+            told = [] if self._told else [ChangeEvent(situation.step, now(), "balance", (), why)]
+            self._told = True
+            return None, list[Event](told)
+        if choice is not None and choice.decision.uncertain and self._watch is not None:
+            self._watch.check_later()
+        return choice, []
+
+    def _agree(self, choice: MoveChoice | None, gain: float | None) -> None:
         """Compares the decision with the other ranks'.
 
         Args:
@@ -452,55 +427,9 @@ class Rebalancer:
             "whether to move layers",
         )
 
-    def _choose(
-        self,
-        step: int,
-        costs: tuple[LayerCost, ...],
-        halves: tuple[tuple[LayerCost, ...], ...],
-        fixed: float,
-        doubt: float,
-        preempted: float,
-    ) -> _Choice | None:
-        """Decides whether layers move, and where to. Every rank computes the same.
-
-        Args:
-            step: The next step.
-            costs: Cost of each layer from all readings.
-            halves: Costs from the earlier and from the later readings alone. Both must support a
-                move.
-            fixed: Seconds of a move beyond its layers' way over the links.
-            doubt: Factor of the usual gain that a move must promise.
-            preempted: Share of the ops' time that other processes take.
-
-        Returns:
-            The decision, or None if the balancer leaves the layers where they are.
-
-        Raises:
-            PartitionError: The balancer has no placement.
-        """
-        balance, pipeline = self._config.balance, self._pipeline
-        request = pipeline.schedule_keeper.request(
-            costs, cast(Cost, balance.cost), self._config.seed, step
-        )
-        target = balancer(balance.balancer)(request)
-        if target == pipeline.partition:
-            return None
-        on_the_way = self._on_the_way(costs, pipeline.partition, target)
-
-        def decide(layers: tuple[LayerCost, ...]) -> Decision:
-            outlook = self._outlook(step, replace(request, layers=layers), target)
-            return worth_moving_through(
-                outlook, on_the_way + fixed, balance.margin, balance.hysteresis * doubt
-            )
-
-        decision = decide(costs)
-        if balance.balancer in FORCED:
-            decision = Decision(True, decision.predicted_gain, f"{balance.balancer}: forced")
-        elif decision.move:
-            decision = self._confirmed(decision, map(decide, halves), preempted)
-        return _Choice(target, on_the_way, decision)
-
-    def _move(self, step: int, choice: _Choice, measuring: float, deciding: float) -> list[Event]:
+    def _move(
+        self, step: int, choice: MoveChoice, measuring: float, deciding: float
+    ) -> list[Event]:
         """Moves layers as all ranks have agreed.
 
         Args:
@@ -557,39 +486,3 @@ class Rebalancer:
         if decision.uncertain and self._watch is not None:
             self._watch.check_later()
         return decision
-
-    def _outlook(self, step: int, request: BalanceRequest, target: Partition) -> list[Outlook]:
-        """Returns the seconds of a step on both placements, from `step` to the run's end.
-
-        The placements are the present one and `target`.
-
-        The cases' actions before `step` itself are still to come, and were not measured.
-        """
-        pipeline, costs = self._pipeline, request.layers
-
-        def seconds(layers: tuple[LayerCost, ...], partition: Partition) -> float:
-            if layers == costs or request.make is None:
-                return pipeline.predict(layers, partition).length(pipeline.objective)
-            stages = pipeline.schedule_keeper.stage_costs(layers, partition)
-            return simulate(request.make(stages), stages).length(pipeline.objective)
-
-        ahead = forecast_intervals(costs, self._forecasts(step - 1), step, self._config.train.steps)
-        both = (pipeline.partition, target)
-        return [
-            Outlook(x.start, x.stop, *(seconds(x.layers, placement) for placement in both))
-            for x in ahead
-        ]
-
-    def _on_the_way(self, costs: tuple[LayerCost, ...], old: Partition, new: Partition) -> float:
-        """Returns the seconds of a move's layers, in sequence, over the slowest link."""
-        sizes = [
-            costs[move.layer].moved_bytes
-            for move in moves_between_ranks(old, new, self._pipeline.placement)
-        ]
-        return sum(
-            max(
-                (link.seconds(size) for link in self._pipeline.schedule_keeper.links.values()),
-                default=0.0,
-            )
-            for size in sizes
-        )

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from itertools import pairwise
 
 from dynmo.balance.balancers import BalanceRequest
 from dynmo.balance.partition import Cost, Partition
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
+from dynmo.pipeline.options import StepOptions
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.stage_schedule import (
     StagePlan,
@@ -34,50 +34,27 @@ from dynmo.schedule.simulator import Timeline, resident, simulate
 Links = dict[tuple[int, int], LinkCost]
 """Link of each pair of ranks that hold neighbouring stages. The lower rank comes first."""
 
-Shapes = Callable[[int], tuple[LayerCost, ...] | None]
-"""Takes the number of replicas and returns the layers' bytes on one of them, from shapes alone.
-
-Returns None if shapes do not tell."""
-
 
 class ScheduleKeeper:
     """Knows the schedule of a pipeline, and the costs that it is made from.
 
     Args:
         layer_store: Knows the layers and where they are.
-        name: Name of the schedule.
-        chunks: Stages per rank. None means the schedule's own number.
-        memory_limit: Bytes of a rank, for schedules that are made within a limit.
+        steps: Name of the schedule, and the limits that it is made within.
         links: Measured links between the ranks.
         post_validation: Whether steps may have no barrier at their end.
-        accumulation_groups: Number of accumulation groups of the whole mesh.
-        shapes: Costs by shapes. Schedules are made from them until costs are measured.
     """
 
     def __init__(
         self,
         layer_store: LayerStore,
-        name: str,
-        chunks: int | None,
-        memory_limit: int | None,
+        steps: StepOptions,
         links: Links,
         *,
         post_validation: bool,
-        accumulation_groups: int,
-        shapes: Shapes | None = None,
     ) -> None:
-        self._layer_store, self._name, self._chunks, self._memory_limit = (
-            layer_store,
-            name,
-            chunks,
-            memory_limit,
-        )
-        self.links, self._post_validation, self._accumulation_groups, self._shapes = (
-            links,
-            post_validation,
-            accumulation_groups,
-            shapes,
-        )
+        self._layer_store, self._steps = layer_store, steps
+        self.links, self._post_validation = links, post_validation
         # Costs that the next schedule is made from. None until something is measured.
         self.known: tuple[LayerCost, ...] | None = None
 
@@ -95,7 +72,7 @@ class ScheduleKeeper:
     def agreed(self) -> Schedule:
         """Returns the schedule of the next steps, after all ranks have compared it."""
         schedule = self.on(self._layer_store.layout.partition)
-        if entry(self._name).from_costs:
+        if entry(self._steps.schedule).from_costs:
             agree(
                 self._layer_store.world,
                 hashlib.sha256(str(schedule).encode()).digest(),
@@ -110,7 +87,8 @@ class ScheduleKeeper:
             partition: Number of layers on each stage.
             layers: Costs to make it for. The default is the known costs.
         """
-        layers = (layers or self.known or self._guess()) if entry(self._name).from_costs else None
+        from_costs = entry(self._steps.schedule).from_costs
+        layers = (layers or self.known or self._guess()) if from_costs else None
         if layers is None:
             # All stages count as equal, with activations of 1. The cap is twice that of 1F1B.
             placement = self._layer_store.layout.placement
@@ -137,23 +115,23 @@ class ScheduleKeeper:
 
     @property
     def _request(self) -> StageRequest:
-        layout = self._layer_store.layout
+        layout, steps = self._layer_store.layout, self._steps
         return StageRequest(
-            self._name,
+            steps.schedule,
             layout.ranks,
             layout.microbatches,
-            self._chunks,
-            self._memory_limit,
+            steps.chunks,
+            steps.memory_limit,
             self.objective,
             self._post_validation,
             layout.replicas,
-            self._accumulation_groups // layout.replicas,
+            self._layer_store.accumulation_groups // layout.replicas,
         )
 
     def _guess(self) -> tuple[LayerCost, ...] | None:
         """Returns costs before any are measured: bytes by shape, and equal times."""
         layout, frozen = self._layer_store.layout, self._layer_store.frozen
-        shapes = None if self._shapes is None else self._shapes(layout.replicas)
+        shapes = None if self._steps.shapes is None else self._steps.shapes(layout.replicas)
         return (
             None
             if shapes is None
@@ -170,10 +148,10 @@ class ScheduleKeeper:
         Its memory is an upper bound for any frozen prefix.
         """
         return full_schedule(
-            self._name,
+            self._steps.schedule,
             self._layer_store.layout.ranks,
             self._layer_store.layout.microbatches,
-            self._chunks,
+            self._steps.chunks,
         )
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
@@ -199,7 +177,7 @@ class ScheduleKeeper:
             The predicted share of a step that is saved. None if the schedule stays. Schedules that
             are not made from costs always stay.
         """
-        if not entry(self._name).from_costs:
+        if not entry(self._steps.schedule).from_costs:
             return None
         partition = self._layer_store.layout.partition
         costs = self.stage_costs(layers, partition)
@@ -220,7 +198,7 @@ class ScheduleKeeper:
             links: Links between the ranks of the new mesh.
         """
         self.links = links
-        if self._memory_limit is not None:
+        if self._steps.memory_limit is not None:
             self.forget()
 
     def forget(self) -> None:
@@ -259,7 +237,7 @@ class ScheduleKeeper:
             seed: Seed of balancers that draw.
             step: The next step.
         """
-        limit, layout = self._memory_limit, self._layer_store.layout
+        limit, layout = self._steps.memory_limit, self._layer_store.layout
         # Each stage is given its rank's whole limit. A balancer that knows the placement adds up
         # the bytes of a rank's stages.
         limits = None if limit is None else (limit,) * len(layout.placement)

@@ -64,22 +64,27 @@ def init(
         )
     device = torch.device(device)
     if device.type == "cuda":
-        for name, value in {
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            **(FOR_RANKS_ON_CUDA if place.size > 1 else {}),
-        }.items():
-            os.environ.setdefault(name, value)
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(
-                f"device = {str(device)!r}, but torch sees {torch.cuda.device_count()} CUDA "
-                "devices; use 'auto' or 'cpu'"
-            )
-        torch.cuda.set_device(device)
+        _prepare_cuda(device, place.size)
     if ranks is not None:
         return World.adopt(ranks, device=device, timeout=timeout)
     return World.join(
         open_store(place, timeout), place.rank, place.size, device=device, timeout=timeout
     )
+
+
+def _prepare_cuda(device: torch.device, ranks: int) -> None:
+    """Sets the variables that CUDA's libraries read, and makes the device torch's current one."""
+    for name, value in {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        **(FOR_RANKS_ON_CUDA if ranks > 1 else {}),
+    }.items():
+        os.environ.setdefault(name, value)
+    if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device = {str(device)!r}, but torch sees {torch.cuda.device_count()} CUDA "
+            "devices; use 'auto' or 'cpu'"
+        )
+    torch.cuda.set_device(device)
 
 
 def _ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> list[int] | None:

@@ -12,7 +12,8 @@ hold the bytes that their own B will need:
 
     kept' of layers < i    +    activation_bytes of i    +    stash_bytes of layers > i
 
-This may be more than the bytes that are live before or after the whole B. `memory` counts it.
+This may be more than the bytes that are live before or after the whole B. `recompute_memory`
+counts it.
 """
 
 from __future__ import annotations

@@ -289,48 +289,49 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
             starts += [_attempt(free).partition, request.current]
         except InputError:
             return None
-
-    def fullest(counts: tuple[int, ...]) -> int:
-        partition = Partition(counts)
-        costs = with_unit_memory(pipeline_costs(request.layers, partition, links=request.links))
-        # zb-auto fits itself into the memory, down to one microbatch at a time.
-        if request.schedule == "zb-auto":
-            caps = one_microbatch(costs, request.placement)
-            return max(
-                memory_needs(
-                    request, partition, request.stages.make(costs, caps, frozen_stages(costs))
-                )
-            )
-        return max(
-            plan_stages(
-                free.stages,
-                request.layers,
-                partition,
-                request.links,
-                request.profile.first_trainable,
-            ).memory
-        )
-
-    tries = min(
-        300,
-        (_QUICK_TRIES if request.quick else _TRIES)
-        // (3 * len(request.placement) * request.microbatches),
-    )
+    ops = 3 * len(request.placement) * request.microbatches
+    tries = min(300, (_QUICK_TRIES if request.quick else _TRIES) // ops)
     for start in starts:
-        counts, most = start.counts, fullest(start.counts)
-        while most > limit and tries > 0:
-            others = {other: fullest(other) for other in _neighbours(counts)}
-            tries -= len(others)
-            nearer = min(others, key=lambda other: others[other], default=counts)
-            if others.get(nearer, most) >= most:
-                break
-            counts, most = nearer, others[nearer]
-        if most <= limit:
+        counts, used = _emptied(free, start.counts, limit, tries)
+        tries -= used
+        if counts is not None:
             try:
                 return evaluate_partition(request, Partition(counts))
             except (PartitionError, ScheduleError):
                 continue
     return None
+
+
+def _emptied(
+    free: PlanRequest, counts: tuple[int, ...], limit: int, tries: int
+) -> tuple[tuple[int, ...] | None, int]:
+    """Moves one boundary at a time while the fullest rank gets emptier.
+
+    Returns the first placement whose fullest rank fits the limit, or None, and how many placements
+    were tried besides the first. `free` is the request without a memory limit.
+    """
+    most, used = _fullest_rank(free, counts), 0
+    while most > limit and used < tries:
+        others = {other: _fullest_rank(free, other) for other in _neighbours(counts)}
+        used += len(others)
+        nearer = min(others, key=lambda other: others[other], default=counts)
+        if others.get(nearer, most) >= most:
+            break
+        counts, most = nearer, others[nearer]
+    return (counts if most <= limit else None), used
+
+
+def _fullest_rank(free: PlanRequest, counts: tuple[int, ...]) -> int:
+    """Bytes of the fullest rank. A zb-auto schedule keeps one microbatch alive at a time."""
+    partition = Partition(counts)
+    if free.schedule == "zb-auto":
+        # The planner lowers its caps as far as this if the memory is short.
+        costs = with_unit_memory(pipeline_costs(free.layers, partition, links=free.links))
+        caps = one_microbatch(costs, free.placement)
+        schedule = free.stages.make(costs, caps, frozen_stages(costs))
+        return max(memory_needs(free, partition, schedule))
+    first_trainable = free.profile.first_trainable
+    return max(plan_stages(free.stages, free.layers, partition, free.links, first_trainable).memory)
 
 
 def _may_fit(request: PlanRequest, limit: int) -> bool:

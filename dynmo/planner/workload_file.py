@@ -5,7 +5,6 @@ A trace has the costs of the layers over time.
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dynmo.config import parse_bytes
 from dynmo.cost.explain import first_problem, short, unknown_key
+from dynmo.cost.json_file import parse_json
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import AT_MOST, KEY_OF, SIZES, TIMES, file_keys
 from dynmo.errors import InputError
@@ -28,6 +28,9 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _Whole = Annotated[int, Field(ge=0, le=1 << 60)]
 _Sizes = _Whole | list[_Whole]
+
+
+_Times = tuple[list[float], list[float], list[float]]  # seconds of F, B and W of each layer
 
 
 class _Section(BaseModel):
@@ -140,33 +143,12 @@ def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workloa
         raise InputError(_explain(error)) from None
     moments = _moments(file, folder)
     count = len(moments[0][1][0])
-    sizes = [
-        _sizes(
-            file.layers, AT_MOST.get(key, key) if getattr(file.layers, key) is None else key, count
-        )
-        for key in SIZES
-    ]
-    unit, names = file.layers.unit, file.layers.names
-    if names is not None and len(names) != count:
-        raise InputError(
-            f"layers.names has {len(names)} entries, but there are {count} layers; "
-            "give one per layer, or none"
-        )
-    costs = tuple(
-        (
-            step,
-            tuple(
-                LayerCost(f * unit, b * unit, w * unit, *size)
-                for f, b, w, *size in zip(*times, *sizes, strict=True)
-            ),
-        )
-        for step, times in moments
-    )
+    costs = _costs(file.layers, moments, count)
     policy = file.policy
     return Workload(
         file.name or name,
         costs,
-        tuple(names or (f"layer {i}" for i in range(count))),
+        _names(file.layers, count),
         file.steps,
         file.ranks,
         file.microbatches,
@@ -199,6 +181,37 @@ def _limit(value: int | str | None) -> int | None:
         raise InputError(f"memory_limit = {value!r}: {error}") from None
 
 
+def _costs(
+    layers: _Layers, moments: Sequence[tuple[int, _Times]], count: int
+) -> tuple[tuple[int, tuple[LayerCost, ...]], ...]:
+    """The step of each moment, and the costs of the layers from then on."""
+    unit = layers.unit
+    sizes = [
+        _sizes(layers, AT_MOST.get(key, key) if getattr(layers, key) is None else key, count)
+        for key in SIZES
+    ]
+    return tuple(
+        (
+            step,
+            tuple(
+                LayerCost(f * unit, b * unit, w * unit, *size)
+                for f, b, w, *size in zip(*times, *sizes, strict=True)
+            ),
+        )
+        for step, times in moments
+    )
+
+
+def _names(layers: _Layers, count: int) -> tuple[str, ...]:
+    names = layers.names
+    if names is not None and len(names) != count:
+        raise InputError(
+            f"layers.names has {len(names)} entries, but there are {count} layers; "
+            "give one per layer, or none"
+        )
+    return tuple(names or (f"layer {i}" for i in range(count)))
+
+
 def _sizes(layers: _Layers, key: str, count: int) -> list[int]:
     value = cast("int | list[int]", getattr(layers, key))
     if isinstance(value, int):
@@ -209,9 +222,6 @@ def _sizes(layers: _Layers, key: str, count: int) -> list[int]:
             "layers; give one number, or one per layer"
         )
     return value
-
-
-_Times = tuple[list[float], list[float], list[float]]
 
 
 def _moments(file: _File, folder: Path) -> list[tuple[int, _Times]]:
@@ -262,15 +272,7 @@ def _check_lengths(moments: Sequence[tuple[int, _Times]], where: str) -> None:
 
 
 def _read_trace(path: Path) -> list[_Times]:
-    text = _text(path)
-    try:
-        data: object = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"trace {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"trace {path}: not JSON that can be read: {error}") from None
+    data = parse_json(_text(path), f"trace {path}")
     try:
         trace = _Trace.model_validate(data)
     except ValidationError as error:

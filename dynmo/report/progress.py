@@ -27,7 +27,7 @@ from dynmo.events import (
     TokensEvent,
 )
 from dynmo.report.rank_lines import rank_text
-from dynmo.report.summary import layers_text
+from dynmo.report.summary_text import layers_text
 from dynmo.report.token_lines import evaluation_text, tokens_text
 
 

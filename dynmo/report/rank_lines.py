@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, StepEvent
+from dynmo.events import (
+    FaultEvent,
+    GrowEvent,
+    ReleaseEvent,
+    RepackEvent,
+    ResizeEvent,
+    StepEvent,
+)
 
 RankEvent = RepackEvent | GrowEvent | ReleaseEvent | FaultEvent
 
@@ -40,7 +47,7 @@ def rank_account(
     Returns:
         The account. None if the ranks did not change.
     """
-    changes = [event for event in events if isinstance(event, RepackEvent | GrowEvent)]
+    changes = [event for event in events if isinstance(event, ResizeEvent)]
     if not changes or not steps:
         return None
     used = 0.0
@@ -87,7 +94,7 @@ def rank_text(event: RankEvent, measured: float | None = None) -> str:
             return f"fault: {event.what}"
 
 
-def _size(event: RepackEvent | GrowEvent) -> str:
+def _size(event: ResizeEvent) -> str:
     layers = "+".join(map(str, event.layers))
     replicas = f" x {event.target[1]} replicas" if event.target[1] > 1 else ""
     return (

@@ -109,11 +109,10 @@ def lower_bound(
         accumulate((links[s] + stages[s].b for s in reversed(range(last))), initial=stages[last].b)
     )[::-1]
 
-    since = (
-        lead if objective is Objective.SPAN else [0.0] * (last + 1)
-    )  # the time from which a rank's time counts
-    # From the end of the last F on the last rank to the end of the last microbatch's W on s, for
-    # the best s: of all ranks, and of those up to r.
+    # since[s]: the time from which the time of rank s counts.
+    since = lead if objective is Objective.SPAN else [0.0] * (last + 1)
+    # finish: from the end of the last F on the last rank to the end of the last microbatch's W on
+    # a rank that trains. Each entry is the largest so far.
     trained = range(first_trainable, last + 1)
     finish = list(accumulate((back[s] + stages[s].w - since[s] for s in trained), max))
     bounds: list[float] = []

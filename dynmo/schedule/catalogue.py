@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from dynmo.errors import ScheduleError
 from dynmo.schedule.generators import GENERATORS, make_schedule
-from dynmo.schedule.interleaved import interleaved
+from dynmo.schedule.interleaved import interleaved, loop_placement
 from dynmo.schedule.op import Schedule
 
 
@@ -102,8 +102,13 @@ def placement_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int,
     if ranks < 1:
         raise ScheduleError(f"{name}: {ranks} ranks; at least 1 is needed")
     if count == 2 and not SCHEDULES[name].free:
-        return (*range(ranks), *reversed(range(ranks)))
-    return tuple(range(ranks)) * count
+        return v_placement(ranks)
+    return loop_placement(ranks, count)
+
+
+def v_placement(ranks: int) -> tuple[int, ...]:
+    """Place stages down and up again: 0, 1, .., p - 1, p - 1, .., 1, 0."""
+    return (*range(ranks), *reversed(range(ranks)))
 
 
 def check_microbatches(name: str, ranks: int, microbatches: int) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from dynmo.cost.layer_cost import Costs
 from dynmo.schedule.bounds import Objective, lower_bound
@@ -43,45 +44,70 @@ def lower_bound_on(
     Returns:
         The least time, in the costs' unit.
     """
-    ranks, stages, m = max(placement) + 1, costs.stages, microbatches
+    ranks = max(placement) + 1
     if ranks == len(placement):
         of_stages = None if caps is None else [caps[rank] for rank in placement]
         return lower_bound(costs, microbatches, first_trainable, objective, of_stages)
-    last = len(stages) - 1
+    trip = _trip(placement, costs, first_trainable)
+    return max(
+        _rank_bound(
+            [s for s, holder in enumerate(placement) if holder == rank],
+            trip,
+            microbatches,
+            first_trainable,
+            objective,
+        )
+        for rank in range(ranks)
+    )
+
+
+class _Trip(NamedTuple):
+    """The way of one microbatch, out to the last stage and back.
+
+    Attributes:
+        f: Time of F on each stage.
+        b: Time of B on each stage. 0 on a frozen stage.
+        w: Time of W on each stage. 0 on a frozen stage.
+        lead: From the start of the step to the start of F on each stage.
+        back: From the end of the last stage's F to the end of B on each stage.
+    """
+
+    f: list[float]
+    b: list[float]
+    w: list[float]
+    lead: list[float]
+    back: list[float]
+
+
+def _trip(placement: Sequence[int], costs: Costs, first_trainable: int) -> _Trip:
+    stages, last = costs.stages, len(costs.stages) - 1
     # Nothing travels between two stages of one rank.
     links = [
         0.0 if here == there else link
         for link, (here, there) in zip(costs.links, pairwise(placement), strict=True)
     ]
-    trains = [s >= first_trainable for s in range(last + 1)]
-    b = [stage.b if t else 0.0 for stage, t in zip(stages, trains, strict=True)]
-    w = [stage.w if t else 0.0 for stage, t in zip(stages, trains, strict=True)]
-    # lead: from the start of the step to the start of F on each stage. back: from the end of the
-    # last F to the end of B on each stage.
-    lead = list(accumulate((stages[s].f + links[s] for s in range(last)), initial=0.0))
-    back = list(accumulate((links[s] + b[s] for s in reversed(range(last))), initial=b[last]))[::-1]
-    turn = lead[last] + stages[last].f
-    bounds: list[float] = []
-    for rank in range(ranks):
-        own = [s for s, holder in enumerate(placement) if holder == rank]
-        forward, backward, weight = (
-            m * sum(stages[s].f for s in own),
-            m * sum(b[s] for s in own),
-            m * sum(w[s] for s in own),
-        )
-        start, drain = lead[own[0]], 0.0
-        trained = [s for s in own if trains[s]]
-        if trained:
-            forward = max(forward, turn + back[trained[-1]] - b[trained[-1]] - start)
-            if objective is Objective.MAKESPAN:
-                drain = max(
-                    (back[q] - back[trained[0]] + w[q] for q in range(first_trainable, trained[0])),
-                    default=0.0,
-                )
-        bounds.append(
-            (start if objective is Objective.MAKESPAN else 0.0)
-            + forward
-            + backward
-            + max(weight, drain)
-        )
-    return max(bounds)
+    f = [stage.f for stage in stages]
+    b = [stage.b if s >= first_trainable else 0.0 for s, stage in enumerate(stages)]
+    w = [stage.w if s >= first_trainable else 0.0 for s, stage in enumerate(stages)]
+    lead = list(accumulate((f[s] + links[s] for s in range(last)), initial=0.0))
+    back = list(accumulate((links[s] + b[s] for s in reversed(range(last))), initial=b[last]))
+    return _Trip(f, b, w, lead, back[::-1])
+
+
+def _rank_bound(
+    own: list[int], trip: _Trip, microbatches: int, first_trainable: int, objective: Objective
+) -> float:
+    """Bound the time of the rank that holds the stages `own`."""
+    f, b, w, lead, back = trip
+    forward, backward, weight = (microbatches * sum(times[s] for s in own) for times in (f, b, w))
+    start, drain = lead[own[0]], 0.0
+    trained = [s for s in own if s >= first_trainable]
+    if trained:
+        low, high = trained[0], trained[-1]
+        forward = max(forward, lead[-1] + f[-1] + back[high] - b[high] - start)
+        if objective is Objective.MAKESPAN:
+            drain = max(
+                (back[q] - back[low] + w[q] for q in range(first_trainable, low)), default=0.0
+            )
+    waits = start if objective is Objective.MAKESPAN else 0.0
+    return waits + forward + backward + max(weight, drain)

@@ -172,14 +172,7 @@ def fuse(schedule: Schedule) -> Schedule:
             else:
                 out.append(op)
         rows.append(tuple(out))
-    return Schedule(
-        schedule.name,
-        schedule.microbatches,
-        schedule.placement,
-        tuple(rows),
-        schedule.first_trainable,
-        schedule.credits,
-    )
+    return replace(schedule, ops=tuple(rows))
 
 
 def lower(

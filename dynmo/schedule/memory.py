@@ -33,7 +33,7 @@ from itertools import accumulate
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.schedule.lowering import Compute, Verdict, fuse, lower
-from dynmo.schedule.op import Kind, Schedule
+from dynmo.schedule.op import Kind, Op, Schedule
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -180,6 +180,42 @@ def _ops_before_verdict(schedule: Schedule) -> tuple[int, ...]:
     return tuple(out)
 
 
+class _Inboxes:
+    """The receives that a rank keeps posted for messages from other ranks.
+
+    Attributes:
+        posted_bytes: Bytes of the receives that are posted now.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerCost], bounds: Sequence[int], schedule: Schedule, rank: int
+    ) -> None:
+        m, placement = schedule.microbatches, schedule.placement
+        credits = schedule.ranks if schedule.credits is None else schedule.credits
+        # Key: (stage, whether the message is a gradient). Value: bytes of a message, and how many
+        # receives are kept posted.
+        self._kept: dict[tuple[int, bool], tuple[int, int]] = {}
+        for s in schedule.stages_of(rank):
+            if s > 0 and placement[s - 1] != rank:
+                size = layers[bounds[s] - 1].output_bytes
+                depth = max(1, credits) if s - 1 < schedule.first_trainable else m
+                self._kept[s, False] = size, posted(m, size, depth)
+            above = s + 1 < schedule.stages and placement[s + 1] != rank
+            if above and s >= schedule.first_trainable:
+                size = layers[bounds[s + 1] - 1].output_bytes
+                self._kept[s, True] = size, posted(m, size, m)
+        self._left = dict.fromkeys(self._kept, m)  # messages still to be taken
+        self.posted_bytes = sum(size * min(count, m) for size, count in self._kept.values())
+
+    def take(self, op: Op) -> None:
+        """Take the message that an op needs, and post the next receive."""
+        inbox = op.stage, op.kind is not Kind.F
+        if op.kind is not Kind.W and inbox in self._kept:
+            size, count = self._kept[inbox]
+            self._left[inbox] -= 1
+            self.posted_bytes -= size * (self._left[inbox] < count)
+
+
 def _peak(
     layers: Sequence[LayerCost],
     counts: Sequence[int],
@@ -198,34 +234,10 @@ def _peak(
     bounds, m = [0, *accumulate(counts)], schedule.microbatches
     stages = {s: layers[bounds[s] : bounds[s + 1]] for s in schedule.stages_of(rank)}
     kept = {s: sum(x.activation_bytes for x in own) for s, own in stages.items()}
-    stash = {s: sum(x.stash_bytes for x in own) for s, own in stages.items()}
-    # Key: (stage, whether the message is a gradient). Value: bytes of a message from another rank,
-    # and how many receives are kept posted.
-    inboxes: dict[tuple[int, bool], tuple[int, int]] = {}
-    for s in stages:
-        below, above = (
-            s > 0 and schedule.placement[s - 1] != rank,
-            s + 1 < schedule.stages and schedule.placement[s + 1] != rank,
-        )
-        if below:
-            credits = schedule.ranks if schedule.credits is None else schedule.credits
-            size = layers[bounds[s] - 1].output_bytes
-            inboxes[s, False] = (
-                size,
-                posted(m, size, max(1, credits) if s - 1 < schedule.first_trainable else m),
-            )
-        if above and s >= schedule.first_trainable:
-            size = layers[bounds[s + 1] - 1].output_bytes
-            inboxes[s, True] = size, posted(m, size, m)
-    left_of = dict.fromkeys(inboxes, m)  # messages still to be taken
-    waiting = sum(size * min(count, m) for size, count in inboxes.values())
-    workspaces = {(s, kind): _workspace(own, kind) for s, own in stages.items() for kind in Kind}
-    # Change of the live bytes at an op's end. The activations that F keeps count from its start.
-    ends = {
-        s: {Kind.F: 0, Kind.B: stash[s] - kept[s], Kind.W: -stash[s], Kind.BW: -kept[s]}
-        for s in stages
-    }
     gradients = {s: sum(x.gradient_bytes for x in own) for s, own in stages.items()}
+    inboxes = _Inboxes(layers, bounds, schedule, rank)
+    workspaces = {(s, kind): _workspace(own, kind) for s, own in stages.items() for kind in Kind}
+    ends = {s: _change_at_end(own) for s, own in stages.items()}
     undecided = 0
     if pending is not None:
         undecided = sum(
@@ -233,12 +245,10 @@ def _peak(
             for s, own in stages.items()
             if s >= schedule.first_trainable
         )
-    # left: W's still to come of each stage. reduction: bytes of the reduction of the stages that
-    # have had all their W's.
-    left = dict.fromkeys(stages, m)
-    reduction = 0
+    # reduction: bytes of the reduction of the stages that have had all their W's.
+    weights_done, reduction = dict.fromkeys(stages, 0), 0
     live = most = undecided
-    each = m // accumulation_groups
+    group_size = m // accumulation_groups
     for done, op in enumerate(schedule.ops[rank]):
         if done == pending:
             live -= undecided
@@ -246,38 +256,40 @@ def _peak(
         if op.kind is Kind.F and trains:
             live += kept[s]
         weighs = op.kind is Kind.W or op.kind is Kind.BW
-        fresh = (
-            trains and weighs and (m - left[s]) % each == 0
-        )  # the first W of an accumulation group makes its gradients
-        folded = _folded((m - left[s]) // each + 1, accumulation_groups) if weighs else 0
+        group, in_group = divmod(weights_done[s], group_size)
+        # The first W of an accumulation group makes its gradients.
+        fresh = trains and weighs and in_group == 0
+        folded = _folded(group + 1, accumulation_groups) if weighs else 0
         # A group of one microbatch is made and folded layer by layer: not all of its gradients are
         # live at one time.
-        spared = (
-            gradients[s] - max(x.gradient_bytes for x in stages[s])
-            if fresh and folded and each == 1
-            else 0
-        )
+        spared = 0
+        if fresh and folded and group_size == 1:
+            spared = gradients[s] - max(x.gradient_bytes for x in stages[s])
         if fresh and op.kind is Kind.W:
             live += gradients[s]
-        inbox = (s, op.kind is not Kind.F)
-        if inbox in inboxes and op.kind is not Kind.W:
-            size, count = inboxes[inbox]
-            left_of[inbox] -= 1
-            waiting -= size * (left_of[inbox] < count)
+        inboxes.take(op)
         makes = fresh and op.kind is Kind.BW
         workspace = _workspace(stages[s], op.kind, fresh=True) if makes else workspaces[s, op.kind]
-        most = max(most, live + reduction + waiting + workspace - spared)
+        most = max(most, live + reduction + inboxes.posted_bytes + workspace - spared)
         if trains:
-            live += ends[s][op.kind]
-            live += gradients[s] if fresh and op.kind is Kind.BW else 0
-            left[s] -= weighs
-            if weighs and (m - left[s]) % each == 0:
+            live += ends[s][op.kind] + (gradients[s] if makes else 0)
+            weights_done[s] += weighs
+            if weighs and in_group + 1 == group_size:
                 most = max(most, live - spared)
                 live -= gradients[s] * folded
-            if replicas > 1 and not left[s]:
+            if replicas > 1 and weights_done[s] == m:
                 reduction = max(reduction, reduction_bytes(stages[s]))
         most = max(most, live + reduction)
     return most
+
+
+def _change_at_end(layers: Sequence[LayerCost]) -> dict[Kind, int]:
+    """Change of a stage's live bytes at the end of an op of each kind.
+
+    The activations that F keeps count from its start.
+    """
+    kept, stash = sum(x.activation_bytes for x in layers), sum(x.stash_bytes for x in layers)
+    return {Kind.F: 0, Kind.B: stash - kept, Kind.W: -stash, Kind.BW: -kept}
 
 
 def _folded(group: int, accumulation_groups: int) -> int:
@@ -303,9 +315,8 @@ def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> 
     for layer in reversed(layers):
         above -= layer.gradient_bytes * fresh
         needed = layer.workspace_bytes
-        if (
-            kind is Kind.F and layer.activation_bytes
-        ):  # a layer that keeps nothing makes no graph: shapes do not tell the bytes of that case
+        # A layer that keeps nothing makes no graph. Shapes do not tell the bytes of that case.
+        if kind is Kind.F and layer.activation_bytes:
             needed = layer.forward_workspace_bytes
         elif kind is Kind.W:
             needed = layer.weight_workspace_bytes

@@ -146,25 +146,7 @@ def validate(schedule: Schedule) -> None:
         ScheduleError: An op is missing, doubled or out of place, or ranks wait for each other in a
             circle.
     """
-    if schedule.microbatches < 1:
-        raise ScheduleError(
-            f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed"
-        )
-    if any(not 0 <= rank < schedule.ranks for rank in schedule.placement):
-        raise ScheduleError(
-            f"{schedule.name}: placement {schedule.placement} names a rank outside "
-            f"0..{schedule.ranks - 1}"
-        )
-    if len(set(schedule.placement)) < schedule.ranks:
-        raise ScheduleError(
-            f"{schedule.name}: placement {schedule.placement} leaves one of {schedule.ranks} "
-            "ranks without a stage"
-        )
-    if not 0 <= schedule.first_trainable < schedule.stages:
-        raise ScheduleError(
-            f"{schedule.name}: first trainable stage {schedule.first_trainable} of "
-            f"{schedule.stages} stages"
-        )
+    _check_placement(schedule)
     # Number of F, B and W seen on each stage. Each kind must come in microbatch order and reach m.
     seen = [{Kind.F: 0, Kind.B: 0, Kind.W: 0} for _ in range(schedule.stages)]
     for rank, row in enumerate(schedule.ops):
@@ -199,6 +181,29 @@ def validate(schedule: Schedule) -> None:
                 )
     for _ in in_order(schedule):
         pass
+
+
+def _check_placement(schedule: Schedule) -> None:
+    """Check the number of microbatches, the rank of each stage and the frozen prefix."""
+    if schedule.microbatches < 1:
+        raise ScheduleError(
+            f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed"
+        )
+    if any(not 0 <= rank < schedule.ranks for rank in schedule.placement):
+        raise ScheduleError(
+            f"{schedule.name}: placement {schedule.placement} names a rank outside "
+            f"0..{schedule.ranks - 1}"
+        )
+    if len(set(schedule.placement)) < schedule.ranks:
+        raise ScheduleError(
+            f"{schedule.name}: placement {schedule.placement} leaves one of {schedule.ranks} "
+            "ranks without a stage"
+        )
+    if not 0 <= schedule.first_trainable < schedule.stages:
+        raise ScheduleError(
+            f"{schedule.name}: first trainable stage {schedule.first_trainable} of "
+            f"{schedule.stages} stages"
+        )
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Op]]:

@@ -14,11 +14,14 @@ from dynmo.dynamism import Dynamism
 from dynmo.errors import RunError
 from dynmo.models.model import Model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.membership import NextMesh
 from dynmo.pipeline.optimizers import optimizer_settings
+from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.pipeline.saving import restore_state
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import dtype_for
 from dynmo.runtime.optim.loss_scale import make_scaler
+from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.train.setup import memory_limit
 from dynmo.train.shape_costs import recompute_for, shapes_of
 from dynmo.train.summons import Summons
@@ -49,32 +52,37 @@ def pipeline_for(
         world,
         model,
         partition,
-        schedule=pipeline.schedule,
-        microbatches=config.all_microbatches // replicas,
-        chunks=config.chunks,
-        slices=config.slices,
-        memory_limit=limit,
-        seed=config.seed,
-        optimizer=optimizer_settings(train),
-        compiles=train.compile,
-        accumulation_groups=config.accumulation_groups,
-        zero=config.parallel.zero,
-        expert=config.parallel.expert,
-        w_granularity=cast(Literal["whole", "linear"], pipeline.w_granularity),
-        post_validation=pipeline.post_validation,
-        rollback=cast(Literal["exact", "in-place"], pipeline.rollback),
-        clip_scope=cast(Literal["global", "local"], train.clip_scope),
-        dtype=dtype,
-        recompute=recompute_for(config, model, world.device),
-        scaler=make_scaler(dtype, train.loss_scale, train.loss_scale_window),
-        cache_bytes=cache_bytes,
-        # The trainer warns of unknown activations at its start.
-        shapes=cache(partial(shapes_of, config, model, level=logging.INFO))
-        if limit is not None
-        else None,
+        StepOptions(
+            schedule=pipeline.schedule,
+            microbatches=config.all_microbatches // replicas,
+            chunks=config.chunks,
+            slices=config.slices,
+            memory_limit=limit,
+            recompute=recompute_for(config, model, world.device),
+            w_granularity=cast(Literal["whole", "linear"], pipeline.w_granularity),
+            # The trainer warns of unknown activations at its start.
+            shapes=cache(partial(shapes_of, config, model, level=logging.INFO))
+            if limit is not None
+            else None,
+        ),
+        update=UpdateOptions(
+            optimizer=optimizer_settings(train),
+            clip_scope=cast(Literal["global", "local"], train.clip_scope),
+            scaler=make_scaler(dtype, train.loss_scale, train.loss_scale_window),
+            post_validation=pipeline.post_validation,
+            rollback=cast(Literal["exact", "in-place"], pipeline.rollback),
+        ),
+        layers=LayerOptions(
+            dtype=dtype, seed=config.seed, compiles=train.compile, cache_bytes=cache_bytes
+        ),
+        replicas=ReplicaOptions(
+            accumulation_groups=config.accumulation_groups,
+            zero=config.parallel.zero,
+            expert=config.parallel.expert,
+            replicates=config.elastic.reshape
+            or any(data > 1 for _, _, data in config.elastic.reshape_at),
+        ),
         elsewhere=elsewhere,
-        replicates=config.elastic.reshape
-        or any(data > 1 for _, _, data in config.elastic.reshape_at),
     )
 
 
@@ -116,15 +124,18 @@ def join_pipeline(
     restore_state(engine, summons.state, cases)
     engine.schedule_keeper.known = summons.known_costs
     engine.membership.arrive(
-        *(summons.rank, summons.size, summons.generation),
-        pipeline=summons.shape[0],
-        data=summons.shape[1],
-        partition=Partition(summons.layers),
+        summons.rank,
+        summons.size,
+        summons.generation,
+        NextMesh(
+            *summons.shape,
+            Partition(summons.layers),
+            config.train.global_batch // summons.micro_batch,
+        ),
         join_timeout=config.elastic.join_timeout,
         experts={
             layer: ExpertPlacement(holders, config.parallel.expert)
             for layer, holders in summons.experts
         },
-        microbatches=config.train.global_batch // summons.micro_batch,
     )
     return engine

@@ -1,8 +1,7 @@
-"""`python -m dynmo.train.compile_ahead` compiles dynmo's loops ahead.
+"""`python -m dynmo.train.compile_ahead` compiles dynmo's loops as a part of the set-up.
 
-It keeps the machine code. The loops are those of sparse layers, of experts and of planning.
-Compiling is a part of the set-up.
-Otherwise all ranks of a first run would wait for it at once, in a step or a decision.
+numba keeps the machine code of the loops of sparse layers, of experts and of planning. Without it
+all ranks of a first run would wait for the compiler at once, in a step or in a decision.
 """
 
 from __future__ import annotations

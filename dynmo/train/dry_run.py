@@ -59,12 +59,29 @@ class RunPlan:
     recompute: tuple[int, ...] = ()
     activations_unknown: str | None = None
 
+    def check_memory(self) -> None:
+        """Raises NoRoomError if a rank needs more than the limit. The message names the rank."""
+        for rank, need in enumerate(self.memory):
+            if self.limit is None or need <= self.limit:
+                continue
+            if self.activations_unknown is not None:
+                raise NoRoomError(
+                    f"rank {rank} needs {need} bytes for parameters, gradients and optimizer "
+                    f"state alone, over pipeline.memory_limit = {self.limit}; use more ranks, "
+                    "parallel.zero = 1 with replicas, or a higher limit"
+                )
+            raise NoRoomError(
+                f"rank {rank} needs {need} bytes at the peak of {self.schedule}, over "
+                f"pipeline.memory_limit = {self.limit}; use more ranks, smaller microbatches, "
+                "train.recompute = 'auto', or a schedule that keeps fewer in flight"
+            )
+
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "names"}
 
     def table(self) -> Table:
         recompute = (
-            f", {len(self.recompute)} of {len(self.names)} layers computed again in B"
+            f", {len(self.recompute)} of {len(self.names)} layers recomputed in B"
             if self.recompute
             else ""
         )
@@ -188,56 +205,36 @@ def first_plan(
     Raises:
         NoRoomError: A rank's memory is over the limit.
     """
-    partition = first_partition(config, model.layers)
-    limit = memory_limit(config, device)
-    recompute = recompute_for(config, model, device)
+    partition, replicas = first_partition(config, model.layers), config.parallel.data
     name, ranks = config.pipeline.schedule, config.parallel.pipeline
-    full, replicas = (
-        full_schedule(name, ranks, config.microbatches, config.chunks),
-        config.parallel.data,
-    )
+    full = full_schedule(name, ranks, config.microbatches, config.chunks)
+    recompute = recompute_for(config, model, device)
     recomputed = frozenset(
         recompute(partition, full, replicas) if callable(recompute) else recompute
     )
     costs = recompute_as_workspace(costs, recomputed)
+    limit = memory_limit(config, device)
     request = stage_request(config, replicas, limit)
     holder = [request.placement[partition.owner(layer)] for layer in range(model.layers)]
     if any(holder[owner] != holder[user] for (owner, _), (user, _) in model.tied):
         # A weight that is tied over two ranks keeps the barrier at the end of a step.
         request = replace(request, objective=Objective.MAKESPAN)
     stage_plan = plan_stages(request, costs, partition, None, 0)
-    placement, schedule, memory = (
-        stage_plan.request.placement,
-        stage_plan.schedule,
-        stage_plan.memory,
+    plan = RunPlan(
+        names=model.names,
+        partition=partition.counts,
+        placement=stage_plan.request.placement,
+        parameters=tuple(
+            sum(costs[layer].parameters for layer in partition.range_of(stage))
+            for stage in range(partition.ranks)
+        ),
+        memory=stage_plan.memory,
+        limit=limit,
+        schedule=stage_plan.schedule.name,
+        microbatches=config.microbatches,
+        precision=config.train.precision,
+        recompute=tuple(sorted(recomputed)),
+        activations_unknown=activations_unknown,
     )
-    for rank, need in enumerate(memory):
-        if limit is not None and need > limit:
-            if activations_unknown is not None:
-                raise NoRoomError(
-                    f"rank {rank} needs {need} bytes for parameters, gradients and optimizer "
-                    f"state alone, over pipeline.memory_limit = {limit}; use more ranks, "
-                    "parallel.zero = 1 with replicas, or a higher limit"
-                )
-            raise NoRoomError(
-                f"rank {rank} needs {need} bytes at the peak of {schedule.name}, over "
-                f"pipeline.memory_limit = {limit}; use more ranks, smaller microbatches, "
-                "train.recompute = 'auto', or a schedule that keeps fewer in flight"
-            )
-    parameters = tuple(
-        sum(costs[i].parameters for i in partition.range_of(stage))
-        for stage in range(partition.ranks)
-    )
-    return RunPlan(
-        model.names,
-        partition.counts,
-        placement,
-        parameters,
-        memory,
-        limit,
-        schedule.name,
-        config.microbatches,
-        config.train.precision,
-        tuple(sorted(recomputed)),
-        activations_unknown,
-    )
+    plan.check_memory()
+    return plan

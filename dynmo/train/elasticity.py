@@ -24,12 +24,11 @@ from dynmo.config import Config, with_options
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent, now
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.membership import ResizeFailed
+from dynmo.pipeline.membership import NextMesh, ResizeFailed
 from dynmo.pipeline.rank_question import RankLimits
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.runtime.comm.lobby import read_all, tell_all
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.state.migration import Migration
 from dynmo.train.rank_source import (
     RankSource,
     count_text,
@@ -66,6 +65,19 @@ class _Plan:
     @property
     def ranks(self) -> int:
         return self.shape[0] * self.shape[1]
+
+    def change_from(
+        self, ranks: int, shape: tuple[int, int], moved_bytes: int, seconds: float
+    ) -> tuple[int, int, tuple[int, int], tuple[int, int], tuple[int, ...], int, float]:
+        """Returns the fields of `ResizeEvent` behind its id.
+
+        Args:
+            ranks: Number of ranks before.
+            shape: The mesh before.
+            moved_bytes: Bytes that all ranks received.
+            seconds: How long the ranks stood still.
+        """
+        return ranks, self.ranks, shape, self.shape, self.partition.counts, moved_bytes, seconds
 
 
 class Elasticity:
@@ -309,11 +321,7 @@ class Elasticity:
         kept = self._kept([member.node for member in members], plan)
         try:
             migration = pipeline.membership.shrink(
-                kept,
-                pipeline=plan.shape[0],
-                data=plan.shape[1],
-                partition=plan.partition,
-                microbatches=self._microbatches(plan),
+                kept, NextMesh(*plan.shape, plan.partition, self._microbatches(plan))
             )
         except (NoRoomError, ResizeFailed) as error:
             self._postponed = plan.shape
@@ -328,20 +336,16 @@ class Elasticity:
             self._source.release(left, [member for member in members if member.rank in kept])
         seconds = time.perf_counter() - start
         number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
-        slower = None if plan.gain is None else -plan.gain
-        sizes = (
-            before,
-            plan.ranks,
-            shape,
-            plan.shape,
-            plan.partition.counts,
-            migration.moved_bytes,
-            seconds,
-        )
         self._tell(
             result,
             RepackEvent(
-                step, now(), number, *sizes, slower, plan.reason, tuple(map(describe, left))
+                step,
+                now(),
+                number,
+                *plan.change_from(before, shape, migration.moved_bytes, seconds),
+                predicted_slowdown=None if plan.gain is None else -plan.gain,
+                reason=plan.reason,
+                left=tuple(map(describe, left)),
             ),
         )
         self.enroll()
@@ -369,11 +373,8 @@ class Elasticity:
         try:
             migration = pipeline.membership.grow(
                 newcomers,
-                pipeline=plan.shape[0],
-                data=plan.shape[1],
-                partition=plan.partition,
-                join_timeout=self.config.elastic.join_timeout,
-                microbatches=self._microbatches(plan),
+                NextMesh(*plan.shape, plan.partition, self._microbatches(plan)),
+                self.config.elastic.join_timeout,
             )
         except ResizeFailed as error:
             self._postponed = plan.shape
@@ -382,7 +383,22 @@ class Elasticity:
             self.enroll()
             return True
         self._account(before, plan)
-        self._told_growth(step, plan, before, shape, migration, joined, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
+        self._most = max(self._most, plan.ranks)
+        self._tell(
+            result,
+            GrowEvent(
+                step,
+                now(),
+                number,
+                *plan.change_from(before, shape, migration.moved_bytes, seconds),
+                predicted_gain=plan.gain,
+                reason=plan.reason,
+                joined=tuple(map(describe, joined)),
+                gpu_seconds_returned=self.gpu_seconds_returned,
+            ),
+        )
         self.enroll()
         return True
 
@@ -416,35 +432,6 @@ class Elasticity:
             for place in range(newcomers)
         ]
         return self._source.invite([each.to_text() for each in summons])
-
-    def _told_growth(
-        self,
-        step: int,
-        plan: _Plan,
-        before: int,
-        shape: tuple[int, int],
-        migration: Migration,
-        joined: Sequence[Member],
-        seconds: float,
-    ) -> None:
-        number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
-        self._most = max(self._most, plan.ranks)
-        sizes = (
-            before,
-            plan.ranks,
-            shape,
-            plan.shape,
-            plan.partition.counts,
-            migration.moved_bytes,
-            seconds,
-        )
-        who = tuple(map(describe, joined))
-        self._tell(
-            result,
-            GrowEvent(
-                step, now(), number, *sizes, plan.gain, plan.reason, who, self.gpu_seconds_returned
-            ),
-        )
 
     def _microbatches(self, plan: _Plan) -> int:
         return self.config.train.global_batch // plan.micro_batch

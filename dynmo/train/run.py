@@ -14,8 +14,9 @@ from dynmo.files import write_whole
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import meeting_of
 from dynmo.train.joining import MEETING, come_back
+from dynmo.train.run_log import Listener
 from dynmo.train.setup import start
-from dynmo.train.trainer import Listener, RunResult, Trainer
+from dynmo.train.trainer import RunResult, Trainer
 
 
 def run(

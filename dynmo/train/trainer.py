@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynmo.balance.partition import Partition, imbalance
-from dynmo.config import Config, TrainSection, with_options
-from dynmo.cost import profile_file
+from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.dynamism import Dynamism, Signals, make_cases
 from dynmo.dynamism.case import checked, named
@@ -24,8 +23,6 @@ from dynmo.events import (
     ChangeEvent,
     EndEvent,
     EvalEvent,
-    Event,
-    EventLog,
     PostValidationEvent,
     RollbackEvent,
     SkippedEvent,
@@ -33,7 +30,6 @@ from dynmo.events import (
     TokensEvent,
     now,
 )
-from dynmo.files import write_whole
 from dynmo.models.model import Model
 from dynmo.pipeline.engine import Engine, StepResult
 from dynmo.pipeline.profile import profile_of
@@ -46,9 +42,11 @@ from dynmo.schedule.bounds import Objective
 from dynmo.train.assembly import join_pipeline, pipeline_for
 from dynmo.train.dry_run import check_later_ranks, first_plan
 from dynmo.train.elasticity import Elasticity
+from dynmo.train.learning_rate import learning_rate
 from dynmo.train.loader import DataLoader
 from dynmo.train.rank_source import make_source
 from dynmo.train.run_checkpoints import RunCheckpoints, SavedRun
+from dynmo.train.run_log import Listener, RunLog
 from dynmo.train.setup import (
     check_meshes,
     first_partition,
@@ -61,28 +59,8 @@ from dynmo.train.trace import Tracer
 
 _logger = logging.getLogger(__name__)
 
-Listener = Callable[[Event], None]
-
 # Bit of a step's flag: this rank wants to stop.
 STOP = 1
-
-
-def learning_rate(train: TrainSection, step: int) -> float:
-    """Returns the learning rate of a step. A pure function of the step.
-
-    It rises linearly over `warmup` steps. Then it decays to `lr * min_lr_ratio` at the last step.
-
-    Args:
-        train: Section `[train]` of the config.
-        step: Number of the step.
-    """
-    if step < train.warmup:
-        return train.lr * (step + 1) / train.warmup
-    if train.decay == "constant" or train.steps <= train.warmup + 1:
-        return train.lr
-    done = (step - train.warmup) / (train.steps - 1 - train.warmup)
-    left = 1 - done if train.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)
 
 
 @dataclass(frozen=True)
@@ -127,6 +105,37 @@ class _Started:
     seconds: float = 0.0
 
 
+class _Origin(NamedTuple):
+    """Where this process takes up the run.
+
+    Attributes:
+        step: Number of steps that are done.
+        loss: Loss of the last step.
+        moves: Number of times that layers have moved.
+        reference: Seconds that a step took at first. None if no step was measured.
+    """
+
+    step: int = 0
+    loss: float = math.nan
+    moves: int = 0
+    reference: float | None = None
+
+    @classmethod
+    def of(cls, saved: SavedRun | None, summons: Summons | None) -> _Origin:
+        """Returns the origin of a run that starts, resumes or is joined.
+
+        Args:
+            saved: The checkpoint of a run that resumes.
+            summons: Rank 0's message to a process that joins.
+        """
+        if saved is not None:
+            return cls(saved.step, saved.loss, saved.moves, saved.reference)
+        if summons is not None:
+            state = summons.state
+            return cls(summons.step, state["loss"], state["moves"], summons.reference)
+        return cls()
+
+
 class Trainer:
     """Trains as one rank of one run.
 
@@ -150,12 +159,12 @@ class Trainer:
         listen: Listener | None = None,
         summons: Summons | None = None,
     ) -> None:
-        self.config, self._everyone, self._folder, self._listen = config, world, folder, listen
-        self._recorded = config  # with the options that cases have found
+        self.config, self._everyone, self._folder = config, world, folder
         self._checkpoints = RunCheckpoints(
             config, world, None if folder is None else folder / "checkpoints"
         )
         saved = self._checkpoints.find(model) if resume else None
+        origin = _Origin.of(saved, summons)
         # Memory and shapes, for decisions that have to fit a memory.
         limit = memory_limit(config, world.device)
         self._shapes = self._known_shapes(model, limit, is_first=saved is None and summons is None)
@@ -164,46 +173,29 @@ class Trainer:
         self._barrier_stays = False  # although the config asks for none
         # Steps that have run and have no result yet.
         self._started: dict[int, _Started] = {}
-        self.first_step, self._loss, moved, reference = 0, math.nan, 0, None
-        if summons is not None:
-            self.pipeline = join_pipeline(config, world, model, self._cases, summons, self._cached)
-            self.first_step, self._loss, moved = (
-                summons.step,
-                summons.state["loss"],
-                summons.state["moves"],
-            )
-            reference = summons.reference
-        else:
-            self.pipeline = self._first_pipeline(model, saved)
-        for case in self._cases:
-            case.check(self.pipeline.modules)
+        self.first_step, self._loss = origin.step, origin.loss
+        # A newcomer takes part from the cases' own part of its first step on.
+        self._joins_at = None if summons is None else summons.step
+        self.pipeline = self._make_pipeline(model, saved, summons)
         self._loader = DataLoader(config, self.pipeline)
         if saved is not None:
             self._checkpoints.restore(saved, self.pipeline, self._cases)
-            self.first_step, self._loss, moved, reference = (
-                saved.step,
-                saved.loss,
-                saved.moves,
-                saved.reference,
-            )
         self._rebalancer = Rebalancer(
             config,
             self.pipeline,
             self._costs,
-            moved,
+            origin.moves,
             lambda step: [case.forecast(step) for case in self._cases],
             limit,
         )
-        # A newcomer takes part from the cases' own part of its first step on.
-        self._joins_at = None if summons is None else summons.step
         slices = self.pipeline.placement if self.pipeline.sliced else None
         self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps, slices)
         self._elastic = Elasticity(
-            config, self.pipeline, self._rebalancer, make_source(config, world), reference
+            config, self.pipeline, self._rebalancer, make_source(config, world), origin.reference
         )
         # The log is opened last, so that earlier errors leave no log.
         self._log = (
-            EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
+            RunLog(config, folder, listen) if world.rank == 0 else RunLog(config, None, None)
         )
 
     @property
@@ -232,6 +224,20 @@ class Trainer:
             first_plan(self.config, model, costs, self._everyone.device, unknown)
         return costs if unknown is None else None
 
+    def _make_pipeline(
+        self, model: Model, saved: SavedRun | None, summons: Summons | None
+    ) -> Engine:
+        """Makes the pipeline of a run that starts, resumes or is joined."""
+        if summons is None:
+            pipeline = self._first_pipeline(model, saved)
+        else:
+            pipeline = join_pipeline(
+                self.config, self._everyone, model, self._cases, summons, self._cached
+            )
+        for case in self._cases:
+            case.check(pipeline.modules)
+        return pipeline
+
     def _first_pipeline(self, model: Model, saved: SavedRun | None) -> Engine:
         """Makes the pipeline of a run that starts or resumes."""
         config = self.config
@@ -257,8 +263,7 @@ class Trainer:
                 return self._run(stopping)
             finally:
                 self._elastic.close()
-                if self._log is not None:
-                    self._log.close()
+                self._log.close()
 
     def _run(self, stopping: Callable[[], bool]) -> RunResult:
         train, start = self.config.train, time.perf_counter()
@@ -308,7 +313,7 @@ class Trainer:
             self._evaluate(step)
         if self._checkpoints.is_due(step, interrupted):
             reference = self._elastic.reference
-            self._emit(
+            self._log.emit(
                 self._checkpoints.save(
                     step, self.pipeline, self._cases, self._loss, self._rebalancer.moves, reference
                 )
@@ -327,30 +332,28 @@ class Trainer:
             The result of the run.
         """
         self._drain()
-        self._emit(self._rebalancer.close_measurement(step))
+        self._log.emit(self._rebalancer.close_measurement(step))
         digest, buffers = self.pipeline.digest(), self.pipeline.layer_states.buffers_digest()
         if step > self.first_step:
             self._record_costs(step - self.first_step)
         self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
-        overhead, reason = self._rebalancer.overhead, "interrupted" if interrupted else "done"
-        measuring = self.pipeline.profiler.spent + overhead.measure
-        cached = (
-            self.pipeline.measurements.cached() if self.pipeline.measurements.caches else (0, 0)
-        )
-        balancing = (measuring, overhead.decide, overhead.move)
-        returned = self._elastic.gpu_seconds_returned
-        self._emit(
+        overhead, measurements = self._rebalancer.overhead, self.pipeline.measurements
+        spared, cached = measurements.cached() if measurements.caches else (0, 0)
+        self._log.emit(
             EndEvent(
                 step,
                 now(),
                 self._loss,
                 digest,
                 seconds,
-                reason,
-                *balancing,
-                *cached,
-                buffers,
-                returned,
+                reason="interrupted" if interrupted else "done",
+                measure_seconds=self.pipeline.profiler.spent + overhead.measure,
+                decide_seconds=overhead.decide,
+                move_seconds=overhead.move,
+                spared_forwards=spared,
+                cached_bytes=cached,
+                buffers_digest=buffers,
+                gpu_seconds_returned=self._elastic.gpu_seconds_returned,
             )
         )
         return RunResult(
@@ -389,7 +392,7 @@ class Trainer:
             self._reshape(step, *wanted)
         if self._rebalancer.is_due(step):
             for event in self._rebalancer.consider(step):
-                self._emit(event)
+                self._log.emit(event)
                 self._tracer.keep_around()
         for case in self._cases:
             with named(case, "act", step):
@@ -398,18 +401,18 @@ class Trainer:
                 )
             if change is not None:
                 self.pipeline.on_workload_change(change.layers)
-                self._emit(self._rebalancer.on_workload_change(step))
+                self._log.emit(self._rebalancer.on_workload_change(step))
                 self._tracer.keep_around()
-                self._emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
+                self._log.emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
                 if change.options and case.name in self.config.dynamism.cases:
-                    self._record_options(case.name, change.options)
+                    self._log.record_options(case.name, change.options)
 
     def _collect(self, step: int) -> None:
         for case in self._cases:
             with named(case, "collect", step):
                 shares = case.collect(step, self.pipeline.case_context)
             if shares is not None:
-                self._emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
+                self._log.emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
 
     def _resize(self, step: int) -> None:
         """Goes on with fewer ranks, or with newcomers, if that is decided."""
@@ -426,29 +429,22 @@ class Trainer:
         size = self.world.everyone.size
         met = self._elastic.change(step, state)
         if met and not self._elastic.left:
-            self._use(self._elastic.config)
+            if self._elastic.config is not self.config:
+                self.config = self._elastic.config
+                self._log.record_micro_batch(self.config.train.micro_batch)
             self._loader = DataLoader(self.config, self.pipeline)
             if self.world.everyone.size > size:
                 self._tracer.renew()
             self._tracer.keep_around()
             self._tell_barrier(step)
         for event in self._elastic.take_events(step):
-            self._emit(event)
-
-    def _use(self, config: Config) -> None:
-        """Goes on under a config with other microbatches."""
-        if config is not self.config:
-            self.config = config
-            self._recorded = with_options(
-                self._recorded, ("train",), {"micro_batch": config.train.micro_batch}
-            )
-            self._write_config("the size of microbatches")
+            self._log.emit(event)
 
     def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
         """Makes the same ranks `data` replicas of a pipeline of `pipeline` ranks."""
         before = self.pipeline.shape
         for event in self._rebalancer.reshape(step, pipeline, data, partition):
-            self._emit(event)
+            self._log.emit(event)
         if self.pipeline.shape != before:
             self._loader = DataLoader(self.config, self.pipeline)
             self._tracer.keep_around()
@@ -469,7 +465,7 @@ class Trainer:
                 "the tied weight of embedding and head is on "
                 f"{'two ranks' if stays else 'one rank'}"
             )
-            self._emit(PostValidationEvent(step, now(), not stays, reason))
+            self._log.emit(PostValidationEvent(step, now(), not stays, reason))
 
     def _step(self, step: int, stop: bool) -> bool:
         """Runs a step, and reports the steps that are final now.
@@ -513,29 +509,31 @@ class Trainer:
             with named(case, "observe", step):
                 case.observe(Signals(step, result.loss, result.squared_norms, started.rate))
         self._tracer.observe(step, result.step_output.intervals)
-        self._emit(self._rebalancer.observe(step, seconds, result.busy))
+        self._log.emit(self._rebalancer.observe(step, seconds, result.busy))
         tokens = self.config.train.global_batch * self.config.model.sequence
-        self._emit(
+        self._log.emit(
             StepEvent(
                 step,
                 now(),
                 result.loss,
-                tokens / seconds,
-                result.idle_ratio,
-                imbalance(result.busy),
-                seconds,
-                result.norm if math.isfinite(result.norm) else None,
-                started.rate,
-                started.layers,
-                started.frozen,
+                tokens_per_s=tokens / seconds,
+                idle_ratio=result.idle_ratio,
+                imbalance=imbalance(result.busy),
+                seconds=seconds,
+                gradient_norm=result.norm if math.isfinite(result.norm) else None,
+                learning_rate=started.rate,
+                layers=started.layers,
+                frozen=started.frozen,
             )
         )
         if result.rollback is not None:
-            self._emit(RollbackEvent(step, now(), result.rollback.what, result.rollback.seconds))
+            self._log.emit(
+                RollbackEvent(step, now(), result.rollback.what, result.rollback.seconds)
+            )
         if result.switch is not None:
-            self._emit(PostValidationEvent(step, now(), result.switch.on, result.switch.reason))
+            self._log.emit(PostValidationEvent(step, now(), result.switch.on, result.switch.reason))
         if result.skipped:
-            self._emit(SkippedEvent(step, now(), result.loss_scale, self.pipeline.scaler.scale))
+            self._log.emit(SkippedEvent(step, now(), result.loss_scale, self.pipeline.scaler.scale))
 
     def _evaluate(self, step: int) -> None:
         train, pipeline = self.config.train, self.pipeline
@@ -553,7 +551,7 @@ class Trainer:
             if dense is not None:
                 with dense:
                     results += evaluate(None)  # the cache belongs to the other evaluation
-        self._emit(EvalEvent(step - 1, now(), *results))
+        self._log.emit(EvalEvent(step - 1, now(), *results))
 
     def _costs(self) -> tuple[LayerCost, ...]:
         return with_workspace(self.pipeline.costs(), self._shapes, self.pipeline.recomputed)
@@ -561,39 +559,9 @@ class Trainer:
     def _record_costs(self, steps: int) -> None:
         """Writes the layers' costs at the end, for `dynmo plan runs/<name>`."""
         costs = self._costs()
-        if self._log is not None and self._folder is not None:
+        if self._log.writes:
             if self._shapes is None:
                 costs = with_workspace(
                     costs, shapes_of(self.config, self.pipeline.model), self.pipeline.recomputed
                 )
-            profile = profile_of(self.config, self.pipeline, costs, steps)
-            try:
-                profile_file.write(self._folder / profile_file.IN_RUN, profile)
-            except InputError as error:  # missing costs must not end the run
-                _logger.warning(str(error))
-
-    def _record_options(self, case: str, options: Mapping[str, Any]) -> None:
-        """Adds options that a case has found by itself to the run's own config."""
-        self._recorded = with_options(self._recorded, ("dynamism", case), options)
-        self._write_config(", ".join(options))
-
-    def _write_config(self, what: str) -> None:
-        """Records the config as it is now. `what` names the change in messages."""
-        if self._log is not None and self._folder is not None:
-            path = self._folder / "config.toml"
-            try:
-                write_whole(path, self._recorded.to_toml())
-            except OSError as error:  # the checkpoints have it, too
-                _logger.warning(
-                    f"{path} cannot be written: {error.strerror}; it does not say {what} as it is"
-                )
-
-    # -- telling -----------------------------------------------------------------------------------
-
-    def _emit(self, event: Event | None) -> None:
-        if event is None or self._everyone.rank != 0:
-            return
-        if self._log is not None:
-            self._log.write(event)
-        if self._listen is not None:
-            self._listen(event)
+            self._log.record_costs(profile_of(self.config, self.pipeline, costs, steps))

@@ -26,7 +26,7 @@ def limited(sizes: list[int], current: tuple[int, ...], limit: tuple[int, ...]) 
     )
 
 
-def test_what_each_returns():
+def test_each_balancer():
     placements = {
         name: balance(REQUEST).counts for name, balance in BALANCERS.items() if name != "random"
     }
@@ -48,7 +48,7 @@ def test_what_each_returns():
     assert placements == by_count | by_time
 
 
-def test_parameters_do_not_see_freezing():
+def test_balancing_by_parameters_ignores_freezing():
     blind = replace(REQUEST, cost="parameters")
     assert balancer("exact")(blind).counts == balancer("diffusion")(blind).counts == (3, 3)
 
@@ -107,7 +107,7 @@ def test_random_is_the_same_on_every_machine():
     ).counts == (14, 3, 5, 10, 18)
 
 
-def test_random_without_another_placement():
+def test_random_keeps_the_only_placement():
     layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(3))
     for counts in ((3,), (1, 1, 1)):
         assert balancer("random")(BalanceRequest(layers, Partition(counts))).counts == counts
@@ -125,21 +125,19 @@ def test_random_draws_only_what_fits():
     }
 
 
-def test_memory_limits():
+def test_balancers_keep_memory_limits():
     request = limited([4, 4, 1, 1], (1, 3), (5, 99))
     assert balancer("exact")(request).counts == (1, 3)
     assert balancer("diffusion")(request).counts == (1, 3)
     assert balancer("none")(replace(request, current=Partition((3, 1)))).counts == (3, 1)
-    with pytest.raises(
-        PartitionError, match=r"stage 0 of the placement \(2, 2\) needs 8 bytes, its limit is 5"
-    ):
+    with pytest.raises(PartitionError, match=r"stage 0 .* needs 8 bytes, its limit is 5"):
         balancer("uniform")(request)
     with pytest.raises(PartitionError, match="stage 0"):
         balancer("exact")(limited([9, 9], (1, 1), (1, 9)))
     assert balancer("uniform")(replace(request, resident=None, memory_limit=None)).counts == (2, 2)
 
 
-def test_requests_that_do_not_hold_together():
+def test_inconsistent_requests_are_refused():
     with pytest.raises(PartitionError, match="5 layers for 6 layer costs"):
         BalanceRequest(FROZEN, Partition((4, 1)))
     with pytest.raises(PartitionError, match="resident"):
@@ -150,7 +148,7 @@ def test_requests_that_do_not_hold_together():
         BalanceRequest(FROZEN, Partition((4, 2)), resident=((),), memory_limit=(1, 1))
 
 
-def test_speeds():
+def test_faster_rank_gets_more_layers():
     even = BalanceRequest(
         tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(6)), Partition((3, 3)), speeds=(1.0, 2.0)
     )
@@ -158,7 +156,7 @@ def test_speeds():
     assert balancer("schedule-aware")(replace(even, make=by_name("1f1b", 8))).counts == (2, 4)
 
 
-def test_several_stages_per_rank():
+def test_exact_balances_several_stages_per_rank():
     heavy = BalanceRequest(
         tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1, 1, 1, 1, 1)),
         Partition((3, 2, 2, 2)),
@@ -198,22 +196,19 @@ def test_exact_breaks_ties_by_the_simulated_time():
 
 
 def test_schedule_aware_needs_a_schedule():
-    with pytest.raises(PartitionError, match="'schedule-aware' needs the schedule that will run"):
+    with pytest.raises(PartitionError, match="'schedule-aware'"):
         balancer("schedule-aware")(replace(REQUEST, make=None))
 
 
-def test_baselines_that_cannot_run_say_so():
+def test_impossible_baseline_placements_are_refused():
     heavy = BalanceRequest(
         tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1)), Partition((3, 1, 1))
     )
-    with pytest.raises(
-        PartitionError,
-        match=r"DeepSpeed's placement by time leaves stage 0 without a layer .* use 'exact'",
-    ):
+    with pytest.raises(PartitionError, match="DeepSpeed's placement by time leaves stage 0"):
         balancer("deepspeed-time")(heavy)
-    with pytest.raises(PartitionError, match="multiple of 3 blocks for 3 stages, not 5 blocks"):
+    with pytest.raises(PartitionError, match="not 5 blocks"):
         balancer("megatron-uniform")(heavy)
-    with pytest.raises(PartitionError, match="out of the network's order"):
+    with pytest.raises(PartitionError, match="rank 0"):
         balancer("algorithm-3")(
             BalanceRequest(
                 tuple(LayerCost(f, 0.0, 0.0) for f in (4, 3, 2, 2, 1, 1, 2)), Partition((3, 2, 2))
@@ -223,7 +218,7 @@ def test_baselines_that_cannot_run_say_so():
         balancer("deepspeed-uniform")(limited([4, 4, 4, 4], (3, 1), (99, 5)))
 
 
-def test_by_type():
+def test_deepspeed_type_balances_by_layer_name():
     names = (
         "embedding",
         *(f"blocks.{i}.{half}" for i in range(4) for half in ("attention", "feed_forward")),
@@ -237,12 +232,6 @@ def test_by_type():
         replace(request, names=names[1:])
 
 
-def test_names():
-    with pytest.raises(
-        PartitionError,
-        match=(
-            "unknown balancer 'exat'; choose one of none, uniform, exact, schedule-aware, "
-            "diffusion, random"
-        ),
-    ):
+def test_unknown_balancer_name_is_refused():
+    with pytest.raises(PartitionError, match=r"'exat'; choose one of .*exact"):
         balancer("exat")

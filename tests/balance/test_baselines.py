@@ -31,7 +31,7 @@ def test_deepspeed_counts():
     assert deepspeed_uniform(47, 20, rest_last=True)[-3:] == [36, 38, 47]
 
 
-def test_deepspeed_finds_the_optimum_where_its_tolerance_is_small():
+def test_deepspeed_is_optimal_if_its_tolerance_is_small():
     for weights, parts in (
         ([3, 1, 4, 1, 5, 9, 2, 6], 3),
         ([10.0] * 12, 4),
@@ -76,16 +76,16 @@ def test_deepspeed_refuses_what_fits_exactly():
     assert deepspeed_probe([1, 2, 3, 4], 2, 2.001) == ([0, 2, 4], True)
 
 
-def test_deepspeed_with_fewer_layers_than_stages_would_never_end():
+def test_deepspeed_with_fewer_layers_than_stages_is_refused():
     with pytest.raises(PartitionError, match="never ends for 3 layers on 5 stages"):
         deepspeed_probe([1.0, 2.0, 3.0], 5, 1.0)
 
 
-def test_deepspeed_ends_where_its_tolerance_is_less_than_a_rounding_error():
+def test_deepspeed_ends_with_a_tolerance_below_rounding():
     assert deepspeed_balanced([1e20, 3e20, 2e20, 1e20], 2) == [0, 2, 4]
 
 
-def test_deepspeed_by_type():
+def test_deepspeed_places_layers_by_type():
     assert deepspeed_type(NAMES, "attention", 4) == [0, 5, 9, 13, 18]
     with pytest.raises(PartitionError, match="type:conv is found in no layer's name"):
         deepspeed_type(NAMES, "conv", 4)
@@ -93,15 +93,13 @@ def test_deepspeed_by_type():
         deepspeed_type(NAMES, "(", 4)
 
 
-def test_megatron():
+def test_megatron_places_blocks_evenly():
     assert megatron_uniform(NAMES, 4).counts == (5, 4, 4, 5)
     assert megatron_uniform(NAMES, 5, embedding=True, loss=True).counts == (3, 4, 4, 4, 3)
     assert megatron_uniform(NAMES, 3, embedding=True).counts == (5, 6, 7)
     # Counted as a block, the embedding can be all that its stage has.
     assert megatron_uniform(NAMES, 10, embedding=True, loss=True).counts == (1, *(2,) * 8, 1)
-    with pytest.raises(
-        PartitionError, match="needs a multiple of 3 blocks for 3 stages, not 8 blocks; use 'exact'"
-    ):
+    with pytest.raises(PartitionError, match="3 stages, not 8 blocks"):
         megatron_uniform(NAMES, 3)
     with pytest.raises(PartitionError, match="8 blocks and the embedding"):
         megatron_uniform(NAMES, 4, embedding=True)
@@ -109,7 +107,7 @@ def test_megatron():
         megatron_uniform(NAMES[1:], 10, embedding=True, loss=True)
 
 
-def test_algorithm_3_can_run_only_by_luck():
+def test_algorithm_3_rarely_keeps_the_layer_order():
     # The lightest layer of rank 0 happens to be its last, and rank 1 the least loaded.
     lucky = published_diffusion([3.0, 3.0, 1.0, 2.0], Partition((3, 1)))
     assert lucky.ranks == ((0, 1), (3, 2))

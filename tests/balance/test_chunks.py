@@ -42,6 +42,7 @@ def fits(memory: MemoryLimits | None, bounds: tuple[int, ...], placement: tuple[
     )
 
 
+@pytest.mark.parametrize("cases", [10, pytest.param(25, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize(
     ("placement", "layers"),
@@ -53,10 +54,12 @@ def fits(memory: MemoryLimits | None, bounds: tuple[int, ...], placement: tuple[
         (looped(2, 3), 10),
     ],
 )
-def test_equal_to_brute_force(placement: tuple[int, ...], layers: int, limited: bool):
+def test_search_equals_brute_force(
+    placement: tuple[int, ...], layers: int, limited: bool, cases: int
+):
     draw = random.Random(f"{placement} {limited}")
     feasible = 0
-    for case in range(25):
+    for case in range(cases):
         weights = [float(draw.randint(0, 9)) for _ in range(layers)]
         speeds = [
             draw.choice([0.5, 1.0, 2.0]) if case % 2 else 1.0 for _ in range(max(placement) + 1)
@@ -81,9 +84,7 @@ def test_equal_to_brute_force(placement: tuple[int, ...], layers: int, limited: 
             default=None,
         )
         if best is None:
-            with pytest.raises(
-                PartitionError, match=r"no placement fits .* bytes over; use more ranks"
-            ):
+            with pytest.raises(PartitionError, match=r"no placement fits .* bytes over"):
                 chunked(weights, placement, memory=memory, speeds=speeds)
             continue
         feasible += 1
@@ -94,7 +95,7 @@ def test_equal_to_brute_force(placement: tuple[int, ...], layers: int, limited: 
             best, rel=1e-12
         )
         assert fits(memory, result.partition.bounds, placement)
-    assert feasible > (5 if limited else 24)
+    assert feasible > (cases // 5 if limited else cases - 1)
 
 
 def test_one_stage_per_rank_is_exact():
@@ -107,7 +108,7 @@ def test_one_stage_per_rank_is_exact():
     )
 
 
-def test_a_rank_evens_out_over_its_stages():
+def test_several_stages_even_out_a_heavy_layer():
     # One stage per rank cannot: 8 | 1 1 1 1 | 1 1 1 1. The V can: rank 0 has the heavy layer and
     # nothing more than it must.
     weights = [5.0, *[1.0] * 8]
@@ -117,7 +118,7 @@ def test_a_rank_evens_out_over_its_stages():
 
 
 @pytest.mark.parametrize("placement", [looped(4, 2), looped(3, 3), (0, 1, 2, 3, 1, 0, 2, 3)])
-def test_without_proof_it_is_near(placement: tuple[int, ...]):
+def test_descent_alone_is_close_to_the_optimum(placement: tuple[int, ...]):
     """The descent alone is within 3 % of the optimum on average, 12 % at worst.
 
     Branch and bound has no node here.
@@ -136,7 +137,7 @@ def test_without_proof_it_is_near(placement: tuple[int, ...]):
     assert max(over) < 0.12
 
 
-def test_many_layers():
+def test_many_layers_are_within_3_percent_of_the_ideal():
     draw = random.Random(0)
     weights = [draw.uniform(0.5, 1.5) for _ in range(98)]
     ideal = sum(weights) / 12
@@ -148,7 +149,7 @@ def test_many_layers():
         assert result.seconds <= largest(weights, chain.bounds, placement, [1.0] * 12)
 
 
-def test_it_stays_where_nothing_is_gained():
+def test_placement_stays_without_a_gain():
     weights = [1.0] * 8
     assert chunked(weights, v_shaped(2), current=Partition((1, 3, 1, 3))).partition.counts == (
         1,
@@ -159,12 +160,12 @@ def test_it_stays_where_nothing_is_gained():
     assert max(stage_loads(weights, chunked(weights, v_shaped(2)).partition)) <= 3.0
 
 
-def test_what_is_no_placement():
+def test_bad_placements_are_refused():
     with pytest.raises(PartitionError, match="must name the ranks 0 to 2"):
         chunked([1.0] * 8, (0, 2))
     with pytest.raises(PartitionError, match="must name"):
         chunked([1.0] * 8, ())
-    with pytest.raises(PartitionError, match="4 ranks need at least 4 layers; the model has 3"):
+    with pytest.raises(PartitionError, match=r"4 ranks .* 3"):
         chunked([1.0] * 3, (0, 1, 1, 0))
     with pytest.raises(PartitionError, match="same model"):
         chunked([1.0] * 8, (0, 1, 1, 0), current=Partition((7,)))

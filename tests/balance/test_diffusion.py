@@ -14,7 +14,7 @@ from dynmo.balance.diffusion import diffuse, published_diffusion
 from dynmo.balance.partition import Partition, exact, stage_loads, uniform
 from dynmo.errors import PartitionError
 
-many = settings(max_examples=200, deadline=None, derandomize=True)
+many = settings(max_examples=50, derandomize=True)
 
 
 @st.composite
@@ -31,7 +31,7 @@ def descending(weights: list[float], partition: Partition) -> list[float]:
 
 @many
 @given(cases())
-def test_it_descends_and_ends_where_it_can_go_no_further(case: tuple[list[float], Partition]):
+def test_diffusion_descends_until_no_path_helps(case: tuple[list[float], Partition]):
     weights, current = case
     result = diffuse(weights, current)
     assert result == diffuse(weights, current)
@@ -60,14 +60,14 @@ def test_only_boundary_layers_cross_to_a_neighbour(case: tuple[list[float], Part
 
 @many
 @given(cases(), st.integers(1, 5))
-def test_no_stage_gains_what_does_not_fit(case: tuple[list[float], Partition], limit: int):
+def test_no_stage_exceeds_its_memory_limit(case: tuple[list[float], Partition], limit: int):
     weights, current = case
     result = diffuse(weights, current, fits=lambda stage, start, stop: stop - start <= limit)
     for old, new in zip(current.counts, result.partition.counts, strict=True):
         assert new <= max(limit, old)
 
 
-def test_a_load_goes_down_a_slope_where_no_neighbours_can_trade():
+def test_path_to_a_distant_stage_evens_a_slope():
     # 4 3 2 layers: one layer to the next stage only exchanges the two loads; the path to the last
     # stage evens all three.
     assert diffuse([1.0] * 9, Partition((4, 3, 2))).partition.counts == (3, 3, 3)
@@ -75,7 +75,7 @@ def test_a_load_goes_down_a_slope_where_no_neighbours_can_trade():
     assert sorted(slope.counts) == [5] * 5 + [6] * 5
 
 
-def test_by_hand():
+def test_moves_match_a_hand_computed_example():
     # The loads are 9 3 3. Both flows run downstream, and a layer over each boundary lessens them.
     # The loads become 7 4 4. Then no path lowers the largest.
     result = diffuse([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], Partition((3, 2, 2)))
@@ -83,16 +83,16 @@ def test_by_hand():
     assert max(stage_loads([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], result.partition)) <= 7.0
 
 
-def test_one_round_moves_a_layer_over_every_boundary_whose_flow_it_lessens():
+def test_one_round_moves_a_layer_over_every_uneven_boundary():
     result = diffuse([1.0] * 10, Partition((4, 1, 1, 4)))
     assert result.partition.counts == (3, 2, 2, 3)
     assert result.moves == ((3, 0, 1), (6, 3, 2))
     assert result.rounds == 1
 
 
-def test_the_distance_to_the_optimum_is_at_most_one_layer():
+def test_result_is_within_one_layer_of_the_optimum():
     draw = random.Random(7)
-    near, total = 0, 400
+    near, total = 0, 100
     for _ in range(total):
         layers = draw.randint(2, 40)
         ranks = draw.randint(1, min(layers, 12))
@@ -111,7 +111,7 @@ def test_the_distance_to_the_optimum_is_at_most_one_layer():
     assert near >= 0.99 * total
 
 
-def test_a_placement_of_another_model():
+def test_placement_of_another_model_is_refused():
     for run in (diffuse, published_diffusion):
         with pytest.raises(PartitionError, match="3 weights for a placement of 2 layers"):
             run([1.0] * 3, Partition((1, 1)))
@@ -148,7 +148,7 @@ def test_algorithm_3_breaks_the_order_of_the_layers():
     assert max(stage_loads(weights, diffuse(weights, Partition((3, 2, 2))).partition)) > 5.0
 
 
-def test_algorithm_3_within_memory_and_iterations():
+def test_algorithm_3_keeps_memory_limits_and_iterations():
     weights, current = [1.0] * 6, Partition((5, 1))
     assert len(published_diffusion(weights, current).ranks[1]) == 3
     assert len(published_diffusion(weights, current, iterations=1).ranks[1]) == 2
@@ -160,7 +160,7 @@ def test_algorithm_3_within_memory_and_iterations():
         published_diffusion(weights, current, limits=[99, 8])
 
 
-def test_algorithm_3_compares_with_the_variance_as_it_is_now():
+def test_algorithm_3_compares_with_the_current_variance():
     # The loads are 20, 18 and 1. Two of them are over the mean. The first transfer makes them 10 18
     # 11. The second would make them 19 9 11, which is better than the start of the iteration and
     # worse than now.

@@ -22,7 +22,7 @@ from dynmo.balance.expert_placement import (
 from dynmo.balance.expert_search import load_bound, place_experts
 from dynmo.errors import PartitionError
 
-many = settings(max_examples=150, deadline=None, derandomize=True)
+many = settings(max_examples=40, derandomize=True)
 
 Case = tuple[list[list[int]], int, int]
 
@@ -71,7 +71,7 @@ def largest(placement: ExpertPlacement, counts: list[list[int]]) -> float:
 # -- one placement ---------------------------------------------------------------------------------
 
 
-def test_by_hand():
+def test_targets_and_loads_match_a_hand_computed_example():
     placement = ExpertPlacement(((0, 2), (1,), (0, 1, 3)), ranks=4)
     assert [placement.held_by(rank) for rank in range(4)] == [(0, 2), (1, 2), (0,), (2,)]
     assert [placement.target(1, source) for source in range(4)] == [1, 1, 1, 1]
@@ -98,13 +98,13 @@ def test_tokens_stay_or_go_to_holders_in_turn(drawn: tuple[Case, ExpertPlacement
         assert all(expert in placement.held_by(rank) for rank in holders)
 
 
-def test_without_copies():
+def test_baseline_placements_without_copies():
     assert even_placement(6, 3).holders == ((0,), (0,), (1,), (1,), (2,), (2,))
     assert round_robin_placement(6, 3).holders == ((0,), (1,), (2,), (0,), (1,), (2,))
     assert even_placement(6, 3).held_by(1) == (2, 3)
 
 
-def test_moves_are_what_ranks_receive():
+def test_moves_list_the_experts_that_ranks_receive():
     old, new = even_placement(4, 2), ExpertPlacement(((0, 1), (0,), (0,), (1,)), 2)
     assert expert_moves(old, new) == ((0, 1), (2, 0))
     assert expert_moves(old, old) == ()
@@ -148,7 +148,7 @@ def test_bad_input_gets_one_line(make, message: str):
 
 @many
 @given(cases())
-def test_each_expert_is_held_and_the_room_suffices(case: Case):
+def test_each_expert_has_a_holder_within_capacity(case: Case):
     counts, ranks, _ = case
     placement = place_experts(*case)
     check(placement, case)
@@ -160,7 +160,7 @@ def test_each_expert_is_held_and_the_room_suffices(case: Case):
 
 @many
 @given(cases_with_current(), st.sampled_from([0.0, 0.05, 0.3]))
-def test_it_is_never_worse_than_the_current_placement(
+def test_search_is_never_worse_than_the_current_placement(
     drawn: tuple[Case, ExpertPlacement], least_gain: float
 ):
     case, current = drawn
@@ -179,7 +179,7 @@ def test_it_is_never_worse_than_the_current_placement(
 
 @many
 @given(cases())
-def test_more_room_for_copies_serves(case: Case):
+def test_larger_capacity_never_increases_the_load(case: Case):
     """A search that goes on from the narrower placement cannot lose.
 
     A fresh search is only a heuristic.
@@ -193,7 +193,7 @@ def test_more_room_for_copies_serves(case: Case):
 
 @many
 @given(cases(), st.randoms(use_true_random=False))
-def test_without_copies_the_order_of_the_sources_does_not_matter(case: Case, draw: random.Random):
+def test_source_order_does_not_matter_without_copies(case: Case, draw: random.Random):
     counts, ranks, _ = case
     per_rank = -(-len(counts[0]) // ranks)
     counts = [row * (ranks * per_rank // len(row)) for row in counts]
@@ -202,7 +202,7 @@ def test_without_copies_the_order_of_the_sources_does_not_matter(case: Case, dra
     assert place_experts(shuffled, ranks, per_rank) == place_experts(counts, ranks, per_rank)
 
 
-def test_all_load_at_one_expert():
+def test_copies_share_the_tokens_of_a_hot_expert():
     """Copies of the hot expert share its tokens.
 
     They are on as many ranks as there are places.
@@ -214,7 +214,7 @@ def test_all_load_at_one_expert():
         assert largest(placement, counts) == 36 / copies == load_bound(counts, 4, per_rank)
 
 
-def test_no_load_moves_nothing():
+def test_zero_load_moves_no_expert():
     counts = [[0] * 8] * 4
     current = place_experts([[1, 2, 3, 4, 5, 6, 7, 8]] * 4, 4, 3)
     assert place_experts(counts, 4, 3, current) is current
@@ -253,14 +253,15 @@ def optimum(case: Case) -> float:
     return least
 
 
-def test_the_search_is_near_the_optimum():
+@pytest.mark.parametrize("cases", [30, pytest.param(120, marks=pytest.mark.matrix)])
+def test_the_search_is_near_the_optimum(cases: int):
     """Most small cases with popular experts are solved exactly.
 
     The mean distance is under 1 %.
     """
     draw = random.Random(5)
     gaps: list[float] = []
-    for _ in range(120):
+    for _ in range(cases):
         experts, ranks = draw.choice([(4, 2), (5, 2), (6, 2), (3, 3), (4, 3)])
         per_rank = -(-experts // ranks) + draw.randint(0, 1)
         popularity = [draw.paretovariate(1.0) for _ in range(experts)]
@@ -279,7 +280,7 @@ def test_the_search_is_near_the_optimum():
 
 @many
 @given(cases_with_current())
-def test_loads_are_those_of_the_targets(drawn: tuple[Case, ExpertPlacement]):
+def test_loads_match_the_targets(drawn: tuple[Case, ExpertPlacement]):
     (counts, ranks, _), placement = drawn
     loads = [0] * ranks
     for source, row in enumerate(counts):

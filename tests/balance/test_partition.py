@@ -29,7 +29,7 @@ from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError
 from dynmo.schedule.memory import MemoryLimits
 
-many = settings(max_examples=300, deadline=None, derandomize=True)
+many = settings(max_examples=60, derandomize=True)
 
 
 def every_placement(layers: int, ranks: int) -> list[tuple[int, ...]]:
@@ -113,7 +113,9 @@ def placements(draw: st.DrawFn, layers: int, ranks: int | None = None) -> Partit
 
 @many
 @given(cases(), st.data())
-def test_exact_is_the_best_of_every_placement(case: tuple[list[float], int], data: st.DataObject):
+def test_exact_equals_the_best_of_all_placements(
+    case: tuple[list[float], int], data: st.DataObject
+):
     weights, ranks = case
     layers = len(weights)
     current = data.draw(st.none() | placements(layers))
@@ -124,7 +126,7 @@ def test_exact_is_the_best_of_every_placement(case: tuple[list[float], int], dat
 
 @many
 @given(cases(), st.data())
-def test_exact_with_speeds_and_links(case: tuple[list[float], int], data: st.DataObject):
+def test_exact_is_optimal_with_speeds_and_links(case: tuple[list[float], int], data: st.DataObject):
     weights, ranks = case
     layers = len(weights)
     speeds = data.draw(
@@ -151,7 +153,7 @@ def test_exact_with_speeds_and_links(case: tuple[list[float], int], data: st.Dat
 
 @many
 @given(cases(), st.data())
-def test_exact_under_memory_limits(case: tuple[list[float], int], data: st.DataObject):
+def test_exact_is_optimal_under_memory_limits(case: tuple[list[float], int], data: st.DataObject):
     weights, ranks = case
     size = st.integers(0, 4)
     layers = tuple(
@@ -195,10 +197,11 @@ def test_exact_under_memory_limits(case: tuple[list[float], int], data: st.DataO
         assert memory.limits[int(named[1])] == limit
 
 
-def test_a_thousand_small_cases_under_memory_limits():
+@pytest.mark.parametrize("cases", [100, pytest.param(1000, marks=pytest.mark.matrix)])
+def test_exact_solves_small_cases_under_memory_limits(cases: int):
     draw = random.Random(3)
     feasible = 0
-    for _ in range(1000):
+    for _ in range(cases):
         layers = draw.randint(1, 10)
         ranks = draw.randint(1, min(layers, 5))
         weights = [float(draw.randint(0, 9)) for _ in range(layers)]
@@ -226,11 +229,11 @@ def test_a_thousand_small_cases_under_memory_limits():
         assert all(
             memory.fits(stage, a, b) for stage, (a, b) in enumerate(pairwise(partition.bounds))
         )
-    assert 300 < feasible < 900
+    assert 0.3 * cases < feasible < 0.9 * cases
 
 
 @pytest.mark.parametrize("kind", ["memory", "links", "both"])
-def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
+def test_exact_equals_bellmans_table_under_memory_limits(kind: str):
     """The result is that of Bellman's table.
 
     Only some stages can hold certain layers, and outputs have several sizes.
@@ -277,7 +280,7 @@ def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
     assert feasible >= 3
 
 
-def test_halves_of_blocks_on_the_fixed_traces():
+def test_half_blocks_have_the_recorded_gains_on_fixed_traces():
     """Gains of whole blocks, halves and equal shares over two blocks on 24 ranks.
 
     A gain is the ratio of the bottlenecks' sums.
@@ -312,12 +315,12 @@ def bytes_of(sizes: list[int], limits: tuple[int, ...]) -> MemoryLimits:
     )
 
 
-def test_a_stage_stops_short_of_a_layer_that_the_next_one_cannot_hold():
+def test_stage_ends_early_if_the_next_stage_lacks_memory():
     # Stage 1 can never hold layer 2, so stage 0 must not go as far as it could.
     assert exact([1.0] * 4, 3, memory=bytes_of([1, 1, 5, 1], (10, 2, 10))).counts == (1, 1, 2)
 
 
-def test_the_bottleneck_is_a_sum_of_layers_and_not_near_one():
+def test_bottleneck_is_exact_to_the_last_bit():
     # A relative difference of 2e-16 decides. A bisection to a tolerance would not see it.
     weights = [1.0, 1.0 + 2**-52, 1.0, 1.0 - 2**-53]
     assert exact(weights, 2).counts == (2, 2)
@@ -329,7 +332,7 @@ def test_the_bottleneck_is_a_sum_of_layers_and_not_near_one():
     )
 
 
-def test_ties():
+def test_ties_prefer_even_loads_and_fewer_moved_bytes():
     # Layer 0 alone decides the bottleneck. The rest is free.
     weights = [6.0, 1.0, 1.0, 1.0, 1.0]
     assert exact(weights, 3).counts == (1, 2, 2)
@@ -349,7 +352,7 @@ def test_the_number_of_ranks_may_differ_from_the_current_one():
     assert exact([1.0] * 8, 4, current=Partition((4, 4))).counts == (2, 2, 2, 2)
 
 
-def test_a_large_case_is_exact_and_the_same_twice():
+def test_large_case_is_exact_and_deterministic():
     weights = [((i * 2654435761) % 1000 + 1) / 997 for i in range(96)]
     partition = exact(weights, 24)
     assert partition == exact(weights, 24)
@@ -367,7 +370,7 @@ def test_a_large_case_is_exact_and_the_same_twice():
 
 @many
 @given(st.data(), st.integers(1, 9))
-def test_moves_lead_from_the_old_placement_to_the_new(data: st.DataObject, layers: int):
+def test_moves_transform_the_old_placement_into_the_new(data: st.DataObject, layers: int):
     old, new = data.draw(placements(layers)), data.draw(placements(layers))
     owners = [old.owner(layer) for layer in range(layers)]
     for layer, source, target in moves(old, new):
@@ -385,7 +388,7 @@ def test_moves_are_in_layer_order():
     )
 
 
-def test_partition_by_hand():
+def test_partition_of_a_small_example():
     partition = Partition((3, 2, 3))
     assert (partition.layers, partition.ranks, partition.bounds) == (8, 3, (0, 3, 5, 8))
     assert [list(partition.range_of(stage)) for stage in range(3)] == [[0, 1, 2], [3, 4], [5, 6, 7]]
@@ -400,7 +403,7 @@ def test_uniform_gives_the_first_stages_one_more():
     assert uniform(3, 3).counts == (1, 1, 1)
 
 
-def test_weights_of_a_frozen_layer():
+def test_frozen_layer_weighs_less_by_time_only():
     layers = (LayerCost(1.0, 2.0, 3.0, parameters=5), LayerCost(1.0, 0.0, 0.0, parameters=5))
     assert weigh(layers, "time") == (6.0, 1.0)
     assert weigh(layers, "parameters") == (5, 5)
@@ -419,17 +422,17 @@ def test_loads_and_imbalance():
 
 
 @pytest.mark.parametrize("make", [uniform, lambda layers, ranks: exact([1.0] * layers, ranks)])
-def test_more_ranks_than_layers(make: Callable[[int, int], Partition]):
-    with pytest.raises(PartitionError, match="5 ranks need at least 5 layers; the model has 4"):
+def test_more_ranks_than_layers_are_refused(make: Callable[[int, int], Partition]):
+    with pytest.raises(PartitionError, match=r"5 ranks .* 4"):
         make(4, 5)
     with pytest.raises(PartitionError, match="0 ranks"):
         make(4, 0)
 
 
-def test_memory_that_does_not_suffice_is_explained():
+def test_insufficient_memory_is_explained():
     with pytest.raises(
         PartitionError,
-        match="layer 1 fits no stage: alone on stage 1 it needs 9 bytes, the limit there is 5",
+        match=r"layer 1 .* stage 1 .* 9 bytes, the limit there is 5",
     ):
         exact([1.0] * 3, 2, memory=bytes_of([1, 9, 1], (4, 5)))
     with pytest.raises(
@@ -444,12 +447,12 @@ def test_memory_that_does_not_suffice_is_explained():
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_none(weight: float):
+def test_invalid_layer_weight_is_refused(weight: float):
     with pytest.raises(PartitionError, match="layer 1 has the weight"):
         exact([1.0, weight], 1)
 
 
-def test_what_is_not_a_placement():
+def test_bad_partitions_are_refused():
     for counts in ((), (2, 0, 1), (3, -1)):
         with pytest.raises(PartitionError):
             Partition(counts)

@@ -16,7 +16,7 @@ def layer(*steps: tuple[list[float], list[float], list[float]]) -> Readings:
     return readings
 
 
-def test_nothing_is_known_at_first() -> None:
+def test_new_readings_are_empty() -> None:
     readings = Readings()
     assert readings.seconds == (0.0, 0.0, 0.0)
     assert readings.halves is None
@@ -48,7 +48,7 @@ SECONDS = st.floats(0.5, 2.0)
 
 
 @given(st.lists(SECONDS, min_size=2, max_size=20), st.floats(10, 1e6), st.data())
-def test_one_outlier_is_in_one_half_at_most(
+def test_outlier_is_in_at_most_one_half(
     readings: list[float], outlier: float, data: st.DataObject
 ) -> None:
     """The readings are microbatches of one step or steps of one microbatch."""
@@ -62,7 +62,7 @@ def test_one_outlier_is_in_one_half_at_most(
         assert layer(*(([x], [], []) for x in readings)).seconds.f <= 2.0
 
 
-def test_a_change_that_stays_is_in_both_halves_after_a_window() -> None:
+def test_lasting_change_reaches_both_halves_after_a_window() -> None:
     readings = layer(
         *(([1.0], [], []) for _ in range(WINDOW)), *(([3.0], [], []) for _ in range(WINDOW - 2))
     )

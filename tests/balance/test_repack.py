@@ -28,7 +28,7 @@ def slowest(loads: list[int], partition: Partition) -> float:
 
 
 @given(LOADS, st.integers(1, 40))
-def test_no_placement_on_fewer_ranks_is_fast_enough(loads: list[int], limit: int) -> None:
+def test_fewest_ranks_equals_a_search_of_all_placements(loads: list[int], limit: int) -> None:
     """The search is compared with all placements of all numbers of ranks."""
     choice = fewest_ranks(
         lambda ranks: exact([float(x) for x in loads], ranks),
@@ -45,7 +45,7 @@ def test_no_placement_on_fewer_ranks_is_fast_enough(loads: list[int], limit: int
     assert (choice.partition.ranks if choice else None) == min(fast, default=None)
 
 
-def test_a_number_of_ranks_without_a_placement_is_left_out() -> None:
+def test_rank_counts_without_a_placement_are_skipped() -> None:
     choice = fewest_ranks(
         lambda ranks: None if ranks < 3 else uniform(6, ranks), lambda p: 6 / p.ranks, 3.0, 6
     )
@@ -71,7 +71,7 @@ def test_baselines_keep_layers_and_memory(
     assert all(sum(loads[i] for i in after.range_of(rank)) < limit for rank in merged)
 
 
-def test_what_each_merges() -> None:
+def test_each_algorithm_merges_its_own_ranks() -> None:
     before, memory = Partition((1,) * 6), [1.0, 1.0, 3.0, 1.0, 1.0, 1.0]
     assert first_fit(before, memory, 4.5, 3).counts == (2, 2, 2)
     assert best_fit(before, memory, 4.5, 4).counts == (1, 2, 2, 1)
@@ -81,7 +81,7 @@ def test_what_each_merges() -> None:
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9), st.data())
-def test_the_most_nodes_become_empty(nodes: list[str], data: st.DataObject) -> None:
+def test_kept_ranks_empty_the_most_nodes(nodes: list[str], data: st.DataObject) -> None:
     """The result is compared with all choices of ranks."""
     count = data.draw(st.integers(1, len(nodes)))
     kept = kept_ranks(nodes, count)
@@ -94,7 +94,7 @@ def test_the_most_nodes_become_empty(nodes: list[str], data: st.DataObject) -> N
     )
 
 
-def test_which_ranks_stay() -> None:
+def test_small_nodes_are_emptied_first() -> None:
     assert kept_ranks(("n",) * 5, 3) == (0, 1, 2)
     assert kept_ranks("aabbcc", 4) == (0, 1, 2, 3), "of equally small nodes the last is emptied"
     assert kept_ranks("abbaab", 4) == (0, 1, 3, 4), "the node of rank 0 stays longest"

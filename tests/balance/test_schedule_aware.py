@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynmo.balance._replay import replay, shape_of
+from dynmo.balance._replay import shape_of
 from dynmo.balance.partition import Partition, exact, stage_loads, uniform
-from dynmo.balance.schedule_aware import _Search, schedule_aware, search  # pyright: ignore[reportPrivateUsage]
+from dynmo.balance.schedule_aware import (
+    PlacementProblem,
+    _Search,  # pyright: ignore[reportPrivateUsage]
+    search,
+)
 from dynmo.balance.stage_costs import by_name, freeze, frozen_stages, pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.errors import PartitionError, ScheduleError
@@ -47,11 +51,10 @@ def time_of(
     **options: object,
 ) -> float:
     costs = pipeline_costs(layers, partition, **options)  # pyright: ignore[reportArgumentType]
-    timeline = simulate(make(costs), costs)  # pyright: ignore[reportCallIssue]
-    return timeline.span if objective is SPAN else timeline.makespan
+    return simulate(make(costs), costs).length(objective)  # pyright: ignore[reportCallIssue]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     st.sampled_from(sorted(GENERATORS)),
     st.integers(1, 6),
@@ -60,7 +63,7 @@ def time_of(
     st.integers(0, 10**6),
     st.booleans(),
 )
-def test_the_replay_is_the_simulator(
+def test_replay_equals_the_simulator(
     name: str, ranks: int, microbatches: int, frozen: int, seed: int, whole: bool
 ):
     draw = random.Random(seed)
@@ -70,7 +73,7 @@ def test_the_replay_is_the_simulator(
     make = by_name(name, microbatches)
     objective = MAKESPAN if whole else SPAN
     searched = _Search(
-        layers, tuple(range(ranks)), make, links, None, None, objective, speeds, False
+        PlacementProblem(layers, ranks, make, links=links, objective=objective, speeds=speeds)
     )
     for partition in (uniform(12, ranks), exact([1.0] * 12, ranks)):
         expected = time_of(layers, partition, make, objective, links=links, speeds=speeds)
@@ -79,9 +82,14 @@ def test_the_replay_is_the_simulator(
 
 @pytest.mark.parametrize(
     ("name", "objective"),
-    [("1f1b", SPAN), ("1f1b", MAKESPAN), ("zb-h1", SPAN), ("zb-h2", MAKESPAN)],
+    [
+        ("1f1b", SPAN),
+        ("zb-h2", MAKESPAN),
+        pytest.param("1f1b", MAKESPAN, marks=pytest.mark.matrix),
+        pytest.param("zb-h1", SPAN, marks=pytest.mark.matrix),
+    ],
 )
-def test_close_to_the_best_of_every_placement(name: str, objective: Objective):
+def test_search_is_close_to_the_best_placement(name: str, objective: Objective):
     draw = random.Random(f"{name} {objective}")
     found_sum = best_sum = 0.0
     exactly = 0
@@ -92,7 +100,7 @@ def test_close_to_the_best_of_every_placement(name: str, objective: Objective):
             time_of(layers, Partition.from_bounds([0, *cuts, 10]), make, objective)
             for cuts in combinations(range(1, 10), 3)
         )
-        result = search(layers, 4, make=make, objective=objective)
+        result = search(PlacementProblem(layers, 4, make=make, objective=objective))
         assert result.seconds == pytest.approx(time_of(layers, result.partition, make, objective))
         assert result.seconds <= result.started
         found_sum, best_sum, exactly = (
@@ -104,7 +112,7 @@ def test_close_to_the_best_of_every_placement(name: str, objective: Objective):
     assert found_sum <= best_sum * 1.003
 
 
-def test_what_it_is_worth():
+def test_search_beats_the_least_bottleneck():
     """With about as many microbatches as ranks and a frozen prefix, the search gains.
 
     It is a percent or two under the best placement of the least bottleneck, and 8 % or more under
@@ -120,11 +128,11 @@ def test_what_it_is_worth():
     for _ in range(6):
         layers = freeze(blocks, draw.randint(6, 12))
         weights = [x.seconds for x in layers]
-        searched = _Search(layers, tuple(range(5)), make, None, None, None, SPAN, None, False)
+        searched = _Search(PlacementProblem(layers, 5, make))
         least = max(stage_loads(weights, exact(weights, 5))) * (1 + 1e-12)
         every = (Partition.from_bounds([0, *cuts, 18]) for cuts in combinations(range(1, 18), 4))
         tied = [searched.replay(x.bounds) for x in every if max(stage_loads(weights, x)) <= least]
-        result = search(layers, 5, make=make).seconds
+        result = search(PlacementProblem(layers, 5, make=make)).seconds
         under_best.append(min(tied) / result - 1)
         under_worst.append(max(tied) / result - 1)
     assert min(under_best) >= -1e-9
@@ -139,41 +147,49 @@ def test_ties_are_decided_by_time_and_then_by_bytes():
         *(LayerCost(1.0, 1.0, 1.0, weight_bytes=1) for _ in range(7)),
     )
     result = search(
-        layers, 3, make=by_name("1f1b", 4), current=Partition((1, 2, 5)), ties_only=True
+        PlacementProblem(
+            layers, 3, make=by_name("1f1b", 4), current=Partition((1, 2, 5)), ties_only=True
+        )
     )
     assert (result.partition.counts, result.seconds, result.started) == ((1, 3, 4), 72.0, 81.0)
     # With one microbatch every placement takes the same time: nothing moves.
     single = search(
-        layers, 3, make=by_name("gpipe", 1), current=Partition((2, 4, 2)), objective=MAKESPAN
+        PlacementProblem(
+            layers, 3, make=by_name("gpipe", 1), current=Partition((2, 4, 2)), objective=MAKESPAN
+        )
     )
     assert single.partition.counts == (2, 4, 2)
 
 
-def test_never_worse_than_staying_and_twice_the_same():
+def test_search_is_deterministic_and_no_worse_than_staying():
     draw = random.Random(1)
     for _ in range(10):
         layers = drawn(draw, 20, frozen=5)
         current = Partition.from_bounds([0, *sorted(draw.sample(range(1, 20), 4)), 20])
         make = by_name("zb-h1", 7)
-        result = search(layers, 5, make=make, current=current, first_trainable_layer=5)
-        assert result == search(layers, 5, make=make, current=current, first_trainable_layer=5)
+        result = search(
+            PlacementProblem(layers, 5, make=make, current=current, first_trainable_layer=5)
+        )
+        assert result == search(
+            PlacementProblem(layers, 5, make=make, current=current, first_trainable_layer=5)
+        )
         assert result.seconds <= time_of(layers, current, make, SPAN) * (1 + 1e-9)
 
 
-def test_a_frozen_prefix_whatever_its_costs_say():
+def test_frozen_prefix_overrides_the_given_costs():
     trained = drawn(random.Random(2), 12)
     make = by_name("zb-h1", 8)
-    told = schedule_aware(trained, 4, make=make, first_trainable_layer=8)
-    assert told == schedule_aware(freeze(trained, 8), 4, make=make)
+    told = search(PlacementProblem(trained, 4, make=make, first_trainable_layer=8)).partition
+    assert told == search(PlacementProblem(freeze(trained, 8), 4, make=make)).partition
     assert told.counts[0] > 3  # forward only is a third of the work
     assert frozen_stages(pipeline_costs(freeze(trained, 8), told)) == sum(
         stop <= 8 for stop in told.bounds[1:-1]
     )
     with pytest.raises(PartitionError, match="first trainable layer 12 of 12"):
-        schedule_aware(trained, 4, make=make, first_trainable_layer=12)
+        search(PlacementProblem(trained, 4, make=make, first_trainable_layer=12))
 
 
-def test_within_memory():
+def test_search_keeps_memory_limits():
     draw = random.Random(4)
     make = by_name("zb-h2", 8)
     for _ in range(10):
@@ -184,30 +200,33 @@ def test_within_memory():
         )
         memory = MemoryLimits(layers, pairs, limits)
         try:
-            partition = schedule_aware(layers, 4, make=make, memory=memory)
+            partition = search(PlacementProblem(layers, 4, make=make, memory=memory)).partition
         except PartitionError:
             continue
         assert all(memory.fits(stage, *partition.bounds[stage : stage + 2]) for stage in range(4))
 
 
-def test_slow_links_and_slow_ranks():
+def test_search_considers_slow_links_and_ranks():
     layers = tuple(LayerCost(1.0, 1.0, 1.0, output_bytes=0 if i == 4 else 10) for i in range(10))
     make = by_name("1f1b", 4)
     # Only layer 4 has nothing to send: a slow link behind stage 0 wants to stand there.
     assert (
-        schedule_aware(layers, 2, make=make, links=[LinkCost(0.0, 1.0)], objective=MAKESPAN).bounds[
-            1
-        ]
+        search(
+            PlacementProblem(layers, 2, make=make, links=[LinkCost(0.0, 1.0)], objective=MAKESPAN)
+        ).partition.bounds[1]
         == 5
     )
-    assert schedule_aware(layers, 2, make=make, speeds=[1.0, 1.5]).counts == (4, 6)
+    assert search(PlacementProblem(layers, 2, make=make, speeds=[1.0, 1.5])).partition.counts == (
+        4,
+        6,
+    )
     with pytest.raises(PartitionError, match="2 links for 2 stages; give 1"):
-        schedule_aware(layers, 2, make=make, links=[LinkCost(0.0, 1.0)] * 2)
+        search(PlacementProblem(layers, 2, make=make, links=[LinkCost(0.0, 1.0)] * 2))
     with pytest.raises(PartitionError, match="3 speeds for 2"):
-        schedule_aware(layers, 2, make=make, speeds=[1.0] * 3)
+        search(PlacementProblem(layers, 2, make=make, speeds=[1.0] * 3))
 
 
-def test_a_schedule_that_follows_the_costs():
+def test_cost_dependent_schedule_decides_the_placement():
     """The schedule made for a placement decides in the end.
 
     A placement whose schedule cannot be made is passed over.
@@ -223,7 +242,7 @@ def test_a_schedule_that_follows_the_costs():
             "zb-h1" if costs.stages[0].seconds < costs.stages[-1].seconds else "1f1b", 6
         )(costs)
 
-    result = search(layers, 3, make=make)
+    result = search(PlacementProblem(layers, 3, make=make))
     costs = pipeline_costs(layers, result.partition)
     schedule = by_name(
         "zb-h1" if costs.stages[0].seconds < costs.stages[-1].seconds else "1f1b", 6
@@ -241,7 +260,7 @@ def by_hand(costs: Costs) -> Schedule:
     return Schedule("by-hand", 3, (0, 1, 0, 1), tuple(map(tuple, rows)))
 
 
-def test_several_stages_per_rank():
+def test_search_is_close_to_optimal_with_several_stages_per_rank():
     draw = random.Random(6)
     for _ in range(5):
         layers = drawn(draw, 11)
@@ -250,41 +269,42 @@ def test_several_stages_per_rank():
         best = min(time_of(layers, x, by_hand, MAKESPAN, links=links) for x in every)
         memory = MemoryLimits(layers, (((1, 0),),) * 4, (1000, 1000, 1000, 1000))
         result = search(
-            layers,
-            2,
-            make=by_hand,
-            objective=MAKESPAN,
-            links=links,
-            placement=(0, 1, 0, 1),
-            memory=memory,
+            PlacementProblem(
+                layers,
+                2,
+                make=by_hand,
+                objective=MAKESPAN,
+                links=links,
+                placement=(0, 1, 0, 1),
+                memory=memory,
+            )
         )
         assert result.seconds <= min(best * 1.02, result.started * (1 + 1e-9))
         # The memory of all stages of a rank counts together.
         limit = sum(x.weight_bytes for x in layers) * 6 // 10
         tight = MemoryLimits(layers, (((0, 0),),) * 4, (limit,) * 4)
-        bounds = schedule_aware(
-            layers, 2, make=by_hand, placement=(0, 1, 0, 1), memory=tight
-        ).bounds
+        bounds = search(
+            PlacementProblem(layers, 2, make=by_hand, placement=(0, 1, 0, 1), memory=tight)
+        ).partition.bounds
         assert all(
             sum(tight.need(s, bounds[s], bounds[s + 1]) for s in (rank, rank + 2)) <= limit
             for rank in (0, 1)
         )
     with pytest.raises(PartitionError, match=r"placement \[0, 1\] for 3 ranks"):
-        search(drawn(draw, 11), 3, make=by_hand, placement=(0, 1))
+        search(PlacementProblem(drawn(draw, 11), 3, make=by_hand, placement=(0, 1)))
 
 
-def test_rows_of_a_schedule():
+def test_schedule_shape_of_1f1b():
     make = by_name("1f1b", 2)
     shape = shape_of(make(pipeline_costs([LayerCost(1.0, 1.0, 1.0)] * 2, Partition((1, 1)))))
     assert shape.counts.tolist() == [[2, 0, 0, 2], [2, 0, 0, 2]]
     assert sorted(map(tuple, shape.rows[:, :3].tolist())) == sorted(
         (s, s, k) for s in (0, 1) for k in (0, 0, 3, 3)
     )
-    assert replay.__name__ == "replay"
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_slow_links_are_a_start_of_their_own(seed: int):
+@pytest.mark.parametrize("seed", range(3))
+def test_link_aware_start_is_never_beaten(seed: int):
     """The placement is never slower by the simulator.
 
     It is compared with the placement whose stages count the way of their output.
@@ -296,7 +316,7 @@ def test_slow_links_are_a_start_of_their_own(seed: int):
     aware = exact(
         [x.seconds for x in layers], 4, links=links, output_bytes=[x.output_bytes for x in layers]
     )
-    result = search(layers, 4, make=make, links=links)
+    result = search(PlacementProblem(layers, 4, make=make, links=links))
     assert result.seconds <= time_of(layers, aware, make, SPAN, links=links) * (1 + 1e-9)
-    searched = _Search(layers, (0, 1, 2, 3), make, links, None, None, SPAN, None, False)
+    searched = _Search(PlacementProblem(layers, 4, make, links=links))
     assert aware.bounds in searched.starts()

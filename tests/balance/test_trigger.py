@@ -1,6 +1,7 @@
 """A move must repay itself."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -16,11 +17,20 @@ from dynmo.balance.trigger import (
     worth_moving_through,
 )
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.dynamism import Forecast
 from dynmo.errors import PartitionError
 
 
-def test_it_moves_when_the_saving_exceeds_the_price():
+class Forecast(NamedTuple):
+    """A forecast as `dynmo.Forecast`, whose package would import torch."""
+
+    step: int
+    layers: tuple[int, ...]
+    f: float = 1.0
+    b: float = 1.0
+    w: float = 1.0
+
+
+def test_move_if_the_saving_exceeds_the_price():
     decision = worth_moving(1.25, 1.0, 100, 10.0, margin=2.0, hysteresis=0.05)
     assert decision.move
     assert decision.predicted_gain == pytest.approx(0.2)
@@ -30,7 +40,7 @@ def test_it_moves_when_the_saving_exceeds_the_price():
     )
 
 
-def test_the_price_itself_is_not_enough():
+def test_saving_equal_to_the_price_is_not_enough():
     # 0.25 s over 80 steps is exactly 10 s x 2.
     assert not worth_moving(1.25, 1.0, 80, 10.0, margin=2.0).move
     assert worth_moving(1.25, 1.0, 81, 10.0, margin=2.0).move
@@ -39,13 +49,11 @@ def test_the_price_itself_is_not_enough():
     assert "20 s saved over 80 steps" in decision.reason
 
 
-def test_a_small_gain_stays_however_long_the_horizon():
+def test_gain_below_the_hysteresis_never_moves():
     decision = worth_moving(1.0, 0.875, 10**9, 0.001, hysteresis=0.25)
     assert not decision.move
-    assert decision.reason == (
-        "stay: a step takes 1 s and would take 0.875 s, a gain of 12.50% under the 25.00% "
-        "that counts"
-    )
+    assert decision.reason.startswith("stay: ")
+    assert "12.50% under the 25.00%" in decision.reason
     assert worth_moving(1.0, 0.75, 10**9, 0.001, hysteresis=0.25).move
 
 
@@ -61,7 +69,7 @@ def test_no_gain_no_move():
 
 @pytest.mark.parametrize("position", range(6))
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_numbers_that_are_none(position: int, value: float):
+def test_invalid_numbers_are_refused(position: int, value: float):
     arguments = [1.0, 0.5, 10, 1.0, 1.5, 0.02]
     arguments[position] = value
     with pytest.raises(PartitionError, match="at least 0"):
@@ -71,7 +79,7 @@ def test_numbers_that_are_none(position: int, value: float):
 # -- what is known of the future -------------------------------------------------------------------
 
 
-def test_the_steps_left_are_cut_where_costs_are_to_change():
+def test_forecasts_split_the_remaining_steps():
     layers = (LayerCost(1, 2, 4, activation_bytes=10, stash_bytes=4),) * 3
     pruning = [
         Forecast(5, (0, 1), 0.5, 0.5, 0.5),
@@ -96,7 +104,7 @@ def test_the_steps_left_are_cut_where_costs_are_to_change():
     assert forecast_intervals(layers, [], 20, 20) == ()
 
 
-def test_a_gain_is_believed_as_far_as_it_lasts():
+def test_gain_counts_only_until_the_forecast_reverses_it():
     better, worse, even = (1.2, 1.0), (1.0, 1.1), (1.0, 1.0)
     whole = worth_moving_through([Outlook(0, 100, *better)], 10.0, 1.5)
     assert whole == worth_moving(1.2, 1.0, 100, 10.0, 1.5)
@@ -117,14 +125,11 @@ def test_a_gain_is_believed_as_far_as_it_lasts():
     ).move, "later is another decision"
 
 
-def test_what_is_soon_wrong_waits():
+def test_short_lived_gain_waits():
     outlook = [Outlook(8, 10, 2.0, 1.0), Outlook(10, 100, 1.0, 2.0)]
     decision = worth_moving_through(outlook, 0.0)
     assert not decision.move
-    assert decision.reason == (
-        "wait: a gain of 50.00% would last 2 steps; from step 10 on a step would take 2 s "
-        "instead of 1 s"
-    )
+    assert decision.reason.startswith("wait: a gain of 50.00% would last 2 steps; from step 10 on")
     assert worth_moving_through([Outlook(8, 13, 2.0, 1.0), Outlook(13, 100, 1.0, 2.0)], 0.0).move
     assert not worth_moving_through([], 0.0).move
 
@@ -178,25 +183,22 @@ def test_a_move_is_never_made_at_a_loss(
 MOVE, STAY = Decision(True, 0.1, "move: it pays"), Decision(False, 0.0, "stay: no gain")
 
 
-def test_a_move_needs_the_support_of_all_parts_of_the_readings():
+def test_move_needs_all_parts_of_the_readings():
     assert confirmed(MOVE, [MOVE, MOVE]) == MOVE
     decision = confirmed(MOVE, [MOVE, STAY])
     assert (decision.move, decision.predicted_gain, decision.uncertain) == (False, 0.1, True)
-    assert decision.reason == "stay: a gain of 10.00% is not what all parts of the readings say"
+    assert "all parts" in decision.reason
     alone = confirmed(MOVE, [])
-    assert (alone.move, alone.uncertain, alone.reason) == (
-        False,
-        True,
-        "stay: a gain of 10.00% rests on one reading",
-    )
+    assert (alone.move, alone.uncertain) == (False, True)
+    assert "one reading" in alone.reason
     assert confirmed(STAY, [MOVE, MOVE]) == STAY, "to stay needs no support"
 
 
-def test_a_move_must_stand_out_from_what_other_processes_disturb():
+def test_move_must_exceed_the_noise_of_other_processes():
     assert confirmed(MOVE, [MOVE, MOVE], preempted=0.2) == MOVE
     decision = confirmed(MOVE, [MOVE, MOVE], preempted=0.5)
     assert (decision.move, decision.uncertain) == (False, True)
-    assert decision.reason.startswith("stay: other processes take 50% of the ops' time")
+    assert "other processes take 50%" in decision.reason
 
 
 # -- every = "auto" --------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ def seen(watch: RebalanceWatch, *steps: tuple[float, ...]) -> list[bool]:
     return out
 
 
-def test_the_watch():
+def test_rebalance_watch_ignores_noise_and_even_growth():
     watch = RebalanceWatch(0.02)
     assert seen(watch, *[(1.0, 1.0)] * 5) == [False] * 4 + [True], (
         "the first look is after some steps"
@@ -240,7 +242,7 @@ def test_the_watch():
     assert not any(seen(watch, *[(0.0, 0.0)] * 9)), "nothing to do is even"
 
 
-def test_the_watch_looks_again_where_nothing_was_certain():
+def test_uncertain_decision_is_checked_later():
     watch = RebalanceWatch(0.02)
     assert seen(watch, *[(1.0, 1.0)] * 5)[-1]
     watch.decided()

@@ -1,10 +1,10 @@
-"""The benchmark of thresholds: its limit and its table."""
+"""The limit of the benchmark of thresholds."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.exit_thresholds import BLOCKS, EXITS, limit, table
+from benchmarks.exit_thresholds import BLOCKS, EXITS, limit
 from benchmarks.quality import config_of
 
 
@@ -16,11 +16,4 @@ def test_the_limit() -> None:
     assert shares == sorted(shares)
     assert shares[-1] == pytest.approx(1.75, abs=0.5), (
         "keys and values of five of eight blocks remain"
-    )
-
-
-def test_the_table() -> None:
-    row = {"threshold": 0.5, "exited": [0.25, 0.1], "loss": 2.5, "speedup": 1.2, "limit": 1.3}
-    assert "| 0.5 | 25%, 10% | 2.500 | x1.20 | x1.30 |" in table(
-        {"loss_without_exits": 2.4, "rows": [row]}
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from benchmarks.expert_loads import EXPERTS, REPLICAS, TOKENS, TOP_K, draw_counts
-from benchmarks.experts import busiest, idle_table, row, table
+from benchmarks.experts import busiest, row
 from dynmo.balance.expert_placement import even_placement
 
 
@@ -22,10 +22,9 @@ def test_counts_follow_the_skew() -> None:
 
 
 def test_the_four_sides() -> None:
-    one = row(0.8, REPLICAS, 1, blocks=8, moments=3)
+    one = row(0.8, REPLICAS, 1, blocks=8, moments=2)
     gain, ratio = one["gain"], one["busiest"]
     assert ratio["bound"] <= ratio["known at once"] <= ratio["static"]
     assert 1.0 == gain["static"] < gain["experts placed"] <= gain["perfect"]
     assert gain["both"] >= gain["experts placed"] - 1e-9
     assert gain["known at once"] <= gain["perfect"]
-    assert len(table([one]).splitlines()) == len(idle_table([one]).splitlines()) == 3

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks.learning import RUNS, compute_of, draw, step_flops, table
+from benchmarks.learning import RUNS, compute_of, step_flops
 from benchmarks.quality import config_of
 from dynmo.events import TokensEvent
 from dynmo.models.gpt import feed_forward_size
@@ -54,20 +52,3 @@ def test_experts_cost_what_they_compute() -> None:
     dense = step_flops(config_of(STEPS, 0, {}, 1, 1, 64), ())
     assert step_flops(one, ()) == dense + 4 * 6 * 8 * 64, "four routers"
     assert step_flops(two, ()) - step_flops(one, ()) == 4 * 6 * 3 * 64 * feed_forward_size(64)
-
-
-def test_the_table_and_the_picture(tmp_path: Path) -> None:
-    curve = [[1.0, 3.0], [2.0, 2.5]]
-    dense = {"steps": 2, "curve": curve, "loss": 2.5, "compute": 2.0}
-    row = {
-        **dense,
-        "loss_without_exits": 2.4,
-        "evaluation_speedup": 1.25,
-        "dense": dense,
-        "distance": 0.02,
-    }
-    rows = [{"name": name, **row} for name in RUNS["tokens"]]
-    result = {"dense": dense, "rows": rows}
-    assert "| early exit, ADP-C 0.9 | 2 | 2.500 | 2.500 | +2.0% | 2.400 | x1.25 |" in table(result)
-    draw(result, tmp_path / "picture.svg")
-    assert "equal compute" in (tmp_path / "picture.svg").read_text()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.quality import SHARED, STEPS, chosen, compare, config_of, draw, measure, runs, table
+from benchmarks.quality import SHARED, STEPS, chosen, compare, config_of, draw, measure, runs
 from tests.pool import Pool
 
 
@@ -42,18 +42,13 @@ def test_distances_are_to_the_right_reference() -> None:
     late = {row["name"]: row for row in compare(given, 40)}["pruning, 50 %"]
     assert late["limit"] == 0.02
     assert not late["within"]
-    assert "| pruning, 50 % | 2.050 | dense | +2.5% | 2% | 3 |" in table({"rows": [late]})
 
 
-def test_the_picture(tmp_path: Path) -> None:
+def test_the_same_figures_give_the_same_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw(compare(results(), 40), tmp_path / "a.svg")
     draw(compare(results(), 40), tmp_path / "b.svg")
-    picture = (tmp_path / "a.svg").read_text()
-    assert picture == (tmp_path / "b.svg").read_text()
-    assert all(
-        title in picture for title in ("freezing", "pruning", "sparse attention", "held-out loss")
-    )
+    assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
 
 
 def test_some_of_the_runs() -> None:
@@ -84,6 +79,7 @@ def test_a_run_in_small(pool: Pool) -> None:
     assert [step for step, _ in row["changes"]] == [1]
 
 
+@pytest.mark.matrix
 def test_several_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each runs in a process of its own.
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.cost_traces import Layers, best, timeline
-from benchmarks.repack import BASELINES, MICROBATCHES, PAPER, RANKS, least_seconds, report, row
+from benchmarks.repack import BASELINES, MICROBATCHES, RANKS, least_seconds, row
 from benchmarks.repack_search import search_placements, window_seconds
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
@@ -117,4 +117,3 @@ def test_no_baseline_needs_fewer_ranks() -> None:
     assert all(one["complete"])
     assert one["kept"] >= 1
     assert one["speedup"] >= 1
-    assert "5.8 of 8" in report({"rows": [one], "paper": PAPER})

@@ -12,11 +12,9 @@ import pytest
 
 from benchmarks.cost_traces import CASES, dense, in_blocks, pruned, timeline, trace
 from benchmarks.traces import row
-from benchmarks.traces_emulated import emulated_table
 from benchmarks.traces_stepwise import CASES as STEPWISE
 from benchmarks.traces_stepwise import LIMIT, Placements, pilot
 from benchmarks.traces_stepwise import row as stepwise_row
-from benchmarks.traces_stepwise import table as stepwise_table
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +50,7 @@ def test_a_dense_block_is_the_traces_own(case: str, sequence: int) -> None:
 
 @pytest.mark.parametrize(("case", "sequence"), CASES)
 def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence: int) -> None:
-    result = row(case, sequence, 32, 16, stride=8)
+    result = row(case, sequence, 32, 16, stride=12)
     gain = result["gain"]
     assert result["share_of_optimum"] >= 0.98
     assert gain["ours"] >= 0.99 * max(
@@ -91,7 +89,7 @@ def test_one_schedule_serves_all_costs() -> None:
 
 @pytest.mark.parametrize("case", STEPWISE)
 def test_steps_that_differ_in_small(case: str) -> None:
-    result = stepwise_row(case, 24, 16, steps=4, pilot_steps=8)
+    result = stepwise_row(case, 24, 16, steps=2, pilot_steps=4)
     gain = result["gain"]
     assert gain["uniform"] == 1.0
     assert gain["best static"] >= max(gain["uniform"], gain["pilot"])
@@ -101,7 +99,6 @@ def test_steps_that_differ_in_small(case: str) -> None:
     )
     assert gain["perfect"] >= gain["optimum"]
     assert 0 <= result["idle"]["balanced"] < result["idle"]["static"] < 1
-    assert stepwise_table([result]).count("\n") == 2
 
 
 def test_ours_is_near_the_best_static_placement() -> None:
@@ -124,8 +121,8 @@ def test_emulated_ranks_in_small(pool: Pool) -> None:
         "pairs": 1,
         "steps": 1,
         "size": 16,
+        "with_dense": True,
     }
-    given["beside_dense"] = True
     result = pool.run("benchmarks.traces_emulated:emulated", 2, **given)[0]
     assert result["frozen_layers"] > 0
     assert result["layers"][0] == [24, 24]
@@ -137,7 +134,6 @@ def test_emulated_ranks_in_small(pool: Pool) -> None:
     assert result["simulated_gain"] > 1.1
     assert result["op_seconds"]["least"] == pytest.approx(0.003)
     assert result["op_seconds"]["least"] <= result["op_seconds"]["median"]
-    assert "| freezing | 2 | 24 |" in emulated_table([result])
     assert (
         result["dense_seconds"]
         > 0.98 * result["simulated_dense_seconds"]
@@ -149,8 +145,3 @@ def test_emulated_ranks_in_small(pool: Pool) -> None:
 def test_halves_are_near_the_optimum() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "traces.json").read_text())["rows"]
     assert min(x["share_of_optimum"] for x in rows) >= 0.98
-
-
-def test_emulated_ranks() -> None:
-    rows = json.loads((ROOT / "benchmarks" / "results" / "traces.json").read_text())["emulated"]
-    assert {x["ranks"] for x in rows} == {16, 24}

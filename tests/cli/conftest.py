@@ -1,4 +1,4 @@
-"""Runs of `dynmo train`, of which one serves many tests.
+"""Commands in this process, and runs of `dynmo train`, of which one serves many tests.
 
 Starting ranks costs seconds of importing torch.
 """
@@ -8,12 +8,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dynmo.cli import main
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.profile_file import Profile, write
 from tests.cli.runs import Base, Done, Run, end, events, fill, train
 from tests.processes import gone, ranks
 
@@ -43,12 +47,57 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
 
 
 @pytest.fixture
+def dynmo(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line in this process, and returns exit status, stdout and stderr."""
+
+    def call(*arguments: object) -> Done:
+        status = main([str(argument) for argument in arguments])
+        out = capsys.readouterr()
+        return Done(status, out.out, out.err)
+
+    return call
+
+
+@pytest.fixture
+def plan(dynmo: Run) -> Run:
+    """`dynmo plan` in this process."""
+    return partial(dynmo, "plan")
+
+
+@pytest.fixture
+def costs_file(tmp_path: Path) -> Path:
+    """Costs of an embedding, four blocks of two halves, and a head.
+
+    The head takes as long as two halves.
+    """
+    names = [
+        "embedding",
+        *(f"blocks.{i}.{half}" for i in range(4) for half in ("attention", "feed_forward")),
+        "head",
+    ]
+    one = LayerCost(1e-3, 1e-3, 1e-3, 1000, 4 << 20, 4 << 20, 8 << 20, 4 << 20, 2 << 20, 1 << 20)
+    profile = Profile(
+        layers=(one,) * 9 + (replace(one, f=2e-3, b=2e-3, w=2e-3),),
+        names=tuple(names),
+        links=(((0, 1), LinkCost(1e-5, 1e10)),),
+        microbatch=2,
+        microbatches=8,
+        ranks=2,
+        schedule="1f1b",
+        partition=(5, 5),
+    )
+    path = tmp_path / "costs.json"
+    write(path, profile)
+    return path
+
+
+@pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """`dynmo train` in this process, for what ends before any rank is started."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "models", raising=False)
 
-    def call(folder: Path, *arguments: str, sets: tuple[str, ...] = ()) -> Done:
+    def call(folder: Path, *arguments: str, sets: Sequence[str] = ()) -> Done:
         monkeypatch.chdir(folder)
         status = main(["train", *arguments, *(word for text in sets for word in ("--set", text))])
         out = capsys.readouterr()

@@ -102,6 +102,7 @@ GPT = (
     "dynamism.cases=[]",
     "checkpoint.every=0",
 )
+ONE_RANK = "parallel.pipeline=1"
 LONG = ("train.steps=100000", "checkpoint.every=0", "train.eval_every=0")
 
 
@@ -112,10 +113,23 @@ class Done(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The one line that says what was wrong."""
+        """The one line that says what was wrong. A rank's progress may stand before it."""
         (line,) = [line for line in self.err.splitlines() if line.startswith("dynmo:")]
         assert "Traceback" not in self.err
         return line
+
+
+def assert_refused(done: Done, *mentions: object, status: int = 2) -> None:
+    """Checks that a command printed nothing but one line on stderr.
+
+    Args:
+        done: The result of the command.
+        *mentions: Options, values and files that the line must name.
+        status: The exit status that the command must have.
+    """
+    assert (done.status, done.out, done.err.count("\n")) == (status, "", 1), done
+    for mention in mentions:
+        assert str(mention) in done.line
 
 
 def fill(folder: Path) -> None:
@@ -215,4 +229,4 @@ class Base(NamedTuple):
     events: list[dict[str, Any]]
 
 
-Run = Callable[..., Done]
+Run = Callable[..., Done]  # a command in this process, with its arguments

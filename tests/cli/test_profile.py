@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
-from dynmo.cli import main
 from dynmo.cli.profile import table
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile, read
+from tests.cli.runs import ONE_RANK, Done, Run, assert_refused, end
 from tests.processes import gone, start
 
 CONFIG = """
@@ -41,28 +40,23 @@ schedule = "1f1b"
 """
 
 
-class Done(NamedTuple):
+class Measured(NamedTuple):
     folder: Path
-    status: int
-    out: str
-    err: str
+    done: Done
 
 
-def fill(folder: Path, text: str = CONFIG) -> None:
-    (folder / "run.toml").write_text(text)
+def fill(folder: Path) -> None:
+    (folder / "run.toml").write_text(CONFIG)
     (folder / "text").write_bytes(bytes(range(32, 127)) * 200)
 
 
 def measure(folder: Path, *arguments: str) -> Done:
-    process: subprocess.Popen[str] = start(
-        [sys.executable, "-m", "dynmo", "profile", "run.toml", *arguments], folder
-    )
-    out, err = process.communicate(timeout=120)
-    return Done(folder, process.returncode, out, err)
+    command = [sys.executable, "-m", "dynmo", "profile", "run.toml", *arguments]
+    return end(start(command, folder), 120)
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """One measurement of two ranks, of which the first two layers are frozen."""
     folder = tmp_path_factory.mktemp("profile")
     fill(folder)
@@ -72,19 +66,21 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         "--set",
         "dynamism.freezing.schedule=[[0, 2]]",
     )
-    return measure(folder, "--steps", "3", "--out", "measured.json", "--json", *freezing)
+    options = ("--steps", "3", "--out", "measured.json", "--json", *freezing)
+    return Measured(folder, measure(folder, *options))
 
 
-def test_what_it_writes(done: Done) -> None:
+def test_profile_writes_one_file_and_no_logs(measured: Measured) -> None:
+    folder, done = measured
     assert done.status == 0, done.err
-    assert {p.name for p in done.folder.iterdir()} == {"run.toml", "text", "measured.json", "tmp"}
-    assert not list((done.folder / "tmp").glob("dynmo-*")), "the ranks' logs are gone"
-    assert gone(done.folder)
+    assert {p.name for p in folder.iterdir()} == {"run.toml", "text", "measured.json", "tmp"}
+    assert not list((folder / "tmp").glob("dynmo-*")), "the ranks' logs are gone"
+    assert gone(folder)
     assert "measured 3 steps" in done.err
     assert done.out.count("\n") == 1
     printed: dict[str, Any] = json.loads(done.out)
     assert printed.pop("file") == "measured.json"
-    assert printed == json.loads((done.folder / "measured.json").read_text())
+    assert printed == json.loads((folder / "measured.json").read_text())
     assert (printed["version"], printed["kind"], printed["ranks"], printed["partition"]) == (
         1,
         "dynmo-costs",
@@ -93,8 +89,8 @@ def test_what_it_writes(done: Done) -> None:
     )
 
 
-def test_what_it_measures(done: Done) -> None:
-    profile: Profile = read(done.folder / "measured.json")
+def test_profile_measures_the_times_of_emulated_layers(measured: Measured) -> None:
+    profile: Profile = read(measured.folder / "measured.json")
     assert len(profile.names) == 5
     # A sleep is never shorter than asked for, and on a busy machine some milliseconds longer.
     for layer, seconds in zip(profile.layers, (0.004, 0.008, 0.012, 0.008, 0.004), strict=True):
@@ -112,66 +108,49 @@ def test_what_it_measures(done: Done) -> None:
     )
 
 
-def test_it_is_planned_with(done: Done, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["plan", "--costs", str(done.folder / "measured.json"), "--json", "--no-alternatives"])
-        == 0
-    )
-    result = json.loads(capsys.readouterr().out)
+def test_profile_can_be_planned_with(measured: Measured, dynmo: Run) -> None:
+    path = measured.folder / "measured.json"
+    result = json.loads(dynmo("plan", "--costs", path, "--json", "--no-alternatives").out)
     assert (result["ranks"], result["microbatches"], result["schedule"]) == (2, 4, "1f1b")
-    layers, (first, second) = read(done.folder / "measured.json").layers, result["partition"]
+    layers, (first, second) = read(path).layers, result["partition"]
     assert result["stage_cost"] == pytest.approx(
         [sum(x.seconds for x in own) for own in (layers[:first], layers[first:])]
     )
     assert first + second == 5
 
 
-def test_what_fails_is_one_line(tmp_path: Path) -> None:
-    """A model that the ranks cannot load writes nothing and leaves no log."""
-    fill(tmp_path, CONFIG)
-    status = measure(tmp_path, "--set", "model.kind=python:nowhere:layers")
-    assert status.status == 2
-    (line,) = [line for line in status.err.splitlines() if line.startswith("dynmo:")]
-    assert "nowhere" in line
+def test_unloadable_model_leaves_no_files(tmp_path: Path) -> None:
+    """Nothing is written, and no log is left."""
+    fill(tmp_path)
+    sets = ("--set", "model.kind=python:nowhere:layers", "--set", ONE_RANK)
+    assert_refused(measure(tmp_path, *sets), "nowhere")
     assert {p.name for p in tmp_path.iterdir()} == {"run.toml", "text", "tmp"}
     assert not list((tmp_path / "tmp").glob("dynmo-*"))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "mentions"),
     [
-        (("--steps", "0"), "--steps 0: at least 1 is needed"),
-        (
-            ("--out", "run.toml"),
-            "--out run.toml exists and was not written by dynmo profile; choose another name",
-        ),
-        (("--out", "none/costs.json"), "--out none/costs.json: there is no folder none"),
-        (("--set", "data.source=file:none"), "none"),
-        (("--set", "pipeline.schedule=zb-h3"), "pipeline.schedule"),
+        (("--steps", "0"), ["--steps 0"]),
+        (("--out", "run.toml"), ["--out run.toml"]),
+        (("--out", "none/costs.json"), ["--out none/costs.json"]),
+        (("--set", "model.kind=gpt", "--set", "data.source=file:none"), ["data.source", "none"]),
+        (("--set", "pipeline.schedule=zb-h3"), ["pipeline.schedule", "zb-h3"]),
     ],
 )
-def test_bad_input_is_told_at_once(
+def test_wrong_options_start_no_rank(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    dynmo: Run,
     arguments: tuple[str, ...],
-    message: str,
+    mentions: list[str],
 ) -> None:
     fill(tmp_path)
     monkeypatch.chdir(tmp_path)
-    changed = (
-        ("--set", "model.kind=gpt", "--set", "model.blocks=1")
-        if "data.source=file:none" in arguments
-        else ()
-    )
-    assert main(["profile", "run.toml", *changed, *arguments]) == 2
-    out = capsys.readouterr()
-    assert out.out == ""
-    assert message in out.err
-    assert out.err.count("\n") == 1
+    assert_refused(dynmo("profile", "run.toml", *arguments), *mentions)
 
 
-def test_a_layer_s_name_is_no_markup() -> None:
+def test_markup_in_a_layer_name_is_printed_literally() -> None:
     screen = io.StringIO()
     Console(file=screen, width=200).print(
         table(Profile((LayerCost(1.0, 1.0, 1.0),), ("[bold]a[/x]",)))

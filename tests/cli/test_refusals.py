@@ -17,7 +17,17 @@ from torch import nn
 from dynmo.config import parse
 from dynmo.models.registry import load_model
 from dynmo.train.shape_costs import shapes_of
-from tests.cli.runs import GPT, Run, end, fill, train, tree
+from tests.cli.runs import (
+    GPT,
+    ONE_RANK,
+    Run,
+    assert_refused,
+    end,
+    fill,
+    free_port,
+    train,
+    tree,
+)
 from tests.processes import start
 
 OWN = """# The line numbers of this file are told in errors.
@@ -94,20 +104,19 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("function", "line"),
     [("asks", 11), ("routes", 17), ("to", 30), ("number", 33)],
 )
-def test_a_dry_run_without_activations(own: Path, run: Run, function: str, line: int) -> None:
+def test_dry_run_works_without_activation_shapes(
+    own: Path, run: Run, function: str, line: int
+) -> None:
     done = run(own, "run.toml", "--dry-run", "--json", sets=of(function))
     assert (done.status, done.err.count("\n")) == (0, 1)
-    assert done.line.startswith(
-        "dynmo: activations unknown, so memory is that of parameters, gradients and optimizer "
-        "state alone: "
-    )
+    assert "activations unknown" in done.line
     assert f"(own.py:{line})" in done.line
     plan = json.loads(done.out)
     assert sum(plan["parameters"]) == 256 * 8 + (2 if function == "to" else 1) * 72 + 9 * 256
     assert sum(plan["memory"]) >= 16 * sum(plan["parameters"])
 
 
-def test_a_factory_that_asks_for_a_number(own: Path, run: Run) -> None:
+def test_layer_that_reads_a_value_is_built_to_learn_shapes(own: Path, run: Run) -> None:
     """The meta device has no numbers.
 
     The layer is made for real to learn its shapes.
@@ -117,7 +126,7 @@ def test_a_factory_that_asks_for_a_number(own: Path, run: Run) -> None:
     assert sum(json.loads(done.out)["parameters"]) == 256 * 8 + 72 + 9 * 256
 
 
-def test_a_limit_is_held_against_parameters_alone(own: Path, run: Run) -> None:
+def test_memory_limit_is_checked_against_parameters_alone(own: Path, run: Run) -> None:
     plan = json.loads(run(own, "run.toml", "--dry-run", "--json", sets=of("asks")).out)
     most = max(plan["memory"])
     assert (
@@ -125,11 +134,7 @@ def test_a_limit_is_held_against_parameters_alone(own: Path, run: Run) -> None:
         == 0
     )
     done = run(own, "run.toml", "--dry-run", sets=of("asks", f"pipeline.memory_limit={most - 1}"))
-    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    assert (
-        f"for parameters, gradients and optimizer state alone, over pipeline.memory_limit = "
-        f"{most - 1}; use more ranks"
-    ) in done.line
+    assert_refused(done, "optimizer state alone", f"pipeline.memory_limit = {most - 1}")
 
 
 def test_recompute_auto_needs_activations(own: Path, run: Run) -> None:
@@ -139,32 +144,30 @@ def test_recompute_auto_needs_activations(own: Path, run: Run) -> None:
         "--dry-run",
         sets=of("asks", "train.recompute=auto", "pipeline.memory_limit=1GiB"),
     )
-    assert (done.status, done.err.count("\n")) == (2, 1)
-    assert (
-        "train.recompute = 'auto' needs the layers' activations, which are unknown; use "
-        "'all' or a list of layers: "
-    ) in done.line
+    assert_refused(done, "train.recompute = 'auto'", "unknown")
 
 
-def test_a_run_says_what_a_dry_run_says(work: Path) -> None:
+def test_run_refuses_a_limit_below_its_parameters(
+    own: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A limit that parameters alone exceed is refused before the first step.
 
     The folder is as it was.
     """
-    fill_own(work)
-    before = tree(work)
-    done = end(train(work, sets=of("asks", "pipeline.memory_limit=10KB")))
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for key, value in (world | {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": "1"}).items():
+        monkeypatch.setenv(key, value)
+    before = tree(own)
+    done = run(own, "run.toml", sets=of("asks", "pipeline.memory_limit=10KB", ONE_RANK))
     assert (done.status, done.out) == (2, "")
     warned, refused = (line for line in done.err.splitlines() if line.startswith("dynmo:"))
     assert "activations unknown" in warned
-    assert (
-        "for parameters, gradients and optimizer state alone, over pipeline.memory_limit = 10000"
-        in refused
-    )
-    assert tree(work) == before
+    assert "pipeline.memory_limit = 10000" in refused
+    assert tree(own) == before
+    assert not list((own / "runs").iterdir())
 
 
-def test_shapes_that_are_unknown_are_told(
+def test_unknown_shapes_give_a_warning(
     own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.syspath_prepend(own)
@@ -176,7 +179,7 @@ def test_shapes_that_are_unknown_are_told(
     assert "(own.py:11)" in record.getMessage()
 
 
-def test_an_error_of_dynmo_itself_is_not_swallowed() -> None:
+def test_internal_error_is_not_swallowed() -> None:
     def build(own: Collection[int]) -> list[nn.Module]:
         raise RuntimeError("not the user's")
 
@@ -185,16 +188,15 @@ def test_an_error_of_dynmo_itself_is_not_swallowed() -> None:
         shapes_of(config, replace(load_model(config), build=build))
 
 
-def test_a_model_that_leaves(own: Path, run: Run) -> None:
+def test_model_that_calls_exit_is_refused(own: Path, run: Run) -> None:
     done = run(own, "run.toml", "--dry-run", sets=of("leaves"))
-    assert (done.status, done.err.count("\n")) == (2, 1)
-    assert "leaves() raised SystemExit: 0 (own.py:42)" in done.line
+    assert_refused(done, "leaves()", "SystemExit: 0 (own.py:42)")
 
 
 # -- what lies in the folder -----------------------------------------------------------------------
 
 
-def test_files_that_are_called_like_pythons_modules(work: Path) -> None:
+def test_user_files_do_not_shadow_standard_modules(work: Path) -> None:
     """The user's files hide nothing from dynmo.
 
     The user's model is imported all the same.
@@ -202,85 +204,52 @@ def test_files_that_are_called_like_pythons_modules(work: Path) -> None:
     fill_own(work)
     for name in ("types", "grp", "random", "queue"):
         (work / f"{name}.py").write_text("raise RuntimeError('this is no module of Python')\n")
-    changed = [word for text in ("name=main", *of("to")) for word in ("--set", text)]
+    changed = [part for text in ("name=main", *of("to", ONE_RANK)) for part in ("--set", text)]
     done = end(
         start([sys.executable, "-P", "-m", "dynmo", "train", "run.toml", "--json", *changed], work)
     )
     assert (done.status, json.loads(done.out)["steps"]) == (0, 2)
 
 
-def test_the_cause_of_an_import_error_is_shown(work: Path) -> None:
+def test_import_error_shows_its_cause(work: Path) -> None:
     (work / "broken.py").write_text(
         "raise ImportError('no backend') from KeyError('the real cause')\n"
     )
-    sets = ("model.kind=python:broken:layers", "dynamism.cases=[]")
+    sets = ("model.kind=python:broken:layers", "dynamism.cases=[]", ONE_RANK)
     done = end(train(work, sets=sets, env={"DYNMO_TRACEBACK": "1"}))
     assert done.status == 2
     assert "KeyError: 'the real cause'" in done.err
-    assert done.err.splitlines()[-1].startswith(
-        "dynmo: model.kind = 'python:broken:layers': cannot import broken: no backend;"
-    )
+    assert "cannot import broken: no backend" in done.err.splitlines()[-1]
 
 
-def test_a_saved_config_that_is_not_text(tmp_path: Path, run: Run) -> None:
+def test_saved_config_with_invalid_text_is_refused(tmp_path: Path, run: Run) -> None:
     fill(tmp_path)
     saved = tmp_path / "runs" / "main"
     (saved / "checkpoints" / "step-000005").mkdir(parents=True)
     (saved / "checkpoints" / "step-000005" / "manifest.json").write_text("{}")
     (saved / "config.toml").write_bytes(b'name = "caf\xe9"\n')
     done = run(tmp_path, "run.toml", "--resume", sets=("name=main",))
-    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    assert done.line.startswith(
-        "dynmo: runs/main/config.toml: not UTF-8 text (byte 11); save it as UTF-8"
-    )
+    assert_refused(done, "runs/main/config.toml", "byte 11")
 
 
 # -- numbers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("sets", "says"),
+    ("sets", "mentions"),
     [
+        (["parallel.timeout=1e300"], ["parallel.timeout = 1e+300", "1000000000"]),
+        (["parallel.threads=100000"], ["parallel.threads = 100000", "1024"]),
         (
-            ("parallel.timeout=1e300",),
-            "--set: parallel.timeout = 1e+300: must be less than or equal to 1000000000",
-        ),
-        (
-            ("parallel.threads=100000",),
-            "--set: parallel.threads = 100000: must be less than or equal to 1024",
-        ),
-        (
-            (*GPT, "parallel.pipeline=1", "parallel.data=1000000", "train.global_batch=2000000"),
-            "parallel.pipeline x parallel.data = 1000000 ranks, but at most ",
+            [*GPT, "parallel.pipeline=1", "parallel.data=1000000", "train.global_batch=2000000"],
+            ["parallel.pipeline x parallel.data = 1000000"],
         ),
     ],
 )
-def test_numbers_too_large(tmp_path: Path, run: Run, sets: tuple[str, ...], says: str) -> None:
+def test_numbers_that_are_too_large_are_refused(
+    tmp_path: Path, run: Run, sets: list[str], mentions: list[str]
+) -> None:
     fill(tmp_path)
     before = tree(tmp_path)
-    done = run(tmp_path, "run.toml", sets=sets)
-    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    assert done.line.startswith(f"dynmo: {says}")
+    assert_refused(run(tmp_path, "run.toml", sets=sets), *mentions)
     assert tree(tmp_path) == before
-
-
-# -- waits -----------------------------------------------------------------------------------------
-
-
-def test_compiling_is_told_once(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "dynmo",
-        "schedule",
-        "--schedule",
-        "zb-v",
-        "--ranks",
-        "2",
-        "--microbatches",
-        "2",
-    ]
-    command += ["--tf", "1", "--tb", "1", "--tw", "1", "--json"]
-    for told in ("compiling dynmo's loops (once, about 20 s) ...\n", ""):
-        done = end(start(command, tmp_path, env={"NUMBA_CACHE_DIR": str(tmp_path / "cache")}))
-        assert (done.status, done.err) == (0, told)

@@ -7,51 +7,22 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
-from tests.processes import gone, ranks, start, wait_until
+from tests.cli.runs import LONG, end, steps, train
+from tests.processes import ranks, wait_until
 
-CONFIG = """
-name = "main"
-[model]
-kind = "emulated"
-layers = 8
-f = 0.001
-b = 0.001
-w = 0.001
-sequence = 16
-bytes = 1024
-[data]
-source = "file:text"
-[train]
-steps = 100000
-global_batch = 8
-micro_batch = 1
-lr = 1e-2
-[parallel]
-pipeline = 2
-data = 2
-zero = 1
-timeout = 60.0
-[balance]
-balancer = "none"
-"""
+REPLICAS = ("parallel.data=2", "parallel.zero=1", "model.layers=8", "train.micro_batch=1")
 
 
-def test_a_rank_of_another_replica_dies(tmp_path: Path) -> None:
+def test_killed_rank_is_named_by_its_global_rank(work: Path) -> None:
     """The message names the failed rank by its global rank.
 
     The others wait for it in pipelines and reductions. Their own messages do not count.
     """
-    work = tmp_path
-    (work / "text").write_bytes(bytes(range(256)) * 40)
-    (work / "run.toml").write_text(CONFIG)
-    process = start([sys.executable, "-m", "dynmo", "train", "run.toml", "--json"], work)
-    log = work / "runs/main/events.jsonl"
-    wait_until(lambda: log.exists() and log.read_text().count("step") > 2, 200)
+    process = train(work, sets=(*LONG, *REPLICAS, "dynamism.cases=[]", "balance.balancer=none"))
+    wait_until(lambda: steps(work, "main") > 2, 200)
     os.kill(ranks(work)[3], signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert error.splitlines()[-1] == "dynmo: rank 3 was ended by SIGKILL; out of memory?"
-    assert gone(work)
+    done = end(process)
+    assert done.status == 1
+    assert "rank 3 was ended by SIGKILL" in done.line

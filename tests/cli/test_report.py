@@ -1,15 +1,17 @@
+"""`dynmo report`: one run, several runs, and folders that are no run."""
+
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from dynmo.cli import main
 from dynmo.events import (
     ChangeEvent,
     EndEvent,
@@ -20,27 +22,18 @@ from dynmo.events import (
     RebalanceResultEvent,
     StepEvent,
 )
-from dynmo.report.summary import comparison_table, summarize
-
-Run = Callable[..., tuple[int, str, str]]
+from dynmo.report.comparison import comparison_table
+from dynmo.report.summary import summarize
+from tests.cli.runs import Run, assert_refused
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs the command line in this process and a folder of its own, as if piped.
-
-    Returns the exit status, stdout and stderr.
-    """
+def run(dynmo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """`dynmo report` in a folder of its own, as if piped."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = main(["report", *map(str, arguments)])
-        out = capsys.readouterr()
-        return status, out.out, out.err
-
-    return call
+    return partial(dynmo, "report")
 
 
 def step(
@@ -81,7 +74,7 @@ def a_run(seconds: float, digest: str = "0123456789abcdef" * 4) -> list[Event]:
     return [*before, moved(5, 1), *after, RebalanceResultEvent(9, 0.0, 1, 0.5), held_out, end]
 
 
-def test_one_run(run: Run) -> None:
+def test_report_of_one_run(run: Run) -> None:
     log("runs/one", a_run(0.5))
     status, out, err = run("runs/one")
     assert (status, err) == (0, "")
@@ -98,7 +91,7 @@ def test_one_run(run: Run) -> None:
     ) in out
 
 
-def test_several_runs(run: Run) -> None:
+def test_report_compares_several_runs(run: Run) -> None:
     """Each run is compared with the first.
 
     Figures are whole, though nobody said how wide a pipe is.
@@ -129,7 +122,7 @@ def test_several_runs(run: Run) -> None:
     assert out.endswith("same loss and same weights, to the last bit\n")
 
 
-def test_a_narrow_terminal_loses_no_figure() -> None:
+def test_narrow_terminal_shows_every_figure() -> None:
     """Three runs fit in 80 columns.
 
     In 50 columns they are folded, not cut.
@@ -144,15 +137,15 @@ def test_a_narrow_terminal_loses_no_figure() -> None:
         assert ("0123456789ab" in screen.getvalue()) == (width == 80)
 
 
-def test_the_numbers_compared(run: Run) -> None:
+def test_verdict_on_different_or_unfinished_runs(run: Run) -> None:
     log("a", a_run(0.5))
     log("b", a_run(0.5, digest="f" * 64))
     log("c", a_run(0.5)[:-1])
-    assert run("a", "b")[1].endswith("the runs ended with different weights\n")
-    assert run("a", "c")[1].endswith("a run has not ended: its weights cannot be compared\n")
+    assert "different weights" in run("a", "b").out.splitlines()[-1]
+    assert "has not ended" in run("a", "c").out.splitlines()[-1]
 
 
-def test_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_output(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     log("a", a_run(0.5))
     log("b", a_run(1 / 3))
     status, out, err = run("a", "b", "--json")
@@ -196,7 +189,7 @@ def test_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (alone["runs"][0]["name"], alone["verdict"]) == ("a", None)
 
 
-def test_phases_of_runs_that_are_compared(run: Run) -> None:
+def test_compared_runs_share_their_phases(run: Run) -> None:
     """One run alone has the phases of its own work.
 
     Beside another run, it has the phases of both.
@@ -222,7 +215,7 @@ def test_phases_of_runs_that_are_compared(run: Run) -> None:
     assert [got["changed"] for got in json.loads(run("a", "b", "--json")[1])["runs"]] == [[], [6]]
 
 
-def test_a_resumed_run(run: Run) -> None:
+def test_resumed_run_counts_repeated_steps_once(run: Run) -> None:
     """A step that was done twice counts once, as it was done the second time.
 
     A torn line of the first time does no harm.
@@ -264,26 +257,17 @@ def test_a_resumed_run(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "mentions"),
     [
-        (None, "a is not a run: it has no events.jsonl"),
-        (b"", "a/events.jsonl has no steps yet"),
-        (b'{"event": "step"', "a/events.jsonl has no steps yet"),
-        (
-            b'{"event": "eval", "step": 1, "time": 1.0, "loss": 1.0}\n',
-            "a/events.jsonl has no steps yet",
-        ),
-        (b'{"event": "st\n{}\n', "a/events.jsonl:1: not a line of JSON"),
-        (b"[1]\n", "a/events.jsonl:1: not an event"),
-        (
-            b'{"event": "party", "step": 1, "time": 1.0}\n',
-            "a/events.jsonl:1: unknown event 'party'",
-        ),
-        (
-            b'{"event": "step", "step": 1, "time": 1.0}\n',
-            "a/events.jsonl:1: event 'step' lacks 'loss'",
-        ),
-        (b"\xff\xfe\n", "a/events.jsonl cannot be read: not text in UTF-8"),
+        (None, ["a is", "events.jsonl"]),
+        (b"", ["a/events.jsonl", "no steps"]),
+        (b'{"event": "step"', ["a/events.jsonl", "no steps"]),
+        (b'{"event": "eval", "step": 1, "time": 1.0, "loss": 1.0}\n', ["no steps"]),
+        (b'{"event": "st\n{}\n', ["a/events.jsonl:1:", "JSON"]),
+        (b"[1]\n", ["a/events.jsonl:1:"]),
+        (b'{"event": "party", "step": 1, "time": 1.0}\n', ["a/events.jsonl:1:", "'party'"]),
+        (b'{"event": "step", "step": 1, "time": 1.0}\n', ["a/events.jsonl:1:", "'loss'"]),
+        (b"\xff\xfe\n", ["a/events.jsonl", "UTF-8"]),
     ],
     ids=[
         "none",
@@ -297,18 +281,18 @@ def test_a_resumed_run(run: Run) -> None:
         "binary",
     ],
 )
-def test_what_is_no_run(run: Run, content: bytes | None, says: str) -> None:
+def test_folder_that_is_not_a_run_is_refused(
+    run: Run, content: bytes | None, mentions: list[str]
+) -> None:
     Path("a").mkdir()
     if content is not None:
         Path("a/events.jsonl").write_bytes(content)
     log("good", a_run(0.5))
     for arguments in (["a"], ["good", "a", "--json"]):
-        status, out, err = run(*arguments)
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert err.startswith(f"dynmo: {says}")
+        assert_refused(run(*arguments), *mentions)
 
 
-def test_the_configs_beside_the_numbers(run: Run) -> None:
+def test_report_names_the_config_differences(run: Run) -> None:
     for name, steps in (("a", 4), ("b", 6)):
         log(name, a_run(0.5))
         (Path(name) / "config.toml").write_text(f'name = "{name}"\n[train]\nsteps = {steps}\n')
@@ -316,21 +300,7 @@ def test_the_configs_beside_the_numbers(run: Run) -> None:
     assert json.loads(run("a", "b", "--json")[1])["differences"] == {"train.steps": [4, 6]}
 
 
-def test_a_file_in_the_run_is_given(run: Run) -> None:
-    log("a", a_run(0.5))
-    assert run("a/events.jsonl") == (
-        2,
-        "",
-        "dynmo: a/events.jsonl is a file; give the run's folder, a\n",
-    )
-
-
-def test_a_run_that_is_missing(run: Run) -> None:
-    assert run("runs/nothing") == (
-        2,
-        "",
-        "dynmo: runs/nothing is not a run: it has no events.jsonl\n",
-    )
-    status, out, err = run()
-    assert (status, out) == (2, "")
-    assert err.startswith("dynmo: Missing argument")
+def test_path_that_is_not_a_folder_is_refused(run: Run) -> None:
+    path = log("a", a_run(0.5))
+    assert_refused(run(path), path, "folder, a")
+    assert_refused(run("runs/nothing"), "runs/nothing")

@@ -1,15 +1,16 @@
+"""`dynmo simulate`: its answer, its text and plot, and what it refuses."""
+
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dynmo.cli import main
+from tests.cli.runs import Run, assert_refused
 
 EXAMPLE = Path(__file__).parents[2] / "examples/workload.toml"
-Run = Callable[..., tuple[int, str, str]]
 
 SMALL = """
 steps = 40
@@ -31,15 +32,8 @@ w = [0, 0, 1, 1]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command line in this process: exit status, stdout, stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = main(["simulate", *map(str, arguments)])
-        out = capsys.readouterr()
-        return status, out.out, out.err
-
-    return call
+def run(dynmo: Run) -> Run:
+    return partial(dynmo, "simulate")
 
 
 @pytest.fixture
@@ -49,7 +43,7 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_example(run: Run) -> None:
+def test_example_workload_has_the_expected_speedup(run: Run) -> None:
     status, out, err = run(EXAMPLE, "--json")
     assert (status, err) == (0, "")
     assert out.count("\n") == 1
@@ -67,7 +61,7 @@ def test_the_example(run: Run) -> None:
     assert total["moved_bytes"] == sum(x["moved_bytes"] for x in result["phases"]) > 0
 
 
-def test_the_text(run: Run, small: Path) -> None:
+def test_text_output(run: Run, small: Path) -> None:
     status, out, err = run(small)
     assert (status, err) == (0, "")
     lines = out.splitlines()
@@ -92,14 +86,14 @@ def test_the_text(run: Run, small: Path) -> None:
     assert "*" in out
 
 
-def test_a_name_is_no_markup(run: Run, small: Path) -> None:
-    small.write_text('name = "[bold]small[/x]"\n' + SMALL.replace('name = "small"\n', ""))
+def test_markup_in_a_name_is_printed_literally(run: Run, small: Path) -> None:
+    small.write_text('name = "[bold]small[/x]"\n' + SMALL)
     status, out, err = run(small)
     assert (status, err) == (0, "")
     assert out.startswith("[bold]small[/x]: 4 layers")
 
 
-def test_the_plot(run: Run, small: Path) -> None:
+def test_plot_is_an_svg_file(run: Run, small: Path) -> None:
     picture = small.with_suffix(".svg")
     status, out, _ = run(small, "--plot", picture, "--json")
     assert status == 0
@@ -108,48 +102,38 @@ def test_the_plot(run: Run, small: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "mentions"),
     [
-        (("steps = 40", "step = 40"), "unknown key 'step'; did you mean 'steps'?"),
-        (("ranks = 2", "ranks = 5"), "5 ranks need at least 5 layers; the model has 4"),
-        (("ranks = 2", 'ranks = 2\nschedule = "zb-h3"'), "unknown schedule 'zb-h3'; choose one of"),
+        (("steps = 40", "step = 40"), ["'step'", "'steps'"]),
+        (("ranks = 2", "ranks = 5"), ["5 ranks", "4"]),
+        (("ranks = 2", 'ranks = 2\nschedule = "zb-h3"'), ["zb-h3"]),
         (
             ("microbatches = 4", 'microbatches = 5\nschedule = "interleaved-1f1b"'),
-            "5 microbatches are not a multiple of 2 ranks",
+            ["5 microbatches", "2 ranks"],
         ),
-        (
-            ("[layers]", '[policy]\nbalancer = "best"\n[layers]'),
-            "unknown balancer 'best'; choose one of",
-        ),
-        (("f = [1, 1, 1, 1]", "f = [1, 1, 1, nan]"), "layer 3: layers.moments 0: f = NaN"),
-        (("f = [1, 1, 1, 1]", "f = [1, 1, 1, 1"), "not TOML"),
-        (("ranks = 2", "ranks = 2\nmemory_limit = 1500"), "over the limit of 1500"),
+        (("[layers]", '[policy]\nbalancer = "best"\n[layers]'), ["best"]),
+        (("f = [1, 1, 1, 1]", "f = [1, 1, 1, nan]"), ["layer 3", "layers.moments 0", "f = NaN"]),
+        (("f = [1, 1, 1, 1]", "f = [1, 1, 1, 1"), ["small.toml", "TOML"]),
+        (("ranks = 2", "ranks = 2\nmemory_limit = 1500"), ["1500"]),
     ],
 )
-def test_bad_input_is_one_line(
-    run: Run, small: Path, change: tuple[str, str], message: str
+def test_wrong_workload_is_refused(
+    run: Run, small: Path, change: tuple[str, str], mentions: list[str]
 ) -> None:
     small.write_text(SMALL.replace(*change, 1))
-    status, out, err = run(small)
-    assert (status, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
+    assert_refused(run(small), *mentions)
 
 
-def test_a_plot_that_cannot_be_is_told_first(run: Run, small: Path, tmp_path: Path) -> None:
-    assert "must end in .svg, .png or .pdf" in run(small, "--plot", "x.txt")[2]
-    assert "there is no folder" in run(small, "--plot", tmp_path / "none/x.svg")[2]
-    assert "cannot be read: No such file" in run(tmp_path / "none.toml")[2]
+def test_wrong_paths_are_refused(run: Run, small: Path, tmp_path: Path) -> None:
+    assert_refused(run(small, "--plot", "x.txt"), "--plot x.txt")
+    nowhere = tmp_path / "none/x.svg"
+    assert_refused(run(small, "--plot", nowhere), nowhere)
+    assert_refused(run(tmp_path / "none.toml"), tmp_path / "none.toml")
 
 
-def test_the_fewest_ranks(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "small.toml"
-    path.write_text(SMALL)
-    status, out, _ = run(path, "--fewest-ranks", "0.1", "--json")
-    assert status == 0
-    needed = json.loads(out)["ranks_needed"]
+def test_fewest_ranks_of_a_workload(run: Run, small: Path) -> None:
+    needed = json.loads(run(small, "--fewest-ranks", "0.1", "--json").out)["ranks_needed"]
     assert [moment["ranks"] for moment in needed["moments"]] == [2, 2]
     assert needed["mean"] == 2.0
-    _, out, _ = run(path, "--fewest-ranks", "1")
-    assert "needs 1.0 of 2 ranks on average" in out
-    assert "ranks_needed" not in json.loads(run(path, "--json")[1])
+    assert "needs 1.0 of 2 ranks on average" in run(small, "--fewest-ranks", "1").out
+    assert "ranks_needed" not in json.loads(run(small, "--json").out)

@@ -292,6 +292,13 @@ class Cluster:
 
 def check(cluster: Cluster) -> None:
     """Applies the manifests, shrinks and grows the job, and provokes each error."""
+    running = start_jobs(cluster)
+    check_sizes(cluster, running)
+    check_errors(cluster)
+
+
+def start_jobs(cluster: Cluster) -> list[str]:
+    """Starts the run and another job that waits for a GPU. Returns the pods of the run."""
     cluster.core.create_namespace({"metadata": {"name": NAMESPACE}})
     wait_until(
         lambda: bool(cluster.core.list_namespaced_service_account(NAMESPACE).items),
@@ -302,7 +309,16 @@ def check(cluster: Cluster) -> None:
     apply(cluster, [other_job(cluster)])
     wait_for_pods(cluster, "other", "Pending", 1)
     print("4 pods run, and a pod of another job waits for a GPU")
+    return running
 
+
+def check_sizes(cluster: Cluster, running: list[str]) -> None:
+    """Shrinks the job, grows it, and shrinks it while the API server is away.
+
+    Args:
+        cluster: The cluster, where another job waits for a GPU.
+        running: The pods of the run.
+    """
     is_elastic = cluster.version >= (1, 27)
     cluster.enter_pod()
     stay, left = running[2:], running[:2]
@@ -348,6 +364,9 @@ def check(cluster: Cluster) -> None:
     assert wait_for_pods(cluster, JOB, "Running", 2) == stay
     releaser.close()
 
+
+def check_errors(cluster: Cluster) -> None:
+    """Provokes each error. The API server is stopped at the end."""
     expect_failure("another", None, "forbids it")
     expect_failure("another", cluster.admin, "there is no job training/another")
     wrong = cluster.admin.with_name("wrong.yaml")

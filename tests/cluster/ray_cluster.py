@@ -20,10 +20,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.processes import end_all, start, wait_until
+from tests.cluster.started import StartedProcesses
+from tests.processes import wait_until
 
 # The first process: it brings `lo` up, starts the head, and ends it when its input closes.
 _HEAD = """
@@ -51,7 +52,7 @@ def why_no_ray() -> str | None:
     return None if tried.returncode == 0 else "no network namespace can be made here"
 
 
-class RayCluster:
+class RayCluster(StartedProcesses):
     """A running cluster.
 
     Attributes:
@@ -59,35 +60,17 @@ class RayCluster:
     """
 
     def __init__(self, head: subprocess.Popen[str], address: str) -> None:
+        super().__init__()
         self.address = address
         self._head = head
-        self._started: list[subprocess.Popen[str]] = []
 
-    def start(
-        self,
-        command: Sequence[str],
-        folder: Path,
-        env: Mapping[str, str] | None = None,
-    ) -> subprocess.Popen[str]:
-        """Starts a process inside of the namespace.
+    def inside(self, command: Sequence[str]) -> Sequence[str]:
+        return ["nsenter", f"--net=/proc/{self._head.pid}/ns/net", *command]
 
-        It is ended with the cluster at the latest.
-
-        Args:
-            command: The argument list.
-            folder: Its working folder.
-            env: More variables of its environment.
-        """
-        inside = ["nsenter", f"--net=/proc/{self._head.pid}/ns/net", *command]
+    def environment(self) -> dict[str, str]:
         # Ray itself warns as it is imported.
-        given = {**RAY_ENV, "RAY_ADDRESS": self.address, "PYTHONWARNINGS": "default"}
-        given = {**given, "MASTER_ADDR": "127.0.0.1", **(env or {})}
-        self._started.append(start(inside, folder, given))
-        return self._started[-1]
-
-    def end_started(self) -> None:
-        """Ends what `start` has started."""
-        end_all(self._started)
+        own = {"RAY_ADDRESS": self.address, "PYTHONWARNINGS": "default"}
+        return {**RAY_ENV, **own, "MASTER_ADDR": "127.0.0.1"}
 
 
 RAY_ENV = {

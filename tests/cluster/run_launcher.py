@@ -1,7 +1,7 @@
-"""A launcher as a process: runs `rank_program.py` as the ranks.
+"""A launcher as a process, over ranks that run scripts (`rank_program.py`).
 
 Usage: `python -m tests.cluster.run_launcher local|slurm|ray SIZE FOLDER`. It says how the run ended
-as the command line does.
+as the command line does. `launcher_command` writes the scripts and returns this command.
 """
 
 from __future__ import annotations
@@ -14,6 +14,67 @@ from pathlib import Path
 from dynmo.errors import DynmoError
 from dynmo.launch.starter import Starter
 from dynmo.launch.supervisor import spawn
+
+ROOT = Path(__file__).parents[2]
+# Variables of a launcher that works in another folder.
+PATHS = {"PYTHONPATH": str(ROOT)}
+
+# A rank that ends half a second after it was asked to.
+STOPS_WHEN_ASKED = """
+say(f"up-{process}")
+until(lambda: signals, "a signal")
+time.sleep(0.5)
+say(f"stopped-{process}")
+sys.exit(130)
+"""
+
+# Four ranks, of which the last two leave. Rank 0 asks for two others when another job of the
+# cluster has waited for their resources, has got them and has ended.
+LENDS_TWO = (
+    """
+say("up")
+heard("another-waits")
+release(2, 3)
+say("leave")
+receipts(1)
+heard("another-is-over")
+desk.request(2)
+heard("member-4")
+heard("member-5")
+receipts(3)
+print("result")
+say("done")
+""",
+    "heard('done')",
+    "heard('leave')",
+    "heard('leave')",
+)
+
+
+def launcher_command(name: str, folder: Path, *scripts: str, join: str = "") -> list[str]:
+    """Writes the scripts of a run, and returns the command of its launcher.
+
+    Args:
+        name: "local", "slurm" or "ray".
+        folder: Folder of the scripts.
+        *scripts: Python text for each rank, rank 0 first.
+        join: Python text for a rank that joins.
+    """
+    for number, script in enumerate(scripts):
+        (folder / f"script-{number}.py").write_text(script)
+    (folder / "script-join.py").write_text(join)
+    module = [sys.executable, "-m", "tests.cluster.run_launcher"]
+    return [*module, name, str(len(scripts)), str(folder)]
+
+
+def receipts_of(folder: Path) -> list[str]:
+    """The receipts of the launcher, as rank 0 has written them down."""
+    return (folder / "receipts").read_text().splitlines()
+
+
+def has_stopped(folder: Path) -> list[bool]:
+    """Whether each of two ranks that run `STOPS_WHEN_ASKED` has ended by itself."""
+    return [(folder / f"stopped-{rank}").exists() for rank in range(2)]
 
 
 def starter(name: str, size: int, folder: Path) -> Starter | None:

@@ -22,7 +22,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.processes import end_all, start, wait_until
+from tests.cluster.started import StartedProcesses
+from tests.processes import wait_until
 
 _CONF = """
 ClusterName=t
@@ -68,7 +69,7 @@ def why_no_slurm() -> str | None:
     return None if os.geteuid() == 0 else "Slurm's daemons need root here"
 
 
-class SlurmCluster:
+class SlurmCluster(StartedProcesses):
     """A running cluster.
 
     Attributes:
@@ -78,9 +79,9 @@ class SlurmCluster:
     """
 
     def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
+        super().__init__()
         self.folder = folder
         self.nodes = list(nodes)
-        self._started: list[subprocess.Popen[str]] = []
         outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
         self.env = {**outside, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
 
@@ -90,27 +91,8 @@ class SlurmCluster:
         assert done.returncode == 0, f"{command}: {done.stderr}{self.logs()}"
         return done.stdout
 
-    def start(
-        self,
-        command: Sequence[str],
-        folder: Path,
-        env: Mapping[str, str] | None = None,
-    ) -> subprocess.Popen[str]:
-        """Starts a process outside of any job.
-
-        It is ended with the cluster at the latest.
-
-        Args:
-            command: The argument list.
-            folder: Its working folder.
-            env: More variables of its environment.
-        """
-        self._started.append(start(command, folder, {**self.env, **(env or {})}))
-        return self._started[-1]
-
-    def end_started(self) -> None:
-        """Ends what `start` has started."""
-        end_all(self._started)
+    def environment(self) -> dict[str, str]:
+        return self.env
 
     def submit(
         self,

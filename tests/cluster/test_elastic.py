@@ -64,7 +64,7 @@ def check(folder: Path, pool: Pool) -> list[ReleaseEvent]:
 
 
 @pytest.mark.skipif(NO_SLURM is not None, reason=str(NO_SLURM))
-def test_slurm(tmp_path: Path, pool: Pool) -> None:
+def test_slurm_run_releases_and_regains_ranks(tmp_path: Path, pool: Pool) -> None:
     with slurm_cluster() as slurm:
         options = [f"--chdir={tmp_path}"]
         job = slurm.submit(command(tmp_path, "slurm"), 4, "train", tmp_path / "out", PATHS, options)
@@ -102,7 +102,7 @@ print(ray.get(work.remote()), flush=True)
 
 
 @pytest.mark.skipif(NO_RAY is not None, reason=str(NO_RAY))
-def test_ray(tmp_path: Path, pool: Pool) -> None:
+def test_ray_run_releases_and_regains_ranks(tmp_path: Path, pool: Pool) -> None:
     with ray_cluster(gpus=4) as cluster:
         run = cluster.start(command(tmp_path, "ray"), tmp_path, PATHS)
         log = tmp_path / "runs/run/events.jsonl"

@@ -232,7 +232,7 @@ def wait_for_patch(fake: FakeKubernetes, parallelism: int) -> None:
         time.sleep(0.01)
 
 
-def test_release_and_request(fake: FakeKubernetes, tmp_path: Path) -> None:
+def test_release_and_request_scale_the_job(fake: FakeKubernetes, tmp_path: Path) -> None:
     releaser = connect(fake.url, tmp_path)
     releaser.check()
     assert releaser.can_request
@@ -254,7 +254,7 @@ def test_release_and_request(fake: FakeKubernetes, tmp_path: Path) -> None:
     releaser.close()
 
 
-def test_before_1_27_the_pods_that_left_are_deleted(
+def test_released_pods_are_deleted_before_kubernetes_1_27(
     old_fake: FakeKubernetes, tmp_path: Path
 ) -> None:
     """The controller of an older server would delete other pods.
@@ -273,7 +273,7 @@ def test_before_1_27_the_pods_that_left_are_deleted(
     releaser.request(1)
     receipt = one(releaser)
     assert receipt.kind == "failed"
-    assert "can have at most 4 pods" in receipt.what
+    assert "4 pods" in receipt.what
     assert old_fake.patches == [{"parallelism": 2}, {"parallelism": 4}]
     releaser.close()
 
@@ -283,37 +283,39 @@ def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, tmp_path: Pat
     releaser.release(members(1, 2), members(0, 3))
     receipt = one(releaser)
     assert receipt.kind == "failed"
-    assert "run-3 would go, but its rank 3 stays" in receipt.what
+    assert "run-3" in receipt.what
+    assert "rank 3" in receipt.what
     assert fake.patches == []
     releaser.close()
 
 
 @pytest.mark.parametrize(
-    ("method", "status", "says"),
+    ("method", "status", "word"),
     [
-        ("GET", 401, "rejects the credentials (why)"),
-        ("GET", 403, "forbids it (why); let the pod's service account do it as in examples/"),
-        ("PATCH", 403, "forbids it (why)"),
-        ("GET", 404, "there is no job training/run (why); set JOB_NAME and POD_NAMESPACE"),
-        ("PATCH", 422, "cannot change so (why); it needs completionMode: Indexed"),
-        ("PATCH", 400, "answers 400 (why); kubectl -n training edit job run can set"),
+        ("GET", 401, "credentials"),
+        ("GET", 403, "service account"),
+        ("PATCH", 403, "forbids"),
+        ("GET", 404, "JOB_NAME"),
+        ("PATCH", 422, "completionMode: Indexed"),
+        ("PATCH", 400, "400"),
     ],
 )
-def test_an_error_is_one_line(
-    fake: FakeKubernetes, tmp_path: Path, method: str, status: int, says: str
+def test_server_error_is_one_line(
+    fake: FakeKubernetes, tmp_path: Path, method: str, status: int, word: str
 ) -> None:
     fake.failures = [(method, status, "why\n")]
     releaser = connect(fake.url, tmp_path)
     releaser.request(2)
     receipt = one(releaser)
     assert (receipt.kind, receipt.ranks) == ("failed", 2)
-    assert says in receipt.what
+    assert word in receipt.what
+    assert "(why)" in receipt.what
     assert fake.spec["parallelism"] == 4
     releaser.close()
 
 
 @pytest.mark.parametrize("status", [409, 429, 500, 503])
-def test_a_busy_server_is_asked_again(fake: FakeKubernetes, tmp_path: Path, status: int) -> None:
+def test_busy_server_is_retried(fake: FakeKubernetes, tmp_path: Path, status: int) -> None:
     fake.failures = [("PATCH", status, "later")] * 2 + [("GET", status, "later")] * 2
     releaser = connect(fake.url, tmp_path)
     releaser.request(1)
@@ -324,23 +326,25 @@ def test_a_busy_server_is_asked_again(fake: FakeKubernetes, tmp_path: Path, stat
     hurried.release(members(3), members(0, 1, 2))
     receipt = one(hurried)
     assert receipt.kind == "failed"
-    assert f"answers {status} (later)" in receipt.what
+    assert f"{status} (later)" in receipt.what
     releaser.close()
     hurried.close()
 
 
-def test_a_job_that_is_not_indexed(fake: FakeKubernetes, tmp_path: Path) -> None:
+def test_job_without_indexes_fails_with_the_server_message(
+    fake: FakeKubernetes, tmp_path: Path
+) -> None:
     fake.spec["completionMode"] = "NonIndexed"
     releaser = connect(fake.url, tmp_path)
     releaser.release(members(3), members(0, 1, 2))
     receipt = one(releaser)
     assert receipt.kind == "failed"
-    assert 'cannot change so (Job "run" is invalid: field is immutable)' in receipt.what
+    assert "field is immutable" in receipt.what, "the server's own words"
     assert fake.indexes == [0, 1, 2, 3]
     releaser.close()
 
 
-def test_no_server(tmp_path: Path) -> None:
+def test_missing_server_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -348,12 +352,12 @@ def test_no_server(tmp_path: Path) -> None:
     releaser.release(members(3), members(0, 1, 2))
     receipt = one(releaser)
     assert receipt.kind == "failed"
-    assert f"the API server at http://127.0.0.1:{port} does not answer" in receipt.what
-    assert "can set parallelism = completions = 3 by hand" in receipt.what
+    assert f"http://127.0.0.1:{port}" in receipt.what
+    assert "parallelism = completions = 3" in receipt.what
     releaser.close()
 
 
-def test_no_room_for_new_pods(fake: FakeKubernetes, tmp_path: Path) -> None:
+def test_pending_pods_stay_requested(fake: FakeKubernetes, tmp_path: Path) -> None:
     """Pods that are pending stay requested.
 
     A release that follows does not wait for them.
@@ -363,7 +367,7 @@ def test_no_room_for_new_pods(fake: FakeKubernetes, tmp_path: Path) -> None:
     releaser.request(2)
     receipt = one(releaser)
     assert receipt.kind == "failed"
-    assert "6 pods are active, 5 ready, 0 ending after 0.2 s; see kubectl" in receipt.what
+    assert "6 pods are active, 5 ready, 0 ending after 0.2 s" in receipt.what
     assert fake.spec["parallelism"] == 6
     releaser.close()
 
@@ -373,7 +377,7 @@ def test_no_room_for_new_pods(fake: FakeKubernetes, tmp_path: Path) -> None:
     patient.release(members(3), members(0, 1, 2))
     given_up, released = wait_for(patient, 2)
     assert given_up.kind == "failed"
-    assert "a newer change goes first" in given_up.what
+    assert "newer" in given_up.what
     assert released.kind == "released"
     assert fake.indexes == [0, 1, 2]
     patient.close()
@@ -389,10 +393,10 @@ def test_close_does_not_wait_for_pods(fake: FakeKubernetes, tmp_path: Path) -> N
     assert time.monotonic() - began < 8
     (receipt,) = releaser.receipts()
     assert receipt.kind == "failed"
-    assert "the run ended before its pods had changed" in receipt.what
+    assert "the run ended" in receipt.what
 
 
-def test_check_without_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_names_the_missing_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="needs POD_NAMESPACE: set it in the pod as in examples"):
         KubernetesReleaser().check()
     monkeypatch.setenv("POD_NAMESPACE", "training")
@@ -409,7 +413,7 @@ def test_check_without_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         KubernetesReleaser().check()
 
 
-def test_check_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes.client", None)
     with pytest.raises(ConfigError, match=r"pip install 'dynmo\[kubernetes\]'") as caught:
         KubernetesReleaser("training", "run").check()
@@ -440,7 +444,7 @@ def example(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)
-def test_examples_have_only_keys_of_the_api(kind: str) -> None:
+def test_example_manifests_have_only_api_keys(kind: str) -> None:
     assert unknown_keys(example(kind), MANIFESTS[kind], kind) == []
 
 
@@ -458,7 +462,7 @@ def unknown_keys(value: Any, type_name: str, at: str) -> list[str]:
     return unknown
 
 
-def test_examples_fit_each_other() -> None:
+def test_example_manifests_are_consistent() -> None:
     job, service, role = example("Job"), example("Service"), example("Role")
     name, spec, pod = job["metadata"]["name"], job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]

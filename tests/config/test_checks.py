@@ -8,6 +8,7 @@ import pytest
 from dynmo.config import load
 from tests.config.refusal import refusal
 
+FREEZING, PRUNING = "dynamism.cases=['freezing']", "dynamism.cases=['pruning']"
 EXIT, DEPTHS = "dynamism.cases=['early_exit']", "dynamism.cases=['mixture_of_depths']"
 SPREAD = ("model.kind=moe", "parallel.data=2", "parallel.expert=2")
 
@@ -32,11 +33,7 @@ def test_known_but_not_served(key, value):
     ("key", "value", "hint"),
     [
         ("model.kind", "gtp", 'did you mean "gpt"?'),
-        (
-            "model.kind",
-            "gtp",
-            '"gpt", "moe", "emulated", or "python:package.module:function" for your own',
-        ),
+        ("model.kind", "gtp", 'or "python:'),
         ("model.kind", "python:nothing", "python:package.module:function"),
         ("model.kind", "python:a/b:c", "python:package.module:function"),
         ("model.dropout", "1", "less than 1"),
@@ -89,29 +86,13 @@ def test_known_but_not_served(key, value):
         ("dynamism.mixture_of_depths.predictor", "mpl", 'did you mean "mlp"?'),
         ("dynamism.pruning.initial_sparsity", "-0.1", "greater than or equal to 0"),
         ("dynamism.pruning.criterion", "globl", 'did you mean "global"?'),
-        (
-            "dynamism.pruning.dense_below",
-            "1.5",
-            'a share from 0 to 1, a table of shares by shape, "auto" or "measured"',
-        ),
-        (
-            "dynamism.pruning.dense_below",
-            "measure",
-            'a share from 0 to 1, a table of shares by shape, "auto" or "measured"',
-        ),
-        (
-            "dynamism.pruning.dense_below",
-            "{16x16 = 2}",
-            'a share from 0 to 1, a table of shares by shape, "auto" or "measured"',
-        ),
-        (
-            "dynamism.pruning.dense_below",
-            "{16 = 0.5}",
-            "the key '16'; a table says shapes of weights, such as \"256x1024\" = 0.6",
-        ),
+        ("dynamism.pruning.dense_below", "1.5", '"auto" or "measured"'),
+        ("dynamism.pruning.dense_below", "measure", '"auto" or "measured"'),
+        ("dynamism.pruning.dense_below", "{16x16 = 2}", '"auto" or "measured"'),
+        ("dynamism.pruning.dense_below", "{16 = 0.5}", "the key '16'"),
         ("parallel.data", "0", "greater than or equal to 1"),
         ("train.reduction_slots", "0", "greater than or equal to 1"),
-        ("elastic.reshape_at", "[[3, 1, 2], [3, 2, 1]]", "step 3 after step 3: steps must ascend"),
+        ("elastic.reshape_at", "[[3, 1, 2], [3, 2, 1]]", "step 3 after step 3"),
         ("elastic.reshape_at", "[[3, 1]]", "missing"),
         ("elastic.reshape_at", "[[0, 1, 2]]", "greater than or equal to 1"),
         ("seed", "-1", "greater than or equal to 0"),
@@ -126,90 +107,43 @@ def test_a_value_refused(key, value, hint):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("overrides", "named"),
     [
-        (
-            ["train.micro_batch=3"],
-            (
-                "train.micro_batch = 3 does not divide train.global_batch / parallel.data = 32; "
-                "nearest that do: 2, 4"
-            ),
-        ),
-        (
-            ["train.micro_batch=64"],
-            (
-                "train.micro_batch = 64 does not divide train.global_batch / parallel.data = 32; "
-                "nearest that do: 32"
-            ),
-        ),
-        (
-            ["model.heads=3"],
-            "model.heads = 3 does not divide model.hidden = 256; nearest that do: 2, 4",
-        ),
-        (
-            ["model.hidden=12"],
-            (
-                "model.hidden / model.heads = 3 is odd, but rotary positions turn pairs; use "
-                "hidden = 16, or other heads"
-            ),
-        ),
-        (
-            ["parallel.data=5"],
-            "parallel.data = 5 does not divide train.global_batch = 32; nearest that do: 4, 8",
-        ),
-        (
-            ["parallel.data=16"],
-            (
-                "train.micro_batch = 4 does not divide train.global_batch / parallel.data = 2; "
-                "nearest that do: 2"
-            ),
-        ),
+        (["train.micro_batch=3"], ["train.micro_batch = 3", "2, 4"]),
+        (["train.micro_batch=64"], ["train.micro_batch = 64", "32"]),
+        (["model.heads=3"], ["model.heads = 3", "model.hidden = 256", "2, 4"]),
+        (["model.hidden=12"], ["model.hidden / model.heads = 3", "hidden = 16"]),
+        (["parallel.data=5"], ["parallel.data = 5", "train.global_batch = 32", "4, 8"]),
+        (["parallel.data=16"], ["train.micro_batch = 4", "parallel.data = 2"]),
         (
             ["train.reduction_slots=3"],
-            (
-                "train.reduction_slots = 3 does not divide the 8 microbatches of a step; leave "
-                "it out for one per replica, or use 1 or 2 or 4"
-            ),
+            ["train.reduction_slots = 3", "8 microbatches", "1 or 2 or 4"],
         ),
         (
             ["train.global_batch=48", "parallel.data=2", "train.reduction_slots=6"],
-            (
-                "train.reduction_slots = 6 is not 2 (replicas) times a power of two; leave it "
-                "out for one per replica, or use 2 or 4"
-            ),
+            ["train.reduction_slots = 6", "2 (replicas)", "2 or 4"],
         ),
         (
             ["parallel.data=4", "train.reduction_slots=2"],
-            (
-                "train.reduction_slots = 2 is not 4 (replicas) times a power of two; leave it "
-                "out for one per replica, or use 4 or 8"
-            ),
+            ["train.reduction_slots = 2", "4 (replicas)", "4 or 8"],
         ),
-        (
-            ["parallel.slices=true"],
-            (
-                "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU "
-                "anyway; use 2 or more"
-            ),
-        ),
+        (["parallel.slices=true"], ["parallel.slices = true", "parallel.pipeline = 1"]),
         (
             ["parallel.pipeline=2", "parallel.slices=true", "pipeline.post_validation=true"],
-            (
-                "parallel.slices = true: one process ends the steps of all slices together, so "
-                "pipeline.post_validation cannot be true"
-            ),
+            ["parallel.slices = true", "pipeline.post_validation"],
         ),
         (
             ["parallel.pipeline=2", "parallel.slices=true", "elastic.reshape_at=[[5, 1, 2]]"],
-            "parallel.slices = true: slices cannot be reshaped; leave out",
+            ["parallel.slices = true", "elastic.reshape_at"],
         ),
         (
-            ["elastic.repack=true", "elastic.min_ranks=2"],
-            "elastic.min_ranks = 2 is more than the run's 1 ranks; use at most 1",
+            ["parallel.pipeline=2", "parallel.slices=true", "elastic.repack=true"],
+            ["parallel.slices = true", "elastic.repack"],
         ),
+        (["elastic.repack=true", "elastic.min_ranks=2"], ["elastic.min_ranks = 2", "1 ranks"]),
         (
             ["parallel.pipeline=2", "elastic.repack=true", "elastic.reshape_at=[[5, 1, 1]]"],
-            "elastic.repack = true chooses the mesh, too; leave out elastic.reshape_at",
+            ["elastic.repack = true", "elastic.reshape_at"],
         ),
         (
             [
@@ -218,227 +152,139 @@ def test_a_value_refused(key, value, hint):
                 "elastic.target_ranks=1",
                 "elastic.reshape=true",
             ],
-            "elastic.target_ranks = 1 chooses the mesh, too",
+            ["elastic.target_ranks = 1", "elastic.reshape"],
         ),
         (
             ["elastic.target_ranks=2", "elastic.min_ranks=3"],
-            "elastic.target_ranks = 2 is less than elastic.min_ranks = 3",
+            ["elastic.target_ranks = 2", "elastic.min_ranks = 3"],
         ),
-        (
-            ["model.blocks=1", "elastic.target_ranks=9"],
-            "elastic.target_ranks = 9: no mesh of so many ranks fits the model's layers",
-        ),
-        (
-            ["elastic.algorithm=halving"],
-            'elastic.algorithm = "halving" is for elastic.repack = true',
-        ),
+        (["model.blocks=1", "elastic.target_ranks=9"], ["elastic.target_ranks = 9", "no mesh"]),
+        (["elastic.algorithm=halving"], ['elastic.algorithm = "halving"', "elastic.repack = true"]),
         (
             ["elastic.algorithm=halving", "elastic.repack=true"],
-            'elastic.algorithm = "halving" merges ranks by memory and needs',
+            ['elastic.algorithm = "halving"', "pipeline.memory_limit"],
         ),
         (
             ["elastic.releaser=command"],
-            'elastic.releaser = "command" needs elastic.release_command or elastic.grow_command',
+            ['elastic.releaser = "command"', "elastic.release_command", "elastic.grow_command"],
         ),
         (
             ["elastic.release_command=['true']"],
-            'elastic.release_command is for elastic.releaser = "command"',
-        ),
-        (
-            ["parallel.pipeline=2", "parallel.slices=true", "elastic.repack=true"],
-            "parallel.slices = true: slices of one GPU cannot leave",
+            ["elastic.release_command", 'elastic.releaser = "command"'],
         ),
         (
             ["parallel.data=2", "elastic.reshape_at=[[100, 2, 1]]"],
-            "elastic.reshape_at: [100, 2, 1] is at step 100, but the run has 100 steps",
+            ["elastic.reshape_at: [100, 2, 1]", "100 steps"],
         ),
         (
             ["parallel.pipeline=2", "elastic.reshape_at=[[5, 1, 2]]"],
-            (
-                "elastic.reshape_at: [5, 1, 2]: train.reduction_slots = 1 is not 2 (replicas) "
-                "times a power of two; use 2 or 4 or 8"
-            ),
+            ["elastic.reshape_at: [5, 1, 2]", "train.reduction_slots = 1", "2 or 4 or 8"],
         ),
         (
             ["parallel.pipeline=3", "elastic.reshape_at=[[5, 1, 3]]"],
-            "elastic.reshape_at: [5, 1, 3]: 3 replicas do not divide the 8 microbatches of a step",
-        ),
-        (
-            ["parallel.pipeline=2", "elastic.reshape=true"],
-            (
-                "elastic.reshape = true: no other mesh of 2 ranks fits train.reduction_slots = "
-                "1; use 2 or 4 or 8"
-            ),
-        ),
-        (
-            ["elastic.reshape=true"],
-            "elastic.reshape = true: 1 rank and 8 microbatches allow no other mesh; leave it out",
-        ),
-        (
-            ["parallel.data=2", "elastic.reshape=true", "elastic.reshape_at=[[5, 2, 1]]"],
-            (
-                "elastic.reshape = true decides when to reshape, and elastic.reshape_at says "
-                "when; leave one of them out"
-            ),
+            ["elastic.reshape_at: [5, 1, 3]", "8 microbatches"],
         ),
         (
             ["model.blocks=1", "parallel.data=8", "elastic.reshape_at=[[5, 8, 1]]"],
-            "elastic.reshape_at: [5, 8, 1] has 8 stages, more than the model's 4 layers",
+            ["elastic.reshape_at: [5, 8, 1]", "8 stages", "4 layers"],
         ),
         (
-            ["model.blocks=1", "parallel.pipeline=5"],
-            "parallel.pipeline = 5 is more than the model's 4 layers",
+            ["parallel.pipeline=2", "elastic.reshape=true"],
+            ["elastic.reshape = true", "train.reduction_slots = 1", "2 or 4 or 8"],
         ),
+        (["elastic.reshape=true"], ["elastic.reshape = true", "1 rank and 8 microbatches"]),
         (
-            ["model.kind=emulated", "parallel.pipeline=9"],
-            "parallel.pipeline = 9 is more than the model's 8 layers",
+            ["parallel.data=2", "elastic.reshape=true", "elastic.reshape_at=[[5, 2, 1]]"],
+            ["elastic.reshape = true", "elastic.reshape_at"],
         ),
-        (["balance.initial=[9, 9]"], "balance.initial has 2 entries, parallel.pipeline = 1"),
+        (["model.blocks=1", "parallel.pipeline=5"], ["parallel.pipeline = 5", "4 layers"]),
+        (["model.kind=emulated", "parallel.pipeline=9"], ["parallel.pipeline = 9", "8 layers"]),
+        (["balance.initial=[9, 9]"], ["balance.initial", "2 entries", "parallel.pipeline = 1"]),
+        (
+            ["model.kind=python:a:b", "balance.initial=[9, 8]"],
+            ["balance.initial", "2 entries", "parallel.pipeline = 1"],
+        ),
         (
             ["balance.initial=[9, 8]", "parallel.pipeline=2"],
-            "balance.initial sums to 17, but the model has 18 layers",
+            ["balance.initial sums to 17", "18 layers"],
         ),
         (
             ["train.precision=float16", "train.loss_scale=1"],
-            'train.loss_scale = 1 with train.precision = "float16"',
+            ["train.loss_scale = 1", 'train.precision = "float16"'],
         ),
-        (
-            ["train.recompute=[3, 18]"],
-            "train.recompute names layer 18, but the model has 18, from 0 to 17",
-        ),
-        (
-            ["model.kind=python:a:b", "balance.initial=[9, 8]"],
-            "balance.initial has 2 entries, parallel.pipeline = 1",
-        ),
-        (["model.kind=emulated", "model.w=[1, 2]"], "model.w lists 2 layers, model.layers = 8"),
+        (["train.recompute=[3, 18]"], ["train.recompute names layer 18", "0 to 17"]),
+        (["model.kind=emulated", "model.w=[1, 2]"], ["model.w lists 2 layers", "model.layers = 8"]),
         (
             ["model.kind=emulated", "train.precision=bfloat16"],
-            (
-                'train.precision = "bfloat16", but emulated layers compute nothing but float32; '
-                "leave it out"
-            ),
+            ['train.precision = "bfloat16"', "emulated"],
+        ),
+        ([FREEZING, "dynamism.freezing.policy=schedule"], ["dynamism.freezing.schedule is empty"]),
+        (
+            [FREEZING, "dynamism.freezing.schedule=[[1, 18]]"],
+            ["dynamism.freezing.schedule", "18 layers"],
         ),
         (
-            ["dynamism.cases=['freezing']", "dynamism.freezing.policy=schedule"],
-            "dynamism.freezing.schedule is empty",
+            [FREEZING, "dynamism.freezing.schedule=[[100, 1], [200, 3]]"],
+            ["dynamism.freezing.schedule", "step 100", "100 steps"],
         ),
         (
-            ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[1, 18]]"],
-            "dynamism.freezing.schedule freezes 18 of the model's 18 layers",
+            [FREEZING, "dynamism.freezing.max_layers=18"],
+            ["dynamism.freezing.max_layers", "18 layers"],
         ),
         (
-            ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[100, 1], [200, 3]]"],
-            (
-                "dynamism.freezing.schedule starts at step 100, but the run has 100 steps, so "
-                "nothing would freeze; start sooner"
-            ),
-        ),
-        (
-            ["dynamism.cases=['freezing']", "dynamism.freezing.max_layers=18"],
-            "dynamism.freezing.max_layers freezes 18",
-        ),
-        (
-            [
-                "dynamism.cases=['freezing']",
-                "dynamism.freezing.cache_bytes=4096",
-                "model.dropout=0.1",
-            ],
-            (
-                "dynamism.freezing.cache_bytes = 4096 with model.dropout = 0.1: what is dropped "
-                "is another each time; use cache_bytes = 0"
-            ),
+            [FREEZING, "dynamism.freezing.cache_bytes=4096", "model.dropout=0.1"],
+            ["dynamism.freezing.cache_bytes = 4096", "model.dropout = 0.1"],
         ),
         (
             [
                 "dynamism.cases=['freezing', 'sparse_attention']",
                 "dynamism.freezing.cache_bytes=4096",
             ],
-            (
-                'dynamism.freezing.cache_bytes = 4096 with the case "sparse_attention", which '
-                "draws anew at each step"
-            ),
+            ["dynamism.freezing.cache_bytes = 4096", "sparse_attention"],
         ),
         (
-            [
-                "dynamism.cases=['freezing']",
-                "dynamism.freezing.cache_bytes=4096",
-                "train.eval_every=101",
-            ],
-            (
-                "dynamism.freezing.cache_bytes = 4096: train.eval_every = 101 gives no "
-                "evaluation in 100 steps, and no microbatch comes again"
-            ),
+            [FREEZING, "dynamism.freezing.cache_bytes=4096", "train.eval_every=101"],
+            ["dynamism.freezing.cache_bytes = 4096", "train.eval_every = 101"],
         ),
         (
-            [
-                "dynamism.cases=['freezing']",
-                "dynamism.freezing.cache_bytes=4096",
-                "train.eval_every=51",
-            ],
-            (
-                "dynamism.freezing.cache_bytes = 4096: train.eval_every = 51 gives one "
-                "evaluation in 100 steps, and no microbatch comes again"
-            ),
+            [FREEZING, "dynamism.freezing.cache_bytes=4096", "train.eval_every=51"],
+            ["dynamism.freezing.cache_bytes = 4096", "train.eval_every = 51"],
         ),
+        ([PRUNING, "model.kind=emulated"], ["dynamism.pruning", "emulated model"]),
+        ([PRUNING, "dynamism.pruning.end=100"], ["dynamism.pruning.end = 100", "100 steps"]),
+        ([PRUNING, "dynamism.pruning.start=200"], ["dynamism.pruning.start = 200", "100 steps"]),
         (
-            ["dynamism.cases=['pruning']", "model.kind=emulated"],
-            "dynamism.pruning: an emulated model has no weights to prune",
+            [PRUNING, "dynamism.pruning.start=9", "dynamism.pruning.end=8"],
+            ["dynamism.pruning.start = 9", "end = 8"],
         ),
+        ([PRUNING, "dynamism.pruning.every=41"], ["dynamism.pruning.every = 41", "40 steps"]),
         (
-            ["dynamism.cases=['pruning']", "dynamism.pruning.end=100"],
-            "dynamism.pruning.end = 100: the run has 100 steps",
+            [PRUNING, "dynamism.pruning.initial_sparsity=0.95"],
+            ["dynamism.pruning.initial_sparsity = 0.95", "final_sparsity = 0.9"],
         ),
-        (
-            ["dynamism.cases=['pruning']", "dynamism.pruning.start=200"],
-            "dynamism.pruning.start = 200: the run has 100 steps",
-        ),
-        (
-            ["dynamism.cases=['pruning']", "dynamism.pruning.start=9", "dynamism.pruning.end=8"],
-            "dynamism.pruning.start = 9 is after end = 8",
-        ),
-        (
-            ["dynamism.cases=['pruning']", "dynamism.pruning.every=41"],
-            "dynamism.pruning.every = 41 is more than the 40 steps",
-        ),
-        (
-            ["dynamism.cases=['pruning']", "dynamism.pruning.initial_sparsity=0.95"],
-            "dynamism.pruning.initial_sparsity = 0.95 is over final_sparsity = 0.9",
-        ),
-        (
-            [EXIT, "model.kind=emulated"],
-            'dynamism.early_exit: model.kind = "emulated" has no tokens that could exit',
-        ),
-        (
-            [EXIT, "model.blocks=1"],
-            "dynamism.early_exit: a model of 1 blocks has no place for an exit",
-        ),
+        ([EXIT, "model.kind=emulated"], ["dynamism.early_exit", 'model.kind = "emulated"']),
+        ([EXIT, "model.blocks=1"], ["dynamism.early_exit", "1 blocks"]),
         (
             [EXIT, "dynamism.early_exit.exits=[3, 1]"],
-            "dynamism.early_exit.exits = [3, 1] must ascend",
+            ["dynamism.early_exit.exits = [3, 1]", "ascend"],
         ),
         (
             [EXIT, "dynamism.early_exit.exits=[7]"],
-            (
-                "dynamism.early_exit.exits names block 7, but an exit can stand after the blocks "
-                "0 to 6"
-            ),
+            ["dynamism.early_exit.exits names block 7", "0 to 6"],
         ),
-        (
-            [EXIT, "dynamism.early_exit.start=100"],
-            "dynamism.early_exit.start = 100, but the run has 100 steps",
-        ),
+        ([EXIT, "dynamism.early_exit.start=100"], ["dynamism.early_exit.start = 100", "100 steps"]),
         (
             [EXIT, "dynamism.early_exit.policy=adp-c", "dynamism.early_exit.confidence=state"],
-            'dynamism.early_exit.confidence = "state" is of policy "calm"',
+            ['dynamism.early_exit.confidence = "state"', '"calm"'],
         ),
-        ([EXIT, "train.compile=true"], 'train.compile = true with "early_exit": shapes vary'),
+        ([EXIT, "train.compile=true"], ["train.compile = true", '"early_exit"']),
         (
             ["dynamism.cases=['early_exit', 'sparse_attention']"],
-            'dynamism.cases: "early_exit" and "sparse_attention"',
+            ["dynamism.cases", '"early_exit" and "sparse_attention"'],
         ),
         (
             ["dynamism.cases=['early_exit', 'mixture_of_depths']"],
-            'dynamism.cases: "early_exit" and "mixture_of_depths"',
+            ["dynamism.cases", '"early_exit" and "mixture_of_depths"'],
         ),
         (
             [
@@ -446,76 +292,52 @@ def test_a_value_refused(key, value, hint):
                 "dynamism.freezing.policy=egeria",
                 "train.steps=2000",
             ],
-            'dynamism.freezing.policy = "egeria" compares the outputs',
+            ['dynamism.freezing.policy = "egeria"', '"early_exit"'],
         ),
         (
             [DEPTHS, "model.kind=emulated"],
-            'dynamism.mixture_of_depths: model.kind = "emulated" has no tokens to select',
+            ["dynamism.mixture_of_depths", 'model.kind = "emulated"'],
         ),
         (
             [DEPTHS, "dynamism.mixture_of_depths.every=9"],
-            "dynamism.mixture_of_depths.every = 9 routes none of the model's 8 blocks",
+            ["dynamism.mixture_of_depths.every = 9", "8 blocks"],
         ),
         (
             [DEPTHS, "dynamism.mixture_of_depths.capacity=0.001"],
-            (
-                "dynamism.mixture_of_depths.capacity = 0.001 selects no token of model.sequence "
-                "= 256; use 0.002 or more"
-            ),
+            ["dynamism.mixture_of_depths.capacity = 0.001", "model.sequence = 256", "0.002"],
         ),
         (
             [DEPTHS, "dynamism.mixture_of_depths.threshold_from=100"],
-            "dynamism.mixture_of_depths.threshold_from = 100, but the run has",
+            ["dynamism.mixture_of_depths.threshold_from = 100", "100 steps"],
         ),
-        (
-            ["dynamism.cases=['moe']"],
-            'dynamism.cases: "moe", but model.kind = "gpt" has no experts; use model.kind = "moe"',
-        ),
-        (
-            ["model.kind=moe", "model.top_k=9"],
-            "model.top_k = 9 is more than model.experts = 8; use 8 or less",
-        ),
-        (
-            ["model.kind=moe", "model.moe_every=9"],
-            "model.moe_every = 9 gives none of the 8 blocks experts",
-        ),
-        (
-            ["model.kind=moe", "model.capacity_factor=0.001"],
-            "model.capacity_factor = 0.001 leaves an expert room for no token of a microbatch",
-        ),
-        (
-            ["model.kind=moe", "model.routing=bias"],
-            'model.routing = "bias" needs the load of the experts',
-        ),
-        (["parallel.expert=2"], 'parallel.expert = 2, but model.kind = "gpt" has no experts'),
+        (["dynamism.cases=['moe']"], ["dynamism.cases", '"moe"', 'model.kind = "gpt"']),
+        (["model.kind=moe", "model.top_k=9"], ["model.top_k = 9", "model.experts = 8"]),
+        (["model.kind=moe", "model.moe_every=9"], ["model.moe_every = 9", "8 blocks"]),
+        (["model.kind=moe", "model.capacity_factor=0.001"], ["model.capacity_factor = 0.001"]),
+        (["model.kind=moe", "model.routing=bias"], ['model.routing = "bias"', "dynamism.cases"]),
+        (["parallel.expert=2"], ["parallel.expert = 2", 'model.kind = "gpt"']),
         (
             [*SPREAD, "parallel.data=2", "parallel.expert=4"],
-            "parallel.expert = 4 does not divide parallel.data = 2",
+            ["parallel.expert = 4", "parallel.data = 2"],
         ),
-        ([*SPREAD, "model.experts=3"], "parallel.expert = 2 does not divide model.experts = 3"),
+        ([*SPREAD, "model.experts=3"], ["parallel.expert = 2", "model.experts = 3"]),
+        ([*SPREAD, "elastic.reshape=true"], ["parallel.expert = 2", "elastic.reshape"]),
         (
-            [*SPREAD, "elastic.reshape=true"],
-            (
-                "parallel.expert = 2: a reshape changes the replicas that share experts; leave "
-                "out elastic.reshape"
-            ),
+            [*SPREAD, FREEZING, "dynamism.freezing.policy=egeria"],
+            ["parallel.expert = 2", 'dynamism.freezing.policy = "egeria"'],
         ),
         (
-            [*SPREAD, "dynamism.cases=['freezing']", "dynamism.freezing.policy=egeria"],
-            'parallel.expert = 2: dynamism.freezing.policy = "egeria"',
+            [*SPREAD, FREEZING, "dynamism.freezing.cache_bytes=1"],
+            ["parallel.expert = 2", "dynamism.freezing.cache_bytes"],
         ),
-        (
-            [*SPREAD, "dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=1"],
-            (
-                "parallel.expert = 2: a replica that finds an output in its cache sends no rows; "
-                "use dynamism.freezing.cache_bytes = 0"
-            ),
-        ),
-        (["model.kind=moe", "train.compile=true"], 'train.compile = true with model.kind = "moe"'),
+        (["model.kind=moe", "train.compile=true"], ["train.compile = true", 'model.kind = "moe"']),
     ],
 )
-def test_keys_that_do_not_go_together(overrides, expected):
-    assert refusal(*overrides).startswith(f"defaults and --set: {expected}")
+def test_keys_that_do_not_go_together(overrides, named):
+    """The message names the keys with their values, and numbers that would do."""
+    message = refusal(*overrides)
+    assert message.startswith(f"defaults and --set: {named[0]}")
+    assert all(part in message for part in named)
 
 
 def test_an_initial_entry_is_at_least_one_layer():
@@ -528,26 +350,26 @@ def test_an_initial_entry_is_at_least_one_layer():
         ["parallel.pipeline=18"],
         ["balance.initial=[10, 8]", "parallel.pipeline=2"],
         ["model.kind=python:a:b", "parallel.pipeline=99"],  # only the function knows
-        ["dynamism.cases=['freezing']"],
-        ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[1, 17]]"],
+        [FREEZING],
+        [FREEZING, "dynamism.freezing.schedule=[[1, 17]]"],
         [
-            "dynamism.cases=['freezing']",
+            FREEZING,
             "dynamism.freezing.schedule=[[5, 1], [200, 3]]",
         ],  # a run may be cut short
         ["train.reduction_slots=1"],
         [
-            "dynamism.cases=['freezing']",
+            FREEZING,
             "dynamism.freezing.cache_bytes=4096",
             "train.eval_every=50",
         ],
         [
-            "dynamism.cases=['freezing']",
+            FREEZING,
             "dynamism.freezing.cache_bytes=4096",
             "train.eval_every=51",
             "data.shuffle=batches",
         ],  # the data tells how long an epoch is
         [
-            "dynamism.cases=['freezing']",
+            FREEZING,
             "dynamism.freezing.cache_bytes=4096",
             "train.eval_every=51",
             "train.micro_batch=1",

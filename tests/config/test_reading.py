@@ -213,9 +213,7 @@ def test_the_written_form_names_every_key():
 )
 def test_large_numbers_are_told_at_once(overrides):
     """This was once a loop over every number up to the largest."""
-    with pytest.raises(
-        ConfigError, match=r"elastic.reshape = true|train.reduction_slots = 5 does not divide"
-    ):
+    with pytest.raises(ConfigError, match=r"elastic\.reshape = true|train\.reduction_slots = 5"):
         load(None, ["train.micro_batch=1", *overrides])
 
 
@@ -236,10 +234,7 @@ def test_a_key_of_another_kind_is_refused(write, kind, keys):
     """
     for key, value in keys.items():
         owner = "gpt" if key in GPT_KEYS else "emulated"
-        says = (
-            f'model.{key} is a key of kind = "{owner}", which model.kind = "{kind}" has not; '
-            f"leave it out"
-        )
+        says = f'model.{key} is a key of kind = "{owner}", which model.kind = "{kind}" has not'
         with pytest.raises(ConfigError, match=re.escape(says)):
             parse({"model": {"kind": kind, key: value}})
         path = write(f'model.kind = "{kind}"')
@@ -276,7 +271,7 @@ def test_set_changes_the_kind_of_a_file(write):
     path = write('[model]\nkind = "emulated"\nlayers = 5\nf = 0.5\nsequence = 16')
     config = load(path, ["model.kind=gpt", "model.blocks=2"])
     assert config == parse({"model": {"kind": "gpt", "blocks": 2, "sequence": 16}})
-    with pytest.raises(ConfigError, match=r'--set: model.f is a key of kind = "emulated"'):
+    with pytest.raises(ConfigError, match=r"--set: model.f"):
         load(path, ["model.kind=gpt", "model.f=0.5"])
 
 

@@ -56,40 +56,40 @@ def test_a_prefix_without_backward_is_frozen(b: list[float], w: list[float], fir
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w": [5]}, "w has 1 numbers, 2 expected (one per stage of 2 ranks)"),
-        ({"f": [1, 2, 3]}, "f has 3 numbers, 2 expected (one per stage of 2 ranks)"),
-        ({"comm": [1, 2]}, "comm has 2 numbers, 1 expected (one per boundary of 2 ranks)"),
+        ({"w": [5]}, "w has 1 numbers, 2 expected"),
+        ({"f": [1, 2, 3]}, "f has 3 numbers, 2 expected"),
+        ({"comm": [1, 2]}, "comm has 2 numbers, 1 expected"),
         ({"cap": [1, 2, 3]}, "cap has 3 numbers, 2 expected"),
         (MEMORY | {"mem_b": [-60]}, "mem_b has 1 numbers, 2 expected"),
-        ({"b": [3, -4]}, "stage 1: b is -4; a time is a number of at least 0"),
-        ({"f": [float("nan"), 1]}, "stage 0: f is NaN; a time is a number of at least 0"),
-        ({"w": [5, float("inf")]}, "stage 1: w is Infinity; a time"),
-        ({"w": [5, "6"]}, 'stage 1: w is "6"; a time'),
-        ({"w": [True, 6]}, "stage 0: w is true; a time"),
-        ({"w": [5, None]}, "stage 1: w is null; a time"),
-        ({"w": 5}, "w is 5; it is a list of numbers, one per stage"),
-        ({"comm": -1}, "boundary 0: comm is -1; a time"),
-        ({"comm": "fast"}, 'boundary 0: comm is "fast"; a time'),
-        ({"cap": [1, -1]}, "stage 1: cap is -1; a limit is a number of at least 0"),
+        ({"b": [3, -4]}, "stage 1: b is -4"),
+        ({"f": [float("nan"), 1]}, "stage 0: f is NaN"),
+        ({"w": [5, float("inf")]}, "stage 1: w is Infinity"),
+        ({"w": [5, "6"]}, 'stage 1: w is "6"'),
+        ({"w": [True, 6]}, "stage 0: w is true"),
+        ({"w": [5, None]}, "stage 1: w is null"),
+        ({"w": 5}, "w is 5"),
+        ({"comm": -1}, "boundary 0: comm is -1"),
+        ({"comm": "fast"}, 'boundary 0: comm is "fast"'),
+        ({"cap": [1, -1]}, "stage 1: cap is -1"),
         (
             MEMORY | {"mem_w": [-40, float("nan")]},
-            "stage 1: mem_w is NaN; a change of memory is a finite number",
+            "stage 1: mem_w is NaN",
         ),
         (
             MEMORY | {"mem_w": [-40, 1]},
-            "stage 1: mem_f + mem_b + mem_w is 1; what F adds, B and W take away: the sum is 0",
+            "stage 1: mem_f + mem_b + mem_w is 1",
         ),
         (
             {"mem_f": [1, -1], "mem_b": [-1, 1], "mem_w": [0, 0]},
-            "stage 1: mem_f is -1; it is at least 0",
+            "stage 1: mem_f is -1",
         ),
         (
             {"mem_f": [1, 1], "mem_b": [-2, -1], "mem_w": [1, 0]},
-            "stage 0: mem_w is 1; it is at most 0",
+            "stage 0: mem_w is 1",
         ),
         (
             {"mem_f": [1, 1], "mem_w": [0, 0]},
-            "mem_f, mem_b and mem_w come together: mem_b is missing",
+            "mem_f, mem_b and mem_w come together: mem_b",
         ),
         ({"mem_F": [1, 1]}, "unknown key 'mem_F'; did you mean 'mem_f'?"),
         (
@@ -100,7 +100,7 @@ def test_a_prefix_without_backward_is_frozen(b: list[float], w: list[float], fir
         ({"\ud800": 1}, "a key is no text that can be written as UTF-8"),
     ],
 )
-def test_what_a_file_cannot_say(change: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_is_refused_by_key(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         parse_costs(TWO | change, 2)
     assert str(caught.value).startswith(message)
@@ -133,8 +133,8 @@ def test_memory_sums_to_zero_up_to_rounding() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "not JSON: Expecting property name enclosed in double quotes at line 1, column 2"),
-        (b"", "not JSON: Expecting value"),
+        (b"{", "not JSON: "),
+        (b"", "not JSON: "),
         (b"\xff\xfe", "cannot be read: it is not text in UTF-8"),
         (b"[" * 100_000, "not JSON that can be read"),
         (b'{"f": [1' + b"0" * 5000 + b"]}", "not JSON that can be read"),
@@ -154,21 +154,12 @@ def test_costs_of_layers_are_for_dynmo_plan(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(
         '{"version": 1, "kind": "dynmo-costs", "f": [1], "b": [1], "w": [1]}'
     )
-    with pytest.raises(
-        InputError,
-        match=r"costs\.json: it has the costs of layers; here one number per stage is wanted",
-    ):
+    with pytest.raises(InputError, match=r"costs\.json: .*dynmo plan --costs"):
         read_costs(tmp_path / "costs.json", 1)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none.json: cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"none\.json: .*No such file"):
         read_costs(tmp_path / "none.json", 2)
-    with pytest.raises(
-        InputError,
-        match=(
-            r"a folder; here one number per stage is wanted; dynmo plan --costs takes the costs "
-            r"of layers"
-        ),
-    ):
+    with pytest.raises(InputError, match=r"a folder; .*dynmo plan --costs"):
         read_costs(tmp_path, 2)

@@ -26,7 +26,7 @@ def test_the_least_a_file_can_say() -> None:
     assert profile.boundaries((0, 1)) == (LinkCost(0.0, math.inf),)
 
 
-def test_what_an_op_of_any_kind_needs_is_enough_for_each() -> None:
+def test_the_workspace_of_any_op_stands_in_for_that_of_each() -> None:
     (layer, _) = parse(TWO | {"workspace_bytes": [7, 8], "weight_workspace_bytes": [0, 0]}).layers
     assert (layer.workspace_bytes, layer.forward_workspace_bytes, layer.weight_workspace_bytes) == (
         7,
@@ -39,9 +39,7 @@ def test_what_an_op_of_any_kind_needs_is_enough_for_each() -> None:
     st.lists(layers, min_size=1, max_size=4),
     st.lists(st.tuples(times, st.floats(1, 1e12)), max_size=3),
 )
-def test_what_is_written_is_read_back(
-    costs: list[LayerCost], links: list[tuple[float, float]]
-) -> None:
+def test_round_trip(costs: list[LayerCost], links: list[tuple[float, float]]) -> None:
     profile = Profile(
         layers=tuple(costs),
         names=tuple(f"blocks.{i}" for i in range(len(costs))),
@@ -90,10 +88,7 @@ def test_the_time_of_a_message_by_hand() -> None:
     many = parse(TWO | {"comm": [0.5, 1]})
     assert [x.seconds(10) for x in many.boundaries((0, 1, 2))] == [0.5, 1]
     assert [x.seconds(10) for x in many.boundaries((0, 1), exactly=False)] == [1]
-    with pytest.raises(
-        InputError,
-        match="comm has 2 numbers, but 2 stages have 1 boundaries; give one per boundary",
-    ):
+    with pytest.raises(InputError, match="comm has 2 numbers"):
         many.boundaries((0, 1))
 
 
@@ -115,40 +110,40 @@ def test_a_prefix_without_backward_is_frozen(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w": [5]}, "w has 1 entries, f has 2; every list has one per layer"),
+        ({"w": [5]}, "w has 1 entries, f has 2"),
         ({"f": [1, 2, 3]}, "b has 2 entries, f has 3"),
         ({"weight_bytes": [1]}, "weight_bytes has 1 entries, f has 2"),
         ({"names": ["a"]}, "names has 1 entries, f has 2"),
         ({"f": [], "b": [], "w": []}, "f is empty"),
-        ({"b": [3, -4]}, "layer 1: b is -4; a time is a number of at least 0"),
-        ({"f": [float("nan"), 1]}, "layer 0: f is NaN; a time is a number of at least 0"),
-        ({"w": [5, float("inf")]}, "layer 1: w is Infinity; a time"),
-        ({"w": [5, "6"]}, 'layer 1: w is "6"; a time'),
-        ({"w": 5}, "w is 5; it is a list, one entry per layer"),
+        ({"b": [3, -4]}, "layer 1: b is -4"),
+        ({"f": [float("nan"), 1]}, "layer 0: f is NaN"),
+        ({"w": [5, float("inf")]}, "layer 1: w is Infinity"),
+        ({"w": [5, "6"]}, 'layer 1: w is "6"'),
+        ({"w": 5}, "w is 5"),
         (
             {"weight_bytes": [1, -1]},
-            "layer 1: weight_bytes is -1; a size is a whole number of at least 0",
+            "layer 1: weight_bytes is -1",
         ),
-        ({"weight_bytes": [1, 0.5]}, "layer 1: weight_bytes is 0.5; a size"),
-        ({"names": ["a", 3]}, "layer 1: names is 3; a name is text"),
-        ({"comm": -1}, "boundary 0: comm is -1; a time"),
+        ({"weight_bytes": [1, 0.5]}, "layer 1: weight_bytes is 0.5"),
+        ({"names": ["a", 3]}, "layer 1: names is 3"),
+        ({"comm": -1}, "boundary 0: comm is -1"),
         ({"weight_byte": [1, 1]}, "unknown key 'weight_byte'; did you mean 'weight_bytes'?"),
-        ({"version": 2}, "version 2 is unknown; this dynmo reads version 1"),
-        ({"version": "1"}, 'version "1" is unknown'),
-        ({"kind": "other"}, "kind is \"other\"; a costs file's is 'dynmo-costs'"),
-        ({"partition": [1, 2]}, "partition sums to 3, but there are 2 layers"),
-        ({"partition": [2, 0]}, "stage 1: partition is 0; a stage has at least 1 layer"),
-        ({"ranks": 0}, "ranks is 0; it is a whole number"),
+        ({"version": 2}, "version 2"),
+        ({"version": "1"}, 'version "1"'),
+        ({"kind": "other"}, 'kind is "other"'),
+        ({"partition": [1, 2]}, "partition sums to 3"),
+        ({"partition": [2, 0]}, "stage 1: partition is 0"),
+        ({"ranks": 0}, "ranks is 0"),
         ({"first_trainable": 1}, "layer 0: it has a backward, but first_trainable = 1"),
-        ({"b": [0, 0], "w": [0, 0]}, "b and w are 0 for every layer, so nothing trains"),
+        ({"b": [0, 0], "w": [0, 0]}, "b and w are 0 for every layer"),
         ({"links": [{"latency": 1}, {"between": [1, 0]}]}, "link 1: (0, 1) is there twice"),
         ({"links": [{"between": [1, 1]}]}, "link 0: (1, 1) is between a rank and itself"),
-        ({"links": [{"latency": -1}]}, "link 0: latency is -1; a link has latency (seconds)"),
+        ({"links": [{"latency": -1}]}, "link 0: latency is -1"),
         ({"links": [{}], "comm": 1}, "links and comm both say"),
         ({"\ud800": 1}, "a key is no text that can be written as UTF-8"),
     ],
 )
-def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_is_refused_by_key(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as error:
         parse(TWO | change)
     assert message in str(error.value)
@@ -158,13 +153,15 @@ def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"f": [1,\n 2}', "not JSON: Expecting ',' delimiter at line 2, column 3"),
+        ('{"f": [1,\n 2}', "at line 2, column 3"),
         ("[1]", "expected an object such as"),
         ('{"f": [1], "b": [1]}', "key 'w' is missing"),
         ("[" * 100_000, "not JSON that can be read"),
     ],
 )
-def test_what_is_no_costs_file(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_of_something_else_is_refused_by_name(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(InputError) as error:
@@ -173,15 +170,13 @@ def test_what_is_no_costs_file(tmp_path: Path, text: str, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read: No such file"):
         read(tmp_path / "none.json")
     with pytest.raises(InputError, match="is a folder, but no run"):
         read(tmp_path)
     (tmp_path / "config.toml").touch()
-    with pytest.raises(
-        InputError, match=r"has recorded no costs\.json; measure with: dynmo profile"
-    ):
+    with pytest.raises(InputError, match=r"no costs\.json; .*dynmo profile"):
         read(tmp_path)
     with pytest.raises(InputError, match="cannot be written: No such file"):
         write(tmp_path / "none" / "costs.json", parse(TWO))

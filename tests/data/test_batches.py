@@ -116,7 +116,7 @@ def test_batches_that_come_again_are_the_same_in_another_order(windows, global_b
     assert (order.repeats(steps), order.repeats(steps + 1)) == (False, True)
 
 
-def test_what_comes_again_of_shuffled_windows():
+def test_shuffled_windows_meet_other_windows():
     """Single sequences come again.
 
     Two that were together before come together again by rare chance only.
@@ -127,13 +127,7 @@ def test_what_comes_again_of_shuffled_windows():
 
 
 def test_a_batch_larger_than_the_data_cannot_come_again():
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r'data.shuffle = "batches": data.source has 19 windows .* fewer than '
-            r"train.global_batch = 20; use"
-        ),
-    ):
+    with pytest.raises(ConfigError, match=r"data.shuffle .*19 windows .*train.global_batch = 20"):
         Order(20 * SEQUENCE + 2, SEQUENCE, 20, 2, 0, "batches")
     assert Batches(numbered(20), SEQUENCE, 19, 19, 0, "batches").train(3)[0].shape == (
         1,
@@ -168,7 +162,7 @@ def test_no_held_out_token_is_ever_trained_on(windows, micro_batch):
     assert max(held) == windows * SEQUENCE + 1
 
 
-def test_what_is_held_out_is_a_twentieth_at_least_one_at_most_1024():
+def test_a_twentieth_is_held_out():
     def held(windows: int) -> tuple[int, int]:
         batches = Batches(numbered(windows), SEQUENCE, 1, 1, 0)
         return batches.windows, batches.held_out_windows
@@ -187,11 +181,11 @@ def test_held_out_batches_are_the_same_for_every_seed_and_go_round():
 
 def test_a_corpus_too_short_says_how_many_bytes_are_needed():
     Batches(numbered(2), SEQUENCE, 1, 1, 0)
-    with pytest.raises(ConfigError, match=r"has 9 bytes, model.sequence = 4 needs at least 10"):
+    with pytest.raises(ConfigError, match=r"9 bytes, model.sequence = 4 .*10"):
         Batches(numbered(2)[:-1], SEQUENCE, 1, 1, 0)
 
 
-def test_vocab():
+def test_a_vocabulary_of_bytes_is_256():
     check_vocab(256)
     with pytest.raises(ConfigError, match=r"model.vocab = 255: .* set it to 256"):
         check_vocab(255)
@@ -229,7 +223,7 @@ def test_stdlib_takes_sources_in_order_and_nothing_installed_or_of_this_machine(
 
 
 def test_a_python_without_sources_says_so(tmp_path):
-    with pytest.raises(ConfigError, match=r'data.source = "stdlib": .* use "file:PATH"'):
+    with pytest.raises(ConfigError, match=r'data.source = "stdlib"'):
         stdlib(tmp_path)
 
 
@@ -249,14 +243,12 @@ def test_a_file_that_is_cut_off(tmp_path):
     os.truncate(tmp_path / "text", 99)
     assert torch.equal(batches.held_out(0)[0], before[0])
     os.truncate(tmp_path / "text", 50)
-    with pytest.raises(ConfigError, match=r'"file:.*text": .* had 100 bytes .*, and has 50 now'):
+    with pytest.raises(ConfigError, match=r'"file:.*text": .*100 bytes .*50'):
         batches.held_out(0)
 
 
-def test_files_refused(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r'data.source = "file:.*none": cannot be read \(No such file'
-    ):
+def test_sources_that_cannot_be_read_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r'data.source = "file:.*none"'):
         file(tmp_path / "none")
     with pytest.raises(ConfigError, match="not a regular file"):
         file(tmp_path)

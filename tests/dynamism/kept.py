@@ -10,16 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor, nn
 
 from dynmo.balance.expert_placement import ExpertPlacement
-
-
-class Alone:
-    """The collective of a single rank."""
-
-    def sum(self, tensor: Tensor, what: str) -> Tensor:
-        return tensor
-
-    def sum_all(self, tensor: Tensor, what: str) -> Tensor:
-        return tensor
+from dynmo.dynamism.pruning import Alone
 
 
 class Kept:

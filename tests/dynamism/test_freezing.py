@@ -12,7 +12,7 @@ from torch import nn
 
 from dynmo.config import parse
 from dynmo.dynamism import Change, Dynamism, Forecast, Signals, make_cases
-from dynmo.dynamism.egeria import Egeria
+from dynmo.dynamism.egeria import Egeria, EgeriaOptions
 from dynmo.dynamism.freezing import AutoFreeze, ScheduledFreezing
 from dynmo.dynamism.prefix import freeze_prefix, units
 from dynmo.errors import ConfigError
@@ -163,7 +163,7 @@ def test_a_schedule_leaves_the_last_that_trains() -> None:
     ScheduledFreezing([(1, 1)]).check(modules)
     with pytest.raises(
         ConfigError,
-        match=r"freezes 2 layers, but behind its first 2 the model has nothing to train.*at most 1",
+        match=r"freezes 2 layers, .*at most 1",
     ):
         ScheduledFreezing([(1, 2)]).check(modules)
 
@@ -179,7 +179,7 @@ def test_a_step_that_overflow_has_skipped_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("unit", ["half", "block"])
-def test_what_another_policy_left_is_not_gone_on_from(unit: str) -> None:
+def test_state_of_another_policy_is_ignored(unit: str) -> None:
     case = AutoFreeze(1, 0, 2, unit)
     fresh = case.state()
     egeria: dict[str, Any] = {
@@ -198,9 +198,10 @@ def test_what_another_policy_left_is_not_gone_on_from(unit: str) -> None:
     ):
         case.load(other)
         assert case.state() == fresh
-    policy = Egeria(
-        unit=unit, every=1, start=0, window=2, tolerance=0.5, refresh=4, thaw=0.1, most=2, seed=0
+    options = EgeriaOptions(
+        unit=unit, every=1, start=0, window=2, tolerance=0.5, refresh=4, thaw=0.1
     )
+    policy = Egeria(options, most=2, seed=0)
     policy.load(fresh)
     # But layers that are frozen thaw by the rate at which they froze, whatever the units are now.
     policy.load(egeria | {"unit": "another", "frozen_at": 0.2, "stale": [[0, 1]]})
@@ -238,9 +239,7 @@ def test_from_a_config() -> None:
     (auto,) = cases(4, {"policy": "autofreeze", "every": 2})
     assert isinstance(auto, AutoFreeze)
     assert make_cases(parse({}), 4) == []
-    with pytest.raises(
-        ConfigError, match="4 layers to freeze, but the model has 4 and the last must train"
-    ):
+    with pytest.raises(ConfigError, match="4 layers to freeze"):
         cases(4, {"schedule": [[1, 4]]})
-    with pytest.raises(ConfigError, match="5 layers to freeze, but the model has 4"):
+    with pytest.raises(ConfigError, match="5 layers to freeze"):
         cases(4, {"policy": "autofreeze", "max_layers": 5})

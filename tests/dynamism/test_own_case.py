@@ -88,7 +88,7 @@ class Freezing(Dynamism):
 def test_a_name_that_is_taken() -> None:
     named = ["freezing", "python:tests.dynamism.test_own_case:Freezing"]
     given = config(1, dynamism={"cases": named, "freezing": {"schedule": [[1, 1]]}})
-    with pytest.raises(ConfigError, match="two are called 'freezing'; give yours another name"):
+    with pytest.raises(ConfigError, match="two are called 'freezing'"):
         make_cases(parse(given), 8)
 
 
@@ -106,44 +106,33 @@ def broken() -> None:
     [
         ("no_such_module:X", "cannot import no_such_module"),
         ("tests.dynamism.own_case:Layerdrop", "tests.dynamism.own_case has no class Layerdrop"),
-        (
-            "tests.dynamism.test_own_case:Nameless",
-            "has no check; inherit from dynmo.dynamism.Dynamism",
-        ),
+        ("tests.dynamism.test_own_case:Nameless", "has no check"),
         (
             "tests.dynamism.test_own_case:broken",
             "raised RuntimeError: no such thing (test_own_case.py:",
         ),
-        ("dynmo.dynamism:Dynamism", "has no act; inherit from dynmo.dynamism.Dynamism"),
+        ("dynmo.dynamism:Dynamism", "has no act"),
     ],
 )
-def test_wrong_ones(path: str, part: str) -> None:
+def test_a_class_that_is_no_case_is_refused(path: str, part: str) -> None:
     with pytest.raises(ConfigError) as error:
         from_class(path)
     assert part in str(error.value)
     assert str(error.value).startswith(f"dynamism.cases: 'python:{path}'")
 
 
-def test_what_act_returns() -> None:
+def test_the_result_of_act_is_checked() -> None:
     case = Freezing()
     right = Change((0, 5), "text")
     assert checked(case, None, 6) is None
     assert checked(case, right, 6) is right
-    with pytest.raises(
-        RunError,
-        match=(
-            r"case 'freezing': act returned a list; return dynmo\.dynamism\.Change\(layers, "
-            r"text\), or None"
-        ),
-    ):
+    with pytest.raises(RunError, match="case 'freezing': act returned a list"):
         checked(case, [1, 2], 6)
-    with pytest.raises(
-        RunError, match="case 'freezing': act changed layer 6, but the model has 6, from 0 to 5"
-    ):
+    with pytest.raises(RunError, match="case 'freezing': act changed layer 6"):
         checked(case, Change((6,), "text"), 6)
 
 
-def test_what_it_raises_is_told_with_its_name() -> None:
+def test_an_exception_names_the_case() -> None:
     with pytest.raises(KeyError) as error, named(Freezing(), "act", 3):
         raise KeyError("oops")
     assert error.value.__notes__ == ["in act of case 'freezing' at step 3"]
@@ -151,6 +140,6 @@ def test_what_it_raises_is_told_with_its_name() -> None:
 
 
 @pytest.mark.parametrize("word", ["python:", "python:a", "python:a:b:c", "python:a.b:1"])
-def test_wrong_words(word: str) -> None:
+def test_a_malformed_path_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match=r"package\.module:Class"):
         parse({"dynamism": {"cases": [word]}})

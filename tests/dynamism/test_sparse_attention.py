@@ -23,7 +23,7 @@ from dynmo.errors import ConfigError
 from dynmo.events import ChangeEvent, StepEvent, read
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
-from dynmo.models.gpt import SharedAttentionHalf
+from dynmo.models.gpt import AttentionOptions, SharedAttentionHalf
 from dynmo.models.registry import load_model
 from tests.dynamism.kept import Kept
 from tests.pool import Pool
@@ -31,7 +31,7 @@ from tests.pool import Pool
 
 def half() -> SharedAttentionHalf:
     return SharedAttentionHalf(
-        hidden=16, heads=2, sequence=8, std=0.02, residual_std=0.02, dropout=0.0
+        AttentionOptions(hidden=16, heads=2, sequence=8, std=0.02, residual_std=0.02, dropout=0.0)
     )
 
 
@@ -120,17 +120,15 @@ def test_forecast() -> None:
 
 def test_a_model_without_attention_halves_is_refused() -> None:
     model = Kept(2, modules=[nn.Embedding(4, 4), nn.Linear(4, 4)])
-    with pytest.raises(ConfigError, match="no layer of the model has attention that can be sparse"):
+    with pytest.raises(ConfigError, match="`sparse_attention`"):
         SparseAttentionCase([(5, None)], hashed, 0).check(model.modules)
-    with pytest.raises(
-        ConfigError, match="names block 3, but the model has 3 attention halves, from 0 to 2"
-    ):
+    with pytest.raises(ConfigError, match="names block 3"):
         SparseAttentionCase([(0, (1,)), (9, (3,))], hashed, 0).check(layers().modules)
 
 
 def test_on_cuda_there_must_be_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(ConfigError, match='kind = "drop" has no CUDA kernel; use "hash"'):
+    with pytest.raises(ConfigError, match='kind = "drop" has no CUDA kernel'):
         make_cases(config(kind="drop"), 18)
     monkeypatch.setattr("dynmo.dynamism.sparse_attention.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match='kind = "hash" needs triton on CUDA'):
@@ -168,7 +166,7 @@ def config(**options: Any) -> Any:
         ({"bucket": 4}, "did you mean dynamism.sparse_attention.buckets?"),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config(**options)
     assert message in str(caught.value)
@@ -176,7 +174,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 
 def test_more_buckets_than_tokens_in_a_model_of_ones_own() -> None:
-    with pytest.raises(ConfigError, match=r"buckets = 64 is more than model.sequence = 32 tokens"):
+    with pytest.raises(ConfigError, match=r"buckets = 64"):
         parse(
             {
                 "model": {"kind": "python:a:b", "sequence": 32},
@@ -290,7 +288,7 @@ def test_one_digest(pool: Pool, ranks: int, schedule: str, kind: str) -> None:
         )
 
 
-def test_what_is_left_out_changes_the_numbers(pool: Pool) -> None:
+def test_sparse_attention_changes_the_numbers(pool: Pool) -> None:
     dense = run(1, "hash", "1f1b", "none")
     dense["dynamism"]["sparse_attention"] = {"start": 6}
     losses = [

@@ -20,7 +20,8 @@ from dynmo.events import Event, to_json
 from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.train.joining import come_back
-from dynmo.train.trainer import Trainer, learning_rate
+from dynmo.train.learning_rate import learning_rate
+from dynmo.train.trainer import Trainer
 
 
 def train(

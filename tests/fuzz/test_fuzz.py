@@ -52,7 +52,7 @@ def runner(pool: Pool) -> Iterator[Runner]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_short_run(runner: Runner, part: int) -> None:
+def test_short_fuzz_run_finds_no_difference(runner: Runner, part: int) -> None:
     """`python -m tests.fuzz --seed 20 --cases 24`, in parts.
 
     The parts may run side by side.
@@ -64,12 +64,12 @@ def test_a_short_run(runner: Runner, part: int) -> None:
 # -- what is drawn -------------------------------------------------------------------------------
 
 
-def test_the_same_numbers_draw_the_same_case() -> None:
+def test_seed_and_number_determine_the_case() -> None:
     assert [draw(3, n) for n in range(20)] == [draw(3, n) for n in range(20)]
     assert draw(3, 1) != draw(4, 1)
 
 
-def test_draws_hold_together_and_cover_everything() -> None:
+def test_drawn_cases_are_valid_and_cover_every_choice() -> None:
     """dynmo accepts any configuration that is drawn.
 
     Every kind of anything is drawn.
@@ -105,7 +105,7 @@ def test_draws_hold_together_and_cover_everything() -> None:
     assert sum(case.plain for case in cases) > 20
 
 
-def test_models_are_called_by_their_layers() -> None:
+def test_model_name_lists_its_layers() -> None:
     layers = model_of("modules__lstm__fan_2__mix")()
     assert [type(layer).__name__ for layer in layers] == [
         "Embedding",
@@ -185,14 +185,14 @@ def planted(function: str, **sections: Tables) -> Case:
         ("a_refusal", REFUSED, "sparse=False"),
     ],
 )
-def test_what_is_planted_is_reported(runner: Runner, function: str, kind: str, what: str) -> None:
+def test_planted_faults_are_reported(runner: Runner, function: str, kind: str, what: str) -> None:
     outcome = runner.run(planted(function))
     assert outcome.kind == kind
     assert what in outcome.what
     assert passed([outcome]) is (kind == REFUSED)
 
 
-def test_a_refused_configuration_counts(runner: Runner) -> None:
+def test_many_refused_configurations_fail_the_run(runner: Runner) -> None:
     outcome = runner.run(planted("a_crash", parallel={"pipeline": 3}, train={"micro_batch": 3}))
     assert outcome.kind == REFUSED
     assert not passed([outcome, outcome, *[replace(outcome, kind=EQUAL)] * 18])
@@ -213,7 +213,7 @@ class Hanging(Pool):
         self.closed = True
 
 
-def test_a_pool_that_hangs_is_replaced(pool: Pool) -> None:
+def test_hanging_pool_is_replaced(pool: Pool) -> None:
     hanging = Hanging()
     pools: list[Pool] = [Lent(pool), hanging]
     runner = Runner(lambda log: pools.pop())
@@ -226,7 +226,7 @@ def test_a_pool_that_hangs_is_replaced(pool: Pool) -> None:
 # -- what is printed -----------------------------------------------------------------------------
 
 
-def test_what_is_printed_replays(
+def test_printed_files_replay_a_case(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files parse to the configurations that ran, and `dynmo train` takes them."""
@@ -258,7 +258,9 @@ def test_what_is_printed_replays(
     )
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command_shows_a_case_and_writes_its_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["--only", "5", "--seed", "2", "--show", "--folder", str(tmp_path)]) == 0
     assert f"dynmo train {tmp_path}/seed-2/fuzz-5.toml --overwrite" in capsys.readouterr().out
     assert load(tmp_path / "seed-2" / "fuzz-5.toml") == parse(draw(2, 5).config)

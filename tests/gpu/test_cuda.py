@@ -163,9 +163,7 @@ def test_a_stream_that_stands() -> None:
     world.settle()
     with world.waits.around(world.device, [1], "a message"):
         torch.cuda._sleep(second)
-    with pytest.raises(
-        WaitTimeout, match=r"rank 0 waited 0.2 s for rank 1: a message; where it only takes longer"
-    ):
+    with pytest.raises(WaitTimeout, match=r"rank 0 .* rank 1: a message"):
         world.settle()
     torch.cuda.synchronize()
     world.settle()

@@ -49,7 +49,7 @@ def test_low_precision_is_near_float32(device: torch.device, precision: str) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_computed_again_is_the_same(device: torch.device, precision: str) -> None:
+def test_recomputed_activations_give_the_same_losses(device: torch.device, precision: str) -> None:
     assert run(device, precision=precision, recompute="all")[0] == pytest.approx(
         run(device, precision=precision)[0], rel=1e-5
     )

@@ -181,5 +181,6 @@ def test_a_rank_that_hangs(on: Ranks, tmp_path: Path) -> None:
     os.kill(ranks(tmp_path)[1], signal.SIGSTOP)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "rank 0 waited 10 s for rank 1: " in errors
+    assert "rank 0 waited" in errors
+    assert "for rank 1: " in errors
     wait_until(lambda: gone(tmp_path), 10)

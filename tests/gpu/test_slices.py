@@ -70,7 +70,7 @@ def cuda_core(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda", "cuda_core")
 @pytest.mark.parametrize("slices", [2, 3, 4])
-def test_disjoint_and_equal(slices: int) -> None:
+def test_slices_are_disjoint_and_equal(slices: int) -> None:
     cuts = cut(0, slices)
     assert len({each.stream.cuda_stream for each in cuts}) == slices
     assert len({each.sms for each in cuts}) == 1
@@ -80,8 +80,8 @@ def test_disjoint_and_equal(slices: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda", "cuda_core")
-def test_too_many() -> None:
-    with pytest.raises(ConfigError, match="slices do not fit"):
+def test_more_slices_than_multiprocessors_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.slices"):
         cut(0, 10_000)
 
 

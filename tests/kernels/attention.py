@@ -8,8 +8,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-torch.set_num_threads(1)  # as a rank has them
-
 shapes = st.tuples(
     st.integers(1, 3), st.integers(1, 70), st.integers(1, 3), st.sampled_from([1, 2, 4, 8, 24])
 )

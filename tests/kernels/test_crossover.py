@@ -51,7 +51,7 @@ def test_once_per_machine_and_shape(
         "other",
     ],
 )
-def test_what_cannot_be_read_is_measured_again(
+def test_unreadable_files_are_measured_anew(
     measured: list[tuple[int, int, int]], tmp_path: Path, damage: str
 ) -> None:
     known_crossover(nn.Linear(8, 4), 16)
@@ -62,6 +62,6 @@ def test_what_cannot_be_read_is_measured_again(
     assert json.loads(file.read_text()) == kept | {"sparsity": 0.2}
 
 
-def test_where_nothing_can_be_written(measured: list[tuple[int, int, int]], tmp_path: Path) -> None:
+def test_unwritable_cache(measured: list[tuple[int, int, int]], tmp_path: Path) -> None:
     (tmp_path / "crossover").write_text("a file")
     assert [known_crossover(nn.Linear(8, 4), 16) for _ in range(2)] == [0.1, 0.2]

@@ -31,7 +31,9 @@ def filled(csr: Csr, values: Tensor) -> Tensor:
 
 
 @given(sizes, sizes, shares, st.integers(0, 100))
-def test_places(rows: int, columns: int, share: float, seed: int) -> None:
+def test_rows_and_their_transpose_hold_the_kept_weights(
+    rows: int, columns: int, share: float, seed: int
+) -> None:
     csr, values, dense = drawn(rows, columns, share, seed)
     assert csr.shape == (rows, columns)
     assert torch.equal(filled(csr, values), dense)
@@ -43,7 +45,7 @@ def test_places(rows: int, columns: int, share: float, seed: int) -> None:
 
 
 @given(tokens, sizes, st.booleans())
-def test_panels(count: int, features: int, contiguous: bool) -> None:
+def test_packed_tokens_unpack(count: int, features: int, contiguous: bool) -> None:
     x = torch.randn(count, features) if contiguous else torch.randn(count, 2 * features)[:, ::2]
     packed = pack(x)
     assert packed.is_contiguous()
@@ -57,7 +59,9 @@ def test_panels(count: int, features: int, contiguous: bool) -> None:
 
 
 @given(sizes, sizes, tokens, shares, st.integers(0, 100))
-def test_products(rows: int, columns: int, count: int, share: float, seed: int) -> None:
+def test_products_are_those_of_the_dense_matrix(
+    rows: int, columns: int, count: int, share: float, seed: int
+) -> None:
     csr, values, dense = drawn(rows, columns, share, seed)
     generator = torch.Generator().manual_seed(seed)
     x, g = (

@@ -24,7 +24,9 @@ def seen_of_kept(batch: int, sequence: int, queries: Tensor, keys: Tensor) -> Te
 
 
 @given(shapes, st.floats(0, 0.99), st.integers(1, 40))
-def test_dropped(shape: tuple[int, int, int, int], dropped: float, tile: int) -> None:
+def test_dropped_attention_is_the_masked_dense_one(
+    shape: tuple[int, int, int, int], dropped: float, tile: int
+) -> None:
     queries, keys = draw_kept(shape[2], shape[1], dropped, seed=3)
     seen = seen_of_kept(*shape[:2], queries, keys)
     check(lambda x, v: drop_attention(x, v, queries, keys, tile), seen, shape)
@@ -38,7 +40,7 @@ def test_nothing_dropped_is_dense() -> None:
 
 
 @given(st.integers(0, 2**62), st.integers(1, 40), st.floats(0, 0.999))
-def test_what_is_drawn_follows_from_the_seed(seed: int, sequence: int, dropped: float) -> None:
+def test_draws_follow_from_the_seed(seed: int, sequence: int, dropped: float) -> None:
     torch.rand(1)  # whatever state the default generator is in
     first, second = draw_kept(2, sequence, dropped, seed), draw_kept(2, sequence, dropped, seed)
     for a, b in zip(first, second, strict=True):

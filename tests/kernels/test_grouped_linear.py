@@ -68,6 +68,6 @@ def test_a_deferred_w_has_the_same_bits(dtype: torch.dtype) -> None:
     assert not gradients[0][1].any(), "a group without rows has no gradient"
 
 
-def test_parts() -> None:
+def test_parts_of_empty_experts_are_left_out() -> None:
     assert list(parts([2, 0, 3])) == [(0, slice(0, 2)), (2, slice(2, 5))]
     assert not list(parts([0, 0]))

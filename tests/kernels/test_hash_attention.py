@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,7 +25,9 @@ def seen_in_buckets(buckets: Tensor) -> Tensor:
 
 
 @given(shapes, st.integers(1, 9), st.integers(1, 40), st.integers(0, 5))
-def test_hashed(shape: tuple[int, int, int, int], count: int, tile: int, skew: int) -> None:
+def test_hashed_attention_is_the_masked_dense_one(
+    shape: tuple[int, int, int, int], count: int, tile: int, skew: int
+) -> None:
     """The higher `skew`, the fuller the first bucket.
 
     The last buckets are then often empty.
@@ -81,6 +83,7 @@ def test_float32_and_strided_inputs() -> None:
     torch.testing.assert_close(ours, packed.grad, rtol=1e-4, atol=1e-5)
 
 
+@settings(max_examples=30)
 @given(shapes, st.integers(1, 8), st.integers(0, 100))
 def test_buckets_are_the_argmax(shape: tuple[int, int, int, int], half: int, seed: int) -> None:
     x = inputs(*shape, seed=seed)[0]
@@ -103,7 +106,7 @@ def test_the_first_of_equals() -> None:
 
 
 @given(st.integers(0, 2**62))
-def test_what_is_drawn_follows_from_the_seed(seed: int) -> None:
+def test_draws_follow_from_the_seed(seed: int) -> None:
     torch.rand(1)  # whatever state the default generator is in
     assert torch.equal(draw_directions(2, 4, 6, seed), draw_directions(2, 4, 6, seed))
     assert not torch.equal(draw_directions(2, 4, 6, seed), draw_directions(2, 4, 6, seed + 1))
@@ -123,7 +126,9 @@ def test_the_same_bits_again() -> None:
 
 
 @pytest.mark.parametrize("tile", [8, 32])
-def test_work_is_skipped(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_other_buckets_are_not_computed(
+    tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Products are counted where they are computed.
 
     F and B together take two and four products a tile. The scores are computed again besides.
@@ -168,7 +173,7 @@ def test_cuda_agrees_with_the_cpu() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_without_triton_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hash_attention_triton, "triton", None)
     x, v, _ = inputs(1, 4, 1, 2)
     with pytest.raises(RunError, match="needs Triton"):

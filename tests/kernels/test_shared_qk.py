@@ -15,7 +15,7 @@ from tests.kernels.attention import before, check, inputs, shapes
 
 
 @given(shapes)
-def test_dense(shape: tuple[int, int, int, int]) -> None:
+def test_dense_attention_is_the_plain_formula(shape: tuple[int, int, int, int]) -> None:
     check(dense_attention, before(*shape[:3]), shape)
 
 

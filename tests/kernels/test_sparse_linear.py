@@ -61,8 +61,7 @@ def kept_gradient(linear: nn.Linear) -> Tensor:
 
 
 @given(
-    rows=st.integers(1, 40),
-    columns=st.integers(1, 40),
+    size=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     leading=st.sampled_from([(1,), (7,), (2, 3), (2, 2, 5), (0,), (16,), (128,), (530,)]),
     share=st.sampled_from([0.0, 0.05, 0.3, 0.8, 1.0]),
     bias=st.booleans(),
@@ -73,8 +72,7 @@ def kept_gradient(linear: nn.Linear) -> Tensor:
 )
 @settings(max_examples=150, deadline=None)
 def test_equals_the_masked_dense_layer(
-    rows: int,
-    columns: int,
+    size: tuple[int, int],
     leading: tuple[int, ...],
     share: float,
     bias: bool,
@@ -83,6 +81,7 @@ def test_equals_the_masked_dense_layer(
     tape: str,
     seed: int,
 ) -> None:
+    rows, columns = size
     keep = some(rows * columns, share, seed)
     plain, pruned = pair(rows, columns, keep, sparse, bias)
     taken = WeightTape()
@@ -213,7 +212,7 @@ def test_memory_falls_with_the_weights() -> None:
     assert sum(t.nbytes for t in held) < 0.25 * 256 * 256 * 4  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_which_linears() -> None:
+def test_plain_linears_are_listed_by_name() -> None:
     class Own(nn.Linear):
         pass
 

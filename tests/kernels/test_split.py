@@ -48,7 +48,9 @@ def gradients(module: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear(shape: tuple[int, ...], bias: bool, contiguous: bool) -> None:
+def test_a_split_linear_has_the_plain_gradients(
+    shape: tuple[int, ...], bias: bool, contiguous: bool
+) -> None:
     torch.manual_seed(0)
     plain, now, later = linear(bias), linear(bias), linear(bias)
     tapes = [split(now, deferred=False), split(later, deferred=True)]
@@ -74,7 +76,7 @@ def test_linear(shape: tuple[int, ...], bias: bool, contiguous: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 2, 3)])
-def test_embedding(shape: tuple[int, ...]) -> None:
+def test_a_split_embedding_has_the_plain_gradients(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     plain, now, later = (nn.Embedding(7, 5) for _ in range(3))
     now.load_state_dict(plain.state_dict())
@@ -144,28 +146,17 @@ def test_install_keeps_the_module() -> None:
     seen: list[nn.Module] = []
     module[0].register_forward_hook(lambda m, args, out: seen.append(m))
     split(module, deferred=True)
-    assert [type(m) for m in module] == [
-        SplitLinear,
-        Own,
-        SplitEmbedding,
-        nn.Embedding,
-        nn.Embedding,
-    ]
+    kinds = [SplitLinear, Own, SplitEmbedding, nn.Embedding, nn.Embedding]
+    assert [type(m) for m in module] == kinds
     assert all(p is before[name] for name, p in module.named_parameters())
     assert list(module.state_dict()) == list(before)
     module[0](torch.randn(1, 2))
     assert seen == [module[0]]
     install(module, WeightTape())  # a layer that arrives on another rank is given a new tape
-    assert [type(m) for m in module] == [
-        SplitLinear,
-        Own,
-        SplitEmbedding,
-        nn.Embedding,
-        nn.Embedding,
-    ]
+    assert [type(m) for m in module] == kinds
 
 
-def test_what_the_tape_holds() -> None:
+def test_tape_keeps_tensors_until_w() -> None:
     """Input and output gradient are kept until W has run.
 
     There is no circle of references, because collections wait until a step is over.
@@ -201,7 +192,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_what_is_made_from_other_parameters_is_autograds(kind: str) -> None:
+def test_derived_weights_are_left_to_autograd(kind: str) -> None:
     """torch makes the weight of a module of the same class from other parameters.
 
     It does so before each forward. Those parameters must get their gradients.

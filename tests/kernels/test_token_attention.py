@@ -118,7 +118,9 @@ def compare_packed(
 
 @settings(max_examples=30)
 @given(shapes, shares, st.integers(0, 99))
-def test_kept(shape: tuple[int, int, int, int], of_row: list[float], seed: int) -> None:
+def test_kept_tokens_attend_like_the_masked_dense_ones(
+    shape: tuple[int, int, int, int], of_row: list[float], seed: int
+) -> None:
     compare_kept(shape, drawn(*shape[:2], of_row, seed))
 
 
@@ -165,14 +167,14 @@ def test_kept_does_not_depend_on_later_tokens() -> None:
     st.integers(1, 2),
     st.sampled_from([1, 2, 8]),
 )
-def test_packed(lengths: list[int], heads: int, size: int) -> None:
+def test_packed_rows_attend_each_to_itself(lengths: list[int], heads: int, size: int) -> None:
     compare_packed(heads, size, lengths)
 
 
 @pytest.mark.parametrize(
     "lengths", [[0], [1], [0, 0], [1, 1, 1], [4, 4, 4], [0, 1], [3, 0, 1], [0, 6]]
 )
-def test_packed_of(lengths: list[int]) -> None:
+def test_packed_rows_of_any_length(lengths: list[int]) -> None:
     compare_packed(2, 4, lengths)
 
 
@@ -192,7 +194,7 @@ def test_row_lengths(shape: tuple[int, int, int, int], of_row: list[float], seed
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(1, 9))
-def test_tiles(chosen: set[int], size: int) -> None:
+def test_every_query_is_in_one_tile(chosen: set[int], size: int) -> None:
     """Each query is in one tile, and sees its own position and all before."""
     positions = sorted(chosen)
     tiles = plan_tiles(torch.tensor(positions, dtype=torch.int64), torch.float64, size)

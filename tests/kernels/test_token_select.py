@@ -26,7 +26,7 @@ def places(taken: list[bool], value: bool = True) -> Tensor:
 
 
 @given(chosen, st.integers(1, 3))
-def test_select(taken: list[bool], features: int) -> None:
+def test_selected_rows_and_their_gradients(taken: list[bool], features: int) -> None:
     x, index = random(len(taken), features).requires_grad_(), places(taken)
     stream, selected = select(x, index)
     assert torch.equal(stream, x)
@@ -54,7 +54,7 @@ def test_select_where_one_output_alone_is_used() -> None:
 
 
 @given(chosen, st.integers(1, 3))
-def test_merge(in_first: list[bool], features: int) -> None:
+def test_merged_rows_and_their_gradients(in_first: list[bool], features: int) -> None:
     at_first, at_second = places(in_first), places(in_first, False)
     first, second = (
         random(len(at), features, seed=seed).requires_grad_()

@@ -24,15 +24,12 @@ PRIVATE = re.compile(
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.14.0+cpu", "3.0", "2.20.1"])
 def test_a_torch_that_was_not_tried_is_refused(version: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"newer than this dynmo knows; install one below 2\.14: pip install 'torch<2\.14'",
-    ):
+    with pytest.raises(ConfigError, match=r"torch<2\.14"):
         torch_private.check_version(version)
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "2.11.0+cu130", torch.__version__])
-def test_a_torch_that_was_tried(version: str) -> None:
+def test_a_known_torch_is_accepted(version: str) -> None:
     torch_private.check_version(version)
 
 

@@ -15,9 +15,16 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.ray_cluster import RayCluster, ray_cluster, why_no_ray, without_warning
+from tests.cluster.run_launcher import (
+    LENDS_TWO,
+    PATHS,
+    STOPS_WHEN_ASKED,
+    has_stopped,
+    launcher_command,
+    receipts_of,
+)
 from tests.processes import gone, wait_until
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(why_no_ray() is not None, reason=str(why_no_ray()))
 
 # Another program of the cluster: it needs two GPUs, and keeps them until it is told to end.
@@ -48,16 +55,7 @@ def ray() -> Iterator[RayCluster]:
 
 def launch(ray: RayCluster, folder: Path, *scripts: str, join: str = "") -> subprocess.Popen[str]:
     """Starts a launcher whose ranks run these scripts."""
-    for number, script in enumerate(scripts):
-        (folder / f"script-{number}.py").write_text(script)
-    (folder / "script-join.py").write_text(join)
-    module = [sys.executable, "-m", "tests.cluster.run_launcher"]
-    command = [*module, "ray", str(len(scripts)), str(folder)]
-    return ray.start(command, folder, {"PYTHONPATH": str(ROOT)})
-
-
-def told(folder: Path) -> list[str]:
-    return (folder / "receipts").read_text().splitlines()
+    return ray.start(launcher_command("ray", folder, *scripts, join=join), folder, PATHS)
 
 
 def end(process: subprocess.Popen[str], seconds: float = 50) -> tuple[int, str, str]:
@@ -65,7 +63,7 @@ def end(process: subprocess.Popen[str], seconds: float = 50) -> tuple[int, str, 
     return process.returncode, out, without_warning(err)
 
 
-def test_released_gpus_are_used_by_another(ray: RayCluster, tmp_path: Path) -> None:
+def test_another_task_uses_released_gpus(ray: RayCluster, tmp_path: Path) -> None:
     """Two of four ranks leave.
 
     Another's task that was pending gets their GPUs. When it has ended, two ranks join as further
@@ -74,23 +72,7 @@ def test_released_gpus_are_used_by_another(ray: RayCluster, tmp_path: Path) -> N
     process = launch(
         ray,
         tmp_path,
-        """
-say("up")
-heard("another-waits")
-release(2, 3)
-say("leave")
-receipts(1)
-heard("another-is-over")
-desk.request(2)
-heard("member-4")
-heard("member-5")
-receipts(3)
-print("result")
-say("done")
-""",
-        "heard('done')",
-        "heard('leave')",
-        "heard('leave')",
+        *LENDS_TWO,
         join="""
 become_member()
 (here / f"gpu-{process}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
@@ -107,8 +89,8 @@ heard("done")
     assert end(other)[::2] == (0, "")
     assert end(process) == (0, "result\n", "")
     released = "released 2: Ray removed 2 actors and their placement groups: 2 GPU free"
-    assert told(tmp_path)[0] == released
-    assert sorted(line.partition(" runs")[0] for line in told(tmp_path)[1:]) == [
+    assert receipts_of(tmp_path)[0] == released
+    assert sorted(line.partition(" runs")[0] for line in receipts_of(tmp_path)[1:]) == [
         "started 1: process 4",
         "started 1: process 5",
     ]
@@ -119,17 +101,17 @@ heard("done")
 
 
 @pytest.mark.matrix
-def test_a_joiner_waits_until_the_run_is_over(ray: RayCluster, tmp_path: Path) -> None:
+def test_joiner_without_a_gpu_waits_until_the_run_ends(ray: RayCluster, tmp_path: Path) -> None:
     """There is one GPU too few for it."""
     wait = "until(lambda: signals, 'a signal')"
     process = launch(ray, tmp_path, "desk.request(4)\nreceipts(3)\ntime.sleep(1)", join=wait)
     assert end(process) == (0, "", "")
-    assert len(told(tmp_path)) == 3
+    assert len(receipts_of(tmp_path)) == 3
     wait_until(lambda: gone(tmp_path), 15)
 
 
 @pytest.mark.matrix
-def test_a_rank_fails(ray: RayCluster, tmp_path: Path) -> None:
+def test_failed_rank_is_reported(ray: RayCluster, tmp_path: Path) -> None:
     body = "raise RunError('no luck')"
     process = launch(ray, tmp_path, "heard('never')", body)
     assert end(process) == (1, "", "RunError: no luck\n")
@@ -138,34 +120,24 @@ def test_a_rank_fails(ray: RayCluster, tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["asked", "killed"])
-def test_the_launcher_is_ended(ray: RayCluster, tmp_path: Path, number: int) -> None:
+def test_ranks_end_with_their_launcher(ray: RayCluster, tmp_path: Path, number: int) -> None:
     """Ctrl-C lets the ranks finish their step.
 
     They do not outlive a launcher that is killed.
     """
-    script = """
-say(f"up-{process}")
-until(lambda: signals, "a signal")
-time.sleep(0.5)
-say(f"stopped-{process}")
-sys.exit(130)
-"""
-    process = launch(ray, tmp_path, script, script)
+    process = launch(ray, tmp_path, *[STOPS_WHEN_ASKED] * 2)
     wait_until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
     os.kill(process.pid, number)
     status, _, err = end(process)
-    stopped = [(tmp_path / f"stopped-{rank}").exists() for rank in range(2)]
+    assert has_stopped(tmp_path) == [number == signal.SIGINT] * 2
     if number == signal.SIGINT:
-        assert (status, err, stopped) == (130, "", [True, True])
-    else:
-        assert stopped == [False, False]
+        assert (status, err) == (130, "")
     wait_until(lambda: gone(tmp_path), 15)
 
 
-def test_no_cluster_answers(ray: RayCluster, tmp_path: Path) -> None:
-    module = [sys.executable, "-m", "tests.cluster.run_launcher", "ray", "1", str(tmp_path)]
-    env = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "127.0.0.1:9"}
-    status, _, err = end(ray.start(module, tmp_path, env))
-    assert status == 2
-    assert err.startswith("ConfigError: --launcher ray: no Ray cluster answers at 127.0.0.1:9: ")
-    assert err.count("\n") == 1
+def test_unreachable_cluster_is_one_line(ray: RayCluster, tmp_path: Path) -> None:
+    command = launcher_command("ray", tmp_path, "")
+    status, _, err = end(ray.start(command, tmp_path, {**PATHS, "RAY_ADDRESS": "127.0.0.1:9"}))
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("ConfigError: ")
+    assert "127.0.0.1:9" in err

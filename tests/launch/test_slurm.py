@@ -18,12 +18,18 @@ import pytest
 
 from dynmo.errors import ConfigError
 from dynmo.launch.slurm import LineSplitter, SlurmStarter, own_job_environment
+from tests.cluster.run_launcher import (
+    LENDS_TWO,
+    PATHS,
+    STOPS_WHEN_ASKED,
+    has_stopped,
+    launcher_command,
+    receipts_of,
+)
 from tests.cluster.slurm import SlurmCluster, slurm_cluster, why_no_slurm
 from tests.processes import gone, wait_until
 
-ROOT = Path(__file__).parents[2]
 needs_slurm = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))
-PATHS = {"PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +39,8 @@ def slurm() -> Iterator[SlurmCluster]:
 
 
 def launcher(folder: Path, *scripts: str, join: str = "") -> list[str]:
-    """The command of a launcher whose ranks run these scripts.
-
-    Args:
-        folder: Folder of the scripts.
-        *scripts: Python text for each rank, rank 0 first.
-        join: Python text for a rank that joins.
-    """
-    for number, script in enumerate(scripts):
-        (folder / f"script-{number}.py").write_text(script)
-    (folder / "script-join.py").write_text(join)
-    module = [sys.executable, "-m", "tests.cluster.run_launcher"]
-    return [*module, "slurm", str(len(scripts)), str(folder)]
+    """The command of a launcher whose ranks run these scripts."""
+    return launcher_command("slurm", folder, *scripts, join=join)
 
 
 def outside(
@@ -64,12 +60,8 @@ def outside(
     return slurm.start(command, folder, {**PATHS, "JOB_OPTIONS": json.dumps(options)})
 
 
-def told(folder: Path) -> list[str]:
-    return (folder / "receipts").read_text().splitlines()
-
-
 @needs_slurm
-def test_released_nodes_are_used_by_another_job(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_another_job_uses_released_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Two of four ranks leave.
 
     A job that was pending starts on their nodes. When it has ended, two ranks join as jobs of their
@@ -77,22 +69,7 @@ def test_released_nodes_are_used_by_another_job(slurm: SlurmCluster, tmp_path: P
     """
     command = launcher(
         tmp_path,
-        """
-(here / "job").write_text(os.environ["SLURM_JOB_ID"])
-heard("another-waits")
-release(2, 3)
-say("leave")
-receipts(1)
-heard("another-is-over")
-desk.request(2)
-heard("member-4")
-heard("member-5")
-receipts(3)
-say("done")
-""",
-        "heard('done')",
-        "heard('leave')",
-        "heard('leave')",
+        *LENDS_TWO,
         join="""
 become_member()
 keys = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "LOCAL_RANK")
@@ -116,9 +93,9 @@ heard("done")
     slurm.wait_for_state("another", None)
     (tmp_path / "another-is-over").touch()
     slurm.wait_for_state("train", None)
-    assert (tmp_path / "out").read_text() == ""
-    assert told(tmp_path)[0] == f"released 2: job {job} gave back n3, n4"
-    started = [line.split() for line in told(tmp_path)[1:]]
+    assert (tmp_path / "out").read_text() == "result\n"
+    assert receipts_of(tmp_path)[0] == f"released 2: job {job} gave back n3, n4"
+    started = [line.split() for line in receipts_of(tmp_path)[1:]]
     assert {fields[3] for fields in started} == {"4", "5"}
     assert {fields[-1] for fields in started} == {"n3", "n4"}, "in any order"
     jobs = {(tmp_path / f"env-{number}").read_text() for number in (4, 5)}
@@ -129,7 +106,7 @@ heard("done")
 
 
 @needs_slurm
-def test_ranks_that_share_a_node(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_shared_node_is_free_once_both_ranks_left(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Four ranks on two nodes.
 
     The node of the second two is free when both have left. The node of the launcher is never.
@@ -155,7 +132,7 @@ print(os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
     options = [f"--chdir={tmp_path}", "--nodelist=n1,n2"]
     job = slurm.submit(command, 2, "shared", tmp_path / "out", PATHS, options)
     slurm.wait_for_state("shared", None)
-    assert told(tmp_path) == [
+    assert receipts_of(tmp_path) == [
         "failed 1: n2 cannot be given back until its last rank leaves",
         "failed 1: n1 cannot be given back until its last rank leaves",
         f"released 1: job {job} gave back n2",
@@ -165,7 +142,7 @@ print(os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
 
 
 @needs_slurm
-def test_outside_of_an_allocation(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_ranks_outside_an_allocation_are_jobs(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Each rank is a job, which frees its node as it ends.
 
     A joiner may wait for its job until the run is over.
@@ -192,106 +169,98 @@ print("result")
     (tmp_path / "pending").touch()
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (0, "result\n", "")
-    assert told(tmp_path)[0] == "released 1: 1 job ended"
-    assert [line.partition(" runs")[0] for line in told(tmp_path)[1:]]
+    assert receipts_of(tmp_path)[0] == "released 1: 1 job ended"
+    assert [line.partition(" runs")[0] for line in receipts_of(tmp_path)[1:]]
     wait_until(lambda: not slurm.states())
 
 
 @needs_slurm
-def test_slurm_refuses_a_job(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_job_refused_by_slurm_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
     script = "desk.request(1)\nreceipts(1)"
     process = outside(slurm, tmp_path, launcher(tmp_path, script), ["--gres=gpu:1"])
     assert process.communicate(timeout=30)[1] == ""
-    (line,) = told(tmp_path)[:1]
+    (line,) = receipts_of(tmp_path)[:1]
     assert line.startswith("started 1: process 1 runs on n")
     command = launcher(tmp_path, script)
     process = outside(slurm, tmp_path, command, ["--gres=gpu:2"])
-    said = "Requested node configuration is not available"
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 1
+    assert (process.returncode, err.count("\n")) == (1, 1)
     assert err.startswith("RunError: rank 0 ended with status 1: ")
-    assert said in err
-    assert err.count("\n") == 1
+    assert "Requested node configuration is not available" in err, "Slurm's own words"
 
 
 @needs_slurm
-def test_slurm_refuses_a_joiner(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_joiner_refused_by_slurm_does_not_stop_the_run(slurm: SlurmCluster, tmp_path: Path) -> None:
     """The run, in an allocation, goes on."""
     command = launcher(tmp_path, "desk.request(1)\nreceipts(1)\nprint('goes on')")
     env = {**PATHS, "JOB_OPTIONS": '["--partition=none"]'}
     slurm.submit(command, 1, "refused", tmp_path / "out", env, [f"--chdir={tmp_path}"])
     slurm.wait_for_state("refused", None)
     assert (tmp_path / "out").read_text() == "goes on\n"
-    (line,) = told(tmp_path)
+    (line,) = receipts_of(tmp_path)
     assert line.startswith("failed 1: process 1 did not join: it ended with status 1: ")
     assert "invalid partition specified: none" in line
 
 
 @needs_slurm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["asked", "killed"])
-def test_the_launcher_is_ended(slurm: SlurmCluster, tmp_path: Path, number: int) -> None:
+def test_ranks_end_with_their_launcher(slurm: SlurmCluster, tmp_path: Path, number: int) -> None:
     """Ctrl-C lets the ranks finish their step.
 
     They do not outlive a launcher that is killed.
     """
-    script = """
-say(f"up-{process}")
-until(lambda: signals, "a signal")
-time.sleep(0.5)
-say(f"stopped-{process}")
-sys.exit(130)
-"""
-    process = outside(slurm, tmp_path, launcher(tmp_path, script, script))
+    process = outside(slurm, tmp_path, launcher(tmp_path, *[STOPS_WHEN_ASKED] * 2))
     wait_until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=30)
-    stopped = [(tmp_path / f"stopped-{rank}").exists() for rank in range(2)]
+    assert has_stopped(tmp_path) == [number == signal.SIGINT] * 2
     if number == signal.SIGINT:
-        assert (process.returncode, err, stopped) == (130, "", [True, True])
-    else:
-        assert stopped == [False, False]
+        assert (process.returncode, err) == (130, "")
     wait_until(lambda: gone(tmp_path), 15)
     wait_until(lambda: not slurm.states(), 15)
 
 
 @needs_slurm
 @pytest.mark.matrix
-def test_a_rank_fails(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_failed_rank_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
     """The report of the rank is told.
 
     A rank that says nothing leaves its status and its log.
     """
     for body, line in (
-        ("raise RunError('no luck')", "RunError: no luck\n"),
-        ("sys.exit(3)", f"RunError: rank 1 ended with status 3; see {tmp_path}/rank-1.log\n"),
-        ("os.kill(os.getpid(), 9)", "RunError: rank 1 was ended by SIGKILL; out of memory?\n"),
+        ("raise RunError('no luck')", "RunError: no luck"),
+        ("sys.exit(3)", f"RunError: rank 1 ended with status 3; see {tmp_path}/rank-1.log"),
+        ("os.kill(os.getpid(), 9)", "RunError: rank 1 was ended by SIGKILL"),
     ):
         process = outside(slurm, tmp_path, launcher(tmp_path, "heard('never')", body))
         _, err = process.communicate(timeout=30)
-        assert (process.returncode, err) == (1, line)
+        assert (process.returncode, err.count("\n")) == (1, 1)
+        assert err.startswith(line)
         wait_until(lambda: not slurm.states(), 15)
 
 
-def test_slurm_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="--launcher slurm: srun is not installed"):
+    with pytest.raises(ConfigError, match="--launcher slurm: srun"):
         SlurmStarter(2, tmp_path)
 
 
-def test_no_controller_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreachable_controller_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("srun", "scancel", "scontrol"):
         (tmp_path / name).write_text("#!/bin/sh\necho 'no\n configuration' >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(ConfigError, match=r"no allocation .* no controller: .*: no configuration$"):
+    with pytest.raises(ConfigError, match=r"no configuration$"):
         SlurmStarter(2, tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
-    with pytest.raises(ConfigError, match=r"job 5: scontrol show failed: no configuration$"):
+    with pytest.raises(ConfigError, match=r"job 5: .*: no configuration$"):
         SlurmStarter(2, tmp_path)
 
 
-def test_the_environment_of_a_job_of_its_own() -> None:
+def test_separate_job_drops_variables_of_the_allocation() -> None:
     kept = {"SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin"}
     devices = {"CUDA_VISIBLE_DEVICES": "1"}
     inside = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "4", "SLURMD_NODENAME": "n1"}
@@ -300,7 +269,7 @@ def test_the_environment_of_a_job_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
-def test_lines_of_srun_among_those_of_a_rank(size: int) -> None:
+def test_lines_of_srun_are_split_from_lines_of_a_rank(size: int) -> None:
     """However the bytes come."""
     rank = b"step 1\rstep 2\nsrun is a word\nlast srun: "
     text = b"srun: error: no\nstep 1\rstep 2\nslurmstepd: error: 2\n"
@@ -315,6 +284,6 @@ def test_lines_of_srun_among_those_of_a_rank(size: int) -> None:
     assert srun == [b"srun: error: no\n", b"slurmstepd: error: 2\n"]
 
 
-def test_an_unfinished_line_of_a_rank_passes_at_once() -> None:
+def test_unfinished_line_of_a_rank_is_passed_on_at_once() -> None:
     """Such is a progress line."""
     assert LineSplitter().add(b"step 1") == [(False, b"step 1")]

@@ -12,7 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-torch.set_num_threads(1)  # as a rank has them
+Token = tuple[int, int]
+"""Row, position."""
+Heads = dict[Token, list[Tensor]]
+"""The queries, keys or values of tokens: [size] of each head."""
+
+
+class TooCloseError(Exception):
+    """Two numbers that a decision compares are nearly equal.
+
+    float32 and float64 may decide differently.
+    """
 
 
 def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
@@ -48,6 +58,31 @@ def heads_of(x: Tensor, heads: int) -> list[Tensor]:
     return list(x.view(heads, -1))
 
 
+def rotated_heads(x: Tensor, heads: int, token: Token) -> list[Tensor]:
+    """[hidden] -> one rotated [size] a head."""
+    return [rotated(head, token[1]) for head in heads_of(x, heads)]
+
+
+def attended_heads(token: Token, query: Sequence[Tensor], keys: Heads, values: Heads) -> Tensor:
+    """The attention of a token to itself and the earlier tokens of its row, [hidden].
+
+    Tokens without keys are left out.
+    """
+    row, t = token
+    seen = [(row, earlier) for earlier in range(t + 1) if (row, earlier) in keys]
+    heads = [
+        attended(query[h], [keys[s][h] for s in seen], [values[s][h] for s in seen])
+        for h in range(len(query))
+    ]
+    return torch.cat(heads)
+
+
+def token_loss(head: Any, state: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of a token under a head, and their cross entropy."""
+    logits = head.logits.weight @ rms_norm(state, head.norm.weight)
+    return logits, cross_entropy(logits, int(target))
+
+
 def fed_forward(half: Any, x: Tensor) -> Tensor:
     """The value that a feed-forward half adds to a token: down(silu(gate) * up)."""
     inner = half.gate_up.weight @ rms_norm(x, half.norm.weight)
@@ -63,6 +98,20 @@ def cross_entropy(logits: Tensor, target: int) -> Tensor:
 def binary_cross_entropy(guess: Tensor, right: bool) -> Tensor:
     """-log of the sigmoid of the guess, or of its complement."""
     return torch.log1p(torch.exp(-guess if right else guess))
+
+
+def gradients(modules: Sequence[nn.Module], loss: Tensor) -> dict[str, Tensor]:
+    """The gradients of all parameters, by the index of the module and the parameter's name."""
+    named = {
+        f"{i}.{name}": p
+        for i, module in enumerate(modules)
+        for name, p in module.named_parameters()
+    }
+    taken = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(named.items(), taken, strict=True)
+    }
 
 
 def spread(modules: Sequence[nn.Module], seed: int) -> None:

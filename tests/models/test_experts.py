@@ -170,7 +170,7 @@ def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
     torch.testing.assert_close(weights.flatten(), expected)
 
 
-def test_which_blocks_have_experts() -> None:
+def test_blocks_with_experts() -> None:
     sizes = {
         "kind": "moe",
         "blocks": 4,

@@ -20,18 +20,19 @@ from dynmo.config import Config, parse
 from dynmo.models.gpt_config import make
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router, selected_tokens
 from tests.models.plain_blocks import (
-    attended,
+    Heads,
+    Token,
+    TooCloseError,
+    attended_heads,
     binary_cross_entropy,
-    cross_entropy,
     fed_forward,
+    gradients,
     heads_of,
     rms_norm,
-    rotated,
+    rotated_heads,
     spread,
+    token_loss,
 )
-
-Token = tuple[int, int]
-"""Row, position."""
 
 
 @dataclass
@@ -66,59 +67,51 @@ def one_by_one(
     There is a state for each token, and a set of selected tokens for each block.
     """
     layers: dict[str, Any] = dict(zip(make(config).names, modules, strict=True))
-    model, routed = (
-        config.model,
-        config.dynamism.mixture_of_depths.routed_blocks(config.model.blocks),
-    )
-    tokens = [(row, t) for row in range(ids.shape[0]) for t in range(model.sequence)]
+    routed = config.dynamism.mixture_of_depths.routed_blocks(config.model.blocks)
+    tokens = [(row, t) for row in range(ids.shape[0]) for t in range(config.model.sequence)]
     routing = Routing(torch.zeros(()), torch.zeros((), dtype=torch.float64))
-    states = {(row, t): layers["embedding"].tokens.weight[ids[row, t]] for row, t in tokens}
-
-    for block in range(model.blocks):
-        attention, feed_forward = (
-            layers[f"blocks.{block}.attention"],
-            layers[f"blocks.{block}.feed_forward"],
-        )
-        taking = set(tokens)
+    states = {token: layers["embedding"].tokens.weight[ids[token]] for token in tokens}
+    for block in range(config.model.blocks):
+        attention = layers[f"blocks.{block}.attention"]
+        feed_forward = layers[f"blocks.{block}.feed_forward"]
         if block in routed:
-            taking = route(
-                config, routing, attention.router, states, tokens, training, by_threshold
-            )
-        queries, keys, values = (
-            dict[Token, list[Tensor]](),
-            dict[Token, list[Tensor]](),
-            dict[Token, list[Tensor]](),
-        )
-        for token in taking:
-            q, k, v = (attention.qkv.weight @ rms_norm(states[token], attention.norm.weight)).chunk(
-                3
-            )
-            queries[token] = [rotated(head, token[1]) for head in heads_of(q, model.heads)]
-            keys[token] = [rotated(head, token[1]) for head in heads_of(k, model.heads)]
-            values[token] = heads_of(v, model.heads)
-        after = dict(states)
-        for row, t in taking:
-            seen = [(row, earlier) for earlier in range(t + 1) if (row, earlier) in taking]
-            heads = [
-                attended(
-                    queries[row, t][h], [keys[s][h] for s in seen], [values[s][h] for s in seen]
-                )
-                for h in range(model.heads)
-            ]
-            by_attention = attention.proj.weight @ torch.cat(heads)
-            added = by_attention + fed_forward(feed_forward, states[row, t] + by_attention)
-            weight = attention.router.weight.weight[0] @ states[row, t] if block in routed else 1.0
-            after[row, t] = states[row, t] + weight * added
-        states = after
-    head = layers["head"]
-    losses = [
-        cross_entropy(
-            head.logits.weight @ rms_norm(states[token], head.norm.weight), int(targets[token])
-        )
-        for token in tokens
-    ]
+            router = attention.router
+            selected = route(config, routing, router, states, training, by_threshold)
+            added = block_output(config, attention, feed_forward, states, selected)
+            added = {
+                token: router.weight.weight[0] @ states[token] * added[token] for token in added
+            }
+        else:
+            added = block_output(config, attention, feed_forward, states, set(tokens))
+        states = {
+            token: state + added[token] if token in added else state
+            for token, state in states.items()
+        }
+    losses = [token_loss(layers["head"], states[token], targets[token])[1] for token in tokens]
     routing.loss = torch.stack(losses).mean()
     return routing
+
+
+def block_output(
+    config: Config,
+    attention: Any,
+    feed_forward: Any,
+    states: dict[Token, Tensor],
+    selected: set[Token],
+) -> dict[Token, Tensor]:
+    """The value that a block adds to each selected token."""
+    heads, queries, keys, values = config.model.heads, Heads(), Heads(), Heads()
+    for token in selected:
+        normed = rms_norm(states[token], attention.norm.weight)
+        q, k, v = (attention.qkv.weight @ normed).chunk(3)
+        queries[token] = rotated_heads(q, heads, token)
+        keys[token], values[token] = rotated_heads(k, heads, token), heads_of(v, heads)
+    added: dict[Token, Tensor] = {}
+    for token in selected:
+        out = attended_heads(token, queries[token], keys, values)
+        by_attention = attention.proj.weight @ out
+        added[token] = by_attention + fed_forward(feed_forward, states[token] + by_attention)
+    return added
 
 
 def route(
@@ -126,12 +119,11 @@ def route(
     routing: Routing,
     router: Any,
     states: dict[Token, Tensor],
-    tokens: list[Token],
     training: bool,
     by_threshold: bool,
 ) -> set[Token]:
     """The tokens that a routed block selects."""
-    options = config.dynamism.mixture_of_depths
+    options, tokens = config.dynamism.mixture_of_depths, list(states)
     scores = {token: router.weight.weight[0] @ states[token] for token in tokens}
     if options.predictor == "bce":
         guesses = scores
@@ -253,23 +245,6 @@ def run(
     return make(config).loss(out[0], targets), selected
 
 
-def gradients(modules: Sequence[nn.Module], loss: Tensor) -> dict[str, Tensor]:
-    named = {
-        f"{i}.{name}": p
-        for i, module in enumerate(modules)
-        for name, p in module.named_parameters()
-    }
-    taken = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(named.items(), taken, strict=True)
-    }
-
-
-class TooCloseError(Exception):
-    """Two numbers that a selection compares are nearly equal: rounding may decide."""
-
-
 def compare(
     config: Config,
     modules: Sequence[nn.Module],
@@ -306,32 +281,22 @@ WAYS = {"training": (True, False), "by threshold": (True, True), "evaluation": (
 """Two flags: the model trains, and the predictor selects."""
 
 
-@settings(max_examples=25)
-@given(
-    predictor=st.sampled_from(["mlp", "bce"]),
-    way=st.sampled_from(sorted(WAYS)),
-    batch=st.integers(1, 3),
-    sequence=st.integers(1, 7),
-    heads=st.integers(1, 2),
-    blocks=st.integers(1, 3),
-    every=st.integers(1, 2),
-    capacity=st.sampled_from([0.2, 0.5, 0.75, 1.0]),
-    seed=st.integers(0, 999),
-)
-def test_any_shape(
-    predictor: str,
-    way: str,
-    batch: int,
-    sequence: int,
-    heads: int,
-    blocks: int,
-    every: int,
-    capacity: float,
-    seed: int,
-) -> None:
-    config = config_of(
-        predictor, sequence, max(capacity, 0.5 / sequence), blocks, heads, every=min(every, blocks)
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    sequence, blocks = draw(st.integers(1, 7)), draw(st.integers(1, 3))
+    return config_of(
+        draw(st.sampled_from(["mlp", "bce"])),
+        sequence,
+        capacity=max(draw(st.sampled_from([0.2, 0.5, 0.75, 1.0])), 0.5 / sequence),
+        blocks=blocks,
+        heads=draw(st.integers(1, 2)),
+        every=min(draw(st.integers(1, 2)), blocks),
     )
+
+
+@settings(max_examples=25)
+@given(configs(), st.sampled_from(sorted(WAYS)), st.integers(1, 3), st.integers(0, 999))
+def test_any_shape(config: Config, way: str, batch: int, seed: int) -> None:
     try:
         compare(config, build(config, seed, *WAYS[way]), *drawn(config, batch, seed), WAYS[way][1])
     except TooCloseError:

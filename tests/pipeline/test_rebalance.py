@@ -83,7 +83,7 @@ def test_the_gain_is_predicted_and_measured(pool: Pool) -> None:
     assert end["measure_seconds"] + end["decide_seconds"] + end["move_seconds"] < end["seconds"]
 
 
-def test_what_a_move_brought_ends_where_the_work_changes(pool: Pool) -> None:
+def test_gain_of_a_move_ends_when_the_work_changes(pool: Pool) -> None:
     """Four steps follow the move after step 8. Then the next layers freeze.
 
     The steps are faster, but not because of the move.
@@ -115,7 +115,7 @@ def test_a_move_must_repay_itself(pool: Pool) -> None:
     assert of(events, "rebalance") == []
 
 
-def test_forced_moves(pool: Pool) -> None:
+def test_forced_balancers_move_without_a_predicted_gain(pool: Pool) -> None:
     """The balancers `uniform` and `random` ask nobody.
 
     A result needs two steps. It comes at the next move or the run's end if not before.
@@ -156,10 +156,7 @@ def test_the_memory_limit_is_respected(pool: Pool) -> None:
 
 
 def test_a_memory_limit_that_is_too_small_from_the_start(pool: Pool) -> None:
-    with pytest.raises(
-        JobFailed,
-        match=r"rank 0 needs \d+ bytes at the peak of zb-h1, over pipeline.memory_limit = 1000",
-    ):
+    with pytest.raises(JobFailed, match=r"pipeline.memory_limit = 1000"):
         run(pool, pipeline={"memory_limit": 1000})
 
 
@@ -191,7 +188,7 @@ def test_a_schedule_is_made_anew_from_live_costs(pool: Pool) -> None:
 
 
 def switching(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """A run whose layers 1 and 2 compute again in B where each rank has four."""
+    """A run whose layers 1 and 2 recompute. Each rank has four layers."""
     loaded = parse(config)
     told: list[Event] = []
     trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
@@ -450,7 +447,7 @@ def test_a_target_that_has_no_room_is_left_alone(pool: Pool) -> None:
     assert [e["layers"] for e in of(told, "step")] == [[4, 4]] * 10
 
 
-def test_where_nothing_fits_by_the_balancers_account_a_run_goes_on(pool: Pool) -> None:
+def test_a_run_goes_on_if_no_placement_fits(pool: Pool) -> None:
     """The balancer counts more memory than the ranks hold at their peaks.
 
     It counts gradients at every moment, and the largest workspace on every rank.
@@ -467,7 +464,6 @@ def test_where_nothing_fits_by_the_balancers_account_a_run_goes_on(pool: Pool) -
     events = pool.run("events", 2, config=wanted)[0]
     (told,) = of(events, "change")
     assert (told["step"], told["case"], told["layers"]) == (2, "balance", [])
-    assert told["what"].startswith("layers stay where they are: ")
     assert "bytes" in told["what"]
     assert of(events, "rebalance") == []
     assert of(events, "end")[0]["reason"] == "done"
@@ -479,7 +475,7 @@ def test_where_nothing_fits_by_the_balancers_account_a_run_goes_on(pool: Pool) -
     assert of(events, "end")[0]["reason"] == "done"
 
 
-def test_where_a_baseline_has_no_placement_a_run_goes_on(pool: Pool) -> None:
+def test_a_run_goes_on_if_a_baseline_has_no_placement(pool: Pool) -> None:
     wanted: dict[str, Any] = {
         "model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 8},
         "train": {"steps": 6, "global_batch": 4, "micro_batch": 1},
@@ -489,9 +485,7 @@ def test_where_a_baseline_has_no_placement_a_run_goes_on(pool: Pool) -> None:
     }
     events = pool.run("events", 2, config=wanted)[0]
     (told,) = of(events, "change")
-    assert told["what"].startswith(
-        "layers stay where they are: Megatron's uniform placement needs a multiple of 2 blocks"
-    )
+    assert "multiple of 2 blocks" in told["what"]
     assert of(events, "end")[0]["reason"] == "done"
 
 

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -92,47 +93,62 @@ def requests(draw: st.DrawFn) -> MeshRequest:
     return replace(request, memory_limit=draw(st.one_of(st.none(), st.integers(500, 4000))))
 
 
-@settings(max_examples=25)
+def meshes(request: MeshRequest) -> Iterator[Mesh]:
+    """Every mesh of a request. On a single rank only one schedule counts: all do the same."""
+    alone = next((x for x in request.schedules if x != "zb-v"), "zb-v")
+    for pipeline, size, schedule in product(
+        range(1, request.gpus + 1), request.sizes, request.schedules
+    ):
+        replicas = request.gpus // pipeline
+        if pipeline * replicas != request.gpus or request.global_batch % (replicas * size):
+            continue
+        if pipeline > 1 or schedule == alone:
+            microbatches = request.global_batch // replicas // size
+            yield Mesh(pipeline, replicas, microbatches, size, schedule)
+
+
+def fastest(request: MeshRequest, mesh: Mesh) -> float | None:
+    """Seconds of a step by the best of all balancers. None if none of them places the layers."""
+    plan_request = PlanRequest(
+        mesh_profile(request.profile, mesh, request.zero),
+        mesh.pipeline,
+        mesh.microbatches,
+        mesh.schedule,
+        memory_limit=request.memory_limit,
+        objective=request.objective,
+        any_links=True,
+        replicas=mesh.replicas,
+    )
+    seconds: list[float] = []
+    for name in request.balancers:
+        try:
+            plan = make_plan(replace(plan_request, balancer=name))
+            seconds.append(add_reductions(mesh, plan, request.bandwidth, request.zero).seconds)
+        except InputError:
+            continue
+    return min(seconds, default=None)
+
+
+@settings(max_examples=8)
 @given(requests())
 def test_the_search_is_brute_force(request: MeshRequest):
-    """Every mesh, placed by every balancer, is compared with the search.
+    check_by_brute_force(request)
+
+
+@pytest.mark.matrix
+@settings(max_examples=100)
+@given(requests())
+def test_the_search_is_brute_force_in_many_cases(request: MeshRequest):
+    check_by_brute_force(request)
+
+
+def check_by_brute_force(request: MeshRequest):
+    """Compares every mesh, placed by every balancer, with the search.
 
     Nothing that was passed over is better. Meshes that are refused cannot be had.
     """
-    best: dict[Mesh, float] = {}
-    for pipeline in range(1, request.gpus + 1):
-        for size in request.sizes:
-            for schedule in request.schedules:
-                replicas = request.gpus // pipeline
-                if pipeline * replicas != request.gpus or request.global_batch % (replicas * size):
-                    continue
-                mesh = Mesh(
-                    pipeline, replicas, request.global_batch // replicas // size, size, schedule
-                )
-                scaled = mesh_profile(request.profile, mesh, request.zero)
-                for name in request.balancers:
-                    plan_request = PlanRequest(
-                        scaled,
-                        pipeline,
-                        mesh.microbatches,
-                        schedule,
-                        name,
-                        None,
-                        request.memory_limit,
-                        request.objective,
-                        True,
-                    )
-                    plan_request = replace(plan_request, replicas=replicas)
-                    try:
-                        plan = add_reductions(
-                            mesh, make_plan(plan_request), request.bandwidth, request.zero
-                        )
-                    except InputError:
-                        continue
-                    if pipeline > 1 or schedule == next(
-                        (x for x in request.schedules if x != "zb-v"), "zb-v"
-                    ):
-                        best[mesh] = min(best.get(mesh, math.inf), plan.seconds)
+    every = {mesh: fastest(request, mesh) for mesh in meshes(request)}
+    best = {mesh: seconds for mesh, seconds in every.items() if seconds is not None}
     if not best:
         with pytest.raises(PartitionError):
             search(request)
@@ -182,18 +198,17 @@ def test_no_placement_of_any_mesh_is_better():
 
 
 def test_zero_and_the_link_decide_between_replicas_and_ranks():
-    given = profile(8, 1)
-    fast = search(MeshRequest(given, 4, 16, (1,)))
+    usual = MeshRequest(profile(8, 1), 4, 16, (1,), ("1f1b", "zb-h1"))
+    fast = search(usual)
     assert fast.candidates[0].mesh.replicas == 4, "without a price, nobody waits for anybody"
     assert fast.candidates[0].exposed == 0
-    slow = search(MeshRequest(given, 4, 16, (1,), bandwidth=1.0))
+    slow = search(replace(usual, bandwidth=1.0))
     assert slow.candidates[0].mesh.replicas == 1
-    short = search(MeshRequest(given, 4, 16, (1,), memory_limit=1500))
-    zero = search(MeshRequest(given, 4, 16, (1,), memory_limit=1500, zero=1))
+    short = search(replace(usual, memory_limit=1500))
+    zero = search(replace(usual, memory_limit=1500, zero=1))
     assert zero.candidates[0].mesh.replicas > short.candidates[0].mesh.replicas
     assert zero.candidates[0].seconds < short.candidates[0].seconds
-    (whole,) = (x for x in zero.candidates if x.mesh == zero.candidates[0].mesh)
-    assert max(whole.memory) <= 1500
+    assert max(zero.candidates[0].memory) <= 1500
 
 
 def test_the_three_best_are_refined_however_large(monkeypatch: pytest.MonkeyPatch):
@@ -214,10 +229,7 @@ def test_recomputing_makes_room():
     limit = 1250
     with pytest.raises(
         PartitionError,
-        match=(
-            r"none of .* meshes fits; the least, .* over the limit of 1250; .*--recompute auto, "
-            r"--zero 1"
-        ),
+        match=r"over the limit of 1250; .*--recompute auto, --zero 1",
     ):
         search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit))
     result = search(
@@ -241,41 +253,20 @@ def test_recomputing_makes_room():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpus": 0}, "0 GPUs; at least 1"),
+        ({"gpus": 0}, "0 GPUs"),
         ({"global_batch": 0}, "0 sequences in a global batch"),
-        (
-            {"global_batch": 10**400},
-            "0 sequences in a global batch; at least 1 is needed, and at most 9007199254740992",
-        ),
-        ({"zero": 2}, "zero = 2; it is 0 or 1"),
+        ({"global_batch": 10**400}, "at most 9007199254740992"),
+        ({"zero": 2}, "zero = 2"),
         ({"bandwidth": 0.0}, "a bandwidth of 0.0 bytes per second"),
         ({"micro_batches": (0,)}, "a microbatch of 0 sequences"),
         ({"profile": replace(profile(4, 0), microbatch=None)}, 'add "microbatch": 1'),
-        (
-            {"gpus": 7},
-            (
-                "7 GPUs cannot be used: the model's 4 layers allow at least 7 replicas, and .* "
-                "take a multiple of 7 or 14 or 28"
-            ),
-        ),
-        (
-            {"micro_batches": (3,)},
-            (
-                "a global batch of 16 does not divide by any number of replicas x microbatches "
-                "of 3; take a multiple of 3"
-            ),
-        ),
+        ({"gpus": 7}, "7 GPUs .* 4 layers .* 7 or 14 or 28"),
+        ({"micro_batches": (3,)}, "global batch of 16 .* microbatches of 3; .* multiple of 3"),
         ({"schedules": ("zb-h9",)}, "unknown schedule 'zb-h9'"),
         ({"balancers": ("best",)}, "unknown balancer 'best'"),
-        (
-            {"memory_limit": 100},
-            (
-                r"none of \d+ meshes fits; the least, 2 ranks x 2 replicas, .*: memory: rank 0 "
-                r"needs \d+ bytes"
-            ),
-        ),
+        ({"memory_limit": 100}, r"2 ranks x 2 replicas, .*: memory: rank 0 needs \d+ bytes"),
     ],
 )
-def test_what_cannot_be_asked(changes: dict[str, object], message: str):
+def test_impossible_requests_are_refused(changes: dict[str, object], message: str):
     with pytest.raises(InputError, match=message):
         search(replace(MeshRequest(profile(4, 0), 4, 16, (1, 2, 4), ("1f1b", "zb-h1")), **changes))  # pyright: ignore[reportArgumentType]

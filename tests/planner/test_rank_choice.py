@@ -54,38 +54,38 @@ def best(question: RankQuestion, ranks: int) -> float | None:
         return None
 
 
-@settings(max_examples=25)
-@given(
-    st.integers(0, 10**6),
-    st.integers(1, 8),
-    st.integers(1, 8),
-    st.integers(1, 8),
-    st.floats(5.0, 200.0),
-    st.sampled_from((None, 120, 200)),
-    st.sampled_from((0.0, 0.02, 0.2)),
-    st.sampled_from((0.0, 10.0)),
-)
-def test_what_always_holds(
-    seed: int,
-    ranks: int,
-    a: int,
-    b: int,
-    limit: float,
-    memory: int | None,
-    hysteresis: float,
-    pause: float,
-):
-    rng = random.Random(seed)
-    weights = [rng.uniform(0.2, 2.0) for _ in range(8)]
-    least, most = min(a, b), max(a, b)
-    question = ask(
-        *(weights, ranks, limit),
+@st.composite
+def questions(draw: st.DrawFn) -> RankQuestion:
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    least, most = sorted((draw(st.integers(1, 8)), draw(st.integers(1, 8))))
+    return ask(
+        [rng.uniform(0.2, 2.0) for _ in range(8)],
+        ranks=draw(st.integers(1, 8)),
+        limit=draw(st.floats(5.0, 200.0)),
         least=least,
         most=most,
-        memory=memory,
-        hysteresis=hysteresis,
-        fixed_seconds=pause,
+        memory=draw(st.sampled_from((None, 120, 200))),
+        hysteresis=draw(st.sampled_from((0.0, 0.02, 0.2))),
+        fixed_seconds=draw(st.sampled_from((0.0, 10.0))),
     )
+
+
+@settings(max_examples=10)
+@given(questions())
+def test_the_choice_agrees_with_a_search_of_every_number_of_ranks(question: RankQuestion):
+    check_choice(question)
+
+
+@pytest.mark.matrix
+@settings(max_examples=200)
+@given(questions())
+def test_many_choices_agree_with_a_search_of_every_number_of_ranks(question: RankQuestion):
+    check_choice(question)
+
+
+def check_choice(question: RankQuestion):
+    ranks, limit = question.current.gpus, question.limit_seconds
+    least, most, hysteresis = question.least, question.most, question.hysteresis
     try:
         choice = choose_ranks(question)
     except NoRoomError:
@@ -109,7 +109,7 @@ def test_what_always_holds(
     if least <= ranks <= most and choice.mesh.gpus < ranks:
         assert choice.seconds <= limit / (1 + hysteresis)
         fast = [n for n in others if n < ranks and others[n] <= limit / (1 + hysteresis)]
-        assert pause or choice.mesh.gpus == min(fast)
+        assert question.fixed_seconds or choice.mesh.gpus == min(fast)
     elif choice.seconds > limit:
         assert choice.seconds == min(others[n] for n in others if n > ranks or ranks > most)
     else:
@@ -142,7 +142,7 @@ def test_hysteresis_keeps_a_run_from_going_to_and_fro() -> None:
     assert choose_ranks(slow).mesh.gpus > 4
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(0, 10**6), st.integers(1, 8), st.floats(10.0, 100.0), st.floats(0.95, 1.05))
 def test_noise_does_not_undo_a_change(seed: int, ranks: int, limit: float, noise: float) -> None:
     rng = random.Random(seed)
@@ -242,7 +242,7 @@ def test_the_target_is_taken_as_soon_as_it_fits() -> None:
     choice = choose_ranks(ask(weights, 8, 0.1, target=2, fixed_seconds=1e9, memory=400))
     assert choice.mesh.gpus == 2
     assert choice.decision.reason.startswith("the target is 2 ranks; 2 of 8 ranks take ")
-    message = r"^1 rank cannot hold the model: .* needs \d+ bytes, \d+ over the limit of 100; use"
+    message = r"^1 rank cannot hold the model: .* over the limit of 100"
     with pytest.raises(NoRoomError, match=message) as raised:
         choose_ranks(ask(weights, 8, 0.1, target=1, memory=100))
     assert "\n" not in str(raised.value)
@@ -261,7 +261,7 @@ def test_a_number_of_ranks_that_is_not_allowed_is_left_at_once() -> None:
         choose_ranks(ask(weights, 8, 0.1, most=1, replicas=(2,)))
 
 
-def test_wrong_questions() -> None:
+def test_wrong_questions_are_refused() -> None:
     with pytest.raises(PartitionError, match="5 to 4 ranks"):
         ask([1.0] * 8, 4, 1.0, least=5, most=4)
     with pytest.raises(PartitionError, match="nan seconds"):
@@ -283,7 +283,7 @@ def test_ranks_of_a_node_that_stays_need_less() -> None:
     assert choose_ranks(other).moved_bytes == 60
 
 
-def test_what_was_measured_must_be_certain() -> None:
+def test_uncertain_measurements_change_nothing() -> None:
     weights = [1.0] * 8
     question = ask(weights, 8, 1000.0)
     choice = choose_ranks(question)
@@ -342,6 +342,5 @@ def test_a_table_of_every_number_of_ranks() -> None:
     assert all(row.retuned is None for row in rank_table(request, 0.5).rows)
     with pytest.raises(NoRoomError):
         rank_table(replace(request, memory_limit=50), 0.5)
-    message = "12 ranks have no mesh: the model has 8 layers, and the replicas may be 1; use fewer"
-    with pytest.raises(PartitionError, match=message):
+    with pytest.raises(PartitionError, match="12 ranks have no mesh"):
         rank_table(replace(request, gpus=12, replicas=(1,)), 0.5)

@@ -141,10 +141,7 @@ def test_the_choice_fits_and_nothing_of_it_can_be_left_out(
         assert not chosen
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     limits[rank] = least[rank] - 1
-    with pytest.raises(
-        PartitionError,
-        match=f"rank {rank} needs {least[rank]} bytes under {schedule.name} even when all",
-    ):
+    with pytest.raises(PartitionError, match=f"rank {rank} needs {least[rank]} bytes"):
         choose_recomputed(layers, counts, schedule, limits)
 
 
@@ -162,21 +159,21 @@ def test_the_seconds_are_near_the_least():
         recompute_memory(layers, range(9), (9,), schedule),
         recompute_memory(layers, (), (9,), schedule),
     )
+    every = [
+        (sum(layers[i].f for i in chosen), recompute_memory(layers, chosen, (9,), schedule)[0])
+        for count in range(10)
+        for chosen in combinations(range(9), count)
+    ]
     ratios: list[float] = []
     for limit in range(low, high, 7):
-        every = (set(c) for n in range(10) for c in combinations(range(9), n))
-        best = min(
-            sum(layers[i].f for i in c)
-            for c in every
-            if recompute_memory(layers, c, (9,), schedule)[0] <= limit
-        )
+        best = min(seconds for seconds, need in every if need <= limit)
         taken = sum(layers[i].f for i in choose_recomputed(layers, (9,), schedule, limit))
         assert taken >= best
         ratios.append(taken / best)
     assert sum(ratios) / len(ratios) < 1.1
 
 
-def test_what_recomputing_costs_and_keeps():
+def test_recomputing_adds_f_to_b_and_keeps_the_input():
     layers = (
         LayerCost(1, 2, 3, 0, 0, 0, 0, 50, 30, 20),
         LayerCost(1, 2, 3, 0, 0, 0, 0, 50, 30, 10),
@@ -189,5 +186,5 @@ def test_what_recomputing_costs_and_keeps():
     assert with_recompute(layers, ()) == layers
     with pytest.raises(PartitionError, match="2 memory limits for 1 ranks"):
         choose_recomputed(layers, (3,), make("1f1b", 1, 2), (1, 2))
-    with pytest.raises(PartitionError, match="a placement of 2 layers on 1 stages, for 3 layers"):
+    with pytest.raises(PartitionError, match="2 layers on 1 stages, for 3 layers"):
         recompute_memory(layers, (), (2,), make("1f1b", 1, 2))

@@ -21,7 +21,7 @@ def profile(weights: list[float]) -> Profile:
     return Profile(layers, tuple(map(str, range(len(weights)))), microbatch=1)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     st.integers(0, 10**6),
     st.sampled_from((1, 2, 4)),

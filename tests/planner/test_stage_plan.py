@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,12 @@ def profile(count: int = 12, seed: int = 0, frozen: int = 0) -> Profile:
         links=(((0, 1), link),),
         microbatch=4,
     )
+
+
+def few(values: Sequence[object], most: int) -> list[Any]:
+    """Marks all values but the first ones as `matrix`."""
+    rest = [pytest.param(value, marks=pytest.mark.matrix) for value in values[most:]]
+    return [*values[:most], *rest]
 
 
 def every(layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -135,29 +142,27 @@ def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
     replayed(make_plan(PlanRequest(known, 3, 6, "zb-auto", memory_limit=tight)))
 
 
+@pytest.mark.parametrize("seed", few(range(12), 4))
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half"])
-def test_what_fits_is_not_refused(schedule: str) -> None:
+def test_a_placement_that_fits_is_not_refused(schedule: str, seed: int) -> None:
     """The plan against all placements.
 
     With frozen prefixes and several stages a rank, a rank keeps less than its stages' peaks
     together.
     """
-    for seed in range(12):
-        known = profile(7, seed, frozen=seed % 5)
-        request = PlanRequest(known, 2 + seed % 2, 3, schedule)
-        plans = [
-            evaluate_partition(request, Partition(counts))
-            for counts in every(7, len(request.placement))
-        ]
-        replayed(make_plan(replace(request, memory_limit=min(map(bound_of, plans)))))
-        if not SCHEDULES[schedule].from_costs:  # those may be made to keep still less
-            with pytest.raises(InputError):
-                make_plan(
-                    replace(request, memory_limit=min(max(plan.memory) for plan in plans) - 1)
-                )
+    known = profile(7, seed, frozen=seed % 5)
+    request = PlanRequest(known, 2 + seed % 2, 3, schedule)
+    plans = [
+        evaluate_partition(request, Partition(counts))
+        for counts in every(7, len(request.placement))
+    ]
+    replayed(make_plan(replace(request, memory_limit=min(map(bound_of, plans)))))
+    if not SCHEDULES[schedule].from_costs:  # those may be made to keep still less
+        with pytest.raises(InputError):
+            make_plan(replace(request, memory_limit=min(max(plan.memory) for plan in plans) - 1))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", few(range(40), 10))
 def test_the_automatic_schedule_fits_wherever_one_microbatch_does(seed: int) -> None:
     rng, known = random.Random(seed), profile(8, seed, frozen=seed % 4)
     request = PlanRequest(
@@ -196,18 +201,19 @@ def test_moves_are_between_ranks() -> None:
     assert make_plan(PlanRequest(known, 3, 4, "1f1b", balancer="uniform")).moves == ()
 
 
-def test_the_file_without_sizes() -> None:
+def test_costs_without_sizes_bound_the_microbatches_in_flight() -> None:
     """The schedule does not keep more in flight than twice 1F1B's for that."""
     known = Profile(tuple(LayerCost(1, 1, 1) for _ in range(8)), tuple("abcdefgh"))
     plan = make_plan(PlanRequest(known, 4, 40, "zb-auto"))
     assert max(pair[0] for pairs in resident(plan.schedule) for pair in pairs) <= 8
     assert plan.memory == (0, 0, 0, 0)
-    with pytest.raises(PartitionError, match="a memory limit, but the costs have no sizes"):
+    with pytest.raises(PartitionError, match="no sizes"):
         make_plan(PlanRequest(known, 4, 40, memory_limit=100))
 
 
+@pytest.mark.parametrize("percents", few(((100, 98, 95, 85), range(100, 75, -2)), 1))
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-auto", "zb-v"])
-def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
+def test_a_plan_counts_the_memory_of_a_run(schedule: str, percents: Sequence[int]) -> None:
     """A run counts the workspaces of ops, and messages that wait.
 
     Here they are half as much as the activations.
@@ -226,7 +232,8 @@ def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
     request = PlanRequest(replace(known, layers=layers), 3, 6, schedule)
     roomy = max(make_plan(request).memory)
     fitting = 0
-    for limit in range(roomy, roomy * 3 // 4, -roomy // 40):
+    for percent in percents:
+        limit = roomy * percent // 100
         for recompute in ("none", "auto"):
             try:
                 plan = make_plan(replace(request, memory_limit=limit, recompute=recompute))
@@ -239,7 +246,7 @@ def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
                 <= limit
             )
             fitting += 1
-    assert fitting >= 4
+    assert fitting >= 4, "the limits are too tight to show anything"
 
 
 def test_recomputing_all_looks_as_far_as_recomputing_none() -> None:
@@ -248,7 +255,7 @@ def test_recomputing_all_looks_as_far_as_recomputing_none() -> None:
     A placement may still fit if not every rank needs them.
     """
     rng, hits = random.Random(5), 0
-    for _ in range(20):
+    for _ in range(8):
         layers = tuple(
             LayerCost(1, 1, 1, 0, 10, 10, 20, rng.randint(10, 400), 5, rng.randint(1, 9))
             for _ in range(7)
@@ -264,4 +271,4 @@ def test_recomputing_all_looks_as_far_as_recomputing_none() -> None:
             hits += max(make_plan(replace(request, memory_limit=least)).memory) == least
         except InputError:
             continue
-    assert hits >= 15, "one boundary at a time is no search through all"
+    assert hits >= 6, "one boundary at a time is no search through all"

@@ -96,7 +96,7 @@ uneven = st.builds(
     st.sampled_from(["zb-auto", "zb-v"]),
     st.floats(0.0, 2.0),
 )
-def test_what_fits_is_found(
+def test_a_schedule_that_fits_is_found(
     layers: list[LayerCost], microbatches: int, name: str, share: float
 ) -> None:
     """Draws limits for the memory of ranks.

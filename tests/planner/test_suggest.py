@@ -17,7 +17,7 @@ def told(request: PlanRequest) -> str:
     return str(error.value)
 
 
-def test_what_does_not_fit_is_refused_with_what_would() -> None:
+def test_a_plan_that_does_not_fit_is_refused_with_one_that_does() -> None:
     known = profile(12)
     heavy = replace(known.layers[0], f=4.0, b=4.0, w=4.0, weight_bytes=3000, activation_bytes=300)
     request = PlanRequest(
@@ -41,7 +41,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert "; nothing that was tried fits" in told(replace(request, memory_limit=1000))
 
 
-def test_what_is_suggested_fits() -> None:
+def test_the_suggestion_fits() -> None:
     for seed in range(4):
         known = profile(12, seed)
         limit = round(max(plan_or_suggest(PlanRequest(known, 3, 6, "zb-h1")).memory) * 0.97)
@@ -56,20 +56,20 @@ def test_what_is_suggested_fits() -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (PlanRequest(profile(), 3, 6, "zb-h3"), "unknown schedule 'zb-h3'; choose one of"),
-        (PlanRequest(profile(), 3, 6, balancer="best"), "unknown balancer 'best'; choose one of"),
+        (PlanRequest(profile(), 3, 6, "zb-h3"), "unknown schedule 'zb-h3'"),
+        (PlanRequest(profile(), 3, 6, balancer="best"), "unknown balancer 'best'"),
         (
             PlanRequest(profile(), 3, 7, "interleaved-1f1b"),
-            "7 microbatches are not a multiple of 3 ranks; use 6 or 9",
+            "7 microbatches are not a multiple of 3 ranks",
         ),
         (PlanRequest(profile(), 3, 6, "zb-h1", chunks=2), "zb-h1 has 1 stage a rank, not 2"),
-        (PlanRequest(profile(), 13, 6), "13 ranks need at least 13 layers; the model has 12"),
+        (PlanRequest(profile(), 13, 6), "13 ranks need at least 13 layers"),
         (
             PlanRequest(replace(profile(), links=(), comm=(1.0, 2.0, 3.0)), 3, 6),
-            "comm has 3 numbers, but 3 stages have 2 boundaries",
+            "comm has 3 numbers",
         ),
     ],
 )
-def test_bad_input_is_named(wanted: PlanRequest, message: str) -> None:
+def test_bad_input_is_refused_without_a_suggestion(wanted: PlanRequest, message: str) -> None:
     assert message in told(wanted)
     assert message in told(replace(wanted, memory_limit=10**9))

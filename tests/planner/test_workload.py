@@ -47,7 +47,7 @@ def seconds(
     return timeline.makespan if objective is Objective.MAKESPAN else timeline.span
 
 
-def test_what_a_policy_brings() -> None:
+def test_seconds_of_each_policy() -> None:
     outcome = replay(workload())
     assert [x.seconds for x in outcome.static] == [seconds(0, (4, 4, 4))] * 10 + [
         seconds(1, (4, 4, 4))
@@ -201,13 +201,7 @@ def test_a_schedule_from_costs_is_that_of_the_costs_measured_last() -> None:
 
 
 def test_no_memory_for_the_placement() -> None:
-    with pytest.raises(
-        InputError,
-        match=(
-            r"rank 0 needs \d+ bytes under 1f1b with the placement 4\+4\+4, over the limit of "
-            r"1000; use"
-        ),
-    ):
+    with pytest.raises(InputError, match=r"rank 0 needs .* over the limit of 1000"):
         replay(workload(memory_limit=1000))
 
 

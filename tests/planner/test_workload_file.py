@@ -34,7 +34,7 @@ def test_the_least_a_file_can_say() -> None:
     assert replay(workload).moves == ()
 
 
-def test_what_an_op_of_any_kind_needs_is_enough_for_each() -> None:
+def test_the_workspace_of_any_op_stands_in_for_that_of_each() -> None:
     workload = parse(
         LEAST
         | {
@@ -66,7 +66,7 @@ def test_the_example() -> None:
         [0.004 * f for f in trace["f"][3]]
     )
     assert workload.moments[0][1][0].weight_bytes == 12_582_912
-    outcome = replay(replace(workload, steps=480))
+    outcome = replay(replace(workload, microbatches=16))
     assert (
         1.15
         < outcome.static_seconds / outcome.seconds
@@ -93,37 +93,36 @@ def layers(**changes: Any) -> dict[str, Any]:
     ("change", "message"),
     [
         ({"stepz": 3}, "unknown key 'stepz'; did you mean 'steps'?"),
-        ({"steps": None}, "steps = null: input should be a valid integer"),
-        ({"ranks": 0}, "ranks = 0: input should be greater than or equal to 1"),
+        ({"steps": None}, "steps = null"),
+        ({"ranks": 0}, "ranks = 0"),
         ({"policy": {"evry": 3}}, "unknown key 'policy.evry'; did you mean 'every'?"),
-        ({"policy": {"cost": "money"}}, 'policy.cost = "money": input should be'),
-        ({"memory_limit": "much"}, "memory_limit = 'much': not a size"),
-        (layers(weight_bytes=[1]), "layers.weight_bytes has 1 entries, but there are 2 layers"),
+        ({"policy": {"cost": "money"}}, 'policy.cost = "money"'),
+        ({"memory_limit": "much"}, "memory_limit = 'much'"),
+        (layers(weight_bytes=[1]), "layers.weight_bytes has 1 entries"),
         (layers(weight_bytes=[1, -1]), "layer 1: layers.weight_bytes = -1"),
-        (layers(names=["a"]), "layers.names has 1 entries, but there are 2 layers"),
-        (layers(trace="t.json"), "[layers] needs either trace = FILE or [[layers.moments]]"),
+        (layers(names=["a"]), "layers.names has 1 entries"),
+        (layers(trace="t.json"), "[layers] needs either trace"),
         ({"layers": {}}, "[layers] needs either trace"),
-        ({"layers": {"trace": "none.json"}}, "none.json cannot be read: No such file"),
+        ({"layers": {"trace": "none.json"}}, "none.json"),
         (layers(moments=[]), "layers.moments begin at the steps []"),
         (
             layers(moments=[MOMENT | {"step": 1}]),
-            "layers.moments begin at the steps [1]; the first begins at 0",
+            "layers.moments begin at the steps [1]",
         ),
         (layers(moments=[MOMENT, MOMENT]), "layers.moments begin at the steps [0, 0]"),
-        (
-            layers(moments=[MOMENT, MOMENT | {"step": 4}]),
-            "the last begins at step 4, but there are 4 steps",
-        ),
+        (layers(moments=[MOMENT, MOMENT | {"step": 4}]), "the last begins at step 4"),
         (
             layers(moments=[MOMENT | {"b": [1.0]}]),
-            "layers.moments 0: b has 1 entries, but f of moment 0 has 2",
+            "layers.moments 0: b has 1 entries",
         ),
         (layers(moments=[MOMENT | {"b": [1.0, math.nan]}]), "layer 1: layers.moments 0: b = NaN"),
         (layers(moments=[{"step": 0, "f": [1.0]}]), "key 'layers.moments 0: b' is missing"),
-        (layers(moments=[MOMENT | {"b": [0.0, 0.0], "w": [0.0, 0.0]}]), "so nothing trains"),
+        (layers(moments=[MOMENT | {"b": [0.0, 0.0], "w": [0.0, 0.0]}]), "b and w are 0"),
     ],
 )
-def test_what_is_wrong_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_wrong_value_is_refused_by_key(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError) as error:
         parse(LEAST | change, tmp_path)
     assert message in str(error.value)
@@ -137,17 +136,17 @@ def test_what_is_wrong_is_named(change: dict[str, Any], message: str, tmp_path: 
         ('{"f": [[1]], "b": [[1]]}', "key 'w' is missing"),
         (
             '{"f": [[1]], "b": [[1]], "w": [[NaN]]}',
-            "moment 0: layer 0: w is NaN; f, b and w are lists of moments",
+            "moment 0: layer 0: w is NaN",
         ),
-        ('{"f": [[1]], "b": [[1]], "w": [1]}', "moment 0: w is 1; f, b"),
+        ('{"f": [[1]], "b": [[1]], "w": [1]}', "moment 0: w is 1"),
         ('{"f": [[1]], "b": [[1]], "w": []}', "f, b and w have [1, 1, 0] moments"),
         (
             '{"f": [[1, 1], [1]], "b": [[1, 1], [1, 1]], "w": [[1, 1], [1, 1]]}',
-            "t.json: moment 1: f has 1 entries, but f of moment 0",
+            "t.json: moment 1: f has 1 entries",
         ),
     ],
 )
-def test_what_is_no_trace(trace: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_trace_is_refused_by_place(trace: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(trace)
     with pytest.raises(InputError) as error:
         parse(LEAST | {"layers": {"trace": "t.json"}}, tmp_path)
@@ -157,6 +156,6 @@ def test_what_is_no_trace(trace: str, message: str, tmp_path: Path) -> None:
 def test_the_placement_must_fit() -> None:
     with pytest.raises(
         InputError,
-        match=r"policy.initial counts 2 layers on 1 stages, but there are 2 layers on 2 stages",
+        match=r"policy\.initial counts 2 layers on 1 stages",
     ):
         replay(parse(LEAST | {"policy": {"initial": [2]}}, Path()))

@@ -33,7 +33,7 @@ def told(steps: int, *events: object, terminal: bool = False) -> str:
     return out.getvalue()
 
 
-def test_a_line_now_and_then() -> None:
+def test_progress_lines_are_limited() -> None:
     lines = told(50, *(step(i, frozen=i // 45) for i in range(50))).splitlines()
     assert len(lines) == 25, "one in twenty at most, and the last"
     assert lines[0] == "run 2/50  loss 3.2500  12,346 tokens/s  idle 12%  layers 4+2"
@@ -41,7 +41,7 @@ def test_a_line_now_and_then() -> None:
     assert len(told(3, step(0), step(1), step(2)).splitlines()) == 3
 
 
-def test_what_happens_is_said_at_once() -> None:
+def test_events_are_printed_at_once() -> None:
     lines = told(
         100,
         ChangeEvent(3, 0.0, "freezing", (0,), "froze [0]"),
@@ -67,7 +67,7 @@ def test_what_happens_is_said_at_once() -> None:
     ]
 
 
-def test_on_a_terminal_one_live_line() -> None:
+def test_terminal_shows_one_live_line() -> None:
     text = told(2, step(0), step(1), terminal=True)
     assert "loss 3.2500" in text
     assert "2/2" in text

@@ -15,7 +15,7 @@ def step(number: int, seconds: float) -> StepEvent:
     return StepEvent(number, 0.0, 1.0, 1.0, 0.0, 0.0, seconds, None, 0.1, (4, 4), 0)
 
 
-def test_lines():
+def test_resize_events_have_a_line():
     assert rank_text(REPACK, -0.05) == (
         "went on with 2 of 4 ranks (layers 4+4, 1.0 MiB moved, pause 250 ms; 2 of 4 ranks): a "
         "step takes +4.0% predicted, +5.0% measured"
@@ -30,7 +30,7 @@ def test_lines():
     assert rank_text(FaultEvent(3, 0.0, "nobody came")) == "fault: nobody came"
 
 
-def test_the_account():
+def test_rank_account_counts_gpu_seconds():
     steps = [step(number, 1.0) for number in range(6)]
     account = rank_account(steps, [REPACK, GROW], returned=4.0)
     assert account is not None
@@ -42,5 +42,5 @@ def test_the_account():
     )
 
 
-def test_ranks_that_stay_have_no_account():
+def test_run_without_resizes_has_no_rank_account():
     assert rank_account([step(0, 1.0)], [FaultEvent(0, 0.0, "nobody came")], returned=0.0) is None

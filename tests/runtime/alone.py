@@ -15,7 +15,9 @@ from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.state.layer_options import LayerOptions
 
 MICROBATCHES = 3
 
@@ -24,16 +26,22 @@ def alone() -> World:
     return World(0, 1, torch.device("cpu"), 5.0, 0, dist.HashStore())
 
 
-def pipeline(model: Model, schedule: str = "zb-h1") -> Engine:
+def pipeline(
+    model: Model,
+    schedule: str = "zb-h1",
+    update: UpdateOptions | None = None,
+    layers: LayerOptions | None = None,
+) -> Engine:
     """A pipeline of all layers of a model on one rank.
 
     Args:
         model: The model.
         schedule: Name of the schedule.
+        update: The end of a step.
+        layers: How the layers compute.
     """
-    return Engine(
-        alone(), model, Partition((model.layers,)), schedule=schedule, microbatches=MICROBATCHES
-    )
+    steps = StepOptions(schedule, microbatches=MICROBATCHES)
+    return Engine(alone(), model, Partition((model.layers,)), steps, update, layers)
 
 
 def gpt(**model: Any) -> Engine:

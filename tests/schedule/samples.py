@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
+from typing import Any
 
+import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.schedule.op import Kind, Op, Schedule
+
+few = settings(max_examples=25)
+"""For properties of random schedules, of which each example costs milliseconds."""
+
+TABLE_5: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text()
+)["rows"]
+"""The published cases: times, ranks, microbatches and bubble ratios."""
+
+
+def _is_large(row: dict[str, Any]) -> bool:
+    return row["ranks"] * row["microbatches"] > 512
+
+
+PUBLISHED = [
+    pytest.param(
+        row,
+        id=f"{row['model']}-{row['ranks']}x{row['microbatches']}",
+        marks=[pytest.mark.matrix] * _is_large(row),
+    )
+    for row in TABLE_5
+]
+"""The published cases as parameters of a test. The large ones are marked `matrix`."""
 
 
 def wander(

@@ -18,7 +18,7 @@ from dynmo.schedule.op import Op, dependencies, from_text, to_text, validate
 
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule(name: str, first: int) -> None:
+def test_every_schedule_folds_onto_one_rank(name: str, first: int) -> None:
     schedule = make(name, 3, 6, first_trainable=first)
     folded = fold(schedule)
     validate(folded)
@@ -35,13 +35,13 @@ def test_every_schedule(name: str, first: int) -> None:
         done.add(op)
 
 
-def test_the_drawing() -> None:
+def test_folded_schedule_matches_the_drawing() -> None:
     folded = fold(make("zb-h1", 2, 2))
     assert to_text(folded).splitlines()[1:] == ["0 | 0F0 0F1 1F0 1B0 0BW0 1F1 1B1 0BW1 1W0 1W1"]
     assert from_text(to_text(folded)) == folded
 
 
-def test_it_lowers_to_one_program_without_messages() -> None:
+def test_folded_schedule_lowers_to_a_program_without_messages() -> None:
     (program,) = lower(fold(make("zb-h1", 4, 8)))
     assert all(isinstance(i, Compute) for i in program.instructions)
     assert (program.stages, program.depth) == ((0, 1, 2, 3), {})

@@ -13,7 +13,7 @@ from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured
 from dynmo.schedule.interleaved import interleaved
 from dynmo.schedule.op import Schedule, from_text
 from dynmo.schedule.simulator import simulate
-from tests.schedule.samples import schedules, whole_costs
+from tests.schedule.samples import few, schedules, whole_costs
 
 
 def picture(name: str, p: int, m: int, width: int = 120, **costs: float) -> str:
@@ -28,7 +28,7 @@ def cells(text: str, ranks: int) -> list[str]:
     return [line[line.index("|") + 1 : line.rindex("|")] for line in text.splitlines()[:ranks]]
 
 
-def test_a_picture() -> None:
+def test_grid_of_zb_h1() -> None:
     assert picture("zb-h1", 3, 4, 76) == (
         "0 |F0   F1   F2   ..........B0   W0   F3   B1   W1   B2   W2   B3   W3   |\n"
         "1 |.....F0   F1   .....B0   F2   B1   W0   F3   B2   W1   B3   W2   W3   |\n"
@@ -60,12 +60,12 @@ def test_a_fused_backward_never_reads_as_two_ops() -> None:
     assert "X" not in "".join(wide)
 
 
-def test_microbatch_numbers_go_where_there_is_no_room() -> None:
+def test_microbatch_numbers_are_dropped_in_narrow_columns() -> None:
     row = cells(picture("zb-h1", 1, 12, 76), 1)[0]
     assert row == "F0B0W0F1B1W1F2B2W2F3B3W3F4B4W4F5B5W5F6B6W6F7B7W7F8B8W8F9B9W9F B W F B W "
 
 
-def test_too_many_ops_for_the_width_say_so() -> None:
+def test_columns_with_several_ops_are_marked() -> None:
     text = picture("zb-h1", 4, 500, 80)
     top = cells(text, 4)[0]
     assert set(top) <= set("FBWX#.")
@@ -76,7 +76,7 @@ def test_too_many_ops_for_the_width_say_so() -> None:
     assert re.fullmatch(r"F+\.*X+", cells(picture("gpipe", 4, 1000, 100), 4)[0])
 
 
-def test_stages_are_named_where_a_rank_has_several() -> None:
+def test_ops_name_their_stage_if_a_rank_has_several() -> None:
     schedule = from_text(
         "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n"
         "1 | 1F0 2F0 2BW0 1BW0\n"
@@ -88,7 +88,7 @@ def test_stages_are_named_where_a_rank_has_several() -> None:
     ]
 
 
-def test_without_room_for_the_stage_small_letters_are_the_upper_one() -> None:
+def test_small_letters_mark_the_upper_stage_in_narrow_columns() -> None:
     schedule = from_text(
         "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3B0 3W0 0BW0\n"
         "1 | 1F0 2F0 2BW0 1B0 1W0\n"
@@ -108,7 +108,7 @@ def test_without_room_for_the_stage_small_letters_are_the_upper_one() -> None:
     assert "small letters" not in draw(timeline, 52)
 
 
-def test_small_letters_are_every_other_stage() -> None:
+def test_small_letters_mark_every_other_stage() -> None:
     timeline = simulate(interleaved(2, 8, 2), uniform_costs(4, 1, 1, 1))
     assert cells(draw(timeline, 56), 2) == [
         "FFffF.x Fx fX fX Fx Fx fX fX Fx Fx fX fX .x .x X X ",
@@ -126,13 +126,16 @@ def test_ops_without_time_are_not_drawn() -> None:
     assert cells(picture("zb-h1", 2, 3, f=0, b=0, w=0), 2) == ["", ""]
 
 
-def test_a_width_that_is_too_small() -> None:
+def test_width_below_the_minimum_is_refused() -> None:
     with pytest.raises(InputError, match="at least 32"):
         picture("zb-h1", 2, 2, MIN_WIDTH - 1)
 
 
+@few
 @given(schedules(), st.integers(MIN_WIDTH, 160), st.data())
-def test_never_wider_than_asked(schedule: Schedule, width: int, data: st.DataObject) -> None:
+def test_grid_is_no_wider_than_requested(
+    schedule: Schedule, width: int, data: st.DataObject
+) -> None:
     timeline = simulate(schedule, data.draw(whole_costs(schedule.stages)))
     text = draw(timeline, width)
     assert max(map(len, text.splitlines())) <= width
@@ -140,9 +143,9 @@ def test_never_wider_than_asked(schedule: Schedule, width: int, data: st.DataObj
     assert draw_coloured(timeline, width).plain == text
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 5), st.integers(1, 8), st.data())
-def test_every_op_at_its_place(name: str, p: int, m: int, data: st.DataObject) -> None:
+def test_every_op_is_drawn_at_its_time(name: str, p: int, m: int, data: st.DataObject) -> None:
     schedule = make_schedule(name, p, m)
     costs = data.draw(
         whole_costs(p).filter(lambda costs: all(min(s.f, s.b, s.w) > 0 for s in costs.stages))

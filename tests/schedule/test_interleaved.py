@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,9 @@ from dynmo.schedule.op import (
     validate,
 )
 from dynmo.schedule.simulator import duration, peak_memory, simulate
+from tests.schedule.samples import PUBLISHED, few
 
 GOLDEN = Path(__file__).parent / "golden" / "chunks"
-TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())[
-    "rows"
-]
 
 # The published runs give every rank as many layers as it takes to reach 24, 32, 48 and 64, and
 # interleave single layers.
@@ -68,7 +65,7 @@ def published_span(schedule: Schedule, costs: Costs) -> float:
 @pytest.mark.parametrize(
     "path", sorted(GOLDEN.glob("interleaved*.txt")), ids=lambda path: path.stem
 )
-def test_golden(path: Path) -> None:
+def test_schedule_equals_the_golden_file(path: Path) -> None:
     golden = from_text(path.read_text())
     validate(golden)
     chunks = golden.stages // golden.ranks
@@ -78,8 +75,9 @@ def test_golden(path: Path) -> None:
     )
 
 
+@few
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_always_valid(p: int, groups: int, v: int, data: st.DataObject) -> None:
+def test_any_schedule_is_valid(p: int, groups: int, v: int, data: st.DataObject) -> None:
     first_trainable = data.draw(st.integers(0, p * v - 1))
     schedule = interleaved(p, p * groups, v, first_trainable)
     validate(schedule)
@@ -89,13 +87,15 @@ def test_always_valid(p: int, groups: int, v: int, data: st.DataObject) -> None:
     assert {op.kind for row in schedule.ops for op in row} == {Kind.F, Kind.BW}
 
 
+@few
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_one_chunk_is_1f1b(p: int, groups: int) -> None:
     assert interleaved(p, p * groups, 1).ops == make_schedule("1f1b", p, p * groups).ops
 
 
+@few
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), times, times, times)
-def test_the_bubble_is_that_of_1f1b_divided_by_the_chunks(
+def test_bubble_is_that_of_1f1b_divided_by_the_chunks(
     p: int, groups: int, v: int, f: int, b: int, w: int
 ) -> None:
     m = p * groups
@@ -103,15 +103,14 @@ def test_the_bubble_is_that_of_1f1b_divided_by_the_chunks(
     assert timeline.span == timeline.makespan == (m * v + p - 1) * (f + b + w)
 
 
+@few
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(2, 4))
-def test_peak_activations(p: int, groups: int, v: int) -> None:
+def test_peak_activations_match_the_formula(p: int, groups: int, v: int) -> None:
     peaks = peak_memory(interleaved(p, p * groups, v), uniform_costs(p * v, 1, 1, 1))
     assert peaks == tuple((v + 1) * p - 1 - 2 * rank for rank in range(p))
 
 
-@pytest.mark.parametrize(
-    "row", TABLE_5, ids=lambda row: f"{row['model']}-{row['ranks']}x{row['microbatches']}"
-)
+@pytest.mark.parametrize("row", PUBLISHED)
 def test_published_bubble_ratios(row: dict) -> None:
     p, m = row["ranks"], row["microbatches"]
     f, b, w, comm = (row[key] for key in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms"))
@@ -132,16 +131,16 @@ def test_published_bubble_ratios(row: dict) -> None:
     [
         (
             (4, 6, 2),
-            "6 microbatches are not a multiple of 4 ranks; the nearest that fit are 4 or 8",
+            "4 or 8",
         ),
-        ((4, 3, 2), "3 microbatches are not a multiple of 4 ranks; the nearest that fit are 4"),
-        ((0, 4, 2), "0 ranks, 4 microbatches and 2 chunks; at least 1 of each"),
-        ((2, 0, 2), "at least 1 of each"),
-        ((2, 4, 0), "at least 1 of each"),
+        ((4, 3, 2), "nearest that fit are 4"),
+        ((0, 4, 2), "0 ranks"),
+        ((2, 0, 2), "0 microbatches"),
+        ((2, 4, 0), "0 chunks"),
         ((2, 4, 2, 4), "first trainable stage 4 of 4 stages"),
     ],
 )
-def test_what_cannot_be_made(arguments: tuple[int, ...], message: str) -> None:
+def test_bad_requests_are_refused(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         interleaved(*arguments)
     assert message in str(caught.value)

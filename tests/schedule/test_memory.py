@@ -24,19 +24,19 @@ LAYERS = (
 )
 
 
-def test_by_hand():
+def test_stage_memory_matches_a_hand_computed_example():
     # stage 0: static 40 + 1. Its pairs give 2 * 12 + 1 * 8 = 32 and 1 * 12 + 3 * 8 = 36.
     # stage 1: static 2. Its pair gives 1 * 11 + 1 * 1.
     assert stage_memory(LAYERS, (2, 1), (((2, 1), (1, 3)), ((1, 1),))) == (41 + 36, 2 + 12)
 
 
-def test_a_stage_without_pairs_keeps_only_what_is_static():
+def test_stage_without_microbatches_needs_static_memory_only():
     assert stage_memory(LAYERS, (2, 1), ((), ((0, 0),))) == (41, 2)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("first_trainable", [0, 1])
-def test_live_bytes_are_the_simulators_peak(name: str, first_trainable: int):
+def test_stage_memory_matches_the_simulated_peak(name: str, first_trainable: int):
     counts = (2, 1, 3)
     layers = tuple(
         LayerCost(1, 1, 1, activation_bytes=5 + 3 * i, stash_bytes=1 + 2 * i) for i in range(6)
@@ -58,7 +58,7 @@ def test_limits_agree_with_stage_memory():
             assert limits.reach(stage, start) == max(fitting, default=start)
 
 
-def test_what_does_not_fit_together_is_said():
+def test_arguments_of_unequal_length_are_refused():
     with pytest.raises(PartitionError, match="4 layers for 3 layer costs"):
         stage_memory(LAYERS, (2, 2), ((), ()))
     with pytest.raises(PartitionError, match="2 stages under a schedule of 1 stages"):

@@ -20,7 +20,7 @@ from dynmo.schedule.op import (
     to_text,
     validate,
 )
-from tests.schedule.samples import schedules
+from tests.schedule.samples import few, schedules
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
 
@@ -43,13 +43,13 @@ def test_dependencies_of_a_fused_backward() -> None:
     assert needs(s, Op(BW, 1, 2)) == [(Op(F, 1, 2), None), (Op(BW, 2, 2), 1)]
 
 
-def test_a_split_stage_may_wait_for_a_fused_one() -> None:
+def test_split_backward_may_depend_on_a_fused_backward() -> None:
     s = from_text("# mixed  ranks=2 microbatches=1 placement=0,1\n0 | F0 B0 W0\n1 | F0 BW0\n")
     validate(s)
     assert needs(s, Op(B, 0, 0)) == [(Op(F, 0, 0), None), (Op(BW, 1, 0), 0)]
 
 
-def test_forward_only_stages_are_held_back_by_credits() -> None:
+def test_credits_limit_how_far_forward_only_stages_run_ahead() -> None:
     s = make_schedule("1f1b", 3, 9, first_trainable=1)
     assert needs(s, Op(F, 0, 2)) == []
     assert needs(s, Op(F, 0, 7)) == [(Op(F, 1, 4), 0)]  # as many ahead as there are ranks
@@ -57,7 +57,7 @@ def test_forward_only_stages_are_held_back_by_credits() -> None:
     assert needs(s, Op(F, 1, 7)) == [(Op(F, 0, 7), 0)]  # the first stage that trains is not held
 
 
-def test_text_is_what_the_module_shows() -> None:
+def test_text_matches_the_example_in_the_docstring() -> None:
     assert to_text(make_schedule("zb-h1", 3, 4)) == (
         "# zb-h1  ranks=3 microbatches=4 placement=0,1,2\n"
         "0 | F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3\n"
@@ -66,7 +66,7 @@ def test_text_is_what_the_module_shows() -> None:
     )
 
 
-def test_text_names_the_stage_where_a_rank_has_several() -> None:
+def test_text_names_the_stage_if_a_rank_has_several() -> None:
     text = (
         "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n"
         "1 | 1F0 2F0 2BW0 1BW0\n"
@@ -77,14 +77,16 @@ def test_text_names_the_stage_where_a_rank_has_several() -> None:
     assert str(schedule) == text
 
 
+@few
 @given(schedules(), st.none() | st.integers(1, 9))
 def test_text_reads_back(schedule: Schedule, credits: int | None) -> None:
     schedule = replace(schedule, credits=credits)
     assert from_text(to_text(schedule)) == schedule
 
 
+@few
 @given(schedules())
-def test_any_order_that_can_run_is_valid(schedule: Schedule) -> None:
+def test_any_runnable_order_is_valid(schedule: Schedule) -> None:
     validate(schedule)
     order = list(in_order(schedule))
     assert (
@@ -97,34 +99,40 @@ def test_any_order_that_can_run_is_valid(schedule: Schedule) -> None:
         done.add(op)
 
 
+def some_row(schedule: Schedule, data: st.DataObject) -> tuple[int, list[Op]]:
+    """A rank and its ops. Every rank has some."""
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    return rank, list(schedule.ops[rank])
+
+
 def with_row(schedule: Schedule, rank: int, row: list[Op]) -> Schedule:
     return replace(
         schedule, ops=tuple(tuple(row) if r == rank else old for r, old in enumerate(schedule.ops))
     )
 
 
+@few
 @given(schedules(), st.data())
-def test_a_lost_op_is_noticed(schedule: Schedule, data: st.DataObject) -> None:
-    rank = data.draw(st.sampled_from([r for r in range(schedule.ranks) if schedule.ops[r]]))
-    row = list(schedule.ops[rank])
+def test_missing_op_is_refused(schedule: Schedule, data: st.DataObject) -> None:
+    rank, row = some_row(schedule, data)
     del row[data.draw(st.integers(0, len(row) - 1))]
     with pytest.raises(ScheduleError):
         validate(with_row(schedule, rank, row))
 
 
+@few
 @given(schedules(), st.data())
-def test_an_op_that_comes_twice_is_noticed(schedule: Schedule, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, schedule.ranks - 1))
-    row = list(schedule.ops[rank])
+def test_duplicate_op_is_refused(schedule: Schedule, data: st.DataObject) -> None:
+    rank, row = some_row(schedule, data)
     row.insert(data.draw(st.integers(0, len(row))), data.draw(st.sampled_from(row)))
     with pytest.raises(ScheduleError):
         validate(with_row(schedule, rank, row))
 
 
+@few
 @given(schedules(), st.data())
-def test_microbatches_out_of_order_are_noticed(schedule: Schedule, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, schedule.ranks - 1))
-    row = list(schedule.ops[rank])
+def test_microbatches_out_of_order_are_refused(schedule: Schedule, data: st.DataObject) -> None:
+    rank, row = some_row(schedule, data)
     pairs = [
         (i, j)
         for j in range(len(row))
@@ -138,10 +146,10 @@ def test_microbatches_out_of_order_are_noticed(schedule: Schedule, data: st.Data
         validate(with_row(schedule, rank, row))
 
 
+@few
 @given(schedules(), st.data())
-def test_a_backward_before_its_forward_is_noticed(schedule: Schedule, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, schedule.ranks - 1))
-    row = list(schedule.ops[rank])
+def test_backward_before_its_forward_is_refused(schedule: Schedule, data: st.DataObject) -> None:
+    rank, row = some_row(schedule, data)
     firsts = [i for i, op in enumerate(row) if op.kind is not F and op.microbatch == 0]
     assume(firsts)
     row.insert(0, row.pop(data.draw(st.sampled_from(firsts))))
@@ -149,28 +157,26 @@ def test_a_backward_before_its_forward_is_noticed(schedule: Schedule, data: st.D
         validate(with_row(schedule, rank, row))
 
 
+@few
 @given(schedules(), st.data())
-def test_an_op_on_another_rank_is_noticed(schedule: Schedule, data: st.DataObject) -> None:
+def test_op_on_the_wrong_rank_is_refused(schedule: Schedule, data: st.DataObject) -> None:
     assume(schedule.ranks > 1)
-    rank = data.draw(st.integers(0, schedule.ranks - 1))
-    row = list(schedule.ops[rank])
+    rank, row = some_row(schedule, data)
     i = data.draw(st.integers(0, len(row) - 1))
     row[i] = row[i]._replace(stage=schedule.placement.index((rank + 1) % schedule.ranks))
     with pytest.raises(ScheduleError, match="not placed there"):
         validate(with_row(schedule, rank, row))
 
 
-def test_a_circle_is_named() -> None:
+def test_cyclic_wait_is_named() -> None:
     # Rank 0 will not run F1 before B0, rank 1 not B0 before F1.
     schedule = from_text(
         "# stuck  ranks=2 microbatches=2 placement=0,1\n0 | F0 BW0 F1 BW1\n1 | F0 F1 BW0 BW1\n"
     )
-    with pytest.raises(ScheduleError) as caught:
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 .* BW of microbatch 0 on stage 0 .* stage 1.* a circle"
+    ):
         validate(schedule)
-    assert str(caught.value) == (
-        "stuck: rank 0 waits at BW of microbatch 0 on stage 0 for BW of microbatch 0 on "
-        "stage 1, which never runs: a circle"
-    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +207,7 @@ def test_a_circle_is_named() -> None:
         ),
     ],
 )
-def test_what_does_not_hold_together(text: str, message: str) -> None:
+def test_broken_schedules_are_refused(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         validate(from_text(text))
     assert message in str(caught.value)
@@ -223,12 +229,12 @@ def test_what_does_not_hold_together(text: str, message: str) -> None:
         ("# x  ranks=1 microbatches=1 placement=0,0\n0 | F0 BW0\n", "'F0' is not an op"),
     ],
 )
-def test_text_that_does_not_fit(text: str, message: str) -> None:
+def test_malformed_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         from_text(text)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_an_op_has_a_name_for_messages() -> None:
+def test_op_name_for_messages() -> None:
     assert name(Op(BW, 1, 3)) == "BW of microbatch 3 on stage 1"

@@ -11,7 +11,7 @@ from dynmo.errors import ScheduleError
 from dynmo.schedule.generators import make_schedule
 from dynmo.schedule.op import Kind, Op, Schedule, from_text
 from dynmo.schedule.simulator import Span, Timeline, peak_memory, resident, simulate
-from tests.schedule.samples import schedules, whole_costs
+from tests.schedule.samples import few, schedules, whole_costs
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
 
@@ -20,7 +20,7 @@ def ends(timeline: Timeline) -> dict[Op, float]:
     return {span.op: span.end for row in timeline.ranks for span in row}
 
 
-def test_by_hand() -> None:
+def test_timeline_matches_a_hand_computed_example() -> None:
     # 0 |F0 F1 ............B0    ...B1    W0 W1 ...|   F 1, B 2, W 1
     # 1 |......F0    B0 F1    B1 W0       W1       |   F 2, B 1, W 3; the link takes 1
     schedule = from_text(
@@ -52,7 +52,7 @@ def test_by_hand() -> None:
     assert timeline.idle_ratio == 1 - 10 / 13
 
 
-def test_no_link_between_stages_of_one_rank() -> None:
+def test_stages_on_one_rank_need_no_link() -> None:
     schedule = from_text(
         "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n"
         "1 | 1F0 2F0 2BW0 1BW0\n"
@@ -70,8 +70,9 @@ def test_a_frozen_prefix_waits_for_its_credits() -> None:
     assert [span.start for span in timeline.ranks[1] if span.op.kind is F] == [1, 7, 13, 19]
 
 
+@few
 @given(schedules(), st.data())
-def test_every_op_waits_for_what_it_needs(schedule: Schedule, data: st.DataObject) -> None:
+def test_every_op_starts_after_its_dependencies(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(whole_costs(schedule.stages))
     timeline = simulate(schedule, costs)
     end = ends(timeline)
@@ -107,6 +108,7 @@ def test_every_op_waits_for_what_it_needs(schedule: Schedule, data: st.DataObjec
             free = stop
 
 
+@few
 @given(schedules(), st.data())
 def test_busy_is_the_sum_of_the_costs(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(whole_costs(schedule.stages))
@@ -121,10 +123,9 @@ def test_busy_is_the_sum_of_the_costs(schedule: Schedule, data: st.DataObject) -
     assert max(timeline.busy) <= timeline.span <= timeline.makespan
 
 
+@few
 @given(schedules(), st.data())
-def test_nothing_ends_earlier_when_something_costs_more(
-    schedule: Schedule, data: st.DataObject
-) -> None:
+def test_higher_costs_never_end_an_op_earlier(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(whole_costs(schedule.stages))
     stages, links = list(costs.stages), list(costs.links)
     i, more = data.draw(st.integers(0, len(stages) - 1)), data.draw(st.integers(1, 9))
@@ -140,8 +141,9 @@ def test_nothing_ends_earlier_when_something_costs_more(
     assert all(before[op] <= after[op] for op in before)
 
 
+@few
 @given(schedules(), st.sampled_from([2, 4, 0.5]), st.data())
-def test_time_has_no_unit(schedule: Schedule, factor: float, data: st.DataObject) -> None:
+def test_times_scale_with_the_costs(schedule: Schedule, factor: float, data: st.DataObject) -> None:
     costs = data.draw(whole_costs(schedule.stages))
     stages = tuple(replace(s, f=s.f * factor, b=s.b * factor, w=s.w * factor) for s in costs.stages)
     scaled = simulate(schedule, Costs(stages, tuple(c * factor for c in costs.links)))
@@ -151,7 +153,7 @@ def test_time_has_no_unit(schedule: Schedule, factor: float, data: st.DataObject
     assert scaled.peak_memory == timeline.peak_memory
 
 
-def test_all_costs_zero() -> None:
+def test_zero_costs_give_zero_ratios() -> None:
     timeline = simulate(make_schedule("zb-h1", 3, 4), uniform_costs(3, 0, 0, 0))
     assert (
         timeline.span,
@@ -161,12 +163,12 @@ def test_all_costs_zero() -> None:
     ) == (0, 0, 0, 0)
 
 
-def test_costs_for_another_number_of_stages() -> None:
-    with pytest.raises(ScheduleError, match="zb-h1 has 3 stages, but costs are given for 2"):
+def test_costs_for_another_number_of_stages_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="zb-h1 has 3 stages"):
         simulate(make_schedule("zb-h1", 3, 4), uniform_costs(2, 1, 1, 1))
 
 
-def test_a_schedule_that_never_ends() -> None:
+def test_deadlocked_schedule_is_refused() -> None:
     schedule = from_text(
         "# stuck  ranks=2 microbatches=2 placement=0,1\n0 | F0 BW0 F1 BW1\n1 | F0 F1 BW0 BW1\n"
     )
@@ -184,7 +186,7 @@ def test_makespan_starts_with_the_first_op() -> None:
 # Memory
 
 
-def test_peak_memory_by_hand() -> None:
+def test_peak_memory_matches_a_hand_computation() -> None:
     schedule = from_text(
         "# x  ranks=1 microbatches=3 placement=0\n0 | F0 F1 B0 F2 W0 B1 W1 B2 W2\n"
     )
@@ -194,8 +196,9 @@ def test_peak_memory_by_hand() -> None:
     assert resident(schedule) == (((2, 1),),)
 
 
+@few
 @given(schedules(), st.data())
-def test_peak_memory_of_the_timeline(schedule: Schedule, data: st.DataObject) -> None:
+def test_peak_memory_matches_the_timeline(schedule: Schedule, data: st.DataObject) -> None:
     """The memory by the clock.
 
     A microbatch holds its activations from F's start to B's end, and its stash from there to W's
@@ -229,8 +232,11 @@ def with_time(costs: Costs) -> Costs:
     )
 
 
+@few
 @given(schedules(several=False), st.data())
-def test_resident_gives_the_peak_of_any_costs(schedule: Schedule, data: st.DataObject) -> None:
+def test_resident_pairs_give_the_peak_for_any_costs(
+    schedule: Schedule, data: st.DataObject
+) -> None:
     costs = data.draw(whole_costs(schedule.stages))
     expected = tuple(
         max(forward * stage.mem_f - stashed * stage.mem_w for forward, stashed in pairs)
@@ -239,6 +245,7 @@ def test_resident_gives_the_peak_of_any_costs(schedule: Schedule, data: st.DataO
     assert expected == peak_memory(schedule, costs)
 
 
+@few
 @given(schedules())
 def test_resident_pairs_are_not_dominated(schedule: Schedule) -> None:
     for stage, pairs in enumerate(resident(schedule)):
@@ -251,7 +258,7 @@ def test_resident_pairs_are_not_dominated(schedule: Schedule) -> None:
             assert pairs[0][0] >= 1
 
 
-def test_resident_of_the_hand_made() -> None:
+def test_resident_pairs_of_published_schedules() -> None:
     assert resident(make_schedule("1f1b", 3, 5)) == (((3, 0),), ((2, 0),), ((1, 0),))
     assert resident(make_schedule("gpipe", 2, 5)) == (((5, 0),), ((5, 0),))
     # H1 trades a microbatch in flight for one more W that waits, rank by rank.

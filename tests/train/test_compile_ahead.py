@@ -24,7 +24,7 @@ def loops(modules: Iterable[ModuleType]) -> list[Dispatcher]:
     return [loop for loop in loops if loop.__name__ not in INNER]
 
 
-def test_every_loop_is_compiled() -> None:
+def test_every_jit_loop_is_compiled_at_set_up() -> None:
     """The loops are those of sparse layers, for float32, and of the balancers."""
     layers = loops((csr_loops, hash_attention, shared_qk))
     used = {

@@ -56,7 +56,7 @@ def test_parameters_and_static_bytes() -> None:
         ]
 
 
-def test_stash_by_hand() -> None:
+def test_stash_bytes_match_a_hand_computation() -> None:
     """W needs ids and output gradient of the embedding.
 
     W also needs input and output gradient of every linear.
@@ -70,7 +70,7 @@ def test_stash_by_hand() -> None:
     assert costs[0].activation_bytes == embedding
 
 
-def test_memory_by_hand() -> None:
+def test_memory_of_1f1b_matches_a_hand_computation() -> None:
     """1F1B on two ranks.
 
     The first rank has two microbatches in flight, and the last one has one. Nothing waits for W.
@@ -103,7 +103,7 @@ def test_memory_by_hand() -> None:
 
 
 @pytest.mark.parametrize("sequence", [4, 64])
-def test_shapes_say_what_a_run_measures(sequence: int) -> None:
+def test_predicted_bytes_match_a_measured_run(sequence: int) -> None:
     """The prediction is right to the byte.
 
     That includes attention, which keeps nothing that grows with the square of the sequence.
@@ -125,24 +125,24 @@ def test_shapes_say_what_a_run_measures(sequence: int) -> None:
         assert [getattr(c, field) for c in costs] == [getattr(c, field) for c in measured], field
 
 
-def test_nothing_is_allocated_or_drawn() -> None:
+def test_dry_run_allocates_no_memory_and_draws_no_numbers() -> None:
     """The model is far larger than this machine.
 
     No random number of the process is used up.
     """
     huge = parse(
         {
-            "model": {"blocks": 60, "hidden": 16384, "heads": 128},
+            "model": {"blocks": 12, "hidden": 32768, "heads": 256},
             "train": {"micro_batch": 8},
-            "parallel": {"pipeline": 30},
+            "parallel": {"pipeline": 4},
         }
     )
     plan = dry_run(huge)
-    assert sum(plan.parameters) > 1.5e11
+    assert sum(plan.parameters) > 1e11
     assert min(plan.memory) > 16 * min(plan.parameters)
 
 
-def test_memory_limit() -> None:
+def test_memory_limit_is_checked_to_the_byte() -> None:
     plan = dry_run(parse(TINY))
     wanted = max(plan.memory)
     assert (
@@ -151,10 +151,7 @@ def test_memory_limit() -> None:
     )
     with pytest.raises(
         PartitionError,
-        match=(
-            f"rank 1 needs {wanted} bytes at the peak of 1f1b, over pipeline.memory_limit = "
-            f"{wanted - 1}"
-        ),
+        match=f"rank 1 needs {wanted} bytes .* pipeline.memory_limit = {wanted - 1}",
     ):
         dry_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": wanted - 1}}))
 
@@ -176,7 +173,7 @@ def test_gpipe_keeps_every_microbatch() -> None:
         assert least < memory[rank] <= least + most
 
 
-def test_precision_halves_what_computes_and_keeps_float32_where_it_must() -> None:
+def test_low_precision_halves_weights_but_not_gradients() -> None:
     costs = {
         name: shape_costs(config, load_model(config))
         for name in PRECISIONS
@@ -195,7 +192,7 @@ def _with(**train: object) -> dict[str, Any]:
     return TINY | {"train": TINY["train"] | train}
 
 
-def test_recomputing_is_chosen_where_memory_is_short() -> None:
+def test_recompute_auto_is_used_if_memory_is_short() -> None:
     kept, recomputed = (dry_run(parse(_with(recompute=word))) for word in ("none", "all"))
     assert (kept.recompute, recomputed.recompute) == ((), (0, 1, 2, 3))
     assert max(recomputed.memory) < max(kept.memory)
@@ -207,7 +204,7 @@ def test_recomputing_is_chosen_where_memory_is_short() -> None:
         )
         assert max(plan.memory) <= limit
         assert bool(plan.recompute) == (limit < max(kept.memory))
-    with pytest.raises(PartitionError, match="even when all its layers are recomputed"):
+    with pytest.raises(PartitionError, match="rank 0 needs"):
         dry_run(
             parse(
                 _with(recompute="auto")
@@ -236,9 +233,9 @@ def test_emulated_layers_do_not_sleep() -> None:
 
 
 def test_input_errors_are_those_of_a_run() -> None:
-    with pytest.raises(ConfigError, match=r"model.vocab = 100: the corpus is bytes"):
+    with pytest.raises(ConfigError, match=r"model.vocab = 100"):
         dry_run(parse(TINY | {"model": TINY["model"] | {"vocab": 100}}))
-    with pytest.raises(ConfigError, match=r"balance.initial sums to 3, but the model has 5 layers"):
+    with pytest.raises(ConfigError, match=r"balance.initial .*5 layers"):
         dry_run(
             parse(
                 {
@@ -253,9 +250,7 @@ def test_input_errors_are_those_of_a_run() -> None:
         "elastic": {"reshape_at": [[3, 6, 1]]},
         "train": {"global_batch": 48, "micro_batch": 1, "reduction_slots": 24},
     }
-    with pytest.raises(
-        ConfigError, match=r"parallel.pipeline = 6 is more than the model's 5 layers"
-    ):
+    with pytest.raises(ConfigError, match=r"parallel.pipeline = 6 .*5 layers"):
         dry_run(parse({"model": {"kind": "python:tests.models.user_model:layers"}} | meshes))
     plan = dry_run(
         parse(

@@ -13,7 +13,7 @@ from dynmo.errors import ConfigError
 from dynmo.train.setup import device_for, first_partition, memory_limit, warn_of_cores
 
 
-def test_first_partition() -> None:
+def test_first_partition_follows_the_config() -> None:
     loaded = parse(
         {"model": {"blocks": 3}, "parallel": {"pipeline": 3}, "balance": {"initial": [1, 2, 5]}}
     )
@@ -33,7 +33,7 @@ def test_first_partition() -> None:
         )
 
 
-def test_memory_limit_and_device() -> None:
+def test_memory_limit_and_device_follow_the_config() -> None:
     cpu = torch.device("cpu")
     assert memory_limit(parse({}), cpu) is None
     assert memory_limit(parse({"pipeline": {"memory_limit": "1KiB"}}), cpu) == 1024
@@ -44,7 +44,7 @@ def test_memory_limit_and_device() -> None:
             device_for(parse({"parallel": {"device": "cuda"}}), 0)
 
 
-def test_cores() -> None:
+def test_too_few_cores_give_a_warning() -> None:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -56,7 +56,7 @@ def test_cores() -> None:
     ), "sleep needs no core"
 
 
-def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_variables_are_set_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The value is set before anything asks whether there is a device.
 
     A value that the user has set stays.
@@ -110,7 +110,7 @@ def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         device_for(parse({"model": {"blocks": 3}, "parallel": {"pipeline": 5}}), 2)
 
 
-def test_a_device_keeps_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limit_leaves_a_reserve_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30)
     )

@@ -28,7 +28,7 @@ SUMMONS = Summons(
 )
 
 
-def test_floats_are_exact():
+def test_summons_keeps_floats_exactly():
     read = summons_from(SUMMONS.to_text())
     assert read.known_costs == COSTS
     assert math.isnan(read.state["loss"])
@@ -38,6 +38,6 @@ def test_floats_are_exact():
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", json.dumps({**json.loads(SUMMONS.to_text()), "more": 1})]
 )
-def test_what_is_no_summons(text):
+def test_unreadable_summons_is_refused(text):
     with pytest.raises(RunError, match="a summons that cannot be read"):
         summons_from(text)

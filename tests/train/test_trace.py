@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def test_a_run(pool: Pool, tmp_path: Path) -> None:
+def test_run_writes_a_valid_trace(pool: Pool, tmp_path: Path) -> None:
     pool.run("train_in", 2, config=CONFIG, folder=str(tmp_path))
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert set(trace) == {"traceEvents", "displayTimeUnit"}
@@ -79,7 +79,7 @@ def _parts(kind: str) -> str:
     return "" if kind in (WAIT, SEND) else kind
 
 
-def test_names_and_colours() -> None:
+def test_trace_events_have_names_and_categories() -> None:
     rows = [[3, 0, 1, 7, 0.5, 0.75], [3, 4, 1, 7, 0.75, 0.75]]
     *_, f, wait = chrome_trace([rows])["traceEvents"]
     assert (f["name"], f["cat"], f["ts"], f["dur"]) == ("F7", "F", 500000.0, 250000.0)
@@ -98,7 +98,7 @@ def test_rounding_makes_no_overlap() -> None:
 @pytest.mark.parametrize(
     ("steps", "kept"), [(0, []), (1, [3, 4, 9]), (3, [1, 2, 3, 4, 5, 6, 7, 8, 9])]
 )
-def test_what_is_kept(tmp_path: Path, steps: int, kept: list[int]) -> None:
+def test_tracer_keeps_the_requested_steps(tmp_path: Path, steps: int, kept: list[int]) -> None:
     tracer = Tracer(alone(), HostClock(), steps)
     for step in range(10):
         if step == 4:
@@ -113,7 +113,7 @@ def test_what_is_kept(tmp_path: Path, steps: int, kept: list[int]) -> None:
     assert [e["args"]["step"] for e in events if e["ph"] == "X"] == kept
 
 
-def test_many_changes_do_not_fill_the_memory(tmp_path: Path) -> None:
+def test_number_of_kept_steps_is_bounded(tmp_path: Path) -> None:
     tracer = Tracer(alone(), HostClock(), 3)
     for step in range(500):
         tracer.keep_around()
@@ -157,7 +157,7 @@ def test_a_long_run_keeps_its_resolution(tmp_path: Path) -> None:
     assert lengths == pytest.approx([100.0] * 5, abs=0.2)
 
 
-def test_a_trace_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_trace_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The training is not lost if its trace cannot be written."""
     path = tmp_path / "nowhere" / "trace.json"
     Tracer(alone(), HostClock(), 3).finish(path)

@@ -27,7 +27,7 @@ def agree(world: World, digest: bytes | None, what: str) -> None:
     """Compares a decision over all ranks of all replicas.
 
     Args:
-        world: Of this rank. All replicas take part.
+        world: World of this rank. All replicas take part.
         digest: Hash of what this rank decided. None if it has no part.
         what: What was decided, for messages.
 
@@ -52,7 +52,7 @@ def first_difference(world: World, parts: Sequence[str], what: str) -> tuple[int
     """Compare a list over all ranks of all replicas. Its length may differ, too.
 
     Args:
-        world: Of this rank. All replicas take part.
+        world: World of this rank. All replicas take part.
         parts: This rank's list.
         what: What is compared, for messages.
 
@@ -82,7 +82,7 @@ def share_failures(world: World, error: BaseException | None, what: str) -> dict
     """Tell all ranks of all replicas what failed here, and hear their failures.
 
     Args:
-        world: Of this rank. All replicas take part.
+        world: World of this rank. All replicas take part.
         error: What this rank could not do. None if all went well.
         what: What the ranks wait for here, for messages.
 

@@ -43,18 +43,15 @@ DTYPES = {
 }
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
 _BY_CODE = tuple(DTYPES.values())
-# NCCL sends the other dtypes as bytes.
-_KNOWN_TO_NCCL = frozenset(
+# NCCL does not know these dtypes. Their tensors travel as bytes.
+_UNKNOWN_TO_NCCL = frozenset(
     {
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
+        torch.int16,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.complex64,
+        torch.complex128,
     }
 )
 
@@ -97,7 +94,7 @@ def obstacle(tensor: Tensor) -> str | None:
 
 def on_wire(tensor: Tensor) -> Tensor:
     """Returns the same memory as the backend takes it. The tensor must be contiguous."""
-    return as_bytes(tensor) if tensor.is_cuda and tensor.dtype not in _KNOWN_TO_NCCL else tensor
+    return as_bytes(tensor) if tensor.is_cuda and tensor.dtype in _UNKNOWN_TO_NCCL else tensor
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

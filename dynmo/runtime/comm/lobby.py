@@ -196,7 +196,7 @@ def read_all(store: dist.Store, key: str, size: int, timeout: float) -> list[str
     """Returns the texts of all ranks, in order.
 
     Args:
-        store: Of this generation.
+        store: Store of this generation.
         key: As in `tell_all`.
         size: Number of ranks.
         timeout: Seconds to wait for a text that is not there yet.

@@ -68,58 +68,68 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | No
         ConfigError: The variables are there but incomplete.
     """
 
-    def number(key: str) -> int:
-        try:
-            return int(environ[key])
-        except (KeyError, ValueError):
-            raise ConfigError(
-                f"{key} is {environ.get(key)!r}; the launcher must set it to a number"
-            ) from None
-
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        rank, size, local = (
-            number("RANK"),
-            number("WORLD_SIZE"),
-            number("LOCAL_RANK" if "LOCAL_RANK" in environ else "RANK"),
-        )
-        if "DYNMO_MEETING" in environ:
-            return Rendezvous(rank, size, local, meeting=environ["DYNMO_MEETING"])
-        if "DYNMO_RENDEZVOUS" in environ:
-            return Rendezvous(rank, size, local, folder=environ["DYNMO_RENDEZVOUS"])
-        if "MASTER_ADDR" not in environ:
-            raise ConfigError(
-                "RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the ranks with "
-                "torchrun, or unset RANK"
-            )
-        address = environ["MASTER_ADDR"]
-        # The name alone does not tell. On Kubernetes the first pod may be given "localhost", and
-        # the others its name. A literal 127.x address cannot be reached from elsewhere.
-        here = environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
-        loopback = is_loopback(address) and (here or address != "localhost")
-        return Rendezvous(
-            rank, size, local, address=address, port=number("MASTER_PORT"), loopback=loopback
-        )
+        return _of_launcher(environ)
     # A single interactive Slurm shell also has SLURM_PROCID. Only several tasks are a world to
     # join.
-    if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ and number("SLURM_NTASKS") > 1:
-        rank, size, local = number("SLURM_PROCID"), number("SLURM_NTASKS"), number("SLURM_LOCALID")
-        address = environ.get("MASTER_ADDR") or first_host(
-            environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        )
-        # One port per job, the same on every task, away from the registered ones.
-        port = (
-            number("MASTER_PORT")
-            if "MASTER_PORT" in environ
-            else 20000 + number("SLURM_JOB_ID") % 20000
-        )
-        return Rendezvous(
-            rank, size, local, address=address, port=port, loopback=is_loopback(address)
-        )
+    if (
+        "SLURM_PROCID" in environ
+        and "SLURM_NTASKS" in environ
+        and _number(environ, "SLURM_NTASKS") > 1
+    ):
+        return _of_slurm(environ)
     if "RANK" in environ or "WORLD_SIZE" in environ:
         raise ConfigError(
             "only one of RANK and WORLD_SIZE is set; start the ranks with torchrun, or unset it"
         )
     return None
+
+
+def _number(environ: Mapping[str, str], key: str) -> int:
+    try:
+        return int(environ[key])
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"{key} is {environ.get(key)!r}; the launcher must set it to a number"
+        ) from None
+
+
+def _of_launcher(environ: Mapping[str, str]) -> Rendezvous:
+    """Reads the variables of torchrun, or of dynmo's own launcher."""
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local = _number(environ, "LOCAL_RANK" if "LOCAL_RANK" in environ else "RANK")
+    if "DYNMO_MEETING" in environ:
+        return Rendezvous(rank, size, local, meeting=environ["DYNMO_MEETING"])
+    if "DYNMO_RENDEZVOUS" in environ:
+        return Rendezvous(rank, size, local, folder=environ["DYNMO_RENDEZVOUS"])
+    if "MASTER_ADDR" not in environ:
+        raise ConfigError(
+            "RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the ranks with "
+            "torchrun, or unset RANK"
+        )
+    address = environ["MASTER_ADDR"]
+    # The name alone does not tell. On Kubernetes the first pod may be given "localhost", and the
+    # others its name. A literal 127.x address cannot be reached from elsewhere.
+    here = environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
+    loopback = is_loopback(address) and (here or address != "localhost")
+    port = _number(environ, "MASTER_PORT")
+    return Rendezvous(rank, size, local, address=address, port=port, loopback=loopback)
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Rendezvous:
+    """Reads the variables of srun. The first task's host and a port by job are the address."""
+    rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
+    local = _number(environ, "SLURM_LOCALID")
+    address = environ.get("MASTER_ADDR") or first_host(
+        environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    )
+    # One port per job, the same on every task, away from the registered ones.
+    port = (
+        _number(environ, "MASTER_PORT")
+        if "MASTER_PORT" in environ
+        else 20000 + _number(environ, "SLURM_JOB_ID") % 20000
+    )
+    return Rendezvous(rank, size, local, address=address, port=port, loopback=is_loopback(address))
 
 
 def is_loopback(address: str) -> bool:

@@ -26,20 +26,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import RankDied, WaitTimeout
-from dynmo.kernels.torch_private import (
-    abort_communicators,
-    default_store,
-    restart_group_names,
-    set_group_timeout,
-)
+from dynmo.kernels.torch_private import abort_communicators, default_store
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
 from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
+from dynmo.runtime.comm.process_groups import (
+    backend_of,
+    form_default_group,
+    form_group_within,
+    leave_default_group,
+    lift_limit,
+    new_group,
+)
 from dynmo.runtime.comm.staging import StagedReceive
-from dynmo.runtime.comm.store import claim, find_missing
-
-# NCCL counts its limit from when work is enqueued, which may be a step ahead of the device. It then
-# ends the process. So its limit is lifted, and `World.look` and `World.settle` keep the real one.
-_NEVER = timedelta(days=30)
+from dynmo.runtime.comm.store import find_missing
 
 
 @dataclass
@@ -146,7 +145,7 @@ class World:
         """Makes a world of this process alone, which will go on in another one (`renew`).
 
         Args:
-            home: The other world's.
+            home: Store of the other world (`World.home`).
             device: Device on which this process computes.
             timeout: Limit of every wait, in seconds.
             staged: As the other world has it.
@@ -189,29 +188,14 @@ class World:
 
         `join_timeout` is the number of seconds until all must have come.
         """
-        rank, size, store, limit = self.rank, self.size, self.store, timedelta(seconds=self.timeout)
-        backend = "cpu:gloo,cuda:nccl" if self.enqueues else "gloo"
-        claim(store, rank, join_timeout)
-        waited = min(join_timeout, self.timeout)
-        try:
-            if join_timeout < self.timeout:
-                store.wait([f"here/{r}" for r in range(size)], timedelta(seconds=join_timeout))
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-            # A rank that fails at once and leaves would break the connections that others are still
-            # making.
-            store.set(f"joined/{rank}", "1")
-            store.wait([f"joined/{other}" for other in range(size)], limit)
-        except RuntimeError as error:
-            _leave()
-            absent = find_missing(store, [f"here/{other}" for other in range(size)])
-            if absent or LATE.search(first_line(error)):
-                late = f"rank {rank} waited {waited:g} s for {ranks_text(absent)} to join"
-                raise WaitTimeout(f"{late}; started with too few ranks?", absent) from None
-            # All came, and one is gone again.
-            raise RankDied(
-                f"rank {rank} could not form a group of {size}: {reason(error)}"
-            ) from None
-        self.group = dist.group.WORLD
+        self.group = form_default_group(
+            self.store,
+            self.rank,
+            self.size,
+            backend=backend_of(self.enqueues),
+            timeout=self.timeout,
+            join_timeout=join_timeout,
+        )
         self._lift_limit(self.group)
 
     @classmethod
@@ -229,21 +213,8 @@ class World:
             WaitTimeout: A rank did not call in time.
             RankDied: A rank ended meanwhile.
         """
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        rank, what = (
-            ranks.index(dist.get_rank()),
-            f"ranks {', '.join(map(str, ranks))} of the process group",
-        )
-        try:
-            group = _new_group(ranks, timeout, backend, len(ranks))
-        except RuntimeError as error:
-            if LATE.search(first_line(error)):
-                raise WaitTimeout(
-                    f"rank {rank} waited {timeout:g} s for {what} to call dynmo.init"
-                ) from None
-            raise RankDied(
-                f"rank {rank} could not form a group of {what}: {reason(error)}"
-            ) from None
+        group = form_group_within(ranks, backend=backend_of(device.type == "cuda"), timeout=timeout)
+        rank = ranks.index(dist.get_rank())
         store = dist.PrefixStore(f"dynmo/{'-'.join(map(str, ranks))}", default_store())
         world = cls(rank, len(ranks), device, timeout, 0, store, group)
         world.process_group, world._torch_ranks = group, tuple(ranks)
@@ -276,7 +247,7 @@ class World:
         everyone._process_groups.clear()
         everyone._channel_groups.clear()
         if not everyone._torch_ranks:
-            _leave()
+            leave_default_group()
         for group in adopted:
             if group is not None:
                 dist.destroy_process_group(group)
@@ -398,7 +369,7 @@ class World:
             return dist.new_group(
                 list(members), timeout=timedelta(seconds=self.timeout), backend=backend
             )
-        return _new_group(
+        return new_group(
             [self._torch_rank(rank) for rank in members], self.timeout, backend, self.size
         )
 
@@ -561,7 +532,7 @@ class World:
     def _lift_limit(self, group: Any) -> None:
         """Lifts the limit of NCCL alone. gloo's waits keep theirs."""
         if self.enqueues and group is not None:
-            set_group_timeout(group, self.device, _NEVER)
+            lift_limit(group, self.device)
 
     # -- collectives: fixed-schema tensors, never objects ------------------------------------------
 
@@ -674,27 +645,3 @@ class World:
         others = [rank for rank in range(self.size) if rank != self.rank]
         lacking = find_missing(self.store, [f"waiting/{self.global_rank(rank)}" for rank in others])
         return [others[at] for at in lacking]
-
-
-def _new_group(ranks: Sequence[int], timeout: float, backend: str | None, callers: int) -> Any:
-    """Makes a process group of ranks of torch's default group.
-
-    `callers` ranks make it together.
-    """
-    # torch names a group by a count that all ranks share. Or it takes the group's ranks and a count
-    # of this rank's groups.
-    own_name = callers < dist.get_world_size()
-    return dist.new_group(
-        list(ranks), timedelta(seconds=timeout), backend, use_local_synchronization=own_name
-    )
-
-
-def _leave() -> None:
-    """Ends the group, if there is one.
-
-    torch names groups by a count, which must be the same on all ranks when they meet again. The
-    count starts anew when a group ends, but not when a group could not be formed.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    restart_group_names()

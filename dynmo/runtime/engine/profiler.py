@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from statistics import median
 from typing import Any
 
@@ -22,8 +22,9 @@ from dynmo.balance.readings import WINDOW, Readings, Times
 from dynmo.cost.layer_cost import LayerCost, LinkCost, most_pending_gradients
 from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.kernels.split import gradient_bytes
-from dynmo.runtime.comm.channels import TAG_LINKS, Worker
 from dynmo.runtime.comm.clock import Clock
+from dynmo.runtime.comm.tags import TAG_LINKS
+from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT, Interval
 from dynmo.runtime.layer.split_backward import Layer
@@ -139,22 +140,21 @@ class Profiler:
             gradients = sum(
                 gradient_bytes(p) for p in gradient_parameters(layer.module) if p.requires_grad
             )
-            table[layer.index] = torch.tensor(
-                [
-                    *self.seconds(layer.index),
-                    sum(p.numel() for p in layer.module.parameters()),
-                    weight_bytes(layer.module),
-                    gradients,
-                    optimizer.state_bytes,
-                    layer.activation_bytes,
-                    layer.stash_bytes,
-                    layer.output_bytes,
-                    *(0, 0, 0),  # workspaces, which shapes alone tell
-                    copies * optimizer.rollback_bytes,
-                    most_pending_gradients(accumulation_groups // world.replicas) * gradients,
-                ],
-                dtype=torch.float64,
+            pending = most_pending_gradients(accumulation_groups // world.replicas)
+            # Shapes alone tell the workspaces, which stay 0 here.
+            cost = LayerCost(
+                *self.seconds(layer.index),
+                parameters=sum(p.numel() for p in layer.module.parameters()),
+                weight_bytes=weight_bytes(layer.module),
+                gradient_bytes=gradients,
+                optimizer_bytes=optimizer.state_bytes,
+                activation_bytes=layer.activation_bytes,
+                stash_bytes=layer.stash_bytes,
+                output_bytes=layer.output_bytes,
+                rollback_bytes=copies * optimizer.rollback_bytes,
+                pending_gradient_bytes=pending * gradients,
             )
+            table[layer.index] = torch.tensor(astuple(cost), dtype=torch.float64)
         world.everyone.largest(table, "everyone's layer costs")
         rows: list[list[float]] = table.tolist()
         return tuple(LayerCost(row[0], row[1], row[2], *map(int, row[3:])) for row in rows)

@@ -83,7 +83,7 @@ class Programs:
             inputs: [microbatches, ...] on the rank of the first stage.
             targets: [microbatches, ...] on the rank of the last stage.
             microbatches: Number of microbatches.
-            keys: Key of each microbatch for the output cache, as in `Pipeline.advance`.
+            keys: Key of each microbatch for the output cache, as in `Engine.step`.
 
         Returns:
             The mean loss on the rank of the last stage, 0 elsewhere.

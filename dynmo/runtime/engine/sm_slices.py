@@ -36,17 +36,19 @@ class SmSlice(NamedTuple):
     owner: Any
 
 
-def make_streams(device: torch.device, slices: int, placement: Sequence[int]) -> StageStreams:
+def make_streams(
+    device: torch.device, slices: int | None, placement: Sequence[int]
+) -> StageStreams:
     """Makes a stream on each slice of a CUDA device.
 
-    On CPU all stages compute in turn.
+    On CPU, or without slices, all stages compute in turn.
 
     Args:
         device: Device to cut.
-        slices: Number of slices.
+        slices: Number of slices. None means that the device stays whole.
         placement: Slice of each stage.
     """
-    if device.type != "cuda":
+    if slices is None or device.type != "cuda":
         return DefaultStream()
     return SliceStreams([each.stream for each in cut(device.index or 0, slices)], placement)
 

@@ -1,13 +1,13 @@
 """Streams on which the stages of one process compute.
 
-All stages compute on the current stream, or each in its lane, a stream beside the others.
+All stages compute on the current stream, or each on the stream of its slice of the GPU.
 
     current stream   .. optimizer |fork                              |join  norms, optimizer ..
-    lane 0 (stage 0)              | F0 F1 .. B0 W0 B1 W1             |
-    lane 1 (stage 1)              | .. F0 B0 F1 B1 W0 W1             |
+    slice 0 (stage 0)             | F0 F1 .. B0 W0 B1 W1             |
+    slice 1 (stage 1)             | .. F0 B0 F1 B1 W0 W1             |
                                        waits for the event behind stage 0's F0
 
-One thread gives every lane its work, in the order of the program. Only the lanes wait for each
+One thread gives every slice its work, in the order of the program. Only the slices wait for each
 other. The thread waits for nobody.
 """
 
@@ -77,10 +77,10 @@ class DefaultStream:
 
 
 class SliceStreams:
-    """Each stage computes on the stream of its lane.
+    """Each stage computes on the stream of its slice.
 
     Args:
-        streams: Stream of each lane.
+        streams: Stream of each slice.
         placement: Lane of each stage.
     """
 
@@ -101,11 +101,11 @@ class SliceStreams:
         return torch.cuda.stream(self._streams[self._placement[stage]])
 
     def need(self, key: Key, tensors: Tensors) -> None:
-        """Lets the current lane wait until another has made a result.
+        """Lets the current slice wait until another has made a result.
 
         Args:
             key: Name of the result.
-            tensors: The result. Its memory is kept until this lane has used it.
+            tensors: The result. Its memory is kept until this slice has used it.
         """
         event = self._events.pop(key, None)
         if event is None:
@@ -113,7 +113,7 @@ class SliceStreams:
         stream = torch.cuda.current_stream()
         stream.wait_event(event)
         for tensor in tensors:
-            # The memory belongs to the other lane, which would reuse it as soon as this thread
+            # The memory belongs to the other slice, which would reuse it as soon as this thread
             # drops it.
             tensor.record_stream(stream)
 

@@ -1,8 +1,8 @@
-"""Gradients in one order: a fixed tree of slots of microbatches.
+"""Gradients in one order: a fixed tree of accumulation groups of microbatches.
 
-Microbatches add up in a slot, and the slots fold as the tree.
+Microbatches add up in a group, and the groups fold as the tree.
 
-    slot        0     1     2     3     4     5
+    group       0     1     2     3     4     5
                  \\   /       \\   /       \\   /
                   01          23          45      two equal subtrees merge as soon as both exist
                      \\      /             |
@@ -10,8 +10,8 @@ Microbatches add up in a slot, and the slots fold as the tree.
                              \\           /
                                0 .. 5             the rest folds from the last to the first
 
-A replica that holds a run of slots as long as a power of two folds a subtree. So any number of
-replicas gives the same bits. The reference is one process with as many slots.
+A replica that holds a run of groups as long as a power of two folds a subtree. So any number of
+replicas gives the same bits. The reference is one process with as many groups.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class AccumulationGroups:
-    """Sets a layer's gradients aside at the end of a slot.
+    """Sets a layer's gradients aside at the end of an accumulation group.
 
     It also tells when all of the step's gradients are complete. Some parameters take their gradient
-    in B (norms), others in W. B may be ahead of W by several microbatches. A parameter's slot
-    therefore ends when its own gradient of the slot's last microbatch is there. The first
+    in B (norms), others in W. B may be ahead of W by several microbatches. A parameter's group
+    therefore ends when its own gradient of the group's last microbatch is there. The first
     microbatch that uses a parameter shows whether B or W gives its gradient.
 
     Args:
         parameters: Parameters of the layer.
         microbatches: Number of microbatches of this replica.
-        count: Number of slots of this replica. It divides `microbatches`.
+        count: Number of accumulation groups of this replica. It divides `microbatches`.
         done: Called when the layer's last W has run.
     """
 
@@ -134,12 +134,12 @@ class AccumulationGroups:
             self._undecided = [p for p in self._undecided if p.grad is None]
 
     def _end(self, parameters: Sequence[nn.Parameter], microbatch: int) -> None:
-        slot, rest = divmod(microbatch + 1, self._each)
+        done, rest = divmod(microbatch + 1, self._each)
         if rest:
             return
         for parameter in parameters:
             if parameter.grad is not None:
-                self._trees.setdefault(parameter, Tree()).put(slot - 1, parameter.grad)
+                self._trees.setdefault(parameter, Tree()).put(done - 1, parameter.grad)
                 parameter.grad = None
 
     def clear(self) -> None:

@@ -58,7 +58,8 @@ class _Saved(NamedTuple):
 class Layer:
     """One layer of the model on this rank.
 
-    Holds its module, the state of its microbatches in flight, and the times of its ops.
+    Holds its module, the state of its microbatches in flight, and the times of its ops. It keeps
+    its activations from F to B until `switch_recompute` says otherwise.
 
     Args:
         index: Its index in the model.
@@ -68,7 +69,6 @@ class Layer:
         compiles: Whether torch.compile runs the code between its linears.
         checks_state: Whether to refuse a module whose output depends on plain attributes that it
             writes to.
-        recompute: Whether its activations are recomputed in B. `switch_recompute` changes it.
         first_microbatch: Index in the batch of this replica's first microbatch.
         groups: Adds up its gradients. None: they add up in `.grad`, and nobody is told when they
             are complete.
@@ -83,7 +83,6 @@ class Layer:
         compiles: bool = False,
         checks_state: bool = False,
         *,
-        recompute: bool = False,
         first_microbatch: int = 0,
         groups: AccumulationGroups | None = None,
     ) -> None:
@@ -91,7 +90,7 @@ class Layer:
         self._clock, self._seed = clock, seed
         self._first_microbatch, self._groups = first_microbatch, groups
         self._saved: dict[int, _Saved] = {}
-        self._recompute, self._checks_state = recompute, checks_state
+        self._recompute, self._checks_state = False, checks_state
         self.buffers = BufferSet([module])
         # Buffers that F writes to in place, so that autograd counts the write. The layer's first F
         # finds them.
@@ -170,44 +169,54 @@ class Layer:
         seed_forward(
             _device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch
         )
-        if not graph:
+        if graph:
+            leaves = tuple(
+                x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs
+            )
+            outputs = self._forward_for_backward(microbatch, leaves, step, finish)
+        else:
             with torch.no_grad():
                 outputs = self._call(inputs, finish, False)
             if not self.output_bytes:
                 self.output_bytes = sum(y.nbytes for y in outputs)
-        else:
-            inputs = tuple(
-                x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs
-            )
-            # The first B shows whether it writes to buffers. Until then, their values are kept.
-            keeps = self._recompute or self._writes_in_backward or not self._measured
-            before = self.buffers.copies() if keeps else {}
-            # The backward of an earlier microbatch may need the buffers that this F writes to.
-            self.buffers.renew(self._writes_in_place)
-            versions = {} if self._measured else self.buffers.versions()
-            state = PlainState(self.module) if self._checks_state and not self._measured else None
-            outputs = (
-                self._call(inputs, finish, True)
-                if self._recompute
-                else self._call_to_keep(inputs, finish)
-            )
-            buffers = self.buffers.maybe_written(before) if keeps else {}
-            self._writes_in_place.update(
-                key for key, (buffer, version) in versions.items() if buffer._version != version
-            )
-            rerun = partial(self._rerun_forward, microbatch, inputs, step, finish, buffers)
-            written = None if state is None else state.written()
-            if written is not None:
-                self._check_repeats(written, outputs, rerun)
-            # Only the graph is kept. Tensors that it has not saved may go.
-            self._saved[microbatch] = _Saved(
-                inputs, rerun if self._recompute else _roots(outputs), buffers
-            )
-            # With recompute the graph goes with this detach. Without it, outputs keep their graph.
-            # Their users detach them (the next layer) or only read (a channel, the loss account).
-            outputs = tuple(y.detach() for y in outputs) if self._recompute else outputs
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
+
+    def _forward_for_backward(
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        step: int,
+        finish: Callable[[Tensor], Tensor] | None,
+    ) -> Tensors:
+        """Runs F and saves the state that B needs. The inputs are leaves of the graph."""
+        # The first B shows whether it writes to buffers. Until then, their values are kept.
+        keeps = self._recompute or self._writes_in_backward or not self._measured
+        before = self.buffers.copies() if keeps else {}
+        # The backward of an earlier microbatch may need the buffers that this F writes to.
+        self.buffers.renew(self._writes_in_place)
+        versions = {} if self._measured else self.buffers.versions()
+        state = PlainState(self.module) if self._checks_state and not self._measured else None
+        outputs = (
+            self._call(inputs, finish, True)
+            if self._recompute
+            else self._call_to_keep(inputs, finish)
+        )
+        buffers = self.buffers.maybe_written(before) if keeps else {}
+        self._writes_in_place.update(
+            key for key, (buffer, version) in versions.items() if buffer._version != version
+        )
+        rerun = partial(self._rerun_forward, microbatch, inputs, step, finish, buffers)
+        written = None if state is None else state.written()
+        if written is not None:
+            self._check_repeats(written, outputs, rerun)
+        # Only the graph is kept. Tensors that it has not saved may go.
+        self._saved[microbatch] = _Saved(
+            inputs, rerun if self._recompute else _roots(outputs), buffers
+        )
+        # With recompute the graph goes with this detach. Without it, outputs keep their graph.
+        # Their users detach them (the next layer) or only read (a channel, the loss account).
+        return tuple(y.detach() for y in outputs) if self._recompute else outputs
 
     def spare(self, start: Any, end: Any) -> None:
         """Notes that F need not run, for its output was kept.

@@ -72,7 +72,7 @@ def reduce_experts(
     # A holder sends a row for each replica that it computes.
     most = max((len(sources) for expert in several for sources in expert.sources), default=1)
     for group in buckets(several, bucket // most):
-        missing += _reduce(peers, group, f"the gradients of layer {layer}")
+        missing += _Bucket(peers, group, f"the gradients of layer {layer}").reduce()
     for expert in experts:
         for parameter in expert.gradients.values():
             if parameter is not expert.parameter:
@@ -80,86 +80,103 @@ def reduce_experts(
     return missing
 
 
-def _reduce(
-    peers: World, group: Sequence[SharedExpert], what: str
-) -> list[tuple[nn.Parameter, Tensor]]:
-    """Reduces one bucket of experts that several replicas hold.
+class _Bucket:
+    """Experts that several replicas hold, whose gradients are reduced at once.
 
-    A flag behind each row says whether the row is there.
+    A flag behind each row of gradients says whether the row is there.
     """
-    me, like = peers.rank, group[0].parameter
-    absent = [
-        expert.held and all(parameter.grad is None for parameter in expert.gradients.values())
-        for expert in group
-    ]
-    empty = torch.empty(
-        0, dtype=torch.float32 if like.dtype in LOW else like.dtype, device=like.device
-    )
 
-    def joined(pieces: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(pieces)) if pieces else empty
-
-    def exchange(
-        piece: Callable[[SharedExpert, int], Sequence[Tensor]],
-        size: Callable[[SharedExpert, int], int],
-    ) -> list[Tensor]:
-        parts = [
-            joined([each for expert in group for each in piece(expert, replica)])
-            for replica in range(peers.size)
-        ]
-        return peers.exchange(
-            parts,
-            [sum(size(expert, replica) for expert in group) for replica in range(peers.size)],
-            what,
+    def __init__(self, peers: World, experts: Sequence[SharedExpert], what: str) -> None:
+        like = experts[0].parameter
+        self._peers, self._experts, self._what = peers, experts, what
+        self._empty = torch.empty(
+            0, dtype=torch.float32 if like.dtype in LOW else like.dtype, device=like.device
         )
 
-    flags = {
-        (expert.name, source): empty.new_full((1,), parameter.grad is not None)
-        for expert in group
-        for source, parameter in expert.gradients.items()
-    }
-    flats = {
-        (expert.name, source): _flat(parameter)
-        for expert in group
-        for source, parameter in expert.gradients.items()
-    }
-    arrived = exchange(
-        lambda expert, replica: [
-            piece
-            for source in (expert.sources[me] if expert.sources[replica] else ())
-            for piece in (
-                flats[expert.name, source][slice(*expert.ranges[replica])],
-                flags[expert.name, source],
-            )
-        ],
-        lambda expert, replica: (
-            (_length(expert, me) + 1) * len(expert.sources[replica]) if expert.held else 0
-        ),
-    )
-    sums = {
-        expert.name: _sum(expert, rows, peers.size)
-        for expert, rows in zip(group, _rows(group, arrived, me), strict=True)
-        if rows
-    }
-    arrived = exchange(
-        lambda expert, replica: (
-            [sums[expert.name][:-1]] if expert.sources[replica] and expert.held else []
-        ),
-        lambda expert, replica: _length(expert, replica) if expert.held else 0,
-    )
-    for replica, received in enumerate(arrived):
-        rest = received
-        for expert in group:
-            if expert.held:
-                own, rest = rest.split(
-                    [_length(expert, replica), rest.numel() - _length(expert, replica)]
+    def reduce(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Reduces the gradients in place.
+
+        Returns the parameters without a gradient here, and whether any replica has one.
+        """
+        absent = [
+            expert.held and all(parameter.grad is None for parameter in expert.gradients.values())
+            for expert in self._experts
+        ]
+        sums = self._sum_own_ranges()
+        self._gather(sums)
+        return [
+            (expert.parameter, sums[expert.name][-1].clone())
+            for expert, none in zip(self._experts, absent, strict=True)
+            if none
+        ]
+
+    def _sum_own_ranges(self) -> dict[str, Tensor]:
+        """Returns the sum over this replica's range of each held expert, and its flag."""
+        me = self._peers.rank
+        gradients = [
+            (expert.name, source, parameter)
+            for expert in self._experts
+            for source, parameter in expert.gradients.items()
+        ]
+        flags = {
+            (name, source): self._empty.new_full((1,), parameter.grad is not None)
+            for name, source, parameter in gradients
+        }
+        flats = {(name, source): _flat(parameter) for name, source, parameter in gradients}
+        arrived = self._exchange(
+            lambda expert, replica: [
+                piece
+                for source in (expert.sources[me] if expert.sources[replica] else ())
+                for piece in (
+                    flats[expert.name, source][slice(*expert.ranges[replica])],
+                    flags[expert.name, source],
                 )
-                _flat(expert.parameter)[slice(*expert.ranges[replica])] = own
-    return [
-        (expert.parameter, sums[expert.name][-1].clone())
-        for expert, none in zip(group, absent, strict=True)
-        if none
-    ]
+            ],
+            lambda expert, replica: (
+                (_length(expert, me) + 1) * len(expert.sources[replica]) if expert.held else 0
+            ),
+        )
+        return {
+            expert.name: _sum(expert, rows, self._peers.size)
+            for expert, rows in zip(self._experts, _rows(self._experts, arrived, me), strict=True)
+            if rows
+        }
+
+    def _gather(self, sums: Mapping[str, Tensor]) -> None:
+        """Puts the sums of all replicas' ranges into the gradients of the held experts."""
+        arrived = self._exchange(
+            lambda expert, replica: (
+                [sums[expert.name][:-1]] if expert.sources[replica] and expert.held else []
+            ),
+            lambda expert, replica: _length(expert, replica) if expert.held else 0,
+        )
+        for replica, received in enumerate(arrived):
+            rest = received
+            for expert in self._experts:
+                if expert.held:
+                    own, rest = rest.split(
+                        [_length(expert, replica), rest.numel() - _length(expert, replica)]
+                    )
+                    _flat(expert.parameter)[slice(*expert.ranges[replica])] = own
+
+    def _exchange(
+        self,
+        pieces: Callable[[SharedExpert, int], Sequence[Tensor]],
+        size: Callable[[SharedExpert, int], int],
+    ) -> list[Tensor]:
+        """Sends each replica its pieces of the experts. `size` counts elements that it sends."""
+        parts = [
+            self._joined([each for expert in self._experts for each in pieces(expert, replica)])
+            for replica in range(self._peers.size)
+        ]
+        sizes = [
+            sum(size(expert, replica) for expert in self._experts)
+            for replica in range(self._peers.size)
+        ]
+        return self._peers.exchange(parts, sizes, self._what)
+
+    def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(pieces)) if pieces else self._empty
 
 
 def _length(expert: SharedExpert, replica: int) -> int:

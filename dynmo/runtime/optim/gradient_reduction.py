@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from dynmo.errors import WaitTimeout
 from dynmo.kernels.split import zero_gradient
-from dynmo.runtime.comm.channels import Worker
+from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import Tree
 from dynmo.runtime.optim.optimizer import NORM_BLOCK, Share, block_sums, cut, fold_blocks

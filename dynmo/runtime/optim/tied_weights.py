@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor, nn
 
 from dynmo.kernels.split import zero_gradient
-from dynmo.runtime.comm.channels import TAG_TIED
+from dynmo.runtime.comm.tags import TAG_TIED
 from dynmo.runtime.comm.world import World
 
 # (layer, parameter) of the owner and of the user.

@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,16 +112,9 @@ def save(
             hashes = (row.numpy().tobytes().hex() for row in table.flatten(0, 1))
             files = dict(zip(_files(len(names)), hashes, strict=True))
             manifest = CheckpointManifest(
-                version=VERSION,
-                step=step,
-                layers=list(names),
-                files=files,
-                state=state,
+                version=VERSION, step=step, layers=list(names), files=files, state=state
             )
-            write_whole(partial / MANIFEST, sealed(manifest))
-            _sync(partial)
-            _put_in_place(partial, final)
-            write_whole(folder / "latest", final.name)
+            _complete(partial, final, manifest)
     attempt.agree("the checkpoint to be complete")
     if world.rank == 0:
         _remove_old(folder, step, keep)
@@ -156,6 +149,14 @@ class _Attempt:
         why = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
         advice = "earlier checkpoints are untouched: mend this and go on with --resume"
         raise RunError(f"{self._partial} could not be written ({why}); {advice}") from self._failure
+
+
+def _complete(partial: Path, final: Path, manifest: CheckpointManifest) -> None:
+    """Writes the manifest and gives a checkpoint its name. Then `latest` names it."""
+    write_whole(partial / MANIFEST, sealed(manifest))
+    _sync(partial)
+    _put_in_place(partial, final)
+    write_whole(final.parent / "latest", final.name)
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
@@ -409,6 +410,17 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents
         raise CheckpointError(
             f"layer {index} ({name}): {error}; resume with the run's own config"
         ) from None
+    layer = f"layer {index} ({name})"
+    _check_shapes(layer, module, tensors, pruned)
+    left_out = _remade_buffers(layer, module, tensors)
+    _check_dtypes(layer, module, tensors)
+    return {key: tensor for key, tensor in tensors.items() if key not in left_out}
+
+
+def _check_shapes(
+    layer: str, module: nn.Module, tensors: Contents, pruned: Collection[str]
+) -> None:
+    """Raises CheckpointError if a parameter that is not `pruned` has another shape."""
     shapes = {key: tuple(p.shape) for key, p in module.named_parameters() if key not in pruned}
     saved = {
         key: tuple(t.shape)
@@ -418,10 +430,16 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents
     for key in sorted({*shapes, *saved}):
         if shapes.get(key) != saved.get(key):
             raise CheckpointError(
-                f"layer {index} ({name}): {key} is {saved.get(key)} in the checkpoint, "
-                f"{shapes.get(key)} in the config's model; resume with the config that the run was "
-                "started with"
+                f"{layer}: {key} is {saved.get(key)} in the checkpoint, {shapes.get(key)} in the "
+                "config's model; resume with the config that the run was started with"
             )
+
+
+def _remade_buffers(layer: str, module: nn.Module, tensors: Contents) -> set[tuple[str, str]]:
+    """Returns saved buffers that the module has made for itself, in another shape.
+
+    Raises CheckpointError if any other buffer is only here or only in the checkpoint.
+    """
     remade = {
         f"{prefix}.{key}".lstrip(".")
         for prefix, part in module.named_modules()
@@ -436,28 +454,31 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents
     )
     if lost:
         raise CheckpointError(
-            f"layer {index} ({name}): the checkpoint has the buffer {lost[0]}, the config's model "
-            "has not; resume with the config that the run was started with"
+            f"{layer}: the checkpoint has the buffer {lost[0]}, the config's model has not; "
+            "resume with the config that the run was started with"
         )
     left_out: set[tuple[str, str]] = set()
     for key, buffer in module.named_buffers():
         then = tensors.get(("buffer", key))
         if then is None and key not in remade:
             raise CheckpointError(
-                f"layer {index} ({name}): the config's model has the buffer {key}, the checkpoint "
-                "has not; resume with the config that the run was started with"
+                f"{layer}: the config's model has the buffer {key}, the checkpoint has not; "
+                "resume with the config that the run was started with"
             )
         if then is not None and key in remade and then.shape != buffer.shape:
             left_out.add(("buffer", key))
+    return left_out
+
+
+def _check_dtypes(layer: str, module: nn.Module, tensors: Contents) -> None:
     for key, parameter in module.named_parameters():
         then = tensors["parameter", key].dtype
         if then != parameter.dtype:
             was, now = (str(x).removeprefix("torch.") for x in (then, parameter.dtype))
             raise CheckpointError(
-                f"layer {index} ({name}): {key} is {was} in the checkpoint, {now} in the config's "
-                "model; resume with the train.precision that the run was started with"
+                f"{layer}: {key} is {was} in the checkpoint, {now} in the config's model; resume "
+                "with the train.precision that the run was started with"
             )
-    return {key: tensor for key, tensor in tensors.items() if key not in left_out}
 
 
 def _sha256(path: Path) -> bytes:

@@ -40,6 +40,7 @@ from dynmo.runtime.optim.tied_weights import TiedWeights
 from dynmo.runtime.optim.zero import cut_state, whole_state
 from dynmo.runtime.state.expert_shards import ExpertShards
 from dynmo.runtime.state.frozen_weights import Frozen
+from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.runtime.state.migration import Arrival, Contents, fill
 
 # Prefix of the tensors of dynamic cases, among the layer's optimizer state.
@@ -54,14 +55,9 @@ class LayerStore:
         model: The model.
         layout: Placement of all layers.
         clock: Marks the ops.
-        seed: As in `Pipeline`.
+        options: How the layers compute.
         optimizer: Settings of the optimizers.
-        compiles: As in `Pipeline`.
-        accumulation_groups: As in `Pipeline`.
-        zero: As in `Pipeline`.
-        dtype: As in `Pipeline`.
-        cache_bytes: As in `Pipeline`.
-        expert: Number of replicas that share one set of experts.
+        sharing: What the replicas share.
         is_bare: Whether the rank is outside of the run and holds no layer until it joins
             (`reshaped`).
 
@@ -70,6 +66,7 @@ class LayerStore:
         layers: Own layers, by global index.
         optimizers: Their optimizers, by global index.
         kept: Tensors of dynamic cases, by global index of own layers.
+        accumulation_groups: Number of accumulation groups of the whole mesh.
     """
 
     def __init__(
@@ -78,20 +75,19 @@ class LayerStore:
         model: Model,
         layout: Layout,
         clock: Clock,
-        *,
-        seed: int,
+        options: LayerOptions,
         optimizer: OptimizerSettings,
-        compiles: bool,
-        accumulation_groups: int,
-        zero: bool,
-        dtype: torch.dtype,
-        cache_bytes: int,
-        expert: int = 1,
+        sharing: ReplicaOptions,
         is_bare: bool = False,
     ) -> None:
         self.world, self.model, self.layout = world, model, layout
-        self._clock, self._seed, self._settings, self._compiles = clock, seed, optimizer, compiles
-        self._accumulation_groups, self._zero = accumulation_groups, zero
+        self._clock, self._options, self._settings, self._sharing = (
+            clock,
+            options,
+            optimizer,
+            sharing,
+        )
+        self.accumulation_groups = sharing.groups(world.replicas)
         own = (
             []
             if is_bare
@@ -102,20 +98,21 @@ class LayerStore:
             _check_same(world, model, self.modules)
         # The experts that each replica holds, with expert parallelism.
         self.experts = (
-            ExpertShards(world, expert, self.modules) if expert > 1 and not is_bare else None
+            ExpertShards(world, sharing.expert, self.modules)
+            if self.shares_experts and not is_bare
+            else None
         )
-        self._expert = expert
         self.frozen = Frozen(self.modules, model.tied)
         # Outputs of the frozen leading layers here for earlier microbatches.
-        self.outputs = OutputCache(cache_bytes, clock)
+        self.outputs = OutputCache(options.cache_bytes, clock)
         # Tensors that dynamic cases keep with each own layer.
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.layers: dict[int, Layer] = {}
         self.optimizers: dict[int, LayerOptimizer] = {}
-        self.replicas = Replicas(world, model.tied, zero)
+        self.replicas = self._new_replicas()
         for index in own:
             module = self.modules[index].to(world.device)
-            self._adopt(index, module, {}, masters=lower_precision(module, dtype))
+            self._adopt(index, module, {}, masters=lower_precision(module, options.dtype))
         self.tied = TiedWeights(world, model.tied, self.rank_of, self.modules)
         if not is_bare:
             self.tied.join()
@@ -124,7 +121,7 @@ class LayerStore:
     @property
     def shares_experts(self) -> bool:
         """Returns whether the replicas of a stage hold parts of its experts."""
-        return self._expert > 1
+        return self._sharing.expert > 1
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -155,13 +152,17 @@ class LayerStore:
         self.modules[index] = module
         experts = [] if self.experts is None else self.experts.connect(index, module)
         self.replicas.adopt(index, module, shared, experts)
-        self.layers[index] = Layer(
-            *(index, module, self._clock, self._seed, self._compiles),
+        layer = self.layers[index] = Layer(
+            index,
+            module,
+            self._clock,
+            self._options.seed,
+            self._options.compiles,
             checks_state=True,
-            recompute=index in self.layout.recomputed,
             first_microbatch=self.world.replica * self.layout.microbatches,
             groups=self._groups(index, module),
         )
+        layer.switch_recompute(index in self.layout.recomputed)
         spread = {expert.name for expert in experts}
         optimizer = self.optimizers[index] = LayerOptimizer(
             module, self._settings, shared, self.replicas.share, masters, spread
@@ -174,11 +175,14 @@ class LayerStore:
             if name.startswith(_KEPT)
         }
 
+    def _new_replicas(self) -> Replicas:
+        return Replicas(self.world, self.model.tied, bool(self._sharing.zero))
+
     def _groups(self, index: int, module: nn.Module) -> AccumulationGroups | None:
-        if self._accumulation_groups == 1:
+        if self.accumulation_groups == 1:
             return None
         count, done = (
-            self._accumulation_groups // self.world.replicas,
+            self.accumulation_groups // self.world.replicas,
             self.replicas.reduction(index),
         )
         return AccumulationGroups(
@@ -283,10 +287,10 @@ class LayerStore:
         if self.experts is not None:
             self.experts.renew(self.world)
         elif self.shares_experts:
-            self.experts = ExpertShards(self.world, self._expert, self.modules)
+            self.experts = ExpertShards(self.world, self._sharing.expert, self.modules)
             for index, placement in (experts or {}).items():
                 self.experts.take_note(index, self.modules[index], placement)
-        self.replicas = Replicas(self.world, self.model.tied, self._zero)
+        self.replicas = self._new_replicas()
         arrived = {a.layer: fill(self.modules[a.layer], a.tensors, a.flags) for a in arrivals}
         for index in sorted({*self.layers, *arrived}):
             state = arrived[index] if index in arrived else states[index]

@@ -29,8 +29,8 @@ from dynmo.errors import RunError
 from dynmo.kernels.sparse_linear import conform
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.announced import check_announced
-from dynmo.runtime.comm.channels import TAG_MIGRATE
 from dynmo.runtime.comm.headers import DTYPES, on_wire
+from dynmo.runtime.comm.tags import TAG_MIGRATE
 from dynmo.runtime.comm.world import World
 
 
@@ -166,60 +166,82 @@ def exchange(
     """
     start = time.perf_counter()
     world.open_channels(sorted({(TAG_MIGRATE, move.source, move.target) for move in moves}))
-    parcels: list[tuple[Move, list[Tensor]]] = []
-    arrivals: list[tuple[Move, Arrival]] = []
-    works: list[tuple[dist.Work, Tensor, Move]] = []
-    failure: Exception | None = None
+    transit = _Transit(world)
     for move in moves:
         # Each rank exchanges every manifest, even after a failure. So no rank waits for a manifest
         # that does not come.
         if move.source == world.rank:
-            text = b""
-            try:
-                text, tensors = pack(move.layer, *leaving(move.layer))
-                if len(text) > _MOST_TEXT:
-                    raise RunError(f"layer {move.layer} has too many tensors to move")
-                parcels.append((move, tensors))
-            except Exception as error:
-                failure = failure or error
-            works += _send(
-                world,
-                move,
-                [
-                    torch.tensor([len(text)]),
-                    torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None,
-                ],
-            )
+            transit.announce(move, leaving)
         elif move.target == world.rank:
-            text = _receive_text(world, move)
-            try:
-                if text:
-                    arrivals.append((move, unpack(text, move, world.device)))
-            except Exception as error:
-                failure = failure or error
-    # All replicas agree: none may go on without the others.
-    everyone = world.everyone
-    failures = share_failures(everyone, failure, "all ranks to be ready to move layers")
-    if failures:
-        ranks, reason = ", ".join(map(str, failures)), next(iter(failures.values()))
-        told = f"layers could not be moved (rank {ranks}): {reason}; all stay where they were"
-        raise RunError(told) from failure
-    for move, tensors in parcels:
-        works += _send(world, move, tensors)
-    for move, arrival in arrivals:
-        for tensor in arrival.tensors.values():
-            _take(world, move, tensor)
-    for work, _, move in works:
-        world.wait(work, move.target, f"room to send layer {move.layer}")
-    world.settle()
+            transit.expect(move)
+    transit.agree()
+    arrivals = transit.carry()
     moved = torch.tensor(
-        [sum(t.nbytes for _, arrival in arrivals for t in arrival.tensors.values())],
+        [sum(t.nbytes for arrival in arrivals for t in arrival.tensors.values())],
         dtype=torch.float64,
     )
-    everyone.sum(moved, "all layers to arrive")
-    adopt([arrival for _, arrival in arrivals])
+    world.everyone.sum(moved, "all layers to arrive")
+    adopt(arrivals)
     world.barrier("all layers to be adopted")
     return Migration(int(moved), time.perf_counter() - start)
+
+
+class _Transit:
+    """The layers that leave this rank or come to it, in one migration."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._leaving: list[tuple[Move, list[Tensor]]] = []
+        self._arrivals: list[tuple[Move, Arrival]] = []
+        self._sends: list[tuple[dist.Work, Tensor, Move]] = []
+        self._failure: Exception | None = None
+
+    def announce(
+        self, move: Move, leaving: Callable[[int], tuple[nn.Module, dict[str, Tensor]]]
+    ) -> None:
+        """Sends the manifest of a layer that leaves. An empty one says that it cannot leave."""
+        text = b""
+        try:
+            text, tensors = pack(move.layer, *leaving(move.layer))
+            if len(text) > _MOST_TEXT:
+                raise RunError(f"layer {move.layer} has too many tensors to move")
+            self._leaving.append((move, tensors))
+        except Exception as error:
+            self._failure = self._failure or error
+        length = torch.tensor([len(text)])
+        manifest = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None
+        self._sends += _send(self._world, move, [length, manifest])
+
+    def expect(self, move: Move) -> None:
+        """Receives the manifest of a layer that comes, and allocates its tensors."""
+        text = _receive_text(self._world, move)
+        try:
+            if text:
+                self._arrivals.append((move, unpack(text, move, self._world.device)))
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def agree(self) -> None:
+        """Raises RunError on all ranks of all replicas if one of them failed until now."""
+        failures = share_failures(
+            self._world.everyone, self._failure, "all ranks to be ready to move layers"
+        )
+        if failures:
+            ranks, reason = ", ".join(map(str, failures)), next(iter(failures.values()))
+            told = f"layers could not be moved (rank {ranks}): {reason}; all stay where they were"
+            raise RunError(told) from self._failure
+
+    def carry(self) -> list[Arrival]:
+        """Sends and receives the layers' tensors. Returns the layers that have come."""
+        for move, tensors in self._leaving:
+            self._sends += _send(self._world, move, tensors)
+        for move, arrival in self._arrivals:
+            for tensor in arrival.tensors.values():
+                _take(self._world, move, tensor)
+        for work, _, move in self._sends:
+            self._world.wait(work, move.target, f"room to send layer {move.layer}")
+        self._world.settle()
+        return [arrival for _, arrival in self._arrivals]
 
 
 def pack(

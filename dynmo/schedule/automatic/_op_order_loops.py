@@ -17,28 +17,45 @@ FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 
 _NEVER = 1e300
 _SEED = 88172645463325252
-_FAR, _NEAR, _GAPS = (
-    60,
-    12,
-    3,
-)  # how many places an op may be moved by; the same within a block; how many gaps are tried
+_FAR = 60  # how many places an op may be moved by
+_NEAR = 12  # the same within a block
+_GAPS = 3  # how many gaps are tried
 
 
-class _Problem(NamedTuple):
+class Problem(NamedTuple):
     """The case that is scheduled.
 
     Attributes:
+        m: Number of microbatches.
         d: d[kind, r] is seconds of F, B and W on rank r. d[3, r] is seconds of the link behind it.
+        first: First stage that trains.
+        credits: How many microbatches a forward-only stage may be ahead of the next.
+        lead: Time from which each rank's time counts, [ranks].
+        mf: Memory that an F takes, [ranks].
+        stash: Memory that is left of it after B, [ranks].
+        cap: Memory of each rank, [ranks].
     """
 
-    m: Any
+    m: int
     d: Any
-    first: Any
-    credits: Any
+    first: int
+    credits: int
     lead: Any
     mf: Any
     stash: Any
     cap: Any
+
+
+class _Tabu(NamedTuple):
+    """What a turn of the search needs beside the order.
+
+    Attributes:
+        barred: The turn until which an op may not be moved again, [kind, rank, microbatch].
+        targets: Work space for the places that an op may be moved to.
+    """
+
+    barred: Any
+    targets: Any
 
 
 class _Run(NamedTuple):
@@ -95,6 +112,9 @@ def _replay(problem, run):
     - path: all ops, each after those that it needs
 
     Returns the greatest end - lead, or never if the order goes in a circle.
+
+    This is one long loop on local names, because Numba counts references for each record that a
+    helper takes, and nearly all of the search is spent here.
     """
     m, d, first, credits, lead = problem.m, problem.d, problem.first, problem.credits, problem.lead
     order, start, end, where, before, count, path = (
@@ -418,14 +438,16 @@ def _waited_for(problem, run, r, low):
 
 
 @njit
-def _best_move(problem, run, best, slack, turn, barred, targets, state, r, i):
+def _best_move(problem, run, tabu, best, slack, turn, state, last):
     """Estimate every move of an op on a longest way, and choose the best.
 
-    It goes along the way from its last op, op i of rank r, to its first. Returns the rank of the
-    best move (-1: none is allowed), from and to where, the effort in ops, and the generator's
-    state.
+    It goes along the way from `last`, the rank and the place of its last op, to its first. Returns
+    the rank of the best move (-1: none is allowed), from and to where, the effort in ops, and the
+    generator's state.
     """
     order, before = run.order, run.before
+    barred, targets = tabu.barred, tabu.targets
+    r, i = last
     chosen, chosen_r, chosen_from, chosen_to = _NEVER, -1, -1, -1
     tries = 0
     while r >= 0:
@@ -433,14 +455,14 @@ def _best_move(problem, run, best, slack, turn, barred, targets, state, r, i):
         low, state = _block_start(problem, run, r, i, slack, state)
         for source in range(low, high + 1):
             kind = order[r, source]
-            tabu = barred[kind, r, before[kind, r, source]] > turn
+            is_barred = barred[kind, r, before[kind, r, source]] > turn
             for at in range(_places(problem, run, r, source, low, high, slack, targets)):
                 target = targets[at]
                 if target == source or (order[r, target] == kind and abs(target - source) == 1):
                     continue
                 tries += abs(target - source) + 1
                 guess = _guess(problem, run, r, source, target, chosen)
-                if guess < chosen and (not tabu or guess < best - slack):
+                if guess < chosen and (not is_barred or guess < best - slack):
                     chosen, chosen_r, chosen_from, chosen_to = guess, r, source, target
         r, i = _waited_for(problem, run, r, low)
     return chosen_r, chosen_from, chosen_to, tries, state
@@ -463,25 +485,38 @@ def _best_by_hand(problem, run, best, best_order):
     return best, spent
 
 
-@jit_as(
-    "Tuple((float64, int64))(int64, float64[:, ::1], float64[::1], float64[::1], float64[::1], "
-    "int64, int64, float64[::1],"
-    "float64, int64, int8[:, ::1])"
+@njit
+def _new_run(problem):
+    m, p = problem.m, problem.d.shape[1]
+    n = 3 * m
+    return _Run(
+        np.empty((p, n), np.int8),
+        np.empty((p, n)),
+        np.empty((2, p, m)),
+        np.empty((2, p, m), np.int64),
+        np.empty((3, p, n), np.int64),
+        np.empty((p, n)),
+        np.empty(problem.first * m + (p - problem.first) * n, np.int64),
+        np.empty((5, p), np.int64),
+        np.empty((3, n)),
+    )
+
+
+# The type of a Problem as a plain tuple.
+PROBLEM = (
+    "Tuple((int64, float64[:, ::1], int64, int64, "
+    "float64[::1], float64[::1], float64[::1], float64[::1]))"
 )
-def polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order):
+
+
+@jit_as(f"Tuple((float64, int64))({PROBLEM}, float64, int64, int8[:, ::1])")
+def polish(problem, goal, budget, best_order):
     """Improve an order of single ops by a tabu search.
 
     It moves ops of a longest way to another place on their rank.
 
     Args:
-        m: Number of microbatches.
-        d: Seconds of F, B, W and of the link behind each rank, [4, ranks].
-        mf: Memory that an F takes, [ranks].
-        stash: Memory that is left of it after B, [ranks].
-        cap: Memory of each rank, [ranks].
-        first: First stage that trains.
-        credits: How many microbatches a forward-only stage may be ahead of the next.
-        lead: Time from which each rank's time counts, [ranks].
+        problem: A `Problem` as a plain tuple.
         goal: The search stops at this time.
         budget: Number of ops that may be replayed.
         best_order: Kinds of the ops of each rank. Becomes the best order.
@@ -489,22 +524,11 @@ def polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order)
     Returns:
         The least time and the number of ops replayed.
     """
-    p, n = d.shape[1], 3 * m
-    total = first * m + (p - first) * n
-    problem = _Problem(m, d, first, credits, lead, mf, stash, cap)
-    run = _Run(
-        np.empty((p, n), np.int8),
-        np.empty((p, n)),
-        np.empty((2, p, m)),
-        np.empty((2, p, m), np.int64),
-        np.empty((3, p, n), np.int64),
-        np.empty((p, n)),
-        np.empty(total, np.int64),
-        np.empty((5, p), np.int64),
-        np.empty((3, n)),
-    )
-    barred = np.zeros((3, p, m), np.int64)  # turn until which an op may not be moved again
-    targets = np.empty(2 * (_NEAR + _GAPS) + 2, np.int64)
+    problem = Problem(*problem)
+    run = _new_run(problem)
+    total = run.path.shape[0]
+    barred = np.zeros((3, problem.d.shape[1], problem.m), np.int64)
+    tabu = _Tabu(barred, np.empty(2 * (_NEAR + _GAPS) + 2, np.int64))
     _copy(run.order, best_order)
     best = _replay(problem, run)
     # The result is no worse than the schedules that are made by hand, if those fit.
@@ -517,11 +541,11 @@ def polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order)
     while spent < budget and best > goal:
         turn += 1
         _tails(problem, run)
-        r, i = _longest_way_end(problem, run, now, slack)
-        if r < 0:
+        last = _longest_way_end(problem, run, now, slack)
+        if last[0] < 0:
             return best, spent
         r, source, target, tries, state = _best_move(
-            problem, run, best, slack, turn, barred, targets, state, r, i
+            problem, run, tabu, best, slack, turn, state, last
         )
         spent += tries // 4
         if r < 0:

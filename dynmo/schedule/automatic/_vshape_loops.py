@@ -1,10 +1,8 @@
 """The inner loops of `vshape`, compiled.
 
 They are plain arithmetic on arrays. `vshape` explains the algorithm. Rank r holds the stages r and
-2p - 1 - r. The F's and B's of a rank are numbered in the order in which one microbatch meets them:
-
-    0  F of the lower stage      2  B of the upper stage      4  W of the lower stage
-    1  F of the upper stage      3  B of the lower stage      5  W of the upper stage
+2p - 1 - r, its lower and its upper stage. The codes of a rank's F's and B's are in the order in
+which one microbatch meets them.
 """
 
 # numba has no types of its own, so what it compiles is untyped to pyright.
@@ -16,10 +14,23 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import njit
 
 from dynmo.jit import jit, jit_as
 
 NEVER = 1e300
+
+# The codes of ops.
+F_LOWER, F_UPPER, B_UPPER, B_LOWER, W_LOWER, W_UPPER = 0, 1, 2, 3, 4, 5
+
+
+@njit
+def _count_ops(rank, ranks, m, frozen, total):
+    """Write how many F's and B's of each code the rank has to `total`. Returns their sum."""
+    total[F_LOWER] = total[F_UPPER] = m
+    total[B_LOWER] = m if rank >= frozen else 0
+    total[B_UPPER] = m if 2 * ranks - 1 - rank >= frozen else 0
+    return total[F_LOWER] + total[F_UPPER] + total[B_UPPER] + total[B_LOWER]
 
 
 @jit_as("void(int64, int64, int64[::1], int8[:, ::1])")
@@ -36,98 +47,29 @@ def cycles(m, frozen, cycle, order):
         order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
     """
     p = order.shape[0]
-    most, done = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    total, done = np.zeros(4, np.int64), np.zeros(4, np.int64)
     for r in range(p):
-        for k in range(4):
-            done[k], most[k] = 0, m
-        if r < frozen:
-            most[3] = 0
-        if 2 * p - 1 - r < frozen:
-            most[2] = 0
-        at = 0
+        done[:] = 0
+        length = _count_ops(r, p, m, frozen, total)
         lead, pairs = 2 * (p - r) - 1, r
-        step, total = 0, most[0] + most[1] + most[2] + most[3]
-        while at < total:
+        step = at = 0
+        while at < length:
             # A step is one place of the pattern. It is passed over if its op is not due yet, or has
             # run m times.
             if step < lead:
-                k = 0
+                k = F_LOWER
             elif step < lead + 2 * pairs:
-                k = 1 - (step - lead) % 2
+                k = F_LOWER if (step - lead) % 2 else F_UPPER
             elif step < lead + 2 * p:
-                k = 1 + (step - lead) % 2
+                k = B_UPPER if (step - lead) % 2 else F_UPPER
             else:
                 k = cycle[(step - lead - 2 * p) % 4]
             step += 1
-            if done[k] >= most[k] or (k > 0 and done[k] >= done[k - 1] and most[k - 1] > 0):
+            if done[k] >= total[k] or (k > 0 and done[k] >= done[k - 1] and total[k - 1] > 0):
                 continue
             order[r, at] = k
             done[k] += 1
             at += 1
-
-
-@jit_as(
-    "void(int64, int64, float64[::1], float64[::1], float64[::1], float64, float64[::1], float64, "
-    "int8[:, ::1])"
-)
-def block(m, frozen, f, b, link, unit, shape, period, order):
-    """Write a repeating block into `order`.
-
-    Microbatch 0 runs at its own pace, every hop at least shape[0..3] units long. Each further
-    microbatch runs a period behind.
-
-    Args:
-        m: Number of microbatches.
-        frozen: Number of stages before the first that trains.
-        f: Seconds of F, [stages].
-        b: Seconds of B, [stages].
-        link: Seconds of a message from each stage to the next, [stages].
-        unit: Seconds of a unit of `shape`.
-        shape: Least lengths of the four hops, and rests at the three turns.
-        period: Seconds between two microbatches. 0 stands for a period in which a microbatch is
-            through before the next one starts.
-        order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
-    """
-    p, n = order.shape[0], f.shape[0]
-    forward, backward = np.zeros(n), np.zeros(n)
-    for s in range(1, n):
-        if s == p:
-            forward[s] = forward[s - 1] + f[s - 1] + shape[4] * unit
-        else:
-            forward[s] = forward[s - 1] + max(
-                f[s - 1] + link[s - 1], shape[0 if s < p else 1] * unit
-            )
-    backward[n - 1] = forward[n - 1] + f[n - 1] + shape[5] * unit
-    for s in range(n - 2, frozen - 1, -1):
-        if s == p - 1:
-            backward[s] = backward[s + 1] + b[s + 1] + shape[6] * unit
-        else:
-            backward[s] = backward[s + 1] + max(
-                b[s + 1] + link[s], shape[2 if s >= p else 3] * unit
-            )
-    if period == 0.0:
-        period = 2.0 * max(backward[frozen], forward[n - 1]) + 1.0
-    at, done, most = np.zeros(4), np.zeros(4, np.int64), np.zeros(4, np.int64)
-    for r in range(p):
-        upper = n - 1 - r
-        at[0], at[1], at[2], at[3] = forward[r], forward[upper], backward[upper], backward[r]
-        total = 0
-        for k in range(4):
-            done[k], most[k] = 0, m
-        if r < frozen:
-            most[3] = 0
-        if upper < frozen:
-            most[2] = 0
-        for k in range(4):
-            total += most[k]
-        for i in range(total):
-            best = -1
-            for k in range(4):
-                if done[k] < most[k] and (best < 0 or at[k] < at[best] * (1.0 - 1e-12)):
-                    best = k
-            order[r, i] = best
-            done[best] += 1
-            at[best] += period
 
 
 class Problem(NamedTuple):
@@ -155,6 +97,62 @@ class Problem(NamedTuple):
     cap: Any
 
 
+# The type of a Problem as a plain tuple, which a compiled function recognizes faster.
+_PROBLEM = "Tuple((int64, int64, boolean" + ", float64[::1]" * 7 + "))"
+
+
+@jit_as(f"void({_PROBLEM}, float64, float64[::1], float64, int8[:, ::1])")
+def block(problem, unit, shape, period, order):
+    """Write a repeating block into `order`.
+
+    Microbatch 0 runs at its own pace, every hop at least shape[0..3] units long. Each further
+    microbatch runs a period behind.
+
+    Args:
+        problem: A `Problem` as a plain tuple.
+        unit: Seconds of a unit of `shape`.
+        shape: Least lengths of the four hops, and rests at the three turns.
+        period: Seconds between two microbatches. 0 stands for a period in which a microbatch is
+            through before the next one starts.
+        order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
+    """
+    problem = Problem(*problem)
+    m, frozen, f, b, link = problem.m, problem.frozen, problem.f, problem.b, problem.link
+    p, n = order.shape[0], f.shape[0]
+    forward, backward = np.zeros(n), np.zeros(n)
+    for s in range(1, n):
+        if s == p:
+            forward[s] = forward[s - 1] + f[s - 1] + shape[4] * unit
+        else:
+            forward[s] = forward[s - 1] + max(
+                f[s - 1] + link[s - 1], shape[0 if s < p else 1] * unit
+            )
+    backward[n - 1] = forward[n - 1] + f[n - 1] + shape[5] * unit
+    for s in range(n - 2, frozen - 1, -1):
+        if s == p - 1:
+            backward[s] = backward[s + 1] + b[s + 1] + shape[6] * unit
+        else:
+            backward[s] = backward[s + 1] + max(
+                b[s + 1] + link[s], shape[2 if s >= p else 3] * unit
+            )
+    if period == 0.0:
+        period = 2.0 * max(backward[frozen], forward[n - 1]) + 1.0
+    at, done, total = np.zeros(4), np.zeros(4, np.int64), np.zeros(4, np.int64)
+    for r in range(p):
+        upper = n - 1 - r
+        at[F_LOWER], at[F_UPPER] = forward[r], forward[upper]
+        at[B_UPPER], at[B_LOWER] = backward[upper], backward[r]
+        done[:] = 0
+        for i in range(_count_ops(r, p, m, frozen, total)):
+            best = -1
+            for k in range(4):
+                if done[k] < total[k] and (best < 0 or at[k] < at[best] * (1.0 - 1e-12)):
+                    best = k
+            order[r, i] = best
+            done[best] += 1
+            at[best] += period
+
+
 class Timetable(NamedTuple):
     """Work space, and the results that `play` leaves there.
 
@@ -171,6 +169,11 @@ class Timetable(NamedTuple):
     began: Any
     ended: Any
     ops: Any
+
+
+@njit(inline="always")
+def _rank_of(stage, ranks):
+    return stage if stage < ranks else 2 * ranks - 1 - stage
 
 
 @jit()
@@ -193,15 +196,31 @@ def _order_of_visits(problem, run, stack):
 
 
 @jit()
+def _time_taken(whole, began, ended):
+    """Return the makespan if `whole`, else the longest time of a rank."""
+    best, earliest = 0.0, NEVER
+    for r in range(len(began)):
+        best = max(best, ended[r] - (0.0 if whole else began[r]))
+        earliest = min(earliest, began[r])
+    return best - (earliest if whole else 0.0)
+
+
+@jit()
 def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -> float:
     """Run F's and B's in `order`, and put W's between them.
 
-    A W runs in three cases: an F has no memory without it; a gap holds `share` of it; its rank is
-    one of the first `patient` ranks, has no F left, and the op behind the gap still starts by its
-    `latest` time.
+    A W runs in three cases:
+
+    - An F has no memory without it.
+    - A gap holds `share` of it.
+    - Its rank is one of the first `patient` ranks and has no F left. The op behind the gap still
+      starts by its `latest` time.
+
+    This is one long loop on local names, because Numba counts references for each record that a
+    helper takes. With helpers the loop is five times slower.
 
     Args:
-        problem: A `Problem` as a plain tuple, which a compiled function recognizes faster.
+        problem: A `Problem` as a plain tuple.
         timetable: A `Timetable` as a plain tuple.
         order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
         share: The share of a W that a gap must hold.
@@ -229,10 +248,8 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
         limit = cap[r] * (1 + 1e-9)
         ops_of_rank = 2 * m + (m if lower >= frozen else 0) + (m if upper >= frozen else 0)
         while True:
-            waiting_lower, waiting_upper = (
-                count[r, 3] - weights[lower],
-                count[r, 2] - weights[upper],
-            )
+            waiting_lower = count[r, B_LOWER] - weights[lower]
+            waiting_upper = count[r, B_UPPER] - weights[upper]
             idle_w = -1
             if waiting_lower > 0 or waiting_upper > 0:
                 idle_w = lower if waiting_lower >= waiting_upper else upper
@@ -242,15 +259,15 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
             at = count[r, 0] + count[r, 1] + count[r, 2] + count[r, 3]
             if at < ops_of_rank:
                 k = order[r, at]
-                s = lower if k == 0 or k == 3 else upper
-                g = 0 if k < 2 else 1
+                s = upper if F_UPPER <= k <= B_UPPER else lower
+                g = 1 if k >= B_UPPER else 0
                 j = count[r, k]
                 a = arrival[g, s, j]
                 if g == 0 and s < frozen and j >= p and s + 1 < n:
                     # A forward-only stage is at most p microbatches ahead of the next one: see
                     # op.dependencies.
-                    ahead = s + 1 if s + 1 < p else n - 2 - s
-                    gone = count[ahead, 0 if s + 1 < p else 1] > j - p
+                    ahead = _rank_of(s + 1, p)
+                    gone = count[ahead, F_LOWER if s + 1 < p else F_UPPER] > j - p
                     a = max(a, start[0, s + 1, j - p] + f[s + 1] + link[s]) if gone else NEVER
                 if g == 0 and live[r] + hold[s] > limit:
                     if idle_w < 0:
@@ -260,14 +277,14 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
                     break
                 elif a > t and idle_w >= 0:
                     weight = a - t >= share * w[idle_w] or (
-                        r < patient and count[r, 1] >= m and t + w[idle_w] <= latest[g, s, j]
+                        r < patient and count[r, F_UPPER] >= m and t + w[idle_w] <= latest[g, s, j]
                     )
             elif idle_w >= 0:
                 weight = True
             else:
                 break
             if weight:
-                ops[r, ops_placed[r]] = 4 if idle_w == lower else 5
+                ops[r, ops_placed[r]] = W_LOWER if idle_w == lower else W_UPPER
                 weights[idle_w] += 1
                 live[r] -= stash[idle_w]
                 end = t + w[idle_w]
@@ -282,11 +299,11 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
                     live[r] += hold[s]
                     if s + 1 < n:
                         arrival[0, s + 1, j] = end + link[s]
-                        other = s + 1 if s + 1 < p else n - 2 - s
+                        other = _rank_of(s + 1, p)
                     else:
                         arrival[1, s, j] = end
                     if 0 < s <= frozen:
-                        before = s - 1 if s - 1 < p else n - s
+                        before = _rank_of(s - 1, p)
                         if not queued[before] and before != r:
                             stack[top] = before
                             top += 1
@@ -296,7 +313,7 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
                     live[r] -= hold[s] - stash[s]
                     if s > frozen:
                         arrival[1, s - 1, j] = end + link[s - 1]
-                        other = s - 1 if s - 1 < p else n - s
+                        other = _rank_of(s - 1, p)
                 ended[r] = end
                 if other >= 0 and other != r and not queued[other]:
                     stack[top] = other
@@ -307,13 +324,7 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
             free[r] = end
             ops_placed[r] += 1
             left -= 1
-    if left > 0:
-        return -1.0
-    best, earliest = 0.0, NEVER
-    for r in range(p):
-        best = max(best, free[r] - (0.0 if whole else began[r]))
-        earliest = min(earliest, began[r])
-    return best - (earliest if whole else 0.0)
+    return _time_taken(whole, began, free) if left == 0 else -1.0
 
 
 @jit_as(
@@ -349,8 +360,8 @@ def latest_starts(m, frozen, order, f, b, link, deadline, latest):
         queued[r] = False
         while at[r] >= 0:
             k = order[r, at[r]]
-            s = r if k == 0 or k == 3 else n - 1 - r
-            g = 0 if k < 2 else 1
+            s = n - 1 - r if F_UPPER <= k <= B_UPPER else r
+            g = 1 if k >= B_UPPER else 0
             j = count[r, k]
             end = limit[r]
             other = -1
@@ -360,7 +371,7 @@ def latest_starts(m, frozen, order, f, b, link, deadline, latest):
                     break
                 end = min(end, after) - f[s]
                 if s > 0:
-                    other = s - 1 if s - 1 < p else n - s
+                    other = _rank_of(s - 1, p)
             else:
                 if s > frozen:
                     after = latest[1, s - 1, j] - link[s - 1]
@@ -369,7 +380,7 @@ def latest_starts(m, frozen, order, f, b, link, deadline, latest):
                     end = min(end, after)
                 end -= b[s]
                 if s + 1 < n:
-                    other = s + 1 if s + 1 < p else n - 2 - s
+                    other = _rank_of(s + 1, p)
             latest[g, s, j] = end
             limit[r] = end
             count[r, k] -= 1

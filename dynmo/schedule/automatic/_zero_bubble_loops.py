@@ -13,11 +13,21 @@ import numpy as np
 from numba import njit
 
 from dynmo.jit import jit_as
+from dynmo.schedule.automatic._op_order_loops import PROBLEM
 
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 
+# What a policy may prefer.
+B_FIRST, F_FIRST, IN_TURN = 0, 1, 2
+
+# How a start counts the warm-up: as a share of the way, or as ZB-H1 and ZB-H2 do.
+SHARE_OF_WAY, BY_HAND = 0, 1
+
+# The rows of a policy.
+_WARM, _WAIT, _PREFER, _SAVE = 0, 1, 2, 3
+
 _NEVER = 1e300
-_UNLIMITED = 1 << 40
+UNLIMITED = 1 << 40
 _SEED = 88172645463325252
 
 
@@ -40,6 +50,17 @@ def _draw(state):
 
 
 @njit
+def _plant(tree, wake):
+    """Make a winner tree of all ranks: see `_settle`."""
+    p, size = wake.shape[0], tree.shape[0] // 2
+    for i in range(size):
+        tree[size + i] = i if i < p else -1
+    for i in range(size - 1, 0, -1):
+        left, right = tree[2 * i], tree[2 * i + 1]
+        tree[i] = left if right < 0 or (left >= 0 and wake[left] <= wake[right]) else right
+
+
+@njit
 def _settle(tree, wake, rank):
     """Restore a winner tree after a change of wake[rank].
 
@@ -53,31 +74,18 @@ def _settle(tree, wake, rank):
 
 
 @njit
-def _build(
-    m,
-    f,
-    b,
-    w,
-    link,
-    mf,
-    stash,
-    cap,
-    first,
-    credits,
-    lead,
-    policy,
-    most,
-    order,
-    arrival,
-    clock,
-    count,
-    tree,
-):
+def _build(problem, policy, most, order, space):
     """Run all ranks on one clock under `policy`, and write the ops to `order`.
 
     Returns the greatest (end - lead) of a rank, or never once it must pass `most`. Also returns how
     often it looked at a rank, which is its effort.
+
+    This is one long loop on local names, because Numba counts references for each record that a
+    helper takes, and nearly all of the search is spent here.
     """
+    m, d, first, credits, lead, mf, stash, cap = problem
+    f, b, w, link = d[0], d[1], d[2], d[3]
+    arrival, clock, count, tree = space
     p = f.shape[0]
     wake, work = clock[0], clock[1]
     nf, nb, nw, idle, last = count[0], count[1], count[2], count[3], count[4]
@@ -91,12 +99,7 @@ def _build(
     for j in range(m):
         arrival[0, 0, j] = 0.0
     wake[0] = 0.0
-    size = tree.shape[0] // 2
-    for i in range(size):
-        tree[size + i] = i if i < p else -1
-    for i in range(size - 1, 0, -1):
-        left, right = tree[2 * i], tree[2 * i + 1]
-        tree[i] = left if right < 0 or (left >= 0 and wake[left] <= wake[right]) else right
+    _plant(tree, wake)
     left_over = p
     visited = 0
     worst = 0.0
@@ -119,7 +122,7 @@ def _build(
                     forward = True
                 else:
                     later = at
-            elif held < policy[0, r]:
+            elif held < policy[_WARM, r]:
                 # After this F the rank must still be able to empty itself: W's first, then B and W
                 # in turn.
                 if (
@@ -144,13 +147,15 @@ def _build(
                 blocked = True
         kind = -1
         if forward and (
-            not backward or policy[2, r] == 1 or (policy[2, r] == 2 and last[r] == BACKWARD)
+            not backward
+            or policy[_PREFER, r] == F_FIRST
+            or (policy[_PREFER, r] == IN_TURN and last[r] == BACKWARD)
         ):
-            kind = WEIGHT if stashed >= policy[3, r] else FORWARD
+            kind = WEIGHT if stashed >= policy[_SAVE, r] else FORWARD
         elif backward:
             kind = BACKWARD
         elif stashed > 0 and (
-            blocked or later >= _NEVER or 4 * (later - now) >= policy[1, r] * w[r]
+            blocked or later >= _NEVER or 4 * (later - now) >= policy[_WAIT, r] * w[r]
         ):
             kind = WEIGHT
         if kind < 0:
@@ -205,113 +210,125 @@ def _build(
     return worst, visited
 
 
-@jit_as(
-    "Tuple((float64, int64))(int64, float64[::1], float64[::1], float64[::1], float64[::1], "
-    "float64[::1], float64[::1], float64[::1],"
-    "int64, int64, boolean, float64, int64, int64[:, ::1], float64[::1], int8[:, ::1])"
-)
-def search(
-    m, f, b, w, link, mf, stash, cap, first, credits, spans, goal, budget, starts, lead, best_order
-):
+@njit
+def _leads(problem, spans):
+    """Fill in the problem's `lead` if the span counts."""
+    _, d, _, _, lead, _, _, _ = problem
+    for r in range(1, d.shape[1]):
+        if spans:
+            lead[r] = lead[r - 1] + d[FORWARD, r - 1] + d[3, r - 1]
+
+
+@njit
+def _warm_ups(problem):
+    """Return what bounds the warm-up of each rank.
+
+    Returns how many F's arrive while the first one is on its way to the last stage and back, and
+    how many F's the memory takes.
+    """
+    m, d, first, _, _, mf, _, cap = problem
+    p = d.shape[1]
+    way, room = np.zeros(p), np.empty(p, np.int64)
+    feed = np.zeros(p)  # the slowest F up to each rank: how fast F's arrive
+    trip = 0.0
+    for r in range(p):
+        feed[r] = d[FORWARD, r] if r == 0 else max(feed[r - 1], d[FORWARD, r])
+        room[r] = m
+        if r >= first and mf[r] > 0 and cap[r] < m * mf[r]:
+            room[r] = max(1, int(cap[r] / mf[r]))
+    for r in range(p - 1, -1, -1):
+        if r + 1 < p:
+            trip = trip + d[FORWARD, r + 1] + d[BACKWARD, r + 1] + 2 * d[3, r]
+        way[r] = trip / feed[r] if feed[r] > 0 else 0.0
+    return way, room
+
+
+@njit
+def _start(row, microbatches, way, room, policy):
+    """Write the policy of a `zero_bubble.Start` for all ranks."""
+    p = room.shape[0]
+    style, size, more, wait, prefer, save = row[0], row[1], row[2], row[3], row[4], row[5]
+    for r in range(p):
+        if style == SHARE_OF_WAY:
+            warm = int(np.ceil(min(size * way[r] / 100, 1.0 * microbatches))) + more
+        else:
+            warm = size * (p - 1 - r) + 1
+        policy[_WARM, r] = min(max(1, warm), room[r])
+        policy[_WAIT, r], policy[_PREFER, r], policy[_SAVE, r] = wait, prefer, save
+
+
+@njit
+def _vary(policy, first, room, state):
+    """Change the policy of one to three ranks at random. Returns the generator's state."""
+    p = room.shape[0]
+    state = _draw(state)
+    for _ in range(1 + int(state % np.uint64(3))):
+        state = _draw(state)
+        r = first + int((state >> np.uint64(8)) % np.uint64(p - first))
+        what = int((state >> np.uint64(32)) % np.uint64(16))
+        by = int((state >> np.uint64(40)) % np.uint64(4))
+        if what < 9:
+            policy[_WARM, r] = min(max(1, policy[_WARM, r] + by - 2 + by // 2), room[r])
+        elif what < 12:
+            policy[_WAIT, r] = by + by // 2
+        elif what < 14:
+            policy[_PREFER, r] = by % 3
+        elif what < 15:
+            policy[_SAVE, r] = UNLIMITED if by == 0 else 2 * by
+        else:  # the warm-up of the whole pipeline upstream
+            for q in range(first, r + 1):
+                policy[_WARM, q] = min(max(1, policy[_WARM, q] + (1 if by > 1 else -1)), room[q])
+    return state
+
+
+@jit_as(f"Tuple((float64, int64))({PROBLEM}, boolean, float64, int64, int64[:, ::1], int8[:, ::1])")
+def search(problem, spans, goal, budget, starts, best_order):
     """Try the policies of `starts`, then changes of the best one.
 
     The search ends when `goal` is met or `budget` is spent.
 
     Args:
-        m: Number of microbatches.
-        f: Seconds of F, [ranks].
-        b: Seconds of B, [ranks].
-        w: Seconds of W, [ranks].
-        link: Seconds of a message from each rank to the next.
-        mf: Memory that an F takes, [ranks].
-        stash: Memory that is left of it after B, [ranks].
-        cap: Memory of each rank, [ranks].
-        first: First stage that trains.
-        credits: How many microbatches a forward-only stage may be ahead of the next.
+        problem: An `_op_order_loops.Problem` as a plain tuple. Its `lead` is zero at first. If the
+            span counts, it becomes the time from which each rank's time counts.
         spans: Whether the span counts, and not the makespan.
         goal: The search stops at this time.
         budget: Number of times that the search may look at a rank.
-        starts: Policies to start from, one per row.
-        lead: Zeros. They become the time from which each rank's time counts, [ranks].
+        starts: Policies to start from, one `zero_bubble.Start` per row.
         best_order: Receives the kinds of the ops of each rank.
 
     Returns:
         The least time and the budget spent.
     """
-    p = f.shape[0]
-    trip = np.zeros(p)
-    feed = np.zeros(p)  # the slowest F up to each rank: how fast F's arrive
-    for r in range(p):
-        feed[r] = f[r] if r == 0 else max(feed[r - 1], f[r])
-        if r > 0 and spans:
-            lead[r] = lead[r - 1] + f[r - 1] + link[r - 1]
-    for r in range(p - 2, -1, -1):
-        trip[r] = trip[r + 1] + f[r + 1] + b[r + 1] + 2 * link[r]
-    room = np.empty(p, np.int64)
-    for r in range(p):
-        room[r] = m
-        if r >= first and mf[r] > 0 and cap[r] < m * mf[r]:
-            room[r] = max(1, int(cap[r] / mf[r]))
+    m, d, first = problem[0], problem[1], problem[2]
+    p = d.shape[1]
+    _leads(problem, spans)
+    way, room = _warm_ups(problem)
     size = 1
     while size < p:
         size *= 2
-    tree = np.empty(2 * size, np.int64)
-    arrival, clock, count = np.empty((3, p, m)), np.empty((2, p)), np.empty((5, p), np.int64)
+    space = (
+        np.empty((3, p, m)),
+        np.empty((2, p)),
+        np.empty((5, p), np.int64),
+        np.empty(2 * size, np.int64),
+    )
     order = np.zeros((p, 3 * m), np.int8)
     policy, best_policy = np.empty((4, p), np.int64), np.empty((4, p), np.int64)
     best, spent = _NEVER, 0
-
     turn = 0
     state = np.uint64(_SEED)
     while best > goal and (spent < budget or best >= _NEVER):
         if turn < starts.shape[0]:
-            style, size_of, more = starts[turn, 0], starts[turn, 1], starts[turn, 2]
-            for r in range(p):
-                if style == 0:
-                    way = trip[r] / feed[r] if feed[r] > 0 else 0.0
-                    warm = int(np.ceil(min(size_of * way / 100, 1.0 * m))) + more
-                else:
-                    warm = size_of * (p - 1 - r) + 1
-                policy[0, r] = min(max(1, warm), room[r])
-                policy[1, r], policy[2, r], policy[3, r] = (
-                    starts[turn, 3],
-                    starts[turn, 4],
-                    starts[turn, 5],
-                )
+            _start(starts[turn], m, way, room, policy)
         else:
-            for r in range(p):
-                for i in range(4):
-                    policy[i, r] = best_policy[i, r]
-            state = _draw(state)
-            for _ in range(1 + int(state % np.uint64(3))):
-                state = _draw(state)
-                r = first + int((state >> np.uint64(8)) % np.uint64(p - first))
-                what, by = (
-                    int((state >> np.uint64(32)) % np.uint64(16)),
-                    int((state >> np.uint64(40)) % np.uint64(4)),
-                )
-                if what < 9:
-                    policy[0, r] = min(max(1, policy[0, r] + by - 2 + by // 2), room[r])
-                elif what < 12:
-                    policy[1, r] = by + by // 2
-                elif what < 14:
-                    policy[2, r] = by % 3
-                elif what < 15:
-                    policy[3, r] = _UNLIMITED if by == 0 else 2 * by
-                else:  # the warm-up of the whole pipeline upstream
-                    for q in range(first, r + 1):
-                        policy[0, q] = min(max(1, policy[0, q] + (1 if by > 1 else -1)), room[q])
-        time, visited = _build(
-            m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, best,
-            order, arrival, clock, count, tree
-        )  # fmt: skip
+            _copy(policy, best_policy)
+            state = _vary(policy, first, room, state)
+        time, visited = _build(problem, policy, best, order, space)
         spent += visited + p
         # The later of equals wins, so that a plateau is crossed. In the table the first wins.
         if time < best or (time == best and turn >= starts.shape[0] and time < _NEVER):
             best = time
             _copy(best_order, order)
-            for r in range(p):
-                for i in range(4):
-                    best_policy[i, r] = policy[i, r]
+            _copy(best_policy, policy)
         turn += 1
     return best, spent

@@ -143,8 +143,7 @@ def exact(
 
 
 def _length(schedule: Schedule, costs: Costs, objective: Objective) -> float:
-    timeline = simulate(schedule, costs)
-    return timeline.span if objective is Objective.SPAN else timeline.makespan
+    return simulate(schedule, costs).length(objective)
 
 
 def _over(live: float, cap: float) -> bool:
@@ -352,7 +351,7 @@ class _Model:
         model, start, ticks = self.model, self.start, self.ticks
         timeline = simulate(start, ticks)
         hint = {span.op: int(span.start) for row in timeline.ranks for span in row}
-        longest = int(timeline.span if self.objective is Objective.SPAN else timeline.makespan)
+        longest = int(timeline.length(self.objective))
         # A rank's first op is the F of microbatch 0 on its first stage. It has the same time in
         # every schedule, because it follows only such first F's.
         opening = [int(row[0].start) for row in timeline.ranks]

@@ -6,10 +6,11 @@ It is made by hand if the catalogue can, else by a search for the costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from dynmo.cost.layer_cost import Costs, uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.automatic.vshape import v_half, v_min, zb_v
+from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import check_microbatches, entry, make_by_hand, placement_of
@@ -17,9 +18,7 @@ from dynmo.schedule.op import Schedule
 
 _MAKERS: dict[str, Callable[..., Schedule]] = {
     "zb-auto": automatic,
-    "zb-v": zb_v,
-    "v-half": v_half,
-    "v-min": v_min,
+    **{name: partial(v_shape, name) for name in ("zb-v", "v-half", "v-min")},
 }
 
 

@@ -31,7 +31,7 @@ every rank finds the same schedule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -42,6 +42,7 @@ from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic import _vshape_loops as core
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import v_placement
 from dynmo.schedule.op import Kind, Op, Schedule
 
 _Floats = NDArray[np.float64]
@@ -49,10 +50,14 @@ _Order = NDArray[np.int8]
 
 # Shares of a W that a gap must hold for the W to fill it.
 _SHARES = (1.0, 0.5)
-# The steady state of ZB-V: 0 F below, 1 F above, 2 B above, 3 B below.
-_CYCLES = ((0, 3, 1, 2), (3, 0, 1, 2))
-# A block: least lengths of the four hops (F down, F up, B down, B up) and rests at the three turns
-# (F to F, F to B, B to B), in sixths of the busiest rank's work for one microbatch.
+# The steady state of ZB-V.
+_CYCLES = (
+    (core.F_LOWER, core.B_LOWER, core.F_UPPER, core.B_UPPER),
+    (core.B_LOWER, core.F_LOWER, core.F_UPPER, core.B_UPPER),
+)
+# A block has four hops (F down, F up, B down, B up) and three turns (F to F, F to B, B to B). These
+# are the least lengths of its hops, and below the rests at its turns. The unit is a sixth of the
+# busiest rank's work for one microbatch.
 _HOPS = (
     (0, 0, 0, 0),
     (1, 2, 1, 2),
@@ -79,113 +84,50 @@ _TRIES = (60, 600)
 _Block = tuple[tuple[float, ...], float]
 
 
-def v_placement(ranks: int) -> tuple[int, ...]:
-    """Place stages down and up again: 0, 1, .., p - 1, p - 1, .., 1, 0."""
-    return (*range(ranks), *reversed(range(ranks)))
+# The most activations of a whole rank that a schedule keeps on one of p ranks.
+_MEMORY: dict[str, Callable[[int], float]] = {
+    "zb-v": lambda ranks: float(ranks),
+    "v-half": lambda ranks: ranks / 2 + 1,
+    "v-min": lambda ranks: ranks / 3 + 1,
+}
 
 
-def zb_v(
-    costs: Costs,
-    microbatches: int,
-    *,
-    caps: Sequence[float] | None = None,
-    first_trainable: int = 0,
-    objective: Objective = Objective.SPAN,
-) -> Schedule:
-    """Make ZB-V: at most p activations of a whole rank, as 1F1B.
-
-    There is next to no bubble if F = B = W.
-
-    Args:
-        costs: Costs of the 2p stages, in model order.
-        microbatches: Microbatches of a step.
-        caps: Most live memory of each rank, in the costs' unit, if it must be less than that.
-        first_trainable: The stages before this one run F only.
-        objective: Whether the span or the makespan is kept short.
-
-    Raises:
-        ScheduleError: A rank cannot hold one microbatch, or an argument is out of range.
-    """
-    return _make(
-        "zb-v", float(len(costs.stages) // 2), costs, microbatches, caps, first_trainable, objective
-    )
-
-
-def v_half(
-    costs: Costs,
-    microbatches: int,
-    *,
-    caps: Sequence[float] | None = None,
-    first_trainable: int = 0,
-    objective: Objective = Objective.SPAN,
-) -> Schedule:
-    """Make V-Half: at most p / 2 + 1 activations of a whole rank.
-
-    That is half of 1F1B's memory, and the bubble is smaller.
-
-    Args:
-        costs: Costs of the 2p stages, in model order.
-        microbatches: Microbatches of a step.
-        caps: Most live memory of each rank, in the costs' unit, if it must be less than that.
-        first_trainable: The stages before this one run F only.
-        objective: Whether the span or the makespan is kept short.
-
-    Raises:
-        ScheduleError: A rank cannot hold one microbatch, or an argument is out of range.
-    """
-    return _make(
-        "v-half",
-        len(costs.stages) // 2 / 2 + 1,
-        costs,
-        microbatches,
-        caps,
-        first_trainable,
-        objective,
-    )
-
-
-def v_min(
-    costs: Costs,
-    microbatches: int,
-    *,
-    caps: Sequence[float] | None = None,
-    first_trainable: int = 0,
-    objective: Objective = Objective.SPAN,
-) -> Schedule:
-    """Make V-Min: at most p / 3 + 1 activations of a whole rank.
-
-    This is about the least memory with which the ranks can all be busy.
-
-    Args:
-        costs: Costs of the 2p stages, in model order.
-        microbatches: Microbatches of a step.
-        caps: Most live memory of each rank, in the costs' unit, if it must be less than that.
-        first_trainable: The stages before this one run F only.
-        objective: Whether the span or the makespan is kept short.
-
-    Raises:
-        ScheduleError: A rank cannot hold one microbatch, or an argument is out of range.
-    """
-    return _make(
-        "v-min",
-        len(costs.stages) // 2 / 3 + 1,
-        costs,
-        microbatches,
-        caps,
-        first_trainable,
-        objective,
-    )
-
-
-def _make(
+def v_shape(
     name: str,
-    most: float,
     costs: Costs,
     microbatches: int,
-    caps: Sequence[float] | None,
-    first_trainable: int,
-    objective: Objective,
+    *,
+    caps: Sequence[float] | None = None,
+    first_trainable: int = 0,
+    objective: Objective = Objective.SPAN,
 ) -> Schedule:
+    """Make the shortest V within the memory that its name stands for.
+
+        zb-v    p activations of a whole rank, as 1F1B: next to no bubble if F = B = W
+        v-half  p / 2 + 1: half of 1F1B's memory, and still less bubble
+        v-min   p / 3 + 1: about the least memory with which the ranks can all be busy
+
+    Args:
+        name: "zb-v", "v-half" or "v-min".
+        costs: Costs of the 2p stages, in model order.
+        microbatches: Microbatches of a step.
+        caps: Most live memory of each rank, in the costs' unit, if it must be less than that.
+        first_trainable: The stages before this one run F only.
+        objective: Whether the span or the makespan is kept short.
+
+    Raises:
+        ScheduleError: A rank cannot hold one microbatch, or an argument is out of range.
+    """
+    _check(name, costs, microbatches, first_trainable)
+    most = _MEMORY[name](len(costs.stages) // 2)
+    case = _case(name, most, costs, microbatches, caps, first_trainable, objective)
+    order, share, patient = _search(case)
+    time = case.run(order, share, patient)
+    assert time >= 0.0, "an order that was run before runs again"
+    return _schedule(name, case)
+
+
+def _check(name: str, costs: Costs, microbatches: int, first_trainable: int) -> None:
     stages = len(costs.stages)
     if stages < 2 or stages % 2:
         raise ScheduleError(
@@ -207,11 +149,6 @@ def _make(
             f"{name}: the times are so large that their sum is no time any more; choose a larger "
             "unit"
         )
-    case = _case(name, most, costs, microbatches, caps, first_trainable, objective)
-    order, share, patient = _search(case)
-    time = case.run(order, share, patient)
-    assert time >= 0.0, "an order that was run before runs again"
-    return _schedule(name, case)
 
 
 @dataclass
@@ -288,17 +225,7 @@ class _Case:
         shape, interval = block
         order = np.zeros((self.ranks, 4 * self.microbatches), np.int8)
         work = self.work
-        core.block(
-            self.microbatches,
-            self.frozen,
-            self.f,
-            self.b,
-            self.link,
-            work / 6,
-            np.array(shape, np.float64),
-            interval * work,
-            order,
-        )
+        core.block(self._problem, work / 6, np.array(shape, np.float64), interval * work, order)
         return order
 
 
@@ -467,16 +394,11 @@ def _patience(case: _Case, order: _Order, share: float, best: float) -> int:
 
 def _schedule(name: str, case: _Case) -> Schedule:
     p, n = case.ranks, 2 * case.ranks
-    kinds = (Kind.F, Kind.F, Kind.B, Kind.B, Kind.W, Kind.W)
+    kinds = (Kind.F, Kind.F, Kind.B, Kind.B, Kind.W, Kind.W)  # of the codes in `_vshape_loops`
     rows: list[tuple[Op, ...]] = []
     for rank in range(p):
         stages = (rank, n - 1 - rank, n - 1 - rank, rank, rank, n - 1 - rank)
-        length = (
-            2
-            * case.microbatches
-            * sum(3 if s >= case.frozen else 1 for s in (rank, n - 1 - rank))
-            // 2
-        )
+        length = case.microbatches * sum(3 if s >= case.frozen else 1 for s in set(stages))
         done = [0] * 6
         row: list[Op] = []
         for code in case.ops[rank, :length].tolist():

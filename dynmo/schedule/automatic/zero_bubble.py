@@ -27,42 +27,66 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.automatic._op_order_loops import polish
-from dynmo.schedule.automatic._zero_bubble_loops import search
+from dynmo.schedule.automatic._op_order_loops import Problem, polish
+from dynmo.schedule.automatic._zero_bubble_loops import (
+    B_FIRST,
+    BY_HAND,
+    F_FIRST,
+    IN_TURN,
+    SHARE_OF_WAY,
+    UNLIMITED,
+    search,
+)
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.op import Kind, Op, Schedule
 
 NAME = "zb-auto"
 
-_NO_LIMIT = 1 << 40
 
-# Policies to start from. Each is the one that did best together with those before it on random
-# uneven costs. The first three numbers are the warm-up:
-# - 0, percent, more: as many F's as fill this share of the way to the last stage and back, and some
-#   more
-# - 1, k, 0: the warm-up of ZB-H1 (k = 1) or ZB-H2 (k = 2)
-# The others are wait, prefer (0 B, 1 F, 2 in turn) and save.
+class Start(NamedTuple):
+    """A policy to start from, the same on all ranks.
+
+    Attributes:
+        style: `SHARE_OF_WAY`: the warm-up is as many F's as fill `size` percent of the way to the
+            last stage and back, and `more`. `BY_HAND`: the warm-up of ZB-H1 (size 1) or ZB-H2
+            (size 2).
+        size: See `style`.
+        more: See `style`.
+        wait: As at the top of this file.
+        prefer: `B_FIRST`, `F_FIRST` or `IN_TURN`.
+        save: As at the top of this file.
+    """
+
+    style: int
+    size: int
+    more: int
+    wait: int
+    prefer: int
+    save: int = UNLIMITED
+
+
+# Each is the one that did best together with those before it on random uneven costs.
 _STARTS = (
-    (0, 75, 1, 2, 2, _NO_LIMIT),
-    (0, 105, 0, 3, 1, _NO_LIMIT),
-    (1, 2, 0, 0, 1, _NO_LIMIT),
-    (1, 1, 0, 4, 1, _NO_LIMIT),
-    (0, 100, 0, 1, 2, _NO_LIMIT),
-    (1, 1, 0, 4, 2, 2),
-    (0, 100, 1, 3, 0, _NO_LIMIT),
-    (0, 50, 1, 0, 0, 1),
-    (0, 100, 0, 2, 1, 2),
-    (0, 110, 0, 0, 2, _NO_LIMIT),
-    (0, 103, 0, 0, 1, _NO_LIMIT),
-    (0, 100, 2, 2, 0, _NO_LIMIT),
-    (0, 70, 4, 1, 0, _NO_LIMIT),
+    Start(SHARE_OF_WAY, 75, 1, 2, IN_TURN),
+    Start(SHARE_OF_WAY, 105, 0, 3, F_FIRST),
+    Start(BY_HAND, 2, 0, 0, F_FIRST),
+    Start(BY_HAND, 1, 0, 4, F_FIRST),
+    Start(SHARE_OF_WAY, 100, 0, 1, IN_TURN),
+    Start(BY_HAND, 1, 0, 4, IN_TURN, save=2),
+    Start(SHARE_OF_WAY, 100, 1, 3, B_FIRST),
+    Start(SHARE_OF_WAY, 50, 1, 0, B_FIRST, save=1),
+    Start(SHARE_OF_WAY, 100, 0, 2, F_FIRST, save=2),
+    Start(SHARE_OF_WAY, 110, 0, 0, IN_TURN),
+    Start(SHARE_OF_WAY, 103, 0, 0, F_FIRST),
+    Start(SHARE_OF_WAY, 100, 2, 2, B_FIRST),
+    Start(SHARE_OF_WAY, 70, 4, 1, B_FIRST),
 )
 
 # Op._make without its check: a plan of 64 ranks and 512 microbatches makes a hundred thousand ops.
@@ -100,7 +124,7 @@ def automatic(
         ScheduleError: A single microbatch does not fit a stage, or the number of ranks or
             microbatches is out of range. Every other case has a schedule.
     """
-    stages, p, m = costs.stages, len(costs.stages), microbatches
+    p, m = len(costs.stages), microbatches
     if p < 1 or m < 1:
         raise ScheduleError(f"{NAME}: {p} ranks and {m} microbatches; at least 1 of each is needed")
     if not 0 <= first_trainable < p:
@@ -108,7 +132,23 @@ def automatic(
             f"{NAME}: first trainable stage {first_trainable} of {p} stages; at least the last "
             "stage must train"
         )
-    limits = _limits(costs, caps, first_trainable)
+    problem, unit = _problem(costs, m, _limits(costs, caps, first_trainable), first_trainable)
+    goal = lower_bound(costs, m, first_trainable, objective, caps) * unit * (1 + 1e-12)
+    order = np.zeros((p, 3 * m), np.int8)
+    budget, polish_budget = _budget(p, m)
+    spans, starts = objective is Objective.SPAN, np.array(_STARTS, np.int64)
+    best, _ = search(tuple(problem), spans, goal, budget, starts, order)
+    if best > goal:
+        polish(tuple(problem), goal, polish_budget, order)
+    rows = tuple(_row(order[r], r, m, r < first_trainable) for r in range(p))
+    return Schedule(NAME, m, tuple(range(p)), rows, first_trainable)
+
+
+def _problem(
+    costs: Costs, microbatches: int, limits: NDArray[np.float64], first_trainable: int
+) -> tuple[Problem, float]:
+    """Make the arrays of the search, and return the unit of their times, too."""
+    stages, p = costs.stages, len(costs.stages)
     frozen = np.arange(p) < first_trainable
     f, b, w = (_array(getattr(stage, field) for stage in stages) for field in ("f", "b", "w"))
     b[frozen] = w[frozen] = 0.0
@@ -116,46 +156,11 @@ def automatic(
     # Sizes near the largest number would overflow. A power of two changes no digit.
     _, exponent = math.frexp(max(1e-300, *f, *b, *w, *link))
     unit = math.ldexp(1.0, -min(exponent, 1000)) if abs(exponent) > 500 else 1.0
-    goal = lower_bound(costs, m, first_trainable, objective, caps) * unit * (1 + 1e-12)
-
-    order = np.zeros((p, 3 * m), np.int8)
     mem_f = _array(stage.mem_f for stage in stages)
     stash = _array(stage.mem_f + stage.mem_b for stage in stages)
-    starts = np.array(_STARTS, np.int64)
-    times = [x * unit for x in (f, b, w, link)]
-    spans = objective is Objective.SPAN
-    lead, (budget, polish_budget) = np.zeros(p), _budget(p, m)
-    best, _ = search(
-        m,
-        *times,
-        mem_f,
-        stash,
-        limits,
-        first_trainable,
-        p,
-        spans,
-        goal,
-        budget,
-        starts,
-        lead,
-        order,
-    )
-    if best > goal:
-        polish(
-            m,
-            np.array(times),
-            mem_f,
-            stash,
-            limits,
-            first_trainable,
-            p,
-            lead,
-            goal,
-            polish_budget,
-            order,
-        )
-    rows = tuple(_row(order[r], r, m, r < first_trainable) for r in range(p))
-    return Schedule(NAME, m, tuple(range(p)), rows, first_trainable)
+    times = np.array([x * unit for x in (f, b, w, link)])
+    lead = np.zeros(p)
+    return Problem(microbatches, times, first_trainable, p, lead, mem_f, stash, limits), unit
 
 
 def _budget(ranks: int, microbatches: int) -> tuple[int, int]:

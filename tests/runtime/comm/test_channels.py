@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from dynmo.errors import RankDied, RunError
-from dynmo.runtime.comm.channels import Inbox, Worker
 from dynmo.runtime.comm.headers import DTYPES, LEAD, decode, encode, obstacle, rest_of
+from dynmo.runtime.comm.inbox import Inbox
+from dynmo.runtime.comm.worker import Worker
 from dynmo.schedule.lowering import Channel, Direction
 from tests.pool import Pool
 from tests.runtime.alone import alone
@@ -33,7 +34,7 @@ WHAT = "the activations from rank 0 to rank 1"
 CPU = torch.device("cpu")
 
 
-def test_header() -> None:
+def test_a_header_reads_back_and_a_damaged_one_is_refused() -> None:
     spec = ((torch.float32, (2, 3)), (torch.int64, ()), (torch.bool, (0, 5)))
     assert decode(encode(spec), CPU, WHAT) == spec
     assert decode(encode(()), CPU, WHAT) == ()
@@ -56,7 +57,7 @@ def test_header() -> None:
             decode((lead,) if rest_of(lead, WHAT) is None else (lead, rest), CPU, WHAT)
 
 
-def test_what_cannot_be_handed_on() -> None:
+def test_tensors_that_cannot_travel() -> None:
     assert obstacle(torch.zeros(2)) is None
     for tensor, reason in (
         (
@@ -91,7 +92,7 @@ def test_varying_shapes(pool: Pool, depth: int) -> None:
     ) == [20, 20]
 
 
-def test_not_contiguous(pool: Pool) -> None:
+def test_tensors_that_are_not_contiguous_arrive_whole(pool: Pool) -> None:
     assert pool.run(
         JOBS + "channel", 2, steps=[[PLAIN] * 4], varying=False, depth=4, transposed=True
     ) == [4, 4]

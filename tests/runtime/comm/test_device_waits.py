@@ -16,13 +16,18 @@ import torch
 import torch.distributed as dist
 
 from dynmo.errors import RunError, WaitTimeout
-from dynmo.runtime.comm import channels as p2p
 from dynmo.runtime.comm import headers
-from dynmo.runtime.comm.channels import Inbox, Outbox, Transport, Worker
+from dynmo.runtime.comm import inbox as receiving
+from dynmo.runtime.comm.channels import Transport
+from dynmo.runtime.comm.inbox import Inbox, posted_ahead
+from dynmo.runtime.comm.outbox import Outbox
 from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.tags import TAG_LINKS
+from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine import profiler
 from dynmo.schedule.lowering import Channel, Direction, Program
+from dynmo.schedule.memory import POSTED_AHEAD
 from tests.runtime.fake_device import FakeCudaWorld, FakeDevice, FakeWork, fake_world, install
 
 DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
@@ -63,10 +68,7 @@ def test_no_room_on_an_idle_device() -> None:
     world = fake_world()
     box = outbox(world, 2)
     box.put(0, (torch.zeros(2),))
-    with pytest.raises(
-        WaitTimeout,
-        match=r"rank 0 waited 0.2 s for rank 1: room to send the activations? of microbatch 1",
-    ):
+    with pytest.raises(WaitTimeout, match=r"rank 1: .*activations? of microbatch 1"):
         box.put(1, (torch.zeros(2),))
 
 
@@ -105,8 +107,8 @@ def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.Monk
 
     It is not told before the stream stands at it.
     """
-    monkeypatch.setattr(p2p, "decode", lambda header, device, what: ((torch.float32, (2,)),))
-    monkeypatch.setattr(p2p.torch, "empty", lambda *shape, **options: torch.zeros(*shape))
+    monkeypatch.setattr(receiving, "decode", lambda header, device, what: ((torch.float32, (2,)),))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.zeros(*shape))
     monkeypatch.setattr(FakeCudaWorld, "open_channels", lambda self, pairs: None)
     world = fake_world(rank=1)
     channels = ends(world, 2, 2)
@@ -118,13 +120,7 @@ def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.Monk
     )  # it has passed the first message and not come to the wait for the second
     threading.Timer(0.4, lambda: setattr(device, "done", device.given - 1)).start()
     start = time.perf_counter()
-    with pytest.raises(
-        WaitTimeout,
-        match=(
-            r"rank 1 waited 0.2 s for rank 0: the activations? of microbatch 1; where it only "
-            r"takes longer"
-        ),
-    ):
+    with pytest.raises(WaitTimeout, match=r"rank 0: the activations? of microbatch 1"):
         channels.flush()
     assert time.perf_counter() - start >= 0.5
     device.catch_up()
@@ -134,7 +130,7 @@ def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("depth", [1, 2, 20])
 def test_few_receives_turn_on_the_device(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p.torch, "empty", lambda *shape, **options: torch.zeros(*shape))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.zeros(*shape))
     world = fake_world(rank=1)
     inbox = Inbox(
         world,
@@ -157,9 +153,9 @@ def test_few_receives_turn_on_the_device(depth: int, monkeypatch: pytest.MonkeyP
 def test_whether_a_message_has_arrived() -> None:
     world = fake_world(rank=1)
     works: list[Any] = [FakeWork("receive 0", host=False)]
-    assert not p2p._filled(world, works, 0.01)
+    assert not receiving._filled(world, works, 0.01)
     works[0].completed = True
-    assert p2p._filled(world, works, 0.0)
+    assert receiving._filled(world, works, 0.0)
 
 
 # -- channels --------------------------------------------------------------------------------------
@@ -242,7 +238,7 @@ def test_links_are_measured_in_turns(
     monkeypatch.setattr(profiler, "PAUSE", 0.0)
     real = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: real(*shape))
-    assert profiler._ping(world, 1 - rank, (p2p.TAG_LINKS, 0, 1), 8, 2) >= 0
+    assert profiler._ping(world, 1 - rank, (TAG_LINKS, 0, 1), 8, 2) >= 0
     assert [work.what for work in world.works] == order * 3
 
 
@@ -283,11 +279,11 @@ def test_a_staged_world_waits_on_the_host(device: FakeDevice) -> None:
     world.open_channels([(0, 0, 1)])
     world.wait(world.receive(torch.zeros(1), 1, 0), 1, "a message")
     assert (device.given, [work.what for work in world.works]) == (0, ["receive 1"])
-    assert p2p._ahead(world, 32, varying=False) == p2p.POSTED_AHEAD
-    assert p2p._ahead(fake_world(), 32, varying=False) == 1
+    assert posted_ahead(world, 32, varying=False) == POSTED_AHEAD
+    assert posted_ahead(fake_world(), 32, varying=False) == 1
 
 
-def test_what_nccl_cannot_send_travels_as_bytes() -> None:
+def test_unsupported_dtypes_travel_as_bytes() -> None:
     """Any dtype, and in the memory it lies in."""
     for dtype in headers.DTYPES.values():
         tensor = torch.zeros(3, 2, dtype=dtype)

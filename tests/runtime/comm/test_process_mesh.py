@@ -81,7 +81,9 @@ def test_peers_that_do_not_reduce(pool: Pool) -> None:
         (4, False, 20_000),
     ],
 )
-def test_reduction(pool: Pool, replicas: int, everywhere: bool, bucket: int) -> None:
+def test_gradients_are_summed_over_replicas_in_shares(
+    pool: Pool, replicas: int, everywhere: bool, bucket: int
+) -> None:
     for result in pool.run(JOBS + "reduce", replicas, everywhere=everywhere, bucket=bucket):
         assert result["bad"] == []
         assert result["cut"], "no parameter was cut"
@@ -90,5 +92,7 @@ def test_reduction(pool: Pool, replicas: int, everywhere: bool, bucket: int) -> 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_state_in_shares(pool: Pool, replicas: int, name: str) -> None:
+def test_shares_of_the_optimizers_state_make_the_whole(
+    pool: Pool, replicas: int, name: str
+) -> None:
     assert pool.run(JOBS + "states", replicas, name=name) == [[]] * replicas

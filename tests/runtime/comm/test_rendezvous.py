@@ -33,7 +33,7 @@ def seen(environ: dict[str, str]) -> dict[str, object]:
     }
 
 
-def test_alone() -> None:
+def test_a_process_without_a_launcher_is_alone() -> None:
     assert from_environment({}) is None
     # An interactive shell under Slurm, or a job of one task, is no world to join.
     assert from_environment({"SLURM_PROCID": "0"}) is None
@@ -42,14 +42,14 @@ def test_alone() -> None:
     assert (ALONE.rank, ALONE.size) == (0, 1)
 
 
-def test_dynmos_own() -> None:
+def test_ranks_of_dynmos_launcher_meet_in_its_folder() -> None:
     own = {"RANK": "1", "WORLD_SIZE": "2", "DYNMO_RENDEZVOUS": "/some/folder"}
     assert seen(own) == {"rank": 1, "size": 2, "local_rank": 1, "folder": "/some/folder"}
     # An address from outside does not matter: these ranks were started here.
     assert seen(own | {"MASTER_ADDR": "host", "MASTER_PORT": "1"})["folder"] == "/some/folder"
 
 
-def test_torchruns() -> None:
+def test_ranks_of_torchrun_meet_at_its_address() -> None:
     assert seen(TORCHRUN) == {
         "rank": 3,
         "size": 8,
@@ -62,7 +62,7 @@ def test_torchruns() -> None:
     assert seen(TORCHRUN | SLURM)["rank"] == 3, "torchrun under Slurm is torchrun"
 
 
-def test_loopback() -> None:
+def test_the_loopback_is_used_if_all_ranks_are_here() -> None:
     """The loopback is used only if every rank is surely on this machine."""
     local = TORCHRUN | {"MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "8"}
     assert seen(local)["loopback"]
@@ -77,7 +77,7 @@ def test_loopback() -> None:
         assert "loopback" not in seen(local | other)
 
 
-def test_slurms() -> None:
+def test_tasks_of_srun_meet_at_the_first_host() -> None:
     assert seen(SLURM) == {"rank": 2, "size": 4, "local_rank": 0, "address": "gpu07", "port": 20123}
     assert seen(SLURM | {"SLURM_STEP_NODELIST": "gpu09"})["address"] == "gpu09", (
         "a step may have fewer hosts than its job"
@@ -118,7 +118,7 @@ def test_slurms() -> None:
         (SLURM | {"MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
     ],
 )
-def test_incomplete(environ: dict[str, str], match: str) -> None:
+def test_incomplete_variables_are_refused(environ: dict[str, str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         from_environment(environ)
 
@@ -135,7 +135,7 @@ def test_incomplete(environ: dict[str, str], match: str) -> None:
         ("rack[1-2]n[03-04]", "rack1n03"),
     ],
 )
-def test_first_host(nodelist: str, host: str) -> None:
+def test_the_first_host_of_a_list_is_read(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 

@@ -55,7 +55,7 @@ def test_the_reference_trains(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("text", [VSHAPE, LOOPED], ids=["V", "looped"])
-def test_several_chunks(pool: Pool, text: str) -> None:
+def test_several_chunks_give_the_bits_of_one_rank(pool: Pool, text: str) -> None:
     assert merged(pool.run(EXECUTE, 2, schedule=text, layers=LAYERS, microbatches=2)) == reference(
         pool, 2, 0
     )
@@ -66,7 +66,9 @@ def test_several_chunks(pool: Pool, text: str) -> None:
 @pytest.mark.parametrize(
     "placement", [[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 1, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 0]]
 )
-def test_any_order(pool: Pool, placement: list[int], frozen: int, seed: int) -> None:
+def test_any_order_of_ops_gives_the_bits_of_one_rank(
+    pool: Pool, placement: list[int], frozen: int, seed: int
+) -> None:
     """Schedules at random: every stage fused or split, W whenever it suits."""
     ranks, stages = max(placement) + 1, len(placement)
     frozen = min(frozen, stages - 1)

@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import RunError
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine, StepResult
+from dynmo.pipeline.options import UpdateOptions
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.simulator import simulate
 from tests.pool import Pool
-from tests.runtime.alone import MICROBATCHES, alone, tokens
+from tests.runtime.alone import pipeline, tokens
 
 VALIDATED = "tests.runtime.jobs.post_validation:validated"
 STEPS, LAYERS = 7, 8
@@ -51,7 +51,7 @@ def faults(seed: int) -> tuple[tuple[int, int, Any], ...]:
 def reference(pool: Pool, seed: int, changes: bool) -> dict[str, Any]:
     """One rank with a barrier at every step's end."""
     return pool.run(
-        VALIDATED, 1, schedule="1f1b", faults=faults(seed), afterwards=False, changes=changes
+        VALIDATED, 1, schedule="1f1b", faults=faults(seed), post_validation=False, changes=changes
     )[0]
 
 
@@ -65,7 +65,7 @@ def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         ]
 
 
-def test_the_reference_fails() -> None:
+def test_the_faults_are_of_each_kind_and_place() -> None:
     """All failures that the other tests are about occur."""
     wanted = [faults(seed) for seed in range(3)]
     assert {what for each in wanted for _, _, what in each} == {"inf", 1000.0}
@@ -79,7 +79,7 @@ def test_the_same_bits(pool: Pool, schedule: str, ranks: int) -> None:
     expected = reference(pool, seed, False)
     assert {NON_FINITE, CLIPPED} <= {*expected["failed"]}
     same(
-        pool.run(VALIDATED, ranks, schedule=schedule, faults=faults(seed), afterwards=True),
+        pool.run(VALIDATED, ranks, schedule=schedule, faults=faults(seed), post_validation=True),
         expected,
     )
 
@@ -94,21 +94,31 @@ def test_freezing_moves_and_evaluations_between(pool: Pool, schedule: str, ranks
     """
     same(
         pool.run(
-            VALIDATED, ranks, schedule=schedule, faults=faults(1), afterwards=True, changes=True
+            VALIDATED,
+            ranks,
+            schedule=schedule,
+            faults=faults(1),
+            post_validation=True,
+            changes=True,
         ),
         reference(pool, 1, True),
     )
 
 
-def test_what_a_forward_writes_is_put_back(pool: Pool) -> None:
+def test_a_rollback_restores_buffers(pool: Pool) -> None:
     kind = "tests.runtime.written:layers"
     expected = pool.run(
-        VALIDATED, 1, schedule="1f1b", faults=faults(0), afterwards=False, kind=kind
+        VALIDATED, 1, schedule="1f1b", faults=faults(0), post_validation=False, kind=kind
     )[0]
     for schedule, ranks in (("zb-h1", 2), ("zb-v", 3)):
         same(
             pool.run(
-                VALIDATED, ranks, schedule=schedule, faults=faults(0), afterwards=True, kind=kind
+                VALIDATED,
+                ranks,
+                schedule=schedule,
+                faults=faults(0),
+                post_validation=True,
+                kind=kind,
             ),
             expected,
         )
@@ -120,10 +130,10 @@ def test_clipped_layer_by_layer(pool: Pool) -> None:
     Only steps that are not finite are ever taken back.
     """
     options: dict[str, Any] = {"faults": faults(0), "clip_scope": "local", "limit": 0.2}
-    expected = pool.run(VALIDATED, 1, schedule="1f1b", afterwards=False, **options)[0]
+    expected = pool.run(VALIDATED, 1, schedule="1f1b", post_validation=False, **options)[0]
     assert CLIPPED not in expected["failed"]
     assert expected["digest"] != reference(pool, 0, False)["digest"]
-    same(pool.run(VALIDATED, 3, schedule="zb-h1", afterwards=True, **options), expected)
+    same(pool.run(VALIDATED, 3, schedule="zb-h1", post_validation=True, **options), expected)
 
 
 def test_in_place_is_close(pool: Pool) -> None:
@@ -133,7 +143,7 @@ def test_in_place_is_close(pool: Pool) -> None:
     """
     expected = reference(pool, 1, False)
     for result in pool.run(
-        VALIDATED, 3, schedule="zb-h2", faults=faults(1), afterwards=True, rollback="in-place"
+        VALIDATED, 3, schedule="zb-h2", faults=faults(1), post_validation=True, rollback="in-place"
     ):
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4)
         assert [what for _, what in result["rollbacks"]] == [
@@ -141,20 +151,10 @@ def test_in_place_is_close(pool: Pool) -> None:
         ]
 
 
-def own_pipeline(
-    settings: OptimizerSettings | None = None, kind: str = "gpt", **options: Any
-) -> Engine:
+def own_pipeline(kind: str = "gpt", **update: Any) -> Engine:
     sizes = {"blocks": 1, "hidden": 16, "heads": 2} if kind == "gpt" else {}
     model = load_model(parse({"model": {"kind": kind, "sequence": 4, **sizes}}))
-    return Engine(
-        alone(),
-        model,
-        Partition((model.layers,)),
-        schedule="zb-h1",
-        microbatches=MICROBATCHES,
-        optimizer=settings,
-        **options,
-    )
+    return pipeline(model, update=UpdateOptions(**update))
 
 
 def trained(pipeline: Engine, steps: int, max_norm: float) -> list[StepResult]:
@@ -174,8 +174,8 @@ def test_two_hundred_rollbacks(name: Any, monkeypatch: pytest.MonkeyPatch) -> No
     settings = OptimizerSettings(name)
     small = "python:tests.models.user_model:with_a_loss"
     expected, near = (
-        own_pipeline(settings, small),
-        own_pipeline(settings, small, post_validation=True, rollback="in-place"),
+        own_pipeline(small, optimizer=settings),
+        own_pipeline(small, optimizer=settings, post_validation=True, rollback="in-place"),
     )
     start = weights(expected)
     trained(expected, 200, 2e-6)
@@ -240,16 +240,14 @@ def test_not_finite_ends_the_run_a_step_late() -> None:
         weight[0, 0] = math.inf
         assert one.advance(2, *tokens(2, 4), lr=0.1) == ()
         weight[0, 0] = kept
-        with pytest.raises(
-            RunError, match=r"step 2: loss .*nothing was updated. Lower train.lr or check the data"
-        ):
+        with pytest.raises(RunError, match="step 2: loss"):
             one.drain() if drains else one.advance(3, *tokens(3, 4), lr=0.1)
         assert one.digest() == twin.digest()
     assert [r.loss for r in trained(one, 3, 0.0)] == [r.loss for r in trained(twin, 3, 0.0)]
     assert one.digest() == twin.digest()
 
 
-def test_every_rank_says_so(pool: Pool) -> None:
+def test_every_rank_raises_for_a_loss_that_is_not_finite(pool: Pool) -> None:
     results = pool.run("tests.runtime.jobs.post_validation:validated_raises", 3, schedule="zb-h2")
     for result in results:
         assert result["error"].startswith("step 2: loss ")
@@ -264,15 +262,13 @@ def test_a_case_that_acts_unannounced_is_told() -> None:
     """
     one = own_pipeline(post_validation=True)
     one.advance(0, *tokens(0, 4), lr=0.1)
-    with pytest.raises(
-        RunError, match=r"step 0 may still be taken back; call drain\(\) on all ranks first"
-    ):
+    with pytest.raises(RunError, match=r"step 0 .*drain\(\)"):
         one.case_context.moments(0)
     one.freeze([0])
     assert one.case_context.moments(1)["qkv.weight/step"] == 1
 
 
-def test_caution() -> None:
+def test_the_barrier_comes_back_if_many_steps_fail() -> None:
     """The run takes a barrier if over a quarter of the last twenty steps fail.
 
     The barrier stays until next to none of them fails.

@@ -18,6 +18,7 @@ from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.runtime.engine.sm_slices import cut, sizes
 from dynmo.train.setup import check_world, device_for, memory_limit
 from tests.pool import Pool
@@ -56,9 +57,7 @@ def test_without_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_without_a_gpu() -> None:
     config = parse(CONFIG | {"parallel": {"pipeline": 3, "slices": True}})
-    with pytest.raises(
-        ConfigError, match=r"parallel\.slices = true, but torch sees no CUDA device"
-    ):
+    with pytest.raises(ConfigError, match=r"parallel\.slices"):
         device_for(config, 0)
     assert device_for(parse(CONFIG), 0) == torch.device("cpu")
     assert memory_limit(parse(CONFIG), torch.device("cpu")) is None
@@ -68,10 +67,7 @@ def test_a_pipeline_is_one_process() -> None:
     config = parse(CONFIG)
     assert (config.ranks, config.stages, config.slices) == (1, 3, 3)
     check_world(config, rendezvous(1))
-    with pytest.raises(
-        ConfigError,
-        match=r"started 3 ranks, but parallel\.data \(each pipeline is slices of one GPU\) = 1",
-    ):
+    with pytest.raises(ConfigError, match=r"3 ranks.* parallel\.data"):
         check_world(config, rendezvous(3))
 
 
@@ -81,10 +77,13 @@ def rendezvous(size: int) -> Any:
     return Rendezvous(0, size, 0, folder=".")
 
 
-def test_what_slices_are_not() -> None:
+def test_slices_cannot_be_reshaped_or_post_validated() -> None:
     model = load_model(parse(CONFIG))
     pipeline = Engine(
-        alone(), model, Partition((2, 2, 2)), schedule="zb-h1", microbatches=MICROBATCHES, slices=3
+        alone(),
+        model,
+        Partition((2, 2, 2)),
+        StepOptions("zb-h1", microbatches=MICROBATCHES, slices=3),
     )
     assert (pipeline.shape, pipeline.placement, pipeline._layer_store.own_stages) == (
         (3, 1),
@@ -98,10 +97,8 @@ def test_what_slices_are_not() -> None:
             alone(),
             model,
             Partition((2, 2, 2)),
-            schedule="zb-h1",
-            microbatches=MICROBATCHES,
-            slices=3,
-            post_validation=True,
+            StepOptions("zb-h1", microbatches=MICROBATCHES, slices=3),
+            update=UpdateOptions(post_validation=True),
         )
 
 

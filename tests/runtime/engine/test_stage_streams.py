@@ -1,4 +1,4 @@
-"""The calls that the executor makes on the lanes.
+"""The calls that the executor makes on the slices.
 
 Every hand-over between stages is waited for where it is taken. Forks and joins enclose it.
 """
@@ -29,7 +29,7 @@ MICROBATCHES = 4
 class Noted:
     """Lanes that compute in turn and note what they are asked.
 
-    A note is (what, stage whose lane it is, key).
+    A note is (what, stage whose slice it is, key).
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ def executor(streams: Noted | DefaultStream, first: int) -> tuple[Executor, list
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_hand_overs(first: int) -> None:
+def test_every_result_is_announced_before_another_stage_takes_it(first: int) -> None:
     streams = Noted()
     runner, modules = executor(streams, first)
     batch = torch.randn(MICROBATCHES, 2, 4, generator=torch.Generator().manual_seed(1))
@@ -95,7 +95,7 @@ def test_hand_overs(first: int) -> None:
             ready[key] = stage
         else:
             assert stage == needs
-            # Only the batch, and the loss's own gradient, come from no other lane.
+            # Only the batch, and the loss's own gradient, come from no other slice.
             from_outside = needs == (0 if direction is Direction.ACTIVATION else 2)
             assert (key in ready) != from_outside
             assert streams.sizes[key] == (

@@ -16,8 +16,10 @@ from dynmo.errors import ConfigError, RunError
 from dynmo.models.model import from_factories, next_token_loss
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import checkpoint
+from dynmo.runtime.state.layer_options import LayerOptions
 from tests.full_disk import full_at
 from tests.runtime.jobs.migrate import fingerprint
 
@@ -37,9 +39,8 @@ def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = No
         world,
         load_model(loaded),
         Partition(tuple(counts)),
-        schedule="zb-h1",
-        microbatches=3,
-        seed=loaded.seed,
+        StepOptions("zb-h1", microbatches=3),
+        layers=LayerOptions(seed=loaded.seed),
     )
 
 
@@ -137,9 +138,7 @@ def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> 
         world,
         load_model(parse({"model": GPT})),
         uniform(6, world.size),
-        schedule="zb-h1",
-        microbatches=3,
-        w_granularity=w_granularity,
+        StepOptions("zb-h1", microbatches=3, w_granularity=w_granularity),
     )
     waits = pipeline._runner.executor().timeout
     pipeline.on_workload_change(())  # closes its channels
@@ -153,7 +152,7 @@ def builds_another(world: World, other: int) -> str:
     factories = [partial(nn.Linear, *size) for size in sizes]
     model = from_factories(list("abcd"), factories, 0, next_token_loss)
     try:
-        Engine(world, model, uniform(4, world.size), schedule="zb-h1", microbatches=2)
+        Engine(world, model, uniform(4, world.size), StepOptions("zb-h1", microbatches=2))
     except ConfigError as error:
         return str(error)
     return ""

@@ -22,7 +22,7 @@ from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.layer.stage import Stage
 from dynmo.schedule.lowering import Channel, lower
-from dynmo.schedule.op import from_text
+from dynmo.schedule.op import Schedule, from_text
 from tests.schedule.samples import wander
 
 
@@ -49,6 +49,30 @@ class Late(Transport):
         return self.random.random() < 0.5 and super().arrived(channel, microbatch, 0.0)
 
 
+def _stages(
+    order: Schedule, rank: int, layers: int, microbatches: int, groups: int, ended: list[int]
+) -> dict[int, Stage]:
+    """Makes the stages of a rank. `ended` takes the layers in the order in which they end."""
+    each = layers // order.stages
+    first = order.first_trainable * each
+
+    def layer(index: int) -> Layer:
+        module = _small_layer(index, layers).requires_grad_(index >= first)
+        parameters, done = list(module.parameters()), partial(ended.append, index)
+        accumulation = AccumulationGroups(parameters, microbatches, groups, done)
+        return Layer(index, module, HostClock(), 4, groups=accumulation)
+
+    return {
+        s: Stage(
+            [layer(i) for i in range(s * each, (s + 1) * each)],
+            first,
+            functional.cross_entropy if s == order.stages - 1 else None,
+            1 / microbatches,
+        )
+        for s in order.stages_of(rank)
+    }
+
+
 def execute(
     world: World,
     schedule: Any,
@@ -71,27 +95,8 @@ def execute(
         else wander(schedule[0], microbatches, frozen, Random(schedule[1]))
     )
     programs = lower(order)
-    each = layers // order.stages
-    first = order.first_trainable * each
-    modules: dict[int, nn.Module] = {}
-    stages: dict[int, Stage] = {}
     ended: list[int] = []
-
-    def groups_of(index: int, module: nn.Module) -> AccumulationGroups:
-        return AccumulationGroups(
-            list(module.parameters()), microbatches, groups, partial(ended.append, index)
-        )
-
-    for s in order.stages_of(world.rank):
-        own = range(s * each, (s + 1) * each)
-        modules |= {i: _small_layer(i, layers).requires_grad_(i >= first) for i in own}
-        loss = functional.cross_entropy if s == order.stages - 1 else None
-        stages[s] = Stage(
-            [Layer(i, modules[i], HostClock(), 4, groups=groups_of(i, modules[i])) for i in own],
-            first,
-            loss,
-            1 / microbatches,
-        )
+    stages = _stages(order, world.rank, layers, microbatches, groups, ended)
     Late.random = Random(late)
     ends = (Transport if late is None else Late)(world, programs)
     timeout = None if late is None else 3e-4
@@ -108,19 +113,15 @@ def execute(
         losses.append(mean_loss(step_output.losses))
         ahead += sum((a.kind, b.kind) == (WAIT, "W") for a, b in pairwise(step_output.intervals))
     executor.close()
-    left = sum(
-        len(layer._saved) + len(layer._weight_work)
-        for stage in stages.values()
-        for layer in stage.layers
-    )
+    own = [layer for stage in stages.values() for layer in stage.layers]
     return {
         "losses": losses if order.placement[-1] == world.rank else None,
         "gradients": {
-            f"{i}.{n}": None if p.grad is None else bits_of(p.grad)
-            for i, m in modules.items()
-            for n, p in m.named_parameters()
+            f"{layer.index}.{n}": None if p.grad is None else bits_of(p.grad)
+            for layer in own
+            for n, p in layer.module.named_parameters()
         },
-        "left": left,
+        "left": sum(len(layer._saved) + len(layer._weight_work) for layer in own),
         "ended": ended,
         "ahead": ahead,
     }

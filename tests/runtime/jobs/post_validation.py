@@ -13,6 +13,7 @@ from dynmo.config import parse
 from dynmo.errors import RunError
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine, StepResult
+from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.norm_ring import NON_FINITE
 from dynmo.runtime.optim.loss_scale import LossScaler
@@ -47,37 +48,34 @@ def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
     table.own = spoil  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _made(world: World, schedule: str, kind: str, update: UpdateOptions) -> Engine:
+    """Makes a pipeline with a loss scale, so that an overflow skips its step."""
+    gpt = {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4, "dropout": 0.1}
+    model = load_model(parse({"model": gpt if kind == "gpt" else {"kind": f"python:{kind}"}}))
+    stages = len(placement_of(schedule, world.size))
+    pipeline = Engine(
+        world, model, uniform(model.layers, stages), StepOptions(schedule, 12), update
+    )
+    pipeline.scaler = LossScaler(2.0**16, window=1 << 30)
+    return pipeline
+
+
 def validated(
     world: World,
     schedule: str,
     faults: list[list[Any]],
-    afterwards: bool,
     changes: bool = False,
     kind: str = "gpt",
-    **options: Any,
+    limit: float = 20.0,
+    **update: Any,
 ) -> dict[str, Any]:
     """Some steps with gradients spoiled on the way.
 
-    With `changes`, layers freeze, move, and are evaluated in between.
+    With `changes`, layers freeze, move, and are evaluated in between. `limit` is the norm that
+    gradients are clipped to, and `update` the rest of `UpdateOptions`.
     """
-    ranks, model = (
-        world.size,
-        {"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4, "dropout": 0.1}},
-    )
-    loaded = parse(model if kind == "gpt" else {"model": {"kind": f"python:{kind}"}})
-    whole = load_model(loaded)
-    stages = len(placement_of(schedule, ranks))
-    limit = options.pop("limit", 20.0)
-    pipeline = Engine(
-        world,
-        whole,
-        uniform(whole.layers, stages),
-        schedule=schedule,
-        microbatches=12,
-        post_validation=afterwards,
-        **options,
-    )
-    pipeline.scaler = LossScaler(2.0**16, window=1 << 30)
+    pipeline = _made(world, schedule, kind, UpdateOptions(**update))
+    layers, stages = pipeline.count, len(pipeline.placement)
     now = [0]
     _spoiled(pipeline, faults, now)
     random = Random(stages)
@@ -87,7 +85,7 @@ def validated(
         if changes and step % 3 == 2:
             if step == 5:
                 pipeline.freeze([0, 1])
-            pipeline.move(any_partition(whole.layers, stages, random))
+            pipeline.move(any_partition(layers, stages, random))
             seen.append(pipeline.digest())
         now[0] = step
         tokens = torch.randint(256, (12, 1, 5), generator=torch.Generator().manual_seed(step))
@@ -123,9 +121,8 @@ def validated_raises(world: World, schedule: str) -> dict[str, Any]:
         world,
         whole,
         uniform(8, world.size),
-        schedule=schedule,
-        microbatches=6,
-        post_validation=True,
+        StepOptions(schedule, microbatches=6),
+        update=UpdateOptions(post_validation=True),
     )
     now = [0]
     _spoiled(pipeline, [[2, 7, "inf"]], now)

@@ -9,13 +9,14 @@ import torch
 from dynmo.balance.partition import Partition
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.profiler import measure_links
 
 
 def profile(
     world: World, f: list[float], b: list[float], w: list[float], counts: list[int]
-) -> list[list[Any]]:
+) -> list[dict[str, Any]]:
     """Two steps of emulated layers.
 
     Args:
@@ -29,11 +30,11 @@ def profile(
         The costs of all layers, gathered.
     """
     model = make_layers(f, b, w, size=64)
-    pipeline = Engine(world, model, Partition(tuple(counts)), schedule="zb-h1", microbatches=3)
+    pipeline = Engine(world, model, Partition(tuple(counts)), StepOptions("zb-h1", microbatches=3))
     ids = torch.zeros(3, 1, dtype=torch.int64)
     for step in range(2):
         pipeline.step(step, ids, ids, lr=0.0)
-    return [list(vars(cost).values()) for cost in pipeline.costs()]
+    return [vars(cost) for cost in pipeline.costs()]
 
 
 def links(world: World) -> list[list[float]]:

@@ -58,7 +58,7 @@ def test_the_tree_is_the_one_drawn(count: int, seed: int) -> None:
 
 
 @given(st.integers(1, 40))
-def test_what_waits_in_the_tree(count: int) -> None:
+def test_waiting_gradients_match_the_account(count: int) -> None:
     """At most as many gradients wait as the account says.
 
     They wait while the gradients of one slot more are summed.
@@ -84,7 +84,7 @@ def test_any_replicas_that_fit_give_the_same_bits(replicas: int, exponent: int, 
     assert torch.equal(alone, apart)
 
 
-def test_nothing_is_zeros() -> None:
+def test_a_missing_tensor_counts_as_zeros() -> None:
     a, zeros = torch.tensor([1.5, -0.0]), torch.zeros(2)
     for tensors in ([a, None], [None, a], [None, None, a], [a, None, None, None, None]):
         got = total(tensors)
@@ -112,7 +112,9 @@ def test_nothing_is_zeros() -> None:
         (2, 4, 8, "is not 4 (replicas) times a power of two"),
     ],
 )
-def test_slots_that_fit(groups: int, replicas: int, microbatches: int, problem: str | None) -> None:
+def test_groups_that_do_not_fit_the_replicas_are_a_problem(
+    groups: int, replicas: int, microbatches: int, problem: str | None
+) -> None:
     assert accumulation_problem(groups, replicas, microbatches) == problem
 
 

@@ -94,7 +94,7 @@ def test_an_f_that_runs_again_finds_what_it_found_and_leaves_what_is_there() -> 
     assert buffers.first_persistent(key for key in written if key.name == "unseen") is None
 
 
-def test_what_encodes_sparsity_is_left_out() -> None:
+def test_buffers_of_sparse_weights_are_left_out() -> None:
     pruned = [make_pruned(4, 4, 0.5, sparse) for sparse in (True, False)]
     assert all(list(module.buffers()) for module in pruned)
     assert not BufferSet(pruned).copies()
@@ -103,7 +103,7 @@ def test_what_encodes_sparsity_is_left_out() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]
 )
-def test_bits(dtype: torch.dtype) -> None:
+def test_same_bits_of_any_dtype(dtype: torch.dtype) -> None:
     a = torch.zeros(3, 2).to(dtype)
     assert has_same_bits(a, torch.zeros(2, 3).to(dtype).t())
     assert has_same_bits(a[0, 0], a[1, 1])

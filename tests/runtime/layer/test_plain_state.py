@@ -39,7 +39,7 @@ WRITES: dict[str, Callable[[Inner], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_written(name: str) -> None:
+def test_a_written_attribute_is_named(name: str) -> None:
     inner = Inner()
     state = PlainState(nn.Sequential(nn.Linear(2, 2), inner))
     inner.leave()
@@ -55,7 +55,7 @@ def test_own_modules_are_left_out() -> None:
     assert state.written() is None
 
 
-def test_restored() -> None:
+def test_written_attributes_are_put_back() -> None:
     inner = Inner()
     state, other = PlainState(inner), inner.other
     inner.count, inner.other = 5, 6

@@ -70,11 +70,5 @@ def test_every_precision_is_tried_on_the_device() -> None:
 
 
 def test_one_that_the_backend_lacks_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"train.precision = 'float8_e4m3fn': torch .* cannot train in it on cpu .*; use "
-            r"'float32'"
-        ),
-    ):
+    with pytest.raises(ConfigError, match=r"train.precision = 'float8_e4m3fn'"):
         check(torch.float8_e4m3fn, torch.device("cpu"))

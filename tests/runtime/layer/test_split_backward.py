@@ -407,7 +407,7 @@ def test_frozen_prefix() -> None:
     assert layer.output_bytes == 72
 
 
-def test_bytes() -> None:
+def test_measured_bytes_are_those_counted_by_hand() -> None:
     """The bytes are counted by hand.
 
     A linear keeps its input [3, 6] until B, and input and output gradient until W. tanh keeps its
@@ -476,7 +476,7 @@ def test_a_loss_at_the_end() -> None:
     torch.testing.assert_close(gx, leaf.grad)
 
 
-def test_marks() -> None:
+def test_each_op_has_one_mark() -> None:
     """Each op has one mark. W's share of a BW stands apart."""
     layer = layer_of(nn.Linear(6, 4))
     for j, deferred in enumerate((True, False)):

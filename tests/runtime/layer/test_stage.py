@@ -101,10 +101,7 @@ def test_without_training_nothing_is_kept() -> None:
 def test_a_loss_must_be_a_scalar() -> None:
     whole, _ = stage(0)
     whole = Stage(whole.layers, 0, lambda out, aim: out - aim)
-    with pytest.raises(
-        RunError,
-        match=r"the loss function returned a tensor of shape \(3, 6\); it must return a scalar",
-    ):
+    with pytest.raises(RunError, match=r"loss function .*\(3, 6\)"):
         whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=True)
 
 

@@ -51,7 +51,7 @@ def test_buckets_hold_every_share_once(
             assert (edges[:1], edges[-1:]) == (([start], [stop]) if start < stop else ([], []))
 
 
-def test_what_does_not_train_is_in_no_bucket() -> None:
+def test_frozen_parameters_are_in_no_bucket() -> None:
     module = _Sizes([5, 6], [])
     module.get_parameter("p0").requires_grad_(False)
     ((only,),) = buckets(shares_of(module, frozenset(), 2), 1 << 20)

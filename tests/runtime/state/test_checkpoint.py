@@ -18,17 +18,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, RunError
 from dynmo.models.model import Model, from_factories, next_token_loss
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import UpdateOptions
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state import checkpoint
 from tests.full_disk import full_at
 from tests.pool import Pool
-from tests.runtime.alone import MICROBATCHES, alone, gpt, pipeline, tokens
+from tests.runtime.alone import gpt, pipeline, tokens
 from tests.runtime.jobs.migrate import fingerprint
 
 JOBS = "tests.runtime.jobs.checkpoint:"
@@ -149,10 +149,8 @@ def test_ranks_read_a_part_each(pool: Pool, ranks: int, tmp_path: Path) -> None:
         ]
 
 
-def test_what_is_missing_or_torn(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="there is no checkpoint to resume from; start anew with --overwrite"
-    ):
+def test_a_missing_or_torn_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
         checkpoint.find(tmp_path / "nowhere")
     pipeline = gpt()
     first, second, third = (save(pipeline, tmp_path, step) for step in (1, 2, 3))
@@ -165,7 +163,7 @@ def test_what_is_missing_or_torn(tmp_path: Path) -> None:
     (first / "layer-0003" / "layer.json").unlink()
     with pytest.raises(CheckpointError, match=r"/layer-0003/layer.json is missing$"):
         checkpoint.verify(first)
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole; the newest: .*step-000002"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole; .*step-000002"):
         checkpoint.find(tmp_path)
 
 
@@ -263,13 +261,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     path = save(gpt(), tmp_path, 1)
     other = gpt(hidden=24)
     before = other.digest()
-    with pytest.raises(
-        CheckpointError,
-        match=(
-            r"layer 0 \(embedding\): tokens.weight is \(256, 16\) in the checkpoint, \(256, 24\) "
-            r"in the"
-        ),
-    ):
+    with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): tokens.weight is .*16.*24"):
         other.layer_states.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
     assert other.digest() == before
 
@@ -303,21 +295,15 @@ def test_a_buffer_that_a_forward_has_made(tmp_path: Path) -> None:
         (section, key.removeprefix("1.") if section == "parameter" else key): t
         for (section, key), t in arrived[0].items()
     }
-    with pytest.raises(
-        CheckpointError,
-        match=(
-            r"layer 1 \(middle\): the checkpoint has the buffer 1.seen, the config's model has "
-            r"not; "
-        ),
-    ):
+    with pytest.raises(CheckpointError, match=r"layer 1 \(middle\): .*buffer 1.seen"):
         checkpoint.fit(1, "middle", model(False).build([1])[1], tensors)
 
 
-def test_a_version_of_tomorrow(tmp_path: Path) -> None:
+def test_a_later_version_is_refused(tmp_path: Path) -> None:
     path = save(gpt(), tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text()) | {"version": 3}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="has version 3; this dynmo reads versions 1 and 2"):
+    with pytest.raises(CheckpointError, match="version 3"):
         checkpoint.verify(path)
 
 
@@ -366,55 +352,53 @@ def test_a_manifest_that_does_not_fit_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "key"),
     [
         ('{"version": 1', "it is not valid JSON"),
         ("", "it is not valid JSON"),
-        ("[]", "it holds no object"),
-        ('{"version": 1, "step": 1, "layers": [], "state": {}}', "its field files is missing"),
+        ("[]", "no object"),
+        ('{"version": 1, "step": 1, "layers": [], "state": {}}', "files"),
         (
             '{"version": "1", "step": 1, "layers": [], "files": {}, "state": {}}',
-            "its field version has a wrong value",
+            "version",
         ),
         (
             '{"version": 1, "step": 1, "layers": ["a", 2], "files": {}, "state": {}}',
-            "its field layers.1 has a wrong value",
+            "layers.1",
         ),
         (
             '{"version": 1, "step": 1, "layers": [], "files": {}, "state": {}, "a": 1}',
-            "its field a is not one that this dynmo knows",
+            "field a ",
         ),
     ],
 )
-def test_a_damaged_manifest_is_told_in_plain_words(tmp_path: Path, text: str, says: str) -> None:
+def test_the_damaged_field_of_a_manifest_is_named(tmp_path: Path, text: str, key: str) -> None:
     path = save(gpt(), tmp_path, 1)
     (path / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=rf"manifest\.json is damaged: .*{key}"):
         checkpoint.verify(path)
-    assert str(caught.value) == f"{path}/manifest.json is damaged: {says}"
     (path / "manifest.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"manifest.json cannot be read: No such file or directory$"
-    ):
+    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read"):
         checkpoint.verify(path)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "key"),
     [
-        ("{", "", "it is not valid JSON"),
-        ('"float32"', '"float33"', "it has the dtype 'float33', which this dynmo does not know"),
-        ('"layer":0', '"layer":"a"', "its field layer has a wrong value"),
+        ("{", "", "JSON"),
+        ('"float32"', '"float33"', "float33"),
+        ('"layer":0', '"layer":"a"', "field layer "),
     ],
 )
-def test_so_is_what_a_layer_says_of_itself(tmp_path: Path, old: str, new: str, says: str) -> None:
+def test_the_damaged_field_of_a_layer_is_named(
+    tmp_path: Path, old: str, new: str, key: str
+) -> None:
     file = save(gpt(), tmp_path, 1) / "layer-0000" / "layer.json"
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=rf"layer-0000/layer\.json is damaged: .*{key}"):
         checkpoint.load_layer(file.parents[1], 0, torch.device("cpu"))
-    assert str(caught.value) == f"{file} is damaged: {says}"
 
 
 @pytest.mark.parametrize("function", ["bare", "layers"])
@@ -455,25 +439,12 @@ def test_another_optimizer_is_refused(tmp_path: Path, saved: str, resumed: str) 
     def built(name: Any) -> Engine:
         settings = OptimizerSettings(name, momentum=0.9)
         model = load_model(parse({"model": {"blocks": 1, "hidden": 16, "heads": 2, "sequence": 8}}))
-        return Engine(
-            alone(),
-            model,
-            Partition((4,)),
-            schedule="zb-h1",
-            microbatches=MICROBATCHES,
-            optimizer=settings,
-        )
+        return pipeline(model, update=UpdateOptions(optimizer=settings))
 
     first = built(saved)
     first.step(0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1)
-    with pytest.raises(
-        CheckpointError,
-        match=(
-            r"layer 0 \(embedding\): the checkpoint has tokens.weight/.* of the optimizer, which "
-            r"the con"
-        ),
-    ):
+    with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): .*tokens.weight/"):
         built(resumed).layer_states.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
 
 
@@ -481,17 +452,11 @@ def test_a_weight_tied_since_is_refused(tmp_path: Path) -> None:
     first = gpt()
     first.step(0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1)
-    with pytest.raises(
-        CheckpointError,
-        match=(
-            r"layer 5 .* has logits.weight/step of the optimizer, .* train.optimizer and "
-            r"model.tied"
-        ),
-    ):
+    with pytest.raises(CheckpointError, match=r"layer 5 .*logits.weight/step .*model.tied"):
         gpt(tied=True).layer_states.restore(5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
 
 
-def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(
+def test_derived_buffers_of_another_shape_are_not_loaded(
     tmp_path: Path,
 ) -> None:
     """Rotary tables belong to the sequence's length.
@@ -535,11 +500,5 @@ def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
     less = built([])
     less.layer_states.restore(1, *layer)
     assert dict(less.modules[1].named_buffers())["mean"].tolist() == [3.0] * 8
-    with pytest.raises(
-        CheckpointError,
-        match=(
-            "the config's model has the buffer scale, the checkpoint has not; resume with the "
-            "config"
-        ),
-    ):
+    with pytest.raises(CheckpointError, match="buffer scale"):
         built(["mean", "scale"]).layer_states.restore(1, *layer)

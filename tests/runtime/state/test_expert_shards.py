@@ -92,10 +92,7 @@ def test_gradients_are_summed_in_the_order_of_the_replicas(
 def test_a_late_peer_is_named(pool: Pool) -> None:
     kind, message, seconds = pool.run(f"{JOBS}peer_is_late", 2)[0]
     assert kind == "WaitTimeout"
-    assert (
-        "rank 0 (replica 0) waited 1.5 s for rank 1 (replica 1): rows for the experts here"
-        in message
-    )
+    assert message.startswith("rank 0 (replica 0) waited 1.5 s for rank 1 (replica 1)")
     assert seconds < 4
 
 
@@ -113,7 +110,7 @@ def test_who_gives_an_expert() -> None:
         ("moe", 3, "does not divide parallel.data = 2"),
     ],
 )
-def test_refused(modules: Any, ranks: int, expected: str) -> None:
+def test_experts_that_cannot_be_shared_are_refused(modules: Any, ranks: int, expected: str) -> None:
     device, store = torch.device("cpu"), torch.distributed.HashStore()
     world = World(0, 1, device, 1.0, 0, store).with_peers(World(0, 2, device, 1.0, 0, store))
     if modules == "moe":

@@ -118,7 +118,7 @@ def test_bad_manifests_are_refused(change: Any, match: str) -> None:
 def test_the_length_of_a_manifest_is_bounded(pool: Pool, length: int) -> None:
     """Nothing is allocated by a peer's word."""
     _, told = pool.run(JOBS + "announces", 2, length=length)
-    assert told.startswith(f"the manifest of layer 2 from rank 0 has {length} bytes by its own")
+    assert told.startswith(f"the manifest of layer 2 from rank 0 has {length} bytes")
 
 
 def test_a_torn_manifest_is_refused() -> None:

@@ -11,7 +11,7 @@ from dynmo.runtime.state.reshape import holders, transfers
 SHAPES = [(pipeline, 12 // pipeline) for pipeline in (1, 2, 3, 4, 6, 12)]
 
 
-def test_the_picture() -> None:
+def test_transfers_are_those_drawn() -> None:
     """The mesh is as the file draws it."""
     before, after = holders(Partition((4, 4)), (0, 1), 2), holders(Partition((8,)), (0,), 4)
     assert before == ((0, 1),) * 4 + ((2, 3),) * 4

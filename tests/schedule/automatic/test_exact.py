@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -20,16 +18,11 @@ from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.generators import make_schedule, one_f_one_b, zb_h1, zb_h2
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, to_text, validate
 from dynmo.schedule.simulator import peak_memory, simulate
-from tests.schedule.samples import schedules, wander, whole_costs
-
-TABLE_5 = json.loads((Path(__file__).parents[2] / "facts" / "zero_bubble_table5.json").read_text())[
-    "rows"
-]
+from tests.schedule.samples import TABLE_5, schedules, wander, whole_costs
 
 
 def length(schedule: Schedule, costs: Costs, objective: Objective = Objective.SPAN) -> float:
-    timeline = simulate(schedule, costs)
-    return timeline.span if objective is Objective.SPAN else timeline.makespan
+    return simulate(schedule, costs).length(objective)
 
 
 def published(model: str, ranks: int) -> Costs:
@@ -104,10 +97,12 @@ def hold(costs: Costs, data: st.DataObject) -> list[float]:
     return [data.draw(st.floats(1, 3)) * c.mem_f for c in costs.stages]
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (2, 3), (3, 2)])
-@settings(max_examples=12)
+@pytest.mark.parametrize(
+    ("p", "m"), [(1, 3), (2, 2), pytest.param(2, 3, marks=pytest.mark.matrix), (3, 2)]
+)
+@settings(max_examples=8)
 @given(data=st.data())
-def test_agrees_with_every_order_there_is(p: int, m: int, data: st.DataObject) -> None:
+def test_result_equals_the_best_of_all_orders(p: int, m: int, data: st.DataObject) -> None:
     costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.sampled_from([0, 0, p - 1]))
     caps, objective = hold(costs, data), data.draw(st.sampled_from(Objective))
     with nullcontext() if data.draw(st.booleans()) else solver_alone():
@@ -127,21 +122,30 @@ def test_agrees_with_every_order_there_is(p: int, m: int, data: st.DataObject) -
 
 
 @pytest.mark.parametrize(
-    ("seed", "objective"),
-    [(0, Objective.SPAN), (1, Objective.MAKESPAN), (2, Objective.MAKESPAN), (3, Objective.SPAN)],
+    ("seed", "m", "objective"),
+    [
+        (0, 1, Objective.SPAN),
+        (1, 2, Objective.MAKESPAN),
+        (2, 1, Objective.MAKESPAN),
+        (3, 2, Objective.SPAN),
+        pytest.param(0, 2, Objective.SPAN, marks=pytest.mark.matrix),
+        pytest.param(2, 2, Objective.MAKESPAN, marks=pytest.mark.matrix),
+    ],
 )
-def test_agrees_where_a_rank_holds_two_stages(seed: int, objective: Objective) -> None:
+def test_result_is_optimal_if_a_rank_holds_two_stages(
+    seed: int, m: int, objective: Objective
+) -> None:
     random = Random(seed)
     stages = (
         StageCost(random.randint(1, 9), random.randint(1, 9), random.randint(0, 9), 3, -2, -1)
         for _ in range(3)
     )
     costs = Costs(tuple(stages), (random.randint(0, 3), random.randint(0, 3)))
-    start = apart(wander((0, 1, 0), 2, seed % 2, random))
+    start = apart(wander((0, 1, 0), m, seed % 2, random))
     caps = list(peak_memory(start, costs))
     result = exact(
         costs,
-        2,
+        m,
         caps=caps,
         first_trainable=seed % 2,
         objective=objective,
@@ -157,7 +161,7 @@ def test_agrees_where_a_rank_holds_two_stages(seed: int, objective: Objective) -
     )
 
 
-def test_agrees_where_a_backward_adds_memory() -> None:
+def test_result_is_optimal_if_b_adds_memory() -> None:
     # W of a lone linear layer needs its input and its output's gradient. That is more than F left
     # behind.
     costs = Costs((StageCost(2, 1, 1, 1, 1, -2), StageCost(1, 3, 2, 2, -1, -1)), (0.5,))
@@ -168,16 +172,16 @@ def test_agrees_where_a_backward_adds_memory() -> None:
             == length(result.schedule, costs)
             == shortest(result.schedule, costs, caps, Objective.SPAN)
         )
-    with pytest.raises(ScheduleError, match="microbatch on stage 0 needs 2, over its limit"):
+    with pytest.raises(ScheduleError, match="stage 0"):
         exact(costs, 3, caps=[1.5, 9])
 
 
 # -- what always holds -----------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(schedules(), st.sampled_from(Objective), st.floats(1, 1.5), st.data())
-def test_never_worse_than_its_start_and_never_over_a_cap(
+def test_result_is_no_worse_than_the_start_and_within_caps(
     start: Schedule, objective: Objective, room: float, data: st.DataObject
 ) -> None:
     costs = data.draw(whole_costs(start.stages))
@@ -195,12 +199,11 @@ def test_never_worse_than_its_start_and_never_over_a_cap(
     )
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.integers(2, 4), st.integers(1, 5), st.data())
-def test_bound_holds_for_times_that_have_no_common_unit(
-    p: int, m: int, data: st.DataObject
-) -> None:
-    times = st.floats(0.01, 1)
+def test_bound_holds_for_times_without_a_common_unit(p: int, m: int, data: st.DataObject) -> None:
+    # 30 binary digits: the solver's ticks are coarser, and sums of floats are exact.
+    times = st.integers(2**24, 2**30).map(lambda digits: digits / 2**30)
     costs = Costs(
         tuple(StageCost(data.draw(times), data.draw(times), data.draw(times)) for _ in range(p)),
         (data.draw(times),) * (p - 1),
@@ -230,10 +233,16 @@ BEST = {
 }
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["", "by the solver alone"])
-@pytest.mark.parametrize("model", ["equal", "1.5B", "6.2B"])
+@pytest.mark.parametrize(
+    "alone",
+    [False, pytest.param(True, marks=pytest.mark.matrix)],
+    ids=["", "by the solver alone"],
+)
+@pytest.mark.parametrize("model", ["equal", "1.5B", pytest.param("6.2B", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(("p", "m", "k"), BEST)
-def test_proven_in_under_five_seconds(p: int, m: int, k: int, model: str, alone: bool) -> None:
+def test_optimum_is_proven_in_under_five_seconds(
+    p: int, m: int, k: int, model: str, alone: bool
+) -> None:
     costs, caps = (
         uniform_costs(p, 1, 1, 1) if model == "equal" else published(model, p),
         [k * p] * p,
@@ -255,12 +264,12 @@ def test_proven_in_under_five_seconds(p: int, m: int, k: int, model: str, alone:
     )
 
 
-def test_few_microbatches_are_met_by_the_formula() -> None:
+def test_bound_for_few_microbatches_matches_the_formula() -> None:
     for m in (2, 3, 4):
         assert exact(uniform_costs(4, 3, 4, 2), m, caps=[4] * 4).bound == (m + 4 - 1) * (3 + 4) + 2
 
 
-def test_improves_a_start_and_keeps_its_name() -> None:
+def test_search_improves_a_start_and_keeps_its_name() -> None:
     costs = published("1.5B", 4)
     result = exact(costs, 8, caps=[8] * 4, start=zb_h2(4, 8))
     assert result.schedule.name == "zb-h2"
@@ -271,7 +280,7 @@ def test_improves_a_start_and_keeps_its_name() -> None:
     assert to_text(tight.schedule) == to_text(one_f_one_b(3, 3))
 
 
-def test_ends_in_time_and_says_that_nothing_is_proven() -> None:
+def test_search_without_proof_ends_in_time() -> None:
     costs, start = published("6.2B", 8), zb_h2(8, 24)  # it takes many seconds to prove
     result = exact(costs, 24, caps=[16] * 8, start=start, seconds=0.5)
     assert result.seconds < 5
@@ -279,7 +288,7 @@ def test_ends_in_time_and_says_that_nothing_is_proven() -> None:
     assert result.bound < length(result.schedule, costs) <= length(start, costs)
 
 
-def test_does_not_even_begin_with_a_large_case() -> None:
+def test_large_case_returns_the_start_without_a_search() -> None:
     costs = published("1.5B", 32)
     result = exact(costs, 128, start=zb_h1(32, 128), seconds=5)
     assert result.seconds < 5
@@ -290,23 +299,23 @@ def test_does_not_even_begin_with_a_large_case() -> None:
     )
 
 
-def test_no_work_at_all() -> None:
+def test_bound_of_zero_costs_is_zero() -> None:
     assert exact(uniform_costs(2, 0, 0, 0), 3).bound == 0
 
 
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def test_a_cap_that_admits_nothing_is_refused_in_one_line() -> None:
+def test_cap_below_one_microbatch_is_refused() -> None:
     with pytest.raises(ScheduleError) as error:
         exact(uniform_costs(4, 1, 1, 1), 4, caps=[4, 4, 0.9, 4])
-    assert "stage 2 needs 1, over its limit of 0.9" in str(error.value)
+    assert "stage 2" in str(error.value)
     assert "\n" not in str(error.value)
     # A frozen stage holds nothing, so it needs no room.
     assert exact(uniform_costs(4, 1, 1, 1), 4, caps=[0, 0, 4, 4], first_trainable=2).proven
 
 
-def test_one_microbatch_at_a_time_always_fits() -> None:
+def test_caps_of_one_microbatch_can_be_met() -> None:
     costs = uniform_costs(3, 1, 1, 1)
     result = exact(costs, 3, caps=[1] * 3)
     assert peak_memory(result.schedule, costs) == (1, 1, 1)
@@ -318,50 +327,43 @@ def test_one_microbatch_at_a_time_always_fits() -> None:
     [
         (
             {"start": zb_h1(4, 6), "caps": [4, 4]},
-            "2 memory limits for 4 ranks; give one per rank (inf: none)",
+            "2 memory limits for 4 ranks",
         ),
         (
             {"start": zb_h1(4, 6), "caps": [4, float("nan"), 4, 4]},
-            (
-                "start 'zb-h1' holds 3.5 on rank 1, over its cap of nan; give a start that fits, "
-                "or none"
-            ),
+            "rank 1, over its cap of nan",
         ),
         (
             {"start": zb_h1(4, 5)},
-            "start 'zb-h1' has 5 microbatches and first trainable stage 0; asked for are 6 and 0",
+            "5 microbatches",
         ),
         (
             {"start": zb_h2(4, 6), "caps": [4] * 4},
-            "start 'zb-h2' holds 6 on rank 0, over its cap of 4; give a start that fits, or none",
+            "rank 0, over its cap of 4",
         ),
         (
             {"start": make_schedule("zb-h1", 3, 6)},
-            "start 'zb-h1' has 3 stages, but costs are given for 4",
+            "3 stages",
         ),
         (
             {"start": Schedule("back", 6, (0, 0, 1, 1), wander((0, 0, 1, 1), 6, 0, Random(1)).ops)},
-            "start 'back' has placement (0, 0, 1, 1); the first 2 stages must lie one on each rank",
+            "(0, 0, 1, 1)",
         ),
     ],
 )
-def test_bad_input(given: dict, message: str) -> None:
+def test_bad_input_is_refused(given: dict, message: str) -> None:
     with pytest.raises(ScheduleError) as error:
         exact(uniform_costs(4, 1, 1, 1), 6, **given)
-    assert str(error.value) == message
+    assert message in str(error.value)
 
 
-def test_without_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_solver_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(ScheduleError) as error:
+    with pytest.raises(ScheduleError, match="pip install ortools"):
         exact(published("1.5B", 4), 8, caps=[8] * 4, start=zb_h2(4, 8))
-    assert (
-        str(error.value)
-        == "exact schedules need OR-tools, which is not installed: pip install ortools"
-    )
 
 
-def test_the_schedule_it_finds() -> None:
+def test_warm_up_holds_no_more_microbatches_than_needed() -> None:
     """The warm-up has two microbatches, though memory lets rank 0 have four.
 
     The first B can only come back so soon.

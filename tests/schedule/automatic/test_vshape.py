@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,19 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import ScheduleError
-from dynmo.schedule.automatic.vshape import v_half, v_min, v_placement, zb_v
+from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import v_placement
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.generators import make_schedule
 from dynmo.schedule.lowering import lower
 from dynmo.schedule.op import from_text, to_text, validate
 from dynmo.schedule.simulator import simulate
+from tests.schedule.samples import TABLE_5
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chunks"
-TABLE_5 = json.loads((Path(__file__).parents[2] / "facts" / "zero_bubble_table5.json").read_text())[
-    "rows"
-]
 
-MAKERS = {"zb-v": zb_v, "v-half": v_half, "v-min": v_min}
+NAMES = ("zb-v", "v-half", "v-min")
 
 
 def most(name: str, p: int) -> float:
@@ -66,32 +64,32 @@ def takes(costs: Costs, stage: int, first_trainable: int) -> float:
 @pytest.mark.parametrize(
     "path", sorted([*GOLDEN.glob("zb-v*.txt"), *GOLDEN.glob("v-*.txt")]), ids=lambda path: path.stem
 )
-def test_golden(path: Path) -> None:
+def test_schedule_equals_the_golden_file(path: Path) -> None:
     golden = from_text(path.read_text())
     validate(golden)
     costs = halves(golden.ranks, 2, 2, 2)
     assert (
         to_text(
-            MAKERS[golden.name](costs, golden.microbatches, first_trainable=golden.first_trainable)
+            v_shape(golden.name, costs, golden.microbatches, first_trainable=golden.first_trainable)
         )
         == path.read_text()
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50)
 @given(
-    st.sampled_from(sorted(MAKERS)),
+    st.sampled_from(NAMES),
     st.integers(1, 6),
     st.integers(1, 14),
     st.sampled_from(Objective),
     st.data(),
 )
-def test_always_valid_and_within_memory(
+def test_any_schedule_is_valid_and_within_memory(
     name: str, p: int, m: int, objective: Objective, data: st.DataObject
 ) -> None:
     costs = data.draw(uneven(p))
     first_trainable = data.draw(st.one_of(st.just(0), st.integers(0, 2 * p - 1)))
-    schedule = MAKERS[name](costs, m, first_trainable=first_trainable, objective=objective)
+    schedule = v_shape(name, costs, m, first_trainable=first_trainable, objective=objective)
     validate(schedule)
     lower(schedule)
     assert from_text(to_text(schedule)) == schedule
@@ -105,22 +103,21 @@ def test_always_valid_and_within_memory(
             * (1 + 1e-9)
             + 1e-9
         )
-    reached = timeline.span if objective is Objective.SPAN else timeline.makespan
-    assert reached >= lower_bound_on(schedule.placement, costs, m, first_trainable, objective) * (
-        1 - 1e-9
-    )
+    assert timeline.length(objective) >= lower_bound_on(
+        schedule.placement, costs, m, first_trainable, objective
+    ) * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 12), st.data())
-def test_limits_of_ones_own(p: int, m: int, data: st.DataObject) -> None:
+def test_custom_memory_caps_are_kept(p: int, m: int, data: st.DataObject) -> None:
     # From one microbatch up, which every rank must be able to hold, any limits can be kept.
     costs = data.draw(uneven(p))
     caps = [
         data.draw(st.floats(1, p)) * (takes(costs, r, 0) + takes(costs, 2 * p - 1 - r, 0))
         for r in range(p)
     ]
-    schedule = zb_v(costs, m, caps=caps)
+    schedule = v_shape("zb-v", costs, m, caps=caps)
     validate(schedule)
     assert all(
         peak <= cap * (1 + 1e-9) + 1e-9
@@ -129,28 +126,42 @@ def test_limits_of_ones_own(p: int, m: int, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
-def test_no_bubble_on_equal_times(p: int) -> None:
-    timeline = simulate(zb_v(halves(p, 2, 2, 2), 3 * p), halves(p, 2, 2, 2))
+def test_zb_v_has_no_bubble_on_equal_times(p: int) -> None:
+    timeline = simulate(v_shape("zb-v", halves(p, 2, 2, 2), 3 * p), halves(p, 2, 2, 2))
     assert timeline.span == 3 * p * 6
     assert max(timeline.peak_memory) == p
 
 
 # The figures as they are printed, to 4 digits.
-@pytest.mark.parametrize(("row", "published"), [(0, 0.0703), (3, 0.0403), (6, 0.0498), (9, 0.0531)])
+@pytest.mark.parametrize(
+    ("row", "published"),
+    [
+        (0, 0.0703),
+        (3, 0.0403),
+        pytest.param(6, 0.0498, marks=pytest.mark.matrix),
+        pytest.param(9, 0.0531, marks=pytest.mark.matrix),
+    ],
+)
 def test_published_bubble_ratios(row: int, published: float) -> None:
     costs, p, m = of_row(TABLE_5[row]), TABLE_5[row]["ranks"], TABLE_5[row]["microbatches"]
-    timeline = simulate(zb_v(costs, m), costs)
+    timeline = simulate(v_shape("zb-v", costs, m), costs)
     assert round(timeline.bubble_ratio, 4) <= published
     assert max(timeline.peak_memory) <= p * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
-    ("row", "half", "least"), [(0, 0.20, 0.34), (3, 0.18, 0.28), (6, 0.20, 0.30), (9, 0.20, 0.31)]
+    ("row", "half", "least"),
+    [
+        (0, 0.20, 0.34),
+        (3, 0.18, 0.28),
+        pytest.param(6, 0.20, 0.30, marks=pytest.mark.matrix),
+        pytest.param(9, 0.20, 0.31, marks=pytest.mark.matrix),
+    ],
 )
-def test_less_memory_for_more_bubble(row: int, half: float, least: float) -> None:
+def test_v_half_and_v_min_trade_memory_for_bubble(row: int, half: float, least: float) -> None:
     costs, p, m = of_row(TABLE_5[row]), TABLE_5[row]["ranks"], TABLE_5[row]["microbatches"]
-    timelines = [simulate(make(costs, m), costs) for make in (zb_v, v_half, v_min)]
-    for timeline, name in zip(timelines, MAKERS, strict=True):
+    timelines = [simulate(v_shape(name, costs, m), costs) for name in NAMES]
+    for timeline, name in zip(timelines, NAMES, strict=True):
         assert max(timeline.peak_memory) <= most(name, p) * (1 + 1e-9)
     full, middle, small = (timeline.bubble_ratio for timeline in timelines)
     assert full < middle < small
@@ -160,9 +171,9 @@ def test_less_memory_for_more_bubble(row: int, half: float, least: float) -> Non
     assert small < least
 
 
-def test_less_memory_than_1f1b_and_less_bubble_on_equal_times() -> None:
-    for make, bubble in ((v_half, 0.13), (v_min, 0.16)):
-        timeline = simulate(make(halves(8, 2, 2, 2), 24), halves(8, 2, 2, 2))
+def test_v_half_and_v_min_have_less_bubble_than_1f1b() -> None:
+    for name, bubble in (("v-half", 0.13), ("v-min", 0.16)):
+        timeline = simulate(v_shape(name, halves(8, 2, 2, 2), 24), halves(8, 2, 2, 2))
         assert timeline.bubble_ratio < bubble < 7 / 31  # 1F1B's (p - 1) / (m + p - 1)
 
 
@@ -173,63 +184,63 @@ def test_uneven_costs_shape_the_schedule() -> None:
         (*costs.stages[:3], StageCost(1.6, 1.6, 1.6, 0.5, -0.25, -0.25), *costs.stages[4:]),
         costs.links,
     )
-    for make in (zb_v, v_half, v_min):
-        assert simulate(make(slow, 12), slow).span <= simulate(make(costs, 12), slow).span * (
-            1 + 1e-9
-        )
+    for name in NAMES:
+        assert simulate(v_shape(name, slow, 12), slow).span <= simulate(
+            v_shape(name, costs, 12), slow
+        ).span * (1 + 1e-9)
 
 
-def test_memory_in_whole_numbers() -> None:
+def test_memory_in_whole_numbers_gives_the_same_schedule() -> None:
     whole = Costs((StageCost(1, 1, 1, 2, -1, -1),) * 4, (0, 0, 0))
-    assert zb_v(whole, 4) == zb_v(halves(2, 2, 2, 2), 4)
+    assert v_shape("zb-v", whole, 4) == v_shape("zb-v", halves(2, 2, 2, 2), 4)
 
 
-def test_the_same_every_time() -> None:
+def test_schedule_is_deterministic() -> None:
     costs = of_row(TABLE_5[3])
-    assert v_half(costs, 24) == v_half(costs, 24)
+    assert v_shape("v-half", costs, 24) == v_shape("v-half", costs, 24)
 
 
-def test_a_frozen_prefix_is_short_and_holds_nothing() -> None:
+def test_frozen_prefix_is_short_and_holds_no_memory() -> None:
     costs = halves(4, 2, 2, 2)
-    for make in (zb_v, v_half, v_min):
-        timeline = simulate(make(costs, 12, first_trainable=5), costs)
+    for name in NAMES:
+        timeline = simulate(v_shape(name, costs, 12, first_trainable=5), costs)
         assert timeline.peak_memory[3] == 0  # both its stages, 3 and 4, are frozen
-        assert timeline.span < simulate(make(costs, 12), costs).span
+        assert timeline.span < simulate(v_shape(name, costs, 12), costs).span
 
 
 @pytest.mark.parametrize(
     ("costs", "options", "message"),
     [
-        (halves(2, 1, 1, 1), {"microbatches": 0}, "zb-v: 0 microbatches; at least 1 is needed"),
+        (halves(2, 1, 1, 1), {"microbatches": 0}, "0 microbatches"),
         (
             Costs(halves(2, 1, 1, 1).stages[:3], (0.0, 0.0)),
             {},
-            "zb-v has 2 stages a rank, but costs are given for 3",
+            "costs are given for 3",
         ),
-        (Costs((), ()), {}, "zb-v has 2 stages a rank, but costs are given for 0"),
+        (Costs((), ()), {}, "costs are given for 0"),
         (
             halves(2, 1, 1, 1),
             {"first_trainable": 4},
-            "first trainable stage 4 of 4 stages; at least the last stage must train",
+            "first trainable stage 4 of 4",
         ),
         (halves(2, 1, 1, 1), {"caps": [1]}, "1 memory limits for 2 ranks"),
         (
             halves(2, 1, 1, 1),
             {"caps": [1, 0.9]},
-            "limit of rank 1 is 0.9, but one microbatch of its stages 1 and 2 takes 1; give it",
+            "rank 1 is 0.9",
         ),
         (halves(2, 1, 1, 1), {"caps": [float("nan"), 1]}, "limit of rank 0 is nan"),
         (
             halves(2, 1e300, 1, 1),
             {},
-            "zb-v: the times are so large that their sum is no time any more; choose a larger unit",
+            "larger unit",
         ),
-        (halves(2, 1e308, 1e308, 1e308), {}, "zb-v: the times are so large"),
+        (halves(2, 1e308, 1e308, 1e308), {}, "larger unit"),
     ],
 )
-def test_what_cannot_be_made(costs: Costs, options: dict[str, Any], message: str) -> None:
+def test_bad_requests_are_refused(costs: Costs, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        zb_v(costs, **{"microbatches": 4, **options})
+        v_shape("zb-v", costs, **{"microbatches": 4, **options})
     assert message in str(caught.value)
 
 
@@ -237,7 +248,7 @@ def test_1f1b_holds_as_much_as_zb_v() -> None:
     timeline = simulate(make_schedule("1f1b", 4, 12), Costs((StageCost(2, 2, 2),) * 4, (0.0,) * 3))
     assert (
         max(timeline.peak_memory)
-        == max(simulate(zb_v(halves(4, 2, 2, 2), 12), halves(4, 2, 2, 2)).peak_memory)
+        == max(simulate(v_shape("zb-v", halves(4, 2, 2, 2), 12), halves(4, 2, 2, 2)).peak_memory)
         == 4
     )
     assert timeline.span > 12 * 6

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -19,21 +18,14 @@ from hypothesis import strategies as st
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.jit import jit_as
-from dynmo.schedule.automatic._op_order_loops import polish
+from dynmo.schedule.automatic._op_order_loops import Problem, polish
 from dynmo.schedule.automatic._zero_bubble_loops import search
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.generators import make_schedule
 from dynmo.schedule.op import Schedule, to_text, validate
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
-
-TABLE_5 = json.loads((Path(__file__).parents[2] / "facts" / "zero_bubble_table5.json").read_text())[
-    "rows"
-]
-
-
-def reached(timeline: Timeline, objective: Objective) -> float:
-    return timeline.span if objective is Objective.SPAN else timeline.makespan
+from tests.schedule.samples import PUBLISHED, TABLE_5
 
 
 def fits(schedule: Schedule, costs: Costs, caps: Sequence[float]) -> bool:
@@ -55,7 +47,7 @@ def table_5(row: dict) -> tuple[Costs, int, int]:
     return costs, row["ranks"], row["microbatches"]
 
 
-def test_by_eye() -> None:
+def test_memory_of_1f1b_gives_zb_h1_and_twice_gives_no_bubble() -> None:
     # With the memory of 1F1B the schedule is ZB-H1's. With twice as much no rank waits once it has
     # started.
     costs = uniform_costs(3, 1, 1, 1)
@@ -73,10 +65,8 @@ def test_by_eye() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "row", TABLE_5, ids=lambda row: f"{row['model']}-{row['ranks']}x{row['microbatches']}"
-)
-def test_published_cases(row: dict) -> None:
+@pytest.mark.parametrize("row", PUBLISHED)
+def test_bubble_is_at_most_the_published_one(row: dict) -> None:
     costs, p, m = table_5(row)
     for k in (1, 2):
         schedule = automatic(costs, m, caps=[k * p] * p)
@@ -90,7 +80,8 @@ def test_published_cases(row: dict) -> None:
             assert bubble == pytest.approx(bound)
 
 
-def test_better_than_published_where_the_bound_leaves_room() -> None:
+@pytest.mark.matrix
+def test_bubble_beats_the_published_one_if_the_bound_allows() -> None:
     better = room = 0
     for row in TABLE_5:
         costs, p, m = table_5(row)
@@ -107,7 +98,9 @@ def test_better_than_published_where_the_bound_leaves_room() -> None:
 
 
 @given(st.integers(1, 12), st.data())
-def test_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
+def test_schedule_is_optimal_for_few_microbatches_of_equal_times(
+    p: int, data: st.DataObject
+) -> None:
     # The best there is for m <= p, and ZB-H1 misses it where W < F.
     m, f, b = (
         data.draw(st.integers(1, p)),
@@ -118,7 +111,7 @@ def test_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
     costs = uniform_costs(p, f, b, w)
     for objective in Objective if w <= b else (Objective.SPAN,):
         assert (
-            reached(simulate(automatic(costs, m, objective=objective), costs), objective)
+            simulate(automatic(costs, m, objective=objective), costs).length(objective)
             == (m + p - 1) * (f + b) + w
         )
 
@@ -154,9 +147,9 @@ def cases(draw: st.DrawFn) -> tuple[Costs, int, list[float], int]:
     return Costs(tuple(stages), tuple(draw(times) for _ in range(p - 1))), m, caps, first_trainable
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(cases(), st.sampled_from(Objective))
-def test_always_a_schedule_that_fits(
+def test_schedule_is_valid_and_within_caps(
     case: tuple[Costs, int, list[float], int], objective: Objective
 ) -> None:
     costs, m, caps, first_trainable = case
@@ -169,7 +162,7 @@ def test_always_a_schedule_that_fits(
     )
     assert schedule.placement == tuple(range(len(costs.stages)))
     assert fits(schedule, costs, caps)
-    time = reached(simulate(schedule, costs), objective)
+    time = simulate(schedule, costs).length(objective)
     assert lower_bound(costs, m, first_trainable, objective, caps) <= time * (1 + 1e-9)
     # A budget in ops, not in seconds: what is made is always the same, and no worse than what is
     # made by hand.
@@ -186,7 +179,7 @@ def test_always_a_schedule_that_fits(
     ):
         by_hand = make_schedule(name, len(costs.stages), m, first_trainable)
         if fits(by_hand, costs, caps):
-            assert time <= reached(simulate(by_hand, costs), objective) * (1 + 1e-9)
+            assert time <= simulate(by_hand, costs).length(objective) * (1 + 1e-9)
 
 
 def uneven(rng: random.Random) -> tuple[Costs, Costs, int, list[float], int]:
@@ -214,10 +207,10 @@ def uneven(rng: random.Random) -> tuple[Costs, Costs, int, list[float], int]:
     return costs(times), costs([middle] * p), m, caps, first
 
 
-def test_uneven_stages_are_worth_knowing() -> None:
+def test_uneven_costs_give_shorter_schedules_than_mean_costs() -> None:
     rng = random.Random(0)
     spans: list[tuple[float, float]] = []
-    for _ in range(150):
+    for _ in range(40):
         costs, flat, m, caps, first = uneven(rng)
         known, blind = (
             automatic(given, m, caps=caps, first_trainable=first) for given in (costs, flat)
@@ -229,8 +222,8 @@ def test_uneven_stages_are_worth_knowing() -> None:
 
 @pytest.mark.parametrize("p", [1, 5])
 @pytest.mark.parametrize("m", [1, 7])
-@pytest.mark.parametrize("scale", [0.0, 1e-310, 1e-300, 1.0, 1e300])
-def test_any_unit(p: int, m: int, scale: float) -> None:
+@pytest.mark.parametrize("scale", [0.0, 1e-310, 1e300])
+def test_span_scales_with_the_unit_of_time(p: int, m: int, scale: float) -> None:
     costs = uniform_costs(p, scale, scale, scale, scale / 4)
     assert simulate(automatic(costs, m, caps=[2 * p] * p), costs).span == pytest.approx(
         scale
@@ -250,20 +243,20 @@ def test_any_unit(p: int, m: int, scale: float) -> None:
         ({"caps": [1, 2]}, "2 memory limits for 3 stages"),
         (
             {"caps": [9, 0.5, 9]},
-            "one microbatch on stage 1 needs 1, over its limit of 0.5; a limit of 1 would fit",
+            "stage 1 needs 1, over its limit of 0.5",
         ),
         ({"caps": [9, 9, math.nan]}, "stage 2 needs 1, over its limit of nan"),
         ({"caps": [-1, 9, 9]}, "stage 0 needs 1, over its limit of -1"),
     ],
 )
-def test_what_cannot_be_made(keywords: dict, message: str) -> None:
+def test_bad_requests_are_refused(keywords: dict, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         automatic(uniform_costs(3, 1, 1, 1), **{"microbatches": 4, **keywords})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_b_that_takes_memory() -> None:
+def test_memory_that_b_adds_counts() -> None:
     # F takes 1, B another 0.5 before W frees all: 1.5 is needed, and with less than 2.5 one
     # microbatch at a time.
     stage = StageCost(1, 1, 1, 1, 0.5, -1.5)
@@ -282,7 +275,7 @@ def test_a_frozen_prefix_has_no_limit() -> None:
     )
 
 
-def test_makespan_is_an_objective_of_its_own() -> None:
+def test_makespan_and_span_give_different_schedules() -> None:
     def both(costs: Costs, m: int, cap: float) -> list[Timeline]:
         return [
             simulate(
@@ -301,20 +294,20 @@ def test_makespan_is_an_objective_of_its_own() -> None:
     assert by_makespan.makespan == 28 < by_span.makespan
 
 
-def test_effort_is_bounded_in_steps() -> None:
+def test_search_stops_at_its_step_budget() -> None:
     rng = np.random.default_rng(0)
     p, m, budget = 6, 20, 30_000
-    times = [rng.uniform(1, 2, p) for _ in range(4)]
+    times = np.array([rng.uniform(1, 2, p) for _ in range(4)])
     order, starts = np.zeros((p, 3 * m), np.int8), np.array([[0, 100, 0, 1, 2, 99]], np.int64)
     one = np.ones(p)
-    limits, lead = 7 * one, np.zeros(p)
-    _, spent = search(m, *times, one, one / 2, limits, 0, p, True, 0.0, budget, starts, lead, order)
+    problem = tuple(Problem(m, times, 0, p, np.zeros(p), one, one / 2, 7 * one))
+    _, spent = search(problem, True, 0.0, budget, starts, order)
     assert budget < spent <= budget + 5 * 3 * p * m
-    _, replayed = polish(m, np.array(times), one, one / 2, limits, 0, p, lead, 0.0, budget, order)
+    _, replayed = polish(problem, 0.0, budget, order)
     assert budget < replayed <= budget + 5 * 3 * p * m
 
 
-def test_without_a_place_to_keep_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_works_without_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
     def nowhere(signature: str, cache: bool = False) -> object:
@@ -329,7 +322,7 @@ def test_without_a_place_to_keep_compiled_code(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [True, False]
 
 
-def test_another_process_makes_the_same_without_a_word(tmp_path: Path) -> None:
+def test_another_process_makes_the_same_schedule_silently(tmp_path: Path) -> None:
     code = (
         "from dynmo.cost.layer_cost import uniform_costs; from "
         "dynmo.schedule.automatic.zero_bubble import automatic; "

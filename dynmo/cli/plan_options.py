@@ -1,0 +1,225 @@
+"""The options of `dynmo plan`, and the checks that need nothing but them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dynmo.balance.balancers import BALANCERS
+from dynmo.errors import InputError
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import SCHEDULES
+
+if TYPE_CHECKING:
+    from dynmo.cost.profile_file import Profile
+    from dynmo.planner.evaluate import Cost, RecomputeMode
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of `dynmo plan`. None means that an option is not given."""
+
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Costs of the layers (dynmo profile writes them), or a run's folder. Needed.",
+        ),
+    ] = None
+    ranks: Annotated[
+        int | None, typer.Option(metavar="P", help="Pipeline ranks (default: FILE's).")
+    ] = None
+    microbatches: Annotated[
+        int | None, typer.Option(metavar="M", help="Microbatches of a step (default: FILE's).")
+    ] = None
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Instead: search pipeline x replicas on N GPUs (with --global-batch)."
+        ),
+    ] = None
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="B", help="Sequences of a step, over all replicas.")
+    ] = None
+    micro_batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="B1,B2", help="Sizes of microbatches to search (default: near FILE's)."
+        ),
+    ] = None
+    zero: Annotated[
+        int | None,
+        typer.Option(metavar="0|1", help="1: optimizer state divided over the replicas."),
+    ] = None
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES_PER_S", help="Between replicas (default: the slowest link in FILE)."
+        ),
+    ] = None
+    balancer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"One of {', '.join(BALANCERS)} (default: exact)."),
+    ] = None
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help=f"One of {', '.join(SCHEDULES)} (default: FILE's, or zb-h1)."
+        ),
+    ] = None
+    chunks: Annotated[
+        int | None, typer.Option(metavar="V", help="Stages per rank (default: the schedule's own).")
+    ] = None
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="BYTES", help='Most memory of a rank: bytes, or "40GiB".')
+    ] = None
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="WHICH",
+            help="Layers that run F again in B to save memory: none, auto (as few as must) or all.",
+        ),
+    ] = "none"
+    objective: Annotated[
+        Objective,
+        typer.Option(help="What is to be short; makespan where the optimizer is a barrier."),
+    ] = Objective.SPAN
+    cost: Annotated[
+        str, typer.Option(metavar="COST", help="What the balancer goes by: time or parameters.")
+    ] = "time"
+    fewest_ranks: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            min=0.0,
+            help="Instead: compare 1 to P (or N) ranks, and find the fewest on which a step "
+            "takes at most this share longer than on all.",
+        ),
+    ] = None
+    alternatives: Annotated[
+        bool,
+        typer.Option("--alternatives/--no-alternatives", help="What other choices would give."),
+    ] = True
+    megatron: Annotated[
+        bool, typer.Option("--megatron", help="Show the placement as Megatron's layout.")
+    ] = False
+    torchtitan: Annotated[
+        bool, typer.Option("--torchtitan", help="Show it as torchtitan's module lists.")
+    ] = False
+    deepspeed: Annotated[
+        bool, typer.Option("--deepspeed", help="Show it as DeepSpeed's parts.")
+    ] = False
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
+
+    def check_values(self) -> None:
+        """Raises InputError if an option has an unknown value, or `--costs` is missing."""
+        self.balanced_cost()
+        self.costs_path()
+        self.recompute_mode()
+
+    def costs_path(self) -> Path:
+        """Returns the file or folder of the costs. Raises InputError if it is missing."""
+        if self.costs is None:
+            raise InputError(
+                "--costs is missing: a file of costs (dynmo profile writes one), or a run's folder"
+            )
+        return self.costs
+
+    def balanced_cost(self) -> Cost:
+        """Returns what the balancer goes by. Raises InputError if it is unknown."""
+        if self.cost not in ("time", "parameters"):
+            raise InputError(
+                f"--cost {self.cost}: choose one of time, parameters (a file of costs goes to "
+                "--costs)"
+            )
+        return self.cost
+
+    def recompute_mode(self) -> RecomputeMode:
+        """Returns which layers recompute. Raises InputError if it is unknown."""
+        if self.recompute not in ("none", "auto", "all"):
+            raise InputError(f"--recompute {self.recompute}: choose one of none, auto, all")
+        return self.recompute
+
+    def check_combination(self) -> None:
+        """Raises InputError if an option lacks another one that it needs, or excludes it."""
+        if self.gpus is None:
+            for option in ("global_batch", "micro_batch", "zero", "bandwidth"):
+                if getattr(self, option) is not None:
+                    raise InputError(
+                        f"--{option.replace('_', '-')} goes with --gpus, which searches the mesh; "
+                        "add --gpus N"
+                    )
+        elif self.global_batch is None:
+            raise InputError(
+                "--gpus needs --global-batch: how many sequences a step takes, over all replicas"
+            )
+        else:
+            for option in ("ranks", "microbatches"):
+                if getattr(self, option) is not None:
+                    raise InputError(
+                        f"--{option} is what --gpus searches for; leave one of the two out"
+                    )
+        if self.cost != "time" and (self.gpus is not None or self.fewest_ranks is not None):
+            option = "--fewest-ranks" if self.gpus is None else "--gpus"
+            raise InputError(
+                f"--cost {self.cost} does not go with {option}, which compares seconds; leave one "
+                "of the two out"
+            )
+        if self.fewest_ranks is not None and self.exports():
+            raise InputError(
+                f"--{self.exports()[0]} does not go with --fewest-ranks, which makes many plans; "
+                "leave one of the two out"
+            )
+
+    def exports(self) -> list[str]:
+        """Returns the names of the trainers in whose form the plan is wanted."""
+        return [name for name in ("megatron", "torchtitan", "deepspeed") if getattr(self, name)]
+
+    def pipeline(self, profile: Profile) -> tuple[int, int]:
+        """Returns the number of ranks and of microbatches.
+
+        Both are the profile's, unless they are given.
+
+        Raises:
+            InputError: A number is missing, or less than 1.
+        """
+        return (
+            _given(self.ranks, profile.ranks, "--ranks"),
+            _given(self.microbatches, profile.microbatches, "--microbatches"),
+        )
+
+    def schedule_of(self, profile: Profile) -> str:
+        """Returns the name of the schedule. It is the profile's, unless it is given."""
+        return self.schedule or profile.schedule or "zb-h1"
+
+    def memory_limit_bytes(self) -> int | None:
+        """Returns the memory limit in bytes. None means unlimited.
+
+        Raises:
+            InputError: The limit is 0, or not a number of bytes.
+        """
+        if self.memory_limit is None:
+            return None
+        from dynmo.config import parse_bytes
+
+        try:
+            size = parse_bytes(self.memory_limit)
+        except ValueError as error:
+            raise InputError(f"--memory-limit {self.memory_limit}: {error}") from None
+        if not size:
+            raise InputError(
+                "--memory-limit 0: a rank needs some memory; leave the option out for no limit"
+            )
+        return size
+
+
+def _given(value: int | None, recorded: int | None, option: str) -> int:
+    value = recorded if value is None else value
+    if value is None:
+        raise InputError(f"{option} is missing, and the costs file does not say it either")
+    if value < 1:
+        raise InputError(f"{option} {value}: at least 1 is needed")
+    return value

@@ -1,0 +1,223 @@
+"""The folder of a run, `runs/NAME`, which one process at a time makes, resumes or replaces.
+
+An attempt that fails before its first event leaves the folder as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import shutil
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dynmo.errors import ConfigError, InputError, Interrupted
+from dynmo.files import write_whole
+
+if TYPE_CHECKING:
+    from dynmo.config import Config
+
+_logger = logging.getLogger(__name__)
+
+RUNS = Path("runs")
+
+
+@contextlib.contextmanager
+def run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
+    """Prepares runs/NAME.
+
+    The ranks may find the input wrong, or be interrupted, before the run writes its first event.
+    The folder is then restored, so that it does not block the next attempt. A run that --overwrite
+    replaces is deleted only after the first event of the new run, by `forget_replaced`.
+
+    Args:
+        config: Config of the run, with its name.
+        resume: Whether the run must exist and goes on.
+        overwrite: Whether a run of that name is replaced.
+
+    Raises:
+        ConfigError: A run would be lost.
+    """
+    folder = RUNS / config.name
+    with _alone(folder):
+        try:
+            before = _prepare(folder, config, resume, overwrite)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be made ready: {error}") from None
+        events = _size(folder / "events.jsonl")
+        try:
+            yield folder
+        except (InputError, Interrupted, KeyboardInterrupt):
+            if _size(folder / "events.jsonl") == events:
+                before.restore(folder)
+            raise
+
+
+def forget_replaced(folder: Path) -> None:
+    """Deletes the run that this one replaces, if there is one."""
+    shutil.rmtree(_aside(folder), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps other processes from training this run, while it is open.
+
+    Raises:
+        ConfigError: Another process trains the run.
+    """
+    import filelock
+
+    path = folder.with_name(f".{folder.name}.lock")
+    # A process that ends removes its lock file. A process that opened the removed file tries again,
+    # so the timeout is not 0.
+    lock = filelock.FileLock(path, timeout=0.1, poll_interval=0.02)
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock)
+        except filelock.Timeout:
+            raise ConfigError(
+                f"{folder} is being trained by another process; wait until it ends, or choose "
+                "another name"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise ConfigError(f"{folder} cannot be made ready: {error}") from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+# Errors of a file system without locks. Its users must take care themselves.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The content of a run's folder before this attempt.
+
+    Attributes:
+        config: Text of the resumed run's `config.toml`. None if the run is new.
+        replaced: Where the replaced run is now. None if no run is replaced.
+    """
+
+    config: str | None = None
+    replaced: Path | None = None
+
+    def restore(self, folder: Path) -> None:
+        if self.config is not None:
+            write_whole(folder / "config.toml", self.config)
+        else:
+            shutil.rmtree(folder)
+        if self.replaced is not None:
+            self.replaced.rename(folder)
+
+
+def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> _Before:
+    """Makes the folder with the run's config, and returns its content before."""
+    if _aside(folder).exists() and not _size(folder / "events.jsonl"):
+        # An attempt to replace the run failed before its first event.
+        shutil.rmtree(folder, ignore_errors=True)
+        _aside(folder).rename(folder)
+    before = _Before()
+    if resume:
+        recorded = _resumed_config(folder)
+        before = _Before(config=recorded)
+        config = _with_recorded(config, recorded)
+        _tell_changes(recorded, config.to_toml())
+    elif folder.exists():
+        before = _Before(replaced=_set_aside(folder, overwrite))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "config.toml", config.to_toml())
+    except OSError:
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        if before.replaced is not None:
+            before.replaced.rename(folder)
+        raise
+    return before
+
+
+def _resumed_config(folder: Path) -> str:
+    """Returns the text of the config of a run that can be resumed.
+
+    Raises:
+        ConfigError: There is no run, no checkpoint or no readable config.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} does not exist, so there is nothing to resume; leave out --resume"
+        )
+    if not any((folder / "checkpoints").glob("step-*[0-9]")):
+        raise ConfigError(f"{folder} has no checkpoint to resume from; start anew with --overwrite")
+    try:
+        return (folder / "config.toml").read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{folder}/config.toml: not UTF-8 text (byte {error.start}); save it as UTF-8, or "
+            "start anew with --overwrite"
+        ) from None
+
+
+def _set_aside(folder: Path, overwrite: bool) -> Path:
+    """Renames the folder of a run that is replaced, and returns its new path.
+
+    Raises:
+        ConfigError: The folder may not be replaced.
+    """
+    if not overwrite:
+        raise ConfigError(
+            f"{folder} exists; go on with --resume, replace it with --overwrite, or choose "
+            "another name"
+        )
+    if any(folder.iterdir()) and not (folder / "config.toml").is_file():
+        raise ConfigError(
+            f"{folder} does not look like a run (it has no config.toml); --overwrite would "
+            "delete it; choose another name"
+        )
+    if folder.is_symlink():
+        raise OSError("it is a symbolic link")
+    replaced = _aside(folder)
+    shutil.rmtree(replaced, ignore_errors=True)  # left by a run that was killed at its start
+    folder.rename(replaced)
+    return replaced
+
+
+def _with_recorded(config: Config, before: str) -> Config:
+    """Keeps options that the run has measured by itself (`Pruning.dense_below`)."""
+    from dynmo.config import parse, with_options
+
+    # The run's own copy may be edited by hand.
+    with contextlib.suppress(tomllib.TOMLDecodeError, ConfigError):
+        then = parse(tomllib.loads(before)).dynamism.pruning.dense_below
+        if config.dynamism.pruning.dense_below in ("auto", "measured") and isinstance(then, dict):
+            return with_options(config, ("dynamism", "pruning"), {"dense_below": then})
+    return config
+
+
+def _tell_changes(before: str, after: str) -> None:
+    """Reports changed values of a resumed run, because they change its result."""
+    from dynmo.config import without_unused_keys
+    from dynmo.report.comparison import difference_line, differences
+
+    with contextlib.suppress(tomllib.TOMLDecodeError):  # the run's own copy, edited by hand
+        changes = differences(
+            [without_unused_keys(tomllib.loads(text)) for text in (before, after)]
+        )
+        if changes:
+            _logger.warning(f"resumed; {difference_line(changes)}")
+
+
+def _aside(folder: Path) -> Path:
+    """Returns the folder of a run that is being replaced. No run can have this name."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,240 @@
+"""The request of `dynmo schedule`: a schedule's name and shape, and the costs to replay it at.
+
+The costs are equal for all stages, or come from a file. The schedule itself is made in
+`dynmo.schedule`, or read from torch's CSV.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynmo.cli.schedule_options import ScheduleOptions
+from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
+from dynmo.errors import InputError, ScheduleError
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import entry, make_by_hand, placement_of
+from dynmo.schedule.op import Schedule
+
+
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """A schedule, the costs of its stages, and the limits of its ranks.
+
+    Attributes:
+        name: Name of the schedule.
+        microbatches: Microbatches of a step.
+        placement: The rank that holds each stage.
+        costs: Costs of the stages.
+        chunks: Stages per rank. None means the schedule's own number.
+        caps: Most memory of each rank, in the costs' unit.
+        first_trainable: The first stage that is not frozen.
+        objective: The time that the schedule keeps short.
+        read: The schedule, if it was read from a file.
+    """
+
+    name: str
+    microbatches: int
+    placement: tuple[int, ...]
+    costs: Costs
+    chunks: int | None
+    caps: tuple[float, ...]
+    first_trainable: int
+    objective: Objective
+    read: Schedule | None
+
+    @property
+    def ranks(self) -> int:
+        return len(self.caps)
+
+    @property
+    def is_optimized(self) -> bool:
+        """Whether the schedule is made from the costs, with compiled loops."""
+        return self.read is None and entry(self.name).from_costs
+
+    def schedule(self) -> Schedule:
+        """Returns the schedule, as it was read or made."""
+        return self.make(self.name) if self.read is None else self.read
+
+    def make(self, name: str) -> Schedule:
+        """Makes the schedule of a name for this shape and these costs."""
+        if not entry(name).from_costs:  # needs no numba, which takes a while to import
+            return make_by_hand(
+                name, self.ranks, self.microbatches, self.chunks, self.first_trainable
+            )
+        from dynmo.schedule.automatic.make import make
+
+        return make(
+            name,
+            self.ranks,
+            self.microbatches,
+            costs=self.costs,
+            chunks=self.chunks,
+            caps=self.caps,
+            first_trainable=self.first_trainable,
+            objective=self.objective,
+        )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Name and shape of a schedule."""
+
+    name: str
+    microbatches: int
+    placement: tuple[int, ...]
+    read: Schedule | None = None
+
+
+@dataclass(frozen=True)
+class _StageCosts:
+    """Costs of the stages, the first that is not frozen, and the limit of each rank."""
+
+    costs: Costs
+    first_trainable: int
+    caps: tuple[float, ...]
+
+
+def request_of(options: ScheduleOptions) -> ScheduleRequest:
+    """Returns the request of a command line.
+
+    Raises:
+        InputError: An option is wrong, is missing or excludes another one, or a file is wrong.
+    """
+    shape = _named(options) if options.from_torch_csv is None else _read(options)
+    ranks = max(shape.placement) + 1
+    if options.costs is None:
+        costs = _StageCosts(_uniform(shape.placement, options), 0, (math.inf,) * ranks)
+    else:
+        costs = _from_file(options.costs, shape.placement, options)
+    caps, limit = costs.caps, options.memory_limit
+    if limit is not None:
+        if not limit >= 0:
+            raise InputError(f"--memory-limit {limit}: a limit is a number of at least 0")
+        caps = tuple(min(cap, limit) for cap in caps)
+    if shape.read is not None and costs.first_trainable:
+        raise InputError(
+            f"costs file {options.costs}: a frozen prefix, but torch's CSV has a backward of every "
+            "stage; give costs without one"
+        )
+    return ScheduleRequest(
+        shape.name,
+        shape.microbatches,
+        shape.placement,
+        costs.costs,
+        options.chunks,
+        caps,
+        costs.first_trainable,
+        options.objective,
+        shape.read,
+    )
+
+
+# -- name and shape --------------------------------------------------------------------------------
+
+
+def _named(options: ScheduleOptions) -> _Shape:
+    """Returns the shape of a schedule that is to be made."""
+    name, ranks, microbatches = options.name, options.ranks, options.microbatches
+    if name is None or ranks is None or microbatches is None:
+        needed = {"--schedule": name, "--ranks": ranks, "--microbatches": microbatches}
+        missing = next(option for option, value in needed.items() if value is None)
+        raise InputError(
+            f"Missing option '{missing}'; give --schedule, --ranks and --microbatches, or "
+            "--from-torch-csv FILE"
+        )
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(
+            f"--ranks {ranks} --microbatches {microbatches}: at least 1 of each is needed"
+        )
+    return _Shape(name, microbatches, placement_of(name, ranks, options.chunks))
+
+
+def _read(options: ScheduleOptions) -> _Shape:
+    """Returns the schedule of a file, and its shape."""
+    from dynmo.schedule.torch_csv import from_torch_csv
+
+    path = options.from_torch_csv
+    assert path is not None
+    excluded = {
+        "--schedule": options.name,
+        "--ranks": options.ranks,
+        "--microbatches": options.microbatches,
+        "--chunks": options.chunks,
+    }
+    given = next((option for option, value in excluded.items() if value is not None), None)
+    if given is not None:
+        raise InputError(
+            f"{given} and --from-torch-csv both say what the schedule is; use one of them"
+        )
+    try:
+        read = from_torch_csv(path.read_text(encoding="utf-8"), name="torch")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise InputError(f"torch CSV {path}: cannot be read: {reason}") from None
+    except ScheduleError as error:
+        raise ScheduleError(f"torch CSV {path}: {error}") from None
+    return _Shape(read.name, read.microbatches, read.placement, read)
+
+
+# -- costs -----------------------------------------------------------------------------------------
+
+
+def _uniform(placement: tuple[int, ...], options: ScheduleOptions) -> Costs:
+    """Returns equal costs for all stages.
+
+    The times are those of a rank. The stages of a rank share them, and its memory, equally.
+    """
+    tf, tb, tw = options.tf, options.tb, options.tw
+    if tf is None or tb is None or tw is None:
+        raise InputError("no costs: give --tf, --tb and --tw (and --tcomm), or --costs FILE")
+    tcomm = 0.0 if options.tcomm is None else options.tcomm
+    for option, value in {"--tf": tf, "--tb": tb, "--tw": tw, "--tcomm": tcomm}.items():
+        if not math.isfinite(value) or value < 0:
+            raise InputError(f"{option} {value}: a time is a number of at least 0")
+    w_memory = 0.5 if options.w_memory is None else options.w_memory
+    return split_costs(uniform_costs(max(placement) + 1, tf, tb, tw, tcomm, w_memory), placement)
+
+
+def _from_file(path: Path, placement: tuple[int, ...], options: ScheduleOptions) -> _StageCosts:
+    """Returns the costs of a file.
+
+    The file's lists have one number per stage, or one per rank. The stages of a rank then share its
+    number equally.
+    """
+    from dynmo.cost.costs_file import read_costs
+
+    _check_alone(options)
+    w_memory, ranks = options.w_memory, max(placement) + 1
+    file = read_costs(path, ranks, 0.5 if w_memory is None else w_memory, len(placement))
+    if file.has_memory and w_memory is not None:
+        raise InputError(
+            f"--w-memory, but costs file {path} has mem_f, mem_b and mem_w, which say it; use one "
+            "of them"
+        )
+    costs, caps = file.costs, file.caps or (math.inf,) * len(file.costs.stages)
+    if len(placement) == ranks:
+        return _StageCosts(costs, file.first_trainable, caps)
+    if len(costs.stages) == len(placement):
+        together = tuple(
+            sum(cap for cap, holder in zip(caps, placement, strict=True) if holder == rank)
+            for rank in range(ranks)
+        )
+        return _StageCosts(costs, file.first_trainable, together)
+    if file.first_trainable:
+        raise InputError(
+            f"costs file {path}: a frozen prefix and several stages a rank; give one number per "
+            f"stage ({len(placement)})"
+        )
+    return _StageCosts(split_costs(costs, placement), 0, caps)
+
+
+def _check_alone(options: ScheduleOptions) -> None:
+    """Raises InputError if options give times beside a file of costs, or no share of memory."""
+    times = {"--tf": options.tf, "--tb": options.tb, "--tw": options.tw, "--tcomm": options.tcomm}
+    given = [option for option, value in times.items() if value is not None]
+    if given:
+        raise InputError(f"{given[0]} and --costs both give times; use one of them")
+    if options.w_memory is not None and not 0 <= options.w_memory <= 1:
+        raise InputError(f"--w-memory {options.w_memory}: it is a share between 0 and 1")

@@ -1,0 +1,184 @@
+"""Compares the summaries and the configs of several runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from dynmo.report.summary import Summary, cut_phases
+
+# Number of steps after the first that are enough for a median. Largest relative difference of such
+# medians on a quiet machine.
+_ENOUGH, _NOISE = 4, 0.1
+
+_SHOWN = 12  # keys that differ
+
+
+def aligned(runs: Sequence[Summary]) -> list[Summary]:
+    """Cuts the phases of each run wherever the work of any run changed.
+
+    A comparison of phases is then one of the same steps.
+    """
+    changed = {step for run in runs for step in run.changed}
+    return [replace(run, phases=cut_phases(run.done, changed)) for run in runs]
+
+
+def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
+    """Returns a column per run, each compared with the first.
+
+    Args:
+        runs: Name and summary of each run. The summaries are from `aligned`.
+    """
+    table = Table(title="Runs compared", title_justify="left")
+    table.add_column("")
+    for name, _ in runs:
+        table.add_column(name, justify="right", overflow="fold")
+    summaries = [run for _, run in runs]
+    first, last = summaries[0], summaries[0].phases[-1].seconds
+    even = len({run.steps for run in summaries}) == 1
+    changed = {step for run in summaries for step in run.changed}
+
+    def since(run: Summary) -> int:
+        """Returns the step from which on the work did not change any more."""
+        return max(
+            (step for step in changed if step <= run.done[-1].step), default=run.done[0].step
+        )
+
+    rows: dict[str, Callable[[Summary], str]] = {
+        "steps": lambda run: str(run.steps),
+        "seconds, all steps": lambda run: f"{run.seconds:.1f}",
+        "seconds, whole run": lambda run: (
+            "-" if run.run_seconds is None else f"{run.run_seconds:.1f}"
+        ),
+        "measure + decide + move": lambda run: (
+            "-" if (balancing := _balancing(run)) is None else f"{balancing:.2f}"
+        ),
+        "speed-up" if even else "speed-up, per step": lambda run: _speed_up(first, run),
+        "ranks on average": lambda run: "-" if run.ranks is None else f"{run.ranks.mean:.1f}",
+        "last phase: s/step": lambda run: f"{run.phases[-1].seconds:.3f}",
+        # The last phases of runs of unequal length may be of other work.
+        "last phase: speed-up": lambda run: (
+            f"x{last / run.phases[-1].seconds:.2f}" if since(run) == since(first) else "-"
+        ),
+        "last phase: idle": lambda run: f"{run.phases[-1].idle_ratio:.1%}",
+        "loss": lambda run: "-" if run.loss is None else f"{run.loss:.6f}",
+        "held-out loss": lambda run: "-" if run.held_out is None else f"{run.held_out:.6f}",
+        "weights": lambda run: "-" if run.digest is None else run.digest[:12],
+        "buffers": lambda run: "-" if run.buffers_digest is None else run.buffers_digest[:12],
+    }
+    for heading, cell in rows.items():
+        table.add_row(heading, *map(cell, summaries))
+    return table
+
+
+def _balancing(run: Summary) -> float | None:
+    """Returns the seconds of balancing, moves or not."""
+    parts = [
+        x for x in (run.measure_seconds, run.decide_seconds, run.move_seconds) if x is not None
+    ]
+    return sum(parts) if parts else None
+
+
+def _speed_up(first: Summary, run: Summary) -> str:
+    """Returns the speed-up of the whole runs.
+
+    If the seconds of a whole run are unknown, it is the speed-up of the steps, and the text says
+    so.
+    """
+    if first.run_seconds is None or run.run_seconds is None:
+        return f"x{first.seconds / first.steps * run.steps / run.seconds:.2f} (steps)"
+    return f"x{first.run_seconds / first.steps * run.steps / run.run_seconds:.2f}"
+
+
+def noise(
+    runs: Sequence[tuple[str, Summary]], differ: Mapping[str, Sequence[Any]] | None
+) -> str | None:
+    """Says if the machine was not equally fast for all runs.
+
+    It compares the steps that did the same work in all runs. These are the steps before the work or
+    the placement of any run changed. The first step is left out, because it warms up.
+
+    Args:
+        runs: Name and summary of each run.
+        differ: Keys of the configuration that differ, with their values. The runs compare only if
+            these are keys of `[balance]`. None means that they are unknown.
+
+    Returns:
+        A line. None if the machine was equally fast, or the runs do not compare.
+    """
+    starts = {(run.done[0].step, run.done[0].layers, run.done[0].frozen) for _, run in runs}
+    first, last = runs[0][1].done[0].step, min(run.phases[0].last for _, run in runs)
+    if (
+        len(starts) > 1
+        or last - first < _ENOUGH
+        or differ is None
+        or any(not key.startswith("balance.") for key in differ)
+    ):
+        return None
+    seconds = [
+        median(step.seconds for step in run.done if first < step.step <= last) for _, run in runs
+    ]
+    if max(seconds) <= (1 + _NOISE) * min(seconds):
+        return None
+    took = " and ".join(f"{x:.3f}" for x in seconds)
+    return (
+        f"from step {first + 1} to {last} all did the same work, at {took} s a step: the machine "
+        "was not alike, and nor are the speed-ups; compare runs of a quieter one"
+    )
+
+
+def verdict(runs: Sequence[tuple[str, Summary]]) -> str:
+    """Says in one line whether the numbers are the same."""
+    digests = {run.digest for _, run in runs}
+    if None in digests:
+        return "a run has not ended: its weights cannot be compared"
+    if len(digests) > 1 or len({run.loss for _, run in runs}) > 1:
+        return "the runs ended with different weights"
+    buffers = {run.buffers_digest for _, run in runs}
+    if len(buffers - {None}) > 1:
+        return (
+            "same loss and same weights, but different buffers (running statistics, say): "
+            "held-out losses may differ"
+        )
+    same = "same loss and same weights, to the last bit"
+    return same if None in buffers else f"{same}, buffers included"
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Returns the keys, as SECTION.KEY, in which the configs of runs differ.
+
+    Each key has the value of each run. None means that it is not set. The name of a run is left
+    out.
+    """
+    flat = [_flat(config) for config in configs]
+    keys = sorted({key for config in flat for key in config} - {"name"})
+    values = {key: [config.get(key) for config in flat] for key in keys}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        out |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
+    return out
+
+
+def difference_line(changes: Mapping[str, Sequence[Any]]) -> str:
+    shown = [
+        f"{key} ({', '.join('not set' if value is None else str(value) for value in values)})"
+        for key, values in changes.items()
+    ]
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return (
+        f"the configs differ in {', '.join(shown[:_SHOWN])}{more}"
+        if shown
+        else "the configs are the same"
+    )

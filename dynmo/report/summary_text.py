@@ -1,0 +1,149 @@
+"""Shows the summary of a run: a table of its phases, and lines about its events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from dynmo.events import (
+    ChangeEvent,
+    PostValidationEvent,
+    ReshapeEvent,
+    ResizeEvent,
+    RollbackEvent,
+    SkippedEvent,
+)
+from dynmo.report.rank_lines import account_text, rank_text
+from dynmo.report.summary import Changes, Summary
+from dynmo.report.token_lines import evaluation_text, tokens_text
+
+_SHOWN = 12  # events of a case that get a line each, and phases at either end
+
+
+def phase_table(summary: Summary) -> Table:
+    """Returns a row per phase, with the change and its effect on the step time."""
+    table = Table(title="Measured, phase by phase (medians)", title_justify="left")
+    for heading in (
+        "steps",
+        "layers per rank",
+        "frozen",
+        "s/step",
+        "tokens/s",
+        "idle",
+        "imbalance",
+    ):
+        table.add_column(
+            heading,
+            justify="left" if heading in ("steps", "layers per rank") else "right",
+            overflow="fold",
+        )
+    left_out = len(summary.phases) - 2 * _SHOWN
+    for number, phase in enumerate(summary.phases):
+        if number == _SHOWN and left_out > 0:
+            table.add_row("...", f"{left_out} phases more (--json)", *[""] * 5)
+        if _SHOWN <= number < _SHOWN + left_out:
+            continue
+        table.add_row(
+            f"{phase.first}-{phase.last}",
+            layers_text(phase.layers),
+            str(phase.frozen),
+            f"{phase.seconds:.3f}",
+            f"{phase.tokens_per_s:,.0f}",
+            f"{phase.idle_ratio:.1%}",
+            f"{phase.imbalance:.2f}",
+        )
+    return table
+
+
+def event_lines(summary: Summary) -> list[str]:
+    """Returns lines about the events between the steps, in order.
+
+    They are changes of the cases, moves of layers, and steps that did not count.
+    """
+    steps = (event.step for event in summary.rebalances)
+    lines = [
+        *zip(steps, rebalance_lines(summary), strict=True),
+        *_change_lines(summary),
+        *_rank_lines(summary),
+    ]
+    tokens, evaluation = summary.tokens, summary.evaluation
+    if tokens is not None:
+        lines.append((tokens.step, f"step {tokens.step}: {tokens_text(tokens)}"))
+    if evaluation is not None and evaluation.dense_loss is not None:
+        lines.append((evaluation.step, f"step {evaluation.step}: {evaluation_text(evaluation)}"))
+    return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
+
+
+def _change_lines(summary: Summary) -> list[tuple[int, str]]:
+    """Returns step and line of each change. Changes of a kind beyond the first share a line."""
+    by_kind: dict[str, list[tuple[int, str]]] = {}
+    for event in summary.changes:
+        kind, what = _change(event)
+        by_kind.setdefault(kind, []).append((event.step, f"step {event.step}: {what}"))
+    lines: list[tuple[int, str]] = []
+    for kind, entries in by_kind.items():
+        lines += entries[:_SHOWN]
+        if len(entries) > _SHOWN:
+            step, more = entries[_SHOWN][0], len(entries) - _SHOWN
+            lines.append((step, f"step {step} on: {kind} {more} times more (events.jsonl)"))
+    return lines
+
+
+def _change(event: Changes) -> tuple[str, str]:
+    """Returns the kind of a change, and what has changed."""
+    match event:
+        case ChangeEvent():
+            return event.case, f"{event.case}: {event.what}"
+        case ReshapeEvent():
+            source, target = (f"{mesh[0]} x {mesh[1]}" for mesh in (event.source, event.target))
+            return "reshape", f"reshaped {source} to {target}, layers {layers_text(event.layers)}"
+        case SkippedEvent():
+            return "skipped", (
+                f"skipped: gradients overflowed at a loss scale of {event.loss_scale:g}"
+            )
+        case RollbackEvent():
+            return "rollback", f"taken back: {event.what}"
+        case PostValidationEvent():
+            return "post-validation", (
+                f"post-validation {'on' if event.on else 'off'}: {event.reason}"
+            )
+
+
+def _rank_lines(summary: Summary) -> list[tuple[int, str]]:
+    """Returns step and line of each event of the ranks, and of their account."""
+    measured = {result.id: result.measured_gain for result in summary.results}
+    lines: list[tuple[int, str]] = []
+    for event in summary.rank_events:
+        gain = measured.get(event.id) if isinstance(event, ResizeEvent) else None
+        lines.append((event.step, f"step {event.step}: {rank_text(event, gain)}"))
+    if summary.ranks is not None:
+        lines.append((summary.done[-1].step, account_text(summary.ranks)))
+    return lines
+
+
+def rebalance_lines(summary: Summary) -> list[str]:
+    """Returns one line per move, with its predicted and its measured gain."""
+    measured = {result.id: result.measured_gain for result in summary.results}
+    lines: list[str] = []
+    for event in summary.rebalances:
+        line = (
+            f"step {event.step}: moved {layers_text(event.source)} to {layers_text(event.target)}"
+        )
+        line += (
+            f" ({event.moved_bytes / 2**20:.1f} MiB in {event.seconds * 1000:.0f} ms): static to "
+            "balanced x"
+        )
+        line += (
+            f"{1 / (1 - event.predicted_gain):.2f} predicted"
+            if event.predicted_gain < 1
+            else "inf predicted"
+        )
+        if event.id in measured:
+            line += f", x{1 / (1 - measured[event.id]):.2f} measured"
+        lines.append(line)
+    return lines
+
+
+def layers_text(layers: Sequence[int]) -> str:
+    return "+".join(map(str, layers))

@@ -1,0 +1,280 @@
+"""The receiving end of a channel (`channels.py`).
+
+It keeps receives posted ahead of the ops that take the messages.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynmo.errors import DynmoError, WaitTimeout
+from dynmo.runtime.comm.device_waits import POLL, WaitLimit
+from dynmo.runtime.comm.headers import LEAD, Spec, decode, on_wire, rest_of
+from dynmo.runtime.comm.tags import TAG_HEADERS, key_of, tag_of
+from dynmo.runtime.comm.worker import Worker
+from dynmo.runtime.comm.world import World
+from dynmo.schedule.lowering import Channel, describe
+from dynmo.schedule.memory import POSTED_AHEAD, posted
+
+# A posted receive on CUDA is a kernel that spins on the device until its message is there.
+_POSTED_ON_CUDA = 1
+
+
+def posted_ahead(world: World, depth: int, varying: bool) -> int:
+    """Returns how many messages may land before they are asked for.
+
+    Messages of varying shape land when they are taken.
+
+    Args:
+        world: World of this rank.
+        depth: Most messages under way.
+        varying: Whether shapes vary.
+    """
+    return 0 if varying else min(_POSTED_ON_CUDA if world.enqueues else POSTED_AHEAD, depth - 1)
+
+
+Posted = tuple[tuple[Tensor, ...], list[dist.Work]]
+
+
+class Inbox:
+    """The receiving end of a channel.
+
+    Args:
+        world: World of this rank.
+        channel: The channel.
+        varying: Whether shapes vary, so that every message has a header.
+        depth: Most messages under way.
+        poster: Posts the receives.
+        watcher: Waits for messages while the rank computes.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        channel: Channel,
+        varying: bool,
+        depth: int,
+        poster: Worker,
+        watcher: Worker,
+    ) -> None:
+        self._world, self.channel, self._varying, self._poster, self._watcher = (
+            world,
+            channel,
+            varying,
+            poster,
+            watcher,
+        )
+        # A header that has landed does not mean that its message has.
+        self._ahead = POSTED_AHEAD if varying else posted_ahead(world, depth, varying)
+        self._depth = depth
+        self._spec: Spec | None = None
+        self._unposted = self._open = self._messages = 0
+        self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+        # The next message, once `arrived` has asked for it. On CPU the event is set when the
+        # message is here or will not come.
+        self._due: Posted | None = None
+        self._here: threading.Event | None = None
+
+    def open(self, messages: int) -> None:
+        """Begins a step.
+
+        Args:
+            messages: Number of messages that the step will bring.
+        """
+        assert not self._open, "messages of an earlier step were not taken"
+        self._unposted = self._messages = messages
+        self._post(self._window())
+
+    def rewind(self, sent: int, taken: int) -> None:
+        """Begins the step again. As many messages as were sent will come again.
+
+        Takes and drops the messages that were sent and not yet taken.
+
+        Args:
+            sent: Number of messages that the peer has sent.
+            taken: Number of messages that were taken here.
+        """
+        for microbatch in range(taken, sent):
+            self.take(microbatch)
+        self._unposted += sent
+        self._post(self._window())
+
+    def _window(self) -> int:
+        """Returns how many receives to keep posted.
+
+        All of a step's if nothing limits them and they are small. Then none is posted later.
+        """
+        if self._spec is None or self._varying or self._world.enqueues:
+            return self._ahead
+        return posted(
+            self._messages,
+            sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._spec),
+            self._depth,
+        )
+
+    def _post(self, count: int) -> None:
+        """Posts receives until `count` are open."""
+        if self._spec is None and not self._varying:
+            return
+        while self._unposted and self._open < count:
+            self._unposted -= 1
+            self._open += 1
+            self._poster.submit(self._post_one)
+
+    def _post_one(self) -> None:
+        if self._varying:
+            buffers: tuple[Tensor, ...] = (torch.zeros(LEAD, dtype=torch.int64),)
+        else:
+            assert self._spec is not None
+            buffers = tuple(
+                torch.empty(shape, dtype=dtype, device=self._world.device)
+                for dtype, shape in self._spec
+            )
+        self._posted.put((buffers, self._receive(buffers, header=self._varying)))
+
+    def _receive(self, buffers: tuple[Tensor, ...], header: bool = False) -> list[dist.Work]:
+        channel = self.channel
+        tag = tag_of(channel) + header * TAG_HEADERS
+        return [
+            self._world.receive(on_wire(b), channel.source, tag, key_of(channel))
+            for b in buffers
+            if b.numel()
+        ]
+
+    def _wait(self, works: list[dist.Work], microbatch: int) -> None:
+        for work in works:
+            self._world.wait(
+                work,
+                self.channel.source,
+                f"the {self.channel.direction} of microbatch {microbatch}",
+            )
+
+    def _next_posted(self, timeout: float) -> Posted:
+        """Returns the next posted receive.
+
+        Raises queue.Empty if the poster is late or has failed.
+        """
+        self._post(1)
+        end = time.perf_counter() + timeout
+        while True:
+            try:
+                posted = self._posted.get(timeout=min(0.05, timeout))
+                break
+            except queue.Empty:
+                if self._poster.error is not None or time.perf_counter() >= end:
+                    raise
+        self._open -= 1
+        # Post before the wait, so that the work is done while the message is on its way.
+        self._post(self._window())
+        return posted
+
+    def _land(self, microbatch: int) -> tuple[Tensor, ...]:
+        """Returns the buffers of the next posted receive, once they are filled."""
+        try:
+            buffers, works = self._due or self._next_posted(self._world.timeout)
+        except queue.Empty:
+            raise self._poster.error or self._late("its own receives") from None
+        here, self._due, self._here = self._here, None, None
+        if here is None:
+            self._wait(works, microbatch)
+        # The watcher's own wait has a shorter limit and a better message, so it fails first.
+        elif not here.wait(self._world.timeout + 5) or self._watcher.error is not None:
+            raise self._watcher.error or self._late(
+                f"its own watcher of the {self.channel.direction} of microbatch {microbatch}"
+            )
+        return buffers
+
+    def _late(self, what: str) -> WaitTimeout:
+        me = self._world.rank
+        return WaitTimeout(
+            f"{self._world.describe_rank(me)} waited {self._world.timeout:g} s for {what}",
+            [self._world.global_rank(me)],
+        )
+
+    def arrived(self, microbatch: int, timeout: float) -> bool:
+        """Returns whether the next message is here, or comes within `timeout` seconds.
+
+        Returns True if there is no telling: for the first message of a channel, whose shapes are
+        not known. For a channel of varying shapes, returns whether the header is here. On CUDA the
+        timeout counts from when the device has nothing left to do: until then nobody waits.
+
+        Args:
+            microbatch: Microbatch of the message.
+            timeout: Seconds to wait.
+        """
+        if self._spec is None and not self._varying:
+            return True
+        if self._due is None:
+            try:
+                self._due = self._next_posted(timeout)
+            except queue.Empty:
+                return False
+            if not self._world.enqueues or self._varying:
+                self._here = threading.Event()
+                self._watcher.submit(partial(self._watch, self._due[1], microbatch, self._here))
+        if self._here is not None:
+            return self._here.wait(timeout)
+        return _filled(self._world, self._due[1], timeout)
+
+    def _watch(self, works: list[dist.Work], microbatch: int, here: threading.Event) -> None:
+        try:
+            self._wait(works, microbatch)
+        except DynmoError as error:
+            self._watcher.error = error  # before the event, so that the waiting thread sees it
+            raise
+        finally:
+            works.clear()  # or this thread would keep the message until the next
+            here.set()
+
+    def take(self, microbatch: int) -> tuple[Tensor, ...]:
+        """Returns the next message, which is the one of `microbatch`."""
+        if self._varying:
+            (lead,) = self._land(microbatch)
+            buffers = tuple(
+                torch.empty(shape, dtype=dtype, device=self._world.device)
+                for dtype, shape in self._read(lead, microbatch)
+            )
+            self._wait(self._receive(buffers), microbatch)
+        else:
+            if self._spec is None:
+                lead = torch.zeros(LEAD, dtype=torch.int64)
+                self._wait(self._receive((lead,), header=True), microbatch)
+                self._spec = self._read(lead, microbatch)
+            buffers = self._land(microbatch)
+        return buffers
+
+    def _read(self, lead: Tensor, microbatch: int) -> Spec:
+        """Returns the spec that the header announces.
+
+        The rest of the header, if any, comes before the message's tensors, in one sequence with
+        them.
+        """
+        what = describe(self.channel)
+        rest = rest_of(lead, what)
+        if rest is None:
+            return decode((lead,), self._world.device, what)
+        self._wait(self._receive((rest,)), microbatch)
+        return decode((lead, rest), self._world.device, what)
+
+
+def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
+    """Returns whether the receives are filled within `seconds` of an idle stream.
+
+    The seconds count from when the stream has run dry. It only asks: nothing is held up on the
+    device.
+    """
+    timeout = WaitLimit(world.device, seconds)
+    while not all(work.is_completed() for work in works):
+        if timeout.over():
+            return False
+        world.look()
+        time.sleep(POLL)
+    return True

@@ -1,0 +1,180 @@
+"""The sending end of a channel (`channels.py`).
+
+It bounds the messages that are under way, and holds their tensors until the peer has them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dynmo.errors import DynmoError, RunError, WaitTimeout
+from dynmo.runtime.comm.device_waits import POLL, WaitLimit
+from dynmo.runtime.comm.headers import Spec, encode, on_wire, spec_of
+from dynmo.runtime.comm.inbox import posted_ahead
+from dynmo.runtime.comm.tags import TAG_HEADERS, key_of, tag_of
+from dynmo.runtime.comm.worker import Worker
+from dynmo.runtime.comm.world import World
+from dynmo.schedule.lowering import Channel, describe
+
+
+class Enqueued(NamedTuple):
+    """CUDA: a message under way.
+
+    Its header, if it has one, is gloo's. gloo never reports a work as completed before the wait.
+    """
+
+    header: list[dist.Work]
+    works: list[dist.Work]
+    tensors: list[Tensor]
+
+
+class Outbox:
+    """The sending end of a channel.
+
+    It holds a message's tensors until the peer has them.
+
+    Args:
+        world: World of this rank.
+        channel: The channel.
+        varying: Whether shapes vary, so that every message has a header.
+        depth: Most messages under way.
+    """
+
+    def __init__(self, world: World, channel: Channel, varying: bool, depth: int) -> None:
+        self._world, self.channel, self._varying = world, channel, varying
+        self._spec: Spec | None = None
+        threaded = not world.enqueues
+        self.worker = Worker(f"outbox {channel.source}-{channel.target}", threaded)
+        # CUDA: waiting for a send in place would hold up the compute stream.
+        self._enqueued: deque[Enqueued] = deque()
+        # Number of messages that may be here and not yet with the peer. The rest of the depth is
+        # posted by the peer.
+        self._depth = depth - posted_ahead(world, depth, varying)
+        self._room = threading.BoundedSemaphore(self._depth)
+        self._threaded = threaded
+
+    def put(self, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
+        """Sends a message. Waits if the channel is full.
+
+        Args:
+            microbatch: Microbatch of the message.
+            tensors: The message. They must not change until the peer has them.
+
+        Raises:
+            RunError: The shapes changed, and the channel is not one of varying shapes.
+            WaitTimeout: The peer did not make room in time.
+        """
+        spec = spec_of(tensors)
+        header: tuple[Tensor, ...] = ()
+        if self._varying or self._spec is None:
+            header = encode(spec)
+            self._spec = spec
+        elif spec != self._spec:
+            raise RunError(
+                f"{describe(self.channel)} changed shape from {self._spec} to {spec} at microbatch "
+                f"{microbatch}; "
+                "pad the tensors, or give the layer that hands them on the attribute "
+                "varying_shapes = True"
+            )
+        self._acquire(microbatch)
+        self.worker.submit(lambda: self._send(microbatch, header, tensors))
+
+    def _send(
+        self, microbatch: int, header: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
+    ) -> None:
+        channel, tag, key = self.channel, tag_of(self.channel), key_of(self.channel)
+        parts = [
+            on_wire(tensor if tensor.is_contiguous() else tensor.detach().contiguous())
+            for tensor in tensors
+        ]
+        try:
+            head = [
+                self._world.send(lead, channel.target, tag + TAG_HEADERS, key)
+                for lead in header[:1]
+            ]
+            head += [self._world.send(rest, channel.target, tag, key) for rest in header[1:]]
+            works = [
+                self._world.send(part, channel.target, tag, key) for part in parts if part.numel()
+            ]
+            if not self._threaded:
+                self._enqueued.append(Enqueued(head, works, [*parts, *header]))
+                self._release_done()
+                return
+            for work in (*head, *works):
+                self._world.wait(
+                    work,
+                    channel.target,
+                    f"room to send the {channel.direction} of microbatch {microbatch}",
+                )
+        except DynmoError as error:
+            self.worker.error = error  # before the place is free, so that who takes it sees it
+            self._room.release()
+            raise
+        self._room.release()
+
+    def _release_done(self) -> bool:
+        """CUDA: frees the places of messages that the peer has.
+
+        Returns whether there were any.
+        """
+        before = len(self._enqueued)
+        while self._enqueued and all(work.is_completed() for work in self._enqueued[0].works):
+            # The peer read the header before it could receive the message behind it.
+            for header in self._enqueued.popleft().header:
+                self._world.wait(
+                    header,
+                    self.channel.target,
+                    f"the header of the {self.channel.direction} to be read",
+                )
+            self._room.release()
+        return len(self._enqueued) < before
+
+    def _acquire(self, microbatch: int) -> None:
+        """Waits for a place in the channel's depth.
+
+        The worker's own wait has a shorter limit and a better message, so it fails first.
+        """
+        taken = False
+        if self.worker.error is None:
+            taken = (
+                self._room.acquire(timeout=self._world.timeout + 5)
+                if self._threaded
+                else self._acquire_enqueued()
+            )
+        if not taken or self.worker.error is not None:
+            raise self.worker.error or WaitTimeout(
+                f"{self._world.describe_rank(self._world.rank)} waited {self._world.timeout:g} s "
+                f"for {self._world.describe_rank(self.channel.target)}: "
+                f"room to send the {self.channel.direction} of microbatch {microbatch}",
+                [self._world.global_rank(self.channel.target)],
+            )
+
+    def _acquire_enqueued(self) -> bool:
+        """CUDA: waits for a place by asking again and again.
+
+        Only this thread can find out that a send is done. The host may be a step ahead of the
+        device. Time therefore counts only while the device is idle and nothing comes through.
+        """
+        timeout = WaitLimit(self._world.device, self._world.timeout)
+        while not self._room.acquire(blocking=False):
+            if self._release_done():
+                timeout.renew()
+            elif timeout.over():
+                return False
+            else:
+                self._world.look()
+                time.sleep(POLL)
+        return True
+
+    def flush(self) -> None:
+        """Waits until the peer has taken every message."""
+        for _ in range(self._depth):
+            self._acquire(-1)
+        for _ in range(self._depth):
+            self._room.release()

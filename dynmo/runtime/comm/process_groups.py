@@ -1,0 +1,137 @@
+"""Forms torch's process groups. Ranks that do not come are named.
+
+`World` keeps the groups and passes messages through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynmo.errors import RankDied, WaitTimeout
+from dynmo.kernels.torch_private import restart_group_names, set_group_timeout
+from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
+from dynmo.runtime.comm.store import claim, find_missing
+
+# NCCL counts its limit from when work is enqueued, which may be a step ahead of the device. It then
+# ends the process. So its limit is lifted, and `World.look` and `World.settle` keep the real one.
+_NEVER = timedelta(days=30)
+
+
+def backend_of(enqueues: bool) -> str:
+    """Returns torch's name of the backends of all ranks' group.
+
+    Args:
+        enqueues: Whether CUDA tensors travel by NCCL.
+    """
+    return "cpu:gloo,cuda:nccl" if enqueues else "gloo"
+
+
+def form_default_group(
+    store: dist.Store, rank: int, size: int, *, backend: str, timeout: float, join_timeout: float
+) -> Any:
+    """Makes torch's default group. All its ranks call it.
+
+    Args:
+        store: Shared by the ranks, and used by no other meeting.
+        rank: This rank's number.
+        size: Number of ranks.
+        backend: Torch's name of the backends.
+        timeout: Limit of every wait in the group, in seconds.
+        join_timeout: Seconds until all ranks must have come.
+
+    Returns:
+        The group, once all ranks are in it.
+
+    Raises:
+        WaitTimeout: A rank did not come in time. The message names it.
+        RankDied: A rank came and is gone again.
+    """
+    limit = timedelta(seconds=timeout)
+    claim(store, rank, join_timeout)
+    waited = min(join_timeout, timeout)
+    try:
+        if join_timeout < timeout:
+            store.wait([f"here/{r}" for r in range(size)], timedelta(seconds=join_timeout))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        # A rank that fails at once and leaves would break the connections that others are still
+        # making.
+        store.set(f"joined/{rank}", "1")
+        store.wait([f"joined/{other}" for other in range(size)], limit)
+    except RuntimeError as error:
+        leave_default_group()
+        absent = find_missing(store, [f"here/{other}" for other in range(size)])
+        if absent or LATE.search(first_line(error)):
+            late = f"rank {rank} waited {waited:g} s for {ranks_text(absent)} to join"
+            raise WaitTimeout(f"{late}; started with too few ranks?", absent) from None
+        # All came, and one is gone again.
+        raise RankDied(f"rank {rank} could not form a group of {size}: {reason(error)}") from None
+    return dist.group.WORLD
+
+
+def form_group_within(ranks: Sequence[int], *, backend: str, timeout: float) -> Any:
+    """Makes a group of ranks of a program's own process groups. Only these ranks call it.
+
+    Args:
+        ranks: Ranks of torch's default group, in ascending order. This rank is one of them.
+        backend: Torch's name of the backends.
+        timeout: Limit of every wait, in seconds.
+
+    Raises:
+        WaitTimeout: A rank did not call in time.
+        RankDied: A rank ended meanwhile.
+    """
+    rank, what = (
+        ranks.index(dist.get_rank()),
+        f"ranks {', '.join(map(str, ranks))} of the process group",
+    )
+    try:
+        return new_group(ranks, timeout, backend, len(ranks))
+    except RuntimeError as error:
+        if LATE.search(first_line(error)):
+            raise WaitTimeout(
+                f"rank {rank} waited {timeout:g} s for {what} to call dynmo.init"
+            ) from None
+        raise RankDied(f"rank {rank} could not form a group of {what}: {reason(error)}") from None
+
+
+def new_group(ranks: Sequence[int], timeout: float, backend: str | None, callers: int) -> Any:
+    """Makes a process group of ranks of torch's default group.
+
+    Args:
+        ranks: Their numbers in the default group.
+        timeout: Limit of every wait, in seconds.
+        backend: Torch's name of the backends. None means those of the default group.
+        callers: Number of ranks that make it together.
+    """
+    # torch names a group by a count that all ranks share. Or it takes the group's ranks and a count
+    # of this rank's groups.
+    own_name = callers < dist.get_world_size()
+    return dist.new_group(
+        list(ranks), timedelta(seconds=timeout), backend, use_local_synchronization=own_name
+    )
+
+
+def lift_limit(group: Any, device: torch.device) -> None:
+    """Lifts the limit of NCCL alone. gloo's waits keep theirs.
+
+    Args:
+        group: The process group.
+        device: Device of this rank.
+    """
+    set_group_timeout(group, device, _NEVER)
+
+
+def leave_default_group() -> None:
+    """Ends the default group, if there is one.
+
+    torch names groups by a count, which must be the same on all ranks when they meet again. The
+    count starts anew when a group ends, but not when a group could not be formed.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    restart_group_names()

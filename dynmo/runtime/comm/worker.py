@@ -1,0 +1,56 @@
+"""A thread that does one kind of work beside the rank's own thread.
+
+Channels, the reducer of gradients and the profiler each have some.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from dynmo.errors import DynmoError, RunError
+
+
+class Worker:
+    """A thread that runs submitted work in order.
+
+    Args:
+        name: Name of the thread.
+        threaded: Whether there is a thread. Otherwise `submit` runs the work in place.
+    """
+
+    def __init__(self, name: str, threaded: bool) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = (
+            threading.Thread(target=self._serve, name=name, daemon=True) if threaded else None
+        )
+        self.error: DynmoError | None = None
+        if self._thread is not None:
+            self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            work()
+        else:
+            self._queue.put(work)
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                if self.error is None:
+                    work()
+            except DynmoError as error:
+                self.error = error
+            except Exception as error:
+                self.error = RunError(f"{self._name}: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Ends the thread once all submitted work is done.
+
+        The wait for it is short: after a failure the work may never be done.
+        """
+        self._queue.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=0.5)

@@ -1,0 +1,50 @@
+"""Options of the layers that a rank holds, and of the work that replicas share.
+
+`LayerStore` takes both. The optimizer's own settings are in `runtime/optim/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """How the layers of a run compute.
+
+    Attributes:
+        dtype: Precision that the layers compute in.
+        seed: Seed of the layers' random numbers while training.
+        compiles: Whether torch.compile runs the layers.
+        cache_bytes: Host memory of each rank for the outputs of a frozen prefix. Steps and
+            evaluations must then get the keys of their microbatches.
+    """
+
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    compiles: bool = False
+    cache_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """What the replicas of a stage share, and in which groups gradients are summed.
+
+    Attributes:
+        accumulation_groups: Number of groups in which the gradients of all pipelines' microbatches
+            are summed. None means one group per replica.
+        zero: 1 shares the optimizer's state over the replicas (ZeRO-1). 0 shares nothing.
+        expert: Number of replicas that share one set of experts.
+        replicates: Whether a reshape may make replicas later.
+    """
+
+    accumulation_groups: int | None = None
+    zero: int = 0
+    expert: int = 1
+    replicates: bool = False
+
+    def groups(self, replicas: int) -> int:
+        """Returns the number of accumulation groups of a mesh that starts with these replicas."""
+        return self.accumulation_groups or replicas

@@ -1,0 +1,97 @@
+"""Rank 0's record of a run: its events, its config as it is now, and the costs of its layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dynmo.config import Config, with_options
+from dynmo.cost import profile_file
+from dynmo.cost.profile_file import Profile
+from dynmo.errors import InputError
+from dynmo.events import Event, EventLog
+from dynmo.files import write_whole
+
+_logger = logging.getLogger(__name__)
+
+Listener = Callable[[Event], None]
+
+
+class RunLog:
+    """Writes the files of a run that grow or change while it trains.
+
+    Every rank has one, so that all ranks run the same code. Only rank 0's is given a folder and a
+    listener.
+
+    Args:
+        config: Config of the run.
+        folder: `runs/NAME`. None means that nothing is written.
+        listen: Called with every event.
+
+    Raises:
+        InputError: The log of events cannot be opened.
+    """
+
+    def __init__(self, config: Config, folder: Path | None, listen: Listener | None) -> None:
+        self._config, self._folder, self._listen = config, folder, listen
+        self._events = None if folder is None else EventLog(folder / "events.jsonl")
+
+    @property
+    def writes(self) -> bool:
+        """Whether there is a folder to write to."""
+        return self._folder is not None
+
+    def emit(self, event: Event | None) -> None:
+        """Writes an event, and hands it to the listener. None is no event.
+
+        Raises:
+            RunError: The log cannot be written.
+        """
+        if event is None:
+            return
+        if self._events is not None:
+            self._events.write(event)
+        if self._listen is not None:
+            self._listen(event)
+
+    def record_options(self, case: str, options: Mapping[str, Any]) -> None:
+        """Adds options that a case has measured by itself to the run's own config.
+
+        Args:
+            case: Name of the case.
+            options: Keys of the case's section, with their values.
+        """
+        self._config = with_options(self._config, ("dynamism", case), options)
+        self._write_config(", ".join(options))
+
+    def record_micro_batch(self, size: int) -> None:
+        """Notes in the run's own config that a microbatch has another size."""
+        self._config = with_options(self._config, ("train",), {"micro_batch": size})
+        self._write_config("the size of microbatches")
+
+    def _write_config(self, what: str) -> None:
+        """Writes the config as it is now. `what` names the change in messages."""
+        if self._folder is None:
+            return
+        path = self._folder / "config.toml"
+        try:
+            write_whole(path, self._config.to_toml())
+        except OSError as error:  # the checkpoints have it, too
+            _logger.warning(
+                f"{path} cannot be written: {error.strerror}; it does not say {what} as it is"
+            )
+
+    def record_costs(self, profile: Profile) -> None:
+        """Writes the layers' costs, for `dynmo plan runs/NAME`."""
+        if self._folder is None:
+            return
+        try:
+            profile_file.write(self._folder / profile_file.IN_RUN, profile)
+        except InputError as error:  # missing costs must not end the run
+            _logger.warning(str(error))
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()

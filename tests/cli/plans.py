@@ -1,0 +1,43 @@
+"""What the tests of `dynmo plan` share."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.cli.runs import Run
+
+# Keys of the answer, in order.
+FIELDS = [
+    "schedule",
+    "balancer",
+    "ranks",
+    "microbatches",
+    "objective",
+    "partition",
+    "placement",
+    "stage_cost",
+    "imbalance",
+    "span",
+    "makespan",
+    "bubble_ratio",
+    "idle_ratio",
+    "lower_bound",
+    "memory",
+    "memory_limit",
+    "recompute",
+    "moves",
+    "moved_bytes",
+    "seconds",
+    "words",
+    "alternatives",
+]
+
+
+def answer(plan: Run, *arguments: object) -> dict[str, Any]:
+    """Runs a command with --json, and returns the one object that it prints."""
+    status, out, err = plan(*arguments, "--json")
+    assert (status, err) == (0, "")
+    assert out.endswith("}\n")
+    assert out.count("\n") == 1
+    return json.loads(out)

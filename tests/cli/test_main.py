@@ -1,0 +1,106 @@
+"""The command line itself: help, usage errors, and errors that become one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import typer
+
+from dynmo.errors import RunError
+from dynmo.schedule import generators
+from tests.cli.runs import Run, assert_refused
+
+SCHEDULE = ("schedule", "--schedule", "zb-h1", "--ranks", "4", "--microbatches")
+UNIT = ("--tf", "1", "--tb", "1", "--tw", "1")
+
+
+def test_help_and_version(dynmo: Run) -> None:
+    assert dynmo("--version") == (0, f"dynmo {version('dynmo')}\n", "")
+    status, out, err = dynmo()
+    assert (status, err) == (0, "")
+    assert "schedule" in out
+    status, out, _ = dynmo("schedule", "--help")
+    assert status == 0
+    options = ("--memory-limit", "--objective", "--w-memory", "--chunks", "--json")
+    assert all(option in out for option in options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mentions"),
+    [
+        (("shedule",), ["'shedule'", "'schedule'"]),
+        (("--colour",), ["--colour"]),
+        ((*SCHEDULE, 8, "--microbatch", 3), ["--microbatch ", "--microbatches"]),
+        (("schedule", "--schedule"), ["--schedule"]),
+        ((*SCHEDULE, "many"), ["--microbatches"]),
+        ((*SCHEDULE, 8, *UNIT, "--objective", "speed"), ["--objective"]),
+        ((*SCHEDULE, 8, *UNIT, "extra"), ["extra"]),
+        (("report",), ["runs"]),
+    ],
+)
+def test_usage_errors_are_refused(
+    dynmo: Run, arguments: tuple[object, ...], mentions: list[str]
+) -> None:
+    assert_refused(dynmo(*arguments), "--help", *mentions)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def make(*_: object) -> None:
+        raise error
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (RunError("rank 3\nis gone"), 1, "dynmo: rank 3 is gone"),
+        (KeyboardInterrupt(), 130, "dynmo: interrupted"),
+        (typer.Abort(), 130, "dynmo: interrupted"),
+    ],
+)
+def test_errors_become_one_line(
+    dynmo: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, line: str
+) -> None:
+    monkeypatch.setitem(generators.GENERATORS, "zb-h1", raising(error))
+    assert dynmo(*SCHEDULE, 8, *UNIT) == (status, "", line + "\n")
+
+
+def test_internal_error_names_its_location(dynmo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(generators.GENERATORS, "zb-h1", raising(KeyError("oops")))
+    mentions = ("dynmo/schedule/generators.py:", "KeyError: 'oops'", "DYNMO_TRACEBACK=1")
+    assert_refused(dynmo(*SCHEDULE, 8, *UNIT), *mentions, status=1)
+    monkeypatch.setenv("DYNMO_TRACEBACK", "1")
+    err = dynmo(*SCHEDULE, 8, *UNIT).err
+    assert "Traceback (most recent call last)" in err
+    assert err.splitlines()[-1].startswith("dynmo: ")
+
+
+def test_command_runs_as_a_process() -> None:
+    def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "dynmo", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    done = process(*SCHEDULE, "8", *UNIT, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["span"] == 27
+    done = process(*SCHEDULE, "many")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_closed_output_pipe_is_no_error() -> None:
+    command = [sys.executable, "-m", "dynmo", *SCHEDULE, "2000", *UNIT, "--json", "--ops"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(10) == '{"schedule'
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 1

@@ -1,0 +1,168 @@
+"""Runs held against each other: phases, speed-ups, weights, configs and the machine's noise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dynmo.report.comparison import (
+    aligned,
+    comparison_table,
+    difference_line,
+    differences,
+    noise,
+    verdict,
+)
+from dynmo.report.summary import Summary, summarize
+from tests.report.records import cells, changed, end, step
+
+
+def test_runs_are_compared_over_the_same_steps() -> None:
+    """The work is another from step 6 on.
+
+    In the second run layers move, and in the third the case is missing.
+    """
+    steady = [step(i, 4.0 if i < 6 else 2.0) for i in range(12)]
+    moving = [step(i, 4.0 if i < 6 else 1.0, (2, 2) if i < 8 else (3, 1)) for i in range(12)]
+    one, two, without = (
+        summarize(changed(6, steady)),
+        summarize(changed(6, moving)),
+        summarize(steady),
+    )
+    assert [(p.first, p.last) for p in without.phases] == [(0, 11)]
+    runs = aligned([without, one, two])
+    assert [[(p.first, p.last) for p in run.phases] for run in runs] == [
+        [(0, 5), (6, 11)],
+        [(0, 5), (6, 11)],
+        [(0, 5), (6, 7), (8, 11)],
+    ]
+    table = cells(comparison_table([("a", runs[0]), ("b", runs[1]), ("c", runs[2])]))
+    assert table["last phase: s/step"] == ["2.000", "2.000", "1.000"]
+    assert table["last phase: speed-up"] == ["x1.00", "x1.00", "x2.00"]
+    # A run that ended before is not held against what came after.
+    short = aligned([one, summarize(steady[:5])])
+    assert cells(comparison_table([("a", short[0]), ("b", short[1])]))["last phase: speed-up"] == [
+        "x1.00",
+        "-",
+    ]
+
+
+def test_runs_of_unequal_length_are_compared_per_step() -> None:
+    runs = [
+        (name, summarize([step(i, seconds) for i in range(count)]))
+        for name, seconds, count in (("a", 1.0, 10), ("b", 0.5, 4))
+    ]
+    row = cells(comparison_table(runs))["speed-up, per step"]
+    assert row == ["x1.00 (steps)", "x2.00 (steps)"]
+
+
+def test_balancing_time_counts_in_the_speed_up() -> None:
+    """The second run's steps are twice as fast.
+
+    The time between them is as long again.
+    """
+    one, two = (
+        summarize([*map(step, range(10)), end(seconds=10.5)]),
+        summarize([*(step(i, 0.5) for i in range(10)), end(seconds=10.0)]),
+    )
+    assert (
+        two.seconds,
+        two.run_seconds,
+        two.measure_seconds,
+        two.decide_seconds,
+        two.move_seconds,
+    ) == (5.0, 10.0, 0.25, 0.5, 1.0)
+    table = cells(comparison_table([("a", one), ("b", two)]))
+    assert table["seconds, all steps"] == ["10.0", "5.0"]
+    assert table["seconds, whole run"] == ["10.5", "10.0"]
+    assert table["measure + decide + move"] == ["1.75", "1.75"]
+    assert table["speed-up"] == ["x1.00", "x1.05"]
+    # One that still runs has its steps only.
+    table = cells(
+        comparison_table([("a", one), ("b", summarize([step(i, 0.5) for i in range(10)]))])
+    )
+    assert table["seconds, whole run"] == ["10.5", "-"]
+    assert table["measure + decide + move"] == ["1.75", "-"]
+    assert table["speed-up"] == ["x1.00", "x2.00 (steps)"]
+
+
+def test_differing_config_keys_are_listed() -> None:
+    one = {"name": "a", "train": {"steps": 6, "lr": 0.1}, "balance": {"balancer": "none"}}
+    other = {
+        "name": "b",
+        "train": {"steps": 4, "lr": 0.1},
+        "balance": {"balancer": "none", "initial": [2, 4]},
+    }
+    told = differences([one, other])
+    assert told == {"balance.initial": [None, [2, 4]], "train.steps": [6, 4]}
+    assert (
+        difference_line(told)
+        == "the configs differ in balance.initial (not set, [2, 4]), train.steps (6, 4)"
+    )
+    assert difference_line(differences([one, one | {"name": "c"}])) == "the configs are the same"
+
+
+def test_verdict_compares_loss_and_digests() -> None:
+    one, same = summarize([step(0), end("aa")]), summarize([step(0), end("aa")])
+    other, cut = summarize([step(0), end("bb")]), summarize([step(0)])
+    assert verdict([("a", one), ("b", same)]) == "same loss and same weights, to the last bit"
+    assert "different weights" in verdict([("a", one), ("b", other)])
+    buffers = [(name, replace(one, buffers_digest=name)) for name in "cd"]
+    assert (
+        verdict([buffers[0], buffers[0]])
+        == "same loss and same weights, to the last bit, buffers included"
+    )
+    assert verdict([("a", one), buffers[0]]) == "same loss and same weights, to the last bit", (
+        "an old log does not tell"
+    )
+    assert verdict(buffers).startswith("same loss and same weights, but different buffers")
+    rows = cells(comparison_table([("a", one), *buffers]))
+    assert rows["buffers"] == ["-", "c", "d"]
+    assert "has not ended" in verdict([("a", one), ("b", cut)])
+
+
+def test_unequal_times_of_equal_steps_are_noise() -> None:
+    """The first steps are the same work as long as nothing has moved."""
+
+    def runs(
+        seconds: float, count: int = 6, layers: tuple[int, ...] = (2, 2)
+    ) -> list[tuple[str, Summary]]:
+        return [
+            (str(s), summarize([step(i, s, layers if s != 1.0 else (2, 2)) for i in range(count)]))
+            for s in (1.0, seconds)
+        ]
+
+    balancing = {"balance.balancer": ["none", "exact"]}
+    line = noise(runs(1.2), balancing)
+    assert line is not None
+    assert line.startswith("from step 1 to 5 all did the same work, at 1.000 and 1.200 s a step")
+    assert noise(runs(1.05), balancing) is None
+    assert noise(runs(1.2, count=4), balancing) is None, "too few to say"
+    assert noise(runs(1.2, layers=(3, 1)), balancing) is None, "other work"
+    assert noise(runs(1.2), balancing | {"pipeline.schedule": ["1f1b", "zb-h1"]}) is None
+    assert noise(runs(1.2), None) is None
+
+
+def test_steps_after_a_change_or_move_do_not_count_as_noise() -> None:
+    """Two runs in which attention gets sparse at step 6.
+
+    Layers move in the second run alone. Steps after either event say nothing of the machine.
+    """
+    balancing = {"balance.balancer": ["none", "exact"]}
+
+    def runs(early: float, at: int) -> list[tuple[str, Summary]]:
+        static = [step(i, 2.0 if i < at else 1.0) for i in range(24)]
+        moved = [step(i, early if i < at else 0.7, (2, 2) if i < at else (3, 1)) for i in range(24)]
+        return [
+            (name, summarize(changed(at, steps))) for name, steps in (("a", static), ("b", moved))
+        ]
+
+    assert noise(runs(2.0, 6), balancing) is None
+    told = noise(runs(3.0, 6), balancing)
+    assert told is not None
+    assert told.startswith("from step 1 to 5 all did the same work, at 2.000 and 3.000 s a step")
+    assert noise(runs(3.0, 4), balancing) is None, "too few to say"
+    # The work is the same, but one run has moved: its steps from there on are not counted, nor
+    # those of the other.
+    static = summarize([step(i, 2.0 if i < 8 else 9.0) for i in range(24)])
+    moved = summarize([step(i, 2.0, (2, 2) if i < 8 else (3, 1)) for i in range(24)])
+    assert noise([("a", static), ("b", moved)], balancing) is None

@@ -1,0 +1,92 @@
+"""The table of a run's phases, and the lines about its events."""
+
+from __future__ import annotations
+
+from dynmo.events import (
+    EvalEvent,
+    Event,
+    ReshapeEvent,
+    RollbackEvent,
+    SkippedEvent,
+    TokensEvent,
+)
+from dynmo.report.summary import summarize
+from dynmo.report.summary_text import event_lines, phase_table, rebalance_lines
+from tests.report.records import cells, change, move, result, step
+
+
+def test_last_token_shares_and_evaluation_have_a_line() -> None:
+    records: list[Event] = [
+        TokensEvent(i, 0.0, "early_exit", (3,), {"exited": [i / 10]}) for i in (1, 2)
+    ]
+    summary = summarize(
+        [step(0), step(1), step(2), *records, EvalEvent(2, 0.0, 2.5, 300.0, 2.4, 200.0)]
+    )
+    assert event_lines(summary) == [
+        "step 2: early_exit, layers 3: exited 20%",
+        (
+            "step 2: held-out loss 2.5000 at 300 tokens/s; without exits 2.4000 at 200 tokens/s "
+            "(x1.50)"
+        ),
+    ]
+
+
+def test_many_phases_are_shortened_in_the_middle() -> None:
+    summary = summarize([e for i in range(30) for e in (change(i), step(i))])
+    assert len(summary.phases) == 30
+    rows = cells(phase_table(summary))
+    assert len(rows) == 25
+    assert rows["..."][0] == "6 phases more (--json)"
+    assert {"0-0", "11-11", "18-18", "29-29"} <= rows.keys()
+    assert (
+        len(cells(phase_table(summarize([e for i in range(24) for e in (change(i), step(i))]))))
+        == 24
+    )
+
+
+def test_move_line_has_predicted_and_measured_gain() -> None:
+    """Predicted against measured gains, as factors.
+
+    A step shorter by 20 % is 1.25 times as fast.
+    """
+    lines = rebalance_lines(
+        summarize([step(0), move(1, 1, 0.2), step(1), move(2, 2, 0.5), step(2), result(2, 1, 0.1)])
+    )
+    assert lines == [
+        (
+            "step 1: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x1.25 predicted, "
+            "x1.11 measured"
+        ),
+        "step 2: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x2.00 predicted",
+    ]
+
+
+def test_event_lines_are_in_order() -> None:
+    events: list[Event] = [
+        step(0),
+        change(1),
+        move(1, 1, 0.5),
+        step(1),
+        SkippedEvent(1, 0.0, 1024.0, 512.0),
+        step(2),
+    ]
+    events += [
+        ReshapeEvent(3, 0.0, (4, 1), (2, 2), (3, 5), 8, 0.1),
+        step(3),
+        RollbackEvent(3, 0.0, "clipped", 0.2),
+    ]
+    assert event_lines(summarize(events)) == [
+        "step 1: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x2.00 predicted",
+        "step 1: pruning: what it did at 1",
+        "step 1: skipped: gradients overflowed at a loss scale of 1024",
+        "step 3: reshaped 4 x 1 to 2 x 2, layers 3+5",
+        "step 3: taken back: clipped",
+    ]
+    many = event_lines(
+        summarize([e for i in range(30) for e in (change(i, "layer_drop"), step(i))])
+    )
+    assert len(many) == 13
+    assert many[-1] == "step 12 on: layer_drop 18 times more (events.jsonl)"
+    # Resumed from the checkpoint after step 1: what was done again is told once.
+    repeated = [step(0), change(1), step(1), change(2), step(2), change(2), step(2)]
+    assert len(event_lines(summarize(repeated))) == 2
