@@ -1,6 +1,6 @@
-"""The code of README.md, the tutorial and the how-to guides.
+"""The code of README.md, the tutorial and the how-to guides runs.
 
-It runs, and imports `dynmo` only.
+The code imports `dynmo` and torch only.
 """
 
 from __future__ import annotations
@@ -103,10 +103,7 @@ def test_tutorial_loop_freezes_layers_on_one_rank(
     folder: Path,
     launched: bool,
 ) -> None:
-    """The loop runs on one rank, in this process.
-
-    After 12 steps it has frozen layers.
-    """
+    """The loop runs on one rank in this process. Layers are frozen after 12 steps."""
     world = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -141,7 +138,7 @@ def test_tutorial_loop_prints_the_same_on_two_ranks(folder: Path) -> None:
 
 
 def test_tutorial_loop_resumes_from_its_checkpoint(folder: Path) -> None:
-    """Two loops of 3 and 3 steps end like one of 6."""
+    """Two loops of three steps end like one loop of six steps."""
     code = block(TUTORIAL, "python", "# loop.py")
     saving = block(TUTORIAL, "python", "    if Path")
     head, inner = code.split("    for step in range(30):\n")
@@ -209,9 +206,9 @@ def test_tutorial_model_is_causal() -> None:
 def test_checkpoint_exports_weights_and_a_model_loads_them(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    """A run's checkpoint as a state_dict, and a model that begins with it.
+    """The checkpoint of a run becomes a state_dict, and a new model loads it.
 
-    It works on shapes alone too, and without a warning.
+    Loading also works on the meta device, without a warning.
     """
     (folder / "my_start.py").write_text(block(HOW_TO / "checkpoints.md", "python", "# my_start.py"))
     monkeypatch.delitem(sys.modules, "my_start", raising=False)

@@ -1,8 +1,7 @@
 """Same numbers: one digest for every number of ranks, schedule and balancer.
 
-The runs have freezing, clipping and dropout.
-
-And a plain PyTorch loop, which shares no dynmo code beyond the modules, agrees closely.
+The runs use freezing, clipping and dropout. A plain PyTorch loop, which shares only the modules
+with dynmo, agrees closely.
 """
 
 from __future__ import annotations
@@ -80,9 +79,9 @@ def test_digest_is_equal_on_any_ranks_and_schedule(
 
 
 def test_staged_messages_leave_the_digest_unchanged(pool: Pool) -> None:
-    """The staged messages are of all kinds.
+    """The run sends every kind of message through host memory.
 
-    They are activations, gradients, moved layers, the sums of replicas and the optimizer's shares.
+    The kinds are activations, gradients, moved layers, reduced gradients and optimizer shares.
     """
     base = config(1, "zb-h1", BALANCERS["random"], freezing=True, clipping=True)
     base["train"] |= {"global_batch": 12, "reduction_slots": 2}
@@ -98,7 +97,7 @@ def test_staged_messages_leave_the_digest_unchanged(pool: Pool) -> None:
 def test_one_rank_has_the_same_digest_with_any_schedule(
     pool: Pool, schedule: str, freezing: bool, clipping: bool
 ) -> None:
-    """A balancer has nothing to say if nothing can move."""
+    """The balancer has no effect, because one rank cannot move layers."""
     results = pool.run(
         "train", 1, config=config(1, schedule, BALANCERS["exact"], freezing, clipping)
     )
@@ -121,9 +120,9 @@ def _deeper_reference(pool: Pool, freezing: bool) -> dict[str, Any]:
 def test_several_stages_per_rank_have_the_same_digest(
     pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool
 ) -> None:
-    """Several stages a rank, in loops and in V shapes.
+    """Several stages per rank, in looped and V-shaped placements.
 
-    Schedules are made anew from measured costs while layers move and freeze.
+    Schedules are rebuilt from measured costs while layers move and freeze.
     """
     expected = _deeper_reference(pool, freezing)
     results = pool.run(
@@ -143,9 +142,9 @@ def test_several_stages_per_rank_have_the_same_digest(
 def test_early_partial_w_leaves_the_digest_unchanged(
     pool: Pool, schedule: str, ranks: int, afterwards: bool
 ) -> None:
-    """The arrival of messages decides which pieces run ahead.
+    """The arrival of messages decides which partial W runs early.
 
-    The computed results must not show it.
+    The results do not depend on this order.
     """
     wanted = deeper(ranks, schedule, BALANCERS["random"], True)
     wanted["pipeline"] |= {"w_granularity": "linear", "post_validation": afterwards}
@@ -156,9 +155,9 @@ def test_early_partial_w_leaves_the_digest_unchanged(
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_pipeline_on_slices_has_the_same_digest(pool: Pool, schedule: str) -> None:
-    """A pipeline of slices in one process, without the GPU.
+    """A pipeline on slices runs in one process, here without a GPU.
 
-    Layers move between the slices and freeze, in every step.
+    Layers move between the slices at every step, and some freeze.
     """
     wanted = deeper(3, schedule, BALANCERS["random"], freezing=True)
     wanted["parallel"] |= {"slices": True, "device": "cpu"}
@@ -173,7 +172,7 @@ def test_pipeline_on_slices_has_the_same_digest(pool: Pool, schedule: str) -> No
 
 
 def test_replicas_on_slices_have_the_same_digest(pool: Pool) -> None:
-    """Two processes, each a pipeline of two slices, with tied weights."""
+    """Two processes each run a pipeline of two slices, with tied weights."""
     one, two = (
         deeper(1, "1f1b", BALANCERS["none"], True),
         deeper(2, "zb-h1", BALANCERS["random"], True),
@@ -199,9 +198,9 @@ def _tied_reference(pool: Pool) -> dict[str, Any]:
     mostly_matrix(product((2, 3), SCHEDULES), everyday=list(zip(cycle((2, 3)), SCHEDULES))),
 )
 def test_tied_embeddings_have_the_same_digest(pool: Pool, ranks: int, schedule: str) -> None:
-    """One tied weight, on one rank (V shapes) or on two.
+    """The tied weight is on one rank (V shapes) or on two ranks.
 
-    Its gradient is the head's sum plus the embedding's. It freezes at the third step.
+    Its gradient is the sum of the head's and the embedding's. It freezes at the third step.
     """
     wanted = deeper(ranks, schedule, BALANCERS["random"], freezing=True)
     wanted["model"]["tied"] = True
@@ -214,10 +213,7 @@ def test_tied_embeddings_have_the_same_digest(pool: Pool, ranks: int, schedule: 
 
 
 def test_compiled_layers_have_the_same_digest_on_any_ranks(pool: Pool) -> None:
-    """torch.compile rounds otherwise than eager arithmetic.
-
-    It rounds the same wherever a layer is.
-    """
+    """torch.compile rounds differently from eager mode, but equally on any rank."""
     results: dict[tuple[int, bool], dict[str, Any]] = {}
     for ranks, compiles in ((1, False), (1, True), (2, True)):
         wanted = config(ranks, "zb-h1", BALANCERS["random"], False, False)
@@ -230,10 +226,7 @@ def test_compiled_layers_have_the_same_digest_on_any_ranks(pool: Pool) -> None:
 
 
 def test_options_change_the_digest(pool: Pool) -> None:
-    """The digest is no constant.
-
-    Freezing, clipping, dropout and the seed each change it.
-    """
+    """Freezing, clipping, dropout and the seed each change the digest."""
     digests = [
         _reference(pool, freezing, clipping)["digest"]
         for freezing, clipping in product((False, True), repeat=2)
@@ -262,9 +255,9 @@ def _pruned_reference(pool: Pool) -> dict[str, Any]:
 def test_pruned_run_has_the_same_digest_on_any_ranks(
     pool: Pool, ranks: int, schedule: str, balancer: str
 ) -> None:
-    """The largest weights of all layers stay, wherever these are.
+    """Pruning keeps the largest weights of all layers, on any placement.
 
-    The layers move in sparse form, with their moments.
+    Layers move in sparse form, with their moments.
     """
     expected = _pruned_reference(pool)
     results = pool.run("train", ranks, config=pruned(ranks, schedule, BALANCERS[balancer]))
@@ -290,9 +283,9 @@ def test_pruned_run_has_the_same_digest_on_any_ranks(
 def test_pruned_run_resumes_on_other_ranks(
     pool: Pool, tmp_path: Path, stop: int, before: tuple[int, str], after: tuple[int, str]
 ) -> None:
-    """A run is stopped between two prunes and resumed on other ranks.
+    """The run stops between two prunes and resumes on other ranks.
 
-    The schedule is another. Nothing shows.
+    The pipeline schedule changes too.
     """
     expected = _pruned_reference(pool)
     tmp_path.joinpath("run").mkdir()
@@ -313,9 +306,9 @@ def test_pruned_run_resumes_on_other_ranks(
 
 
 def test_prune_that_drops_no_weight_leaves_the_digest_equal(pool: Pool) -> None:
-    """All weights are gone at the first of three prunes.
+    """The first of three prunes drops all weights, and the later ones drop none.
 
-    The last of four ranks has the head alone, which is never pruned.
+    The last of four ranks holds the head only, which is never pruned.
     """
     once = {
         "cases": ["pruning"],
@@ -337,7 +330,7 @@ def test_prune_that_drops_no_weight_leaves_the_digest_equal(pool: Pool) -> None:
 
 
 def test_extreme_pruning_has_the_same_digest_on_any_ranks(pool: Pool) -> None:
-    """At the extreme whole matrices are empty, and they still move and train."""
+    """Some matrices become empty. They still move and train."""
     extreme = {"initial_sparsity": 0.999, "final_sparsity": 0.9999, "dense_below": 0.0}
     digests = [
         pool.run("train", ranks, config=pruned(ranks, "zb-h1", BALANCERS["random"], **options))[0][
@@ -469,9 +462,9 @@ def test_autofreeze_freezes_the_same_layers_on_any_ranks(pool: Pool) -> None:
 def test_losses_and_weights_match_a_plain_torch_loop(
     pool: Pool, freezing: bool, clipping: bool
 ) -> None:
-    """torch's own AdamW, clipping and backward over the same modules.
+    """The loop uses torch's AdamW, clipping and backward on the same modules.
 
-    Loss and weights agree to 1e-6 relative.
+    Losses and weights agree within a relative error of 1e-6.
     """
     wanted = config(3, "zb-h2", BALANCERS["random"], freezing, clipping, dropout=0.0)
     got = pool.run("train_and_weights", 3, config=wanted)

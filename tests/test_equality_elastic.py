@@ -1,6 +1,6 @@
-"""Same numbers where ranks leave and come back.
+"""Same numbers while ranks leave and come back.
 
-The digest is that of the run with one rank. Nothing is lost if a change of ranks fails.
+The digest is that of one rank. A failed change of ranks loses no state.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def test_failed_layer_transfer_keeps_all_ranks(pool):
 
 
 def test_repack_shrinks_and_grows_the_run(pool):
-    """Layers that sleep: three quarters freeze at step 10 and thaw at step 36."""
+    """Three quarters of the emulated layers freeze at step 10 and thaw at step 36."""
     config = {
         "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
         "train": {"steps": 60, "global_batch": 8, "micro_batch": 1},
@@ -245,10 +245,10 @@ def test_published_repack_algorithm_merges_ranks_by_memory(pool, algorithm):
 
 
 def test_run_with_retune_finishes_after_a_shrink(pool):
-    """The planner chooses the microbatch size, and the run goes on to its end.
+    """The planner chooses the microbatch size, and the run continues to its end.
 
-    Larger microbatches fill the pipeline of two ranks less well. Smaller ones pay the fixed time of
-    a message more often.
+    Larger microbatches give a larger bubble on two ranks. Smaller ones pay the message latency more
+    often.
     """
     config = {
         "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},

@@ -61,9 +61,9 @@ def _late_reference(pool: Pool, optimizer: str) -> list[dict[str, Any]]:
 def test_post_validation_leaves_events_and_digest_unchanged(
     pool: Pool, schedule: str, ranks: int, optimizer: str
 ) -> None:
-    """Steps are told a step late.
+    """The result of a step is reported one step later.
 
-    Everything that looks at the model sees what it would see with a barrier.
+    Evaluations, cases and checkpoints see the same weights as with a barrier.
     """
     expected = _late_reference(pool, optimizer)
     events = pool.run("events", ranks, config=late(ranks, schedule, train=_by(optimizer)))[0]
@@ -93,9 +93,9 @@ def test_post_validation_leaves_events_and_digest_unchanged(
 
 @pytest.mark.parametrize("zero", mostly_matrix([0, 1], everyday=[1]))
 def test_replicas_validate_together(pool: Pool, zero: int) -> None:
-    """The last ranks of two pipelines combine their tables before they go back.
+    """The last ranks of both pipelines combine their tables and then send them back.
 
-    With ZeRO-1 a step that is taken back is shared out again.
+    With ZeRO-1, parameters are exchanged again after a rollback.
     """
     mesh = {"pipeline": 2, "data": 2, "zero": zero, "timeout": 20.0}
     sections: dict[str, Any] = {"parallel": mesh, "train": {"global_batch": 12, "micro_batch": 1}}
@@ -118,10 +118,10 @@ def test_replicas_validate_together(pool: Pool, zero: int) -> None:
     assert 0 < len(clipped) < 6
 
 
-def test_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
+def test_a_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
     """Neither rank could step without the other.
 
-    On one rank, in a V, there is no barrier.
+    In a V, both stages are on one rank, and there is no barrier.
     """
     model = {"tied": True}
     expected = pool.run(
@@ -139,9 +139,9 @@ def test_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
 def test_post_validated_run_resumes_with_and_without_barrier(
     pool: Pool, tmp_path: Path, stop: int
 ) -> None:
-    """The checkpoints of a run are of final steps.
+    """Checkpoints contain final steps only.
 
-    It stops a step later than with a barrier, and goes on with one or without.
+    The run stops one step later than with a barrier.
     """
     expected = fields_of(_late_reference(pool, "adamw"), "end", "loss", "weights_digest")
     tmp_path.joinpath("run").mkdir()
@@ -173,9 +173,9 @@ def test_post_validated_run_resumes_with_and_without_barrier(
 def test_measured_freezing_is_the_same_with_post_validation(
     pool: Pool, options: dict[str, Any]
 ) -> None:
-    """The case decides from measurements.
+    """The case freezes layers by measurements.
 
-    Those of a step are there before the case acts on them.
+    The measurements of a step are complete before the case acts on them.
     """
     runs: list[dict[str, Any]] = []
     for ranks, afterwards in ((1, False), (3, True)):
@@ -192,9 +192,9 @@ def test_measured_freezing_is_the_same_with_post_validation(
 
 
 def test_barrier_returns_if_every_step_is_clipped(pool: Pool) -> None:
-    """After six rollbacks and a seventh on its way, the run takes a barrier.
+    """The run switches to a barrier after six rollbacks and logs the switch.
 
-    The run says so.
+    A seventh step has already begun then and is rolled back too.
     """
     wanted = config(2, "zb-h1", BALANCERS["none"], False, True)
     wanted["train"] = {**wanted["train"], "steps": 10}

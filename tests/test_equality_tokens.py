@@ -1,6 +1,6 @@
-"""Same numbers where tokens exit, pass by or choose experts.
+"""Same numbers while tokens exit early, skip blocks or choose experts.
 
-There is one digest for ranks, schedules, placements, replicas, precisions and resumed runs.
+There is one digest for all ranks, schedules, placements, replicas and resumed runs.
 """
 
 from __future__ import annotations
@@ -173,10 +173,7 @@ def test_sharded_experts_have_the_numbers_of_one_process(
     schedule: str,
     sections: dict[str, dict[str, Any]],
 ) -> None:
-    """The replicas share the experts, which move.
-
-    The numbers are those of one process.
-    """
+    """Experts are sharded over the replicas, and they move."""
     pipeline, data, expert = mesh
     parallel = {
         "pipeline": pipeline,
@@ -236,7 +233,7 @@ def test_run_with_token_cases_resumes_on_other_ranks(pool: Pool, tmp_path: Path,
 
 @pytest.mark.parametrize("case", ["softmax", "mlp"])
 def test_some_tokens_exit_or_are_skipped(pool: Pool, case: str) -> None:
-    """Some tokens leave, or pass by, and not all."""
+    """Neither all tokens nor none exit early or skip a block."""
     events = pool.run("events", 2, config=wanted(case, 2, "zb-h1"))[0]
     shares = [
         share
@@ -248,9 +245,9 @@ def test_some_tokens_exit_or_are_skipped(pool: Pool, case: str) -> None:
 
 
 def test_early_exit_losses_match_a_plain_torch_loop(pool: Pool) -> None:
-    """torch's own AdamW and backward over the same modules.
+    """The loop uses torch's AdamW and backward on the same modules.
 
-    The losses agree to 1e-6 relative.
+    Losses agree within a relative error of 1e-6.
     """
     configuration = config(
         1, "1f1b", BALANCERS["none"], freezing=False, clipping=False, dropout=0.0

@@ -1,4 +1,4 @@
-"""The log of a run reads back as it was written, also when the run was cut off."""
+"""The event log reads back exactly, also after an interrupted run."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_end_event_of_an_older_log_has_no_buffers_digest() -> None:
-    """The event has no digest of the buffers."""
+    """Older versions wrote no digest of the buffers."""
     record = to_json(ALL[-1])
     del record["buffers_digest"]
     assert from_json(record) == dataclasses.replace(cast(EndEvent, ALL[-1]), buffers_digest=None)
@@ -158,9 +158,9 @@ def test_floats_are_exact(loss: float, seconds: float) -> None:
 
 
 def test_torn_last_line_is_dropped(tmp_path: Path) -> None:
-    """A torn line is left out when the log is read.
+    """A reader ignores a torn last line.
 
-    A resumed run drops it before it writes on, so its first event has a line of its own.
+    A resumed run removes the torn line before it writes its first event.
     """
     path = tmp_path / "events.jsonl"
     write(path, ALL[:3])
@@ -230,7 +230,7 @@ def test_each_event_is_flushed(tmp_path: Path) -> None:
 
 
 def test_write_to_a_full_disk_is_one_error(tmp_path: Path) -> None:
-    """Events written before read back, and closing the log is no second error."""
+    """Earlier events read back, and closing the log raises no second error."""
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
     log.write(ALL[0])

@@ -1,6 +1,6 @@
-"""The layout's order: a package imports from packages above it in the list.
+"""The order of packages: imports come only from packages above in the list.
 
-It never imports from below. There are no cycles.
+There are no import cycles.
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ def test_imports_have_no_cycles() -> None:
 
 
 def test_functions_import_no_modules_of_dynmo() -> None:
-    """Only cli/ may import modules of dynmo in functions, so that it starts fast.
+    """Only cli/ may import dynmo modules in functions, so that it starts fast.
 
-    A module that has an optional dependency may be imported late too.
+    A module with an optional dependency may be imported in a function too.
     """
     late = [
         x

@@ -1,6 +1,6 @@
-"""The memory model, from shapes alone, against what ranks truly held.
+"""The memory model, which uses shapes only, compared with measured peaks.
 
-The tests cover schedules, precisions, recomputation and replicas.
+The tests cover schedules, precisions, recompute and replicas.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def test_measured_peak_memory_matches_the_prediction(
 def test_schedules_from_uneven_costs_have_the_predicted_peak(
     pool: Pool, schedule: str, seconds: Seconds
 ) -> None:
-    """Each has its peak in another op."""
+    """Each schedule has its peak at a different op."""
     check_peaks(pool, 2, settings(schedule), seconds=seconds)
 
 
@@ -239,9 +239,9 @@ def test_schedules_from_uneven_costs_have_the_predicted_peak(
 def test_predicted_peak_includes_the_reduction_over_replicas(
     pool: Pool, schedule: str, zero: int
 ) -> None:
-    """Weights are most of what the model holds.
+    """Weights are most of the model's memory.
 
-    With ZeRO-1 a share consists of whole norm blocks. A layer needs several of them.
+    With ZeRO-1 a share consists of whole norm blocks, and the layers have several blocks.
     """
     parallel = {"data": 2, "zero": zero}
     hidden = 256 if zero else 64

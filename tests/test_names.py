@@ -1,4 +1,4 @@
-"""Names that say too little are gone.
+"""Names that the style guide replaced are gone.
 
 The list is the left column of the style guide's table of names.
 """

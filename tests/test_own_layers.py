@@ -1,6 +1,6 @@
-"""Layers of one's own, however they are built and whatever they hand on.
+"""User layers that are built in unusual ways or pass on several tensors.
 
-They give the same bits anywhere, or one line that says why not.
+Training gives the same bits on any ranks, or a one-line error.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_egeria_reference_leaves_a_shared_module_unchanged() -> None:
 def test_egeria_without_freezing_changes_no_weights(pool: Pool) -> None:
     """Egeria compares layers with their references while they move.
 
-    With this tolerance it freezes none.
+    With this tolerance it freezes no layer.
     """
     watched = {
         "cases": ["freezing"],
@@ -117,7 +117,7 @@ def held_out(pool: Pool, function: str, ranks: int, **changes: Any) -> list[floa
 def test_pruned_encoder_layers_evaluate_the_same_on_any_ranks(pool: Pool) -> None:
     """Sparse weights stay sparse in evaluation.
 
-    torch's own encoder layer would read them as dense ones.
+    torch's fast path of the encoder layer would read them as dense weights.
     """
     sparse = held_out(pool, HERE + "encoders", 1, **pruning(0.5))
     assert held_out(pool, HERE + "encoders", 2, **pruning(0.5)) == sparse

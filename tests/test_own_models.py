@@ -1,6 +1,6 @@
-"""Models of one's own, whatever their layers do.
+"""User models with unusual outputs, buffers or dtypes.
 
-They give the same bits anywhere, or one line that says what cannot be.
+Training gives the same bits on any ranks, or a one-line error.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def plain_losses(function: str) -> list[float]:
 def test_unusual_models_have_the_same_bits_on_any_ranks(pool: Pool, function: str) -> None:
     """Models with unusual outputs, buffers or dtypes.
 
-    They have outputs and buffers in columns, a backward within F, buffers that F writes to, work in
-    place, and a dtype that few have.
+    Outputs and buffers are column-major. Some layers run a backward in F, write to buffers in F,
+    work in place, or use a rare dtype.
     """
     first = run(pool, function, train={"max_grad_norm": 0.0})
     assert first["losses"] == pytest.approx(plain_losses(function), rel=1e-5)
@@ -107,7 +107,7 @@ def test_unusual_models_have_the_same_bits_on_any_ranks(pool: Pool, function: st
 
 
 def test_in_place_layers_train_like_out_of_place_layers(pool: Pool) -> None:
-    """torch forbids work in place on a view that a user's function returns."""
+    """torch forbids in-place work on a view that an autograd function returns."""
     assert run(pool, "in_place")["losses"] == run(pool, "not_in_place")["losses"]
 
 
@@ -131,7 +131,7 @@ def numbers(
 def test_running_statistics_are_those_of_one_rank(pool: Pool, function: str) -> None:
     """Weights, buffers and held-out losses are those of one rank.
 
-    They are so under recompute and every schedule. Layers move at each step.
+    This holds with recompute and with every schedule. Layers move at each step.
     """
     expected = numbers(pool, function)
     assert expected[2].keys() >= {"weights_digest", "buffers_digest"}
@@ -160,10 +160,7 @@ def test_rollback_restores_running_statistics(pool: Pool) -> None:
 
 
 def test_b_reads_the_buffer_value_of_its_microbatch(pool: Pool) -> None:
-    """Several microbatches are between F and B.
-
-    Each of them has its own value of the buffer.
-    """
+    """Several microbatches are in flight, each with its own value of the buffer."""
     expected = run(pool, "averaged", pipeline={"schedule": "1f1b"})
     for ranks, schedule in ((1, "gpipe"), (2, "zb-h1"), (3, "zb-h2")):
         other = run(pool, "averaged", ranks, pipeline={"schedule": schedule})
@@ -172,7 +169,7 @@ def test_b_reads_the_buffer_value_of_its_microbatch(pool: Pool) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_recompute_of_recurrent_layers_changes_no_bits(pool: Pool, ranks: int) -> None:
-    """torch's LSTM computes other bits on the CPU where it keeps no graph."""
+    """On the CPU, torch's LSTM gives different bits without a graph."""
     assert numbers(pool, "recurrent", ranks, train={"recompute": "all"}) == numbers(
         pool, "recurrent"
     )
@@ -191,10 +188,7 @@ def test_cached_attributes_of_layers_change_no_bits(pool: Pool) -> None:
 def test_a_layer_that_writes_to_its_inputs_works_on_copies(
     pool: Pool, function: str, twin: str
 ) -> None:
-    """A loss works on copies of its targets too.
-
-    So nobody else has an input changed.
-    """
+    """A loss also gets copies of its targets. No other user sees a changed input."""
     expected = numbers(pool, twin)
     assert numbers(pool, function) == expected
     assert numbers(pool, function, train={"recompute": "all"}) == expected
@@ -223,10 +217,7 @@ RAGGED = "tests.models.ragged_model:"
 
 
 def test_ragged_batches_have_the_same_bits_on_any_ranks(pool: Pool) -> None:
-    """Every message has a shape of its own, forwards and backwards.
-
-    Layers move at each step.
-    """
+    """Every message has its own shape in both directions. Layers move at each step."""
     expected = numbers(pool, RAGGED + "ragged")
     for ranks, schedule in ((2, "zb-h1"), (3, "gpipe"), (2, "zb-v")):
         assert numbers(pool, RAGGED + "ragged", ranks, pipeline={"schedule": schedule}) == expected

@@ -1,6 +1,6 @@
-"""Low precision, loss scaling and recomputation.
+"""Low precision, loss scaling and recompute.
 
-There is one digest wherever and however a run is, and nearly float32's loss.
+All ranks and schedules give one digest. The loss is close to that of float32.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _reference(pool: Pool, precision: str) -> dict[str, Any]:
     ),
 )  # a processor may multiply bfloat16 very slowly
 def test_bfloat16_has_the_same_digest_on_any_ranks(pool: Pool, ranks: int, schedule: str) -> None:
-    """Some layers recompute, or all for every second number of ranks."""
+    """With an odd number of ranks all layers recompute. Otherwise three layers do."""
     expected = _reference(pool, "bfloat16")
     results = pool.run(
         "train", ranks, config=wanted(ranks, schedule, "bfloat16", [[1, 4, 7], "all"][ranks % 2])
@@ -71,7 +71,7 @@ def test_recompute_leaves_the_digest_unchanged(pool: Pool, ranks: int, schedule:
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_low_precision_loss_is_close_to_float32(pool: Pool, precision: str) -> None:
-    """The loss is within 1 % over these steps, and the computation is another."""
+    """The loss is within 1 %, but not equal."""
     low, wide = (_reference(pool, name) for name in (precision, "float32"))
     assert low["losses"] == pytest.approx(wide["losses"], rel=1e-2)
     assert low["losses"] != wide["losses"]
@@ -80,9 +80,9 @@ def test_low_precision_loss_is_close_to_float32(pool: Pool, precision: str) -> N
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_pruning_in_low_precision_has_one_digest(pool: Pool, precision: str) -> None:
-    """Weights go from under a mask into CSR, with masters that move along.
+    """Weights change from masked to CSR form, and their float32 masters move along.
 
-    Layers also recompute.
+    Some runs recompute all layers.
     """
     digests: set[str] = set()
     for ranks, schedule, recompute in (
@@ -98,10 +98,7 @@ def test_pruning_in_low_precision_has_one_digest(pool: Pool, precision: str) -> 
 
 @pytest.mark.parametrize("kind", mostly_matrix(["hash", "drop"], everyday=["hash"]))
 def test_sparse_attention_in_bfloat16_has_one_digest(pool: Pool, kind: str) -> None:
-    """The directions of attention are drawn anew each step.
-
-    Recomputed in B, they are the same.
-    """
+    """The hash directions are drawn for each step. Recompute in B draws the same ones."""
     results: dict[str, dict[str, Any]] = {}
     for key, ranks, precision, recompute in (
         ("one", 1, "bfloat16", "none"),
@@ -119,10 +116,7 @@ def test_sparse_attention_in_bfloat16_has_one_digest(pool: Pool, kind: str) -> N
 
 
 def test_overflow_skips_the_step_on_every_rank(pool: Pool) -> None:
-    """The scale doubles after every good step, until float16 really overflows.
-
-    Every rank skips.
-    """
+    """The scale doubles after every good step, until float16 overflows."""
     runs = [
         pool.run(
             "events", ranks, config=wanted(ranks, "zb-h1", "float16", steps=12, loss_scale_window=1)
@@ -155,9 +149,9 @@ def test_overflow_skips_the_step_on_every_rank(pool: Pool) -> None:
 
 
 def test_replicas_skip_the_same_steps(pool: Pool) -> None:
-    """The run has shares of the optimizer's state, and no barrier.
+    """Replicas with ZeRO-1 skip the same steps as one process, also without a barrier.
 
-    It skips the steps that one process of as many slots skips.
+    Both have the same number of reduction slots.
     """
     results: dict[tuple[int, int, bool], tuple[list[tuple[int, float]], str]] = {}
     for pipeline, data, later in ((1, 1, False), (1, 2, False), (2, 2, True)):
@@ -174,9 +168,9 @@ def test_replicas_skip_the_same_steps(pool: Pool) -> None:
 
 
 def test_loss_scale_continues_after_a_restart(pool: Pool, tmp_path: Path) -> None:
-    """A run is stopped while the loss scale is being doubled and halved.
+    """The run stops while the loss scale changes and resumes on other ranks.
 
-    Resumed on other ranks, it is the same as in one go.
+    The result is that of an uninterrupted run.
     """
     expected = pool.run(
         "train", 1, config=wanted(1, "1f1b", "float16", steps=10, loss_scale_window=1)

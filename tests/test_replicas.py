@@ -1,6 +1,6 @@
 """Replicas: any mesh gives the digest of one process.
 
-The reduction slots are fixed. A mesh that changes its shape on the way gives the digest too.
+The number of reduction slots is fixed. A reshape during the run keeps the digest.
 """
 
 from __future__ import annotations
@@ -161,10 +161,7 @@ RESHAPES = [
 
 
 def test_early_partial_w_leaves_the_digest_unchanged(pool: Pool) -> None:
-    """Replicas wait for different messages.
-
-    They still reduce their layers in one order.
-    """
+    """Replicas wait for different messages, but reduce their layers in one order."""
     wanted = config(2, 2, zero=1, balance=RANDOM)
     wanted["pipeline"]["w_granularity"] = "linear"
     same(run(pool, wanted), reference(pool, 4))
@@ -180,7 +177,10 @@ def test_early_partial_w_leaves_the_digest_unchanged(pool: Pool) -> None:
 def test_live_reshape_leaves_the_digest_unchanged(
     pool: Pool, pipeline: int, data: int, reshape_at: list[list[int]], zero: int
 ) -> None:
-    """A shorter pipeline of more replicas, and back, while layers freeze and move."""
+    """The run changes to a shorter pipeline with more replicas, and back.
+
+    Layers freeze and move meanwhile.
+    """
     results = run(pool, config(pipeline, data, zero=zero, balance=RANDOM, reshape_at=reshape_at))
     same(results, reference(pool, 4))
     sizes = [len(layers) for layers in results[0]["layers"]]
@@ -189,9 +189,9 @@ def test_live_reshape_leaves_the_digest_unchanged(
 
 
 def test_sharded_masters_have_one_digest_after_a_reshape(pool: Pool) -> None:
-    """Replicas have got their layers in other orders.
+    """Replicas receive their layers in different orders.
 
-    Together they make the masters whole that the digest is of.
+    Together they hold the whole masters that the digest covers.
     """
     wanted = config(4, 1, zero=1, reshape_at=[[2, 2, 2]])
     wanted["train"]["precision"] = "bfloat16"
@@ -199,9 +199,9 @@ def test_sharded_masters_have_one_digest_after_a_reshape(pool: Pool) -> None:
 
 
 def test_post_validated_run_reshapes_between_final_steps(pool: Pool) -> None:
-    """Steps run without a barrier, and all of them are taken back.
+    """Steps run without a barrier, and every step is rolled back.
 
-    The optimizer has shares. The mesh changes between final steps.
+    The optimizer state is sharded.
     """
     wanted = config(2, 2, zero=1, balance=RANDOM, reshape_at=[[2, 4, 1], [4, 2, 2]])
     wanted["pipeline"]["post_validation"] = True
@@ -209,9 +209,9 @@ def test_post_validated_run_reshapes_between_final_steps(pool: Pool) -> None:
 
 
 def test_three_replicas_have_the_same_digest(pool: Pool) -> None:
-    """No power of two: what is left over of the tree folds last.
+    """Three is no power of two, so the rest of the tree is folded last.
 
-    Slots are counted out once per replica by default.
+    The default is one reduction slot per replica.
     """
     wanted = config(1, 3, groups=None, zero=1)
     wanted["train"]["global_batch"] = 6
@@ -221,9 +221,9 @@ def test_three_replicas_have_the_same_digest(pool: Pool) -> None:
 
 
 def test_cases_decide_the_same_on_every_replica(pool: Pool) -> None:
-    """The measurements of the first replica count.
+    """Replicas measure different microbatches and times.
 
-    Replicas measure their own microbatches, in seconds, so their measurements differ.
+    The measurements of the first replica decide.
     """
     for cases in (
         {
@@ -359,7 +359,7 @@ def test_reshape_to_replicas_with_written_buffers_is_refused(pool: Pool) -> None
 
 
 def test_only_the_number_of_reduction_slots_changes_the_bits(pool: Pool) -> None:
-    """The order of the sum is a choice, and it is the slots' alone."""
+    """The number of slots fixes the order of the sum."""
     digests = {groups: reference(pool, groups)["digest"] for groups in (1, 2, 4, 8)}
     assert len(set(digests.values())) == 4
     assert run(pool, config(2, 2, groups=8))[0]["digest"] == digests[8]
@@ -368,9 +368,9 @@ def test_only_the_number_of_reduction_slots_changes_the_bits(pool: Pool) -> None
 
 @pytest.mark.parametrize("balancer", ["exact", "none"])
 def test_run_reshapes_if_another_mesh_is_faster(pool: Pool, balancer: str) -> None:
-    """One layer is half of the work: two stages can never be even, two replicas are.
+    """One layer is half of the work, so only two replicas can be even, not two stages.
 
-    The bits are those of the run that does not.
+    The digest is that of the run without a reshape.
     """
     wanted: dict[str, Any] = {
         "model": {
@@ -409,9 +409,9 @@ def test_run_reshapes_if_another_mesh_is_faster(pool: Pool, balancer: str) -> No
 def test_replicas_of_an_even_model_keep_their_mesh(
     pool: Pool,
 ) -> None:
-    """The run has no link between stages.
+    """Pipelines of one rank have no link between stages, so the run measures one.
 
-    Gradients of 4 bytes cost nothing, so replicas of an even model stay. The bits stay too.
+    Gradients of 4 bytes cost almost no time, so the replicas of an even model stay.
     """
     wanted: dict[str, Any] = {
         "model": {"kind": "emulated", "layers": 4, "f": 0.002, "b": 0.002, "w": 0.002},
@@ -436,10 +436,7 @@ def test_reduction_overlaps_with_later_layers() -> None:
 
 
 def test_layer_cost_is_that_of_the_slowest_replica(pool: Pool) -> None:
-    """One placement serves all replicas.
-
-    A layer counts as long as it takes on the replica where it takes longest.
-    """
+    """One placement serves all replicas, so the slowest replica decides each cost."""
     wanted: dict[str, Any] = {
         "model": {"kind": "emulated", "layers": 2, "f": 0.004, "b": 0.004, "w": 0.004},
         "train": {"steps": 3, "global_batch": 4, "micro_batch": 1},
@@ -452,10 +449,9 @@ def test_layer_cost_is_that_of_the_slowest_replica(pool: Pool) -> None:
 
 
 def test_profile_counts_the_whole_optimizer_state(pool: Pool, tmp_path: Path) -> None:
-    """The bytes are a whole replica's, also if each replica keeps a share.
+    """The profile has the bytes of a whole replica, also with ZeRO-1.
 
-    A planner of another mesh divides them by its replicas. Gradients that wait in slots are
-    included.
+    A planner divides them by the replicas of its mesh. Pending gradients are included.
     """
     profiles: dict[int, profile_file.Profile] = {}
     for zero in (0, 1):

@@ -1,4 +1,4 @@
-"""dynmo's schedules in torch's own pipeline runtime, and torch's schedules in dynmo."""
+"""dynmo's schedules in torch's pipeline runtime, and torch's schedules in dynmo."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ V_SHAPED = """
 
 
 def test_csv_written_by_torch_reads_back() -> None:
-    """torch pads its rows and ends its lines its own way.
+    """torch pads its rows and uses other line ends.
 
-    It can also add messages and what FSDP needs.
+    torch may also add ops for messages and for FSDP.
     """
     schedule = from_text(LOOPED)
     rows = to_torch_csv(schedule).splitlines()

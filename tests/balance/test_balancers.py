@@ -1,4 +1,4 @@
-"""The balancers by name."""
+"""Tests of the balancers in the registry: placements, limits, purity and errors."""
 
 from collections import Counter
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_balancing_by_parameters_ignores_freezing():
     assert balancer("exact")(blind).counts == balancer("diffusion")(blind).counts == (3, 3)
 
 
-def test_exact_moves_as_few_bytes_as_it_can():
+def test_exact_moves_the_fewest_bytes():
     # Layer 0 decides alone. (1, 3, 1) moves layer 1. The smoother (1, 2, 2) moves layer 3 too.
     layers = tuple(
         LayerCost(f, 0.0, 0.0, optimizer_bytes=size)
@@ -113,7 +113,7 @@ def test_random_keeps_the_only_placement():
         assert balancer("random")(BalanceRequest(layers, Partition(counts))).counts == counts
 
 
-def test_random_draws_only_what_fits():
+def test_random_draws_only_placements_that_fit():
     request = limited([1, 1, 5, 1, 1], (1, 1, 3), (10, 2, 10))
     drawn = {balancer("random")(replace(request, step=step)).counts for step in range(100)}
     # Stage 1 cannot hold layer 2. (1, 1, 3) is the current partition.

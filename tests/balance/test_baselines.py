@@ -1,4 +1,4 @@
-"""Others' balancers as published, and what is wrong with them."""
+"""Placement algorithms of other systems, as published, with their known defects."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ NAMES = (
 )
 
 
-def test_deepspeed_counts():
+def test_deepspeed_uniform_has_the_published_counts():
     assert deepspeed_uniform(10, 4) == [0, 3, 6, 8, 10]
     assert deepspeed_uniform(8, 4) == [0, 2, 4, 6, 8]
     # Older versions gave the remainder to the last stage: 7 layers there, 2 elsewhere.
@@ -70,7 +70,7 @@ def test_deepspeed_leaves_stages_empty():
     assert deepspeed_balanced([1.0] * 3, 5) == [0, 1, 2, 3, 3, 3]
 
 
-def test_deepspeed_refuses_what_fits_exactly():
+def test_deepspeed_refuses_an_exact_fit():
     # Two stages of 2 have the bottleneck 2, but the probe wants less than that.
     assert not deepspeed_probe([1, 2, 3, 4], 2, 2.0)[1]
     assert deepspeed_probe([1, 2, 3, 4], 2, 2.001) == ([0, 2, 4], True)

@@ -1,4 +1,4 @@
-"""Several stages per rank, against every placement there is."""
+"""Placements with several stages per rank, compared with all placements."""
 
 import random
 from itertools import combinations, pairwise
@@ -119,9 +119,9 @@ def test_several_stages_even_out_a_heavy_layer():
 
 @pytest.mark.parametrize("placement", [looped(4, 2), looped(3, 3), (0, 1, 2, 3, 1, 0, 2, 3)])
 def test_descent_alone_is_close_to_the_optimum(placement: tuple[int, ...]):
-    """The descent alone is within 3 % of the optimum on average, 12 % at worst.
+    """The descent is within 3 % of the optimum on average and 12 % at worst.
 
-    Branch and bound has no node here.
+    Branch and bound gets no nodes here.
     """
     draw = random.Random(str(placement))
     over: list[float] = []

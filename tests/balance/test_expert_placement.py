@@ -137,7 +137,7 @@ def test_moves_list_the_experts_that_ranks_receive():
         ),
     ],
 )
-def test_bad_input_gets_one_line(make, message: str):
+def test_bad_input_is_refused_in_one_line(make, message: str):
     with pytest.raises(PartitionError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
@@ -180,9 +180,9 @@ def test_search_is_never_worse_than_the_current_placement(
 @many
 @given(cases())
 def test_larger_capacity_never_increases_the_load(case: Case):
-    """A search that goes on from the narrower placement cannot lose.
+    """A search that starts from the smaller placement cannot be worse.
 
-    A fresh search is only a heuristic.
+    A search from scratch is a heuristic and has no such guarantee.
     """
     counts, ranks, per_rank = case
     narrow = place_experts(*case)
@@ -203,10 +203,7 @@ def test_source_order_does_not_matter_without_copies(case: Case, draw: random.Ra
 
 
 def test_copies_share_the_tokens_of_a_hot_expert():
-    """Copies of the hot expert share its tokens.
-
-    They are on as many ranks as there are places.
-    """
+    """The hot expert has a copy on as many ranks as there are free places."""
     for per_rank, copies in ((2, 1), (3, 4)):
         counts = [[0, 0, 0, 9, 0, 0, 0, 0]] * 4
         placement = place_experts(counts, 4, per_rank)

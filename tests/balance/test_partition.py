@@ -1,4 +1,4 @@
-"""Placements, and the exact one against every placement there is."""
+"""Placements and the exact partitioner, which is compared with all placements."""
 
 import json
 import math
@@ -234,10 +234,7 @@ def test_exact_solves_small_cases_under_memory_limits(cases: int):
 
 @pytest.mark.parametrize("kind", ["memory", "links", "both"])
 def test_exact_equals_bellmans_table_under_memory_limits(kind: str):
-    """The result is that of Bellman's table.
-
-    Only some stages can hold certain layers, and outputs have several sizes.
-    """
+    """Only some stages can hold certain layers, and outputs have several sizes."""
     draw = random.Random(kind)
     feasible = 0
     for _ in range(12):
@@ -281,9 +278,9 @@ def test_exact_equals_bellmans_table_under_memory_limits(kind: str):
 
 
 def test_half_blocks_have_the_recorded_gains_on_fixed_traces():
-    """Gains of whole blocks, halves and equal shares over two blocks on 24 ranks.
+    """Gains of whole blocks, half blocks and equal shares over two blocks per rank.
 
-    A gain is the ratio of the bottlenecks' sums.
+    The model has 24 ranks. A gain is the ratio of the summed bottlenecks.
     """
     expected = {
         "early_exit": (1.00, 1.24, 1.39),
@@ -347,7 +344,7 @@ def test_ties_prefer_even_loads_and_fewer_moved_bytes():
     assert exact([0.0] * 6, 3).counts == (2, 2, 2)
 
 
-def test_the_number_of_ranks_may_differ_from_the_current_one():
+def test_number_of_ranks_may_change():
     assert exact([1.0] * 8, 2, current=Partition((2, 2, 2, 2))).counts == (4, 4)
     assert exact([1.0] * 8, 4, current=Partition((4, 4))).counts == (2, 2, 2, 2)
 
@@ -397,7 +394,7 @@ def test_partition_of_a_small_example():
     assert hash(Partition((3, 2, 3))) == hash(partition)
 
 
-def test_uniform_gives_the_first_stages_one_more():
+def test_uniform_gives_the_first_stages_one_layer_more():
     assert uniform(8, 4).counts == (2, 2, 2, 2)
     assert uniform(10, 4).counts == (3, 3, 2, 2)
     assert uniform(3, 3).counts == (1, 1, 1)

@@ -1,4 +1,4 @@
-"""No single reading decides: medians, and two halves that share none."""
+"""Medians of measurements, and two halves of them that share no reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer ranks: the fewest that are fast enough, and the published baselines."""
+"""The fewest ranks that are fast enough, and the published repack baselines."""
 
 from __future__ import annotations
 

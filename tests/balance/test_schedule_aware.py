@@ -1,4 +1,4 @@
-"""The search whose judge is the simulator."""
+"""The placement search that evaluates candidates with the simulator."""
 
 import random
 from dataclasses import replace
@@ -113,10 +113,10 @@ def test_search_is_close_to_the_best_placement(name: str, objective: Objective):
 
 
 def test_search_beats_the_least_bottleneck():
-    """With about as many microbatches as ranks and a frozen prefix, the search gains.
+    """The search gains with few microbatches and a frozen prefix.
 
-    It is a percent or two under the best placement of the least bottleneck, and 8 % or more under
-    the worst of them. All of these placements are tried.
+    Its placement is 1 to 2 % faster than the best placement of the least bottleneck. It is at least
+    8 % faster than the worst of these. The test tries all of these placements.
     """
     draw = random.Random(3)
     blocks = tuple(
@@ -227,9 +227,9 @@ def test_search_considers_slow_links_and_ranks():
 
 
 def test_cost_dependent_schedule_decides_the_placement():
-    """The schedule made for a placement decides in the end.
+    """Candidates are compared with the schedule that is built for their costs.
 
-    A placement whose schedule cannot be made is passed over.
+    The search skips a placement whose schedule cannot be built.
     """
     layers = drawn(random.Random(8), 14)
     asked: list[Costs] = []
@@ -305,10 +305,7 @@ def test_schedule_shape_of_1f1b():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_link_aware_start_is_never_beaten(seed: int):
-    """The placement is never slower by the simulator.
-
-    It is compared with the placement whose stages count the way of their output.
-    """
+    """The result is no slower than the placement that counts link times as stage time."""
     draw = random.Random(seed)
     layers = tuple(replace(x, output_bytes=draw.choice([1, 40])) for x in drawn(draw, 12))
     links = [LinkCost(0.0, draw.choice([10.0, 100.0])) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A move must repay itself."""
+"""The decision whether a move repays its price."""
 
 import math
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Forecast(NamedTuple):
     w: float = 1.0
 
 
-def test_move_if_the_saving_exceeds_the_price():
+def test_layers_move_if_the_saving_exceeds_the_price():
     decision = worth_moving(1.25, 1.0, 100, 10.0, margin=2.0, hysteresis=0.05)
     assert decision.move
     assert decision.predicted_gain == pytest.approx(0.2)
@@ -57,7 +57,7 @@ def test_gain_below_the_hysteresis_never_moves():
     assert worth_moving(1.0, 0.75, 10**9, 0.001, hysteresis=0.25).move
 
 
-def test_no_gain_no_move():
+def test_move_needs_a_gain():
     assert not worth_moving(1.0, 1.0, 100, 0.0, hysteresis=0.0).move
     worse = worth_moving(1.0, 1.5, 100, 0.0)
     assert not worse.move

@@ -1,7 +1,7 @@
-"""The end-to-end benchmark of the cases.
+"""The end-to-end benchmark of the dynamic cases.
 
-The tests check what it makes of measurements. In small, they also check that its sides are the same
-training.
+The tests check the evaluation of measurements. Small runs check that all sides train the same
+model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_phases_lie_between_changes() -> None:
     assert phases([2, 4], 5) == [(0, 2), (2, 4), (4, 5)]
 
 
-def test_a_share_needs_an_ideal_to_speak_of() -> None:
+def test_share_is_undefined_without_an_ideal_gain() -> None:
     assert share(1.4, 1.5) == pytest.approx(0.8)
     assert share(1.0, 1.029) is None
 
@@ -54,10 +54,10 @@ def trained(frozen: int) -> tuple[LayerCost, ...]:
     )
 
 
-def test_the_ideal_is_of_every_phase() -> None:
-    """With three layers frozen, 3 s against 9 s a microbatch become 6 against 6.
+def test_ideal_is_computed_for_each_phase() -> None:
+    """With three frozen layers, loads of 3 and 9 s per microbatch become 6 and 6 s.
 
-    The placement of 4 + 2 layers does that.
+    The placement of 4 + 2 layers does this.
     """
     spans, costs = [(0, 2), (2, 6)], [trained(0), trained(3)]
     seconds_of = simulated(spans, costs, [[3, 3]] * 4 + [[4, 2]] * 2)
@@ -149,7 +149,7 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     assert not broken["same_weights"]
 
 
-def test_the_best_static_side_is_the_one_with_the_least_speedup() -> None:
+def test_best_static_side_has_the_least_speedup() -> None:
     speedups = {"dense": 1.1, "uniform": 1.3, "parameters": 1.2}
     assert best_static({"speedup_over": {x: {"run": y} for x, y in speedups.items()}}) == (
         "parameters"
@@ -195,10 +195,7 @@ def test_every_side_is_a_valid_run(case: str) -> None:
     ],
 )
 def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
-    """On real ranks, only the numbers are certain.
-
-    The timing decides whether layers move.
-    """
+    """Timing decides whether layers move, so only the weights are compared."""
     sizes = SMALL | SURE if case == "early_exit" else SMALL
     rounds = pool.run(
         "benchmarks.cases_race:race", 2, timeout=120, case=case, steps=STEPS, rounds=1, sizes=sizes

@@ -1,4 +1,4 @@
-"""The limit of the benchmark of thresholds."""
+"""The speed limit in the benchmark of exit thresholds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.exit_thresholds import BLOCKS, EXITS, limit
 from benchmarks.quality import config_of
 
 
-def test_the_limit() -> None:
+def test_speed_limit_follows_the_exit_shares() -> None:
     case = {"cases": ["early_exit"], "early_exit": {"exits": list(EXITS)}}
     config = config_of(10, 0, case, 1, 1, 64, {"blocks": BLOCKS})
     assert limit(config, [0.0, 0.0]) < 1, "exits alone cost"

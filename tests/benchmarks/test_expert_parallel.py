@@ -1,4 +1,7 @@
-"""The sides of `benchmarks.expert_parallel` train the same weights, and act as they say."""
+"""The sides of `benchmarks.expert_parallel` train the same weights.
+
+Each side moves experts or layers as its name says.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from tests.pool import Pool
 
 
 @pytest.mark.matrix
-def test_the_four_sides(pool: Pool) -> None:
+def test_four_sides_train_the_same_weights(pool: Pool) -> None:
     sides = pool.run("benchmarks.expert_parallel_race:race", 4, steps=6, scale=0.02)[0]
     assert list(sides) == list(SIDES)
     result = summarize(sides)

@@ -1,4 +1,4 @@
-"""The four sides of `benchmarks.experts`, on a shallow model and a few moments."""
+"""The four sides of `benchmarks.experts`, on a shallow model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dynmo.balance.expert_placement import even_placement
 
 
 def test_counts_follow_the_skew() -> None:
-    """Every replica has as many tokens, and later layers are less even."""
+    """Every replica has the same number of tokens. Later layers are less even."""
     moments = draw_counts(6, 0.8, moments=2)
     assert moments == draw_counts(6, 0.8, moments=2)
     for counts in (counts for moment in moments for counts in moment):
@@ -21,7 +21,7 @@ def test_counts_follow_the_skew() -> None:
     assert first < last
 
 
-def test_the_four_sides() -> None:
+def test_gains_of_the_four_sides_are_ordered() -> None:
     one = row(0.8, REPLICAS, 1, blocks=8, moments=2)
     gain, ratio = one["gain"], one["busiest"]
     assert ratio["bound"] <= ratio["known at once"] <= ratio["static"]

@@ -1,6 +1,6 @@
 """`make gpu` without a GPU.
 
-The tests cover its refusals, its runner, and the benchmarks on small models on CPU.
+The tests cover error messages, the runner, and the benchmarks on small CPU models.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @WITHOUT_GPU
-def test_one_line_without_a_gpu() -> None:
+def test_missing_gpu_gives_a_one_line_error() -> None:
     done = subprocess.run(
         ["make", "--silent", "gpu", f"PYTHON={sys.executable}"],
         cwd=ROOT,
@@ -58,7 +58,7 @@ def test_one_line_without_a_gpu() -> None:
 
 
 @WITHOUT_GPU
-def test_a_benchmark_alone_needs_a_gpu_too(
+def test_single_benchmark_also_needs_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["split", "--json"])
@@ -72,7 +72,7 @@ def test_a_benchmark_alone_needs_a_gpu_too(
 
 
 def test_missing_packages_are_named_in_one_line() -> None:
-    """-S leaves out all that pip has installed: torch and rich are missing as well."""
+    """`python -S` hides all installed packages, including torch and rich."""
     done = python("-S", "-m", "benchmarks.gpu")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("benchmarks.gpu: ")
@@ -84,7 +84,9 @@ def test_missing_packages_are_named_in_one_line() -> None:
     ("version", "fits"),
     [("2.9.1", False), ("2.10.0", True), ("2.11.0+cu130", True), ("3.0", True), ("new", False)],
 )
-def test_the_version_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
+def test_torch_version_is_checked(
+    monkeypatch: pytest.MonkeyPatch, version: str, fits: bool
+) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     if fits:
         checks.check_packages()
@@ -93,8 +95,8 @@ def test_the_version_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, fit
         checks.check_packages()
 
 
-def test_packages_are_those_of_the_project() -> None:
-    """All that dynmo depends on, and what its tests need."""
+def test_checked_packages_are_those_of_the_project() -> None:
+    """The list has the dependencies of dynmo and of its tests."""
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {re.split("[<>=]", word)[0] for word in needed} | {
         "pytest",
@@ -103,17 +105,17 @@ def test_packages_are_those_of_the_project() -> None:
     } == set(checks.PACKAGES)
 
 
-def test_an_unknown_part() -> None:
+def test_unknown_part_is_refused() -> None:
     done = python("-m", "benchmarks.gpu", "--only", "splits")
     assert (done.returncode, done.stdout) == (2, "")
     assert "'splits'" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_the_parts_fit_their_time_and_are_named() -> None:
-    """All parts together take under 9 minutes.
+def test_parts_fit_the_time_limit_and_are_listed() -> None:
+    """All parts together take less than 9 minutes.
 
-    That includes a second for each process to end, and the probe.
+    This includes one second for each process to end, and the probe.
     """
     assert command.SECONDS + len(PARTS) + 4 <= 9 * 60
     assert set(NAMES) < {part.name for part in PARTS}
@@ -121,8 +123,8 @@ def test_the_parts_fit_their_time_and_are_named() -> None:
     assert files == {*NAMES, "__init__", "__main__", "checks", "device", "parts", "running"}
 
 
-def test_it_begins_without_torch() -> None:
-    """The checks must work where torch or rich is missing."""
+def test_command_starts_without_torch() -> None:
+    """The checks must work if torch or rich is missing."""
     code = (
         "import sys, benchmarks.gpu.__main__; print({'torch', 'rich', 'numpy'} & set(sys.modules))"
     )
@@ -144,7 +146,7 @@ HANGS = (
 PRINTS = "import atexit, json; atexit.register(print, json.dumps(dict({})))"
 
 
-def test_parts_fail_hang_and_go_on(tmp_path: Path) -> None:
+def test_failing_and_hanging_parts_do_not_stop_the_others(tmp_path: Path) -> None:
     rows = command.run_all(
         [
             part("fails", "raise ValueError('a wrong figure')"),
@@ -187,7 +189,7 @@ def test_parts_fail_hang_and_go_on(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_the_limit_of_all_parts(tmp_path: Path) -> None:
+def test_parts_after_the_time_limit_are_left_out(tmp_path: Path) -> None:
     rows = command.run_all([part("late", "pass")], tmp_path, {}, dry=False, seconds=0)
     assert [ended.status for _, ended in rows] == ["left out"]
 
@@ -203,10 +205,10 @@ def test_last_line_of_pytest_is_the_result(tmp_path: Path) -> None:
     )
 
 
-def test_a_dry_run_of_slices(tmp_path: Path) -> None:
-    """The real command writes the result file and the log where it is told to.
+def test_dry_run_of_slices_writes_its_result(tmp_path: Path) -> None:
+    """The command writes the result file and the log to the given folder.
 
-    This part needs a process of its own, because torch's runtime takes the default group.
+    This part runs in its own process, because torch's runtime takes the default group.
     """
     done = python("-m", "benchmarks.gpu", "--dry", "--only", "slices", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -225,14 +227,14 @@ def test_a_dry_run_of_slices(tmp_path: Path) -> None:
 # -- the benchmarks ---------------------------------------------------------------------------
 
 
-def test_split() -> None:
+def test_split_benchmark_measures_four_variants() -> None:
     figures = split.stage(CPU, torch.float32, False, device.Shape(1, 64, 16, 1, 2), rounds=1)
     assert set(figures["seconds"]) == {"plain", "fused", "split", "deferred"}
     assert figures["tokens_per_second"]["plain"] == 32 / figures["seconds"]["plain"]
 
 
 @pytest.mark.parametrize(("ratio", "met"), [(1.01, True), (1.03, False)])
-def test_the_goal_of_split(ratio: float, met: bool) -> None:
+def test_split_goal_is_assessed(ratio: float, met: bool) -> None:
     rows = {
         "bfloat16": {"eager": {"split_over_fused": ratio}},
         "float32": {"eager": {"split_over_fused": 1.5}},
@@ -240,7 +242,7 @@ def test_the_goal_of_split(ratio: float, met: bool) -> None:
     assert split.assess({"stage": rows}).met == met
 
 
-def test_attention() -> None:
+def test_attention_benchmark_measures_each_kind() -> None:
     rows = [
         attention.length(CPU, torch.float32, n, heads=2, size=16, batch=1, rounds=1)
         for n in (32, 128)
@@ -257,7 +259,7 @@ def test_attention() -> None:
     assert attention.wins_from(fake) == {"hash, 16 buckets": 2, "hash, 64 buckets": None}
 
 
-def test_the_share_of_pairs() -> None:
+def test_share_of_pairs_equals_a_count() -> None:
     x = torch.randn(1, 6, 1, 4, generator=torch.Generator().manual_seed(2))
     hashed = attention.Hashed(2, 32, 1)
     buckets = attention.hash_buckets(x, attention.draw_directions(1, 4, 2, 1))[0, :, 0].tolist()
@@ -265,14 +267,14 @@ def test_the_share_of_pairs() -> None:
     assert attention.share_of_pairs(x, hashed) == pytest.approx(sum(pairs) / len(pairs))
 
 
-def test_sparse() -> None:
+def test_sparse_benchmark_finds_a_crossover() -> None:
     figures = sparse.matrix(CPU, torch.float32, 32, 32, 16, 1)
     assert [point["sparsity"] for point in figures["points"]] == list(sparse.SPARSITIES)
     assert 0 < figures["crossover"] <= 1
 
 
 @pytest.mark.parametrize(("name", "own"), [("zero-bubble", "zb-h1"), ("zbv", "zb-v")])
-def test_torchs_orders_fit_our_placements(name: str, own: str) -> None:
+def test_torch_schedules_have_our_placements(name: str, own: str) -> None:
     order = torch_order(PEERS[name], 4, 8, name)
     assert (order.name, order.microbatches, order.placement) == (name, 8, placement_of(own, 4))
 
@@ -280,7 +282,7 @@ def test_torchs_orders_fit_our_placements(name: str, own: str) -> None:
 @pytest.mark.parametrize(
     ("ratios", "met"), [([0.95, 1.05], True), ([0.5, 1.0], False), ([1.0, 1.2], False)]
 )
-def test_the_account_is_judged(ratios: list[float], met: bool) -> None:
+def test_memory_estimate_is_assessed(ratios: list[float], met: bool) -> None:
     result: dict[str, Any] = {
         "peak_over_account": ratios,
         "peak_over_planned": [0.9, 0.9],

@@ -1,4 +1,4 @@
-"""The benchmark of what early exit and mixture of depths learn: its arithmetic."""
+"""The compute model in the benchmark of early exit and mixture of depths."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dynmo.models.gpt import feed_forward_size
 STEPS = 20
 
 
-def test_dense_compute_is_the_arithmetic() -> None:
-    """6 FLOPs per weight and token, and causal attention of half the pairs."""
+def test_dense_compute_matches_the_flop_formula() -> None:
+    """6 FLOPs per weight and token, and attention over half of the pairs."""
     config = config_of(STEPS, 0, {}, 1, 1, 64)
     weights = 4 * (4 * 64**2 + 3 * 64 * feed_forward_size(64)) + 256 * 64
     assert step_flops(config, ()) == 6 * weights + 4 * 3 * 2 * 128 * 64
 
 
-def test_shares_change_the_compute() -> None:
+def test_exit_shares_change_the_compute() -> None:
     exits = config_of(STEPS, 0, RUNS["tokens"]["early exit, ADP-C 0.9"][0], 1, 1, 64)
     dense = step_flops(config_of(STEPS, 0, {}, 1, 1, 64), ())
     kept, gone = step_flops(exits, [0.0, 0.0]), step_flops(exits, [1.0, 0.0])
@@ -34,7 +34,7 @@ def test_shares_change_the_compute() -> None:
     assert 0.5 < step_flops(routed, ()) / dense < 0.7
 
 
-def test_experts_cost_what_they_compute() -> None:
+def test_expert_flops_match_the_formula() -> None:
     one, two = (
         config_of(
             STEPS,

@@ -1,4 +1,4 @@
-"""The benchmark of what is learnt: valid runs, fair comparisons."""
+"""The benchmark of model quality: valid runs and fair comparisons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.pool import Pool
 
 
 @pytest.mark.parametrize("steps", [40, STEPS])
-def test_every_run_is_valid_and_differs_in_the_case_alone(steps: int) -> None:
+def test_every_run_is_valid_and_differs_only_in_its_case(steps: int) -> None:
     configs = {
         name: config_of(steps, 0, dynamism, 24, 4) for name, (_, _, dynamism) in runs(steps).items()
     }
@@ -44,14 +44,14 @@ def test_distances_are_to_the_right_reference() -> None:
     assert not late["within"]
 
 
-def test_the_same_figures_give_the_same_picture(tmp_path: Path) -> None:
+def test_picture_depends_on_the_figures_only(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw(compare(results(), 40), tmp_path / "a.svg")
     draw(compare(results(), 40), tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
 
 
-def test_some_of_the_runs() -> None:
+def test_selected_runs_include_their_references() -> None:
     assert chosen(40, ()) == runs(40)
     assert list(chosen(40, ["pruning, 90 %"])) == ["dense", "pruning, 90 %"]
     assert list(chosen(40, ["hash, 4 buckets, all blocks"])) == [
@@ -63,7 +63,7 @@ def test_some_of_the_runs() -> None:
     assert [row["name"] for row in compare(some, 40)] == ["dense", "pruning, 90 %"]
 
 
-def test_a_run_in_small(pool: Pool) -> None:
+def test_small_run_gives_a_row(pool: Pool) -> None:
     dynamism = {"cases": ["freezing"], "freezing": {"schedule": [[1, 5]]}}
     (row,) = pool.run(
         "benchmarks.quality:train",
@@ -80,11 +80,8 @@ def test_a_run_in_small(pool: Pool) -> None:
 
 
 @pytest.mark.matrix
-def test_several_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each runs in a process of its own.
-
-    The results are told in the order in which they were asked for.
-    """
+def test_parallel_runs_are_returned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run is in its own process. The order is that of the request."""
     few = {"dense": runs(2)["dense"]}
     monkeypatch.setattr("benchmarks.quality.runs", lambda steps: few)
     result = measure(steps=2, seeds=2, jobs=2, evaluations=2, batches=1, hidden=64)

@@ -1,4 +1,4 @@
-"""The bounds, the search and the sides of `benchmarks.repack`."""
+"""The bounds, the search and the baselines of `benchmarks.repack`."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_search_agrees_with_all_placements(
             assert timeline(layers, search.placement, microbatches).makespan <= limit
 
 
-def test_a_limit_that_the_best_of_many_placements_just_meets() -> None:
-    """With 20 layers on 4 ranks the bounds rule out nearly all of the 969 placements."""
+def test_search_finds_the_only_placement_at_the_limit() -> None:
+    """The bounds rule out most of the 969 placements of 20 layers on 4 ranks."""
     layers = layers_of([(1 + i % 3, 2 + i % 2, 1 + i % 5) for i in range(20)])
     least = min(timeline(layers, x, 8).makespan for x in placements(20, 4))
     first, ruled_out = (search_placements(layers, 4, 8, least * share) for share in (1, 1 - 1e-6))
@@ -95,7 +95,7 @@ def test_a_limit_that_the_best_of_many_placements_just_meets() -> None:
     assert ruled_out.replays < 100
 
 
-def test_a_search_that_is_not_complete_says_so() -> None:
+def test_incomplete_search_is_reported() -> None:
     layers = layers_of([(1, 1, 1)] * 12)
     limit = timeline(layers, Partition((4, 4, 4)), 8).makespan
     stopped = search_placements(layers, 3, 8, limit, most=1)

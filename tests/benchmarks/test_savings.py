@@ -1,4 +1,4 @@
-"""The savings benchmarks, in small: what is said of a row's bound adds up."""
+"""The savings benchmarks on small sizes: the parts of a loss add up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.savings_tokens import size_row
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_bound_is_named_where_the_share_is_small() -> None:
+def test_bound_is_named_if_the_share_is_small() -> None:
     lost = {"kernel": 0.2, "packing": 0.3, "elsewhere": -0.1}
     assert bound_of(0.84, lost) == {"lost": lost, "bounded_by": "packing"}
     assert bound_of(0.85, lost) == {"lost": lost, "bounded_by": None}
@@ -78,7 +78,7 @@ def test_losses_of_sparse_attention_add_up(monkeypatch: pytest.MonkeyPatch) -> N
             assert (kind["lost"]["padding"] > 0) == (kind["computed"] > kind["pairs"])
 
 
-def test_the_document_says_what_sparse_attention_was_measured_to_gain() -> None:
+def test_document_states_the_measured_gain_of_sparse_attention() -> None:
     rows = json.loads((ROOT / "benchmarks/results/savings.json").read_text())["sparse_attention"]
     gains = {
         row["sequence"]: [
@@ -100,7 +100,7 @@ def test_the_document_says_what_sparse_attention_was_measured_to_gain() -> None:
     ]
 
 
-def test_cache_of_a_frozen_block() -> None:
+def test_cache_row_of_a_frozen_block() -> None:
     row = cache(32, 2, 64, 2)
     assert (row["layers"], row["bytes_per_sequence"]) == (2, 64 * 32 * 4)
     assert row["speedup"] == pytest.approx(row["seconds"]["run"] / row["seconds"]["taken"])

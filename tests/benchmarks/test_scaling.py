@@ -1,4 +1,4 @@
-"""The benchmark of scaling: what it makes of the traces."""
+"""The evaluation of the scaling benchmark."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from benchmarks.published import table_5
 from benchmarks.scaling import WEAK, equal_memory, vertical, weak
 
 
-def test_weak_scaling_at_one_moment() -> None:
+def test_weak_scaling_gain_is_within_its_bound() -> None:
     rows = weak(24)
     assert [(x["blocks"], x["pipeline"]) for x in rows] == list(WEAK)
     for x in rows:
@@ -22,7 +22,7 @@ def test_short_pipelines_have_little_to_gain() -> None:
     )
 
 
-def test_twice_the_size_stays_within_the_memory() -> None:
+def test_double_size_microbatches_stay_within_memory() -> None:
     settings = [row for row in table_5() if row["microbatches"] == 3 * row["ranks"]]
     for x in equal_memory(settings):
         assert max(x["peak_memory"][:2]) <= 2 * x["ranks"] + 1e-9

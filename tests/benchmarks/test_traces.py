@@ -1,6 +1,6 @@
-"""The benchmark of the cost traces, in small.
+"""The benchmark of the cost traces on small sizes.
 
-The tests check what it takes for granted about the traces, and that the figures stand.
+The tests check assumptions about the traces, and the published figures.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("blocks", [24, 48])
-def test_the_densities_are_those_that_the_trace_was_made_from(blocks: int) -> None:
-    """Sparse kernels pay from 75 % on.
+def test_recovered_densities_match_the_trace(blocks: int) -> None:
+    """Sparse kernels are faster from a sparsity of 75 %.
 
-    A half's W is its dense one times its density / 0.25, at most 1.
+    The W of a half takes its dense time multiplied by density / 0.25, and at most the dense time.
     """
     densities = pruned(blocks, 2048, 1, 24)
     for moment, layers in enumerate(trace("pruning", blocks, 2048)):
@@ -37,7 +37,7 @@ def test_the_densities_are_those_that_the_trace_was_made_from(blocks: int) -> No
 
 
 @pytest.mark.parametrize(("case", "sequence"), CASES)
-def test_a_dense_block_is_the_traces_own(case: str, sequence: int) -> None:
+def test_dense_block_costs_match_the_trace(case: str, sequence: int) -> None:
     block = in_blocks(dense(24, sequence))[-1]
     if case != "sparse_attention":  # some moment has a block that trains and is not pruned
         first = in_blocks(trace(case, 24, sequence)[0])[-1]
@@ -49,7 +49,7 @@ def test_a_dense_block_is_the_traces_own(case: str, sequence: int) -> None:
 
 
 @pytest.mark.parametrize(("case", "sequence"), CASES)
-def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence: int) -> None:
+def test_dynmo_is_near_optimal_and_beats_the_baselines(case: str, sequence: int) -> None:
     result = row(case, sequence, 32, 16, stride=12)
     gain = result["gain"]
     assert result["share_of_optimum"] >= 0.98
@@ -67,7 +67,7 @@ def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence
 
 
 @pytest.mark.parametrize("case", STEPWISE)
-def test_the_pilot_is_drawn_as_the_trace_was(case: str) -> None:
+def test_pilot_is_drawn_like_the_trace(case: str) -> None:
     for drawn, layers in zip(pilot(case, 32, seed=1), trace(case, 32, 2048), strict=True):
         for ours, theirs in zip(drawn, layers, strict=True):
             assert (ours.f, ours.b, ours.w, ours.parameters) == pytest.approx(
@@ -75,11 +75,8 @@ def test_the_pilot_is_drawn_as_the_trace_was(case: str) -> None:
             )
 
 
-def test_one_schedule_serves_all_costs() -> None:
-    """The compiled replay takes as long as the simulator.
-
-    The simulator runs the schedule that was made for the costs.
-    """
+def test_compiled_replay_equals_the_simulator() -> None:
+    """The simulator runs the schedule that was made for the costs."""
     on, layers = Placements(24, 16), trace("mixture_of_depths", 24, 2048)[3]
     for placement in (on.even, on.place(layers)):
         assert on.seconds(layers, placement) == pytest.approx(
@@ -88,7 +85,7 @@ def test_one_schedule_serves_all_costs() -> None:
 
 
 @pytest.mark.parametrize("case", STEPWISE)
-def test_steps_that_differ_in_small(case: str) -> None:
+def test_small_stepwise_row_is_consistent(case: str) -> None:
     result = stepwise_row(case, 24, 16, steps=2, pilot_steps=4)
     gain = result["gain"]
     assert gain["uniform"] == 1.0
@@ -101,17 +98,14 @@ def test_steps_that_differ_in_small(case: str) -> None:
     assert 0 <= result["idle"]["balanced"] < result["idle"]["static"] < 1
 
 
-def test_ours_is_near_the_best_static_placement() -> None:
+def test_dynmo_is_near_the_best_static_placement() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "traces.json").read_text())["stepwise"]
     assert len(rows) == 16
     assert min(x["share_of_best_static"] for x in rows) >= LIMIT
 
 
-def test_emulated_ranks_in_small(pool: Pool) -> None:
-    """Two ranks run a few long ops.
-
-    A moment with a frozen prefix is measured beside the simulator's.
-    """
+def test_small_emulated_run_is_no_faster_than_simulated(pool: Pool) -> None:
+    """Two ranks run a few long ops at a moment with a frozen prefix."""
     given = {
         "case": "freezing",
         "sequence": 2048,

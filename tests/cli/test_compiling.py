@@ -1,4 +1,4 @@
-"""The line that says that loops are compiled."""
+"""The message that dynmo is compiling its loops."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Runs of `dynmo train` whose ranks leave and join.
 
-The tests cover processes that are gone and new. They also cover what is told and kept when a change
-of ranks fails.
+The tests also cover the message and the saved state if a change of ranks fails.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ def alone(pool: Pool, folder: Path, steps: int) -> str:
 
 
 def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
-    """A run of two ranks goes on alone, and then with a process of its launcher.
+    """A run of two ranks continues on one rank, and then on two again.
 
-    The digest is that of one rank.
+    The launcher starts the new process. The digest is that of one rank.
     """
     done = end(train(work, name="resized", sets=sets("[[5, 1, 1], [10, 2, 1]]", steps=20)))
     assert done.status == 0, done.err
@@ -67,9 +66,9 @@ def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
 
 
 def test_rank_started_by_hand_joins_the_run(work: Path) -> None:
-    """Pods of a job have one command: two start the run, and the third joins it.
+    """All pods of a job run one command: two start the run, and the third joins.
 
-    The third leaves with status 0 when it is told to stop while it waits.
+    The third ends with status 0 if it is stopped while it waits.
     """
     names = {
         "WORLD_SIZE": "2",
@@ -100,10 +99,7 @@ def test_rank_started_by_hand_joins_the_run(work: Path) -> None:
 
 
 def test_run_resumes_after_a_rank_dies_during_a_move(work: Path, pool: Pool) -> None:
-    """One line, and the run resumes on fewer ranks from its checkpoint.
-
-    Nothing is lost.
-    """
+    """The error is one line. The run resumes on fewer ranks from its checkpoint."""
     case = ("dynamism.cases=['python:tests.dynamism.dying:Dying']", "checkpoint.every=4")
     given = sets("[[6, 1, 1]]", *case, steps=12)
     env = {"PYTHONPATH": str(ROOT)}
@@ -118,7 +114,7 @@ def test_run_resumes_after_a_rank_dies_during_a_move(work: Path, pool: Pool) -> 
 
 @pytest.mark.matrix
 def test_failed_release_command_does_not_stop_the_run(work: Path) -> None:
-    """The run goes on. The log contains the output of the hook."""
+    """The log contains the output of the command."""
     hook = [sys.executable, "-c", "print('no such node'); raise SystemExit(3)"]
     command = ("elastic.releaser=command", f"elastic.release_command={json.dumps(hook)}")
     # Long enough for the hook to end.

@@ -1,4 +1,4 @@
-"""The command line itself: help, usage errors, and errors that become one line."""
+"""The command line: help, usage errors, and one-line error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dynmo plan --gpus`: the search of a mesh."""
+"""`dynmo plan --gpus`: the mesh search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dynmo plan` for one pipeline: its answer, its text, and what it refuses."""
+"""`dynmo plan` for one pipeline: JSON, text and refused input."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_minimal_costs_file_is_enough(plan: Run, tmp_path: Path) -> None:
 
 
 def test_text_output(plan: Run, costs_file: Path) -> None:
-    """Bars, figures and tables. Reasons for impossible choices stand below their table.
+    """The text has bars, figures and tables.
 
-    In a column they would make every row as high as they are long.
+    Reasons for impossible choices stand below their table, because they are too long for a column.
     """
     options = ("--ranks", 4, "--microbatches", 6, "--schedule", "zb-h1", "--memory-limit", "1GiB")
     status, out, err = plan("--costs", costs_file, *options)

@@ -1,4 +1,4 @@
-"""`dynmo profile` as a process, on emulated layers: what it measures is known."""
+"""`dynmo profile` as a process, on emulated layers with known times."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_profile_can_be_planned_with(measured: Measured, dynmo: Run) -> None:
 
 
 def test_unloadable_model_leaves_no_files(tmp_path: Path) -> None:
-    """Nothing is written, and no log is left."""
+    """The command writes no profile and leaves no log."""
     fill(tmp_path)
     sets = ("--set", "model.kind=python:nowhere:layers", "--set", ONE_RANK)
     assert_refused(measure(tmp_path, *sets), "nowhere")

@@ -1,4 +1,4 @@
-"""`dynmo plan --fewest-ranks`: of pipelines, meshes, runs and workloads."""
+"""`dynmo plan --fewest-ranks` for pipelines, meshes, runs and workloads."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_fewest_ranks_of_a_mesh(plan: Run, costs_file: Path) -> None:
 
 
 def test_fewest_ranks_of_a_run(plan: Run, costs_file: Path, tmp_path: Path) -> None:
-    """The run's config says which replicas its accumulation groups allow."""
+    """The accumulation groups in the run's config limit the numbers of replicas."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "costs.json").write_bytes(costs_file.read_bytes())

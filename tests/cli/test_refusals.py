@@ -1,6 +1,6 @@
-"""Mistakes in a stranger's folder, model or number.
+"""Mistakes in a user's folder, model or numbers.
 
-Each gives one line that says what is wrong, or the run works all the same.
+Each mistake gives a one-line error, or the run works anyway.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def test_dry_run_works_without_activation_shapes(
 
 
 def test_layer_that_reads_a_value_is_built_to_learn_shapes(own: Path, run: Run) -> None:
-    """The meta device has no numbers.
+    """Tensors on the meta device have no values.
 
-    The layer is made for real to learn its shapes.
+    dynmo builds the layer with memory instead, and still learns its shapes.
     """
     done = run(own, "run.toml", "--dry-run", "--json", sets=of("factories"))
     assert (done.status, done.err) == (0, "")
@@ -150,10 +150,7 @@ def test_recompute_auto_needs_activations(own: Path, run: Run) -> None:
 def test_run_refuses_a_limit_below_its_parameters(
     own: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit that parameters alone exceed is refused before the first step.
-
-    The folder is as it was.
-    """
+    """The run refuses the limit before the first step and leaves the folder unchanged."""
     world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for key, value in (world | {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": "1"}).items():
         monkeypatch.setenv(key, value)
@@ -197,9 +194,9 @@ def test_model_that_calls_exit_is_refused(own: Path, run: Run) -> None:
 
 
 def test_user_files_do_not_shadow_standard_modules(work: Path) -> None:
-    """The user's files hide nothing from dynmo.
+    """Files named like standard modules do not hide them from dynmo.
 
-    The user's model is imported all the same.
+    The user's model can still be imported.
     """
     fill_own(work)
     for name in ("types", "grp", "random", "queue"):

@@ -1,6 +1,6 @@
 """`dynmo train` with replicas, as processes.
 
-A rank that is killed is named, and nobody is left waiting.
+The error names a killed rank, and every other rank ends.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ REPLICAS = ("parallel.data=2", "parallel.zero=1", "model.layers=8", "train.micro
 
 
 def test_killed_rank_is_named_by_its_global_rank(work: Path) -> None:
-    """The message names the failed rank by its global rank.
+    """The other ranks wait for the killed rank in pipelines and reductions.
 
-    The others wait for it in pipelines and reductions. Their own messages do not count.
+    Their own error messages are not printed.
     """
     process = train(work, sets=(*LONG, *REPLICAS, "dynamism.cases=[]", "balance.balancer=none"))
     wait_until(lambda: steps(work, "main") > 2, 200)

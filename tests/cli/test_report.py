@@ -1,4 +1,4 @@
-"""`dynmo report`: one run, several runs, and folders that are no run."""
+"""`dynmo report` for one run, for several runs, and for folders that are not runs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_report_of_one_run(run: Run) -> None:
 def test_report_compares_several_runs(run: Run) -> None:
     """Each run is compared with the first.
 
-    Figures are whole, though nobody said how wide a pipe is.
+    Figures are printed whole, although a pipe has no width.
     """
     names = [f"a-name-of-some-length-{i}" for i in range(5)]
     for i, name in enumerate(names):
@@ -123,10 +123,7 @@ def test_report_compares_several_runs(run: Run) -> None:
 
 
 def test_narrow_terminal_shows_every_figure() -> None:
-    """Three runs fit in 80 columns.
-
-    In 50 columns they are folded, not cut.
-    """
+    """Three runs fit in 80 columns. In 50 columns the lines are folded, not cut."""
     runs = [(f"demo-{i}", summarize(a_run(0.5))) for i in range(3)]
     for width in (80, 50):
         screen = StringIO()
@@ -190,10 +187,7 @@ def test_json_output(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compared_runs_share_their_phases(run: Run) -> None:
-    """One run alone has the phases of its own work.
-
-    Beside another run, it has the phases of both.
-    """
+    """A single run has its own phases. Compared runs have the phases of both."""
     log("a", [step(i) for i in range(10)])
     log(
         "b",
@@ -216,10 +210,7 @@ def test_compared_runs_share_their_phases(run: Run) -> None:
 
 
 def test_resumed_run_counts_repeated_steps_once(run: Run) -> None:
-    """A step that was done twice counts once, as it was done the second time.
-
-    A torn line of the first time does no harm.
-    """
+    """The second execution of a repeated step counts. A torn line is ignored."""
     path = log(
         "a",
         [

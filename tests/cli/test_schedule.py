@@ -1,4 +1,4 @@
-"""`dynmo schedule`: its answer, its drawings, torch's CSV, and what it refuses."""
+"""`dynmo schedule`: JSON, drawings, torch's CSV format and refused input."""
 
 from __future__ import annotations
 

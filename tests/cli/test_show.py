@@ -1,4 +1,4 @@
-"""A plan as bars, and in the forms of other trainers."""
+"""A plan as bars, and exported to other trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dynmo simulate`: its answer, its text and plot, and what it refuses."""
+"""`dynmo simulate`: JSON, text, plot and refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dynmo train`: what a run writes, and what is refused before any rank starts."""
+"""`dynmo train`: the files of a run, and input refused before any rank starts."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_resume_names_the_changed_keys(
 
 
 def test_full_disk_at_start_leaves_the_run_unchanged(tmp_path: Path, run: Run) -> None:
-    """The run's own files stay as they were, and a new run leaves nothing in the way."""
+    """The files of an old run stay unchanged, and a new run leaves no folder behind."""
     fill(tmp_path)
     (tmp_path / "runs/main/checkpoints/step-000005").mkdir(parents=True)
     (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml").to_toml())
@@ -165,9 +165,9 @@ def test_full_disk_at_start_leaves_the_run_unchanged(tmp_path: Path, run: Run) -
 def test_failed_overwrite_restores_the_old_run(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attempt's own log stays until the next one.
+    """The old run is restored, for --resume or for another --overwrite.
 
-    The run that it was to replace is there again, for --resume or another --overwrite.
+    The log of the failed attempt stays until the next attempt.
     """
     fill(tmp_path)
     (tmp_path / "runs/main").mkdir(parents=True)
@@ -189,9 +189,9 @@ def test_failed_overwrite_restores_the_old_run(
 def test_run_of_another_process_is_not_touched(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run is left alone from its start on, and whatever is asked for.
+    """No command touches a run that another process trains.
 
-    That includes a run that replaces another and has no event yet.
+    This includes a run that replaces an older one and has no event yet.
     """
     fill(tmp_path)
     attempts: list[tuple[str, ...]] = []
@@ -327,10 +327,7 @@ def test_unloadable_own_model_is_refused(
 
 
 def test_error_found_by_a_rank_removes_the_new_folder(work: Path) -> None:
-    """The folder that was made for the run is gone again.
-
-    It does not stand in the way of the next attempt.
-    """
+    """The folder of the new run is removed, so that the next attempt can create it."""
     done = end(train(work, sets=("model.kind=python:models:raises", "dynamism.cases=[]", ONE_RANK)))
     assert_refused(done, "model.kind = 'python:models:raises'", "(models.py:24)")
     assert not list((work / "runs").iterdir())
@@ -356,7 +353,7 @@ def test_join_without_a_run_is_refused(tmp_path: Path, run: Run) -> None:
 def test_missing_launcher_is_refused(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, name: str, word: str
 ) -> None:
-    """Nothing is made."""
+    """The command creates no folder."""
     if name == "ray":
         pytest.importorskip("ray")
     fill(tmp_path)
@@ -369,7 +366,7 @@ def test_missing_launcher_is_refused(
 def test_launcher_gets_the_run_folder_for_rendezvous(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files through which ranks and joiners meet are in the run's folder."""
+    """The files through which ranks and joiners meet are in the folder of the run."""
     fill(tmp_path)
     given: list[tuple[Any, ...]] = []
     monkeypatch.setattr(

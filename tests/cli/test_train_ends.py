@@ -1,4 +1,4 @@
-"""`dynmo train` as processes that fail, are stopped and go on, and worlds that others start."""
+"""`dynmo train` processes that fail, stop and resume, also under other launchers."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 def test_stopped_and_killed_run_resumes_with_equal_weights(base: Base, work: Path) -> None:
-    """A run that is stopped twice has the same weights as in one go.
+    """A run that is interrupted twice has the weights of an uninterrupted run.
 
-    It is stopped by Ctrl-C, then its launcher is killed, and then it ends.
+    The first interruption is Ctrl-C. The second kills the launcher.
     """
     process = train(work, name="cut")
     wait_until(lambda: steps(work, "cut") >= 8)
@@ -82,9 +82,9 @@ def test_stopped_and_killed_run_resumes_with_equal_weights(base: Base, work: Pat
 
 
 def test_exception_on_a_rank_is_reported(work: Path, run: Run) -> None:
-    """The cause is told, not what followed from it on the other rank.
+    """The message gives the cause, not the failure that follows on the other rank.
 
-    The traceback is in the log of the rank. The next attempt must choose.
+    The traceback is in the log of the rank. The next attempt needs --resume or --overwrite.
     """
     done = end(
         train(
@@ -103,7 +103,7 @@ def test_exception_on_a_rank_is_reported(work: Path, run: Run) -> None:
 
 
 def test_non_finite_loss_ends_the_run(work: Path) -> None:
-    """The run also says, once, that ranks take turns on too few cores."""
+    """The run also warns once that its ranks have too few cores."""
     threads = f"parallel.threads={CORES + 1}"
     sets = (*GPT, ONE_RANK, "train.lr=1e30", "train.max_grad_norm=0", threads)
     done = end(train(work, sets=sets))
@@ -145,7 +145,7 @@ def test_interrupt_during_start_leaves_no_run(work: Path) -> None:
 
 
 def test_torchrun_starts_a_run(base: Base, work: Path) -> None:
-    """The ranks meet in a file and at 127.0.0.1: no port is open to the network."""
+    """The ranks meet in a file and at 127.0.0.1. No port is open to the network."""
     options = [
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=store",
@@ -182,9 +182,9 @@ def test_world_size_other_than_the_config_is_refused(
 def test_rank_of_another_launcher_reports_its_own_error(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No launcher of ours tells the cause, so the rank does.
+    """Another launcher does not report the cause, so the rank does.
 
-    The run that --overwrite names is replaced.
+    `--overwrite` replaces the old run.
     """
     fill(tmp_path)
     (tmp_path / "runs/main").mkdir(parents=True)
@@ -214,7 +214,7 @@ def test_rank_of_another_launcher_reports_its_own_error(
 
 
 def test_truncated_text_file_ends_the_run_with_a_reason(work: Path) -> None:
-    """A text that is cut off during training gives the reason, and no signal."""
+    """The rank reports an error and is not killed by a signal."""
     process = train(work, sets=(*LONG, ONE_RANK))
     wait_until(lambda: steps(work, "main") >= 3)
     os.truncate(work / "text", 0)
@@ -226,7 +226,7 @@ def test_truncated_text_file_ends_the_run_with_a_reason(work: Path) -> None:
 
 
 def test_crash_leaves_the_stack_in_the_rank_log(work: Path) -> None:
-    """The terminal has one line, and the stack is in the rank's log."""
+    """The terminal shows one line."""
     sets = ("model.kind=python:models:crashes", "dynamism.cases=[]", ONE_RANK)
     done = end(train(work, sets=sets))
     assert_refused(done, "was ended by SIGSEGV", status=1)
@@ -236,7 +236,7 @@ def test_crash_leaves_the_stack_in_the_rank_log(work: Path) -> None:
 
 
 def test_model_that_differs_by_rank_is_refused(work: Path) -> None:
-    """The first layer that differs is named before anything else is exchanged."""
+    """The error names the first different layer before ranks exchange other messages."""
     sets = ("model.kind=python:models:longer", "dynamism.cases=[]", "parallel.timeout=6.0")
     done = end(train(work, sets=sets))
     assert_refused(done, "layer 2", "rank 0 and rank 1")
@@ -244,10 +244,7 @@ def test_model_that_differs_by_rank_is_refused(work: Path) -> None:
 
 
 def test_configs_that_differ_by_rank_are_refused(work: Path) -> None:
-    """Every rank says so, each with its own value.
-
-    The limit of a wait is each rank's own.
-    """
+    """Every rank reports its own value. `parallel.timeout` may differ."""
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     sets = [("train.lr=0.5", "parallel.timeout=20"), ("train.lr=0.25", "parallel.timeout=30")]
     ranks = [train(work, sets=sets[r], env=world | {"RANK": str(r)}) for r in range(2)]
@@ -258,9 +255,9 @@ def test_configs_that_differ_by_rank_are_refused(work: Path) -> None:
 
 
 def test_silent_listener_on_the_port_times_out(work: Path) -> None:
-    """Something else has MASTER_PORT and never answers.
+    """Another program listens on MASTER_PORT and never answers.
 
-    The run ends with one line, and does not wait for ever.
+    The run ends with one line after the timeout.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -271,7 +268,7 @@ def test_silent_listener_on_the_port_times_out(work: Path) -> None:
 
 
 def test_signal_to_one_slurm_task_stops_all_tasks(work: Path) -> None:
-    """Two tasks run. One is asked to stop, and both stop after the same step."""
+    """One of two tasks gets the signal. Both stop after the same step."""
     job = {
         "SLURM_NTASKS": "2",
         "SLURM_JOB_ID": "7",

@@ -1,4 +1,4 @@
-"""The processes that a test has started beside a cluster."""
+"""Processes that a test starts next to a cluster."""
 
 from __future__ import annotations
 

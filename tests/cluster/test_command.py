@@ -1,6 +1,6 @@
 """CommandReleaser with real commands.
 
-The tests cover what commands get, and what becomes of those that go wrong.
+The tests cover the input of commands and the handling of failed commands.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_commands_run_in_order() -> None:
         ([], "empty"),
     ],
 )
-def test_a_failure_is_one_line(command: list[str], says: str) -> None:
+def test_failure_gives_a_one_line_error(command: list[str], says: str) -> None:
     with open_releaser(command) as releaser:
         releaser.release(LEFT, STAY)
         (receipt,) = wait_for(releaser)
@@ -159,7 +159,7 @@ def test_processes_in_the_background_live_on(tmp_path: Path) -> None:
     os.kill(pid, 9)
 
 
-def test_close_waits_for_a_short_command_and_kills_a_long_one(tmp_path: Path) -> None:
+def test_close_waits_for_short_commands_and_kills_slow_commands(tmp_path: Path) -> None:
     short = CommandReleaser(["sleep", "0.3"], [], 30)
     short.release(LEFT, STAY)
     short.close()

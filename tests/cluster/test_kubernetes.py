@@ -1,8 +1,8 @@
 """KubernetesReleaser against a local server that answers like the Kubernetes API.
 
-`FakeKubernetes` knows one job and its pods. It knows which keys of a job may change, and which pods
-the Job controller deletes. `tests/cluster/kubernetes_check.py` runs the releaser against a real API
-server, by hand.
+`FakeKubernetes` models one job and its pods. It knows which keys of a job may change, and which
+pods the Job controller deletes. `tests/cluster/kubernetes_check.py` runs the releaser against a
+real API server, by hand.
 """
 
 from __future__ import annotations
@@ -257,9 +257,9 @@ def test_release_and_request_scale_the_job(fake: FakeKubernetes, tmp_path: Path)
 def test_released_pods_are_deleted_before_kubernetes_1_27(
     old_fake: FakeKubernetes, tmp_path: Path
 ) -> None:
-    """The controller of an older server would delete other pods.
+    """The Job controller of an older server would delete the wrong pods.
 
-    In this server it deletes the youngest.
+    This server deletes the youngest pods.
     """
     releaser = connect(old_fake.url, tmp_path)
     before = [old_fake.pod(2), old_fake.pod(3)]
@@ -300,7 +300,7 @@ def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, tmp_path: Pat
         ("PATCH", 400, "400"),
     ],
 )
-def test_server_error_is_one_line(
+def test_server_error_gives_a_one_line_error(
     fake: FakeKubernetes, tmp_path: Path, method: str, status: int, word: str
 ) -> None:
     fake.failures = [(method, status, "why\n")]
@@ -344,7 +344,7 @@ def test_job_without_indexes_fails_with_the_server_message(
     releaser.close()
 
 
-def test_missing_server_is_one_line(tmp_path: Path) -> None:
+def test_missing_server_gives_a_one_line_error(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -358,10 +358,7 @@ def test_missing_server_is_one_line(tmp_path: Path) -> None:
 
 
 def test_pending_pods_stay_requested(fake: FakeKubernetes, tmp_path: Path) -> None:
-    """Pods that are pending stay requested.
-
-    A release that follows does not wait for them.
-    """
+    """A later release does not wait for pending pods."""
     fake.free = 1
     releaser = connect(fake.url, tmp_path, timeout=0.2)
     releaser.request(2)

@@ -1,6 +1,6 @@
 """Checks of a configuration.
 
-Values and combinations are refused, each in one line that names the key.
+A bad value or combination is refused in one line that names the key.
 """
 
 import pytest
@@ -23,7 +23,7 @@ PLANNED = {
 @pytest.mark.parametrize(
     ("key", "value"), [(key, value) for key, values in PLANNED.items() for value in values]
 )
-def test_known_but_not_served(key, value):
+def test_unsupported_values_are_refused(key, value):
     message = refusal(f"{key}={value}")
     assert key in message
     assert "known but not served by this version" in message
@@ -99,7 +99,7 @@ def test_known_but_not_served(key, value):
         ("checkpoint.keep", "0", "greater than or equal to 1"),
     ],
 )
-def test_a_value_refused(key, value, hint):
+def test_bad_values_are_refused(key, value, hint):
     message = refusal(f"{key}={value}")
     assert message.startswith(f"--set: {key}")
     assert hint in message
@@ -333,14 +333,14 @@ def test_a_value_refused(key, value, hint):
         (["model.kind=moe", "train.compile=true"], ["train.compile = true", 'model.kind = "moe"']),
     ],
 )
-def test_keys_that_do_not_go_together(overrides, named):
-    """The message names the keys with their values, and numbers that would do."""
+def test_conflicting_keys_are_refused(overrides, named):
+    """The message names the keys with their values, and suggests valid numbers."""
     message = refusal(*overrides)
     assert message.startswith(f"defaults and --set: {named[0]}")
     assert all(part in message for part in named)
 
 
-def test_an_initial_entry_is_at_least_one_layer():
+def test_initial_entries_are_at_least_one_layer():
     assert "balance.initial[1] = 0" in refusal("balance.initial=[18, 0]", "parallel.pipeline=2")
 
 
@@ -376,11 +376,11 @@ def test_an_initial_entry_is_at_least_one_layer():
         ],
     ],
 )
-def test_keys_that_do_go_together(overrides):
+def test_compatible_keys_are_accepted(overrides):
     assert load(None, overrides) == load(None, overrides)
 
 
-def test_the_mesh_of_a_step():
+def test_mesh_of_a_step_follows_reshape_at():
     overrides = [
         "parallel.pipeline=4",
         "train.reduction_slots=4",

@@ -1,4 +1,4 @@
-"""Every configuration in `examples/` is one that dynmo runs."""
+"""Every configuration in `examples/` is valid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUNS = [path for path in sorted(FOLDER.glob("*.toml")) if path.name != "workload
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
-def test_an_example_is_read(path: Path) -> None:
+def test_example_configurations_are_valid(path: Path) -> None:
     config = load(path)
     assert config.ranks <= 4
     assert config.train.steps > 0

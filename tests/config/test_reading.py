@@ -1,6 +1,6 @@
-"""Reading a configuration: files, overrides, defaults and refusals.
+"""Reading a configuration: files, overrides, defaults and errors.
 
-A refusal is one line that names the key.
+An error is one line that names the key.
 """
 
 import re
@@ -34,13 +34,13 @@ def write(tmp_path: Path):
 # Accepted files.
 
 
-def test_an_empty_file_is_the_defaults_and_a_valid_run(write):
+def test_empty_file_gives_the_defaults(write):
     assert load(write("")) == load() == Config()
     assert load() == parse(Config().model_dump())  # defaults are not validated by themselves
     assert (load().microbatches, load().ranks, load().model.layer_count) == (8, 1, 18)
 
 
-def test_defaults_then_file_then_set_the_last_winning(write):
+def test_set_overrides_the_file_and_the_defaults(write):
     path = write("[train]\nsteps = 7\nlr = 1\n")
     assert load(path).train.steps == 7
     config = load(path, ["train.steps=8", " train.steps = 9 ", "balance.balancer=none"])
@@ -88,7 +88,7 @@ def test_an_override_is_toml_or_a_bare_string(text, section, value):
     st.booleans(),
     st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", fullmatch=True),
 )
-def test_an_override_reads_back_what_was_written(steps, lr, tied, name):
+def test_override_round_trip(steps, lr, tied, name):
     config = load(
         None,
         [
@@ -106,14 +106,14 @@ def test_an_override_reads_back_what_was_written(steps, lr, tied, name):
     )
 
 
-def test_python_gets_frozen_hashable_sections():
+def test_sections_are_frozen_and_hashable():
     config = Config(model=ModelSection(blocks=2), balance=Balance(initial=(6,)))
     assert hash(config) == hash(Config(model=ModelSection(blocks=2), balance=Balance(initial=(6,))))
     with pytest.raises(ValidationError, match="frozen"):
         config.train.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_microbatches_are_of_one_step():
+def test_microbatches_are_counted_per_step():
     assert load(None, ["train.global_batch=24", "train.micro_batch=3"]).microbatches == 8
 
 
@@ -125,11 +125,11 @@ def test_microbatches_are_of_one_step():
         (["model.kind=python:a:b"], None),
     ],
 )
-def test_number_of_layers(overrides, layers):
+def test_layer_count_follows_the_model_kind(overrides, layers):
     assert load(None, overrides).model.layer_count == layers
 
 
-def test_the_policy_is_schedule_where_a_schedule_is_given():
+def test_freezing_schedule_selects_the_schedule_policy():
     assert load().dynamism.freezing.policy == "autofreeze"
     assert (
         load(None, ["dynamism.freezing.schedule=[[10, 4]]"]).dynamism.freezing.policy == "schedule"
@@ -159,7 +159,7 @@ def test_parse_bytes(text, size):
     "text",
     ["", "GiB", "-1GiB", "1 XB", "1e3", "1GiB2", "1,5GiB", "1.5.3GB", "1GiB or so", "½GiB", "٣GiB"],
 )
-def test_parse_bytes_refuses(text):
+def test_parse_bytes_refuses_bad_sizes(text):
     with pytest.raises(ValueError, match="40GiB"):
         parse_bytes(text)
 
@@ -176,7 +176,7 @@ _paths = st.text(min_size=1, max_size=20).filter(lambda text: text.strip() == te
     st.lists(st.floats(0, 1e9), min_size=8, max_size=8),
     st.none() | st.integers(1, 2**62),
 )
-def test_a_config_written_reads_back_exactly(tmp_path_factory, source, lr, timeout, times, limit):
+def test_config_file_round_trip_is_exact(tmp_path_factory, source, lr, timeout, times, limit):
     config = parse(
         {
             "data": {"source": f"file:{source}"},
@@ -192,12 +192,12 @@ def test_a_config_written_reads_back_exactly(tmp_path_factory, source, lr, timeo
     assert load(path) == config
 
 
-def test_any_character_survives(write):
+def test_any_character_round_trips(write):
     config = parse({"data": {"source": 'file:"\\\n\r\t\x00\x1b\x7f\x85\u2028é😀'}})
     assert load(write(config.to_toml())) == config
 
 
-def test_the_written_form_names_every_key():
+def test_written_config_names_every_key():
     written = tomllib.loads(Config().to_toml())
     dumped = Config().model_dump(mode="json", exclude_none=True)
     assert written == dumped
@@ -211,8 +211,8 @@ def test_the_written_form_names_every_key():
         ["train.global_batch=2147483646", "train.reduction_slots=5"],
     ],
 )
-def test_large_numbers_are_told_at_once(overrides):
-    """This was once a loop over every number up to the largest."""
+def test_large_numbers_are_refused_quickly(overrides):
+    """The check must not loop over all numbers."""
     with pytest.raises(ConfigError, match=r"elastic\.reshape = true|train\.reduction_slots = 5"):
         load(None, ["train.micro_batch=1", *overrides])
 
@@ -227,11 +227,8 @@ EMULATED_KEYS = {"layers": 8, "f": 0.01, "b": 0.01, "w": 0.01, "bytes": 65536}
     ("kind", "keys"),
     [("python:a:b", GPT_KEYS | EMULATED_KEYS), ("gpt", EMULATED_KEYS), ("emulated", GPT_KEYS)],
 )
-def test_a_key_of_another_kind_is_refused(write, kind, keys):
-    """The key is refused at its default value too.
-
-    Whoever writes it expects something of it.
-    """
+def test_key_of_another_model_kind_is_refused(write, kind, keys):
+    """The key is refused at its default value too, because the user expects an effect."""
     for key, value in keys.items():
         owner = "gpt" if key in GPT_KEYS else "emulated"
         says = f'model.{key} is a key of kind = "{owner}", which model.kind = "{kind}" has not'
@@ -247,7 +244,7 @@ def test_a_key_of_another_kind_is_refused(write, kind, keys):
 @pytest.mark.parametrize(
     ("kind", "own"), [("python:a:b", {}), ("gpt", GPT_KEYS), ("emulated", EMULATED_KEYS)]
 )
-def test_a_saved_config_has_the_keys_of_its_kind_alone(write, kind, own):
+def test_saved_config_has_only_keys_of_its_model_kind(write, kind, own):
     config = parse({"model": {"kind": kind}})
     assert tomllib.loads(config.to_toml())["model"].keys() == {"kind", "vocab", "sequence", *own}
     assert load(write(config.to_toml())) == config
@@ -266,8 +263,8 @@ def test_a_saved_config_has_the_keys_of_its_kind_alone(write, kind, own):
             load(write(text), [f"model.{key}={value_text((GPT_KEYS | EMULATED_KEYS)[key])}"])
 
 
-def test_set_changes_the_kind_of_a_file(write):
-    """Keys that only the file's own kind has go with that kind."""
+def test_set_changes_the_model_kind_of_a_file(write):
+    """Keys of the old kind in the file are dropped."""
     path = write('[model]\nkind = "emulated"\nlayers = 5\nf = 0.5\nsequence = 16')
     config = load(path, ["model.kind=gpt", "model.blocks=2"])
     assert config == parse({"model": {"kind": "gpt", "blocks": 2, "sequence": 16}})
@@ -314,7 +311,7 @@ def test_set_changes_the_kind_of_a_file(write):
         ("seed = " + "[" * 400 + "]" * 400, ["seed = [["]),
     ],
 )
-def test_a_file_refused(write, text, parts):
+def test_bad_files_are_refused(write, text, parts):
     path = write(text)
     message = refusal(path=path)
     assert message.startswith(f"{path}: ")
@@ -322,7 +319,7 @@ def test_a_file_refused(write, text, parts):
         assert part in message
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
+def test_unreadable_file_is_refused(tmp_path):
     assert "No such file" in refusal(path=tmp_path / "none.toml")
     assert "directory" in refusal(path=tmp_path)
     (tmp_path / "latin.toml").write_bytes(b"name = '\xe9'")
@@ -348,18 +345,18 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ("dynamism.cases=freezing", ["dynamism.cases", "must be a list"]),
     ],
 )
-def test_an_override_refused(text, parts):
+def test_bad_overrides_are_refused(text, parts):
     message = refusal(text)
     assert message.startswith("--set")
     for part in parts:
         assert part in message
 
 
-def test_an_override_below_a_key_that_is_no_section(write):
+def test_override_below_a_plain_key_is_refused(write):
     assert "train must be a section" in refusal("train.steps=1", path=write("train = 5"))
 
 
-def test_the_place_is_the_override_only_where_it_is_to_blame(write):
+def test_error_names_the_file_or_the_override(write):
     path = write("[train]\nlr = 'x'")
     assert refusal("train.steps=3", path=path).startswith(f"{path}: train.lr")
     assert refusal("train.lr=y", path=path).startswith("--set: train.lr")
@@ -386,22 +383,22 @@ def test_the_place_is_the_override_only_where_it_is_to_blame(write):
         "x" * 101,
     ],
 )
-def test_a_name_that_is_no_plain_folder(text):
+def test_run_name_must_be_a_plain_folder_name(text):
     with pytest.raises(ConfigError, match=r"^config: name = .*letters, digits"):
         parse({"name": text})
 
 
 @pytest.mark.parametrize("text", ["demo\n", "\ndemo"])
-def test_a_name_ends_where_it_ends(text):
+def test_run_name_with_a_newline_is_refused(text):
     with pytest.raises(ConfigError, match="letters, digits"):
         parse({"name": text})
 
 
-def test_every_balancer_has_its_word():
+def test_config_names_every_balancer():
     assert set(BALANCERS) == set(balancers.BALANCERS)
 
 
-def test_every_way_to_merge_ranks_has_its_word():
+def test_config_names_every_repack_algorithm():
     assert {*RANK_ALGORITHMS} == {"fewest", *repack.BASELINES}
 
 
@@ -415,7 +412,7 @@ def outcome(override: str) -> str:
 
 
 @given(st.text(max_size=40))
-def test_any_override_gives_a_config_or_one_line(text):
+def test_any_override_gives_a_config_or_a_one_line_error(text):
     assert outcome(text).isprintable()
 
 
@@ -433,7 +430,7 @@ def test_any_override_gives_a_config_or_one_line(text):
     ),
     st.text(max_size=20),
 )
-def test_any_value_gives_a_config_or_one_line_naming_the_key(key, text):
+def test_any_bad_value_names_its_key_in_one_line(key, text):
     message = outcome(f"{key}={text}")
     assert message.isprintable()
     assert key in message

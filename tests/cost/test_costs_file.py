@@ -14,13 +14,13 @@ TWO: dict[str, Any] = {"f": [1, 2], "b": [3, 4], "w": [5, 6]}
 MEMORY: dict[str, Any] = {"mem_f": [100, 200], "mem_b": [-60, -200], "mem_w": [-40, 0]}
 
 
-def test_the_least_a_file_can_say() -> None:
+def test_minimal_costs_file() -> None:
     assert parse_costs(TWO, 2) == CostsFile(
         Costs((StageCost(1, 3, 5), StageCost(2, 4, 6)), (0.0,)), None, False
     )
 
 
-def test_all_that_a_file_can_say(tmp_path: Path) -> None:
+def test_complete_costs_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(TWO | MEMORY | {"comm": [0.5], "cap": [300, 250.5]}))
     stages = (StageCost(1, 3, 5, 100, -60, -40), StageCost(2, 4, 6, 200, -200, 0))
@@ -34,7 +34,7 @@ def test_one_link_time_serves_all_boundaries() -> None:
     assert parse_costs({"f": [1], "b": [1], "w": [1], "comm": 0.25}, 1).costs.links == ()
 
 
-def test_the_share_that_waits_for_w() -> None:
+def test_w_memory_share_waits_for_w() -> None:
     assert parse_costs(TWO, 2, w_memory=0.25).costs.stages[0] == StageCost(
         1, 3, 5, 1.0, -0.75, -0.25
     )
@@ -107,19 +107,19 @@ def test_a_wrong_value_is_refused_by_key(change: dict[str, Any], message: str) -
     assert "\n" not in str(caught.value)
 
 
-def test_one_stage_has_no_boundary_but_its_link_time_is_checked() -> None:
+def test_link_time_of_a_single_stage_is_checked() -> None:
     with pytest.raises(InputError, match="comm is -1"):
         parse_costs({"f": [1], "b": [1], "w": [1], "comm": -1}, 1)
 
 
-def test_a_missing_key() -> None:
+def test_missing_and_unknown_keys_are_refused() -> None:
     with pytest.raises(InputError, match="key 'w' is missing"):
         parse_costs({"f": [1], "b": [1]}, 1)
     with pytest.raises(InputError, match="unknown key 'capp'; did you mean 'cap'"):
         parse_costs({"f": [1], "b": [1], "capp": [1]}, 1)
 
 
-def test_not_an_object() -> None:
+def test_file_without_an_object_is_refused() -> None:
     with pytest.raises(InputError, match="expected an object"):
         parse_costs([1, 2], 2)
 
@@ -150,7 +150,7 @@ def test_every_message_names_the_file(content: bytes, message: str, tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
-def test_costs_of_layers_are_for_dynmo_plan(tmp_path: Path) -> None:
+def test_layer_costs_file_points_to_dynmo_plan(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(
         '{"version": 1, "kind": "dynmo-costs", "f": [1], "b": [1], "w": [1]}'
     )
@@ -158,7 +158,7 @@ def test_costs_of_layers_are_for_dynmo_plan(tmp_path: Path) -> None:
         read_costs(tmp_path / "costs.json", 1)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none\.json: .*No such file"):
         read_costs(tmp_path / "none.json", 2)
     with pytest.raises(InputError, match=r"a folder; .*dynmo plan --costs"):

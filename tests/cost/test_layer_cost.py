@@ -29,7 +29,7 @@ def test_a_share_lies_between_0_and_1(share: float) -> None:
         ((StageCost(1, 1, 1),) * 2, (-0.5,), "comm of boundary 0: -0.5"),
     ],
 )
-def test_costs_are_checked(
+def test_invalid_costs_are_refused(
     stages: tuple[StageCost, ...], links: tuple[float, ...], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
@@ -52,12 +52,12 @@ def test_layers_are_summed_into_stages() -> None:
     )
 
 
-def test_every_layer_has_its_place() -> None:
+def test_stage_counts_must_cover_all_layers() -> None:
     with pytest.raises(InputError, match="3 layers for 1 layer costs"):
         stage_costs([LayerCost(1, 1, 1)], (1, 2))
 
 
-def test_a_layer() -> None:
+def test_layer_cost_adds_up_seconds_and_bytes() -> None:
     layer = LayerCost(
         1,
         2,
@@ -85,7 +85,7 @@ def test_a_layer() -> None:
     )
 
 
-def test_a_link_is_a_line() -> None:
+def test_link_time_is_linear_in_bytes() -> None:
     link = LinkCost(latency=0.5, bytes_per_second=100)
     assert link.seconds(0) == 0.5
     assert link.seconds(50) == 1.0

@@ -20,13 +20,13 @@ sizes = st.integers(0, 1 << 50)
 layers = st.builds(LayerCost, times, st.floats(1e-9, 1e6), times, *[sizes] * len(SIZES))
 
 
-def test_the_least_a_file_can_say() -> None:
+def test_minimal_profile_file() -> None:
     profile = parse(TWO)
     assert profile == Profile((LayerCost(1, 3, 5), LayerCost(2, 4, 6)), ("layer 0", "layer 1"))
     assert profile.boundaries((0, 1)) == (LinkCost(0.0, math.inf),)
 
 
-def test_the_workspace_of_any_op_stands_in_for_that_of_each() -> None:
+def test_general_workspace_is_the_default_of_each_op() -> None:
     (layer, _) = parse(TWO | {"workspace_bytes": [7, 8], "weight_workspace_bytes": [0, 0]}).layers
     assert (layer.workspace_bytes, layer.forward_workspace_bytes, layer.weight_workspace_bytes) == (
         7,
@@ -55,7 +55,7 @@ def test_round_trip(costs: list[LayerCost], links: list[tuple[float, float]]) ->
     assert parse(json.loads(json.dumps(to_json(profile)))) == profile
 
 
-def test_a_file(tmp_path: Path) -> None:
+def test_profile_file_is_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     profile = parse(
         TWO | {"links": [{"latency": 1e-5}], "stash_bytes": [4e9, 1], "first_trainable": 0}
@@ -70,7 +70,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert read(tmp_path) == profile, "a run's folder"
 
 
-def test_the_links_of_boundaries() -> None:
+def test_boundaries_use_the_measured_links() -> None:
     near, far = LinkCost(1.0, 100.0), LinkCost(2.0, 10.0)
     profile = Profile((LayerCost(1, 1, 1),), ("a",), links=(((0, 1), near), ((1, 2), far)))
     here = LinkCost(0.0, math.inf)
@@ -82,7 +82,7 @@ def test_the_links_of_boundaries() -> None:
     )
 
 
-def test_the_time_of_a_message_by_hand() -> None:
+def test_message_time_may_be_given_by_hand() -> None:
     one = parse(TWO | {"comm": 0.5})
     assert [x.seconds(10) for x in one.boundaries((0, 1, 2))] == [0.5, 0.5]
     many = parse(TWO | {"comm": [0.5, 1]})
@@ -159,9 +159,7 @@ def test_a_wrong_value_is_refused_by_key(change: dict[str, Any], message: str) -
         ("[" * 100_000, "not JSON that can be read"),
     ],
 )
-def test_a_file_of_something_else_is_refused_by_name(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_file_of_another_kind_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(InputError) as error:
@@ -170,7 +168,7 @@ def test_a_file_of_something_else_is_refused_by_name(
     assert message in str(error.value)
 
 
-def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+def test_unreadable_or_unwritable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read: No such file"):
         read(tmp_path / "none.json")
     with pytest.raises(InputError, match="is a folder, but no run"):

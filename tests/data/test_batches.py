@@ -1,6 +1,6 @@
-"""Batches are a pure function of (seed, step).
+"""Batches are a pure function of the seed and the step.
 
-Corpora are the same bytes every time.
+Corpora have the same bytes every time.
 """
 
 import os
@@ -33,7 +33,7 @@ def starts(batches: Batches, steps: int) -> list[int]:
     return (inputs.reshape(-1, SEQUENCE)[:, 0] // SEQUENCE).tolist()
 
 
-def test_shapes_and_targets():
+def test_targets_are_the_next_tokens():
     batches = Batches(numbered(50), SEQUENCE, global_batch=6, micro_batch=2, seed=0)
     inputs, targets = batches.train(3)
     assert inputs.shape == targets.shape == (3, 2, SEQUENCE)
@@ -52,10 +52,10 @@ def test_shapes_and_targets():
     seed=st.integers(0, 2**63 - 1),
     steps=st.permutations(range(8)),
 )
-def test_a_batch_depends_on_nothing_but_seed_and_step(windows, micro_batch, seed, steps):
-    """A batch depends neither on the microbatch split nor on earlier requests.
+def test_batch_depends_only_on_seed_and_step(windows, micro_batch, seed, steps):
+    """The microbatch split and earlier requests do not matter.
 
-    Steps are asked for in order, shuffled, or from a fresh object.
+    Steps are requested in order, shuffled, and from a new object.
     """
     whole = Batches(numbered(windows), SEQUENCE, 12, 12, seed)
     expected = [whole.train(step)[0].reshape(12, SEQUENCE) for step in range(8)]
@@ -92,11 +92,10 @@ def test_epochs_and_seeds_are_shuffled_differently():
 @given(
     windows=st.integers(8, 80), global_batch=st.sampled_from([2, 4, 6]), seed=st.integers(0, 100)
 )
-def test_batches_that_come_again_are_the_same_in_another_order(windows, global_batch, seed):
-    """The first epoch is that of shuffled windows.
+def test_later_epochs_repeat_the_batches_in_another_order(windows, global_batch, seed):
+    """The first epoch has shuffled windows.
 
-    A later epoch has its batches, each once. The sequences and their order within a batch are the
-    same.
+    A later epoch has the same batches, each once, with the same sequences in the same order.
     """
     plain = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed)
     order = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed, "batches")
@@ -116,17 +115,14 @@ def test_batches_that_come_again_are_the_same_in_another_order(windows, global_b
     assert (order.repeats(steps), order.repeats(steps + 1)) == (False, True)
 
 
-def test_shuffled_windows_meet_other_windows():
-    """Single sequences come again.
-
-    Two that were together before come together again by rare chance only.
-    """
+def test_shuffled_windows_rarely_repeat_a_batch():
+    """Single sequences repeat in each epoch, but rarely together with the same others."""
     length = 20 * SEQUENCE + 2  # 19 to train on
     assert not Order(length, SEQUENCE, 2, 2, 0).repeats(1000)
     assert [Order(length, SEQUENCE, 2, 1, 0).repeats(steps) for steps in (9, 10)] == [False, True]
 
 
-def test_a_batch_larger_than_the_data_cannot_come_again():
+def test_batch_larger_than_the_data_is_refused():
     with pytest.raises(ConfigError, match=r"data.shuffle .*19 windows .*train.global_batch = 20"):
         Order(20 * SEQUENCE + 2, SEQUENCE, 20, 2, 0, "batches")
     assert Batches(numbered(20), SEQUENCE, 19, 19, 0, "batches").train(3)[0].shape == (
@@ -136,8 +132,8 @@ def test_a_batch_larger_than_the_data_cannot_come_again():
     )
 
 
-def test_the_order_of_an_epoch_stays_what_it_was():
-    """Golden: a run resumed under another numpy or dynmo must see the same data."""
+def test_epoch_order_has_recorded_values():
+    """A run that resumes with another numpy or dynmo must see the same data."""
     assert starts(Batches(numbered(11), SEQUENCE, 5, 1, seed=7), 2) == GOLDEN
 
 
@@ -145,7 +141,7 @@ GOLDEN = [8, 4, 1, 6, 3, 2, 7, 5, 9, 0]
 
 
 @given(windows=st.integers(2, 300), micro_batch=st.integers(1, 5))
-def test_no_held_out_token_is_ever_trained_on(windows, micro_batch):
+def test_held_out_tokens_are_never_trained_on(windows, micro_batch):
     batches = Batches(numbered(windows), SEQUENCE, micro_batch, micro_batch, 0)
     trained, held = set[int](), set[int]()
     for step in range(-(-batches.windows // micro_batch)):
@@ -162,7 +158,7 @@ def test_no_held_out_token_is_ever_trained_on(windows, micro_batch):
     assert max(held) == windows * SEQUENCE + 1
 
 
-def test_a_twentieth_is_held_out():
+def test_one_twentieth_of_the_windows_is_held_out():
     def held(windows: int) -> tuple[int, int]:
         batches = Batches(numbered(windows), SEQUENCE, 1, 1, 0)
         return batches.windows, batches.held_out_windows
@@ -172,26 +168,26 @@ def test_a_twentieth_is_held_out():
     assert held(40_000) == (38_976, 1024)
 
 
-def test_held_out_batches_are_the_same_for_every_seed_and_go_round():
+def test_held_out_batches_repeat_and_do_not_depend_on_the_seed():
     one, other = (Batches(numbered(200), SEQUENCE, 4, 4, seed) for seed in (1, 2))
     assert one.held_out_windows == 10
     assert torch.equal(one.held_out(2)[0], other.held_out(2)[0])
     assert torch.equal(one.held_out(0)[0][:2], one.held_out(2)[0][2:])  # windows 8, 9, then 0, 1
 
 
-def test_a_corpus_too_short_says_how_many_bytes_are_needed():
+def test_short_corpus_error_names_the_bytes_needed():
     Batches(numbered(2), SEQUENCE, 1, 1, 0)
     with pytest.raises(ConfigError, match=r"9 bytes, model.sequence = 4 .*10"):
         Batches(numbered(2)[:-1], SEQUENCE, 1, 1, 0)
 
 
-def test_a_vocabulary_of_bytes_is_256():
+def test_byte_vocabulary_must_be_256():
     check_vocab(256)
     with pytest.raises(ConfigError, match=r"model.vocab = 255: .* set it to 256"):
         check_vocab(255)
 
 
-def test_stdlib_is_the_same_text_twice_and_within_its_limit():
+def test_stdlib_corpus_is_deterministic_and_bounded():
     corpus = open_corpus("stdlib")
     assert isinstance(corpus, np.ndarray)
     assert corpus.dtype == np.uint8
@@ -201,7 +197,7 @@ def test_stdlib_is_the_same_text_twice_and_within_its_limit():
     assert not corpus.flags.writeable
 
 
-def test_stdlib_takes_sources_in_order_and_nothing_installed_or_of_this_machine(tmp_path):
+def test_stdlib_corpus_excludes_installed_packages(tmp_path):
     for name in (
         *(
             "b.py",
@@ -222,12 +218,12 @@ def test_stdlib_takes_sources_in_order_and_nothing_installed_or_of_this_machine(
     assert stdlib(tmp_path, limit=8).tobytes() == b"<a.py>" + SEPARATOR + b"<"
 
 
-def test_a_python_without_sources_says_so(tmp_path):
+def test_missing_stdlib_sources_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r'data.source = "stdlib"'):
         stdlib(tmp_path)
 
 
-def test_a_file_is_read_as_it_is(tmp_path):
+def test_file_corpus_is_read_unchanged(tmp_path):
     (tmp_path / "text").write_bytes(b"a\x00\xff\n")
     corpus = open_corpus(f"file:{tmp_path / 'text'}")
     assert len(corpus) == 4
@@ -235,8 +231,8 @@ def test_a_file_is_read_as_it_is(tmp_path):
     assert corpus[-2:].tobytes() == corpus[2:9].tobytes() == b"\xff\n"
 
 
-def test_a_file_that_is_cut_off(tmp_path):
-    """The cut is an error and no signal. Data that is still there is read."""
+def test_truncated_file_is_an_error(tmp_path):
+    """The process gets an error and no signal. The remaining data can still be read."""
     (tmp_path / "text").write_bytes(bytes(range(100)))
     batches = Batches(open_corpus(f"file:{tmp_path / 'text'}"), SEQUENCE, 2, 1, 0)
     before = batches.held_out(0)

@@ -50,7 +50,7 @@ def config(ranks: int, schedule: str, cases: list[str]) -> dict[str, Any]:
     }
 
 
-def test_one_order_however_they_are_named() -> None:
+def test_case_order_does_not_depend_on_the_config() -> None:
     orders = [
         [case.name for case in make_cases(parse(config(1, "zb-h1", cases)), 6)]
         for cases in (CASES, CASES[::-1])
@@ -72,13 +72,17 @@ def expected(pool: Pool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "schedule"), [(3, "zb-h2"), pytest.param(2, "zb-v", marks=pytest.mark.matrix)]
 )
-def test_all_at_once(pool: Pool, expected: dict[str, Any], ranks: int, schedule: str) -> None:
+def test_all_cases_together_have_the_same_digest(
+    pool: Pool, expected: dict[str, Any], ranks: int, schedule: str
+) -> None:
     results = pool.run("train", ranks, config=config(ranks, schedule, CASES))
     assert results[0]["losses"] == expected["losses"]
     assert {r["digest"] for r in results} == {expected["digest"]}
 
 
-def test_all_at_once_on_slices(pool: Pool, expected: dict[str, Any]) -> None:
+def test_all_cases_together_on_slices_have_the_same_digest(
+    pool: Pool, expected: dict[str, Any]
+) -> None:
     sliced = config(3, "zb-h2", CASES)
     sliced["parallel"] |= {"slices": True, "device": "cpu"}
     result = pool.run("train", 1, config=sliced)[0]

@@ -1,4 +1,4 @@
-"""The counts of layers add up where they are, and are exact."""
+"""Counts of layers are exact and are added up on their own rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dynmo.models.experts import ExpertRule, ExpertsHalf
 from tests.dynamism.kept import Kept
 
 
-def test_numbers_and_tensors() -> None:
+def test_counts_add_numbers_and_tensors() -> None:
     counts, layers = Counts(2), Kept(2)
     for step in range(3):
         counts.add({0: (2, torch.tensor(step)), 1: torch.tensor([1, 2**24])})
@@ -18,11 +18,8 @@ def test_numbers_and_tensors() -> None:
     assert counts.total(layers, [0, 1], "counts") == [[0, 0], [0, 0]], "they begin anew"
 
 
-def test_a_layer_without_tokens_counts_nothing() -> None:
-    """The layer adds no tensor.
-
-    Such a tensor might be on another device than those that come.
-    """
+def test_layer_without_tokens_adds_no_count() -> None:
+    """Such a count might be on another device than the counts of other layers."""
     half = ExpertsHalf(8, ExpertRule(3, 1, "aux-loss", 0.0, None), 0, 0.1, 0.1, 0.0)
     layers, case = Kept(1, modules=[half]), MoeCase(3, 0.0, 2)
     assert case.collect(0, layers) is None

@@ -1,4 +1,4 @@
-"""Early exit: its first step, its records, and the models that are refused."""
+"""Early exit: first step, records and refused models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def off(case: EarlyExitCase, model: Kept) -> AbstractContextManager[None]:
     return dense
 
 
-def test_tokens_exit_from_a_step_on() -> None:
+def test_exits_switch_on_at_the_start_step() -> None:
     model, case = layers(), EarlyExitCase(start=2, record_every=10)
     assert [case.acts(step) for step in (0, 1, 2)] == [False, False, True]
     assert [case.act(step, model) for step in (0, 1)] == [None, None]
@@ -75,7 +75,7 @@ def test_tokens_exit_from_a_step_on() -> None:
     assert not case.acts(3)
 
 
-def test_a_record_is_of_the_steps_since_the_last() -> None:
+def test_record_covers_the_steps_since_the_last_record() -> None:
     model, case = layers(), EarlyExitCase(start=2, record_every=3)
     assert case.collect(0, model) is None
     case.act(2, model)
@@ -90,7 +90,7 @@ def test_a_record_is_of_the_steps_since_the_last() -> None:
     )
 
 
-def test_layers_of_other_ranks_are_not_counted() -> None:
+def test_record_counts_layers_of_its_own_rank_only() -> None:
     model, case = layers(), EarlyExitCase(start=0, record_every=1)
     case.act(0, model)
     for index in EXITS:
@@ -99,7 +99,7 @@ def test_layers_of_other_ranks_are_not_counted() -> None:
     assert case.collect(1, model) == TokenShares((3, 6), {"exited": [0.25, 0.0]})
 
 
-def test_dense_switches_exits_off_for_a_while() -> None:
+def test_dense_switches_exits_off_temporarily() -> None:
     model, case = layers(), EarlyExitCase(start=0, record_every=1)
     case.act(0, model)
     with off(case, model):
@@ -110,7 +110,7 @@ def test_dense_switches_exits_off_for_a_while() -> None:
     assert switches(model, "exits") == EXITS
 
 
-def test_a_resumed_run_changes_nothing_anew() -> None:
+def test_resumed_run_reports_no_second_change() -> None:
     before, case = EarlyExitCase(start=2, record_every=10), EarlyExitCase(start=2, record_every=10)
     model = layers()
     before.act(3, model)
@@ -129,12 +129,12 @@ def test_a_model_without_exits_is_refused() -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_the_start_follows_from_the_length_of_the_run() -> None:
+def test_default_start_is_a_share_of_the_steps() -> None:
     (case,) = make_cases(parse(config(start=None)), 10)
     assert [case.acts(step) for step in (1, 2)] == [False, True], "30 % of 9 steps"
 
 
-def test_thresholds_of_the_policies() -> None:
+def test_default_threshold_depends_on_the_policy() -> None:
     for given, expected in (({}, 0.9), ({"policy": "adp-c"}, 0.998), ({"threshold": 0.0}, 0.0)):
         options = parse(
             {"dynamism": {"cases": ["early_exit"], "early_exit": given}}
@@ -146,7 +146,7 @@ def test_thresholds_of_the_policies() -> None:
     ("blocks", "expected"),
     [(2, (0,)), (3, (0, 1)), (4, (1, 2)), (6, (1, 3)), (8, (2, 5)), (24, (7, 15))],
 )
-def test_exits_stand_at_a_third_and_two_thirds(blocks: int, expected: tuple[int, ...]) -> None:
+def test_default_exits_are_at_one_and_two_thirds(blocks: int, expected: tuple[int, ...]) -> None:
     options = parse(
         {"model": {"blocks": blocks}, "dynamism": {"cases": ["early_exit"]}}
     ).dynamism.early_exit
@@ -154,7 +154,7 @@ def test_exits_stand_at_a_third_and_two_thirds(blocks: int, expected: tuple[int,
 
 
 @pytest.mark.parametrize(("threshold", "expected"), [(0.0, [1.0, 0.0]), (1.0, [0.0, 0.0])])
-def test_the_log_has_the_shares(pool: Pool, threshold: float, expected: list[float]) -> None:
+def test_log_has_the_exit_shares(pool: Pool, threshold: float, expected: list[float]) -> None:
     events = pool.run("events", 2, config=config(2, threshold=threshold))[0]
     told = [e for e in events if e["event"] == "tokens"]
     assert [e["step"] for e in told] == [4, 6, 8]
@@ -165,7 +165,7 @@ def test_the_log_has_the_shares(pool: Pool, threshold: float, expected: list[flo
     assert [(e["step"], e["case"]) for e in events if e["event"] == "change"] == [(2, "early_exit")]
 
 
-def test_an_evaluation_also_runs_without_exits(pool: Pool) -> None:
+def test_evaluation_also_reports_the_dense_loss(pool: Pool) -> None:
     wanted = config(threshold=0.0)
     wanted["train"]["eval_every"] = 2
     evaluations = [e for e in pool.run("events", 1, config=wanted)[0] if e["event"] == "eval"]
@@ -175,7 +175,7 @@ def test_an_evaluation_also_runs_without_exits(pool: Pool) -> None:
     assert all(e["loss"] != e["dense_loss"] for e in evaluations[1:])
 
 
-def test_exits_that_no_token_takes_change_no_bit(pool: Pool) -> None:
+def test_unused_exits_change_no_bits(pool: Pool) -> None:
     late, never = config(start=8, threshold=1.0), config(2, start=0, threshold=1.0)
     assert (
         pool.run("train", 1, config=late)[0]["digest"]
@@ -185,8 +185,8 @@ def test_exits_that_no_token_takes_change_no_bit(pool: Pool) -> None:
     assert taken != pool.run("train", 1, config=late)[0]["digest"]
 
 
-def test_the_switch_is_on_modules_without_memory_too() -> None:
-    """Every rank knows which messages vary, whoever holds the layers."""
+def test_switch_also_applies_to_meta_modules() -> None:
+    """Every rank must know which messages vary, also for layers of other ranks."""
     model = make(parse(config()))
     modules = model.build(())
     assert all(p.is_meta for module in modules for p in module.parameters())

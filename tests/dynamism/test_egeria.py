@@ -1,6 +1,6 @@
-"""Egeria: what plasticity is, and when a module freezes and thaws.
+"""Egeria: plasticity, and when layers freeze and thaw.
 
-Every rank decides the same through moves and restarts.
+Every rank decides the same, through moves and restarts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def config(
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def test_slope() -> None:
+def test_slope_is_the_least_squares_slope() -> None:
     assert slope([3.0]) == 0.0
     assert slope([1.0, 3.0, 5.0]) == 2.0
     values = [0.3, 0.1, 0.7, 0.2, 0.9]
@@ -77,7 +77,7 @@ def test_slope() -> None:
 
 
 def test_plasticity_is_the_similarity_preserving_loss() -> None:
-    """Written out with numpy, from the reference's weights."""
+    """The expected value is computed with numpy from the reference's weights."""
     torch.manual_seed(0)
     then, x = nn.Linear(6, 5), torch.randn(2, 4, 6)
     reference = quantised(then)
@@ -100,7 +100,7 @@ def test_plasticity_is_the_similarity_preserving_loss() -> None:
     )
 
 
-def test_plasticity_picks_tokens_evenly_and_drops_the_same() -> None:
+def test_plasticity_samples_tokens_evenly() -> None:
     a = torch.randn(3, 100, 4)
     rows = a.reshape(300, 4)[[i * 300 // 64 for i in range(64)]].double()
     assert torch.equal(relations(a), nn.functional.normalize(rows @ rows.t(), dim=1))
@@ -132,13 +132,13 @@ def test_reference_is_int8_with_a_scale_per_row() -> None:
             assert (error <= parameter.abs().amax(1, keepdim=True) / 127 * 0.501).all()
 
 
-def test_a_weight_of_which_pruning_has_left_nothing() -> None:
+def test_empty_pruned_weight_can_be_quantized() -> None:
     module = nn.Module()
     module.register_parameter("weight", nn.Parameter(torch.empty(1, 0)))
     assert dequantised(quantised(module))["weight"].shape == (1, 0)
 
 
-def test_no_number_where_the_reference_is_of_another_shape() -> None:
+def test_plasticity_against_another_shape_is_nan() -> None:
     x = torch.ones(2, 3)
     assert np.isnan(
         plasticity(nn.Linear(3, 3), quantised(nn.Linear(3, 4)), (x,), relations(x), (0, 0, 0))
@@ -184,8 +184,8 @@ class Moving(Kept):
         return change
 
 
-def test_front_modules_freeze_as_they_settle() -> None:
-    """Layer 2 settles before layer 1, and waits for it."""
+def test_front_layers_freeze_once_they_settle() -> None:
+    """Layer 2 settles before layer 1 and waits for it."""
     layers, case = Moving([10, 30, 20, 1000]), egeria()
     frozen: dict[int, int] = {}
     for step in range(60):
@@ -201,13 +201,10 @@ def test_front_modules_freeze_as_they_settle() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 12), st.integers(0, 5))
-def test_the_first_step_at_which_something_can_freeze(
+def test_first_possible_freeze_step_matches_the_config_check(
     every: int, window: int, longer: int, start: int
 ) -> None:
-    """A plasticity that swings less and less is stale as soon as can be.
-
-    The step is the first that the config's check allows.
-    """
+    """The plasticity varies less and less, so it is stale as early as possible."""
     refresh, layers, readings = window * every + longer, Moving([0] * 4), count()
     case = egeria(every=every, window=window, refresh=refresh, start=start, tolerance=0.99)
     freezing = parse(config(1) | {"dynamism": {}}).dynamism.freezing.model_copy(
@@ -227,9 +224,9 @@ def test_the_first_step_at_which_something_can_freeze(
 
 
 def test_layers_without_weights_freeze_with_the_next() -> None:
-    """An activation has no plasticity, so it must not stand in the way.
+    """An activation layer has no plasticity, so it must not prevent a freeze.
 
-    Modules behind the last weight do not count as what must train.
+    Layers after the last weight do not count as trainable.
     """
     for last, frozen in ((nn.Linear(6, 6), {0, 1, 2}), (nn.Identity(), {0})):
         layers, case = Moving([10, 0, 10, 0]), egeria(most=3)
@@ -245,14 +242,14 @@ def test_layers_without_weights_freeze_with_the_next() -> None:
         assert layers.frozen == frozen
 
 
-def test_nothing_freezes_while_all_change() -> None:
+def test_no_layer_freezes_while_all_change() -> None:
     layers, case = Moving([1000] * 4), egeria()
     for step in range(60):
         layers.step(case, step)
     assert not layers.frozen
 
 
-def test_thaws_when_the_rate_has_fallen() -> None:
+def test_layers_thaw_when_the_learning_rate_falls() -> None:
     layers, case = Moving([10, 10, 10, 1000]), egeria()
     for step in range(30):
         layers.step(case, step)
@@ -273,7 +270,7 @@ def test_thaws_when_the_rate_has_fallen() -> None:
     assert never.frozen == {0, 1, 2}
 
 
-def test_goes_on_from_its_state() -> None:
+def test_egeria_continues_from_its_state() -> None:
     whole, layers = egeria(), Moving([10, 20, 30, 1000])
     first, cut = egeria(), Moving([10, 20, 30, 1000])
     second = egeria()
@@ -307,7 +304,7 @@ def test_goes_on_from_its_state() -> None:
         ),
     ],
 )
-def test_bad_input(options: dict[str, Any], parts: list[str]) -> None:
+def test_bad_options_are_refused(options: dict[str, Any], parts: list[str]) -> None:
     if options.get("window") == 30:
         options["refresh"] = 100
     with pytest.raises(ConfigError) as error:
@@ -324,7 +321,7 @@ def test_bad_input(options: dict[str, Any], parts: list[str]) -> None:
     [{}, {"unit": "block", "max_layers": 3}, {"policy": "autofreeze", "every": 3, "unit": "block"}],
     ids=str,
 )
-def test_one_digest_on_any_ranks_under_moves(pool: Pool, options: dict[str, Any]) -> None:
+def test_digest_is_equal_on_any_ranks_under_moves(pool: Pool, options: dict[str, Any]) -> None:
     expected = pool.run("train", 1, config=config(1, "1f1b", {"balancer": "none"}, **options))[0]
     assert max(expected["frozen"]) > 0, "nothing froze: this shows nothing"
     if options.get("policy", "egeria") == "egeria":
@@ -337,10 +334,10 @@ def test_one_digest_on_any_ranks_under_moves(pool: Pool, options: dict[str, Any]
         assert len({tuple(x) for x in results[0]["layers"]}) > 3, "the layers did not move"
 
 
-def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path) -> None:
-    """A run is stopped between two references, while layers are frozen.
+def test_resumed_run_equals_the_uninterrupted_run(pool: Pool, tmp_path: Path) -> None:
+    """The run stops between two references, while layers are frozen.
 
-    It is resumed on other ranks. References and readings come back.
+    It resumes on other ranks, and references and readings are restored.
     """
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
@@ -362,7 +359,7 @@ def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path) -> None:
     ]
 
 
-def test_thawed_layers_have_the_optimizer_state_they_had() -> None:
+def test_thawed_layers_keep_their_optimizer_state() -> None:
     pipeline = alone.gpt()
     for step in range(3):
         pipeline.step(step, *alone.tokens(step), lr=1e-2)

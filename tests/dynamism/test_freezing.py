@@ -1,4 +1,4 @@
-"""Time and order of freezing: by schedule, and by AutoFreeze from gradient norms."""
+"""Freezing by schedule, and by AutoFreeze from gradient norms."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def feed(
     return [*done, case.act(first + len(norms), layers)]
 
 
-def test_schedule() -> None:
+def test_schedule_freezes_at_its_steps() -> None:
     layers, case = Kept(6), ScheduledFreezing([(2, 1), (4, 3)])
     done = [case.act(step, layers) for step in range(6)]
     assert [None if d is None else d.layers for d in done] == [None, None, (0,), None, (1, 2), None]
@@ -44,14 +44,14 @@ def test_schedule() -> None:
     assert change == Change((0, 1, 2), "froze layers 0 to 2 (schedule, step 5); 3 of 6 are frozen")
 
 
-def test_schedule_forecasts_what_is_to_come() -> None:
+def test_schedule_forecasts_later_freezes() -> None:
     case = ScheduledFreezing([(2, 1), (4, 3), (6, 3)])
     assert case.forecast(0) == (Forecast(2, (0,), b=0.0, w=0.0), Forecast(4, (1, 2), b=0.0, w=0.0))
     assert case.forecast(2) == (Forecast(4, (1, 2), b=0.0, w=0.0),)
     assert case.forecast(4) == ()
 
 
-def test_units() -> None:
+def test_freezing_units_are_layers_or_blocks() -> None:
     names = [
         "embedding",
         "blocks.0.attention",
@@ -66,10 +66,10 @@ def test_units() -> None:
         assert units(flat, "block") == (range(1), range(1, 2))
 
 
-def test_autofreeze_by_blocks() -> None:
-    """The norm of a block is that of its halves together: 3 and 4 make 5.
+def test_autofreeze_combines_the_halves_of_a_block() -> None:
+    """The norm of a block combines its halves: 3 and 4 give 5.
 
-    The median of the four changes 0, 0.2, 0.2, 0.4 is 0.2.
+    The median of the four changes 0, 0.2, 0.2 and 0.4 is 0.2.
     """
     names = [
         "embedding",
@@ -98,7 +98,7 @@ def test_freeze_prefix_never_thaws() -> None:
     assert layers.frozen == {0, 1, 2}
 
 
-def test_autofreeze() -> None:
+def test_autofreeze_freezes_layers_below_the_median_change() -> None:
     """Intervals have 2 steps.
 
     The changes |before - now| / before of the four layers are 0.0, 0.1, 0.5 and 0.0. Their median
@@ -115,7 +115,7 @@ def test_autofreeze() -> None:
     assert layers.frozen == {0, 1}
 
 
-def test_autofreeze_leaves_the_last_and_minds_its_limit() -> None:
+def test_autofreeze_keeps_the_last_layer_and_its_limit() -> None:
     for most in (1, 2, 3):
         layers, case = Kept(4), AutoFreeze(every=1, start=0, most=most)
         # Each layer changes less than those above it, so that as much as allowed freezes in the
@@ -128,27 +128,21 @@ def test_autofreeze_leaves_the_last_and_minds_its_limit() -> None:
         assert layers.frozen == set(range(most))
 
 
-def test_autofreeze_starts_late() -> None:
+def test_autofreeze_starts_at_its_start_step() -> None:
     layers, case = Kept(2), AutoFreeze(every=1, start=3, most=1)
     done = feed(case, layers, [(1, step) for step in range(1, 7)])
     assert [d is None for d in done] == [True] * 5 + [False, True]
 
 
-def test_autofreeze_without_gradients() -> None:
-    """A layer that never had a gradient has not stopped changing.
-
-    Nothing divides by zero.
-    """
+def test_autofreeze_without_gradients_freezes_no_layer() -> None:
+    """A layer without any gradient has not settled. No division by zero occurs."""
     layers, case = Kept(3), AutoFreeze(every=1, start=0, most=2)
     feed(case, layers, [(0, 0, 0)] * 4)
     assert not layers.frozen
 
 
-def test_autofreeze_passes_over_what_has_nothing_to_train() -> None:
-    """Activations in the middle or at the end do not count.
-
-    They have no gradient, so they have not stopped changing.
-    """
+def test_autofreeze_ignores_layers_without_parameters() -> None:
+    """Activation layers in the middle or at the end have no gradients."""
     modules = [nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()]
     layers, case = Kept(5, modules=modules), AutoFreeze(every=1, start=0, most=4)
     case.check(modules)
@@ -158,7 +152,7 @@ def test_autofreeze_passes_over_what_has_nothing_to_train() -> None:
     assert layers.frozen == {0, 1, 2}, "the last that trains stays, and what is behind it with it"
 
 
-def test_a_schedule_leaves_the_last_that_trains() -> None:
+def test_schedule_must_keep_a_trainable_layer() -> None:
     modules = [nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()]
     ScheduledFreezing([(1, 1)]).check(modules)
     with pytest.raises(
@@ -168,8 +162,8 @@ def test_a_schedule_leaves_the_last_that_trains() -> None:
         ScheduledFreezing([(1, 2)]).check(modules)
 
 
-def test_a_step_that_overflow_has_skipped_does_not_count() -> None:
-    """A skipped step has no gradients, so layer 0 would seem to have changed most."""
+def test_autofreeze_ignores_steps_skipped_by_overflow() -> None:
+    """A skipped step has no gradients, so layer 0 would appear to change most."""
     for skipped in ([], [(0, 0, 0)]):
         layers, case = Kept(3), AutoFreeze(every=2, start=0, most=2)
         feed(case, layers, [(10, 10, 10), *skipped, (10, 10, 10), (10, 8, 5), *skipped, (10, 8, 5)])
@@ -212,7 +206,7 @@ def test_state_of_another_policy_is_ignored(unit: str) -> None:
     )
 
 
-def test_autofreeze_goes_on_from_its_state() -> None:
+def test_autofreeze_continues_from_its_state() -> None:
     norms = [[math.exp((1 + layer) * 0.1 * step) for layer in range(5)] for step in range(12)]
     whole, layers = AutoFreeze(3, 1, 4), Kept(5)
     feed(whole, layers, norms)
@@ -233,7 +227,7 @@ def cases(layers: int, options: dict[str, Any]) -> list[Dynamism]:
     )
 
 
-def test_from_a_config() -> None:
+def test_freezing_case_follows_the_config() -> None:
     (scheduled,) = cases(4, {"schedule": [[1, 3]]})
     assert isinstance(scheduled, ScheduledFreezing)
     (auto,) = cases(4, {"policy": "autofreeze", "every": 2})

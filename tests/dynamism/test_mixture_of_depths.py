@@ -1,7 +1,4 @@
-"""Training that selects by the predictor.
-
-The tests cover when it does so, what is recorded, and which models are refused.
-"""
+"""Mixture of depths: selection by the predictor, records and refused models."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def routers(model: Kept) -> list[Router]:
     return [module.router for module in model.modules if isinstance(module, RoutedAttentionHalf)]
 
 
-def test_training_selects_by_the_predictor_from_a_step_on() -> None:
+def test_predictor_selects_from_the_configured_step() -> None:
     model, case = layers(), MixtureOfDepthsCase(threshold_from=2, record_every=10)
     assert [case.acts(step) for step in (0, 1, 2)] == [False, False, True]
     assert [case.act(step, model) for step in (0, 1)] == [None, None]
@@ -63,13 +60,13 @@ def test_training_selects_by_the_predictor_from_a_step_on() -> None:
     assert not case.acts(3)
 
 
-def test_never_by_the_predictor() -> None:
+def test_predictor_is_never_used_without_a_step() -> None:
     model, case = layers(), MixtureOfDepthsCase(threshold_from=None, record_every=10)
     assert [case.act(step, model) for step in (0, 5, 1000)] == [None] * 3
     assert not any(router.by_threshold for router in routers(model))
 
 
-def test_a_record_is_of_the_steps_since_the_last() -> None:
+def test_record_covers_the_steps_since_the_last_record() -> None:
     model, case = layers(), MixtureOfDepthsCase(None, record_every=3)
     assert [case.acts(step) for step in (0, 1, 2, 3, 4)] == [False, False, False, True, False]
     first, second = routers(model)
@@ -83,7 +80,7 @@ def test_a_record_is_of_the_steps_since_the_last() -> None:
     ), "the counts start anew"
 
 
-def test_layers_of_other_ranks_are_not_counted() -> None:
+def test_record_counts_layers_of_its_own_rank_only() -> None:
     model, case = layers(), MixtureOfDepthsCase(None, record_every=1)
     for router in routers(model):
         router.seen = (32, 8, 16)
@@ -93,7 +90,7 @@ def test_layers_of_other_ranks_are_not_counted() -> None:
     )
 
 
-def test_a_resumed_run_changes_nothing_anew() -> None:
+def test_resumed_run_reports_no_second_change() -> None:
     before, case = MixtureOfDepthsCase(2, 10), MixtureOfDepthsCase(2, 10)
     before.act(3, layers())
     case.load(json.loads(json.dumps(before.state())))
@@ -111,14 +108,14 @@ def test_a_model_without_routers_is_refused() -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_there_is_nothing_to_compare_an_evaluation_with() -> None:
+def test_case_has_no_dense_evaluation() -> None:
     assert MixtureOfDepthsCase(None, 1).dense(layers()) is None
 
 
 @pytest.mark.parametrize(
     ("every", "expected"), [(1, (0, 1, 2, 3, 4)), (2, (1, 3)), (3, (2,)), (5, (4,))]
 )
-def test_routed_blocks(every: int, expected: tuple[int, ...]) -> None:
+def test_routed_blocks_follow_the_interval(every: int, expected: tuple[int, ...]) -> None:
     wanted = {
         "model": {"blocks": 5},
         "dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": {"every": every}},
@@ -127,7 +124,7 @@ def test_routed_blocks(every: int, expected: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("predictor", ["mlp", "bce"])
-def test_the_log_has_the_shares(pool: Pool, predictor: str) -> None:
+def test_log_has_the_selected_shares(pool: Pool, predictor: str) -> None:
     events = pool.run("events", 2, config=config(2, predictor=predictor, threshold_from=6))[0]
     told = [e for e in events if e["event"] == "tokens"]
     assert [e["step"] for e in told] == [2, 4, 6, 8]
@@ -145,7 +142,7 @@ def test_the_log_has_the_shares(pool: Pool, predictor: str) -> None:
     ]
 
 
-def test_one_digest_on_any_ranks(pool: Pool) -> None:
+def test_digest_is_equal_on_any_ranks(pool: Pool) -> None:
     expected = pool.run("train", 1, config=config(threshold_from=4))[0]["digest"]
     assert {r["digest"] for r in pool.run("train", 3, config=config(3, threshold_from=4))} == {
         expected

@@ -1,6 +1,6 @@
-"""A case of the user's own.
+"""A dynamic case of the user.
 
-The one that docs/cases.md shows runs on any ranks. A wrong case gives a message.
+The case of docs/cases.md runs on any ranks. An invalid case gives an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 OWN = "python:tests.dynamism.own_case:LayerDrop"
 
 
-def test_the_document_shows_it() -> None:
+def test_document_shows_the_example_case() -> None:
     code = (ROOT / "tests" / "dynamism" / "own_case.py").read_text()
     assert f"```python\n{code}```" in (ROOT / "docs" / "cases.md").read_text()
     assert len(code.splitlines()) < 40
@@ -42,7 +42,7 @@ def config(ranks: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_one_digest_on_any_ranks_under_moves(pool: Pool) -> None:
+def test_digest_is_equal_on_any_ranks_under_moves(pool: Pool) -> None:
     expected = pool.run("train", 1, config=config(1))[0]
     assert expected["digest"] != pool.run("train", 1, config=config(1, dynamism={}))[0]["digest"]
     for ranks in (2, 3):
@@ -51,7 +51,7 @@ def test_one_digest_on_any_ranks_under_moves(pool: Pool) -> None:
         assert {r["digest"] for r in results} == {expected["digest"]}
 
 
-def test_the_log_tells(pool: Pool) -> None:
+def test_log_has_the_changes_of_an_own_case(pool: Pool) -> None:
     changes = [e for e in pool.run("events", 2, config=config(2))[0] if e["event"] == "change"]
     assert [(e["step"], e["case"]) for e in changes] == [
         (0, "layer_drop"),
@@ -62,7 +62,7 @@ def test_the_log_tells(pool: Pool) -> None:
     ]
 
 
-def test_defaults_and_order() -> None:
+def test_own_cases_come_last() -> None:
     cases = make_cases(parse(config(1)), 8)
     assert [type(case) for case in cases] == [ScheduledFreezing, LayerDrop], "one's own come last"
 
@@ -85,7 +85,7 @@ class Freezing(Dynamism):
         return None
 
 
-def test_a_name_that_is_taken() -> None:
+def test_duplicate_case_name_is_refused() -> None:
     named = ["freezing", "python:tests.dynamism.test_own_case:Freezing"]
     given = config(1, dynamism={"cases": named, "freezing": {"schedule": [[1, 1]]}})
     with pytest.raises(ConfigError, match="two are called 'freezing'"):
@@ -114,7 +114,7 @@ def broken() -> None:
         ("dynmo.dynamism:Dynamism", "has no act"),
     ],
 )
-def test_a_class_that_is_no_case_is_refused(path: str, part: str) -> None:
+def test_class_that_is_not_a_case_is_refused(path: str, part: str) -> None:
     with pytest.raises(ConfigError) as error:
         from_class(path)
     assert part in str(error.value)

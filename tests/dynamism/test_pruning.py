@@ -1,6 +1,6 @@
-"""Gradual pruning: when, and which weights.
+"""Gradual pruning: its steps and the kept weights.
 
-The tests also check what is left of the weights and of their moments.
+The tests also check the remaining weights and their moments.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tests.runtime import alone
 # -- when ------------------------------------------------------------------------------------------
 
 
-def test_the_published_schedule() -> None:
-    """DynMo prunes at 3000 .. 7000 of 10000 steps: to 52, 79 and 90 %."""
+def test_published_schedule_has_the_published_sparsities() -> None:
+    """DynMo prunes at steps 3000 to 7000 of 10000. The sparsities are 52, 79 and 90 %."""
     cubic = Cubic(0.0, 0.9, 3000, 7000, 1000)
     assert cubic.steps == (3000, 4000, 5000, 6000, 7000)
     assert [round(100 * cubic.sparsity(step)) for step in cubic.steps] == [0, 52, 79, 89, 90]
@@ -132,8 +132,10 @@ values = st.one_of(st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38]), st.floa
     split=st.integers(0, 4),
 )
 @settings(max_examples=150, deadline=None)
-def test_exactly_the_largest_stay(parts: list[list[list[float]]], keep: int, split: int) -> None:
-    """Layer and position decide ties, the same on one rank and on two."""
+def test_largest_weights_are_kept_exactly(
+    parts: list[list[list[float]]], keep: int, split: int
+) -> None:
+    """Layer and position decide ties, in the same way on one and on two ranks."""
     tensors = {
         i: [torch.tensor(t, dtype=torch.float32) for t in layer] for i, layer in enumerate(parts)
     }
@@ -168,7 +170,7 @@ def algorithm_2(ranks: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
-def test_algorithm_2_agrees(sizes: list[int], sparsity: float, seed: int) -> None:
+def test_result_equals_algorithm_2(sizes: list[int], sparsity: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     ranks = [torch.randn(size, generator=generator) for size in sizes]
     keep = round(sum(sizes) * (1 - sparsity))
@@ -177,7 +179,7 @@ def test_algorithm_2_agrees(sizes: list[int], sparsity: float, seed: int) -> Non
         assert torch.equal(ours.keep(rank, [ranks[rank]])[0].nonzero()[:, 0], theirs)
 
 
-def test_the_memory_of_the_search_is_bounded() -> None:
+def test_search_sends_a_bounded_number_of_bytes() -> None:
     """The number of bytes sent does not grow with the number of weights."""
     asker = Several([])
     cut({0: [torch.randn(20000)], 1: [torch.randn(500)]}, 7000, 2, asker)
@@ -216,7 +218,7 @@ def zeros(pipeline: Any) -> dict[tuple[int, str], Tensor]:
 
 
 @pytest.mark.parametrize("criterion", ["global", "local"])
-def test_a_run_prunes_and_weights_never_return(criterion: str) -> None:
+def test_pruned_weights_never_return(criterion: str) -> None:
     pipeline = alone.gpt()
     pruning = case(start=1, end=4, every=1, criterion=criterion, dense_below=0.7)
     before = train(pipeline, pruning, 2)
@@ -264,10 +266,10 @@ def test_a_run_prunes_and_weights_never_return(criterion: str) -> None:
 
 
 @pytest.mark.parametrize("dense_below", [0.0, 1.0])
-def test_either_form_trains_as_a_masked_dense_model_does(dense_below: float) -> None:
-    """The reference: torch's AdamW over the plain modules.
+def test_both_forms_train_like_a_masked_dense_model(dense_below: float) -> None:
+    """The reference is torch's AdamW on the plain modules.
 
-    Weights, gradients and moments are masked by hand.
+    It masks weights, gradients and moments by hand.
     """
     pipeline, plain = alone.gpt(), alone.gpt()
     pruning = case(start=1, end=3, every=1, initial_sparsity=0.3, dense_below=dense_below)
@@ -301,7 +303,7 @@ def test_either_form_trains_as_a_masked_dense_model_does(dense_below: float) -> 
             )
 
 
-def test_frozen_layers_are_left_alone() -> None:
+def test_frozen_layers_are_not_pruned() -> None:
     pipeline, pruning = alone.gpt(), case(start=0, end=2, every=1)
     pipeline.freeze([0, 1, 2])
     changes = train(pipeline, pruning, 3)
@@ -313,7 +315,7 @@ def test_frozen_layers_are_left_alone() -> None:
     )
 
 
-def test_the_change_tells_the_sparsity() -> None:
+def test_change_event_names_the_sparsity() -> None:
     change = train(alone.gpt(), case(start=0, end=1, every=1), 2)[1]
     assert change is not None
     assert change.layers == (1, 2, 3, 4)
@@ -321,7 +323,7 @@ def test_the_change_tells_the_sparsity() -> None:
     assert change.what.endswith("linears run sparse")
 
 
-def test_a_measured_threshold_is_kept() -> None:
+def test_measured_threshold_is_saved() -> None:
     pipeline, pruning = alone.gpt(), case(start=0, end=2, every=1, dense_below="measured")
     change = train(pipeline, pruning, 2)[1]
     assert change is not None
@@ -338,7 +340,7 @@ def test_a_measured_threshold_is_kept() -> None:
 
 
 def test_a_configured_threshold_is_not_measured() -> None:
-    """The config also holds in a resumed run, before what that run had found."""
+    """In a resumed run, the config takes precedence over a saved measurement."""
     pipeline, pruning = (
         alone.gpt(),
         case(
@@ -367,7 +369,7 @@ def test_a_configured_threshold_is_not_measured() -> None:
     }
 
 
-def test_forecast() -> None:
+def test_forecast_follows_the_pruning_schedule() -> None:
     pruning = case(start=0, end=4, every=2, dense_below=0.75)
     assert [f.step for f in pruning.forecast(0)] == [2, 4]
     assert [f.f for f in pruning.forecast(0)] == pytest.approx([0.2125, 0.1]), (
@@ -379,7 +381,7 @@ def test_forecast() -> None:
     assert left.w == pytest.approx(0.1 / 0.2125)
 
 
-def test_a_model_with_nothing_to_prune() -> None:
+def test_model_without_prunable_weights_is_refused() -> None:
     layers: Layers = Kept(3, modules=[nn.Linear(2, 2), nn.RMSNorm(2), nn.Linear(2, 2)])
     with pytest.raises(ConfigError, match=r"dynamism\.pruning: no layer"):
         case().act(0, layers)
@@ -388,10 +390,10 @@ def test_a_model_with_nothing_to_prune() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_masters_of_the_optimizer_state_are_kept(
+def test_pruning_gathers_masters_only_in_low_precision(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ZeRO-1 the replicas must put a layer's state together on request."""
+    """With ZeRO-1, replicas must gather the state of a layer, which takes time."""
     model = load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}))
     pipeline = Engine(
         alone.alone(),
@@ -429,8 +431,8 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
         other.layer_states.restore(1, tensors, {})
 
 
-def test_restored_it_is_the_same(tmp_path: Path) -> None:
-    """Files restore both forms, the moments and the digest."""
+def test_restored_pruned_model_is_equal(tmp_path: Path) -> None:
+    """A checkpoint restores both forms, the moments and the digest."""
     for dense_below in (0.0, 1.0):
         pipeline, other = alone.gpt(), alone.gpt()
         train(pipeline, case(start=0, end=1, every=1, dense_below=dense_below), 3)

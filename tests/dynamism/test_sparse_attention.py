@@ -1,6 +1,6 @@
-"""Kinds and times of sparse attention.
+"""Kinds and steps of sparse attention.
 
-Any placement leaves the same bits. F and B fall while W stays.
+Any placement gives the same bits. The costs of F and B fall, and that of W stays.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def hashed(seed: int) -> Hashed:
     return Hashed(4, 8, seed)
 
 
-def test_schedule() -> None:
+def test_attention_becomes_sparse_by_schedule() -> None:
     model, case = (
         layers(),
         SparseAttentionCase([(1, (0, 2)), (3, (1, 2)), (4, None)], hashed, seed=7),
@@ -79,7 +79,7 @@ def test_schedule() -> None:
     assert case.state() == {"sparse": [1, 3, 5]}
 
 
-def test_directions_are_new_each_step_and_layer_and_the_same_anywhere() -> None:
+def test_directions_follow_from_seed_step_and_layer() -> None:
     drawn: list[list[int | None]] = []
     for seed, steps in ((7, [0, 1, 2]), (7, [2]), (8, [2])):
         model, case = layers(), SparseAttentionCase([(0, None)], hashed, seed)
@@ -91,14 +91,14 @@ def test_directions_are_new_each_step_and_layer_and_the_same_anywhere() -> None:
     assert not set(drawn[4]) & set(drawn[2])
 
 
-def test_a_resumed_run_changes_nothing_anew() -> None:
+def test_resumed_run_reports_no_second_change() -> None:
     model, case = layers(), SparseAttentionCase([(0, None)], hashed, 0)
     case.load(json.loads(json.dumps({"sparse": [1, 3, 5]})))
     assert case.act(4, model) is None
     assert None not in seeds(model)
 
 
-def test_forecast() -> None:
+def test_forecast_has_the_expected_time_ratio() -> None:
     f, b = expected_ratio(hidden=16, sequence=48, share=0.25)
     assert (f, b) == (
         (6 * 16**2 + 0.25 * 2 * 48 * 16) / (6 * 16**2 + 2 * 48 * 16),
@@ -126,7 +126,7 @@ def test_a_model_without_attention_halves_is_refused() -> None:
         SparseAttentionCase([(0, (1,)), (9, (3,))], hashed, 0).check(layers().modules)
 
 
-def test_on_cuda_there_must_be_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match='kind = "drop" has no CUDA kernel'):
         make_cases(config(kind="drop"), 18)
@@ -166,14 +166,14 @@ def config(**options: Any) -> Any:
         ({"bucket": 4}, "did you mean dynamism.sparse_attention.buckets?"),
     ],
 )
-def test_bad_options(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config(**options)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_more_buckets_than_tokens_in_a_model_of_ones_own() -> None:
+def test_more_buckets_than_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"buckets = 64"):
         parse(
             {
@@ -183,12 +183,12 @@ def test_more_buckets_than_tokens_in_a_model_of_ones_own() -> None:
         )
 
 
-def test_emulated_layers_have_no_attention() -> None:
+def test_emulated_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match='"emulated" has no attention'):
         parse({"model": {"kind": "emulated"}, "dynamism": {"cases": ["sparse_attention"]}})
 
 
-def test_from_the_config() -> None:
+def test_sparse_attention_case_follows_the_config() -> None:
     given = config(schedule=[[2, [0, 3]], [4, [1]]], buckets=8)
     assert parse(tomllib.loads(given.to_toml())) == given
     (case,) = make_cases(given, 18)
@@ -205,11 +205,8 @@ def test_from_the_config() -> None:
     assert isinstance(first.sparse_attention, Dropped)
 
 
-def test_the_half() -> None:
-    """The switch changes only what attention computes.
-
-    Weights and shapes are the same. One bucket is dense attention.
-    """
+def test_attention_half_switches_between_dense_and_sparse() -> None:
+    """Weights and shapes do not change. One bucket is dense attention."""
     torch.manual_seed(0)
     module, x = half(), torch.randn(2, 8, 16)
     dense = module(x)
@@ -277,7 +274,7 @@ def reference(pool: Pool, kind: str) -> dict[str, Any]:
         *product((2, 3), ["1f1b", "zb-h2", "zb-v"], ["drop"]),
     ],
 )
-def test_one_digest(pool: Pool, ranks: int, schedule: str, kind: str) -> None:
+def test_digest_is_equal_on_any_ranks(pool: Pool, ranks: int, schedule: str, kind: str) -> None:
     expected = reference(pool, kind)
     results = pool.run("train", ranks, config=run(ranks, kind, schedule, "random"))
     assert results[0]["losses"] == expected["losses"]
@@ -301,8 +298,8 @@ def test_sparse_attention_changes_the_numbers(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_a_restart_in_the_middle(pool: Pool, tmp_path: Path, kind: str) -> None:
-    """The run is stopped after step 3 on three ranks, and resumed on two."""
+def test_resumed_run_has_the_same_numbers(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """The run stops after step 3 on three ranks and resumes on two."""
     folder = tmp_path / "run"
     folder.mkdir()
     first = pool.run(

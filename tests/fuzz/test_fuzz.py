@@ -1,4 +1,4 @@
-"""The random test: a short run of it, and what it must notice."""
+"""A short run of the fuzz test, and faults that it must detect."""
 
 from __future__ import annotations
 
@@ -53,10 +53,7 @@ def runner(pool: Pool) -> Iterator[Runner]:
 
 @pytest.mark.parametrize("part", range(4))
 def test_short_fuzz_run_finds_no_difference(runner: Runner, part: int) -> None:
-    """`python -m tests.fuzz --seed 20 --cases 24`, in parts.
-
-    The parts may run side by side.
-    """
+    """`python -m tests.fuzz --seed 20 --cases 24`, in four parts."""
     outcomes = [runner.run(draw(SEED, number)) for number in range(part, SHORT, 4)]
     assert [(o.case.number, o.what, o.detail) for o in outcomes if o.kind != EQUAL] == []
 
@@ -70,10 +67,7 @@ def test_seed_and_number_determine_the_case() -> None:
 
 
 def test_drawn_cases_are_valid_and_cover_every_choice() -> None:
-    """dynmo accepts any configuration that is drawn.
-
-    Every kind of anything is drawn.
-    """
+    """dynmo accepts every drawn configuration, and every choice occurs."""
     cases = [draw(1, number) for number in range(400)]
     configs = [
         config for case in cases for config in (case.config, case.reference, case.resumed) if config

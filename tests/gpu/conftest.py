@@ -1,4 +1,4 @@
-"""The device of these tests, and settings that belong to the process."""
+"""The device of the GPU tests, and process-wide settings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The same code path on a CUDA device.
-
-The tolerance is what other kernels need.
-"""
+"""The same code path on a CUDA device, within the tolerance of other kernels."""
 
 from __future__ import annotations
 
@@ -52,16 +49,16 @@ def test_a_cuda_run_agrees_with_the_cpu(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_two_cuda_runs_agree(device: torch.device) -> None:
+def test_repeated_cuda_runs_agree(device: torch.device) -> None:
     assert losses(device) == pytest.approx(losses(device), rel=1e-5)
 
 
 @pytest.mark.gpu
-def test_nccl_with_one_rank(cuda: torch.device, tmp_path: Path) -> None:
-    """The requests of a world to NCCL work.
+def test_nccl_works_with_one_rank(cuda: torch.device, tmp_path: Path) -> None:
+    """All requests of a world to NCCL work.
 
-    They are collectives, a group of its own with its limit lifted, an end in order, and an end
-    after a failure.
+    These are collectives, a process group without its timeout, a regular end, and an end after a
+    failure.
     """
     store = dist.FileStore(str(tmp_path / "store"), 1)
     for generation, failed in enumerate((False, True, False)):
@@ -80,8 +77,8 @@ def test_nccl_with_one_rank(cuda: torch.device, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_an_output_that_is_kept_comes_back_the_same(device: torch.device) -> None:
-    """The output lies in host memory meanwhile."""
+def test_cached_output_returns_unchanged(device: torch.device) -> None:
+    """The cached output is stored in host memory."""
     layer = Layer(0, torch.nn.Linear(64, 64).to(device), clock_for(device), 0)
     cache, x = OutputCache(1 << 20, clock_for(device)), (torch.randn(8, 64, device=device),)
     cache.begin(["a"], training=True)
@@ -101,8 +98,8 @@ def without_syncs(cuda: torch.device) -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("without_syncs")
-def test_a_kept_output_does_not_hold_up_the_host() -> None:
-    """The output is on its way out and back, also from another stream."""
+def test_cached_output_does_not_block_the_host() -> None:
+    """The output is copied out and back asynchronously, also from another stream."""
     device = torch.device("cuda:0")
     layer = Layer(0, torch.nn.Linear(2048, 2048).to(device), clock_for(device), 0)
     cache, x = OutputCache(1 << 30, clock_for(device)), (torch.randn(2048, 2048, device=device),)
@@ -119,7 +116,7 @@ def test_a_kept_output_does_not_hold_up_the_host() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("without_syncs")
-def test_directions_do_not_hold_up_the_host() -> None:
+def test_hash_directions_do_not_block_the_host() -> None:
     x, v = (torch.randn(2, 256, 4, 32, device="cuda") for _ in range(2))
     hashed = Hashed(8, 32, 1)
     first = hashed(x, v)
@@ -131,8 +128,8 @@ def test_directions_do_not_hold_up_the_host() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("without_syncs")
-def test_a_reduction_does_not_hold_up_the_host() -> None:
-    """Two of the gradients are missing, and one is not contiguous."""
+def test_reduction_does_not_block_the_host() -> None:
+    """Two gradients are missing, and one is not contiguous."""
     module = torch.nn.ModuleList(torch.nn.Linear(64, 32) for _ in range(2)).cuda()
     first, *_ = parameters = list(module.parameters())
     first.grad = torch.randn(64, 32, device="cuda").t()
@@ -150,10 +147,10 @@ def test_a_reduction_does_not_hold_up_the_host() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-def test_a_stream_that_stands() -> None:
-    """A stream that waits for as long as any may take is told.
+def test_stalled_stream_times_out() -> None:
+    """A stream that waits longer than the timeout raises an error.
 
-    A stream that is still at work before the wait is not.
+    A stream that is still computing before the wait does not.
     """
     world = World(0, 2, torch.device("cuda", 0), 0.2, 0, dist.HashStore())
     second = 2 * 10**9  # of a device's cycles, about

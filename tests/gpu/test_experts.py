@@ -1,4 +1,4 @@
-"""Experts on CUDA: one kernel for all of them, and experts that ranks share."""
+"""Experts on CUDA: the grouped kernel, and experts sharded over ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.gpu.test_ranks import CONFIG, Ranks, digest
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("counts", [[96, 0, 160, 8], [264, 0, 0, 0]])
-def test_one_kernel_computes_what_a_loop_does(counts: list[int]) -> None:
-    """`grouped_mm` in bfloat16, against float32 on the CPU."""
+def test_grouped_kernel_equals_a_loop(counts: list[int]) -> None:
+    """`grouped_mm` in bfloat16 is compared with float32 on the CPU."""
     torch.manual_seed(0)
     layer = GroupedLinear(4, 64, 48, 0.1)
     reference = GroupedLinear(4, 64, 48, 0.1)
@@ -41,7 +41,7 @@ def test_one_kernel_computes_what_a_loop_does(counts: list[int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
 def test_shared_experts_train_the_same(device: torch.device, tmp_path: Path, backend: str) -> None:
-    """Two replicas that share the experts, and two that have them all.
+    """Two replicas with sharded experts train the same as two with all experts.
 
     The experts move.
     """

@@ -43,7 +43,7 @@ def run(device: torch.device, **train: Any) -> tuple[list[float], str]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_low_precision_is_near_float32(device: torch.device, precision: str) -> None:
+def test_low_precision_loss_is_close_to_float32(device: torch.device, precision: str) -> None:
     assert run(device, precision=precision)[0] == pytest.approx(run(device)[0], rel=1e-2)
 
 
@@ -58,7 +58,7 @@ def test_recomputed_activations_give_the_same_losses(device: torch.device, preci
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_w_sums_in_float32(dtype: torch.dtype) -> None:
+def test_w_sums_are_float32(dtype: torch.dtype) -> None:
     """torch.mm with out_dtype does not round the product to the lower precision."""
     linear = nn.Linear(64, 32, device="cuda")
     lower(linear, dtype)

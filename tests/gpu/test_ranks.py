@@ -1,6 +1,6 @@
-"""Ranks that are processes train what one trains, bit for bit.
+"""Ranks in several processes train the same as one rank, bit for bit.
 
-They use NCCL on several GPUs, and gloo on one.
+They use NCCL on several GPUs, and gloo on one GPU.
 """
 
 from __future__ import annotations
@@ -137,14 +137,14 @@ def test_a_pipeline_trains_the_same(on: Ranks, alone: str, tmp_path: Path, sched
 
 @pytest.mark.gpu
 def test_replicas_train_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
-    """The replicas share an optimizer."""
+    """The replicas share the optimizer state."""
     assert digest(tmp_path, "zb-h1", on, on.size // 2, 2, zero=1) == alone
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 def test_compiled_ranks_train_the_same(on: Ranks, tmp_path: Path) -> None:
-    """No rank chooses for itself how a sum is split."""
+    """Ranks must not choose different splits of a sum."""
     train = CONFIG["train"] | {"compile": True}
     assert digest(tmp_path, "zb-h1", on, on.size, 1, train=train) == digest(
         tmp_path, "1f1b", on, 1, 1, train=train
@@ -152,8 +152,8 @@ def test_compiled_ranks_train_the_same(on: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_mesh_that_comes_and_goes_trains_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
-    """The first shape twice, the second time over the channels it had."""
+def test_repeated_mesh_changes_train_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
+    """The run returns to its first shape and uses the old channels again."""
     elastic = {"reshape_at": [[3, on.size // 2, 2], [5, on.size, 1]]}
     assert digest(tmp_path, "zb-h1", on, on.size, 1, elastic=elastic) == alone
 
@@ -163,17 +163,14 @@ def test_a_mesh_that_comes_and_goes_trains_the_same(on: Ranks, alone: str, tmp_p
 def test_ranks_that_leave_and_come_back_train_the_same(
     on: Ranks, alone: str, tmp_path: Path, park: bool
 ) -> None:
-    """The process groups are made anew.
-
-    They have fewer ranks, and then as many as before.
-    """
+    """The process groups are rebuilt with fewer ranks, and then with all ranks."""
     elastic = {"reshape_at": [[2, on.size // 2, 1], [5, on.size, 1]], "park": park}
     assert digest(tmp_path, "zb-h1", on, on.size, 1, elastic=elastic) == alone
 
 
 @pytest.mark.gpu
-def test_a_rank_that_hangs(on: Ranks, tmp_path: Path) -> None:
-    """A rank that waits names the rank that it waits for, and all ranks end."""
+def test_hanging_rank_is_named_and_all_ranks_end(on: Ranks, tmp_path: Path) -> None:
+    """The waiting rank names the hanging rank."""
     train = CONFIG["train"] | {"steps": 100_000}
     process = begin(tmp_path, "hangs", {"train": train, "dynamism": {}}, on, 2, timeout=10.0)
     log = tmp_path / "runs" / "hangs" / "events.jsonl"

@@ -1,6 +1,6 @@
 """Slices of one GPU are disjoint.
 
-A pipeline on them trains what one stage on the whole GPU does.
+A pipeline on slices trains the same as one stage on the whole GPU.
 """
 
 from __future__ import annotations
@@ -89,11 +89,10 @@ def test_more_slices_than_multiprocessors_are_refused() -> None:
 @pytest.mark.usefixtures("cuda_core")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_a_pipeline_on_slices_trains_the_same(device: torch.device, schedule: str) -> None:
-    """The results are near those of the whole GPU.
+    """The results are close to those of the whole GPU.
 
-    cuBLAS may choose another kernel if a stream has fewer SMs, so only near results are promised. A
-    slot of memory that is reused too early gives results that are far off. So does a tensor that is
-    read too soon.
+    cuBLAS may choose another kernel for a stream with fewer SMs. Memory that is reused too early
+    would give a large difference. So would a tensor that is read too early.
     """
     losses, digest = run(device, {"pipeline": 3, "slices": True}, schedule)
     assert losses == pytest.approx(run(device, {"pipeline": 1}, "1f1b")[0], rel=1e-3)

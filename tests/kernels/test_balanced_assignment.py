@@ -1,4 +1,4 @@
-"""Balanced assignments: equal numbers of tokens, and the best sum of scores."""
+"""Balanced assignment: equal numbers of tokens per expert, and the best scores."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_sinkhorn_has_equal_sums(tokens: int, experts: int, seed: int, spread: f
     assert scaled.sum(0).tolist() == pytest.approx([1 / experts] * experts, rel=0.05)
 
 
-def test_sinkhorn_of_large_scores() -> None:
+def test_sinkhorn_of_large_scores_is_finite() -> None:
     scores = torch.tensor([[1e4, 0.0], [1e4, 0.0]])
     assert torch.isfinite(sinkhorn(scores)).all()
     assert sinkhorn(torch.zeros(0, 3)).shape == (0, 3)

@@ -1,6 +1,6 @@
-"""A compiled layer computes what the layer does.
+"""A compiled layer computes what the layer computes in eager mode.
 
-It still leaves its weight gradients on the tape.
+Its weight gradients still go on the tape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.split_backward import Layer
 
 
-def test_a_compiled_half() -> None:
+def test_compiled_layer_equals_the_eager_layer() -> None:
     torch.manual_seed(0)
     sides = [FeedForwardHalf(32, 0.02, 0.02, dropout=0.1) for _ in range(2)]
     sides[1].load_state_dict(sides[0].state_dict())
@@ -41,7 +41,7 @@ def test_a_compiled_half() -> None:
     assert isinstance(sides[1].down, SplitLinear)
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -1,4 +1,4 @@
-"""The crossover of sparse against dense: measured once, and found again."""
+"""The crossover of sparse and dense linears: measured once and cached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     return asked
 
 
-def test_once_per_machine_and_shape(
+def test_crossover_is_measured_once_per_shape(
     measured: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear, other = nn.Linear(8, 4), nn.Linear(4, 8)
@@ -51,7 +51,7 @@ def test_once_per_machine_and_shape(
         "other",
     ],
 )
-def test_unreadable_files_are_measured_anew(
+def test_unreadable_cache_files_are_replaced(
     measured: list[tuple[int, int, int]], tmp_path: Path, damage: str
 ) -> None:
     known_crossover(nn.Linear(8, 4), 16)
@@ -62,6 +62,6 @@ def test_unreadable_files_are_measured_anew(
     assert json.loads(file.read_text()) == kept | {"sparsity": 0.2}
 
 
-def test_unwritable_cache(measured: list[tuple[int, int, int]], tmp_path: Path) -> None:
+def test_unwritable_cache_is_no_error(measured: list[tuple[int, int, int]], tmp_path: Path) -> None:
     (tmp_path / "crossover").write_text("a file")
     assert [known_crossover(nn.Linear(8, 4), 16) for _ in range(2)] == [0.1, 0.2]

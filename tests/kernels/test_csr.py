@@ -1,4 +1,4 @@
-"""CSR arithmetic against the dense matrix: places, panels, products."""
+"""CSR arithmetic, compared with the dense matrix."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_packed_tokens_unpack(count: int, features: int, contiguous: bool) -> No
 
 
 @given(sizes, sizes, tokens, shares, st.integers(0, 100))
-def test_products_are_those_of_the_dense_matrix(
+def test_products_equal_those_of_the_dense_matrix(
     rows: int, columns: int, count: int, share: float, seed: int
 ) -> None:
     csr, values, dense = drawn(rows, columns, share, seed)
@@ -74,11 +74,8 @@ def test_products_are_those_of_the_dense_matrix(
 
 
 @pytest.mark.parametrize("columns", [511, 512, 513, 1400])
-def test_columns_in_blocks(columns: int) -> None:
-    """The kept weights are added in their order all the same, in float32 as well.
-
-    They are added one after another, whatever block they are in.
-    """
+def test_column_blocks_keep_the_order_of_sums(columns: int) -> None:
+    """Kept weights are added one after another in any block, also in float32."""
     csr, values, dense = drawn(9, columns, 0.9, columns)
     x = torch.randn(20, columns, dtype=torch.float64)
     torch.testing.assert_close(unpack(spmm(csr, values, pack(x)), (20, 9)), x @ dense.t())
@@ -89,7 +86,7 @@ def test_columns_in_blocks(columns: int) -> None:
 
 
 @given(st.integers(1, 150), st.integers(1, 150), st.integers(0, 100))
-def test_a_tokens_bits_are_its_own(few: int, more: int, seed: int) -> None:
+def test_bits_of_a_token_do_not_depend_on_other_tokens(few: int, more: int, seed: int) -> None:
     csr, values, _ = drawn(7, 30, 0.5, seed)
     x = torch.randn(few + more, 30, generator=torch.Generator().manual_seed(seed))
     whole, part = (

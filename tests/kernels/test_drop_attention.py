@@ -1,6 +1,6 @@
-"""Attention with dropped queries and keys, against dense attention with a mask.
+"""Attention with dropped queries and keys, compared with masked dense attention.
 
-Values and gradients agree, whatever the shapes and tiles.
+Values and gradients agree for all shapes and tiles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def seen_of_kept(batch: int, sequence: int, queries: Tensor, keys: Tensor) -> Te
 
 
 @given(shapes, st.floats(0, 0.99), st.integers(1, 40))
-def test_dropped_attention_is_the_masked_dense_one(
+def test_dropped_attention_equals_masked_dense_attention(
     shape: tuple[int, int, int, int], dropped: float, tile: int
 ) -> None:
     queries, keys = draw_kept(shape[2], shape[1], dropped, seed=3)
@@ -32,7 +32,7 @@ def test_dropped_attention_is_the_masked_dense_one(
     check(lambda x, v: drop_attention(x, v, queries, keys, tile), seen, shape)
 
 
-def test_nothing_dropped_is_dense() -> None:
+def test_zero_drop_share_is_dense_attention() -> None:
     x, v, _ = inputs(2, 33, 2, 8)
     torch.testing.assert_close(
         drop_attention(x, v, *draw_kept(2, 33, 0.0, 0)), dense_attention(x, v)
@@ -50,7 +50,7 @@ def test_draws_follow_from_the_seed(seed: int, sequence: int, dropped: float) ->
         assert a.shape == (2, max(1, round((1 - dropped) * sequence)))
 
 
-def test_dropping_skips_the_square() -> None:
+def test_dropped_pairs_are_not_computed() -> None:
     queries, keys = draw_kept(4, 512, 0.5, 0)
     plan = plan_kept(2, 512, queries, keys, 32, torch.float32)
     assert plan.pairs == int(seen_of_kept(2, 512, queries, keys).sum())

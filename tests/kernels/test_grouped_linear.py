@@ -1,6 +1,6 @@
 """Linears of several groups.
 
-Each row is multiplied by its group's matrix, and W can wait.
+Each row is multiplied by the matrix of its group, and W may be deferred.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def one_by_one(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
 
 @settings(max_examples=40, deadline=None)
 @given(COUNTS, st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
-def test_values_and_gradients(counts: list[int], inputs: int, outputs: int, seed: int) -> None:
+def test_grouped_linear_equals_separate_matrices(
+    counts: list[int], inputs: int, outputs: int, seed: int
+) -> None:
     torch.manual_seed(seed)
     layer = GroupedLinear(len(counts), inputs, outputs, 1.0).double()
     x = torch.randn(sum(counts), inputs, dtype=torch.float64, requires_grad=True)
@@ -68,6 +70,6 @@ def test_a_deferred_w_has_the_same_bits(dtype: torch.dtype) -> None:
     assert not gradients[0][1].any(), "a group without rows has no gradient"
 
 
-def test_parts_of_empty_experts_are_left_out() -> None:
+def test_empty_experts_have_no_part() -> None:
     assert list(parts([2, 0, 3])) == [(0, slice(0, 2)), (2, slice(2, 5))]
     assert not list(parts([0, 0]))

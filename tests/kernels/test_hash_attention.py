@@ -1,6 +1,6 @@
-"""Attention within hash buckets against dense attention with a mask.
+"""Attention within hash buckets, compared with masked dense attention.
 
-Values and gradients agree, whatever the shapes, buckets and tiles.
+Values and gradients agree for all shapes, buckets and tiles.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ def seen_in_buckets(buckets: Tensor) -> Tensor:
 
 
 @given(shapes, st.integers(1, 9), st.integers(1, 40), st.integers(0, 5))
-def test_hashed_attention_is_the_masked_dense_one(
+def test_hashed_attention_equals_masked_dense_attention(
     shape: tuple[int, int, int, int], count: int, tile: int, skew: int
 ) -> None:
-    """The higher `skew`, the fuller the first bucket.
-
-    The last buckets are then often empty.
-    """
+    """A higher `skew` fills the first bucket. The last buckets are then often empty."""
     chosen = torch.rand(shape[:3], generator=torch.Generator().manual_seed(count)) ** (1 + skew)
     buckets = (chosen * count).long()
     check(lambda x, v: hash_attention(x, v, buckets, count, tile), seen_in_buckets(buckets), shape)
 
 
-def test_several_batches_of_buckets() -> None:
-    """More rows than fit one chunk, and buckets from 1 to hundreds of rows."""
+def test_several_chunks_of_buckets_equal_masked_attention() -> None:
+    """The rows do not fit into one chunk. Buckets have from one to hundreds of rows."""
     shape = (2, 1500, 2, 4)
     buckets = (torch.rand(shape[:3], generator=torch.Generator().manual_seed(0)) ** 3 * 32).long()
     plan = plan_buckets(buckets, 32, 16)
@@ -48,7 +45,7 @@ def test_several_batches_of_buckets() -> None:
     check(lambda x, v: hash_attention(x, v, buckets, 32, 16), seen_in_buckets(buckets), shape)
 
 
-def test_one_bucket_is_dense() -> None:
+def test_one_bucket_is_dense_attention() -> None:
     x, v, _ = inputs(2, 33, 2, 8)
     torch.testing.assert_close(
         hash_attention(x, v, torch.zeros(2, 33, 2, dtype=torch.int64), 1), dense_attention(x, v)
@@ -67,7 +64,7 @@ def test_a_position_does_not_attend_to_itself() -> None:
     )
 
 
-def test_float32_and_strided_inputs() -> None:
+def test_strided_float32_inputs_are_accepted() -> None:
     """The inputs are views of one projection's output, as in the model."""
     packed = torch.randn(
         2, 200, 2, 3, 16, generator=torch.Generator().manual_seed(1), requires_grad=True
@@ -85,7 +82,9 @@ def test_float32_and_strided_inputs() -> None:
 
 @settings(max_examples=30)
 @given(shapes, st.integers(1, 8), st.integers(0, 100))
-def test_buckets_are_the_argmax(shape: tuple[int, int, int, int], half: int, seed: int) -> None:
+def test_bucket_is_the_argmax_of_the_projections(
+    shape: tuple[int, int, int, int], half: int, seed: int
+) -> None:
     x = inputs(*shape, seed=seed)[0]
     directions = draw_directions(shape[2], shape[3], 2 * half, seed)
     torch.testing.assert_close(directions.norm(dim=1), torch.ones(shape[2], half))
@@ -100,7 +99,7 @@ def test_buckets_are_the_argmax(shape: tuple[int, int, int, int], half: int, see
     )
 
 
-def test_the_first_of_equals() -> None:
+def test_bucket_ties_take_the_first() -> None:
     x = torch.tensor([[1.0, -1.0], [-1.0, 1.0], [0.0, 0.0], [-1.0, -1.0]]).view(1, 4, 1, 2)
     assert hash_buckets(x, torch.eye(2)[None]).flatten().tolist() == [0, 1, 0, 2]
 
@@ -112,7 +111,7 @@ def test_draws_follow_from_the_seed(seed: int) -> None:
     assert not torch.equal(draw_directions(2, 4, 6, seed), draw_directions(2, 4, 6, seed + 1))
 
 
-def test_the_same_bits_again() -> None:
+def test_repeated_run_has_the_same_bits() -> None:
     x, v, g = inputs(2, 300, 2, 16, torch.float32)
     buckets = hash_buckets(x, draw_directions(2, 16, 16, 0))
     results: list[list[Tensor]] = []
@@ -129,9 +128,9 @@ def test_the_same_bits_again() -> None:
 def test_tiles_of_other_buckets_are_not_computed(
     tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products are counted where they are computed.
+    """F needs two products per tile, and B needs four.
 
-    F and B together take two and four products a tile. The scores are computed again besides.
+    B also recomputes the scores.
     """
     done = 0
     bmm = torch.bmm
@@ -158,7 +157,7 @@ def test_tiles_of_other_buckets_are_not_computed(
 
 @pytest.mark.gpu
 def test_cuda_agrees_with_the_cpu() -> None:
-    """Unproven: written where there was no device."""
+    """The test needs a CUDA device."""
     x, v, g = inputs(2, 300, 3, 24, torch.float32)
     buckets = hash_buckets(x, draw_directions(3, 24, 16, 0))
     results: list[list[Tensor]] = []

@@ -64,13 +64,13 @@ def close(modules: list[Penalised], gradients: list[Tensor]) -> None:
     torch.testing.assert_close([p.grad for m in modules for p in m.parameters()], gradients)
 
 
-def test_without_a_tape_the_weight_is_one() -> None:
+def test_loss_weight_is_one_without_a_tape() -> None:
     modules, (x, targets) = build(2), data()
     mean(modules[1](modules[0](x)), targets).backward()
     close(modules, expected(2, *data(), weight=1.0))
 
 
-def test_the_tape_has_the_weight() -> None:
+def test_tape_sets_the_loss_weight() -> None:
     modules, (x, targets) = build(1), data()
     modules[0].tape = WeightTape()
     modules[0].tape.loss_share = torch.tensor(0.25)
@@ -78,7 +78,7 @@ def test_the_tape_has_the_weight() -> None:
     close(modules, expected(1, *data(), weight=0.25))
 
 
-def test_the_share_is_read_in_the_backward() -> None:
+def test_loss_share_is_read_in_the_backward() -> None:
     """F may run before the loss scale of the step is known."""
     tape, a = WeightTape(), torch.ones((), requires_grad=True)
     out = add_loss(torch.zeros(2, requires_grad=True), 3 * a, tape)
@@ -88,12 +88,12 @@ def test_the_share_is_read_in_the_backward() -> None:
     assert float(a.grad) == 12.0
 
 
-def test_the_output_is_the_input() -> None:
+def test_add_loss_returns_its_input() -> None:
     x = torch.randn(2, 3)
     assert torch.equal(add_loss(x, torch.ones(()), None), x)
 
 
-def test_a_loss_of_low_precision() -> None:
+def test_loss_in_low_precision_keeps_its_dtype() -> None:
     tape, a = WeightTape(), torch.ones((), dtype=torch.bfloat16, requires_grad=True)
     tape.loss_share = torch.tensor(0.5)
     add_loss(torch.zeros(2, requires_grad=True), 3 * a, tape).sum().backward()
@@ -103,10 +103,10 @@ def test_a_loss_of_low_precision() -> None:
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("scales", [(1.0,), (1024.0,), (8.0, 2.0)])
-def test_a_stage_scales_it(deferred: bool, scales: tuple[float, ...]) -> None:
-    """Both losses of every layer have the same weights.
+def test_stage_scales_the_own_loss(deferred: bool, scales: tuple[float, ...]) -> None:
+    """Both losses of every layer have the same weight.
 
-    These are the share of a microbatch and the last loss scale.
+    The weight is the share of a microbatch times the last loss scale.
     """
     modules, (x, targets) = build(3), data()
     layers = [Layer(i, module, HostClock(), 0) for i, module in enumerate(modules)]

@@ -1,4 +1,4 @@
-"""Random streams: a function of what they are for."""
+"""Random streams: seeds are a function of their purpose and keys."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.nn import functional
 from dynmo.kernels.seeds import Purpose, mix, seed_forward
 
 
-def test_mix_is_fixed() -> None:
-    """Recorded: initial weights, and so every digest, hang on these numbers."""
+def test_mix_has_recorded_values() -> None:
+    """Initial weights depend on these numbers, and therefore every digest."""
     assert mix() == 0x4F1BBCDCF0BE82D6
     assert [mix(0), mix(1), mix(0, 0), mix(7, Purpose.FORWARD, 3, 5, 1)] == [
         0x685EBFF9C3568394,
@@ -21,7 +21,7 @@ def test_mix_is_fixed() -> None:
     ]
 
 
-def test_mix_tells_keys_apart() -> None:
+def test_mix_separates_keys() -> None:
     seeds = [mix(*keys) for n in (1, 2, 3) for keys in product(range(-3, 12), repeat=n)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -35,7 +35,7 @@ def draw(*keys: int) -> list[float]:
     return functional.dropout(torch.ones(64), 0.5).tolist()
 
 
-def test_dropout_draws_the_same_anywhere() -> None:
+def test_dropout_draws_do_not_depend_on_generator_state() -> None:
     first = draw(0, 3, 5, 1)
     torch.rand(100)  # however often the generator was used in between
     assert draw(0, 3, 5, 1) == first

@@ -1,7 +1,7 @@
 """Dense attention with one vector as query and key.
 
-It is tested against all pairs with a mask. The tiles and rows that sparse kinds are made of are
-tested too.
+It is compared with masked attention over all pairs. The tests also cover the tiles and rows of the
+sparse kinds.
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ from tests.kernels.attention import before, check, inputs, shapes
 
 
 @given(shapes)
-def test_dense_attention_is_the_plain_formula(shape: tuple[int, int, int, int]) -> None:
+def test_dense_attention_equals_the_plain_formula(shape: tuple[int, int, int, int]) -> None:
     check(dense_attention, before(*shape[:3]), shape)
 
 
 @given(shapes, st.booleans(), st.integers(0, 100))
-def test_rows_are_taken_and_keys_have_one_length(
+def test_take_gathers_rows_and_scale_keys_normalizes(
     shape: tuple[int, int, int, int], strided: bool, seed: int
 ) -> None:
-    """Rows are taken from views too.
-
-    Row -1 gives zeros, and its key stays zero.
-    """
+    """Rows may come from views. Row -1 gives zeros, and its key stays zero."""
     x = inputs(*shape, seed=seed)[0]
     source = torch.stack((-x, x), 2)[:, :, 1] if strided else x
     rows = torch.randint(

@@ -1,4 +1,4 @@
-"""The pruned linear layer against a dense one under a mask.
+"""The pruned linear layer, compared with a masked dense layer.
 
 The tests compare values, gradients, moments and forms.
 """
@@ -71,7 +71,7 @@ def kept_gradient(linear: nn.Linear) -> Tensor:
     seed=st.integers(0, 5),
 )
 @settings(max_examples=150, deadline=None)
-def test_equals_the_masked_dense_layer(
+def test_pruned_layer_equals_the_masked_dense_layer(
     size: tuple[int, int],
     leading: tuple[int, ...],
     share: float,
@@ -112,7 +112,7 @@ def test_equals_the_masked_dense_layer(
         torch.testing.assert_close(pruned.bias.grad, plain.bias.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_in_double_precision_the_gradient_is_the_derivative() -> None:
+def test_gradient_equals_the_numerical_derivative() -> None:
     linear = nn.Linear(7, 5).double()
     prune(linear, some(35, 0.4), True, {})
 
@@ -132,11 +132,8 @@ def test_in_double_precision_the_gradient_is_the_derivative() -> None:
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_deferred_leaves_the_same_bits(sparse: bool) -> None:
-    """The result is the same whatever the memory is aligned to.
-
-    The number of tokens over a block may be anything.
-    """
+def test_deferred_w_has_the_same_bits(sparse: bool) -> None:
+    """The bits depend neither on the alignment of memory nor on the number of tokens."""
     linears = [pair(24, 40, some(960, 0.2), sparse)[1] for _ in range(3)]
     for which, linear in enumerate(linears):
         tape = WeightTape()
@@ -168,7 +165,7 @@ def test_a_frozen_layer_still_gives_its_input_gradient() -> None:
     assert not tape.take()
 
 
-def test_moments_leave_with_their_weights() -> None:
+def test_moments_are_pruned_with_their_weights() -> None:
     linear: Any = SplitLinear(4, 3, bias=False)
     weight = linear.weight.detach().clone()
     first, second = some(12, 0.7), some(int(some(12, 0.7).sum()), 0.5, seed=1)
@@ -229,7 +226,7 @@ def test_plain_linears_are_listed_by_name() -> None:
     )
 
 
-def test_autocast_chooses_what_a_masked_layer_computes_in() -> None:
+def test_autocast_chooses_the_dtype_of_a_masked_layer() -> None:
     torch.manual_seed(0)
     masked, x = nn.Linear(6, 4), torch.randn(3, 6, requires_grad=True)
     prune(masked, torch.arange(24) % 3 > 0, False, {})
@@ -243,10 +240,10 @@ def test_autocast_chooses_what_a_masked_layer_computes_in() -> None:
     assert torch.equal(masked.weight.grad != 0, masked.kept_mask)
 
 
-def test_conform_takes_the_form_of_others() -> None:
-    """The layer is received on the meta device.
+def test_conform_adopts_the_form_of_received_layers() -> None:
+    """A layer on the meta device receives a pruned layer.
 
-    It comes back more pruned and is received again in another form.
+    Later it receives a layer that is pruned more and has another form.
     """
     source = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     prune(source[0], some(20, 0.4), True, {})  # pyright: ignore[reportArgumentType]
@@ -268,7 +265,7 @@ def test_conform_takes_the_form_of_others() -> None:
 
 
 @pytest.mark.parametrize("damage", ["rows", "columns", "order", "count"])
-def test_conform_refuses_what_is_no_weight_of_it(damage: str) -> None:
+def test_conform_refuses_damaged_weights(damage: str) -> None:
     linear = make_pruned(4, 5, 0.5, True)
     crow, col = (t.clone() for t in linear.buffers())
     if damage == "rows":
@@ -283,7 +280,7 @@ def test_conform_refuses_what_is_no_weight_of_it(damage: str) -> None:
         conform(nn.Linear(5, 4), {"crow": crow, "col": col})
 
 
-def test_moved_to_meta_it_keeps_nothing() -> None:
+def test_move_to_meta_drops_cached_indices() -> None:
     linear = make_pruned(6, 6, 0.5, True)
     linear(torch.ones(2, 6, requires_grad=True)).sum().backward()
     linear.to("meta")
@@ -295,9 +292,9 @@ def test_moved_to_meta_it_keeps_nothing() -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
-    """F and B are float32's of the same rounded numbers, rounded.
+    """F and B are computed in float32 and rounded once.
 
-    W's sum over microbatches is float32's itself, and stays float32.
+    The sum of W over microbatches stays float32.
     """
     low, wide = (make_pruned(48, 40, 0.8, True, dtype=kind) for kind in (dtype, torch.float32))
     low.bias, wide.bias = (
@@ -327,11 +324,11 @@ def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_crossover_finds_where_sparse_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The break-even share of weights, from given and from real times.
+def test_crossover_is_the_break_even_sparsity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The crossover is tested with made-up and with measured times.
 
-    With given times, sparse costs 3 times its share of the weights, so it wins from 2/3 on. Really
-    timed, the share is within [0, 1].
+    With the made-up times, sparse costs 3 times its share of weights and wins from 2/3 on. Measured
+    times give a sparsity in [0, 1].
     """
 
     def given_times(linear: nn.Linear, tokens: int) -> tuple[float, float, float]:
@@ -345,7 +342,7 @@ def test_crossover_finds_where_sparse_wins(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < measure_crossover(32, 32, 16) <= 1
 
 
-def test_seconds_leaves_the_layer_as_it_was() -> None:
+def test_timing_leaves_the_layer_unchanged() -> None:
     linear: Any = make_pruned(8, 8, 0.5, True)
     assert all(t > 0 for t in time_linear(linear, 4))
     assert linear.tape is None

@@ -1,6 +1,6 @@
 """The split backward of single modules.
 
-The gradients are those of torch, now or later.
+The gradients are those of torch, with and without deferred W.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_a_split_embedding_has_the_plain_gradients(shape: tuple[int, ...]) -> No
     torch.testing.assert_close(a, b)
 
 
-def test_only_what_trains_goes_on_the_tape() -> None:
+def test_tape_holds_trainable_weights_only() -> None:
     module = linear(True)
     tape = split(module, deferred=True)
     x = torch.randn(4, 5, requires_grad=True)
@@ -117,7 +117,7 @@ def test_only_what_trains_goes_on_the_tape() -> None:
         assert not module(x).requires_grad
 
 
-def test_without_a_tape_it_is_plain() -> None:
+def test_module_without_a_tape_is_plain() -> None:
     module = linear(True)
     tape = split(module, deferred=True)
     install(module, None)
@@ -127,9 +127,9 @@ def test_without_a_tape_it_is_plain() -> None:
 
 
 def test_install_keeps_the_module() -> None:
-    """The class of a module is replaced and nothing else.
+    """Only the class of a module is replaced.
 
-    A subclass, and an embedding that treats some ids apart, stay what they are.
+    Subclasses, and embeddings that treat some ids differently, are not replaced.
     """
 
     class Own(nn.Linear):
@@ -159,7 +159,7 @@ def test_install_keeps_the_module() -> None:
 def test_tape_keeps_tensors_until_w() -> None:
     """Input and output gradient are kept until W has run.
 
-    There is no circle of references, because collections wait until a step is over.
+    There is no reference cycle, because garbage collection waits until a step is over.
     """
     module = linear(False)
     tape = split(module, deferred=True)
@@ -193,9 +193,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_derived_weights_are_left_to_autograd(kind: str) -> None:
-    """torch makes the weight of a module of the same class from other parameters.
+    """torch derives the weight of such a module from other parameters in each forward.
 
-    It does so before each forward. Those parameters must get their gradients.
+    These parameters must get their gradients.
     """
     plain, ours, x = OTHERS[kind](), OTHERS[kind](), torch.randn(4, 5)
     tape = split(ours, deferred=True)
@@ -209,7 +209,7 @@ def test_derived_weights_are_left_to_autograd(kind: str) -> None:
         assert got.any()
 
 
-def test_autocast_chooses_what_it_computes_in() -> None:
+def test_autocast_chooses_the_dtype_of_a_split_linear() -> None:
     plain, ours, x = linear(True), linear(True), torch.randn(4, 5)
     tape = split(ours, deferred=True)
     for module in (plain, ours):

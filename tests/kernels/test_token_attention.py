@@ -1,6 +1,6 @@
-"""Attention of a part of the tokens against one token at a time.
+"""Attention of some tokens, compared with a computation by single tokens.
 
-Values and gradients agree, whatever tokens there are.
+Values and gradients agree for any choice of tokens.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def compare_packed(
 
 @settings(max_examples=30)
 @given(shapes, shares, st.integers(0, 99))
-def test_kept_tokens_attend_like_the_masked_dense_ones(
+def test_kept_tokens_attend_like_masked_dense_attention(
     shape: tuple[int, int, int, int], of_row: list[float], seed: int
 ) -> None:
     compare_kept(shape, drawn(*shape[:2], of_row, seed))
@@ -140,18 +140,18 @@ def test_kept_tokens_attend_like_the_masked_dense_ones(
     ],
     ids=lambda index: f"{len(index)} tokens, {index[:3]}",
 )
-def test_kept_of_three_rows_of_five(index: list[int]) -> None:
+def test_kept_tokens_of_three_rows(index: list[int]) -> None:
     compare_kept((3, 5, 2, 4), torch.tensor(index, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("share", [0.6, 1.0])
-def test_kept_in_several_tiles(share: float) -> None:
+def test_kept_tokens_in_several_tiles(share: float) -> None:
     index = drawn(1, 150, [share], 0)
     assert len(plan_tiles(index, torch.float64)) == (2 if share < 1 else 3)
     compare_kept((1, 150, 1, 4), index)
 
 
-def test_kept_does_not_depend_on_later_tokens() -> None:
+def test_kept_tokens_do_not_see_later_tokens() -> None:
     q, index = random(3, 2, 4, seed=1), torch.tensor([1, 3, 9])
     k, v = random(2, 6, 2, 4, seed=2), random(2, 6, 2, 4, seed=3)
     before = attend_kept(q, k, v, index)
@@ -167,25 +167,27 @@ def test_kept_does_not_depend_on_later_tokens() -> None:
     st.integers(1, 2),
     st.sampled_from([1, 2, 8]),
 )
-def test_packed_rows_attend_each_to_itself(lengths: list[int], heads: int, size: int) -> None:
+def test_packed_rows_attend_within_themselves(lengths: list[int], heads: int, size: int) -> None:
     compare_packed(heads, size, lengths)
 
 
 @pytest.mark.parametrize(
     "lengths", [[0], [1], [0, 0], [1, 1, 1], [4, 4, 4], [0, 1], [3, 0, 1], [0, 6]]
 )
-def test_packed_rows_of_any_length(lengths: list[int]) -> None:
+def test_packed_rows_may_have_any_length(lengths: list[int]) -> None:
     compare_packed(2, 4, lengths)
 
 
-def test_low_precision() -> None:
+def test_low_precision_attention_is_close() -> None:
     compare_kept((2, 9, 2, 8), drawn(2, 9, [0.5, 0.9], 0), torch.bfloat16, tolerance=0.03)
     compare_packed(2, 8, [5, 5], torch.bfloat16, tolerance=0.03)
     compare_packed(2, 8, [5, 0, 3], torch.bfloat16, tolerance=0.03)
 
 
 @given(shapes, shares, st.integers(0, 99))
-def test_row_lengths(shape: tuple[int, int, int, int], of_row: list[float], seed: int) -> None:
+def test_row_lengths_count_the_kept_tokens(
+    shape: tuple[int, int, int, int], of_row: list[float], seed: int
+) -> None:
     batch, sequence, *_ = shape
     index = drawn(batch, sequence, of_row, seed)
     assert row_lengths(index, batch, sequence) == [
@@ -195,7 +197,7 @@ def test_row_lengths(shape: tuple[int, int, int, int], of_row: list[float], seed
 
 @given(st.sets(st.integers(0, 60)), st.integers(1, 9))
 def test_every_query_is_in_one_tile(chosen: set[int], size: int) -> None:
-    """Each query is in one tile, and sees its own position and all before."""
+    """Each query sees its own position and all earlier ones."""
     positions = sorted(chosen)
     tiles = plan_tiles(torch.tensor(positions, dtype=torch.int64), torch.float64, size)
     assert [query for tile in tiles for query in range(tile.start, tile.stop)] == list(

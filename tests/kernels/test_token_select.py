@@ -1,4 +1,4 @@
-"""Taking tokens out of a stream and putting them back, against one row at a time."""
+"""Selecting tokens from a stream and merging them back, compared row by row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_selected_rows_and_their_gradients(taken: list[bool], features: int) -> 
     assert torch.equal(x.grad, torch.stack(expected))
 
 
-def test_select_where_one_output_alone_is_used() -> None:
+def test_select_with_one_unused_output() -> None:
     index = torch.tensor([0, 2])
     for used, expected in ((0, [1.0, 1.0, 1.0]), (1, [1.0, 0.0, 1.0])):
         x = random(3, 1).requires_grad_()
@@ -73,7 +73,7 @@ def test_merged_rows_and_their_gradients(in_first: list[bool], features: int) ->
 
 @given(chosen, st.randoms(use_true_random=False))
 def test_merge_takes_rows_in_any_order(in_first: list[bool], shuffler: Random) -> None:
-    """Tokens that exit later than others lie behind them, wherever their places are."""
+    """Tokens that exit later come last, at any place of the stream."""
     order = places(in_first, False).tolist()
     shuffler.shuffle(order)
     at_first, at_second = places(in_first), torch.tensor(order, dtype=torch.int64)
@@ -82,7 +82,7 @@ def test_merge_takes_rows_in_any_order(in_first: list[bool], shuffler: Random) -
     assert torch.equal(out[at_second], random(len(order), 2, seed=1))
 
 
-def test_gradients_by_differences() -> None:
+def test_gradients_match_numerical_differences() -> None:
     x, index, others = random(4, 2).requires_grad_(), torch.tensor([1, 3]), torch.tensor([2, 0])
     assert torch.autograd.gradcheck(lambda x: select(x, index), x)
     first, second = (random(2, 3, seed=seed).requires_grad_() for seed in (1, 2))

@@ -1,6 +1,6 @@
 """torch's private functions.
 
-One module names them, for the versions that were tried.
+Only one module uses them, for the tested versions of torch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ PRIVATE = re.compile(
 
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.14.0+cpu", "3.0", "2.20.1"])
-def test_a_torch_that_was_not_tried_is_refused(version: str) -> None:
+def test_untested_torch_version_is_refused(version: str) -> None:
     with pytest.raises(ConfigError, match=r"torch<2\.14"):
         torch_private.check_version(version)
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "2.11.0+cu130", torch.__version__])
-def test_a_known_torch_is_accepted(version: str) -> None:
+def test_tested_torch_version_is_accepted(version: str) -> None:
     torch_private.check_version(version)
 
 
-def test_the_package_has_the_same_limit() -> None:
+def test_package_metadata_has_the_same_torch_limit() -> None:
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert "torch>=2.10,<" + ".".join(map(str, torch_private.BELOW)) in needed
 
 
-def test_no_other_module_has_private_names_of_torch() -> None:
+def test_no_other_module_uses_private_torch_names() -> None:
     own = Path(torch_private.__file__)
     wrong = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

@@ -1,4 +1,4 @@
-"""Launchers as processes of which none may be left."""
+"""Fixtures that start launchers and check that no process is left."""
 
 from __future__ import annotations
 

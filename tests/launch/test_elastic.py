@@ -1,6 +1,6 @@
 """The launcher of a run that changes its ranks.
 
-The tests cover ranks that leave, join, or only tried to join.
+Ranks leave and join, and some joiners fail.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def test_ranks_leave_and_new_ranks_join(go: Launch, tmp_path: Path) -> None:
-    """Two of three leave.
-
-    Two processes are started, and become ranks with numbers of their own.
-    """
+    """Two of three ranks leave. Two new processes become ranks with new numbers."""
     process = go(
         """
 release(1, 2)
@@ -86,10 +83,7 @@ heard("done")
 def test_joiner_that_fails_early_does_not_fail_the_run(
     go: Launch, tmp_path: Path, join: str, why: str
 ) -> None:
-    """The joiner is not a rank yet.
-
-    The run goes on: its end comes a while after, and is good.
-    """
+    """The joiner is not a rank yet, so the run ends normally."""
     process = go("desk.request(1)\nreceipts(2)\ntime.sleep(0.7)\nsay('done')", join=join)
     assert end(process) == (0, "")
     receipt = receipts_of(tmp_path)[-1]
@@ -107,7 +101,7 @@ def test_failure_of_a_joined_rank_fails_the_run(go: Launch) -> None:
 
 
 def test_waiting_joiner_is_stopped_when_the_run_ends(go: Launch, tmp_path: Path) -> None:
-    """The joiner is asked to end, and is no failure, whatever its status."""
+    """The launcher stops the joiner and ignores its exit status."""
     process = go(
         "desk.request(1)\nheard('waits')",
         join="say('waits')\nuntil(lambda: signals, 'a signal')\nsay('asked')\nsys.exit(7)",
@@ -142,7 +136,7 @@ def test_ranks_that_end_with_the_run_release_nothing(go: Launch, tmp_path: Path)
 
 @pytest.mark.matrix
 def test_slow_leaver_does_not_hold_back_other_released_ranks(go: Launch, tmp_path: Path) -> None:
-    """The others that left with it are released after a while."""
+    """The other released rank is reported after a while."""
     process = go(
         "release(1, 2)\nsay('leave')\nreceipts(2)\nsay('done')",
         "heard('leave')",

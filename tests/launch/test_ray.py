@@ -1,6 +1,6 @@
-"""Ranks under a real Ray.
+"""Ranks under a real Ray cluster.
 
-GPUs that they leave belong to others, and other ranks come as actors.
+Other tasks use the released GPUs. New ranks join as actors.
 """
 
 from __future__ import annotations
@@ -64,10 +64,9 @@ def end(process: subprocess.Popen[str], seconds: float = 50) -> tuple[int, str, 
 
 
 def test_another_task_uses_released_gpus(ray: RayCluster, tmp_path: Path) -> None:
-    """Two of four ranks leave.
+    """Two of four ranks leave, and a pending task of another program gets their GPUs.
 
-    Another's task that was pending gets their GPUs. When it has ended, two ranks join as further
-    actors.
+    Two ranks join as new actors when that task has ended.
     """
     process = launch(
         ray,
@@ -102,7 +101,7 @@ heard("done")
 
 @pytest.mark.matrix
 def test_joiner_without_a_gpu_waits_until_the_run_ends(ray: RayCluster, tmp_path: Path) -> None:
-    """There is one GPU too few for it."""
+    """The cluster has one GPU too few."""
     wait = "until(lambda: signals, 'a signal')"
     process = launch(ray, tmp_path, "desk.request(4)\nreceipts(3)\ntime.sleep(1)", join=wait)
     assert end(process) == (0, "", "")
@@ -123,7 +122,7 @@ def test_failed_rank_is_reported(ray: RayCluster, tmp_path: Path) -> None:
 def test_ranks_end_with_their_launcher(ray: RayCluster, tmp_path: Path, number: int) -> None:
     """Ctrl-C lets the ranks finish their step.
 
-    They do not outlive a launcher that is killed.
+    Ranks end if their launcher is killed.
     """
     process = launch(ray, tmp_path, *[STOPS_WHEN_ASKED] * 2)
     wait_until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
@@ -135,7 +134,7 @@ def test_ranks_end_with_their_launcher(ray: RayCluster, tmp_path: Path, number: 
     wait_until(lambda: gone(tmp_path), 15)
 
 
-def test_unreachable_cluster_is_one_line(ray: RayCluster, tmp_path: Path) -> None:
+def test_unreachable_cluster_gives_a_one_line_error(ray: RayCluster, tmp_path: Path) -> None:
     command = launcher_command("ray", tmp_path, "")
     status, _, err = end(ray.start(command, tmp_path, {**PATHS, "RAY_ADDRESS": "127.0.0.1:9"}))
     assert (status, err.count("\n")) == (2, 1)

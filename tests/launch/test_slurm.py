@@ -1,6 +1,6 @@
-"""Ranks under a real Slurm.
+"""Ranks under a real Slurm cluster.
 
-Nodes that they leave belong to another job, and other ranks come as jobs.
+Other jobs use the released nodes. New ranks join as jobs.
 """
 
 from __future__ import annotations
@@ -62,10 +62,9 @@ def outside(
 
 @needs_slurm
 def test_another_job_uses_released_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Two of four ranks leave.
+    """Two of four ranks leave, and a pending job starts on their nodes.
 
-    A job that was pending starts on their nodes. When it has ended, two ranks join as jobs of their
-    own.
+    Two ranks join as separate jobs when that job has ended.
     """
     command = launcher(
         tmp_path,
@@ -107,9 +106,9 @@ heard("done")
 
 @needs_slurm
 def test_shared_node_is_free_once_both_ranks_left(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Four ranks on two nodes.
+    """Four ranks run on two nodes.
 
-    The node of the second two is free when both have left. The node of the launcher is never.
+    The second node is free once both of its ranks have left. The launcher's node is never free.
     """
     command = launcher(
         tmp_path,
@@ -143,9 +142,9 @@ print(os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
 
 @needs_slurm
 def test_ranks_outside_an_allocation_are_jobs(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Each rank is a job, which frees its node as it ends.
+    """Each rank is a job and frees its node when it ends.
 
-    A joiner may wait for its job until the run is over.
+    A joiner may wait for its job until the run ends.
     """
     command = launcher(
         tmp_path,
@@ -191,7 +190,7 @@ def test_job_refused_by_slurm_is_reported(slurm: SlurmCluster, tmp_path: Path) -
 
 @needs_slurm
 def test_joiner_refused_by_slurm_does_not_stop_the_run(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """The run, in an allocation, goes on."""
+    """The run is in an allocation and continues."""
     command = launcher(tmp_path, "desk.request(1)\nreceipts(1)\nprint('goes on')")
     env = {**PATHS, "JOB_OPTIONS": '["--partition=none"]'}
     slurm.submit(command, 1, "refused", tmp_path / "out", env, [f"--chdir={tmp_path}"])
@@ -207,7 +206,7 @@ def test_joiner_refused_by_slurm_does_not_stop_the_run(slurm: SlurmCluster, tmp_
 def test_ranks_end_with_their_launcher(slurm: SlurmCluster, tmp_path: Path, number: int) -> None:
     """Ctrl-C lets the ranks finish their step.
 
-    They do not outlive a launcher that is killed.
+    Ranks end if their launcher is killed.
     """
     process = outside(slurm, tmp_path, launcher(tmp_path, *[STOPS_WHEN_ASKED] * 2))
     wait_until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
@@ -223,9 +222,9 @@ def test_ranks_end_with_their_launcher(slurm: SlurmCluster, tmp_path: Path, numb
 @needs_slurm
 @pytest.mark.matrix
 def test_failed_rank_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """The report of the rank is told.
+    """The launcher prints the error of the rank.
 
-    A rank that says nothing leaves its status and its log.
+    If the rank reported no error, the launcher prints its exit status and its log file.
     """
     for body, line in (
         ("raise RunError('no luck')", "RunError: no luck"),
@@ -239,13 +238,15 @@ def test_failed_rank_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
         wait_until(lambda: not slurm.states(), 15)
 
 
-def test_missing_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_slurm_gives_a_one_line_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="--launcher slurm: srun"):
         SlurmStarter(2, tmp_path)
 
 
-def test_unreachable_controller_is_one_line(
+def test_unreachable_controller_gives_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("srun", "scancel", "scontrol"):
@@ -270,7 +271,7 @@ def test_separate_job_drops_variables_of_the_allocation() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 def test_lines_of_srun_are_split_from_lines_of_a_rank(size: int) -> None:
-    """However the bytes come."""
+    """The bytes may arrive in chunks of any size."""
     rank = b"step 1\rstep 2\nsrun is a word\nlast srun: "
     text = b"srun: error: no\nstep 1\rstep 2\nslurmstepd: error: 2\n"
     text += b"srun is a word\nlast srun: "
@@ -285,5 +286,5 @@ def test_lines_of_srun_are_split_from_lines_of_a_rank(size: int) -> None:
 
 
 def test_unfinished_line_of_a_rank_is_passed_on_at_once() -> None:
-    """Such is a progress line."""
+    """A progress line has no newline."""
     assert LineSplitter().add(b"step 1") == [(False, b"step 1")]

@@ -1,6 +1,6 @@
-"""The launcher over ranks that do nothing but live and die.
+"""The local launcher, with ranks that run short scripts instead of a training.
 
-The tests check whose fault is told, how signals travel, and that nothing is left behind.
+The tests check which failure is reported, how signals travel, and that no process is left.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def up(folder: Path, ranks: int = 2) -> None:
 
 
 def test_rank_gets_its_environment(go: Launch, tmp_path: Path) -> None:
-    """A rank gets its place in the world, its threads and a folder to meet in.
+    """A rank gets its rank numbers, its threads and a rendezvous folder.
 
-    Only this user can read the folder. Rank 0 speaks, and the others log.
+    Only this user can read the folder. Rank 0 prints to the terminal, and the others write logs.
     """
     body = """
 folder = Path(os.environ["DYNMO_RENDEZVOUS"])
@@ -171,7 +171,7 @@ def test_cause_of_a_failure_is_printed_once(
 def test_signal_stops_all_ranks(
     go: Launch, tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
-    """The signal goes to the launcher or, as from a terminal, to every process."""
+    """The signal goes to the launcher, or to every process as from a terminal."""
     process = go("train()")
     up(tmp_path)
     (os.killpg if to_all else os.kill)(process.pid, number)
@@ -184,9 +184,9 @@ def test_signal_stops_all_ranks(
 
 
 def test_last_rank_to_stop_may_write_its_files(go: Launch, tmp_path: Path) -> None:
-    """A rank that stopped as it was asked has not failed.
+    """A rank that stops on request has not failed.
 
-    The others have more time than the grace after a failure, which is half a second here.
+    The other ranks get more time than after a failure, which is half a second here.
     """
     process = go("""
 if rank:
@@ -218,7 +218,7 @@ def test_second_signal_ends_all_ranks_at_once(go: Launch, tmp_path: Path) -> Non
 
 
 def test_signal_during_start_gives_no_traceback(go: Launch, tmp_path: Path) -> None:
-    """Ctrl-C does not break into their imports: no traceback."""
+    """Ctrl-C does not interrupt the imports of a rank."""
     process = go("train()", before="Path(f'up-{rank}').touch(); time.sleep(1)")
     up(tmp_path)
     os.killpg(process.pid, signal.SIGINT)
@@ -239,7 +239,7 @@ def test_ranks_die_with_their_launcher(go: Launch, tmp_path: Path, before: str) 
         shutil.rmtree(folder)
 
 
-def test_command_that_cannot_start_is_one_error(tmp_path: Path) -> None:
+def test_command_that_cannot_start_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"rank 0 .*No such file"):
         supervisor.spawn([str(tmp_path / "nothing")], 1, 1, tmp_path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -249,7 +249,7 @@ def test_command_that_cannot_start_is_one_error(tmp_path: Path) -> None:
 def test_signal_before_the_first_rank_starts_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rank is started that nobody would stop."""
+    """A rank started after the signal would never be stopped."""
     original = supervisor.process_environment
 
     def interrupted(rank: int, size: int, folder: Path, threads: int) -> dict[str, str]:
@@ -265,7 +265,7 @@ def test_signal_before_the_first_rank_starts_no_rank(
 def test_cuda_variables_are_set_for_several_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """There are several ranks. Values that the user has set stay."""
+    """Values that the user has set stay."""
     for name in environment.FOR_RANKS_ON_CUDA:
         monkeypatch.delenv(name, raising=False)
     assert (

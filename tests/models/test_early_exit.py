@@ -1,6 +1,6 @@
-"""A GPT with exits against one token at a time.
+"""A GPT with early exits, compared with a computation by single tokens.
 
-The tests compare the exit of each token, the loss, and every gradient.
+The tests compare the exit of each token, the loss and every gradient.
 """
 
 from __future__ import annotations
@@ -308,7 +308,9 @@ def configs(draw: st.DrawFn) -> Config:
 
 @settings(max_examples=25)
 @given(configs(), st.integers(1, 3), st.integers(0, 999), st.booleans())
-def test_any_shape(config: Config, batch: int, seed: int, training: bool) -> None:
+def test_any_shape_equals_a_token_by_token_reference(
+    config: Config, batch: int, seed: int, training: bool
+) -> None:
     try:
         compare(config, batch, seed, training=training)
     except TooCloseError:
@@ -320,7 +322,9 @@ def test_any_shape(config: Config, batch: int, seed: int, training: bool) -> Non
     ("kind", "threshold", "seed"),
     [("softmax", 0.7, 4), ("state", 0.7, 1), ("classifier", 0.9, 5), ("adp-c", 0.7, 4)],
 )
-def test_some_leave_at_each_exit(kind: str, threshold: float, seed: int, training: bool) -> None:
+def test_some_tokens_leave_at_each_exit(
+    kind: str, threshold: float, seed: int, training: bool
+) -> None:
     routing = compare(config_of(kind, 6, threshold, exits=[0, 1]), 2, seed, training=training)
     assert 0 < len(routing.left) < 12
     assert set(routing.left.values()) == {0, 1}
@@ -328,10 +332,10 @@ def test_some_leave_at_each_exit(kind: str, threshold: float, seed: int, trainin
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("kind", ["softmax", "classifier", "adp-c"])
-def test_all_leave_at_the_first_exit(kind: str, training: bool) -> None:
+def test_all_tokens_leave_at_threshold_zero(kind: str, training: bool) -> None:
     """The later blocks compute no token.
 
-    In training the later losses are those of the first exit.
+    In training, the later losses equal the loss of the first exit.
     """
     routing = compare(config_of(kind, threshold=0.0, exits=[0, 1]), 2, training=training)
     assert set(routing.left.values()) == {0}
@@ -341,7 +345,7 @@ def test_all_leave_at_the_first_exit(kind: str, training: bool) -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("sequence", [1, 4])
 def test_no_token_leaves_at_threshold_one(sequence: int, training: bool) -> None:
-    """Exits are on, and the bits are those with exits off."""
+    """The bits are those of a model with disabled exits."""
     config = config_of("adp-c", sequence, threshold=1.0)
     assert not compare(config, 2, training=training).left
     results = []
@@ -354,15 +358,15 @@ def test_no_token_leaves_at_threshold_one(sequence: int, training: bool) -> None
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_single_token(kind: str, threshold: float) -> None:
+def test_sequence_of_one_token(kind: str, threshold: float) -> None:
     routing = compare(config_of(kind, 1, threshold), 1)
     assert len(routing.left) == (threshold == 0.0)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_exits_that_are_off(kind: str, training: bool) -> None:
-    """Exits that are off only add their losses, and in evaluation not even these."""
+def test_disabled_exits_only_add_their_losses(kind: str, training: bool) -> None:
+    """In evaluation, disabled exits add no loss."""
     config = config_of(kind, threshold=0.0)
     assert not compare(config, 2, exits_on=False, training=training).left
     if not training:
@@ -381,10 +385,10 @@ def test_exits_that_are_off(kind: str, training: bool) -> None:
 # -- the parts -------------------------------------------------------------------------------------
 
 
-def test_weights_of_the_losses() -> None:
-    """CALM weighs losses by depth, and ADP-C weighs them alike.
+def test_exit_losses_have_the_published_weights() -> None:
+    """CALM weighs losses by depth, and ADP-C weighs them equally.
 
-    The head alone counts in evaluation.
+    Only the head counts in evaluation.
     """
     for kind, expected in (("softmax", [2, 3, 5]), ("adp-c", [1, 1, 1])):
         config = config_of(kind, blocks=5, threshold=1.0, exits=[1, 2])
@@ -412,7 +416,7 @@ def test_weights_of_the_losses() -> None:
 
 
 @given(st.floats(0, 1), st.integers(1, 20), st.integers(1, 3))
-def test_the_threshold_falls_over_a_row(top: float, sequence: int, rows: int) -> None:
+def test_threshold_decays_along_a_row(top: float, sequence: int, rows: int) -> None:
     places = torch.arange(rows * sequence)
     falling = ExitRule("softmax", top, decays=True).thresholds(places, sequence)
     expected = [
@@ -429,11 +433,8 @@ def test_the_threshold_falls_over_a_row(top: float, sequence: int, rows: int) ->
     )
 
 
-def test_a_token_that_has_left_is_still_attended_to() -> None:
-    """The token's last state reaches later blocks as a source.
-
-    It learns from them.
-    """
+def test_exited_token_is_still_attended_to() -> None:
+    """Later blocks attend to the last state of the token, so it also gets a gradient."""
     config = config_of("adp-c", sequence=4, threshold=0.5, blocks=2, exits=[0])
     modules, (ids, targets) = build(config), drawn(config, 1)
     out: Any = (make(config).first_inputs(ids, targets),)

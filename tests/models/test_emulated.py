@@ -1,4 +1,4 @@
-"""Emulated layers: true layers that take the time they are told to."""
+"""Emulated layers: real layers that take a configured time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def seconds(act: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def test_each_part_takes_its_time() -> None:
+def test_emulated_ops_take_the_configured_time() -> None:
     layer = EmulatedLayer(0.004, 0.006, 0.008, 8)
     tape = WeightTape()
     tape.deferred = True
@@ -37,7 +37,7 @@ def test_each_part_takes_its_time() -> None:
 
 
 @pytest.mark.parametrize("tape", [None, WeightTape()])
-def test_its_gradients_are_true(tape: WeightTape | None) -> None:
+def test_emulated_layer_has_correct_gradients(tape: WeightTape | None) -> None:
     layer = EmulatedLayer(0, 0, 0, 8)
     install(layer, tape)
     a = layer.a.detach().clone().requires_grad_()
@@ -52,7 +52,7 @@ def test_its_gradients_are_true(tape: WeightTape | None) -> None:
     torch.testing.assert_close(layer.a.grad, a.grad)
 
 
-def test_frozen_above_a_trainable_layer_has_b_only() -> None:
+def test_frozen_emulated_layer_runs_b_only() -> None:
     layer = EmulatedLayer(0, 0.002, 0.5, 8)
     install(layer, WeightTape())
     layer.a.requires_grad_(False)
@@ -70,7 +70,7 @@ def test_token_ids_become_a_message() -> None:
     assert mean_loss(a, torch.zeros(2)) == a.mean()
 
 
-def test_from_a_config() -> None:
+def test_emulated_model_follows_the_config() -> None:
     wanted = {
         "kind": "emulated",
         "layers": 3,

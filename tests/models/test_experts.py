@@ -1,4 +1,4 @@
-"""Experts against a reference that computes one token and one expert at a time."""
+"""Experts, compared with a reference that computes one token and expert at a time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def plainly(module: ExpertsHalf, x: Tensor) -> tuple[Tensor, list[list[int]], Te
     st.sampled_from([None, 1.0, 1.5]),
     st.integers(0, 999),
 )
-def test_values_routing_and_gradients(
+def test_experts_equal_a_token_by_token_reference(
     batch: int,
     sequence: int,
     experts: int,
@@ -117,8 +117,8 @@ def test_values_routing_and_gradients(
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_all_tokens_at_one_expert(top_k: int) -> None:
-    """The last expert has no token, so its gradient is zero."""
+def test_one_expert_may_take_all_tokens(top_k: int) -> None:
+    """The last expert gets no token, so its gradient is zero."""
     module = half(ExpertRule(4, top_k, "aux-loss", 0.0, None), 8, 0, 0)
     with torch.no_grad():
         module.router.weight.copy_(torch.tensor([3.0, 2.0, 1.0, -9.0])[:, None].expand(4, 8))
@@ -135,8 +135,8 @@ def test_all_tokens_at_one_expert(top_k: int) -> None:
         assert not last.any()
 
 
-def test_no_token() -> None:
-    """Early exit may leave none."""
+def test_batch_without_tokens_is_allowed() -> None:
+    """All tokens may have exited early."""
     module = half(ExpertRule(3, 2, "aux-loss", 0.5, None), 8, 1, 0)
     x = torch.zeros(0, 8, dtype=torch.float64, requires_grad=True)
     y = module(x)
@@ -146,8 +146,8 @@ def test_no_token() -> None:
 
 
 @pytest.mark.parametrize("routing", ["sinkhorn", "auction"])
-def test_balanced_assignments(routing: str) -> None:
-    """In training the load is even, or nearly. Evaluation takes the largest scores."""
+def test_balanced_routing_evens_the_load_in_training(routing: str) -> None:
+    """Evaluation takes the largest scores."""
     module = half(ExpertRule(4, 2, routing, 0.0, None), 8, 0, 3)
     x = torch.randn(4, 16, 8, dtype=torch.float64) + 1.0
     module(x)
@@ -158,7 +158,7 @@ def test_balanced_assignments(routing: str) -> None:
     torch.testing.assert_close(module(x), plainly(module, x)[0], rtol=1e-6, atol=1e-6)
 
 
-def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
+def test_router_bias_changes_the_choice_only() -> None:
     module = half(ExpertRule(3, 1, "bias", 0.0, None), 8, 0, 1)
     x = torch.randn(1, 6, 8, dtype=torch.float64)
     module.router.bias[2] = 10.0
@@ -194,13 +194,10 @@ def test_blocks_with_experts() -> None:
     st.sampled_from(["sinkhorn", "auction"]),
     st.integers(0, 99),
 )
-def test_a_token_takes_an_expert_once(
+def test_token_takes_each_expert_at_most_once(
     experts: int, tokens: int, data: st.DataObject, routing: str, seed: int
 ) -> None:
-    """The number of tokens may be less than that of experts.
-
-    No assignment is balanced then.
-    """
+    """There may be fewer tokens than experts. No assignment is balanced then."""
     rule = ExpertRule(experts, data.draw(st.integers(1, experts)), routing, 0.0, None)
     module = half(rule, 8, 0, seed)
     _, chosen, _, _ = module.router(torch.randn(tokens, 8, dtype=torch.float64))

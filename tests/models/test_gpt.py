@@ -1,4 +1,4 @@
-"""The GPT: its size, its causality, its rotary positions, its first weights."""
+"""The GPT: size, causality, rotary positions and initial weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_layers_and_parameters() -> None:
     assert sizes == [300 * 32, attention, feed_forward, attention, feed_forward, 32 + 32 * 300]
 
 
-def test_feed_forward_size() -> None:
+def test_feed_forward_size_is_a_multiple_of_32() -> None:
     assert [feed_forward_size(h) for h in (12, 24, 36, 256, 4096)] == [32, 64, 96, 704, 10944]
     assert all(
         feed_forward_size(h) % 32 == 0 and 0 <= feed_forward_size(h) - 8 * h / 3 < 32
@@ -51,7 +51,7 @@ def test_feed_forward_size() -> None:
     )
 
 
-def test_causal() -> None:
+def test_gpt_is_causal() -> None:
     layers = build()
     ids = torch.randint(300, (2, 12))
     changed = ids.clone()
@@ -61,7 +61,7 @@ def test_causal() -> None:
     assert (before[:, 7:] != after[:, 7:]).any(-1).all(), "every later position sees the change"
 
 
-def test_shorter_sequences() -> None:
+def test_shorter_sequences_have_the_same_logits() -> None:
     layers = build()
     ids = torch.randint(300, (2, 12))
     torch.testing.assert_close(logits(layers, ids)[:, :5], logits(layers, ids[:, :5]))
@@ -79,11 +79,10 @@ def test_rotary_positions_are_relative() -> None:
     torch.testing.assert_close(turned[0].norm(dim=-1), q.norm().expand(10))
 
 
-def test_first_weights() -> None:
-    """First weights have the given spread.
+def test_initial_weights_have_the_configured_spread() -> None:
+    """Weights that write to the residual stream have a smaller spread.
 
-    The spread of weights that write to the residual stream is smaller by the root of twice the
-    blocks.
+    It is divided by the square root of twice the number of blocks.
     """
     layers = build(hidden=128, vocab=512, init_std=0.05)
     spread = {

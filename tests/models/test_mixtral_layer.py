@@ -1,4 +1,4 @@
-"""The experts of transformers' Mixtral, with the same weights, compute the same.
+"""dynmo's experts compute the same as transformers' Mixtral with the same weights.
 
 The tolerance allows for another order of sums. Mixtral adds a token's experts in the order of the
 experts. dynmo adds them in the order of the scores.
@@ -50,7 +50,7 @@ def block_of(half: ExpertsHalf, modeling: Any, hidden: int) -> Any:
 
 @pytest.mark.parametrize("top_k", [2, 3])
 @pytest.mark.parametrize("training", [True, False])
-def test_outputs_and_gradients(mixtral: Any, top_k: int, training: bool) -> None:
+def test_experts_equal_those_of_mixtral(mixtral: Any, top_k: int, training: bool) -> None:
     torch.manual_seed(top_k)
     half = ExpertsHalf(32, ExpertRule(8, top_k, "aux-loss", 0.0, None), 0, 0.3, 0.3, 0.0).train(
         training
@@ -78,11 +78,8 @@ def test_outputs_and_gradients(mixtral: Any, top_k: int, training: bool) -> None
         close(a, b)
 
 
-def test_the_auxiliary_loss(mixtral: Any) -> None:
-    """Mixtral counts each of a token's experts as a whole token.
-
-    dynmo counts it as a share of one.
-    """
+def test_auxiliary_loss_is_half_of_that_of_mixtral(mixtral: Any) -> None:
+    """Each token has two experts. Mixtral counts both fully, and dynmo counts shares."""
     torch.manual_seed(0)
     half = ExpertsHalf(32, ExpertRule(8, 2, "aux-loss", 1.0, None), 0, 0.3, 0.3, 0.0)
     x = torch.randn(40, 32)

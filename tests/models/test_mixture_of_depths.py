@@ -1,4 +1,4 @@
-"""A GPT with routed blocks against one token at a time.
+"""A GPT with routed blocks, compared with a computation by single tokens.
 
 The tests compare the selected tokens, the loss and every gradient.
 """
@@ -296,7 +296,9 @@ def configs(draw: st.DrawFn) -> Config:
 
 @settings(max_examples=25)
 @given(configs(), st.sampled_from(sorted(WAYS)), st.integers(1, 3), st.integers(0, 999))
-def test_any_shape(config: Config, way: str, batch: int, seed: int) -> None:
+def test_any_shape_equals_a_token_by_token_reference(
+    config: Config, way: str, batch: int, seed: int
+) -> None:
     try:
         compare(config, build(config, seed, *WAYS[way]), *drawn(config, batch, seed), WAYS[way][1])
     except TooCloseError:
@@ -305,7 +307,7 @@ def test_any_shape(config: Config, way: str, batch: int, seed: int) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("predictor", ["mlp", "bce"])
-def test_some_are_selected(predictor: str, way: str) -> None:
+def test_configured_share_of_tokens_is_selected(predictor: str, way: str) -> None:
     config = config_of(predictor, every=1)
     routing = compare(config, build(config, 1, *WAYS[way]), *drawn(config, 3), WAYS[way][1])
     assert len(routing.selected) == 2
@@ -319,7 +321,7 @@ def test_some_are_selected(predictor: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["by threshold", "evaluation"])
 @pytest.mark.parametrize("count", [0, 1, 12])
-def test_the_predictor_selects_none_one_or_all(count: int, way: str) -> None:
+def test_predictor_may_select_zero_one_or_all_tokens(count: int, way: str) -> None:
     config = config_of("mlp", blocks=1, every=1)
     modules = build(config, 0, *WAYS[way])
     (router,) = routers(modules)
@@ -336,13 +338,13 @@ def test_the_predictor_selects_none_one_or_all(count: int, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("predictor", ["mlp", "bce"])
-def test_a_single_token(predictor: str, way: str) -> None:
+def test_sequence_of_one_token(predictor: str, way: str) -> None:
     for seed in range(4):  # over and under the threshold
         config = config_of(predictor, sequence=1, every=1)
         compare(config, build(config, seed, *WAYS[way]), *drawn(config, 1), WAYS[way][1])
 
 
-def test_full_capacity_is_a_plain_gpt_where_all_weights_are_one() -> None:
+def test_full_capacity_with_unit_weights_is_a_plain_gpt() -> None:
     config = config_of("mlp", capacity=1.0, every=1)
     modules, (ids, targets) = build(config), drawn(config, 2)
     assert (
@@ -379,7 +381,7 @@ def loss_gradients(predictor: str, weight: float, by_threshold: bool) -> dict[st
 
 
 @pytest.mark.parametrize("by_threshold", [False, True])
-def test_the_loss_of_a_small_network_trains_nothing_else(by_threshold: bool) -> None:
+def test_predictor_loss_trains_the_predictor_only(by_threshold: bool) -> None:
     without, with_loss = (loss_gradients("mlp", weight, by_threshold) for weight in (0.0, 0.5))
     for name in without:
         if ".predictor." in name:
@@ -389,7 +391,7 @@ def test_the_loss_of_a_small_network_trains_nothing_else(by_threshold: bool) -> 
             assert torch.equal(without[name], with_loss[name]), name
 
 
-def test_the_loss_on_the_weight_trains_what_is_before_it() -> None:
+def test_router_loss_trains_the_layers_before_it() -> None:
     without, with_loss = (loss_gradients("bce", weight, False) for weight in (0.0, 0.5))
     different = {name for name in without if not torch.equal(without[name], with_loss[name])}
     assert {"0.tokens.weight", "1.router.weight.weight", "3.router.weight.weight"} <= different
@@ -399,7 +401,7 @@ def test_the_loss_on_the_weight_trains_what_is_before_it() -> None:
 
 
 def test_selected_tokens_keep_their_positions() -> None:
-    """The distance of the selected tokens changes the value that a token adds."""
+    """Attention between selected tokens depends on their distance."""
     config = config_of("mlp", blocks=1, every=1)
     modules, added = build(config), []
     half: Any = modules[1]
@@ -415,7 +417,7 @@ def test_selected_tokens_keep_their_positions() -> None:
     assert not torch.allclose(added[0][1], added[2][1], atol=1e-4)
 
 
-def test_the_choice_does_not_look_at_other_rows() -> None:
+def test_selection_does_not_depend_on_other_rows() -> None:
     config = config_of("mlp", capacity=0.34, every=1)
     modules = build(config)
     ids, targets = drawn(config, 3)
@@ -442,7 +444,7 @@ def test_evaluation_sees_no_later_token() -> None:
 
 
 @given(st.floats(0.001, 1), st.integers(1, 300))
-def test_how_many_are_selected(capacity: float, sequence: int) -> None:
+def test_number_of_selected_tokens_is_rounded_capacity(capacity: float, sequence: int) -> None:
     count = selected_tokens(capacity, sequence)
     assert 1 <= count <= sequence
     assert count == 1 or abs(count - capacity * sequence) <= 0.5

@@ -1,6 +1,6 @@
-"""A model of one's own, and what every model promises.
+"""User models, and the properties of every model.
 
-Initial weights depend on the seed and the layer alone.
+Initial weights depend on the seed and the layer only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def load(name: str, seed: int = 0) -> Model:
     return load_model(parse({"seed": seed, "model": {"kind": name}}))
 
 
-def test_a_list_of_ones_own() -> None:
+def test_own_list_of_layers_is_a_model() -> None:
     model = load(HERE + "layers")
     assert model.names == ("0.First", "1.Scaled", "2.Scaled", "3.Scaled", "4.Last")
     assert model.loss is next_token_loss
@@ -35,17 +35,17 @@ def test_a_list_of_ones_own() -> None:
     ] == [False] * 3
 
 
-def test_a_loss_of_ones_own() -> None:
+def test_own_loss_is_used() -> None:
     model = load(HERE + "with_a_loss")
     assert model.layers == 2
     logits, targets = torch.randn(3, 256), torch.randint(256, (3,))
     assert torch.equal(model.loss(logits, targets), user_model.squared(logits, targets))
 
 
-def test_a_rank_runs_its_own_factories() -> None:
-    """The other layers make shapes only.
+def test_rank_runs_only_its_own_factories() -> None:
+    """Other layers are built without memory.
 
-    Initial weights depend on the seed and the layer, not on what else was made.
+    Initial weights depend on the seed and the layer, not on the other layers that were built.
     """
     model = load(HERE + "factories")
     assert model.names == ("0.Embedding", "1.Counted", "2.Counted", "3.Linear")
@@ -63,10 +63,10 @@ def test_a_rank_runs_its_own_factories() -> None:
     )
 
 
-def test_layers_that_compute_while_they_are_made() -> None:
-    """Shapes alone tell neither the numbers of a tensor nor what a loss weighs with.
+def test_layers_may_compute_in_their_constructor() -> None:
+    """The meta device has neither tensor values nor the class weights of a loss.
 
-    And the caller's random numbers are its own.
+    The random state of the caller does not change.
     """
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -84,7 +84,7 @@ def test_layers_that_compute_while_they_are_made() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_loss_with_tensors_where_only_shapes_are_run() -> None:
+def test_loss_with_tensors_works_on_shapes_alone() -> None:
     model = load(HERE + "with_weights")
     model.build([1])
     logits, targets = torch.randn(3, 256), torch.tensor([0, 5, 200])
@@ -98,7 +98,7 @@ def test_a_loss_with_tensors_where_only_shapes_are_run() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt", HERE + "layers"])
-def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
+def test_initial_weights_do_not_depend_on_the_placement(kind: str) -> None:
     wanted = {
         "model": {"kind": kind, "blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
         if kind == "gpt"
@@ -146,7 +146,7 @@ def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
         ("missing", "tests.models.user_model has no function missing"),
     ],
 )
-def test_a_model_that_cannot_move_is_refused(name: str, match: str) -> None:
+def test_unmovable_models_are_refused(name: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         load(HERE + name)
 
@@ -154,12 +154,12 @@ def test_a_model_that_cannot_move_is_refused(name: str, match: str) -> None:
 @pytest.mark.parametrize(
     "path", ["python:tests.models.nowhere:layers", "python:nowhere.at.all:layers"]
 )
-def test_no_such_module(path: str) -> None:
+def test_missing_module_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="cannot import"):
         load(path)
 
 
-def test_next_token_loss() -> None:
+def test_next_token_loss_is_the_mean_cross_entropy() -> None:
     logits, targets = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
     rows = [
         functional.cross_entropy(logits[i, j], targets[i, j]) for i in range(2) for j in range(3)
@@ -167,7 +167,7 @@ def test_next_token_loss() -> None:
     torch.testing.assert_close(next_token_loss(logits, targets), torch.stack(rows).mean())
 
 
-def test_sharing_inside_a_layer_is_fine() -> None:
+def test_module_shared_within_a_layer_is_allowed() -> None:
     shared = nn.Linear(2, 2)
     user_model.number = lambda: [nn.Sequential(shared, shared), nn.Linear(2, 2)]  # pyright: ignore[reportAttributeAccessIssue]
     try:

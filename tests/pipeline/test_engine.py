@@ -1,4 +1,4 @@
-"""Pipeline, as one's own training loop uses it."""
+"""The engine, as a user's own training loop uses it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def changed(pipeline: Engine, before: dict[int, list[Tensor]]) -> list[int]:
     ]
 
 
-def test_a_step_is_a_plain_backward_and_update() -> None:
-    """Loss, norm and update, against a plain backward over the same modules."""
+def test_step_equals_a_plain_backward_and_update() -> None:
+    """Loss, norm and update equal those of a plain backward on the same modules."""
     pipeline = gpt()
     (inputs, targets), layers = tokens(0), pipeline.model.build(range(pipeline.count))
     plain = 0.0
@@ -67,14 +67,14 @@ def test_a_step_is_a_plain_backward_and_update() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_float16_is_scaled_unless_told_otherwise(dtype: torch.dtype) -> None:
+def test_float16_has_a_dynamic_loss_scale_by_default(dtype: torch.dtype) -> None:
     model = make_layers([0.0], [0.0], [0.0], size=4)
     engine = pipeline(model, layers=LayerOptions(dtype=dtype))
     assert engine.scaler.dynamic == (dtype == torch.float16)
 
 
-def test_a_batch_of_another_count() -> None:
-    """Half of it would be left out, unnoticed."""
+def test_wrong_number_of_microbatches_is_refused() -> None:
+    """The engine would otherwise ignore half of the batch."""
     pipeline, (inputs, targets) = gpt(), tokens(0)
     for given in ((inputs.repeat(2, 1, 1), targets), (inputs, targets[:2])):
         with pytest.raises(InputError, match=r"\d microbatches, shape \[\d, 2, 8\]"):
@@ -84,11 +84,8 @@ def test_a_batch_of_another_count() -> None:
     pipeline.step(0, inputs, targets, lr=0.1)
 
 
-def test_a_weight_that_is_not_in_rows() -> None:
-    """An import from another layout leaves such a weight.
-
-    The bits are those of a weight that is in rows.
-    """
+def test_non_contiguous_weight_trains_with_the_same_bits() -> None:
+    """Weights imported from another layout may be column-major."""
 
     def model(turned: bool) -> Model:
         def weight() -> nn.Module:
@@ -127,10 +124,10 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_used_twice_in_its_layer(dtype: torch.dtype) -> None:
-    """A weight that one layer uses twice has its whole gradient, in one order.
+def test_weight_used_twice_in_a_layer_has_the_whole_gradient(dtype: torch.dtype) -> None:
+    """The sum has one order, with split and fused backward and any accumulation.
 
-    No other layer uses it. W may be apart from B or not, and the sum may be made in any way.
+    No other layer uses the weight.
     """
     names = ["tokens", "first", "second", "head"]
     model = from_factories(
@@ -220,7 +217,7 @@ class _Turn(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_gradient_that_is_not_in_rows(
+def test_non_contiguous_gradient_gives_the_same_bits(
     optimizer: Literal["adamw", "sgd"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = set[str]()
@@ -240,7 +237,7 @@ def test_a_gradient_that_is_not_in_rows(
     assert len(digests) == 1
 
 
-def test_layers_share_nothing() -> None:
+def test_layers_that_share_a_module_are_refused() -> None:
     one = nn.Linear(8, 8)
     factories = [
         partial(nn.Embedding, 256, 8),
@@ -252,18 +249,15 @@ def test_layers_share_nothing() -> None:
         pipeline(from_factories(list("abcd"), factories, 0, next_token_loss))
 
 
-def test_evaluation_without_gradients() -> None:
+def test_evaluation_works_under_no_grad() -> None:
     pipeline, batch = gpt(), tokens(0)
     with torch.no_grad():
         loss = pipeline.evaluate(*batch, MICROBATCHES)
     assert loss == pipeline.evaluate(*batch, MICROBATCHES)
 
 
-def test_tied_embedding() -> None:
-    """The gradient is the head's sum plus the embedding's sum.
-
-    torch's own tying gives the same.
-    """
+def test_tied_embedding_has_the_sum_of_both_gradients() -> None:
+    """The gradient is the sum of the head's and the embedding's, as in plain torch."""
     pipeline = gpt(tied=True)
     layers = nn.ModuleList(pipeline.model.build(range(pipeline.count)))
     owner = layers[0].get_submodule("tokens")
@@ -291,10 +285,10 @@ def test_tied_embedding() -> None:
     )
 
 
-def test_a_tied_weight_that_never_trains() -> None:
-    """The owner of a tied weight decides that it never trains.
+def test_tied_weight_frozen_by_its_owner_never_trains() -> None:
+    """The owner decides that the weight never trains.
 
-    Its other use has no gradient that would pile up and clip the rest.
+    The other use accumulates no gradient, which would count in the norm.
     """
 
     def head() -> nn.Module:
@@ -330,7 +324,7 @@ def test_a_tied_weight_freezes_with_its_owner() -> None:
     )
 
 
-def test_freezing() -> None:
+def test_frozen_layers_do_not_change() -> None:
     pipeline = gpt()
     before = weights(pipeline)
     pipeline.freeze([0, 1, 3])
@@ -359,7 +353,7 @@ def test_a_frozen_layer_keeps_its_moments() -> None:
     assert pipeline.own_layers[1][1].state()["qkv.weight/step"] == 2
 
 
-def test_something_must_train() -> None:
+def test_freezing_all_layers_is_refused() -> None:
     pipeline = gpt()
     pipeline.freeze([0, 1, 2])
     with pytest.raises(PartitionError, match=r"freezing layers \[3, 4, 5\]"):
@@ -369,11 +363,8 @@ def test_something_must_train() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite(bad: float) -> None:
-    """Nothing is updated.
-
-    A run that goes on with better data finds no trace of the step.
-    """
+def test_non_finite_loss_updates_no_weight(bad: float) -> None:
+    """A run that continues with better data ends like a run without the failed step."""
     pipeline, twin = gpt(), gpt()
     weight = pipeline.own_layers[5][0].get_parameter("logits.weight").data
     kept = weight[0, 0].item()
@@ -390,11 +381,8 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
     assert pipeline.digest() == twin.digest()
 
 
-def test_forward_backward_and_update_are_a_step() -> None:
-    """Together, forward_backward and update are step.
-
-    discard forgets the gradients.
-    """
+def test_forward_backward_and_update_equal_a_step() -> None:
+    """`discard` drops the gradients."""
     pipeline, twin = gpt(tied=True), gpt(tied=True)
     pipeline.forward_backward(0, *tokens(7))
     pipeline.discard()
@@ -406,7 +394,7 @@ def test_forward_backward_and_update_are_a_step() -> None:
 
 
 def test_evaluation_is_the_mean_loss_and_leaves_no_trace() -> None:
-    """The mean loss, without dropout and without a trace in what follows."""
+    """Evaluation runs without dropout and does not affect later steps."""
     pipeline, twin = gpt(dropout=0.3), gpt(dropout=0.3)
     inputs, targets = tokens(5)
     expected = 0.0
@@ -435,8 +423,8 @@ def _through(layers: list[nn.Module], x: Tensor) -> Tensor:
     return x
 
 
-def test_after_a_reshape_nothing_is_known_of_layers_that_compute_again() -> None:
-    """The pipeline asks anew which layers recompute.
+def test_reshape_drops_costs_of_newly_recomputed_layers() -> None:
+    """The pipeline chooses the recomputed layers again after a reshape.
 
     Here the second layer recomputes from the reshape on.
     """
@@ -461,7 +449,7 @@ def test_after_a_reshape_nothing_is_known_of_layers_that_compute_again() -> None
 
 
 def test_the_digest_covers_every_bit() -> None:
-    """The digest covers every bit of every parameter, also of one without dimensions."""
+    """The digest also covers a parameter without dimensions."""
     pipe = pipeline(load_model(parse({"model": {"kind": "python:tests.models.user_model:layers"}})))
     first = pipe.digest()
     scale = pipe.own_layers[2][0].get_parameter("scale")
@@ -472,7 +460,7 @@ def test_the_digest_covers_every_bit() -> None:
     assert pipe.digest() == first
 
 
-def test_placements_must_fit() -> None:
+def test_placements_of_another_size_are_refused() -> None:
     pipeline = gpt()
     for counts in ((3, 3), (5,), (7,)):
         with pytest.raises(PartitionError, match="a placement of"):
@@ -490,11 +478,10 @@ OWN: dict[str, Any] = {"model": {"kind": "python:tests.models.user_model:layers"
     [{"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}, OWN],
     ids=["gpt", "own"],
 )
-def test_moves_between_steps(pool: Pool, config: dict[str, Any]) -> None:
-    """The test also uses a model of one's own.
+def test_moves_between_steps_change_no_bits(pool: Pool, config: dict[str, Any]) -> None:
+    """One of the models is a user model.
 
-    It has several tensors at a boundary, buffers, parts that never train and a weight without
-    dimensions.
+    It has several tensors at a boundary, buffers, frozen parameters and a scalar weight.
     """
     layers = 6 if config is not OWN else 5
     (stayed,) = pool.run(JOBS + "moving", 1, config=config, placements=[[layers]] * 3)
@@ -509,10 +496,7 @@ def test_moves_between_steps(pool: Pool, config: dict[str, Any]) -> None:
 
 
 def test_a_predicted_step_of_one_rank_is_the_sum_of_its_costs() -> None:
-    """The simulator on measured costs of one rank.
-
-    That rank does everything, so its step is the sum.
-    """
+    """The simulator runs on measured costs. One rank does all the work."""
     pipeline = emulated(f=[0.001] * 3, b=[0.002] * 3, w=[0.001] * 3)
     for step in range(2):
         pipeline.step(step, ids(), ids(), lr=0.0)
@@ -524,7 +508,7 @@ def test_a_predicted_step_of_one_rank_is_the_sum_of_its_costs() -> None:
     assert isinstance(pipeline.model, Model)
 
 
-def test_pieces_of_w_run_once_a_message_is_later_than_the_links_take(pool: Pool) -> None:
+def test_partial_w_waits_for_twice_the_link_latency(pool: Pool) -> None:
     ranks = pool.run(JOBS + "message_timeout", 3, w_granularity="linear")
     for waits, latencies in ranks:
         assert len(latencies) == 2

@@ -1,4 +1,4 @@
-"""Mistakes of a loop of one's own, and what it may leave behind."""
+"""Mistakes in a user's own training loop, and threads that it may leave behind."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, gpt, pipeline, tokens
 
 
-def test_a_step_has_its_microbatches_at_once() -> None:
-    """A second forward_backward would add up what replicas have summed already."""
+def test_second_forward_backward_in_a_step_is_refused() -> None:
+    """A second call would add to gradients that replicas have already reduced."""
     pipeline, twin = gpt(), gpt()
     pipeline.forward_backward(0, *tokens(0))
     with pytest.raises(RunError, match="forward_backward"):
@@ -37,7 +37,7 @@ def test_a_step_has_its_microbatches_at_once() -> None:
 
 
 @pytest.mark.parametrize("layers", [[99], [-1], [0, 6]])
-def test_there_is_no_such_layer(layers: list[int]) -> None:
+def test_unknown_layers_are_refused(layers: list[int]) -> None:
     pipeline = gpt()
     with pytest.raises(PartitionError, match=r"no layer -?\d+"):
         pipeline.freeze(layers)
@@ -46,8 +46,8 @@ def test_there_is_no_such_layer(layers: list[int]) -> None:
     assert pipeline.frozen == frozenset()
 
 
-def test_batches_that_are_no_tensors() -> None:
-    """One line that names the argument, before anything has run."""
+def test_batches_that_are_not_tensors_are_refused() -> None:
+    """The error is one line that names the argument, before any layer runs."""
     pipeline, twin = gpt(), gpt()
     inputs, targets = tokens(0)
     wrong: list[tuple[Any, Any, str]] = [
@@ -102,8 +102,8 @@ def test_unknown_values_of_options_are_refused(make: Callable[..., object], key:
         make(**{key: "Global"})
 
 
-def test_a_tied_weight_that_its_owner_does_not_use() -> None:
-    """The weight trains through its other use all the same."""
+def test_tied_weight_unused_by_its_owner_trains() -> None:
+    """The weight trains through its other use."""
 
     class Unused(nn.Module):
         def __init__(self) -> None:
@@ -150,8 +150,8 @@ def threads(world: World, times: int) -> list[int]:
     return out
 
 
-def test_ranks_that_build_different_models(pool: Pool) -> None:
-    """All are told before they exchange anything else."""
+def test_ranks_with_different_models_are_refused(pool: Pool) -> None:
+    """All ranks raise the error before they exchange other messages."""
     told = pool.run("tests.runtime.jobs.checkpoint:builds_another", 3, other=1)
     for rank, text in enumerate(told):
         mine = f"on rank {rank}: c, of 4 layers"

@@ -1,7 +1,4 @@
-"""`examples/own_loop.py` alone and on two ranks.
-
-It is stopped and loaded.
-"""
+"""`examples/own_loop.py` on one and on two ranks, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -45,14 +42,14 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Path]
     return train(folder, ranks=2), folder
 
 
-def test_it_is_short_and_needs_dynmo_and_torch_only() -> None:
+def test_example_loop_is_short_and_imports_dynmo_and_torch_only() -> None:
     text = EXAMPLE.read_text()
     assert len(text.splitlines()) <= 25
     imported = set(re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE))
     assert imported - set(sys.stdlib_module_names) == {"dynmo", "torch"}
 
 
-def test_two_ranks_rebalance_by_themselves_and_train_the_same(
+def test_two_ranks_rebalance_and_train_the_same(
     alone: str, together: tuple[list[Row], Path]
 ) -> None:
     rows, _ = together
@@ -61,7 +58,7 @@ def test_two_ranks_rebalance_by_themselves_and_train_the_same(
     assert all(counts[0] > 5 for counts, _ in rows)
 
 
-def test_a_run_that_is_loaded_ends_like_one_that_was_not_stopped(
+def test_loaded_run_ends_like_an_uninterrupted_run(
     alone: str, together: tuple[list[Row], Path]
 ) -> None:
     _, folder = together

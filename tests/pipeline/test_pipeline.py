@@ -1,6 +1,6 @@
 """`dynmo.Pipeline` in a world of one rank.
 
-The tests cover whole batches, learning rates, freezing, saving, and what it refuses.
+The tests cover batches, learning rates, freezing, saving and refused input.
 """
 
 from __future__ import annotations
@@ -36,11 +36,8 @@ def train(pipeline: dynmo.Pipeline, steps: int) -> list[float]:
     return [pipeline.step(*batch(step)).loss for step in range(pipeline.steps, steps)]
 
 
-def test_it_trains_what_torch_trains(world: dynmo.World) -> None:
-    """The losses are those of a loop of torch's own.
-
-    The loop has clipping and a learning-rate scheduler.
-    """
+def test_losses_match_a_plain_torch_loop(world: dynmo.World) -> None:
+    """The plain loop uses clipping and a learning-rate scheduler."""
     own = nn.Sequential(*layers())
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -72,7 +69,7 @@ def test_the_given_modules_are_trained(world: dynmo.World) -> None:
     assert not torch.equal(modules[0].get_parameter("weight"), before)
 
 
-def test_functions_make_the_same_layers_anywhere(world: dynmo.World) -> None:
+def test_factories_give_the_same_layers_for_a_seed(world: dynmo.World) -> None:
     factories = [lambda: nn.Linear(4, 8), lambda: nn.Linear(8, 3)]
     digests = {
         dynmo.Pipeline(
@@ -85,7 +82,7 @@ def test_functions_make_the_same_layers_anywhere(world: dynmo.World) -> None:
     assert len(digests) == 2
 
 
-def test_an_evaluation_is_the_mean_loss_and_trains_nothing(world: dynmo.World) -> None:
+def test_evaluation_is_the_mean_loss_and_changes_no_weight(world: dynmo.World) -> None:
     pipeline = make(world)
     before = pipeline.digest()
     inputs, targets = batch(0)
@@ -95,7 +92,7 @@ def test_an_evaluation_is_the_mean_loss_and_trains_nothing(world: dynmo.World) -
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": dynmo.SGD()}, {"precision": "bfloat16"}])
-def test_a_loaded_run_ends_like_an_undisturbed_one(
+def test_loaded_run_ends_like_an_uninterrupted_run(
     world: dynmo.World, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     whole = make(world, **options)
@@ -147,7 +144,7 @@ class Doubles(dynmo.Dynamism):
         self.seen = state["seen"]
 
 
-def test_a_dynamic_case_takes_part(world: dynmo.World, tmp_path: Path) -> None:
+def test_dynamic_case_acts_and_is_saved(world: dynmo.World, tmp_path: Path) -> None:
     case, later = Doubles(), Doubles()
     pipeline = make(world, cases=[case])
     train(pipeline, 3)
@@ -157,7 +154,7 @@ def test_a_dynamic_case_takes_part(world: dynmo.World, tmp_path: Path) -> None:
     assert later.seen == [0, 1, 2]
 
 
-def test_rebalancing_by_hand(world: dynmo.World) -> None:
+def test_manual_rebalance_on_one_rank_moves_no_layer(world: dynmo.World) -> None:
     pipeline = make(world, balance="none")
     with pytest.raises(RunError, match="rebalance"):
         pipeline.rebalance()
@@ -179,7 +176,7 @@ def test_rebalancing_by_hand(world: dynmo.World) -> None:
         (None, "None, .*rank 0"),
     ],
 )
-def test_a_batch_that_cannot_be_cut(world: dynmo.World, inputs: Any, given: str) -> None:
+def test_batch_that_cannot_be_split_is_refused(world: dynmo.World, inputs: Any, given: str) -> None:
     with pytest.raises(InputError, match=f"inputs is .*{given}"):
         make(world).step(inputs, torch.zeros(8, 3))
 
@@ -193,12 +190,12 @@ def test_a_batch_that_cannot_be_cut(world: dynmo.World, inputs: Any, given: str)
         ({"replicas": 2}, "2 replicas"),
     ],
 )
-def test_a_wrong_option(world: dynmo.World, options: dict[str, Any], named: str) -> None:
+def test_wrong_options_are_refused(world: dynmo.World, options: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         make(world, **options)
 
 
-def test_layers_that_cannot_be_a_model() -> None:
+def test_invalid_layer_lists_are_refused() -> None:
     for wrong in ([], [nn.Linear(1, 1), lambda: nn.Linear(1, 1)], [1]):
         with pytest.raises(ConfigError, match="Sequential"):
             dynmo.Sequential(wrong)  # pyright: ignore[reportArgumentType]
@@ -206,7 +203,7 @@ def test_layers_that_cannot_be_a_model() -> None:
         dynmo.Sequential(layers(), names=["a"])
 
 
-def test_a_checkpoint_of_something_else(world: dynmo.World, tmp_path: Path) -> None:
+def test_foreign_checkpoints_are_refused(world: dynmo.World, tmp_path: Path) -> None:
     pipeline = make(world)
     with pytest.raises(CheckpointError):
         pipeline.load(tmp_path)
@@ -229,8 +226,8 @@ def test_all_layers_cannot_freeze(world: dynmo.World) -> None:
 # -- several ranks -----------------------------------------------------------------------------
 
 
-def test_ranks_without_data_give_none(pool: Pool) -> None:
-    """Three ranks train what one trains, though the middle one has no data at all."""
+def test_ranks_without_data_pass_none(pool: Pool) -> None:
+    """Three ranks train the same as one rank. The middle rank has no data."""
     (alone,) = pool.run(JOBS + "train", 1)
     rows = pool.run(JOBS + "train", 3)
     assert [row["layers"] for row in rows] == [[0, 1], [2], [3]]
@@ -242,10 +239,10 @@ def test_ranks_without_data_give_none(pool: Pool) -> None:
         )
 
 
-def test_each_replica_gives_its_own_share(pool: Pool) -> None:
+def test_each_replica_passes_its_own_share_of_the_batch(pool: Pool) -> None:
     """Replicas add gradients in two groups.
 
-    So they agree with each other to the bit, and nearly with one rank.
+    They agree with each other bit for bit, and closely with one rank.
     """
     (alone,) = pool.run(JOBS + "train", 1)
     rows = pool.run(JOBS + "train", 4, replicas=2)
@@ -255,6 +252,6 @@ def test_each_replica_gives_its_own_share(pool: Pool) -> None:
         assert row["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-5)
 
 
-def test_modules_of_other_seeds_are_refused(pool: Pool) -> None:
+def test_modules_with_different_weights_per_rank_are_refused(pool: Pool) -> None:
     for message in pool.run(JOBS + "seeded_otherwise", 2):
         assert "torch.manual_seed" in message

@@ -1,7 +1,4 @@
-"""A plan and a run make the same schedule, within the same caps.
-
-They count the same memory.
-"""
+"""A plan and a run make the same schedule within the same memory caps."""
 
 from __future__ import annotations
 
@@ -119,7 +116,7 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("replicas", "cases"), [(1, 120), (2, 60)])
-def test_a_plan_and_a_run_agree(pool: Pool, replicas: int, cases: int) -> None:
+def test_plan_and_run_make_the_same_schedule(pool: Pool, replicas: int, cases: int) -> None:
     results = pool.run(
         "tests.pipeline.test_plan_agrees:compared", replicas, replicas=replicas, cases=cases
     )

@@ -1,4 +1,4 @@
-"""Measure, decide, move: on emulated layers, whose times are known."""
+"""Rebalancing: measure, decide and move, on emulated layers with known times."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [e for e in events if e["event"] == kind]
 
 
-def test_the_gain_is_predicted_and_measured(pool: Pool) -> None:
+def test_gain_of_a_move_is_predicted_and_measured(pool: Pool) -> None:
     """The move saves about a fifth of a step.
 
-    Loads of 4 x 4 and 4 x 12 ms become 4 x 4 + 12 and 3 x 12 ms. The gain is judged by the steps'
-    own times.
+    Loads of 4 x 4 and 4 x 12 ms become 4 x 4 + 12 and 3 x 12 ms. The measured gain compares step
+    times.
     """
     events = run(pool)
     (move,) = of(events, "rebalance")
@@ -84,9 +84,9 @@ def test_the_gain_is_predicted_and_measured(pool: Pool) -> None:
 
 
 def test_gain_of_a_move_ends_when_the_work_changes(pool: Pool) -> None:
-    """Four steps follow the move after step 8. Then the next layers freeze.
+    """The move is at step 8, and more layers freeze four steps later.
 
-    The steps are faster, but not because of the move.
+    The steps then become faster, but not because of the move.
     """
     events = run(pool, dynamism={"freezing": {"schedule": [[1, 4], [12, 6]]}}, train={"steps": 16})
     (move,) = of(events, "rebalance")
@@ -98,7 +98,7 @@ def test_gain_of_a_move_ends_when_the_work_changes(pool: Pool) -> None:
     )
 
 
-def test_hysteresis_holds_back(pool: Pool) -> None:
+def test_hysteresis_prevents_a_move(pool: Pool) -> None:
     events = run(pool, balance={"hysteresis": 0.5}, train={"steps": 10})
     assert of(events, "rebalance") == []
     (end,) = of(events, "end")
@@ -106,19 +106,16 @@ def test_hysteresis_holds_back(pool: Pool) -> None:
     assert end["move_seconds"] == 0
 
 
-def test_a_move_must_repay_itself(pool: Pool) -> None:
-    """The move would be worth it if enough steps were left.
-
-    It would have to earn back a thousand million times its price.
-    """
+def test_move_must_repay_its_price(pool: Pool) -> None:
+    """The move saves time, but must save 1e9 times its price."""
     events = run(pool, balance={"margin": 1e9}, train={"steps": 10})
     assert of(events, "rebalance") == []
 
 
 def test_forced_balancers_move_without_a_predicted_gain(pool: Pool) -> None:
-    """The balancers `uniform` and `random` ask nobody.
+    """The balancers `uniform` and `random` move without a check of the gain.
 
-    A result needs two steps. It comes at the next move or the run's end if not before.
+    A result needs two steps. It comes at the next move or at the end of the run at the latest.
     """
     events = run(
         pool,
@@ -137,7 +134,7 @@ def test_forced_balancers_move_without_a_predicted_gain(pool: Pool) -> None:
 def test_the_memory_limit_is_respected(pool: Pool) -> None:
     """Rank 0's layers are slow, so one of them should go to rank 1.
 
-    But in GPipe rank 1 holds four microbatches of each.
+    In GPipe, rank 1 holds four microbatches of each layer and lacks the memory.
     """
     times = (0.003,) * 4 + (0.001,) * 4
     # Weight, gradient, moments and counter come first, then input and output gradient of the
@@ -155,7 +152,7 @@ def test_the_memory_limit_is_respected(pool: Pool) -> None:
         assert [m["to"] for m in moves] == ([target] if target else [])
 
 
-def test_a_memory_limit_that_is_too_small_from_the_start(pool: Pool) -> None:
+def test_memory_limit_below_the_first_placement_is_refused(pool: Pool) -> None:
     with pytest.raises(JobFailed, match=r"pipeline.memory_limit = 1000"):
         run(pool, pipeline={"memory_limit": 1000})
 
@@ -165,8 +162,8 @@ def test_a_memory_limit_that_is_too_small_from_the_start(pool: Pool) -> None:
 _UNEVEN = {"f": [4e-3] * 4 + [8e-3] * 4, "b": [4e-3] * 4 + [8e-3] * 4, "w": [8e-3] * 4 + [1e-3] * 4}
 
 
-def test_a_schedule_is_made_anew_from_live_costs(pool: Pool) -> None:
-    """zb-auto starts with equal stages in mind."""
+def test_schedule_is_rebuilt_from_measured_costs(pool: Pool) -> None:
+    """zb-auto starts with equal costs."""
     still = {"cases": []}
     balance = {"balancer": "none"}
     events = run(
@@ -202,10 +199,10 @@ def switching(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
     return [to_json(event) for event in told]
 
 
-def test_no_schedule_is_made_from_costs_that_a_move_has_changed(pool: Pool) -> None:
-    """Layers that recompute from a move on have costs that nobody has measured.
+def test_schedule_is_not_rebuilt_from_outdated_costs(pool: Pool) -> None:
+    """Layers that recompute after a move have no measured costs yet.
 
-    The schedule is made anew once they are measured.
+    The schedule must wait for new measurements.
     """
     changes = {"model": _UNEVEN, "train": {"steps": 10}, "balance": {"initial": [3, 5]}}
     config = CONFIG | {section: CONFIG[section] | keys for section, keys in changes.items()}
@@ -241,7 +238,7 @@ def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
     return [to_json(event) for event in told]
 
 
-def test_predictions_that_do_not_come_true_are_doubted(pool: Pool) -> None:
+def test_wrong_predictions_reduce_the_number_of_moves(pool: Pool) -> None:
     changes = {
         "model": dict.fromkeys("fbw", 0.001),
         "train": {"steps": 44},
@@ -292,7 +289,7 @@ def forecasting(world: World, config: dict[str, Any]) -> str:
     return "done"
 
 
-def test_ranks_whose_forecasts_differ_fail_at_once(pool: Pool) -> None:
+def test_different_forecasts_of_ranks_fail_at_once(pool: Pool) -> None:
     """One rank decides to move and the other to stay. Neither waits for the other."""
     changes = {"balance": {"initial": [6, 2]}, "train": {"steps": 12}}
     config = (
@@ -385,7 +382,7 @@ def read(
         ),  # noticed after three steps, and believed when only such steps are in the window
     ],
 )
-def test_no_move_rests_on_one_reading(
+def test_move_needs_more_than_one_reading(
     pool: Pool, first: int, last: int, told: bool, moves: list[int]
 ) -> None:
     changes = {
@@ -410,8 +407,8 @@ def test_no_move_rests_on_one_reading(
 _TURN = {"model": dict.fromkeys("fbw", [0.006] * 4 + [0.003] * 4), "train": {"steps": 18}}
 
 
-def test_a_move_that_is_soon_wrong_waits(pool: Pool) -> None:
-    """The schedule of freezing is known: at step 8, a gain of two steps is not begun."""
+def test_move_with_a_short_forecast_gain_waits(pool: Pool) -> None:
+    """The freezing schedule is known. A gain of two steps is not worth a move."""
     soon = run(pool, **_TURN, dynamism={"freezing": {"schedule": [[10, 4]]}})
     assert [(e["step"], e["to"]) for e in of(soon, "rebalance")] == [(16, [5, 3])]
     late = run(pool, **_TURN, dynamism={"freezing": {"schedule": [[17, 4]]}})
@@ -420,13 +417,11 @@ def test_a_move_that_is_soon_wrong_waits(pool: Pool) -> None:
     assert reason.endswith("until the change expected at step 17, and then back")
 
 
-def test_auto_decides_when_something_happened(pool: Pool) -> None:
-    """Even layers stay at the look after five steps.
+def test_auto_interval_checks_after_a_change(pool: Pool) -> None:
+    """Even layers stay at the check after five steps.
 
-    After the freezing there are looks at steps 8 and 10.
-
-    If other processes disturb the readings of both, the next look is at step 15. Then nothing
-    drifts.
+    The run checks again at steps 8 and 10, after the freeze. If other processes disturb both
+    checks, the next check is at step 15. No layer moves after that.
     """
     freezing = {"freezing": {"schedule": [[7, 4]]}}
     events = run(pool, balance={"every": "auto", "hysteresis": 0.05}, dynamism=freezing)
@@ -435,10 +430,10 @@ def test_auto_decides_when_something_happened(pool: Pool) -> None:
     assert move["step"] in (8, 10, 15), "the steps at which it looks"
 
 
-def test_a_target_that_has_no_room_is_left_alone(pool: Pool) -> None:
-    """The balancer may choose a target for which the recomputed layers have no room.
+def test_target_without_memory_for_recompute_is_skipped(pool: Pool) -> None:
+    """The recomputed layers may not fit in the placement that the balancer chooses.
 
-    Shapes decide which layers recompute. The balancer goes by what was measured.
+    Shapes decide which layers recompute. The balancer uses measured sizes.
     """
     (told, _) = pool.run(
         "events", 2, config=CONFIG | {"train": CONFIG["train"] | {"steps": 10}}, fits=False
@@ -447,10 +442,10 @@ def test_a_target_that_has_no_room_is_left_alone(pool: Pool) -> None:
     assert [e["layers"] for e in of(told, "step")] == [[4, 4]] * 10
 
 
-def test_a_run_goes_on_if_no_placement_fits(pool: Pool) -> None:
-    """The balancer counts more memory than the ranks hold at their peaks.
+def test_run_continues_if_no_placement_fits(pool: Pool) -> None:
+    """The balancer estimates more memory than the ranks use at their peaks.
 
-    It counts gradients at every moment, and the largest workspace on every rank.
+    It counts gradients at all times, and the largest workspace on every rank.
     """
     wanted: dict[str, Any] = {
         "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16},
@@ -475,7 +470,7 @@ def test_a_run_goes_on_if_no_placement_fits(pool: Pool) -> None:
     assert of(events, "end")[0]["reason"] == "done"
 
 
-def test_a_run_goes_on_if_a_baseline_has_no_placement(pool: Pool) -> None:
+def test_run_continues_if_a_baseline_has_no_placement(pool: Pool) -> None:
     wanted: dict[str, Any] = {
         "model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 8},
         "train": {"steps": 6, "global_batch": 4, "micro_batch": 1},
@@ -489,7 +484,7 @@ def test_a_run_goes_on_if_a_baseline_has_no_placement(pool: Pool) -> None:
     assert of(events, "end")[0]["reason"] == "done"
 
 
-def test_auto_sees_a_placement_that_was_never_good(pool: Pool) -> None:
+def test_auto_interval_fixes_a_bad_initial_placement(pool: Pool) -> None:
     events = run(
         pool,
         balance={"every": "auto", "initial": [6, 2]},

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline before any measurement, and after a stale one."""
+"""The schedule of a pipeline before the first measurement and after a stale one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("over", [1.0, 1.3])
-def test_it_is_within_the_memory_from_the_first_step_on(pool: Pool, over: float) -> None:
+def test_schedule_is_within_memory_from_the_first_step(pool: Pool, over: float) -> None:
     least = max(dry_run(parse(CONFIG | {"pipeline": {"schedule": "1f1b"}})).memory)
     config = CONFIG | {"pipeline": {"schedule": "zb-auto", "memory_limit": int(over * least)}}
     first, frozen, thawed = pool.run(
@@ -69,7 +69,7 @@ def test_it_is_within_the_memory_from_the_first_step_on(pool: Pool, over: float)
     assert tuple(first[1]) == dry_run(parse(config)).memory, "what a dry run says"
 
 
-def test_without_a_limit_it_keeps_at_most_twice_what_1f1b_does(pool: Pool) -> None:
+def test_unlimited_schedule_keeps_at_most_twice_1f1b_memory(pool: Pool) -> None:
     first, _, last = pool.run("tests.pipeline.test_schedule_keeper:schedules", 2, config=CONFIG)[0]
     assert first == last
     most = max(alive for pairs in resident(make("1f1b", 2, 32)) for alive, _ in pairs)
@@ -100,10 +100,10 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
     return out
 
 
-def test_after_a_reshape_bytes_are_those_of_its_mesh(pool: Pool) -> None:
-    """The measured bytes of four ranks are not those of two that share the state.
+def test_bytes_after_a_reshape_are_those_of_the_new_mesh(pool: Pool) -> None:
+    """Each of four ranks holds the whole optimizer state of a layer.
 
-    Each of the four ranks holds all of a layer's optimizer state.
+    Two replicas share the state, so the measured bytes no longer hold.
     """
     config = CONFIG | {
         "train": CONFIG["train"] | {"reduction_slots": 2},

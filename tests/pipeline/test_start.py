@@ -1,4 +1,4 @@
-"""`dynmo.init` in a program that has process groups of its own."""
+"""`dynmo.init` in a program that has its own process groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynmo.pipeline.start import init
 from tests.processes import run_script
 
 
-def test_process_groups_meshes_and_the_default_group_train_the_same() -> None:
+def test_given_process_groups_and_meshes_train_the_same() -> None:
     out = run_script(Path(__file__).with_name("adopting.py"), ranks=4)
     rows = re.findall(r"(\w+) (\d) of (\d): (\w{64})", out)
     of = {
@@ -32,7 +32,7 @@ def test_process_groups_meshes_and_the_default_group_train_the_same() -> None:
     assert out.count("total 4") == 4
 
 
-def test_a_group_needs_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_needs_initialized_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=r"torch\.distributed is not initialized"):
         init(dist.group.WORLD or object(), device="cpu")  # type: ignore[arg-type]

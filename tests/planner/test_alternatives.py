@@ -1,4 +1,4 @@
-"""The results of other choices."""
+"""Alternatives of a plan: other balancers, schedules, ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynmo.schedule.catalogue import SCHEDULES
 from tests.planner.test_stage_plan import profile, replayed
 
 
-def test_other_choices() -> None:
+def test_alternatives_of_a_plan() -> None:
     request = PlanRequest(profile(12), 3, 6)
     balancers, schedules, ranks, microbatches = (
         other_balancers(request),

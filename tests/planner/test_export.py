@@ -1,4 +1,4 @@
-"""Placements in the words of other trainers."""
+"""Placements in the notation of other trainers."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def names(blocks: int) -> tuple[str, ...]:
     )
 
 
-def test_whole_blocks():
+def test_whole_blocks_export_exactly():
     partition = Partition((5, 4, 5))
     assert megatron_layout(names(6), partition) == MegatronLayout("Ett|tt|ttL", ())
     assert torchtitan_modules(names(6), partition).stages == [
@@ -34,7 +34,7 @@ def test_whole_blocks():
     assert megatron_layout(names(2), Partition((1, 5))).text == "E|ttL"
 
 
-def test_halves_are_rounded_and_said_so():
+def test_half_blocks_are_rounded_and_reported():
     # The layers are: embedding b0 | b0 b1 b1 b2 | b2 head. The first cut is in block 0, the second
     # in block 2. Both cuts go to the end of the block.
     layout = megatron_layout(names(3), Partition((2, 4, 2)))
@@ -46,7 +46,7 @@ def test_halves_are_rounded_and_said_so():
     assert megatron_layout(quarters, Partition((5, 3))) == MegatronLayout("Et|tL", (0,))
 
 
-def test_a_stage_of_half_a_block():
+def test_stage_of_half_a_block_is_empty_or_refused():
     # Cuts on both sides of one half go to the same place: Megatron knows empty stages, torchtitan
     # does not.
     partition = Partition((2, 1, 5))
@@ -55,7 +55,7 @@ def test_a_stage_of_half_a_block():
         torchtitan_modules(names(3), partition)
 
 
-def test_other_names():
+def test_emulated_layers_and_custom_names_export():
     emulated = tuple(f"emulated.{i}" for i in range(4))
     assert megatron_layout(emulated, Partition((1, 3))).text == "Et|t*3L"
     assert torchtitan_modules(emulated, Partition((2, 2)), outputs=("norm", "lm_head")).stages[

@@ -131,14 +131,14 @@ def fastest(request: MeshRequest, mesh: Mesh) -> float | None:
 
 @settings(max_examples=8)
 @given(requests())
-def test_the_search_is_brute_force(request: MeshRequest):
+def test_search_equals_brute_force(request: MeshRequest):
     check_by_brute_force(request)
 
 
 @pytest.mark.matrix
 @settings(max_examples=100)
 @given(requests())
-def test_the_search_is_brute_force_in_many_cases(request: MeshRequest):
+def test_search_equals_brute_force_in_many_cases(request: MeshRequest):
     check_by_brute_force(request)
 
 
@@ -174,8 +174,11 @@ def check_by_brute_force(request: MeshRequest):
     assert not {x.mesh for x in result.refused} & set(best)
 
 
-def test_no_placement_of_any_mesh_is_better():
-    """All placements of six layers, on equal layers, where the balancers are exact."""
+def test_best_mesh_equals_a_search_of_all_placements():
+    """The search covers all placements of six equal layers.
+
+    The balancers are exact for equal layers.
+    """
     one = LayerCost(1.0, 1.0, 0.5, 10, 40, 40, 80, 100, 40, 20)
     given = replace(profile(6, 0), layers=(one,) * 6, links=())
     request = MeshRequest(given, 6, 12, (1, 2), ("zb-h1",), bandwidth=100.0)
@@ -197,7 +200,7 @@ def test_no_placement_of_any_mesh_is_better():
     assert search(request).candidates[0].seconds == pytest.approx(best)
 
 
-def test_zero_and_the_link_decide_between_replicas_and_ranks():
+def test_zero_and_bandwidth_decide_the_mesh():
     usual = MeshRequest(profile(8, 1), 4, 16, (1,), ("1f1b", "zb-h1"))
     fast = search(usual)
     assert fast.candidates[0].mesh.replicas == 4, "without a price, nobody waits for anybody"
@@ -211,7 +214,7 @@ def test_zero_and_the_link_decide_between_replicas_and_ranks():
     assert max(zero.candidates[0].memory) <= 1500
 
 
-def test_the_three_best_are_refined_however_large(monkeypatch: pytest.MonkeyPatch):
+def test_three_best_meshes_are_refined_at_any_size(monkeypatch: pytest.MonkeyPatch):
     refined: list[Mesh] = []
 
     def refine(_: object, candidate: MeshPlan) -> MeshPlan:
@@ -224,7 +227,7 @@ def test_the_three_best_are_refined_however_large(monkeypatch: pytest.MonkeyPatc
     assert refined == [x.mesh for x in result.candidates[:3]]
 
 
-def test_recomputing_makes_room():
+def test_recompute_makes_a_mesh_fit():
     given = profile(8, 2)
     limit = 1250
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The same layers in microbatches of another size."""
+"""Costs of the same layers with another microbatch size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dynmo.planner.evaluate import PlanRequest
 from tests.planner.test_stage_plan import profile
 
 
-def test_smaller_microbatches_take_their_share() -> None:
+def test_smaller_microbatches_scale_time_and_activations() -> None:
     plan = {x.choice: x.plan for x in other_microbatches(PlanRequest(profile(12), 3, 6))}[12]
     assert plan is not None
     for small, whole in zip(plan.request.layers, profile(12).layers, strict=True):

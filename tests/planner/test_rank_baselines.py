@@ -1,4 +1,4 @@
-"""Ranks merged by memory, as the published algorithms do."""
+"""Published algorithms that merge ranks by memory."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def ask(limit: int, layer: LayerCost | None = None, replicas: int = 1) -> RankQu
 
 
 @pytest.mark.parametrize("algorithm", BASELINES)
-def test_they_merge_while_memory_lasts(algorithm):
+def test_baselines_merge_ranks_within_memory(algorithm):
     choice = merge_ranks(ask(500), algorithm)
     assert choice.partition == Partition((4, 4))
     assert choice.mesh.gpus == 2
@@ -35,19 +35,19 @@ def test_they_merge_while_memory_lasts(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", BASELINES)
-def test_nothing_fits(algorithm):
+def test_baselines_keep_all_ranks_if_no_merge_fits(algorithm):
     choice = merge_ranks(ask(300), algorithm)
     assert not choice.decision.move
     assert choice.partition == Partition((2, 2, 2, 2))
 
 
-def test_they_stop_at_the_fewest_ranks():
+def test_baselines_stop_at_the_minimum_of_ranks():
     assert merge_ranks(replace(ask(10_000), least=3), "first-fit").partition.ranks == 3
     assert merge_ranks(replace(ask(10_000, replicas=2), least=3), "first-fit").mesh.gpus == 4
 
 
-def test_memory_of_microbatches_in_flight_is_found_after_the_merge():
-    """Several microbatches are in flight on a rank."""
+def test_merge_over_the_activation_memory_is_refused():
+    """Several microbatches are in flight on a rank, which the algorithms ignore."""
     heavy = LayerCost(1.0, 1.0, 1.0, weight_bytes=10, activation_bytes=100)
     with pytest.raises(NoRoomError, match="first-fit merges to 2 ranks"):
         merge_ranks(ask(500, heavy), "first-fit")

@@ -1,6 +1,6 @@
-"""The number of ranks on which a run goes on.
+"""The number of ranks on which a run continues.
 
-It is the fewest that are fast enough. The tests also check when a change pays.
+It is the fewest that are fast enough. The tests also check when a change repays its pause.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def questions(draw: st.DrawFn) -> RankQuestion:
 
 @settings(max_examples=10)
 @given(questions())
-def test_the_choice_agrees_with_a_search_of_every_number_of_ranks(question: RankQuestion):
+def test_choice_equals_a_search_of_all_rank_counts(question: RankQuestion):
     check_choice(question)
 
 
 @pytest.mark.matrix
 @settings(max_examples=200)
 @given(questions())
-def test_many_choices_agree_with_a_search_of_every_number_of_ranks(question: RankQuestion):
+def test_many_choices_equal_a_search_of_all_rank_counts(question: RankQuestion):
     check_choice(question)
 
 
@@ -116,8 +116,8 @@ def check_choice(question: RankQuestion):
         assert all(others[n] > limit for n in others if ranks < n < choice.mesh.gpus)
 
 
-def test_any_number_of_ranks_and_the_fewest() -> None:
-    """Nine equal layers: 9 on one rank, 3 on three."""
+def test_fewest_fast_enough_ranks_are_chosen() -> None:
+    """Nine equal layers: nine on one rank, or three on each of three ranks."""
     weights = [1.0] * 9
     seconds = {n: best(ask(weights, 1, 0.0), n) for n in range(1, 9)}
     three = seconds[3]
@@ -131,7 +131,7 @@ def test_any_number_of_ranks_and_the_fewest() -> None:
     assert "\n" not in choice.decision.reason
 
 
-def test_hysteresis_keeps_a_run_from_going_to_and_fro() -> None:
+def test_hysteresis_prevents_oscillation() -> None:
     weights = [1.0] * 8
     four = best(ask(weights, 1, 0.0), 4)
     assert four is not None
@@ -144,7 +144,7 @@ def test_hysteresis_keeps_a_run_from_going_to_and_fro() -> None:
 
 @settings(max_examples=8)
 @given(st.integers(0, 10**6), st.integers(1, 8), st.floats(10.0, 100.0), st.floats(0.95, 1.05))
-def test_noise_does_not_undo_a_change(seed: int, ranks: int, limit: float, noise: float) -> None:
+def test_noise_does_not_reverse_a_change(seed: int, ranks: int, limit: float, noise: float) -> None:
     rng = random.Random(seed)
     weights = [rng.uniform(0.2, 2.0) for _ in range(8)]
     first = choose_ranks(ask(weights, ranks, limit, hysteresis=0.06))
@@ -154,8 +154,8 @@ def test_noise_does_not_undo_a_change(seed: int, ranks: int, limit: float, noise
     assert (now - was) * (later - now) >= 0, "not back"
 
 
-def test_nothing_is_fast_enough() -> None:
-    """A run grows to the fastest number of ranks, but does not shrink."""
+def test_run_grows_to_the_fastest_ranks_if_all_are_too_slow() -> None:
+    """The run does not shrink."""
     weights = [1.0] * 8
     grown = choose_ranks(ask(weights, 2, 0.1))
     fastest = min((s, n) for n in range(1, 9) if (s := best(ask(weights, 1, 0.0), n)))
@@ -166,7 +166,7 @@ def test_nothing_is_fast_enough() -> None:
     assert "no allowed number of ranks" in stay.decision.reason
 
 
-def test_the_current_placement_counts_for_growing_only_as_far_as_it_cannot_be_improved() -> None:
+def test_growth_compares_with_the_best_current_placement() -> None:
     weights = [1.0] * 8
     four = best(ask(weights, 1, 0.0), 4)
     assert four is not None
@@ -204,7 +204,7 @@ def forecast(question: RankQuestion, *parts: tuple[int, float]) -> RankQuestion:
     return replace(question, forecast=tuple(intervals))
 
 
-def test_a_shrink_is_believed_as_far_as_the_forecast_says() -> None:
+def test_gain_of_a_shrink_ends_at_the_forecast_change() -> None:
     weights = [1.0] * 8
     two = best(ask(weights, 1, 0.0), 2)
     assert two is not None
@@ -226,7 +226,7 @@ def test_a_shrink_is_believed_as_far_as_the_forecast_says() -> None:
     assert choose_ranks(lighter).mesh.gpus == 2
 
 
-def test_a_growth_is_believed_as_far_as_the_forecast_says() -> None:
+def test_gain_of_a_growth_ends_at_the_forecast_change() -> None:
     weights = [1.0] * 8
     two, four = (best(ask(weights, 1, 0.0), n) for n in (2, 4))
     assert two is not None
@@ -237,7 +237,7 @@ def test_a_growth_is_believed_as_far_as_the_forecast_says() -> None:
     assert choose_ranks(forecast(question, (20, 1.0), (100, 0.25))).mesh.gpus == 4
 
 
-def test_the_target_is_taken_as_soon_as_it_fits() -> None:
+def test_target_ranks_are_chosen_as_soon_as_they_fit() -> None:
     weights = [1.0] * 8
     choice = choose_ranks(ask(weights, 8, 0.1, target=2, fixed_seconds=1e9, memory=400))
     assert choice.mesh.gpus == 2
@@ -251,7 +251,7 @@ def test_the_target_is_taken_as_soon_as_it_fits() -> None:
     assert outside.decision.reason == "stay: the target is 2 ranks, and 4 to 8 ranks are allowed"
 
 
-def test_a_number_of_ranks_that_is_not_allowed_is_left_at_once() -> None:
+def test_disallowed_number_of_ranks_is_left_at_once() -> None:
     weights = [1.0] * 8
     assert choose_ranks(ask(weights, 8, 0.1, most=6, fixed_seconds=1e9)).mesh.gpus in range(1, 7)
     assert choose_ranks(ask(weights, 2, 1e9, least=3, fixed_seconds=1e9)).mesh.gpus == 3
@@ -274,8 +274,8 @@ def test_wrong_questions_are_refused() -> None:
         ask([1.0] * 8, 4, 1.0, nodes=("a", "a", "b"))
 
 
-def test_ranks_of_a_node_that_stays_need_less() -> None:
-    """Ranks 0 and 3 stay: rank 3 has the last two layers already."""
+def test_kept_ranks_with_their_layers_move_fewer_bytes() -> None:
+    """Ranks 0 and 3 stay. Rank 3 already holds the last two layers."""
     weights = [1.0] * 8
     question = ask(weights, 4, 1000.0, least=2, target=2, replicas=(1,))
     other = replace(question, nodes=("a", "b", "b", "a"))
@@ -283,7 +283,7 @@ def test_ranks_of_a_node_that_stays_need_less() -> None:
     assert choose_ranks(other).moved_bytes == 60
 
 
-def test_uncertain_measurements_change_nothing() -> None:
+def test_uncertain_measurements_keep_the_ranks() -> None:
     weights = [1.0] * 8
     question = ask(weights, 8, 1000.0)
     choice = choose_ranks(question)
@@ -321,7 +321,7 @@ def test_options_are_searched_once() -> None:
     assert RankOptions(request_of([1.0])).fastest([3]) is None
 
 
-def test_a_table_of_every_number_of_ranks() -> None:
+def test_table_has_a_row_for_every_number_of_ranks() -> None:
     request = replace(request_of([1.0] * 8, 200), gpus=6)
     table = rank_table(request, 0.5, retune=True)
     assert [row.ranks for row in table.rows] == [1, 2, 3, 4, 5, 6]

@@ -1,4 +1,7 @@
-"""How many ranks a workload needs: against every placement, and with memory."""
+"""The number of ranks that a workload needs over time.
+
+The result is compared with all placements, with and without a memory limit.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ GROWING = Workload(
 )
 
 
-def test_a_small_model_needs_few_ranks_and_a_large_one_all() -> None:
+def test_small_model_needs_fewer_ranks_than_a_large_model() -> None:
     rows = ranks_needed(GROWING, 0.0)
     assert [(row.first, row.last) for row in rows] == [(0, 9), (10, 29), (30, 39)]
     assert [row.ranks for row in rows] == [4, 2, 4]
@@ -29,19 +32,19 @@ def test_a_small_model_needs_few_ranks_and_a_large_one_all() -> None:
     assert mean_ranks(rows) == 3.0
 
 
-def test_a_tolerance_allows_fewer() -> None:
+def test_tolerance_allows_fewer_ranks() -> None:
     assert [row.ranks for row in ranks_needed(GROWING, 4.0)] == [1, 1, 1]
 
 
-def test_memory_limits_how_few() -> None:
-    """Four layers fit a rank."""
+def test_memory_limit_requires_more_ranks() -> None:
+    """Four layers fit on a rank."""
     rows = ranks_needed(replace(GROWING, memory_limit=450), 2.5)
     assert [row.ranks for row in rows] == [2, 2, 2]
     with pytest.raises(InputError):
         ranks_needed(replace(GROWING, memory_limit=150), 0.0)
 
 
-def test_several_stages_a_rank() -> None:
+def test_ranks_needed_with_several_stages_per_rank() -> None:
     rows = ranks_needed(replace(GROWING, schedule="zb-v"), 0.0)
     assert rows[0].ranks == 4
     assert rows[1].ranks <= 2

@@ -90,7 +90,7 @@ def replayed(
 
 
 @given(cases(), st.data())
-def test_memory_is_what_a_replay_layer_by_layer_finds(
+def test_memory_matches_a_replay_by_layer(
     case: tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule], data: st.DataObject
 ):
     layers, counts, schedule = case
@@ -117,7 +117,7 @@ def test_memory_is_what_a_replay_layer_by_layer_finds(
 
 
 @given(cases(), st.data())
-def test_the_choice_fits_and_nothing_of_it_can_be_left_out(
+def test_chosen_layers_fit_and_are_all_needed(
     case: tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule], data: st.DataObject
 ):
     layers, counts, schedule = case
@@ -145,10 +145,10 @@ def test_the_choice_fits_and_nothing_of_it_can_be_left_out(
         choose_recomputed(layers, counts, schedule, limits)
 
 
-def test_the_seconds_are_near_the_least():
-    """The greedy choice against every subset, on a rank of nine layers.
+def test_recompute_time_is_close_to_the_minimum():
+    """The greedy choice is compared with all subsets, on a rank of nine layers.
 
-    Greedy is no knapsack solver, but it is not far off.
+    The choice is a knapsack problem, so greedy is not always optimal.
     """
     layers = tuple(
         LayerCost(f, 2.0, 1.0, 0, 1, 1, 2, a, 1, 2)

@@ -29,7 +29,7 @@ def profile(weights: list[float]) -> Profile:
     st.sampled_from((0.0, 0.01, 1.0)),
     st.sampled_from((None, 200, 400)),
 )
-def test_it_is_never_predicted_slower_than_to_stay(
+def test_reshape_is_never_predicted_to_be_slower(
     seed: int, replicas: int, horizon: int, price: float, limit: int | None
 ):
     rng = random.Random(seed)
@@ -66,11 +66,8 @@ def test_it_is_never_predicted_slower_than_to_stay(
         )
 
 
-def test_more_layers_on_fewer_stages_are_balanced_where_memory_allows():
-    """Heavy and light layers alternate.
-
-    On four ranks of two layers each, only one heavy layer more or less helps.
-    """
+def test_reshape_to_fewer_stages_needs_enough_memory():
+    """Heavy and light layers alternate, so two stages are better balanced than four."""
     given = profile([3.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0])
     current, partition = Mesh(4, 1, 16, 1, "zb-h1"), Partition((2, 2, 2, 2))
     # Four layers of 40 bytes, and 30 to sum the gradients of one over two replicas.

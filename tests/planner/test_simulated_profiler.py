@@ -23,7 +23,7 @@ def test_one_reading_has_no_halves_and_two_of_a_step_agree() -> None:
         assert profiler.halves() == halves
 
 
-def test_a_layer_that_changes_is_measured_anew() -> None:
+def test_changed_layer_is_measured_from_scratch() -> None:
     profiler = SimulatedProfiler(2)
     for _ in range(5):
         profiler.observe(costs(1.0, 1.0))

@@ -94,11 +94,11 @@ def replayed(plan: Plan) -> None:
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "interleaved-1f1b"])
 @pytest.mark.parametrize("frozen", [0, 5])
-def test_every_schedule(schedule: str, frozen: int) -> None:
+def test_plan_with_every_schedule_is_consistent(schedule: str, frozen: int) -> None:
     replayed(make_plan(PlanRequest(profile(frozen=frozen), 3, 6, schedule)))
 
 
-def test_interleaved() -> None:
+def test_plan_with_interleaved_stages_is_consistent() -> None:
     replayed(make_plan(PlanRequest(profile(), 3, 6, "interleaved-1f1b", chunks=3)))
 
 
@@ -144,11 +144,11 @@ def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", few(range(12), 4))
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half"])
-def test_a_placement_that_fits_is_not_refused(schedule: str, seed: int) -> None:
-    """The plan against all placements.
+def test_plan_exists_if_a_placement_fits(schedule: str, seed: int) -> None:
+    """The plan is compared with all placements.
 
-    With frozen prefixes and several stages a rank, a rank keeps less than its stages' peaks
-    together.
+    With frozen prefixes and several stages per rank, a rank keeps less than the sum of its stages'
+    peaks.
     """
     known = profile(7, seed, frozen=seed % 5)
     request = PlanRequest(known, 2 + seed % 2, 3, schedule)
@@ -163,7 +163,7 @@ def test_a_placement_that_fits_is_not_refused(schedule: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", few(range(40), 10))
-def test_the_automatic_schedule_fits_wherever_one_microbatch_does(seed: int) -> None:
+def test_automatic_schedule_fits_if_one_microbatch_fits(seed: int) -> None:
     rng, known = random.Random(seed), profile(8, seed, frozen=seed % 4)
     request = PlanRequest(
         known,
@@ -202,7 +202,7 @@ def test_moves_are_between_ranks() -> None:
 
 
 def test_costs_without_sizes_bound_the_microbatches_in_flight() -> None:
-    """The schedule does not keep more in flight than twice 1F1B's for that."""
+    """The schedule keeps at most twice as many microbatches in flight as 1F1B."""
     known = Profile(tuple(LayerCost(1, 1, 1) for _ in range(8)), tuple("abcdefgh"))
     plan = make_plan(PlanRequest(known, 4, 40, "zb-auto"))
     assert max(pair[0] for pairs in resident(plan.schedule) for pair in pairs) <= 8
@@ -214,9 +214,9 @@ def test_costs_without_sizes_bound_the_microbatches_in_flight() -> None:
 @pytest.mark.parametrize("percents", few(((100, 98, 95, 85), range(100, 75, -2)), 1))
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-auto", "zb-v"])
 def test_a_plan_counts_the_memory_of_a_run(schedule: str, percents: Sequence[int]) -> None:
-    """A run counts the workspaces of ops, and messages that wait.
+    """A run needs memory for workspaces and pending messages.
 
-    Here they are half as much as the activations.
+    Here they are half as large as the activations.
     """
     known = profile(12)
     layers = tuple(
@@ -249,10 +249,10 @@ def test_a_plan_counts_the_memory_of_a_run(schedule: str, percents: Sequence[int
     assert fitting >= 4, "the limits are too tight to show anything"
 
 
-def test_recomputing_all_looks_as_far_as_recomputing_none() -> None:
-    """Balancers set the largest layer's activations aside on every rank.
+def test_recompute_all_is_planned_at_the_least_memory() -> None:
+    """Balancers reserve the activations of the largest layer on every rank.
 
-    A placement may still fit if not every rank needs them.
+    A placement may still fit, because not every rank needs them.
     """
     rng, hits = random.Random(5), 0
     for _ in range(8):

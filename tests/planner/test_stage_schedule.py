@@ -1,6 +1,6 @@
-"""Schedules within all of a rank's memory.
+"""Schedules within the whole memory of a rank.
 
-That includes messages that wait and the workspace of an op.
+The memory includes pending messages and the workspace of an op.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def schedule_within(
 
 
 @pytest.mark.parametrize("spare", [1.0, 1.1, 1.5, 2.0])
-def test_whatever_1f1b_fits_is_enough(spare: float) -> None:
-    """32 microbatches, so that many messages may wait."""
+def test_schedule_fits_and_is_faster_if_1f1b_fits(spare: float) -> None:
+    """There are 32 microbatches, so that many messages may be pending."""
     layers, partition = [LAYER] * 8, uniform(8, 4)
     limit = int(spare * max(rank_memory(layers, partition.counts, make("1f1b", 4, 32))))
     schedule = schedule_within(limit, layers, partition, 32)
@@ -65,7 +65,7 @@ def test_whatever_1f1b_fits_is_enough(spare: float) -> None:
     )
 
 
-def test_without_a_limit_it_is_twice_that_of_1f1b() -> None:
+def test_unlimited_schedule_needs_at_most_twice_1f1b_memory() -> None:
     layers, partition = [LAYER] * 8, uniform(8, 4)
     alive = max(rank_memory(layers, partition.counts, schedule_within(None, layers, partition, 32)))
     assert alive < 2 * max(rank_memory(layers, partition.counts, make("1f1b", 4, 32)))
@@ -96,12 +96,12 @@ uneven = st.builds(
     st.sampled_from(["zb-auto", "zb-v"]),
     st.floats(0.0, 2.0),
 )
-def test_a_schedule_that_fits_is_found(
+def test_schedule_within_any_feasible_limit_exists(
     layers: list[LayerCost], microbatches: int, name: str, share: float
 ) -> None:
-    """Draws limits for the memory of ranks.
+    """The limits are random.
 
-    They range from the need of the tightest schedule (one microbatch alive on a rank) to twice that
+    They range from the need of the tightest schedule, with one microbatch in flight, to twice that
     of 1F1B.
     """
     partition, ranks = uniform(8, 4), 2 if name == "zb-v" else 4

@@ -17,7 +17,7 @@ def told(request: PlanRequest) -> str:
     return str(error.value)
 
 
-def test_a_plan_that_does_not_fit_is_refused_with_one_that_does() -> None:
+def test_refused_plan_suggests_a_plan_that_fits() -> None:
     known = profile(12)
     heavy = replace(known.layers[0], f=4.0, b=4.0, w=4.0, weight_bytes=3000, activation_bytes=300)
     request = PlanRequest(
@@ -41,7 +41,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_one_that_does() -> None:
     assert "; nothing that was tried fits" in told(replace(request, memory_limit=1000))
 
 
-def test_the_suggestion_fits() -> None:
+def test_suggested_plan_fits() -> None:
     for seed in range(4):
         known = profile(12, seed)
         limit = round(max(plan_or_suggest(PlanRequest(known, 3, 6, "zb-h1")).memory) * 0.97)

@@ -47,7 +47,7 @@ def seconds(
     return timeline.makespan if objective is Objective.MAKESPAN else timeline.span
 
 
-def test_seconds_of_each_policy() -> None:
+def test_each_policy_has_the_expected_step_times() -> None:
     outcome = replay(workload())
     assert [x.seconds for x in outcome.static] == [seconds(0, (4, 4, 4))] * 10 + [
         seconds(1, (4, 4, 4))
@@ -77,7 +77,7 @@ def test_seconds_of_each_policy() -> None:
     assert outcome.bound == 4
 
 
-def test_the_decision_is_the_trigger_s() -> None:
+def test_rebalance_decision_is_that_of_the_trigger() -> None:
     for margin in (0.0, 1.0, 20.0, 1e6):
         outcome = replay(workload(policy=Policy(every=5, margin=margin)))
         for rebalance in outcome.rebalances:
@@ -95,36 +95,36 @@ def test_a_move_late_in_the_run_does_not_pay() -> None:
     assert late.rebalances[0].reason.startswith("stay: ")
 
 
-def test_a_forced_balancer_does_not_weigh() -> None:
+def test_forced_balancer_ignores_the_price() -> None:
     outcome = replay(workload(initial=(8, 2, 2), policy=Policy("uniform", every=5, margin=1e9)))
     (move,) = outcome.moves
     assert (move.step, move.target, move.reason) == (5, (4, 4, 4), "uniform: forced")
 
 
-def test_without_a_balancer_nothing_moves() -> None:
+def test_no_balancer_moves_no_layer() -> None:
     outcome = replay(workload(policy=Policy("none")))
     assert outcome.policy == outcome.static
     assert outcome.rebalances == ()
 
 
-def test_the_random_balancer_moves_at_every_chance() -> None:
+def test_random_balancer_moves_at_every_decision() -> None:
     assert len(replay(workload(policy=Policy("random", every=5))).moves) == 7
 
 
-def test_perfect_balance_is_even_stages() -> None:
+def test_perfect_balance_has_even_stages() -> None:
     even = replay(workload(moments=((0, (ONE,) * 12),)))
     assert even.perfect == even.static == even.policy
     outcome = replay(workload())
     assert outcome.perfect_seconds < outcome.seconds < outcome.static_seconds
 
 
-def test_the_price_by_the_byte() -> None:
+def test_move_price_is_proportional_to_bytes() -> None:
     (move,) = replay(workload(policy=Policy(every=5, seconds_per_byte=1e-3))).moves
     assert move.seconds == pytest.approx(1e-3 * move.moved_bytes)
 
 
-def test_a_move_is_weighed_at_its_own_price() -> None:
-    """The first move is of one byte. The second would take longer than it saves."""
+def test_move_must_repay_its_own_price() -> None:
+    """The first move sends one byte. The second move would take longer than it saves."""
     ends = tuple(
         LayerCost(t, t, t, weight_bytes=size)
         for t, size in ((1.0, 1), (1.0, 10**9), (1.0, 1), (3.0, 1))
@@ -151,10 +151,10 @@ def test_a_move_is_weighed_at_its_own_price() -> None:
     ]
 
 
-def test_perfect_is_no_slower_than_what_is_had() -> None:
-    """Beside a frozen prefix whole layers may do better than even stages.
+def test_perfect_balance_is_never_slower_than_a_placement() -> None:
+    """With a frozen prefix, whole layers may be faster than perfectly even stages.
 
-    Even stages all run backwards.
+    All even stages would run a backward.
     """
     outcome = replay(workload(moments=((0, (FROZEN,) * 2 + (ONE,) * 10),), microbatches=2))
     pairs = zip(outcome.perfect, outcome.policy, outcome.static, strict=True)
@@ -163,11 +163,10 @@ def test_perfect_is_no_slower_than_what_is_had() -> None:
     )
 
 
-def test_replicas_reduce_their_gradients() -> None:
-    """Times of a ring and of the ends of ranks.
+def test_reduction_time_of_replicas_is_added() -> None:
+    """A ring takes 2 (r - 1) latencies and sends 2 (r - 1) / r of the bytes.
 
-    A ring takes 2 (r - 1) latencies and 2 (r - 1) / r of the bytes. The ranks of 1F1B all end with
-    rank 0's last backward at the latest.
+    All ranks of 1F1B end no later than the last backward of rank 0.
     """
     alone = replay(workload(moments=((0, (ONE,) * 12),)))
     four = replay(
@@ -183,15 +182,15 @@ def test_replicas_reduce_their_gradients() -> None:
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "interleaved-1f1b"])
 @pytest.mark.parametrize("objective", Objective)
-def test_every_schedule(schedule: str, objective: Objective) -> None:
+def test_every_schedule_replays_a_workload(schedule: str, objective: Objective) -> None:
     outcome = replay(workload(schedule=schedule, objective=objective))
     assert len(outcome.policy) == len(outcome.static) == len(outcome.perfect) == 40
     assert all(0 <= x.idle_ratio < 1 for x in (*outcome.policy, *outcome.static, *outcome.perfect))
     assert outcome.seconds <= outcome.static_seconds
 
 
-def test_a_schedule_from_costs_is_that_of_the_costs_measured_last() -> None:
-    """The order of zb-auto is that of the old costs until the next decision."""
+def test_automatic_schedule_uses_the_latest_measured_costs() -> None:
+    """zb-auto keeps the order of the old costs until the next decision."""
     slow = tuple(replace(ONE, f=1 + i / 3) for i in range(12))
     outcome = replay(
         workload(moments=((0, (ONE,) * 12), (10, slow)), schedule="zb-auto", policy=Policy("none"))
@@ -200,16 +199,16 @@ def test_a_schedule_from_costs_is_that_of_the_costs_measured_last() -> None:
     assert outcome.policy[10].seconds >= fresh.policy[0].seconds
 
 
-def test_no_memory_for_the_placement() -> None:
+def test_placement_over_the_memory_limit_is_refused() -> None:
     with pytest.raises(InputError, match=r"rank 0 needs .* over the limit of 1000"):
         replay(workload(memory_limit=1000))
 
 
-def test_fluctuations_move_nothing() -> None:
-    """Each step another layer is the slow one.
+def test_fluctuations_move_no_layer() -> None:
+    """A different layer is slow at each step.
 
-    By the last step alone layers would move at every decision. A change that is announced is
-    believed at once.
+    Decisions by the last step alone would move layers each time. An announced change counts at
+    once.
     """
     moments = tuple(
         (step, tuple(replace(ONE, f=8.0) if i == 5 * step % 12 else ONE for i in range(12)))
@@ -220,10 +219,10 @@ def test_fluctuations_move_nothing() -> None:
     assert not replay(replace(each, announced=False)).moves
 
 
-def test_a_lasting_change_is_seen_through_the_readings() -> None:
-    """The costs change at step 10 and nobody says so.
+def test_lasting_change_is_detected_by_the_readings() -> None:
+    """The costs change at step 10 without an announcement.
 
-    After five steps all readings are of the new costs.
+    All readings are of the new costs after five steps.
     """
     outcome = replay(workload(policy=Policy(every=1), announced=False))
     (move,) = outcome.moves

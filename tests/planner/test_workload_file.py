@@ -1,4 +1,4 @@
-"""A workload's file: what it may say, and what is wrong is named."""
+"""The workload file: valid contents, and errors that name the key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOMENT = {"step": 0, "f": [1.0, 1.0], "b": [1.0, 1.0], "w": [1.0, 1.0]}
 LEAST: dict[str, Any] = {"steps": 4, "ranks": 2, "microbatches": 2, "layers": {"moments": [MOMENT]}}
 
 
-def test_the_least_a_file_can_say() -> None:
+def test_minimal_workload_file() -> None:
     workload = parse(LEAST, Path())
     assert workload.moments == ((0, (LayerCost(1, 1, 1),) * 2),)
     assert (workload.schedule, workload.objective, workload.policy, workload.replicas) == (
@@ -34,7 +34,7 @@ def test_the_least_a_file_can_say() -> None:
     assert replay(workload).moves == ()
 
 
-def test_the_workspace_of_any_op_stands_in_for_that_of_each() -> None:
+def test_general_workspace_is_the_default_of_each_op() -> None:
     workload = parse(
         LEAST
         | {
@@ -51,7 +51,7 @@ def test_the_workspace_of_any_op_stands_in_for_that_of_each() -> None:
     ]
 
 
-def test_the_example() -> None:
+def test_example_workload_file() -> None:
     workload = read(EXAMPLE)
     assert (workload.name, workload.layers, workload.ranks, workload.replicas, workload.steps) == (
         "freezing",
@@ -75,7 +75,7 @@ def test_the_example() -> None:
     )
 
 
-def test_fewer_steps_than_moments(tmp_path: Path) -> None:
+def test_moments_after_the_last_step_are_dropped(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(
         json.dumps({"f": [[1], [2], [3]], "b": [[1]] * 3, "w": [[1]] * 3, "case": "x"})
     )
@@ -153,7 +153,7 @@ def test_a_wrong_trace_is_refused_by_place(trace: str, message: str, tmp_path: P
     assert message in str(error.value)
 
 
-def test_the_placement_must_fit() -> None:
+def test_initial_placement_of_another_size_is_refused() -> None:
     with pytest.raises(
         InputError,
         match=r"policy\.initial counts 2 layers on 1 stages",

@@ -1,4 +1,4 @@
-"""Runs held against each other: phases, speed-ups, weights, configs and the machine's noise."""
+"""Comparison of runs: phases, speed-ups, weights, configs and noise."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.report.records import cells, changed, end, step
 
 
 def test_runs_are_compared_over_the_same_steps() -> None:
-    """The work is another from step 6 on.
+    """The work changes at step 6.
 
-    In the second run layers move, and in the third the case is missing.
+    Layers move in the second run, and the third run has no dynamic case.
     """
     steady = [step(i, 4.0 if i < 6 else 2.0) for i in range(12)]
     moving = [step(i, 4.0 if i < 6 else 1.0, (2, 2) if i < 8 else (3, 1)) for i in range(12)]
@@ -56,9 +56,9 @@ def test_runs_of_unequal_length_are_compared_per_step() -> None:
 
 
 def test_balancing_time_counts_in_the_speed_up() -> None:
-    """The second run's steps are twice as fast.
+    """The steps of the second run take half as long.
 
-    The time between them is as long again.
+    The time between its steps is as long as the steps.
     """
     one, two = (
         summarize([*map(step, range(10)), end(seconds=10.5)]),
@@ -121,7 +121,7 @@ def test_verdict_compares_loss_and_digests() -> None:
 
 
 def test_unequal_times_of_equal_steps_are_noise() -> None:
-    """The first steps are the same work as long as nothing has moved."""
+    """All runs do the same work until the first layer moves."""
 
     def runs(
         seconds: float, count: int = 6, layers: tuple[int, ...] = (2, 2)
@@ -143,9 +143,9 @@ def test_unequal_times_of_equal_steps_are_noise() -> None:
 
 
 def test_steps_after_a_change_or_move_do_not_count_as_noise() -> None:
-    """Two runs in which attention gets sparse at step 6.
+    """Attention becomes sparse at step 6 in both runs. Layers move in the second run.
 
-    Layers move in the second run alone. Steps after either event say nothing of the machine.
+    Steps after either event are no measure of the machine's noise.
     """
     balancing = {"balance.balancer": ["none", "exact"]}
 

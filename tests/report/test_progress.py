@@ -1,4 +1,4 @@
-"""The line one watches: plain lines where there is no terminal."""
+"""The progress display: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines about ranks that leave and join, and the account of a run."""
+"""Lines about ranks that leave and join, and the GPU time of a run."""
 
 from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, StepEvent
 from dynmo.report.rank_lines import account_text, rank_account, rank_text

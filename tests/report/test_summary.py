@@ -1,4 +1,4 @@
-"""The summary of a run's events: phases and their medians, and what a resumed run repeats."""
+"""The summary of a run: phases, medians, and the repeated steps of a resumed run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dynmo.report.summary import summarize
 from tests.report.records import change, end, move, result, step
 
 
-def test_phase_has_the_medians_of_its_steps() -> None:
+def test_a_phase_has_the_medians_of_its_steps() -> None:
     events: list[Event] = [step(0, 9.0), step(1, 1.0), step(2, 2.0), step(3, 3.0)]
     events += [
         step(4, 9.0, frozen=1),
@@ -35,10 +35,9 @@ def test_phase_has_the_medians_of_its_steps() -> None:
 
 
 def test_phase_ends_at_any_change_of_the_work() -> None:
-    """Any change of the work ends a phase.
+    """A case that freezes no layer and a reshape to the same layers end a phase too.
 
-    That includes a case that freezes nothing, and a reshape to the same layers. An event that
-    changed no layer does not end one.
+    An event that changed no layer does not end a phase.
     """
     events: list[Event] = [
         change(0),
@@ -68,9 +67,9 @@ def test_an_empty_or_unfinished_run_has_no_digest() -> None:
 
 
 def test_later_events_of_a_resumed_run_replace_earlier_ones() -> None:
-    """A run is cut off after step 5 and resumed from the checkpoint after step 3.
+    """A run is cut off after step 5 and resumes from the checkpoint after step 3.
 
-    The later account of steps and of moves counts.
+    The later events of repeated steps and moves count.
     """
     before: Sequence[Event] = [
         step(0),

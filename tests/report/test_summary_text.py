@@ -45,10 +45,7 @@ def test_many_phases_are_shortened_in_the_middle() -> None:
 
 
 def test_move_line_has_predicted_and_measured_gain() -> None:
-    """Predicted against measured gains, as factors.
-
-    A step shorter by 20 % is 1.25 times as fast.
-    """
+    """Gains are factors. A step that is 20 % shorter is 1.25 times as fast."""
     lines = rebalance_lines(
         summarize([step(0), move(1, 1, 0.2), step(1), move(2, 2, 0.5), step(2), result(2, 1, 0.1)])
     )

@@ -1,4 +1,4 @@
-"""Every schedule by its name: placement, number of stages, and what is refused."""
+"""Every schedule by name: placement, number of stages and refused requests."""
 
 from __future__ import annotations
 

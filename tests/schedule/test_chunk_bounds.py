@@ -1,6 +1,6 @@
-"""Several stages a rank: no schedule is ever under the bound.
+"""Several stages per rank: no schedule is below the bound.
 
-Not even the proven best schedule is.
+This includes the proven best schedule.
 """
 
 from __future__ import annotations
@@ -72,5 +72,5 @@ def test_bound_for_one_stage_per_rank_equals_the_plain_bound() -> None:
 
 
 def test_bound_of_an_even_v_is_close_to_the_work_of_a_rank() -> None:
-    """Two ranks, two halves each: a rank's work is a bound that a V can nearly reach."""
+    """Two ranks hold two equal halves each, and a V nearly reaches the bound."""
     assert lower_bound_on((0, 1, 1, 0), uniform_costs(4, 1, 1, 1), 8) == pytest.approx(48, rel=0.1)

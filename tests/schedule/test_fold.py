@@ -1,6 +1,6 @@
-"""A schedule of several ranks on one rank.
+"""A schedule of several ranks, folded onto one rank.
 
-It has the same ops and every rank's own order. No op comes before what it needs.
+It has the same ops in every rank's own order, and every op follows its dependencies.
 """
 
 from __future__ import annotations

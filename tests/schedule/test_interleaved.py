@@ -95,7 +95,7 @@ def test_one_chunk_is_1f1b(p: int, groups: int) -> None:
 
 @few
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), times, times, times)
-def test_bubble_is_that_of_1f1b_divided_by_the_chunks(
+def test_the_bubble_is_that_of_1f1b_divided_by_the_chunks(
     p: int, groups: int, v: int, f: int, b: int, w: int
 ) -> None:
     m = p * groups

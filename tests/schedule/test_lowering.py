@@ -1,6 +1,6 @@
-"""Programs send every message once and take it once, in order.
+"""Programs send and receive every message exactly once, in order.
 
-Every instruction has what it needs when it runs.
+Every instruction has its inputs when it runs.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def test_any_schedule_lowers(schedule: Schedule) -> None:
 @few
 @given(schedules())
 def test_fuse_merges_b_and_w_on_the_first_trainable_stage(schedule: Schedule) -> None:
-    """B and W are fused on the first trainable stage only, and the work is the same."""
+    """Other stages keep B and W apart, and the set of ops stays the same."""
     fused = fuse(schedule)
     validate(fused)
     for before, after in zip(schedule.ops, fused.ops, strict=True):
@@ -210,9 +210,9 @@ def test_forward_only_programs_have_no_backward() -> None:
 
 
 def test_channel_depths_follow_credits_and_order() -> None:
-    """A forward-only stage runs ahead by the credits.
+    """Credits limit how far a forward-only stage runs ahead.
 
-    Only the schedule holds a training stage's messages back.
+    Only the order of the schedule limits a trainable stage.
     """
     schedule = make_schedule("1f1b", 4, 9, 2)
     depth = lower(schedule)[1].depth
@@ -240,9 +240,9 @@ def programs(
 
 
 def test_deadlock_from_finite_channel_depth_is_detected() -> None:
-    """Two places are enough, and one is not.
+    """A depth of two is enough, and a depth of one is not.
 
-    Rank 0 has two messages for one channel before the message that rank 1 takes first.
+    Rank 0 sends two messages on one channel before the message that rank 1 takes first.
     """
     sends: list[Instruction] = [Send(DOWN, 0, 0), Send(DOWN, 0, 1), Send(ACROSS, 2, 0)]
     takes: list[Instruction] = [Receive(ACROSS, 3, 0), Receive(DOWN, 1, 0), Receive(DOWN, 1, 1)]
@@ -331,10 +331,7 @@ def test_verdicts_of_any_schedule_are_consistent(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize(("name", "p"), list(product(SCHEDULES, (1, 2, 4))))
 def test_verdicts_come_as_late_as_possible(name: str, p: int) -> None:
-    """The verdict is as late as can be.
-
-    The next op is every rank's own first B or W, or something that waits for another's.
-    """
+    """The op after the verdict is the first B or W of the rank, or depends on one."""
     schedule = make(name, p, 8)
     holds(schedule)
     for program in lower(schedule, post_validation=True):
@@ -346,10 +343,9 @@ def test_verdicts_come_as_late_as_possible(name: str, p: int) -> None:
 
 
 def test_forward_only_rank_runs_ahead_by_its_credits() -> None:
-    """Rank 0 is frozen.
+    """Rank 0 is frozen and has four credits.
 
-    Rank 1 takes three messages before its verdict, and there are four credits. The next message
-    would have to wait.
+    Rank 1 takes three messages before its verdict. The next message would have to wait.
     """
     head, _, tail = cut(lower(make_schedule("1f1b", 4, 12, 1), post_validation=True)[0])
     assert sum(isinstance(i, Send) for i in head) == 3 + 4
@@ -363,7 +359,7 @@ def test_verdict_routes_follow_the_placement() -> None:
 
 
 def test_wrong_number_of_discarded_messages_is_detected() -> None:
-    """A verdict that throws away too few or too many messages is an error.
+    """A verdict must discard exactly the messages of the old step.
 
     With one too few, a rank would take an old message for a new one. With one too many, the rank
     would wait for ever.
@@ -381,10 +377,9 @@ def test_wrong_number_of_discarded_messages_is_detected() -> None:
 
 
 def test_verdict_after_a_dependent_gradient_is_detected() -> None:
-    """The verdict stands behind a B that needs a gradient of rank 1.
+    """The verdict comes after a B that needs a gradient of rank 1.
 
-    Rank 1 has that gradient only once it has passed its own verdict on. In a V, that verdict comes
-    from rank 0.
+    Rank 1 sends the gradient only after its own verdict. In a V, that verdict comes from rank 0.
     """
     schedule = make("zb-v", 2, 2)
     programs = list(lower(schedule, post_validation=True))
@@ -404,7 +399,7 @@ def test_verdict_after_a_dependent_gradient_is_detected() -> None:
 
 
 def test_compute_instructions_name_the_target_of_results() -> None:
-    """Rank 0 holds stages 0 and 3, rank 1 stages 1 and 2, and stage 0 is frozen."""
+    """Rank 0 holds stages 0 and 3, and rank 1 holds stages 1 and 2. Stage 0 is frozen."""
     rows = (
         (Op(Kind.F, 0, 0), Op(Kind.F, 3, 0), Op(Kind.B, 3, 0), Op(Kind.W, 3, 0)),
         (
@@ -439,7 +434,7 @@ def test_compute_instructions_name_the_target_of_results() -> None:
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_varying_boundary_marks_its_channels(schedule: str) -> None:
-    """Both directions of a boundary, on both ranks. Without any, no channel does."""
+    """Both directions vary, on both ranks. No channel varies by default."""
     one = make(schedule, 2, 4)
     boundary = 0
     for program in lower(one, varying=[boundary]):

@@ -1,4 +1,4 @@
-"""Stage memory: worked by hand, and against the simulator's own peak."""
+"""Stage memory, compared with hand computations and with the simulator's peak."""
 
 import pytest
 

@@ -199,10 +199,10 @@ def test_peak_memory_matches_a_hand_computation() -> None:
 @few
 @given(schedules(), st.data())
 def test_peak_memory_matches_the_timeline(schedule: Schedule, data: st.DataObject) -> None:
-    """The memory by the clock.
+    """The memory is summed over time.
 
-    A microbatch holds its activations from F's start to B's end, and its stash from there to W's
-    end.
+    A microbatch holds its activations from the start of F to the end of B. It holds its stash from
+    there to the end of W.
     """
     costs = data.draw(whole_costs(schedule.stages).map(with_time))
     timeline = simulate(schedule, costs)

@@ -1,4 +1,4 @@
-"""Whoever adds a loop sees to it that set-up compiles it."""
+"""Set-up compiles every loop. Whoever adds a loop must add it there."""
 
 from __future__ import annotations
 

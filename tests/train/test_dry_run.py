@@ -1,7 +1,4 @@
-"""The dry run's numbers.
-
-They are compared with a count by hand, and with what a run measures.
-"""
+"""The figures of a dry run, compared with hand computations and measured runs."""
 
 from __future__ import annotations
 
@@ -57,9 +54,9 @@ def test_parameters_and_static_bytes() -> None:
 
 
 def test_stash_bytes_match_a_hand_computation() -> None:
-    """W needs ids and output gradient of the embedding.
+    """W needs the ids and the output gradient of the embedding.
 
-    W also needs input and output gradient of every linear.
+    W also needs the input and the output gradient of every linear.
     """
     costs = shape_costs(parse(TINY), load_model(parse(TINY)))
     embedding = TOKENS * 8 + 4 * TOKENS * 8
@@ -71,9 +68,9 @@ def test_stash_bytes_match_a_hand_computation() -> None:
 
 
 def test_memory_of_1f1b_matches_a_hand_computation() -> None:
-    """1F1B on two ranks.
+    """1F1B on two ranks. No W is pending.
 
-    The first rank has two microbatches in flight, and the last one has one. Nothing waits for W.
+    The first rank has two microbatches in flight, and the last rank has one.
     """
     config = parse(TINY)
     costs = shape_costs(config, load_model(config))
@@ -104,9 +101,9 @@ def test_memory_of_1f1b_matches_a_hand_computation() -> None:
 
 @pytest.mark.parametrize("sequence", [4, 64])
 def test_predicted_bytes_match_a_measured_run(sequence: int) -> None:
-    """The prediction is right to the byte.
+    """The prediction is exact to the byte.
 
-    That includes attention, which keeps nothing that grows with the square of the sequence.
+    This includes attention, which keeps no tensor that grows with the square of the sequence.
     """
     model = load_model(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}))
     costs = shape_costs(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}), model)
@@ -126,9 +123,9 @@ def test_predicted_bytes_match_a_measured_run(sequence: int) -> None:
 
 
 def test_dry_run_allocates_no_memory_and_draws_no_numbers() -> None:
-    """The model is far larger than this machine.
+    """The model is far larger than the memory of this machine.
 
-    No random number of the process is used up.
+    The random state of the process does not change.
     """
     huge = parse(
         {

@@ -1,4 +1,4 @@
-"""Effects of a config on this machine: first placement, memory, device, cores."""
+"""Effects of a config on this machine: placement, memory, device and cores."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_too_few_cores_give_a_warning() -> None:
 
 
 def test_cuda_variables_are_set_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The value is set before anything asks whether there is a device.
+    """The variables are set before torch looks for a device.
 
-    A value that the user has set stays.
+    Values that the user has set stay.
     """
     names = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
     seen: list[list[str | None]] = []
@@ -81,9 +81,9 @@ def test_cuda_variables_are_set_before_cuda_starts(monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five ranks over gloo on two GPUs: in turn, and each with a third of the memory.
+    """Five ranks over gloo share two GPUs in turn. Each has a third of the memory.
 
-    NCCL refuses that.
+    NCCL refuses to share a GPU.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,4 +1,4 @@
-"""The message to a newcomer."""
+"""The message to a joining rank."""
 
 import json
 import math

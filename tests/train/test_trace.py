@@ -1,6 +1,6 @@
-"""The trace is valid in Chrome's Trace Event Format.
+"""The trace file in Chrome's Trace Event Format.
 
-Each op is there once, and nothing overlaps on a rank.
+Each op appears once, and ops on one rank do not overlap.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_trace_events_have_names_and_categories() -> None:
 
 
 def test_rounding_makes_no_overlap() -> None:
-    """Ends that round up meet starts that round down."""
+    """An end that is rounded up may meet a start that is rounded down."""
     bounds = [i * 1.77777e-7 for i in range(2000)]
     rows = [[0, 0, 0, j, a, b] for j, (a, b) in enumerate(pairwise(bounds))]
     slices = [e for e in chrome_trace([rows])["traceEvents"] if e["ph"] == "X"]
@@ -137,7 +137,7 @@ class CoarseClock(HostClock):
 
 
 def test_a_long_run_keeps_its_resolution(tmp_path: Path) -> None:
-    """After a day, the resolution of float32 would be 8 ms."""
+    """The resolution of float32 would be 8 ms after a day."""
     tracer = Tracer(alone(), CoarseClock(), 1)
     day = time.perf_counter() + 86400
     for step in range(2):
@@ -158,7 +158,7 @@ def test_a_long_run_keeps_its_resolution(tmp_path: Path) -> None:
 
 
 def test_unwritable_trace_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The training is not lost if its trace cannot be written."""
+    """The training does not fail if its trace cannot be written."""
     path = tmp_path / "nowhere" / "trace.json"
     Tracer(alone(), HostClock(), 3).finish(path)
     assert caplog.messages == [f"{path} cannot be written: No such file or directory"]

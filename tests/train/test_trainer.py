@@ -1,6 +1,6 @@
-"""The loop: runs that stop, resume and end.
+"""The training loop: runs that stop, resume and end.
 
-A run that stops and resumes ends as if it had not stopped.
+A resumed run ends like an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def config(ranks: int, dynamism: dict[str, Any], **changes: Any) -> dict[str, An
 def test_resumed_run_equals_the_uninterrupted_run(
     pool: Pool, tmp_path: Path, dynamism: dict[str, Any]
 ) -> None:
-    """A run is stopped by a signal after step 4 and resumed on fewer ranks.
+    """A signal stops a run after step 4. The run resumes on fewer ranks.
 
-    It is stopped again and resumed on more. Loss and weights are the same.
+    The run stops once more and resumes on more ranks. Loss and weights are the same.
     """
     whole = pool.run(
         "train_in", 3, config=config(3, dynamism), folder=str(_made(tmp_path / "whole"))
@@ -130,7 +130,7 @@ def test_damaged_checkpoint_is_skipped(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_an_earlier_version_loads(pool: Pool, tmp_path: Path) -> None:
-    """The manifest has no hash of its own. It loads, and the run says so."""
+    """The manifest has no hash of its own. The run warns and loads the checkpoint."""
     folder = _made(tmp_path / "run")
     whole = pool.run("train_in", 1, config=config(1, {}), folder=str(folder))
     shutil.rmtree(folder / "checkpoints/step-000012")
@@ -154,7 +154,7 @@ def test_checkpoint_of_an_earlier_version_loads(pool: Pool, tmp_path: Path) -> N
 
 
 def test_resumed_finished_run_keeps_its_result(pool: Pool, tmp_path: Path) -> None:
-    """Nothing is left to do, and its loss is still known: no NaN in the log."""
+    """No step is left, and the loss is still known. The log has no NaN."""
     folder = _made(tmp_path / "run")
     done = pool.run("train_in", 2, config=config(2, {}), folder=str(folder))
     resumed = pool.run("train_in", 2, config=config(2, {}), folder=str(folder), resume=True)
@@ -174,10 +174,7 @@ def test_unwritable_costs_file_does_not_fail_the_run(pool: Pool, tmp_path: Path)
 
 
 def test_measured_threshold_is_saved_in_the_run_config(pool: Pool, tmp_path: Path) -> None:
-    """The recorded config gives the same bits without a measurement.
-
-    It does so wherever it is trained.
-    """
+    """The saved config gives the same bits without a measurement, on any machine."""
     pruning = {
         "cases": ["pruning"],
         "pruning": {"start": 1, "end": 9, "every": 2, "dense_below": "measured"},
@@ -226,9 +223,9 @@ def test_resuming_with_another_model_is_refused(pool: Pool, tmp_path: Path) -> N
 
 
 def test_output_cache_without_repeated_batches_is_refused(pool: Pool) -> None:
-    """Every rank refuses alike.
+    """Every rank raises the same error.
 
-    Evaluations come again, and so do single sequences and whole batches in a later epoch.
+    Evaluations repeat. Single sequences and whole batches repeat in a later epoch.
     """
     cached = {"cases": ["freezing"], "freezing": {"schedule": [[1, 2]], "cache_bytes": 1 << 20}}
     wanted = config(2, cached, checkpoint={}, balance={"balancer": "none"})

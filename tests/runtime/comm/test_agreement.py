@@ -1,4 +1,4 @@
-"""Ranks compare what they decided, and name who differs."""
+"""Ranks compare their decisions and name the ranks that differ."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ JOBS = "tests.runtime.jobs.world:"
         ([None, "a", "b"], "rank 1 and rank 2 disagree on the plan"),
     ],
 )
-def test_ranks_that_disagree_are_named_everywhere(
+def test_disagreeing_ranks_are_named_on_all_ranks(
     pool: Pool, said: list[str | None], text: str
 ) -> None:
-    """All ranks find out, those that said nothing too."""
+    """Ranks that took no part in the decision get the same message."""
     results = pool.run(JOBS + "agree", 3, said=said)
     assert len(set(results)) == 1
     assert results[0].split(";")[0] == text
@@ -39,5 +39,7 @@ def test_ranks_that_disagree_are_named_everywhere(
         (["", "a", ""], [0, [1]]),
     ],
 )
-def test_first_difference(pool: Pool, lists: list[str], difference: list[object] | None) -> None:
+def test_compare_finds_the_first_difference(
+    pool: Pool, lists: list[str], difference: list[object] | None
+) -> None:
     assert pool.run(JOBS + "compare", 3, lists=lists) == [difference] * 3

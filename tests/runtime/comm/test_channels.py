@@ -1,4 +1,4 @@
-"""Channels deliver every message, in order, whatever its shape.
+"""Channels deliver messages of any shape in order.
 
 A sender waits if a channel is full.
 """
@@ -34,7 +34,7 @@ WHAT = "the activations from rank 0 to rank 1"
 CPU = torch.device("cpu")
 
 
-def test_a_header_reads_back_and_a_damaged_one_is_refused() -> None:
+def test_header_round_trips_and_damage_is_detected() -> None:
     spec = ((torch.float32, (2, 3)), (torch.int64, ()), (torch.bool, (0, 5)))
     assert decode(encode(spec), CPU, WHAT) == spec
     assert decode(encode(()), CPU, WHAT) == ()
@@ -57,7 +57,7 @@ def test_a_header_reads_back_and_a_damaged_one_is_refused() -> None:
             decode((lead,) if rest_of(lead, WHAT) is None else (lead, rest), CPU, WHAT)
 
 
-def test_tensors_that_cannot_travel() -> None:
+def test_unsupported_tensors_are_refused() -> None:
     assert obstacle(torch.zeros(2)) is None
     for tensor, reason in (
         (
@@ -79,45 +79,44 @@ def test_tensors_that_cannot_travel() -> None:
     "shapes", [PLAIN, SEVERAL, MANY], ids=["one tensor", "several", "more than a lead announces"]
 )
 @pytest.mark.parametrize("varying", [False, True])
-def test_fixed_shapes(pool: Pool, shapes: list[Any], varying: bool, depth: int) -> None:
+def test_messages_of_fixed_shape_arrive_in_order(
+    pool: Pool, shapes: list[Any], varying: bool, depth: int
+) -> None:
     done = pool.run(JOBS + "channel", 2, steps=[[shapes] * 10] * 3, varying=varying, depth=depth)
     assert done == [30, 30]
 
 
 @pytest.mark.parametrize("depth", [1, 3, 20])
-def test_varying_shapes(pool: Pool, depth: int) -> None:
+def test_messages_of_varying_shape_arrive_in_order(pool: Pool, depth: int) -> None:
     shapes = [[["float32", [1 + j % 4, j]]] * (1 + j % 3) for j in range(10)]
     assert pool.run(
         JOBS + "channel", 2, steps=[shapes, shapes[::-1]], varying=True, depth=depth
     ) == [20, 20]
 
 
-def test_tensors_that_are_not_contiguous_arrive_whole(pool: Pool) -> None:
+def test_non_contiguous_tensors_arrive_intact(pool: Pool) -> None:
     assert pool.run(
         JOBS + "channel", 2, steps=[[PLAIN] * 4], varying=False, depth=4, transposed=True
     ) == [4, 4]
 
 
 @pytest.mark.parametrize("varying", [False, True])
-def test_whether_a_message_has_arrived(pool: Pool, varying: bool) -> None:
-    """A message has not arrived before it is put.
-
-    Asking takes nothing away.
-    """
+def test_message_arrival_can_be_queried(pool: Pool, varying: bool) -> None:
+    """A message has not arrived before it is sent. A query does not take the message."""
     _, told = pool.run(JOBS + "asked", 2, varying=varying)
     assert told == [False, True, True] * 3
 
 
-def test_asking_for_a_message_of_a_peer_that_is_gone(pool: Pool) -> None:
+def test_arrival_query_names_a_dead_peer(pool: Pool) -> None:
     _, (text, seconds) = pool.run(JOBS + "asked_of_the_gone", 2)
     assert text.startswith("rank 1 lost rank 0 while waiting for the activation of microbatch 1")
     assert seconds < 5
 
 
 def test_a_changed_shape_is_an_error(pool: Pool) -> None:
-    """Rank 0 sends two messages as announced, then refuses the third.
+    """Rank 0 sends two messages of the announced shape and refuses the third.
 
-    Rank 1 is told to expect two.
+    Rank 1 expects two messages.
     """
     sender, receiver = pool.run(JOBS + "shapes_change", 2)
     assert receiver == 2
@@ -126,10 +125,10 @@ def test_a_changed_shape_is_an_error(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 3, 12])
-def test_backpressure(pool: Pool, depth: int) -> None:
-    """At most `depth` messages may have been put and not taken.
+def test_channel_depth_limits_messages_in_flight(pool: Pool, depth: int) -> None:
+    """At most `depth` messages may be sent and not taken.
 
-    Once shapes are known, there are no fewer either.
+    Once shapes are known, the channel also accepts that many.
     """
     _, counts = pool.run(JOBS + "backpressure", 2, depth=depth, messages=16)
     for step, row in enumerate(counts):
@@ -139,21 +138,18 @@ def test_backpressure(pool: Pool, depth: int) -> None:
     assert counts[1][0] == depth
 
 
-def test_taken_messages_are_let_go(pool: Pool) -> None:
-    """Taken messages are not kept to the end of the step.
-
-    They would be as many as microbatches.
-    """
+def test_taken_messages_are_released(pool: Pool) -> None:
+    """Taken messages are not kept to the end of the step."""
     kept, _ = pool.run(JOBS + "letting_go", 2, messages=40)
     assert not any(kept[:20])
     assert kept[-1], "what has not been taken must stay"
 
 
 @pytest.mark.parametrize("depth", [1, 20])
-def test_a_peer_that_is_gone(pool: Pool, depth: int) -> None:
-    """A rank that waits for room, or for the step's end, is told at once.
+def test_dead_peer_is_named_at_once(pool: Pool, depth: int) -> None:
+    """A rank that waits for room, or for the end of the step, gets the error at once.
 
-    It does not wait for the limit of 20 s.
+    It does not wait for the timeout of 20 s.
     """
     (kind, text, seconds), _ = pool.run(JOBS + "peer_gone", 2, depth=depth)
     assert kind == "RankDied", text
@@ -161,10 +157,10 @@ def test_a_peer_that_is_gone(pool: Pool, depth: int) -> None:
     assert seconds < 5
 
 
-def test_a_receive_that_cannot_be_posted() -> None:
-    """The thread of the channel knows at once why it failed.
+def test_failed_receive_is_reported_at_once() -> None:
+    """The thread of the channel knows the cause of the failure.
 
-    A rank that waits for the message is told so then, and not after the world's 5 s.
+    A waiting rank gets the cause at once, not after the timeout of 5 s.
     """
     poster, watcher = Worker("poster", threaded=True), Worker("watcher", threaded=False)
     poster.error = RankDied("the peer is gone")

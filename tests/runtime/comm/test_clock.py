@@ -1,4 +1,4 @@
-"""Host time, without what other processes took: made-up accounts of a thread."""
+"""Host time without the time of other processes, from made-up thread accounts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dynmo.runtime.comm.clock import HostClock, Mark
         (2, 3, None),  # both: which of them took how long, nobody knows
     ],
 )
-def test_seconds_without_other_processes(
+def test_host_clock_excludes_time_of_other_processes(
     monkeypatch: pytest.MonkeyPatch, preempted: int, waited: int, seconds: float | None
 ) -> None:
     def at(wall: float, cpu: float, involuntary: int, voluntary: int) -> Mark:
@@ -41,6 +41,6 @@ def test_seconds_without_other_processes(
     assert host.elapsed(start, end) == 10.0
 
 
-def test_a_mark_is_a_moment() -> None:
+def test_mark_lies_between_two_clock_reads() -> None:
     before, mark, after = time.perf_counter(), HostClock.mark(), time.perf_counter()
     assert before <= mark <= after

@@ -1,6 +1,7 @@
-"""Waits on CUDA, as far as a stubbed device shows them.
+"""Waits on CUDA, tested with a fake device.
 
-The messages name who waits for whom. Places are released. A busy device is no late peer.
+Errors name the waiting rank and the late rank. Places in a channel are released. A busy device is
+not a late peer.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def outbox(world: FakeCudaWorld, depth: int, varying: bool = False) -> Outbox:
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("varying", [False, True])
-def test_a_place_is_free_once_the_peer_has_the_message(varying: bool) -> None:
-    """A header is completed only for a rank that waits for it.
+def test_delivered_message_frees_its_place(varying: bool) -> None:
+    """Only a rank that waits for a header completes it.
 
-    That must not keep the message's place.
+    An incomplete header must not hold the place of its message.
     """
     world = fake_world()
     box = outbox(world, 1, varying)
@@ -64,7 +65,7 @@ def test_a_place_is_free_once_the_peer_has_the_message(varying: bool) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_no_room_on_an_idle_device() -> None:
+def test_full_channel_on_an_idle_device_times_out() -> None:
     world = fake_world()
     box = outbox(world, 2)
     box.put(0, (torch.zeros(2),))
@@ -72,11 +73,8 @@ def test_no_room_on_an_idle_device() -> None:
         box.put(1, (torch.zeros(2),))
 
 
-def test_a_busy_device_is_no_late_peer(device: FakeDevice) -> None:
-    """The host runs ahead of the device.
-
-    The limit counts from when the device has nothing left to do.
-    """
+def test_timeout_starts_when_the_device_is_idle(device: FakeDevice) -> None:
+    """The host runs ahead of the device, so a busy device delays messages."""
     world = fake_world(timeout=0.1)
     box = outbox(world, 1)
     box.put(0, (torch.zeros(2),))
@@ -102,10 +100,12 @@ def ends(world: FakeCudaWorld, messages: int, depth: int) -> Transport:
     )
 
 
-def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure is told at the step's end, though no wait of the stream raises.
+def test_missing_message_is_reported_at_the_end_of_the_step(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait of the stream raises no error.
 
-    It is not told before the stream stands at it.
+    The failure is reported only when the stream is blocked at the wait.
     """
     monkeypatch.setattr(receiving, "decode", lambda header, device, what: ((torch.float32, (2,)),))
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.zeros(*shape))
@@ -129,7 +129,9 @@ def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("depth", [1, 2, 20])
-def test_few_receives_turn_on_the_device(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_receive_is_posted_on_the_device(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.zeros(*shape))
     world = fake_world(rank=1)
     inbox = Inbox(
@@ -150,7 +152,7 @@ def test_few_receives_turn_on_the_device(depth: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("device")
-def test_whether_a_message_has_arrived() -> None:
+def test_arrival_query_polls_the_receive() -> None:
     world = fake_world(rank=1)
     works: list[Any] = [FakeWork("receive 0", host=False)]
     assert not receiving._filled(world, works, 0.01)
@@ -194,7 +196,7 @@ def opened(
     return [work.what for work in world.works[before:]]
 
 
-def test_both_ends_open_a_channel_in_one_order(
+def test_both_ends_open_channels_in_the_same_order(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = FakeGroups(monkeypatch)
@@ -205,10 +207,10 @@ def test_both_ends_open_a_channel_in_one_order(
     assert groups.created == [(0, 1), (0, 1), (1, 2)] * 3, "all ranks make all groups"
 
 
-def test_a_shape_that_returns_has_its_channels(
+def test_repeated_mesh_shape_reuses_its_channels(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 ranks as one pipeline, as two replicas, and as one again."""
+    """Four ranks are one pipeline, then two replicas, then one pipeline again."""
     groups = FakeGroups(monkeypatch)
     world, keys = fake_world(0, 4), [(0, 0, 1), (0, 1, 2), (0, 2, 3)]
     monkeypatch.setattr("dynmo.runtime.comm.world.World", lambda *given: FakeCudaWorld(*given))
@@ -229,7 +231,7 @@ def test_a_shape_that_returns_has_its_channels(
 def test_links_are_measured_in_turns(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch, rank: int, order: list[str]
 ) -> None:
-    """Both directions of a communicator are one stream.
+    """Both directions of a communicator share one stream.
 
     Two receives that come first would wait for ever.
     """
@@ -253,7 +255,7 @@ def test_a_failed_run_does_not_wait_for_messages(
 ) -> None:
     """A failed run on CUDA aborts its communicators.
 
-    Otherwise they would end only after all enqueued work, and the cause would never be told.
+    They would otherwise wait for all enqueued work, and the cause would not be reported.
     """
     done: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: not done)
@@ -269,9 +271,9 @@ def test_a_failed_run_does_not_wait_for_messages(
 
 
 def test_a_staged_world_waits_on_the_host(device: FakeDevice) -> None:
-    """The rank's messages are gloo's, although it computes on a GPU.
+    """The rank computes on a GPU and sends its messages with gloo.
 
-    Nothing is enqueued, and threads send and post.
+    No message is enqueued on the device. Threads send and receive.
     """
     world = fake_world()
     world.staged = True
@@ -284,7 +286,7 @@ def test_a_staged_world_waits_on_the_host(device: FakeDevice) -> None:
 
 
 def test_unsupported_dtypes_travel_as_bytes() -> None:
-    """Any dtype, and in the memory it lies in."""
+    """The bytes share the memory of the tensor."""
     for dtype in headers.DTYPES.values():
         tensor = torch.zeros(3, 2, dtype=dtype)
         assert headers.on_wire(tensor) is tensor, "gloo takes them all"

@@ -1,4 +1,4 @@
-"""Newcomers that wait, are called, are told to go, or vanish."""
+"""Newcomers that wait, are called, are dismissed, or vanish."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def present(desk: Lobby, count: int) -> list[int]:
     return desk.present()
 
 
-def test_first_come_first_called(home: dist.Store) -> None:
+def test_newcomers_are_called_in_order_of_arrival(home: dist.Store) -> None:
     desk = Lobby(home)
     assert desk.present() == []
     first = Waiting(home, "a")
@@ -61,14 +61,14 @@ def test_first_come_first_called(home: dist.Store) -> None:
     assert second.end() is None, "the run is over"
 
 
-def test_a_newcomer_that_is_told_to_go(home: dist.Store) -> None:
+def test_dismissed_newcomer_returns_none(home: dist.Store) -> None:
     waiting = Waiting(home, "a")
     present(Lobby(home), 1)
     waiting.told_to_go = True
     assert waiting.end() is None
 
 
-def test_a_newcomer_that_vanishes(home: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vanished_newcomer_is_removed(home: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lobby, "_GONE", 0.2)
     desk, waiting = Lobby(home), Waiting(home, "a")
     present(desk, 1)
@@ -79,7 +79,7 @@ def test_a_newcomer_that_vanishes(home: dist.Store, monkeypatch: pytest.MonkeyPa
     assert desk.take_gone() == []
 
 
-def test_rank_0_gives_no_sign_of_life(home: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_rank_0_times_out(home: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lobby, "_GRACE", 0.0)
     monkeypatch.setattr(lobby, "_BEAT", 0.05)
     start = time.monotonic()
@@ -88,7 +88,7 @@ def test_rank_0_gives_no_sign_of_life(home: dist.Store, monkeypatch: pytest.Monk
     assert time.monotonic() - start < 3
 
 
-def test_a_store_that_is_gone() -> None:
+def test_closed_store_is_an_error() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     newcomer = Newcomer(client, "a", 5)

@@ -1,6 +1,6 @@
-"""Meshes: who is beside whom, and that a wait names the right one.
+"""Process meshes: neighbours, and the rank that a failed wait names.
 
-Then what replicas do: reduce, gather, keep shares.
+Replicas reduce gradients and keep shares of the optimizer state.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ JOBS = "tests.runtime.mesh_jobs:"
 
 
 def test_views_of_the_same_ranks(pool: Pool) -> None:
-    """Four ranks as 2 x 2, 1 x 4, 4 x 1 and 2 x 2 again.
+    """Four ranks become meshes of 2 x 2, 1 x 4, 4 x 1 and 2 x 2.
 
-    Rank r's mark is 2^r, so that a sum tells who was in it.
+    Rank r contributes 2^r, so that a sum shows which ranks took part.
     """
     ranks = pool.run(JOBS + "shape", 4, replicas=[2, 4, 1, 2])
     two, four, one = ([r[i] for r in ranks] for i in range(3))
@@ -38,14 +38,14 @@ def test_views_of_the_same_ranks(pool: Pool) -> None:
     ]
 
 
-def test_replicas_that_do_not_divide() -> None:
+def test_uneven_number_of_replicas_is_refused() -> None:
     with pytest.raises(ConfigError, match="1 ranks cannot be 2 replicas"):
         arrange(alone(), 2)
     assert arrange(alone(), 1).replicas == 1
 
 
-def test_who_disagrees_with_whom(pool: Pool) -> None:
-    """Global ranks, which the logs are named by, and the replica."""
+def test_disagreement_names_global_ranks_and_replicas(pool: Pool) -> None:
+    """Log files are named by global rank."""
     said = pool.run(JOBS + "disagree", 4)
     assert {tuple(x) for x in said} == {
         (
@@ -58,7 +58,7 @@ def test_who_disagrees_with_whom(pool: Pool) -> None:
     }
 
 
-def test_peers_that_do_not_reduce(pool: Pool) -> None:
+def test_missing_reduction_of_a_peer_is_named(pool: Pool) -> None:
     kind, text, seconds = pool.run(JOBS + "reduction_fails", 4)[0]
     waited = "rank 0 (replica 0) waited 1.5 s for rank 1 (replica 1): the gradients of layer 3"
     assert (kind, text) == (
@@ -81,7 +81,7 @@ def test_peers_that_do_not_reduce(pool: Pool) -> None:
         (4, False, 20_000),
     ],
 )
-def test_gradients_are_summed_over_replicas_in_shares(
+def test_gradients_of_replicas_are_summed_in_shares(
     pool: Pool, replicas: int, everywhere: bool, bucket: int
 ) -> None:
     for result in pool.run(JOBS + "reduce", replicas, everywhere=everywhere, bucket=bucket):
@@ -92,7 +92,5 @@ def test_gradients_are_summed_over_replicas_in_shares(
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_shares_of_the_optimizers_state_make_the_whole(
-    pool: Pool, replicas: int, name: str
-) -> None:
+def test_optimizer_state_shares_form_the_whole_state(pool: Pool, replicas: int, name: str) -> None:
     assert pool.run(JOBS + "states", replicas, name=name) == [[]] * replicas

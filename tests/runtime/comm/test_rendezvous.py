@@ -1,4 +1,4 @@
-"""The world of a process, from what launchers leave in the environment."""
+"""The rendezvous of a process, read from the environment of its launcher."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_process_without_a_launcher_is_alone() -> None:
     assert (ALONE.rank, ALONE.size) == (0, 1)
 
 
-def test_ranks_of_dynmos_launcher_meet_in_its_folder() -> None:
+def test_ranks_of_dynmo_launcher_meet_in_its_folder() -> None:
     own = {"RANK": "1", "WORLD_SIZE": "2", "DYNMO_RENDEZVOUS": "/some/folder"}
     assert seen(own) == {"rank": 1, "size": 2, "local_rank": 1, "folder": "/some/folder"}
     # An address from outside does not matter: these ranks were started here.
@@ -62,8 +62,8 @@ def test_ranks_of_torchrun_meet_at_its_address() -> None:
     assert seen(TORCHRUN | SLURM)["rank"] == 3, "torchrun under Slurm is torchrun"
 
 
-def test_the_loopback_is_used_if_all_ranks_are_here() -> None:
-    """The loopback is used only if every rank is surely on this machine."""
+def test_loopback_is_used_if_all_ranks_are_local() -> None:
+    """Every rank must certainly be on this machine."""
     local = TORCHRUN | {"MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "8"}
     assert seen(local)["loopback"]
     literal = local | {"MASTER_ADDR": "127.0.0.1"}
@@ -139,8 +139,8 @@ def test_the_first_host_of_a_list_is_read(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 
-def test_a_meeting_file_comes_before_the_folder() -> None:
-    """Ranks on several machines have a launch folder, too. They do not meet in it."""
+def test_meeting_file_takes_precedence_over_the_folder() -> None:
+    """Ranks on several machines have a launch folder too, but cannot meet in it."""
     environ = {
         "RANK": "1",
         "WORLD_SIZE": "2",

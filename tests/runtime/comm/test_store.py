@@ -1,6 +1,6 @@
 """The store in which processes meet: alone, at an address, or through a file.
 
-Others open the same store later.
+Joiners open the same store later.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def listening_addresses(port: int) -> list[str]:
 
 
 def test_ranks_meet_through_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 may come first. The file is the user's alone, and so is the port."""
+    """Rank 1 may come first. Only this user can read the file and reach the port."""
     file = tmp_path / "meeting.json"
     stores: list[dist.Store] = []
     thread = threading.Thread(target=lambda: stores.append(open_store(place(1, file), TIMEOUT)))
@@ -65,14 +65,16 @@ def test_ranks_meet_through_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert open_meeting(record, TIMEOUT).get("a") == b"1"
 
 
-def test_rank_0_does_not_come(tmp_path: Path) -> None:
+def test_missing_rank_0_times_out(tmp_path: Path) -> None:
     said = r"rank 1 waited 0.1 s for rank 0, which has not written its address to .*/meeting.json"
     with pytest.raises(WaitTimeout, match=said) as raised:
         open_store(place(1, tmp_path / "meeting.json"), 0.1)
     assert raised.value.ranks == (0,)
 
 
-def test_an_address_that_is_not_rank_0s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_address_of_rank_0_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1.nowhere.invalid")
     with pytest.raises(RunError, match="MASTER_ADDR"):
         open_store(place(0, tmp_path / "meeting.json"), 0.5)
@@ -90,7 +92,7 @@ def test_a_joiner_opens_the_store_of_local_ranks(tmp_path: Path) -> None:
     assert store.get("b") == b"2", "a joiner that leaves takes the file away"
 
 
-def test_a_joiner_opens_the_store_of_torchruns_ranks() -> None:
+def test_a_joiner_opens_the_store_of_torchrun_ranks() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     first = Rendezvous(0, 1, 0, address="127.0.0.1", port=port, loopback=True)
@@ -99,7 +101,7 @@ def test_a_joiner_opens_the_store_of_torchruns_ranks() -> None:
     assert open_meeting(meeting_of(first), TIMEOUT).get("a") == b"1"
 
 
-def test_a_run_that_is_over_cannot_be_joined(tmp_path: Path) -> None:
+def test_finished_run_cannot_be_joined(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     for record, where in (
@@ -111,12 +113,12 @@ def test_a_run_that_is_over_cannot_be_joined(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_nobody_can_join() -> None:
+def test_run_without_a_shared_store_cannot_be_joined() -> None:
     with pytest.raises(RunError, match="no other process can join it"):
         meeting_of(ALONE)
 
 
-def test_a_process_that_no_launcher_started() -> None:
+def test_process_without_a_launcher_can_run_alone() -> None:
     with pytest.raises(RunError, match="torchrun"):
         open_store(None, 5)
     store = open_store(ALONE, 5)
@@ -150,9 +152,9 @@ def listener(answer: bytes) -> Iterator[int]:
 def test_a_port_of_another_program_is_refused_in_one_line(
     capfd: pytest.CaptureFixture[str], answer: bytes
 ) -> None:
-    """One line after the limit, and nothing of torch's own.
+    """The error is one line after the timeout, without output of torch.
 
-    One that is silent: tests/cli.
+    `tests/cli/test_train_ends.py` tests a silent program.
     """
     told = "rank 1 could not meet the others at 127.0.0.1:"
     with listener(answer) as port, pytest.raises(RunError, match=told):
@@ -160,7 +162,7 @@ def test_a_port_of_another_program_is_refused_in_one_line(
     assert capfd.readouterr().err == ""
 
 
-def test_a_host_without_an_address(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unknown_host_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     place = Rendezvous(1, 2, 1, address="no-such-host.invalid", port=12345)
     with pytest.raises(RunError, match=r"rank 1 .*no-such-host.invalid"):
         open_store(place, 0.3)
@@ -168,10 +170,10 @@ def test_a_host_without_an_address(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
-def test_the_store_of_a_loopback_listens_there_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else can reach a literal 127.x. The address of `localhost` varies.
+def test_loopback_store_listens_on_the_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other machines cannot reach 127.x.
 
-    The machine decides what `localhost` is.
+    The address of `localhost` depends on the machine.
     """
     environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environ["MASTER_PORT"] = free_port()

@@ -1,4 +1,4 @@
-"""Waiting has an end, and says who waits for whom."""
+"""Waits time out and name the waiting rank and the late rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runtime.alone import alone
 JOBS = "tests.runtime.jobs.world:"
 
 
-def test_a_rank_that_never_comes(pool: Pool) -> None:
+def test_missing_rank_is_named_after_the_timeout(pool: Pool) -> None:
     for rank, (kind, text) in enumerate(pool.run(JOBS + "one_never_comes", 2)):
         assert kind == "WaitTimeout"
         assert text.startswith(f"rank {rank} waited 1 s for rank 2 ")
@@ -28,7 +28,7 @@ def test_a_rank_that_never_comes(pool: Pool) -> None:
         ("message", "rank 0 waited 1.5 s for rank 1: the activation of microbatch 3"),
     ],
 )
-def test_a_rank_that_stays_away(pool: Pool, what: str, text: str) -> None:
+def test_late_rank_is_named_after_the_timeout(pool: Pool, what: str, text: str) -> None:
     waiting, away = pool.run(JOBS + "one_is_late", 2, what=what)
     kind, told = waiting
     assert kind == "WaitTimeout"
@@ -37,15 +37,12 @@ def test_a_rank_that_stays_away(pool: Pool, what: str, text: str) -> None:
     assert away == []
 
 
-def test_a_meeting_that_failed_is_forgotten(pool: Pool) -> None:
+def test_ranks_can_meet_after_a_failed_meeting(pool: Pool) -> None:
     assert pool.run(JOBS + "after_a_failed_meeting", 3) == [[3.0]] * 3
 
 
-def test_a_rank_that_is_gone(pool: Pool) -> None:
-    """The failure is known at once, not after the limit.
-
-    It shows as the receive is posted, or as it is waited for.
-    """
+def test_dead_rank_is_named_at_once(pool: Pool) -> None:
+    """The failure shows when the receive is posted or when the rank waits for it."""
     (kind, text), _ = pool.run(JOBS + "one_is_late", 2, what="gone")
     assert kind == "RankDied"
     assert re.match(
@@ -53,17 +50,14 @@ def test_a_rank_that_is_gone(pool: Pool) -> None:
     )
 
 
-def test_two_processes_of_one_rank(pool: Pool) -> None:
-    """The second process is told, if its RANK or its MASTER_PORT is wrong.
-
-    The port may be another run's.
-    """
+def test_duplicate_rank_is_refused(pool: Pool) -> None:
+    """The second process has a wrong RANK, or the MASTER_PORT of another run."""
     said = pool.run(JOBS + "all_are_rank_0", 2)
     assert sum("another process is rank 0 of this run, too" in text for text in said) == 1
     assert sum("waited 1 s for rank 1 to join" in text for text in said) == 1
 
 
-def test_a_world_of_one() -> None:
+def test_world_of_one_rank_needs_no_peers() -> None:
     world = alone()
     world.barrier("nobody")
     agree(world, b"0123456789", "the plan")

@@ -1,4 +1,4 @@
-"""Any program, several stages on a rank too, leaves the same bits as one process."""
+"""Any program gives the bits of one process, also with several stages per rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients}
 
 
-def test_the_reference_trains(pool: Pool) -> None:
+def test_reference_has_gradients_of_trainable_layers_only(pool: Pool) -> None:
     for frozen in (0, 4):
         one = reference(pool, 5, frozen)
         for name, gradient in one["gradients"].items():
@@ -55,7 +55,7 @@ def test_the_reference_trains(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("text", [VSHAPE, LOOPED], ids=["V", "looped"])
-def test_several_chunks_give_the_bits_of_one_rank(pool: Pool, text: str) -> None:
+def test_several_stages_per_rank_give_the_bits_of_one_rank(pool: Pool, text: str) -> None:
     assert merged(pool.run(EXECUTE, 2, schedule=text, layers=LAYERS, microbatches=2)) == reference(
         pool, 2, 0
     )
@@ -69,7 +69,7 @@ def test_several_chunks_give_the_bits_of_one_rank(pool: Pool, text: str) -> None
 def test_any_order_of_ops_gives_the_bits_of_one_rank(
     pool: Pool, placement: list[int], frozen: int, seed: int
 ) -> None:
-    """Schedules at random: every stage fused or split, W whenever it suits."""
+    """The schedules are random. Every stage is fused or split."""
     ranks, stages = max(placement) + 1, len(placement)
     frozen = min(frozen, stages - 1)
     results = pool.run(

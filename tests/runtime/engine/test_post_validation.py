@@ -1,6 +1,6 @@
-"""Steps without a barrier.
+"""Post-validation: steps without a barrier.
 
-The bits are those of a run that checks first, whatever must be taken back, wherever.
+The bits are those of a run with a barrier, for any rollback on any rank.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         ]
 
 
-def test_the_faults_are_of_each_kind_and_place() -> None:
-    """All failures that the other tests are about occur."""
+def test_injected_faults_cover_each_kind_and_layer() -> None:
+    """The other tests need all kinds of failures."""
     wanted = [faults(seed) for seed in range(3)]
     assert {what for each in wanted for _, _, what in each} == {"inf", 1000.0}
     assert len({layer for each in wanted for _, layer, _ in each}) > 4
@@ -74,7 +74,7 @@ def test_the_faults_are_of_each_kind_and_place() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_same_bits(pool: Pool, schedule: str, ranks: int) -> None:
+def test_post_validation_has_the_bits_of_a_barrier(pool: Pool, schedule: str, ranks: int) -> None:
     seed = (ranks + list(SCHEDULES).index(schedule)) % 3
     expected = reference(pool, seed, False)
     assert {NON_FINITE, CLIPPED} <= {*expected["failed"]}
@@ -87,10 +87,12 @@ def test_the_same_bits(pool: Pool, schedule: str, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("schedule", "ranks"), [("zb-h2", 4), ("zb-auto", 3), ("zb-v", 3), ("interleaved-1f1b", 2)]
 )
-def test_freezing_moves_and_evaluations_between(pool: Pool, schedule: str, ranks: int) -> None:
-    """Changes between steps see the model as it is once the last step is final.
+def test_freezing_moves_and_evaluations_see_final_weights(
+    pool: Pool, schedule: str, ranks: int
+) -> None:
+    """Changes between steps apply to the weights of the last final step.
 
-    Then ranks only run forwards, and have a verdict all the same.
+    If all ranks run forward only, there is still a verdict.
     """
     same(
         pool.run(
@@ -124,11 +126,8 @@ def test_a_rollback_restores_buffers(pool: Pool) -> None:
         )
 
 
-def test_clipped_layer_by_layer(pool: Pool) -> None:
-    """Each rank knows the norms of its own layers.
-
-    Only steps that are not finite are ever taken back.
-    """
+def test_local_clipping_rolls_back_non_finite_steps_only(pool: Pool) -> None:
+    """Each rank knows the norms of its own layers before it steps."""
     options: dict[str, Any] = {"faults": faults(0), "clip_scope": "local", "limit": 0.2}
     expected = pool.run(VALIDATED, 1, schedule="1f1b", post_validation=False, **options)[0]
     assert CLIPPED not in expected["failed"]
@@ -136,10 +135,10 @@ def test_clipped_layer_by_layer(pool: Pool) -> None:
     same(pool.run(VALIDATED, 3, schedule="zb-h1", post_validation=True, **options), expected)
 
 
-def test_in_place_is_close(pool: Pool) -> None:
-    """Ranks that had stepped undo the step by arithmetic.
+def test_in_place_rollback_is_close_to_a_barrier(pool: Pool) -> None:
+    """Ranks undo a step by inverting the update.
 
-    The losses are those with a barrier, to 1e-4.
+    The losses are within 1e-4 of those with a barrier.
     """
     expected = reference(pool, 1, False)
     for result in pool.run(
@@ -165,10 +164,12 @@ def trained(pipeline: Engine, steps: int, max_norm: float) -> list[StepResult]:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_two_hundred_rollbacks(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is clipped, so it is made, rolled back and made again.
+def test_two_hundred_in_place_rollbacks_stay_close(
+    name: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step is clipped, so it is made, rolled back and repeated.
 
-    In place, that is off by 1e-5 of the way that the weights went.
+    The error is at most 1e-5 of the total change of the weights.
     """
     monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
     settings = OptimizerSettings(name)
@@ -212,7 +213,7 @@ def step_anyway(pipeline: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending, "end", unseeing)
 
 
-def test_results_come_a_step_late() -> None:
+def test_results_arrive_one_step_late() -> None:
     late, early = own_pipeline(post_validation=True), own_pipeline()
     got: list[list[int]] = []
     for step in range(3):
@@ -226,10 +227,10 @@ def test_results_come_a_step_late() -> None:
     assert late.digest() == early.digest()
 
 
-def test_not_finite_ends_the_run_a_step_late() -> None:
-    """A failed step updates nothing.
+def test_non_finite_loss_raises_one_step_late() -> None:
+    """The failed step and the step that has begun update no weight.
 
-    A run that goes on with better data finds no trace of it, nor of the step that had begun.
+    A run that continues with better data ends like a run without the failed step.
     """
     one, twin = own_pipeline(post_validation=True), own_pipeline()
     weight = one.own_layers[3][0].get_parameter("logits.weight").data
@@ -247,7 +248,7 @@ def test_not_finite_ends_the_run_a_step_late() -> None:
     assert one.digest() == twin.digest()
 
 
-def test_every_rank_raises_for_a_loss_that_is_not_finite(pool: Pool) -> None:
+def test_every_rank_raises_for_a_non_finite_loss(pool: Pool) -> None:
     results = pool.run("tests.runtime.jobs.post_validation:validated_raises", 3, schedule="zb-h2")
     for result in results:
         assert result["error"].startswith("step 2: loss ")
@@ -255,10 +256,10 @@ def test_every_rank_raises_for_a_loss_that_is_not_finite(pool: Pool) -> None:
         assert result["digests"][1] != result["digests"][2], "and it goes on"
 
 
-def test_a_case_that_acts_unannounced_is_told() -> None:
+def test_unannounced_case_access_is_refused() -> None:
     """Calls that wait for the verdict must be made on all ranks.
 
-    A call on one rank says that it cannot wait.
+    A call on one rank raises an error, because it cannot wait.
     """
     one = own_pipeline(post_validation=True)
     one.advance(0, *tokens(0, 4), lr=0.1)
@@ -268,10 +269,10 @@ def test_a_case_that_acts_unannounced_is_told() -> None:
     assert one.case_context.moments(1)["qkv.weight/step"] == 1
 
 
-def test_the_barrier_comes_back_if_many_steps_fail() -> None:
-    """The run takes a barrier if over a quarter of the last twenty steps fail.
+def test_barrier_policy_returns_if_many_steps_fail() -> None:
+    """The barrier returns if more than a quarter of the last twenty steps fail.
 
-    The barrier stays until next to none of them fails.
+    It stays until almost no step fails.
     """
     policy = BarrierPolicy()
     assert [policy.observe(True) for _ in range(5)] == [None] * 5
@@ -285,7 +286,7 @@ def test_the_barrier_comes_back_if_many_steps_fail() -> None:
     )
 
 
-def test_too_many_rollbacks_bring_the_barrier_back() -> None:
+def test_many_rollbacks_switch_the_barrier_on() -> None:
     one, twin = own_pipeline(post_validation=True), own_pipeline()
     results = trained(one, 12, 0.1)
     assert [r.step for r in results] == list(range(12))
@@ -301,7 +302,7 @@ def test_too_many_rollbacks_bring_the_barrier_back() -> None:
     assert one.post_validates
 
 
-def test_local_clipping_multiplies_each_layer_by_its_own() -> None:
+def test_local_clipping_scales_each_layer_separately() -> None:
     """The result is compared with clipping by hand."""
     one, by_hand = own_pipeline(clip_scope="local"), own_pipeline()
     step_output = by_hand.forward_backward(0, *tokens(0, 4))
@@ -319,7 +320,7 @@ def test_local_clipping_multiplies_each_layer_by_its_own() -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_the_document_draws_what_the_simulator_says() -> None:
+def test_document_drawing_matches_the_simulator() -> None:
     schedule = make("zb-h2", 4, 7)
     timeline = simulate(schedule, uniform_costs(4, 1, 1, 1))
     text = (Path(__file__).parents[3] / "docs" / "post-validation.md").read_text()

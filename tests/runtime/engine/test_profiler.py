@@ -1,4 +1,4 @@
-"""Measured costs: near the truth, robust to an outlier, the same on every rank."""
+"""Measured costs are accurate, robust to outliers, and equal on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pool import Pool
 from tests.runtime.alone import alone, emulated, ids
 
 
-def test_costs_are_near_the_truth_and_the_same_everywhere(pool: Pool) -> None:
+def test_measured_costs_are_close_and_equal_on_all_ranks(pool: Pool) -> None:
     f, b, w = (
         [0.009, 0.015, 0.009, 0.012],
         [0.012, 0.018, 0.015, 0.009],
@@ -78,7 +78,7 @@ def marked(clock: Tape, marks: list[tuple[Any, ...]]) -> Layer:
     return layer
 
 
-def test_medians_and_windows() -> None:
+def test_costs_are_medians_over_a_window() -> None:
     clock = Tape()
     profiler = Profiler(clock)
     assert profiler.seconds(3) == (0.0, 0.0, 0.0)
@@ -117,7 +117,7 @@ class Doubting(Tape):
         return end - start if end - start <= 100 else None
 
 
-def test_doubtful_readings_count_only_where_there_is_no_other() -> None:
+def test_doubtful_readings_count_only_without_others() -> None:
     clock = Doubting()
     profiler = Profiler(clock)
     f = [(Kind.F, 0.0, seconds, []) for seconds in (3.0, 900.0, 900.0)]
@@ -133,10 +133,10 @@ def test_doubtful_readings_count_only_where_there_is_no_other() -> None:
     assert alone.seconds(3) == (0.0, 0.0, 250.5)
 
 
-def test_a_part_that_seems_longer_than_the_whole_is_doubtful() -> None:
-    """The whole of this BW is CPU time, because the thread lost its core.
+def test_w_share_longer_than_its_bw_is_doubtful() -> None:
+    """The thread lost its core, so the time of the BW is its CPU time.
 
-    Its W is all the time that elapsed.
+    The time of its W is the elapsed time.
     """
     clock = HostClock()
 
@@ -155,9 +155,9 @@ def test_a_part_that_seems_longer_than_the_whole_is_doubtful() -> None:
 
 
 def test_costs_by_half_of_the_readings() -> None:
-    """Costs that may be scaled are divided in proportion.
+    """Costs that scale are divided in proportion.
 
-    One reading of a time has no halves. One count of bytes is exact.
+    A single reading of a time has no halves. A single count of bytes is exact.
     """
     clock = Tape()
     profiler = Profiler(clock)
@@ -178,7 +178,7 @@ def test_costs_by_half_of_the_readings() -> None:
     assert profiler.gather_halves(alone(), [2, 3], costs) == (), "nothing is known of layer 2"
 
 
-def test_the_share_that_other_processes_take() -> None:
+def test_preempted_share_is_measured() -> None:
     profiler = Profiler(Halving())
     assert profiler.preempted == 0.0
     profiler.observe_ops(
@@ -198,10 +198,10 @@ class Halving(Tape):
         return (end - start) / 2
 
 
-def test_observing_costs_a_few_reads_a_mark() -> None:
-    """The profiler reads the clock once per mark and per W inside a BW.
+def test_observing_reads_the_clock_once_per_mark() -> None:
+    """The profiler also reads the clock once for each W inside a BW.
 
-    Nothing grows with the steps that went before.
+    The cost of a step does not grow with the number of earlier steps.
     """
     clock = Tape()
     profiler = Profiler(clock)
@@ -215,10 +215,10 @@ def test_observing_costs_a_few_reads_a_mark() -> None:
     assert counts == [3, 3, 3]
 
 
-def test_frozen_layers_have_no_seconds_of_ops_that_do_not_run() -> None:
+def test_frozen_layers_have_no_time_for_skipped_ops() -> None:
     """Layers in the frozen prefix run F only.
 
-    Frozen layers above a layer that trains run F and B.
+    Frozen layers above a trainable layer run F and B.
     """
     pipeline = emulated(f=[0.008] * 4, b=[0.008] * 4, w=[0.008] * 4)
     pipeline.freeze([0, 1, 3])
@@ -237,9 +237,9 @@ def test_frozen_layers_have_no_seconds_of_ops_that_do_not_run() -> None:
 
 
 def test_measurements_follow_freezing() -> None:
-    """Layer 1 was frozen above a trainable layer and then joins the prefix.
+    """Layer 1 is frozen above a trainable layer. It joins the prefix with layer 0.
 
-    It does so when layer 0 freezes too. Its old costs are then void.
+    Its old costs are dropped then.
     """
     pipeline = emulated(f=[0.0] * 3, b=[0.001] * 3, w=[0.0] * 3)
     pipeline.freeze([1])
@@ -255,7 +255,7 @@ def test_measurements_follow_freezing() -> None:
     assert all(cost.b > 0 and cost.activation_bytes > 0 for cost in costs)
 
 
-def test_evaluation_leaves_measurements_alone() -> None:
+def test_evaluation_leaves_measurements_unchanged() -> None:
     pipeline = emulated(f=[0.001] * 3, b=[0.001] * 3, w=[0.001] * 3)
     pipeline.step(0, ids(), ids(), lr=0.0)
     before = pipeline.costs()
@@ -264,10 +264,10 @@ def test_evaluation_leaves_measurements_alone() -> None:
     assert all(cost.activation_bytes for cost in before)
 
 
-def test_links_of_neighbours_are_the_same_everywhere(pool: Pool) -> None:
-    """Links are measured between neighbours, the same on every rank.
+def test_links_are_equal_on_all_ranks(pool: Pool) -> None:
+    """Links are measured between neighbours.
 
-    On one machine they are far under a millisecond, and far over a megabyte a second.
+    On one machine the latency is below 50 ms, and the bandwidth is above 1 MB/s.
     """
     first, *others = pool.run("tests.runtime.jobs.profiler:links", 3)
     assert others == [first] * 2
@@ -275,17 +275,17 @@ def test_links_of_neighbours_are_the_same_everywhere(pool: Pool) -> None:
     assert all(0 <= latency < 0.05 and speed > 1e6 for latency, speed in first)
 
 
-def test_the_host_clock_runs() -> None:
+def test_host_clock_measures_elapsed_time() -> None:
     clock = HostClock()
     start = clock.mark()
     torch.ones(10).sum()
     assert 0 < clock.elapsed(start, clock.mark()) < 1
 
 
-def test_buffers_are_held_too() -> None:
+def test_weight_bytes_include_buffers() -> None:
     """The indices of a pruned linear take memory.
 
-    They are 8 bytes for a kept weight's column and more for its rows.
+    A kept weight needs 8 bytes for its column. Rows need more.
     """
     from dynmo.kernels.crossover import make_pruned
     from dynmo.runtime.engine.profiler import weight_bytes

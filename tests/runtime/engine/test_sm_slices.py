@@ -1,6 +1,6 @@
-"""Slices of a GPU, as far as they can be known without one.
+"""SM slices, as far as they can be tested without a GPU.
 
-The tests cover the sizes to try, what is missing, and one process that is a pipeline.
+The tests cover slice sizes, missing requirements, and a pipeline in one process.
 """
 
 from __future__ import annotations
@@ -44,18 +44,20 @@ CONFIG: dict[str, Any] = {
         (7, 2, 0, 0, [3, 2, 1]),
     ],
 )
-def test_sizes_to_try(sms: int, slices: int, least: int, step: int, expected: list[int]) -> None:
+def test_slice_sizes_to_try(
+    sms: int, slices: int, least: int, step: int, expected: list[int]
+) -> None:
     assert list(sizes(sms, slices, least, step)) == expected
 
 
-def test_without_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda", None)
     with pytest.raises(ConfigError, match="needs cuda-core; pip install"):
         cut(0, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
-def test_without_a_gpu() -> None:
+def test_slices_without_a_gpu_are_refused() -> None:
     config = parse(CONFIG | {"parallel": {"pipeline": 3, "slices": True}})
     with pytest.raises(ConfigError, match=r"parallel\.slices"):
         device_for(config, 0)
@@ -63,7 +65,7 @@ def test_without_a_gpu() -> None:
     assert memory_limit(parse(CONFIG), torch.device("cpu")) is None
 
 
-def test_a_pipeline_is_one_process() -> None:
+def test_pipeline_on_slices_is_one_process() -> None:
     config = parse(CONFIG)
     assert (config.ranks, config.stages, config.slices) == (1, 3, 3)
     check_world(config, rendezvous(1))
@@ -102,7 +104,7 @@ def test_slices_cannot_be_reshaped_or_post_validated() -> None:
         )
 
 
-def test_moves_send_nothing_and_each_slice_is_accounted_for(pool: Pool, tmp_path: Path) -> None:
+def test_moves_between_slices_send_no_bytes(pool: Pool, tmp_path: Path) -> None:
     pool.run("train_in", 1, config=CONFIG, folder=str(tmp_path))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     moves = [e for e in events if e["event"] == "rebalance"]
@@ -119,7 +121,7 @@ def test_moves_send_nothing_and_each_slice_is_accounted_for(pool: Pool, tmp_path
     }
 
 
-def test_a_sliced_run_goes_on_over_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_run_on_slices_resumes_on_ranks(pool: Pool, tmp_path: Path) -> None:
     whole = pool.run("train", 1, config=CONFIG | {"checkpoint": {}})[0]["digest"]
     pool.run("train_in", 1, config=CONFIG, folder=str(tmp_path), stop_after=1)
     other = CONFIG | {"parallel": {"pipeline": 2}}

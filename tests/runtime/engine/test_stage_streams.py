@@ -1,6 +1,7 @@
-"""The calls that the executor makes on the slices.
+"""The calls of the executor on the stage streams.
 
-Every hand-over between stages is waited for where it is taken. Forks and joins enclose it.
+A stage waits for every result that it takes from another stage. A fork and a join enclose the
+calls.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def executor(streams: Noted | DefaultStream, first: int) -> tuple[Executor, list
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_every_result_is_announced_before_another_stage_takes_it(first: int) -> None:
+def test_stage_waits_for_the_result_of_another_stage(first: int) -> None:
     streams = Noted()
     runner, modules = executor(streams, first)
     batch = torch.randn(MICROBATCHES, 2, 4, generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,6 @@
-"""The order of a sum.
+"""The order of gradient sums.
 
-The tree is the same whoever holds which part of it, and whichever of B and W is ahead.
+The tree does not depend on which replica holds which part, nor on whether B or W is ahead.
 """
 
 from __future__ import annotations
@@ -51,18 +51,15 @@ def rows(count: int, seed: int) -> list[Tensor]:
 
 
 @given(st.integers(1, 40), st.integers(0, 9))
-def test_the_tree_is_the_one_drawn(count: int, seed: int) -> None:
+def test_sum_follows_the_tree_of_the_docstring(count: int, seed: int) -> None:
     got = total(rows(count, seed))
     assert got is not None
     assert torch.equal(got, written_out(rows(count, seed)))
 
 
 @given(st.integers(1, 40))
-def test_waiting_gradients_match_the_account(count: int) -> None:
-    """At most as many gradients wait as the account says.
-
-    They wait while the gradients of one slot more are summed.
-    """
+def test_pending_gradients_match_the_count(count: int) -> None:
+    """At most the predicted number of gradients is pending while a slot is summed."""
     waiting: list[int] = []
     tree = Tree()
     for place in range(count):
@@ -72,8 +69,10 @@ def test_waiting_gradients_match_the_account(count: int) -> None:
 
 
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 99))
-def test_any_replicas_that_fit_give_the_same_bits(replicas: int, exponent: int, seed: int) -> None:
-    """Each folds its own run of slots, then the replicas' sums are folded in order."""
+def test_any_valid_number_of_replicas_gives_the_same_bits(
+    replicas: int, exponent: int, seed: int
+) -> None:
+    """Each replica folds its own slots. Then the sums of replicas are folded in order."""
     each = 2**exponent
     groups = rows(replicas * each, seed)
     assert accumulation_problem(len(groups), replicas, len(groups)) is None
@@ -112,7 +111,7 @@ def test_a_missing_tensor_counts_as_zeros() -> None:
         (2, 4, 8, "is not 4 (replicas) times a power of two"),
     ],
 )
-def test_groups_that_do_not_fit_the_replicas_are_a_problem(
+def test_invalid_numbers_of_groups_are_reported(
     groups: int, replicas: int, microbatches: int, problem: str | None
 ) -> None:
     assert accumulation_problem(groups, replicas, microbatches) == problem
@@ -211,10 +210,10 @@ def plain(count: int) -> dict[str, Tensor | None]:
         "bbw" + "x" * 0 + "bw" * 6 + "w",
     ],
 )
-def test_b_may_be_ahead_of_w(order: str, count: int) -> None:
-    """Each gradient is the same tree of the same sums.
+def test_b_ahead_of_w_keeps_the_order_of_sums(order: str, count: int) -> None:
+    """Each gradient is the same tree of sums.
 
-    Norms end a slot at B, linears at W. They may be far apart.
+    Norms end a slot at B, and linears end it at W. B and W may be far apart.
     """
     got, expected = gradients(order, count), plain(count)
     for name, value in expected.items():

@@ -1,4 +1,4 @@
-"""Buffers that a forward writes to, and finds again as they were."""
+"""Buffers that a forward writes to, and their saved and restored values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Writing(nn.Module):
         }
 
 
-def test_a_step_that_begins_again_finds_them_as_they_were() -> None:
+def test_restore_resets_the_buffers_of_a_step() -> None:
     module = Writing()
     buffers = BufferSet([module])
     for _ in range(2):
@@ -68,7 +68,7 @@ def test_a_step_that_begins_again_finds_them_as_they_were() -> None:
         module.write()
 
 
-def test_an_f_that_runs_again_finds_what_it_found_and_leaves_what_is_there() -> None:
+def test_recompute_sees_old_buffers_and_keeps_new_ones() -> None:
     module = Writing()
     buffers = BufferSet([module])
     first, copies = module.now, buffers.copies()
@@ -94,7 +94,7 @@ def test_an_f_that_runs_again_finds_what_it_found_and_leaves_what_is_there() -> 
     assert buffers.first_persistent(key for key in written if key.name == "unseen") is None
 
 
-def test_buffers_of_sparse_weights_are_left_out() -> None:
+def test_buffers_of_sparse_weights_are_not_copied() -> None:
     pruned = [make_pruned(4, 4, 0.5, sparse) for sparse in (True, False)]
     assert all(list(module.buffers()) for module in pruned)
     assert not BufferSet(pruned).copies()
@@ -103,7 +103,7 @@ def test_buffers_of_sparse_weights_are_left_out() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]
 )
-def test_same_bits_of_any_dtype(dtype: torch.dtype) -> None:
+def test_same_bits_compares_any_dtype(dtype: torch.dtype) -> None:
     a = torch.zeros(3, 2).to(dtype)
     assert has_same_bits(a, torch.zeros(2, 3).to(dtype).t())
     assert has_same_bits(a[0, 0], a[1, 1])

@@ -1,7 +1,7 @@
-"""Outputs of frozen layers that are kept.
+"""The cache of frozen layers' outputs.
 
-They are the very bits, nothing runs, and they stay within the limit. They are kept only for as long
-as they are right.
+Cached outputs have the same bits, their layers do not run, and the memory limit holds. An output is
+dropped when it is no longer valid.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_cached_layers_do_not_run_twice() -> None:
     assert all(mark[1] == mark[2] for layer in counted[:-1] for mark in layer.marks[2:])
 
 
-def test_evaluation_and_training_are_told_apart() -> None:
+def test_evaluation_and_training_outputs_are_cached_separately() -> None:
     counted, cache = (
         layers(nn.Linear(WIDTH, WIDTH), Viewing(lambda x: x)),
         OutputCache(1 << 20, HostClock()),
@@ -126,11 +126,8 @@ def test_evaluation_and_training_are_told_apart() -> None:
     assert cache.spared == 2
 
 
-def test_within_the_limit() -> None:
-    """Kept outputs stay, because epochs go round.
-
-    An evicted output would be needed first.
-    """
+def test_cache_keeps_the_first_outputs_within_the_limit() -> None:
+    """Epochs repeat in order, so an evicted output would be the next one needed."""
     counted, cache = counting(), OutputCache(2 * SIZE + SIZE // 2, HostClock())
     for _ in range(3):
         for key in range(4):
@@ -140,7 +137,7 @@ def test_within_the_limit() -> None:
     assert calls(counted) == [2 + 3 * 2] * 3
 
 
-def test_without_keys_nothing_is_kept() -> None:
+def test_batch_without_keys_is_not_cached() -> None:
     counted, cache = counting(), OutputCache(1 << 20, HostClock())
     for _ in range(2):
         cache.begin(None, training=True)
@@ -148,11 +145,8 @@ def test_without_keys_nothing_is_kept() -> None:
     assert (calls(counted), cache.bytes, cache.spared) == ([2, 2, 2], 0, 0)
 
 
-def test_more_layers_freeze_and_layers_in_front_leave() -> None:
-    """An output stays right.
-
-    F goes on behind it, and then the deeper output is kept in its place.
-    """
+def test_cached_outputs_stay_valid_as_layers_freeze_and_move() -> None:
+    """F continues after the cached layer. The deeper output then replaces the old one."""
     counted, cache = counting(4), OutputCache(1 << 20, HostClock())
     for layer in counted:
         layer.forward(
@@ -173,7 +167,7 @@ def test_more_layers_freeze_and_layers_in_front_leave() -> None:
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
-def test_a_layer_in_front_has_changed(changed: int) -> None:
+def test_changed_layer_drops_its_cached_outputs(changed: int) -> None:
     counted, cache = counting(), OutputCache(1 << 20, HostClock())
     run(cache, counted, 1)
     with torch.no_grad():
@@ -183,15 +177,15 @@ def test_a_layer_in_front_has_changed(changed: int) -> None:
     assert torch.equal(run(cache, counted, 1), bare(counted, 1))
 
 
-def test_an_output_whose_layer_has_left_is_dropped() -> None:
+def test_output_of_a_moved_layer_is_dropped() -> None:
     counted, cache = counting(), OutputCache(1 << 20, HostClock())
     run(cache, counted, 1)
     cache.hold({0, 1})
     assert cache.bytes == 0
 
 
-def test_a_layer_that_has_just_come_runs_once() -> None:
-    """The layer's sizes must be known, for plans."""
+def test_newly_received_layer_runs_once() -> None:
+    """Plans need the sizes of the layer."""
     counted, cache = counting(), OutputCache(1 << 20, HostClock())
     expected = run(cache, counted, 1)
     counted[0] = Layer(0, counted[0].module, HostClock(), 0)
@@ -201,7 +195,7 @@ def test_a_layer_that_has_just_come_runs_once() -> None:
     assert counted[0].output_bytes == SIZE
 
 
-def test_nobody_can_write_to_what_is_kept() -> None:
+def test_cached_output_cannot_be_overwritten() -> None:
     counted, cache = counting(), OutputCache(1 << 20, HostClock())
     expected = bare(counted, 1)
     for _ in range(3):
@@ -234,7 +228,7 @@ def test_a_view_is_cached_without_its_base() -> None:
         )
 
 
-def test_varying_outputs_end_the_run() -> None:
+def test_random_or_changing_outputs_are_refused() -> None:
     dropping, tracking = (
         layers(nn.Linear(WIDTH, WIDTH), Dropping(0.5)),
         layers(nn.Linear(WIDTH, WIDTH), Tracking()),
@@ -298,7 +292,7 @@ def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[in
     )
 
 
-def test_a_pipeline_with_and_without() -> None:
+def test_pipeline_with_a_cache_has_the_same_losses() -> None:
     losses, run, _ = losses_and_calls(0)
     cached, fewer, (spared, held) = losses_and_calls(1 << 20)
     assert cached == losses

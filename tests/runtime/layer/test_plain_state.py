@@ -1,4 +1,4 @@
-"""Attributes that a forward writes to, and that are no buffers."""
+"""Attributes that a forward writes to and that are not buffers."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_a_written_attribute_is_named(name: str) -> None:
     assert state.written() == f"1.{name}"
 
 
-def test_own_modules_are_left_out() -> None:
+def test_modules_of_dynmo_are_not_watched() -> None:
     half = FeedForwardHalf(2, 0.2, 0.2, dropout=0.0)
     state = PlainState(half)
     vars(half)["own"] = 3
     assert state.written() is None
 
 
-def test_written_attributes_are_put_back() -> None:
+def test_written_attributes_are_restored() -> None:
     inner = Inner()
     state, other = PlainState(inner), inner.other
     inner.count, inner.other = 5, 6

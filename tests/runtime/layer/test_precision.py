@@ -1,4 +1,4 @@
-"""Effects of a lower precision, and the error of a backend that lacks it."""
+"""Lowering of the precision, and the error if the backend lacks a precision."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_only_float32_parameters_are_lowered() -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_float32(dtype: torch.dtype, deferred: bool) -> None:
-    """The lower precision would lose the part that a microbatch adds to a large sum."""
+    """In low precision, a large sum would lose the part of one microbatch."""
     module = nn.Sequential(nn.Embedding(5, 8), nn.LayerNorm(8), nn.Linear(8, 3), nn.PReLU())
     lower(module, dtype)
     tape = WeightTape()
@@ -63,12 +63,12 @@ def test_gradients_are_float32(dtype: torch.dtype, deferred: bool) -> None:
     assert 0 < float(linear.bias.grad[0]) - 1e4 < 0.1
 
 
-def test_every_precision_is_tried_on_the_device() -> None:
+def test_supported_precisions_pass_the_check() -> None:
     assert [dtype_for(name, torch.device("cpu")) for name in PRECISIONS] == list(
         PRECISIONS.values()
     )
 
 
-def test_one_that_the_backend_lacks_is_refused() -> None:
+def test_unsupported_precision_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train.precision = 'float8_e4m3fn'"):
         check(torch.float8_e4m3fn, torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""B then W, both at once, and plain autograd give the same gradients.
+"""Split backward, fused backward and plain autograd give the same gradients.
 
-That holds for any layer. Nothing is kept longer than it is needed.
+This holds for any layer. No tensor is kept longer than needed.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def same(one: Result, other: Result, exactly: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_gradients(name: str) -> None:
+def test_split_fused_and_plain_backward_have_equal_gradients(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(5)
     module = case.make()
@@ -270,7 +270,7 @@ def test_same_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_how_much_is_deferred(name: str) -> None:
+def test_expected_parameters_are_deferred_to_w(name: str) -> None:
     case = CASES[name]
     layer = layer_of(case.make())
     (outputs, *_) = (layer.forward(0, case.inputs(), 0, graph=True, need_input=True, finish=None),)
@@ -290,7 +290,7 @@ def test_how_much_is_deferred(name: str) -> None:
     assert {n for n, p in layer.module.named_parameters() if p.grad is not None} == trained
 
 
-def test_a_module_that_is_left_alone() -> None:
+def test_subclass_of_linear_is_not_split() -> None:
     layer = layer_of(OwnLinear(6, 4))
     assert type(layer.module) is OwnLinear
     layer.forward(0, (torch.randn(3, 6),), 0, graph=True, need_input=False, finish=None)
@@ -325,8 +325,7 @@ def start(
 def test_stashes_are_released(measured: bool) -> None:
     """A linear keeps its input until W, and a norm keeps it until B.
 
-    After W nothing is kept but the gradients. The first F of a layer runs on a copy of its input,
-    which is kept in place of the input.
+    Only the gradients remain after W. The first F of a layer copies its input and keeps the copy.
     """
     for module, until_w in ((nn.Linear(6, 6), True), (nn.LayerNorm(6), False)):
         layer = layer_of(module)
@@ -349,8 +348,8 @@ def test_stashes_are_released(measured: bool) -> None:
     assert not layer._weight_work
 
 
-def test_inner_activations_go_with_b() -> None:
-    """Memory that only B needs (here the input of a tanh) does not wait for W."""
+def test_inner_activations_are_released_after_b() -> None:
+    """Memory that only B needs is not kept for W. An example is the input of a tanh."""
     seen: list[StorageWeakRef] = []
 
     class Watched(nn.Module):
@@ -368,7 +367,7 @@ def test_inner_activations_go_with_b() -> None:
         layer.backward_weight(0)
 
 
-def test_clear_drops_what_is_in_flight() -> None:
+def test_clear_drops_microbatches_in_flight() -> None:
     layer = layer_of(nn.Linear(6, 6))
     with no_collection():
         refs, outputs = start(layer, (torch.randn(3, 6),))
@@ -378,8 +377,8 @@ def test_clear_drops_what_is_in_flight() -> None:
     assert not layer.marks
 
 
-def test_frozen_above_a_trainable_layer() -> None:
-    """The layer's B runs, there is no W, and nothing is stashed."""
+def test_frozen_layer_above_a_trainable_layer_runs_b_only() -> None:
+    """The layer has no W and no stash."""
     layer = layer_of(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).requires_grad_(False))
     _, (y,) = start(layer, (torch.randn(3, 6),))
     assert layer.activation_bytes == 0, "frozen linears keep weights, not inputs"
@@ -392,8 +391,8 @@ def test_frozen_above_a_trainable_layer() -> None:
     assert all(p.grad is None for p in layer.module.parameters())
 
 
-def test_frozen_prefix() -> None:
-    """No graph, no bytes."""
+def test_frozen_prefix_keeps_no_graph() -> None:
+    """The layer keeps no bytes for a backward."""
     layer = layer_of(nn.Sequential(nn.Linear(6, 6), nn.Tanh()).requires_grad_(False))
     with no_collection():
         x = torch.randn(3, 6)
@@ -407,11 +406,10 @@ def test_frozen_prefix() -> None:
     assert layer.output_bytes == 72
 
 
-def test_measured_bytes_are_those_counted_by_hand() -> None:
-    """The bytes are counted by hand.
+def test_measured_bytes_match_a_hand_computation() -> None:
+    """A linear keeps its input [3, 6] until B. tanh keeps its output.
 
-    A linear keeps its input [3, 6] until B, and input and output gradient until W. tanh keeps its
-    output.
+    A linear also keeps its input and output gradient until W.
     """
     layer = layer_of(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 5)))
     start(layer, (torch.randn(3, 6),))
@@ -421,7 +419,7 @@ def test_measured_bytes_are_those_counted_by_hand() -> None:
     assert layer.output_bytes == 4 * 3 * 5
 
 
-def test_forward_without_training_keeps_what_was_measured() -> None:
+def test_forward_without_training_keeps_measured_sizes() -> None:
     layer = layer_of(nn.Linear(6, 4))
     start(layer, (torch.randn(3, 6),))
     layer.backward_input(0, (torch.randn(3, 4),), deferred=False)
@@ -443,7 +441,7 @@ class Broken(torch.autograd.Function):
         raise ArithmeticError("no gradient today")
 
 
-def test_an_error_says_in_which_layer() -> None:
+def test_error_names_its_layer() -> None:
     layer = layer_of(nn.Linear(6, 4))
     with pytest.raises(RuntimeError) as wrong:
         layer.forward(0, (torch.randn(3, 5),), 0, graph=True, need_input=True, finish=None)
@@ -461,7 +459,7 @@ def test_an_error_says_in_which_layer() -> None:
     assert wrong.value.__notes__ == ["in B of layer 3"]
 
 
-def test_a_loss_at_the_end() -> None:
+def test_loss_at_the_end_has_the_plain_gradient() -> None:
     layer = layer_of(nn.Linear(6, 4))
     x = torch.randn(3, 6)
     (loss,) = layer.forward(
@@ -476,8 +474,8 @@ def test_a_loss_at_the_end() -> None:
     torch.testing.assert_close(gx, leaf.grad)
 
 
-def test_each_op_has_one_mark() -> None:
-    """Each op has one mark. W's share of a BW stands apart."""
+def test_each_op_records_one_mark() -> None:
+    """The mark of a BW lists its share of W separately."""
     layer = layer_of(nn.Linear(6, 4))
     for j, deferred in enumerate((True, False)):
         layer.forward(j, (torch.randn(3, 6),), 0, graph=True, need_input=True, finish=None)

@@ -1,6 +1,6 @@
 """A stage that the frozen prefix cuts.
 
-Nothing is kept below the cut, and no B runs there.
+Layers below the cut keep no activations and run no B.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def stage(
 
 
 @pytest.mark.parametrize("first_trainable", [0, 4, 5, 6, 7])
-def test_elision(first_trainable: int) -> None:
+def test_frozen_prefix_of_a_stage_runs_forward_only(first_trainable: int) -> None:
     whole, modules = stage(first_trainable)
     x = torch.randn(3, 6)
     (y,) = whole.forward(0, (x,), 0, None, training=True)
@@ -58,7 +58,7 @@ def test_elision(first_trainable: int) -> None:
         assert gradients == ()
 
 
-def test_a_frozen_layer_in_the_middle() -> None:
+def test_frozen_layer_in_the_middle_has_no_gradient() -> None:
     whole, modules = stage(0)
     modules[2].requires_grad_(False)
     (y,) = whole.forward(0, (torch.randn(3, 6),), 0, None, training=True)
@@ -73,7 +73,7 @@ def test_a_frozen_layer_in_the_middle() -> None:
     assert whole.layers[2].stash_bytes == whole.layers[2].activation_bytes == 0
 
 
-def test_the_loss_and_its_share() -> None:
+def test_loss_share_scales_the_gradients() -> None:
     whole, modules = stage(0, loss=True, share=0.25)
     x, aim = torch.randn(3, 6), torch.randn(3, 6)
     (loss,) = whole.forward(0, (x,), 0, aim, training=True)
@@ -91,7 +91,7 @@ def test_the_loss_and_its_share() -> None:
     torch.testing.assert_close(ours, [p.grad for m in modules for p in m.parameters()])
 
 
-def test_without_training_nothing_is_kept() -> None:
+def test_forward_without_training_keeps_no_activations() -> None:
     whole, _ = stage(0, loss=True)
     (loss,) = whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=False)
     assert not loss.requires_grad
@@ -105,7 +105,7 @@ def test_a_loss_must_be_a_scalar() -> None:
         whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=True)
 
 
-def test_clear() -> None:
+def test_clear_drops_activations_and_marks() -> None:
     whole, _ = stage(0)
     whole.forward(0, (torch.randn(3, 6),), 0, None, training=True)
     whole.clear()

@@ -1,6 +1,6 @@
-"""W in pieces, ahead of its time.
+"""Partial W that runs before its place in the program.
 
-The bits are the same, in the program's order. W is never later than the program says.
+The bits are the same, and the order is that of the program. W never runs later than in the program.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor |
 @pytest.mark.parametrize(
     "order", ["bwbwbwbw", "bpbwbppwpbwpw", "bbpbbwpwppww", "bbbbpwpwpwpw", "xbpbpwbpww"]
 )
-def test_same_bits(order: str, idle: bool, groups: int) -> None:
-    """B's of later microbatches run between two pieces too.
+def test_partial_w_gives_the_same_bits(order: str, idle: bool, groups: int) -> None:
+    """B of later microbatches may run between two partial W.
 
-    They end slots of their own parameters, and must not take others' for theirs.
+    B ends the slots of its own parameters only.
     """
     expected, got = gradients("xxxx", groups, idle), gradients(order, groups, idle)
     assert got.keys() == expected.keys()
@@ -111,8 +111,8 @@ def test_same_bits(order: str, idle: bool, groups: int) -> None:
         assert value is None or (actual is not None and torch.equal(actual, value)), name
 
 
-def test_a_piece_lets_go_of_what_it_held() -> None:
-    """Memory is less than the W's place in the program allows, not more."""
+def test_partial_w_releases_its_memory() -> None:
+    """An early W needs less memory than the program allows."""
     layer = Layer(
         0, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)), HostClock(), 1
     )
@@ -129,7 +129,7 @@ def test_a_piece_lets_go_of_what_it_held() -> None:
     assert seen == [[True, False, False], [True, True, False], [True, True, True]]
 
 
-def test_marks_of_pieces_are_of_their_w() -> None:
+def test_partial_w_marks_belong_to_their_w() -> None:
     layer = Layer(
         0, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)), HostClock(), 1
     )
@@ -191,21 +191,21 @@ def run(ahead: dict[str, int]) -> tuple[list[str], list[str | None]]:
     return told, wishes
 
 
-def test_the_program_alone() -> None:
+def test_queue_without_idle_time_follows_the_program() -> None:
     assert run({}) == (["0BW0", "1W0", "0BW1", "1W1", "1W2", "0BW2"], [])
 
 
-def test_no_piece_before_its_b_and_none_out_of_turn() -> None:
-    """Stage 1 has two W's due once its B's have run, but stage 0's BW comes first.
+def test_partial_w_runs_after_its_b_and_in_order() -> None:
+    """Two W of stage 1 are pending after its B, but BW of stage 0 comes first.
 
-    Then there are as many W's as wished for, in turn.
+    The queue then runs as many partial W as fit into the idle time, in order.
     """
     told, wishes = run({"0F1": 1, "0BW0": 2, "1W0": 2, "0BW1": 2, "1W1": 4, "0BW2": 1})
     assert wishes == [None, None, None, "1W0", "1W0", None, None, "1W1", "1W1", "1W1", None, None]
     assert told == ["0BW0", "1w0a", "1w0b", "1w0c", "0BW1", "1w1a", "1w1b", "1w1c", "1W2", "0BW2"]
 
 
-def test_pieces_of_several_ws() -> None:
+def test_partial_w_of_several_stages_runs_in_order() -> None:
     text = (
         "# own  ranks=1 microbatches=3 placement=0,0\n"
         "0 | 0F0 1F0 0F1 1F1 1B0 1B1 0B0 1W0 1W1 0W0 0B1 0W1 0F2 1F2 1B2 1W2 0B2 0W2\n"
@@ -239,11 +239,8 @@ def both(pool: Pool, ranks: int, schedule: Any, **options: Any) -> list[list[dic
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("placement", [[0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 2, 3]])
-def test_late_messages_change_nothing(pool: Pool, placement: list[int], groups: int) -> None:
-    """Neither a gradient nor the order in which layers end changes.
-
-    Replicas must share that order.
-    """
+def test_late_messages_change_no_gradient(pool: Pool, placement: list[int], groups: int) -> None:
+    """The order in which layers finish stays the same too, because replicas share it."""
     whole, pieces = both(pool, max(placement) + 1, [placement, 1], microbatches=4, groups=groups)
     assert sum(r.pop("ahead") for r in whole) == 0
     assert sum(r.pop("ahead") for r in pieces) > 0
@@ -251,6 +248,6 @@ def test_late_messages_change_nothing(pool: Pool, placement: list[int], groups: 
 
 
 @pytest.mark.parametrize("text", [VSHAPE, LOOPED], ids=["V", "looped"])
-def test_chunks(pool: Pool, text: str) -> None:
+def test_partial_w_with_several_stages_per_rank(pool: Pool, text: str) -> None:
     whole, pieces = both(pool, 2, text, microbatches=2)
     assert [r | {"ahead": 0} for r in pieces] == whole

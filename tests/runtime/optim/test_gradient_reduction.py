@@ -1,6 +1,6 @@
-"""The cut of a layer's gradients before replicas exchange them.
+"""The partition of a layer's gradients before replicas exchange them.
 
-The exchange itself is in `test_mesh.py`.
+`tests/runtime/comm/test_process_mesh.py` tests the exchange.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loss scale by itself."""
+"""The loss scaler on its own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from dynmo.runtime.optim.loss_scale import INITIAL, WINDOW, LossScaler, make_sca
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.integers(0, 60))
-def test_halved_and_doubled(steps: list[bool], window: int, stop: int) -> None:
-    """The scale is that of a count by hand, and always a power of two from 1 on.
+def test_scale_halves_on_overflow_and_doubles_after_a_window(
+    steps: list[bool], window: int, stop: int
+) -> None:
+    """The scale matches a count by hand and is always a power of two of at least 1.
 
-    A saved scale goes on as if never stopped.
+    A loaded scaler continues like one that never stopped.
     """
     scaler, expected, good = LossScaler(INITIAL, window), INITIAL, 0
     for step, finite in enumerate(steps):
@@ -34,14 +36,14 @@ def test_halved_and_doubled(steps: list[bool], window: int, stop: int) -> None:
         assert scaler.scale == expected >= 1
 
 
-def test_a_shorter_window_than_what_is_saved() -> None:
+def test_saved_count_above_a_shorter_window_doubles_the_scale() -> None:
     scaler = LossScaler(INITIAL, 3)
     scaler.load({"scale": 8.0, "good": 5})
     scaler.observe(True)
     assert scaler.scale == 16
 
 
-def test_who_scales() -> None:
+def test_float16_is_scaled_by_default() -> None:
     assert TrainSection().loss_scale_window == WINDOW
     assert make_scaler(torch.float16, None, 7).dynamic
     assert make_scaler(torch.bfloat16, "dynamic", 7).dynamic

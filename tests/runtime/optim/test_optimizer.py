@@ -1,4 +1,4 @@
-"""AdamW per layer is AdamW over the model.
+"""The optimizer of one layer equals torch's optimizer over the whole model.
 
 The norm does not depend on how gradients are cut.
 """
@@ -71,7 +71,7 @@ def same_bits(ours: list[nn.Module], theirs: list[nn.Module]) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_equals_torch_over_the_whole_model() -> None:
+def test_layer_optimizer_equals_torch_over_the_whole_model() -> None:
     """The result is that of torch's fused kernel, bit for bit.
 
     It is within rounding of the plain kernel, which orders the arithmetic differently.
@@ -114,7 +114,7 @@ def test_the_scale_multiplies_the_gradients() -> None:
     assert same_bits(ours, theirs)
 
 
-def test_frozen_parameters_stand_still() -> None:
+def test_frozen_parameters_do_not_change() -> None:
     """Frozen parameters have no gradient, no decay and no new moments.
 
     The moments that they had stay for thawing.
@@ -143,10 +143,10 @@ def test_frozen_parameters_stand_still() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_parameter_whose_gradients_come_later(name: Literal["adamw", "sgd"]) -> None:
-    """Each parameter goes on as torch's own optimizer for it alone.
+def test_late_gradient_starts_its_own_step_count(name: Literal["adamw", "sgd"]) -> None:
+    """Each parameter trains like a parameter with its own torch optimizer.
 
-    One of them has its state already.
+    The other parameter already has optimizer state.
     """
     settings = OptimizerSettings(name, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6, momentum=0.9)
     torch.manual_seed(0)
@@ -174,7 +174,7 @@ def test_a_parameter_whose_gradients_come_later(name: Literal["adamw", "sgd"]) -
         assert torch.equal(module[key], p)
 
 
-def test_state_and_load_go_on_with_the_same_bits() -> None:
+def test_loaded_state_continues_with_the_same_bits() -> None:
     first = nn.Linear(4, 4)
     optimizer = LayerOptimizer(first, SETTINGS)
     for step in range(3):
@@ -195,7 +195,7 @@ def test_state_and_load_go_on_with_the_same_bits() -> None:
     assert fresh.state() == {}
 
 
-def test_without_parameters() -> None:
+def test_layer_without_parameters_has_no_state() -> None:
     optimizer = LayerOptimizer(nn.Tanh(), SETTINGS)
     optimizer.step(0.1, 1.0)
     optimizer.load({})
@@ -203,7 +203,7 @@ def test_without_parameters() -> None:
     assert optimizer.state_bytes == 0
 
 
-def test_shared_parameters_are_left_to_their_owner() -> None:
+def test_shared_parameters_are_updated_by_their_owner() -> None:
     module = nn.Linear(4, 4)
     optimizer = LayerOptimizer(module, SETTINGS, frozenset({"weight"}))
     give([module], 0)
@@ -213,10 +213,10 @@ def test_shared_parameters_are_left_to_their_owner() -> None:
     assert {key.split("/")[0] for key in optimizer.state()} == {"bias"}
 
 
-def test_state_bytes() -> None:
-    """Two moments a weight, before the first step and after it.
+def test_state_bytes_count_two_moments() -> None:
+    """Two moments per weight count before the first step too.
 
-    After the first step there is a counter each as well.
+    After the first step, each parameter also has a step counter.
     """
     module = nn.Linear(4, 4)
     optimizer = LayerOptimizer(module, SETTINGS)
@@ -228,7 +228,7 @@ def test_state_bytes() -> None:
     assert untrained.state_bytes == 0
 
 
-def test_decay_is_for_matrices() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     assert [decays(torch.zeros(shape)) for shape in ((), (3,), (3, 3), (3, 3, 3))] == [
         False,
         False,
@@ -255,8 +255,8 @@ def test_squared_norm(size: int) -> None:
     assert squared_norm([torch.zeros(0)]) == 0.0
 
 
-def test_squared_norm_of_shards() -> None:
-    """Cut at block boundaries, wherever, it is the same number to the last bit."""
+def test_squared_norm_of_shards_has_the_same_bits() -> None:
+    """Shards may be cut at any block boundary."""
     torch.manual_seed(1)
     gradient = torch.randn(7 * NORM_BLOCK + 5) * torch.logspace(-4, 4, 7 * NORM_BLOCK + 5)
     expected = squared_norm([gradient])
@@ -317,7 +317,7 @@ def test_shares_are_whole_blocks_and_even(sizes: list[int], count: int) -> None:
 
 @pytest.mark.parametrize("settings", BOTH)
 @pytest.mark.parametrize("count", [2, 3])
-def test_shares_leave_the_bits_of_the_whole(settings: OptimizerSettings, count: int) -> None:
+def test_sharded_update_has_the_bits_of_the_whole(settings: OptimizerSettings, count: int) -> None:
     whole_module, shared_module = large(), large()
     one = LayerOptimizer(whole_module, settings)
     parts = [LayerOptimizer(shared_module, settings, share=Share(i, count)) for i in range(count)]
@@ -347,10 +347,10 @@ NO_PAST = [
 @pytest.mark.parametrize("settings", [*BOTH, PLAIN_SGD, *NO_PAST])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [True, False])
-def test_restore_is_exact_and_invert_is_near(
+def test_restore_is_exact_and_invert_is_close(
     settings: OptimizerSettings, dtype: torch.dtype, first: bool
 ) -> None:
-    """A step taken back and made again leaves what the second scale alone leaves."""
+    """A rolled back and repeated step equals a single step with the second scale."""
     plain, kept, inverted = (large().to(dtype) for _ in range(3))
     optimizers = [LayerOptimizer(m, settings) for m in (plain, kept, inverted)]
     for module in (plain, kept, inverted):
@@ -388,7 +388,7 @@ def test_restore_is_exact_and_invert_is_near(
         )
 
 
-def test_a_master_takes_steps_too_small_for_its_parameter() -> None:
+def test_float32_master_accumulates_small_steps() -> None:
     module = nn.Linear(4, 4)
     nn.init.ones_(module.weight)
     masters = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -409,8 +409,8 @@ def test_a_master_takes_steps_too_small_for_its_parameter() -> None:
     assert torch.equal(loaded.state()["weight/master"], optimizer.state()["weight/master"])
 
 
-def test_momentum_that_a_run_without_one_finds() -> None:
-    """The momentum is dropped, or in-place rollback would divide by a momentum of 0."""
+def test_saved_momentum_is_dropped_without_momentum() -> None:
+    """In-place rollback would otherwise divide by a momentum of 0."""
     settings = OptimizerSettings("sgd", momentum=0.0)
     module = nn.Linear(4, 4)
     optimizer = LayerOptimizer(module, settings)
@@ -426,11 +426,8 @@ def test_momentum_that_a_run_without_one_finds() -> None:
         torch.testing.assert_close(module.weight.detach(), before)
 
 
-def test_in_place_over_two_hundred_rollbacks() -> None:
-    """The drift stays at rounding.
-
-    Each step is first made, taken back by arithmetic, and made again clipped.
-    """
+def test_in_place_rollback_drift_stays_at_rounding() -> None:
+    """Each of 200 steps is made, rolled back in place, and repeated with clipping."""
     settings = OptimizerSettings(weight_decay=0.1)
     exact, near = large(), large()
     one, other = LayerOptimizer(exact, settings), LayerOptimizer(near, settings)
@@ -445,8 +442,8 @@ def test_in_place_over_two_hundred_rollbacks() -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_a_norm_takes_little_memory() -> None:
-    """A large gradient has only a part of its squares in memory at one time.
+def test_squared_norm_takes_little_memory() -> None:
+    """The norm of a large gradient squares one part at a time.
 
     The sums are those of all squares at once.
     """

@@ -1,4 +1,4 @@
-"""Any placement reads any checkpoint bit for bit.
+"""Any placement loads any checkpoint bit for bit.
 
 A damaged checkpoint is never loaded.
 """
@@ -56,12 +56,12 @@ def flip(path: Path, at: int = -1) -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded"), [([3, 3], [3, 3]), ([3, 3], [1, 2, 3]), ([2, 2, 2], [6]), ([6], [5, 1])]
 )
-def test_any_placement_reads_it(
+def test_any_placement_loads_a_checkpoint(
     pool: Pool, tmp_path: Path, saved: list[int], loaded: list[int]
 ) -> None:
-    """A checkpoint has weights, moments, counters and what is frozen.
+    """A checkpoint has weights, moments, step counters and the frozen layers.
 
-    Training goes on to the same bits.
+    Training continues with the same bits.
     """
     before = pool.run(JOBS + "save_and_go_on", len(saved), folder=str(tmp_path), counts=saved)
     after = pool.run(JOBS + "load_and_go_on", len(loaded), folder=str(tmp_path), counts=loaded)
@@ -82,15 +82,15 @@ def test_any_placement_reads_it(
     assert all(result["bytes"] == written for result in before)
 
 
-def test_files_in_place_of_partial_checkpoints(tmp_path: Path) -> None:
-    """Such files are removed like the folders that an interrupted save leaves."""
+def test_files_named_like_partial_checkpoints_are_removed(tmp_path: Path) -> None:
+    """The files are removed like the folders of an interrupted save."""
     for name in ("step-000001.tmp", "step-000099.tmp", "step-notes.tmp"):
         (tmp_path / name).write_text("no folder")
     save(gpt(), tmp_path, 1)
     assert names(tmp_path) == ["latest", "step-000001"]
 
 
-def test_no_pickles(tmp_path: Path) -> None:
+def test_checkpoint_has_no_pickles(tmp_path: Path) -> None:
     path = save(gpt(), tmp_path, 1)
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert {p.suffix for p in files} == {"", ".json", ".safetensors"}
@@ -105,11 +105,8 @@ def test_no_pickles(tmp_path: Path) -> None:
             assert (file.name, file.read_text()) == ("latest", path.name)
 
 
-def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    """The bit may be in any file.
-
-    The message names the file, and the checkpoint before is taken.
-    """
+def test_flipped_bit_in_any_file_is_detected(tmp_path: Path) -> None:
+    """The error names the file, and the previous checkpoint is used."""
     pipeline = gpt()
     save(pipeline, tmp_path, 1)
     newest = save(pipeline, tmp_path, 2)
@@ -127,8 +124,8 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_read_a_part_each(pool: Pool, ranks: int, tmp_path: Path) -> None:
-    """All ranks know what any of them has found."""
+def test_each_file_is_verified_by_one_rank(pool: Pool, ranks: int, tmp_path: Path) -> None:
+    """All ranks learn the result of every rank."""
     pipeline = gpt()
     first, second = save(pipeline, tmp_path, 1), save(pipeline, tmp_path, 2)
     files = sorted(str(p.relative_to(tmp_path)) for p in second.glob("layer-*/*"))
@@ -149,7 +146,7 @@ def test_ranks_read_a_part_each(pool: Pool, ranks: int, tmp_path: Path) -> None:
         ]
 
 
-def test_a_missing_or_torn_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+def test_missing_or_torn_checkpoint_is_skipped(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
         checkpoint.find(tmp_path / "nowhere")
     pipeline = gpt()
@@ -168,7 +165,7 @@ def test_a_missing_or_torn_checkpoint_gives_way_to_the_one_before(tmp_path: Path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file whose every read fails")
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_falls_back_to_the_previous_checkpoint(tmp_path: Path) -> None:
     pipeline = gpt()
     first, second = save(pipeline, tmp_path, 1), save(pipeline, tmp_path, 2)
     file = second / "layer-0003" / "tensors.safetensors"
@@ -179,10 +176,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert [f"{file} is damaged or cannot be read" in problem for problem in problems] == [True]
 
 
-def test_only_the_last_are_kept(tmp_path: Path) -> None:
-    """The order is that of steps, not of letters.
+def test_only_the_latest_checkpoints_are_kept(tmp_path: Path) -> None:
+    """Checkpoints are ordered by step, not by name.
 
-    Files that earlier saves left do not count.
+    Partial checkpoints of earlier saves do not count.
     """
     pipeline = gpt()
     (tmp_path / "step-000007.tmp").mkdir()
@@ -194,7 +191,7 @@ def test_only_the_last_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-1000001"
 
 
-def test_a_damaged_newer_one_does_not_push_out_the_only_good(tmp_path: Path) -> None:
+def test_damaged_checkpoint_does_not_evict_a_valid_checkpoint(tmp_path: Path) -> None:
     pipeline = gpt()
     save(pipeline, tmp_path, 4)
     flip(save(pipeline, tmp_path, 8) / "manifest.json", 3)
@@ -203,11 +200,8 @@ def test_a_damaged_newer_one_does_not_push_out_the_only_good(tmp_path: Path) -> 
     assert names(tmp_path) == ["latest", "step-000006"]
 
 
-def test_a_full_disk_at_any_file(tmp_path: Path) -> None:
-    """The error is one line, whichever file fails.
-
-    The earlier checkpoint is whole, and the next save works.
-    """
+def test_full_disk_at_any_file_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    """The error is one line for any file. The next save works."""
     pipeline = gpt(blocks=1)
     with full_at(-1) as synced:
         save(pipeline, tmp_path, 1, keep=2)
@@ -226,15 +220,15 @@ def test_a_full_disk_at_any_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-000001", "step-000002"]
 
 
-def test_a_full_disk_on_one_rank(pool: Pool, tmp_path: Path) -> None:
-    """All ranks say the same, and none waits for the one that could not write."""
+def test_full_disk_on_one_rank_fails_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    """All ranks raise the same error, and no rank waits for the failed one."""
     said = pool.run(JOBS + "save_on_a_full_disk", 2, folder=str(tmp_path), full=1)
     why = "could not be written (rank 1: No space left on device)"
     assert said == [f"{tmp_path}/step-000001.tmp {why}"] * 2
     assert names(tmp_path) == []
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+def test_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     pipeline = gpt()
     save(pipeline, tmp_path, 2)
     pipeline.step(0, *tokens(0), lr=0.1)
@@ -257,7 +251,7 @@ def test_state_reads_back_exactly(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path)[1].state == state
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     path = save(gpt(), tmp_path, 1)
     other = gpt(hidden=24)
     before = other.digest()
@@ -266,8 +260,8 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     assert other.digest() == before
 
 
-def test_a_buffer_that_a_forward_has_made(tmp_path: Path) -> None:
-    """The buffer comes back, but not to a model without the module that has it."""
+def test_buffer_made_in_a_forward_is_restored(tmp_path: Path) -> None:
+    """A model without the module that makes the buffer does not get it."""
 
     class Counting(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -299,7 +293,7 @@ def test_a_buffer_that_a_forward_has_made(tmp_path: Path) -> None:
         checkpoint.fit(1, "middle", model(False).build([1])[1], tensors)
 
 
-def test_a_later_version_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_a_later_version_is_refused(tmp_path: Path) -> None:
     path = save(gpt(), tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text()) | {"version": 3}
     (path / "manifest.json").write_text(json.dumps(manifest))
@@ -314,8 +308,8 @@ def unsealed(path: Path, **changes: object) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 1} | changes, indent=1))
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
-    """The bit may be in white space, in the hash itself, or in the version."""
+def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
+    """The bit may be in white space, in the hash, or in the version."""
     file = save(gpt(), tmp_path, 1, state={"partition": [6], "loss": 0.5}) / "manifest.json"
     text = bytearray(file.read_bytes())
     unnoticed: list[int] = []
@@ -333,11 +327,8 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
     assert checkpoint.verify(file.parent).step == 1
 
 
-def test_a_manifest_that_does_not_fit_its_folder(tmp_path: Path) -> None:
-    """A manifest without a hash of its own must be that of this folder.
-
-    It must also list all files.
-    """
+def test_manifest_of_another_folder_is_refused(tmp_path: Path) -> None:
+    """A manifest without a hash must match its folder and list all files."""
     path = save(gpt(), tmp_path, 1)
     files = json.loads((path / "manifest.json").read_text())["files"]
     unsealed(path)
@@ -402,7 +393,7 @@ def test_the_damaged_field_of_a_layer_is_named(
 
 
 @pytest.mark.parametrize("function", ["bare", "layers"])
-def test_layers_without_tensors_and_with_complex_ones(tmp_path: Path, function: str) -> None:
+def test_layers_with_no_or_complex_tensors_are_restored(tmp_path: Path, function: str) -> None:
     config = parse({"model": {"kind": f"python:tests.models.user_model:{function}"}})
     pipe, other = pipeline(load_model(config)), pipeline(load_model(config))
     pipe.step(0, *tokens(0), lr=0.1)
@@ -413,8 +404,8 @@ def test_layers_without_tensors_and_with_complex_ones(tmp_path: Path, function: 
         assert fingerprint(*other.own_layers[index]) == fingerprint(*pipe.own_layers[index])
 
 
-def test_tied_weights_stay_tied(tmp_path: Path) -> None:
-    """Saved as two, restored as one."""
+def test_restored_tied_weights_stay_tied(tmp_path: Path) -> None:
+    """The checkpoint has two copies, and the model has one tensor."""
     pipeline = gpt(tied=True)
     pipeline.step(0, *tokens(0), lr=0.1)
     path = save(pipeline, tmp_path, 1)
@@ -433,8 +424,10 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("adamw", "sgd"), ("sgd", "adamw")])
-def test_another_optimizer_is_refused(tmp_path: Path, saved: str, resumed: str) -> None:
-    """The moments would be dropped, or missed in the middle of a step."""
+def test_checkpoint_of_another_optimizer_is_refused(
+    tmp_path: Path, saved: str, resumed: str
+) -> None:
+    """Moments would be dropped, or would be missing in the next step."""
 
     def built(name: Any) -> Engine:
         settings = OptimizerSettings(name, momentum=0.9)
@@ -448,7 +441,7 @@ def test_another_optimizer_is_refused(tmp_path: Path, saved: str, resumed: str) 
         built(resumed).layer_states.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
 
 
-def test_a_weight_tied_since_is_refused(tmp_path: Path) -> None:
+def test_weight_tied_after_the_save_is_refused(tmp_path: Path) -> None:
     first = gpt()
     first.step(0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1)
@@ -476,10 +469,10 @@ def test_derived_buffers_of_another_shape_are_not_loaded(
     longer.step(0, *tokens(0, sequence=16), lr=0.1)
 
 
-def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
-    """Buffers that the model has are taken, also those that a module makes itself.
+def test_checkpoint_restores_known_and_extra_buffers(tmp_path: Path) -> None:
+    """The model gets all buffers that it has, and persistent buffers that it lacks.
 
-    A module may make a buffer that the model lacks in a forward.
+    A module may create such a buffer in a forward.
     """
 
     def built(names: list[str], value: float = 1.0) -> Engine:

@@ -1,7 +1,4 @@
-"""Experts that are spread over replicas.
-
-The tests cover who holds what, its memory, and what is refused.
-"""
+"""Experts that are sharded over replicas: owners, memory and refused models."""
 
 from __future__ import annotations
 
@@ -42,8 +39,8 @@ def tables(**parallel: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_replica_holds_its_part(pool: Pool, zero: int) -> None:
-    """The bytes that shapes tell are those of the run."""
+def test_replica_holds_its_share_of_the_experts(pool: Pool, zero: int) -> None:
+    """The bytes predicted from shapes are those of the run."""
     wanted = tables(zero=zero)
     first, second = pool.run(f"{JOBS}holdings", 2, config=wanted)
     assert (first["held"], second["held"]) == (
@@ -70,7 +67,7 @@ def test_a_replica_holds_its_part(pool: Pool, zero: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_between_ranks(pool: Pool, dtype: str) -> None:
+def test_rows_reach_their_target_ranks(pool: Pool, dtype: str) -> None:
     arrived = pool.run(f"{JOBS}rows", 3, dtype=dtype)
     for rank, each in enumerate(arrived):
         assert each == [[source, source] for source in range(3) for _ in range(rank + 1)]
@@ -78,7 +75,7 @@ def test_rows_between_ranks(pool: Pool, dtype: str) -> None:
 
 @pytest.mark.parametrize("absent", [[], [1], [0, 1, 2, 3]])
 @pytest.mark.parametrize("bucket", [40_000, 1 << 25])
-def test_gradients_are_summed_in_the_order_of_the_replicas(
+def test_expert_gradients_are_summed_in_replica_order(
     pool: Pool, bucket: int, absent: list[int]
 ) -> None:
     assert pool.run(f"{JOBS}reduced", 4, bucket=bucket, absent=absent) == [
@@ -96,7 +93,7 @@ def test_a_late_peer_is_named(pool: Pool) -> None:
     assert seconds < 4
 
 
-def test_who_gives_an_expert() -> None:
+def test_moved_expert_comes_from_one_holder() -> None:
     before = even_placement(4, 2)
     after = ExpertPlacement(((0, 1), (1,), (0,), (1,)), 2)
     assert arrivals(before, after, 0) == [(2, 1)]

@@ -1,4 +1,4 @@
-"""Layers on the move: every bit arrives, or nothing happens."""
+"""Moving layers between ranks: every bit arrives, or no layer moves."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MOVE = Move(2, 0, 1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_random_moves(pool: Pool, kind: str, ranks: int, seed: int) -> None:
-    """Layers move with gradients, moments, buffers and frozen layers.
+def test_random_moves_change_no_bits(pool: Pool, kind: str, ranks: int, seed: int) -> None:
+    """Layers move with gradients, moments, buffers and frozen flags.
 
-    They train in between. At the end all is as if nothing had moved.
+    They train between moves. The result is that of a run without moves.
     """
     moved = pool.run(JOBS + "migrate", ranks, kind=KINDS[kind], seed=seed, rounds=4)
     (stayed,) = pool.run(JOBS + "migrate", 1, kind=KINDS[kind], seed=seed, rounds=4)
@@ -67,10 +67,12 @@ def test_random_moves(pool: Pool, kind: str, ranks: int, seed: int) -> None:
         ("memory", 1, "allocate"),
     ],
 )
-def test_a_failure_moves_nothing(pool: Pool, how: str, rank: int, reason: str) -> None:
+def test_failed_move_leaves_all_layers_in_place(
+    pool: Pool, how: str, rank: int, reason: str
+) -> None:
     """One of three ranks cannot give or take a layer.
 
-    All raise at once, nothing has changed, and the next move succeeds.
+    All ranks raise at once, no layer has moved, and the next move succeeds.
     """
     results = pool.run(JOBS + "migrate_fails", 3, how=how)
     for each, result in enumerate(results):
@@ -115,13 +117,13 @@ def test_bad_manifests_are_refused(change: Any, match: str) -> None:
 
 
 @pytest.mark.parametrize("length", [-1, 1 << 50])
-def test_the_length_of_a_manifest_is_bounded(pool: Pool, length: int) -> None:
-    """Nothing is allocated by a peer's word."""
+def test_manifest_length_is_bounded(pool: Pool, length: int) -> None:
+    """The receiver does not allocate a size just because a peer announces it."""
     _, told = pool.run(JOBS + "announces", 2, length=length)
     assert told.startswith(f"the manifest of layer 2 from rank 0 has {length} bytes")
 
 
-def test_a_torn_manifest_is_refused() -> None:
+def test_truncated_manifest_is_refused() -> None:
     with pytest.raises(RunError, match="cannot be read"):
         unpack(pack(2, nn.Linear(3, 2), {})[0][:-5], MOVE, CPU)
 
@@ -141,7 +143,7 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def test_a_buffer_that_a_forward_has_made() -> None:
+def test_buffer_made_in_a_forward_moves() -> None:
     here, there = Counting(), Counting().to("meta")
     here(here(torch.zeros(1, 2)))
     fill(there, contents(here, {}), dict.fromkeys(("linear.weight", "linear.bias"), True))
@@ -149,10 +151,10 @@ def test_a_buffer_that_a_forward_has_made() -> None:
     assert there.seen.tolist() == [2.0, 2.0]
 
 
-def test_pack_and_unpack() -> None:
-    """The receiver makes room for exactly what is sent, in the same order.
+def test_unpacked_layer_equals_the_packed_layer() -> None:
+    """The receiver allocates exactly the sent tensors, in the same order.
 
-    Then `fill` makes the module of it.
+    `fill` then builds the module from them.
     """
     module = nn.BatchNorm1d(4)
     module.weight.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Transfers when the same ranks become another mesh."""
+"""Layer transfers when the same ranks change to another mesh."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dynmo.runtime.state.reshape import holders, transfers
 SHAPES = [(pipeline, 12 // pipeline) for pipeline in (1, 2, 3, 4, 6, 12)]
 
 
-def test_transfers_are_those_drawn() -> None:
-    """The mesh is as the file draws it."""
+def test_transfers_match_the_example_in_the_docstring() -> None:
+    """The example is in the docstring of the module."""
     before, after = holders(Partition((4, 4)), (0, 1), 2), holders(Partition((8,)), (0,), 4)
     assert before == ((0, 1),) * 4 + ((2, 3),) * 4
     assert after == ((0, 1, 2, 3),) * 8
@@ -24,7 +24,7 @@ def test_transfers_are_those_drawn() -> None:
 
 
 @given(st.sampled_from(SHAPES), st.sampled_from(SHAPES), st.integers(12, 20))
-def test_everyone_gets_what_it_lacks_from_one_who_has_it(
+def test_each_rank_receives_its_missing_layers_from_a_holder(
     old: tuple[int, int], new: tuple[int, int], layers: int
 ) -> None:
     before, after = (

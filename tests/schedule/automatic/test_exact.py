@@ -364,9 +364,9 @@ def test_missing_solver_names_the_package_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_warm_up_holds_no_more_microbatches_than_needed() -> None:
-    """The warm-up has two microbatches, though memory lets rank 0 have four.
+    """The warm-up has two microbatches, although the caps would allow more.
 
-    The first B can only come back so soon.
+    More microbatches would not bring the first B any earlier.
     """
     result = exact(uniform_costs(2, 1, 1, 1), 3, caps=[2, 2], workers=1)
     assert [op.kind for op in result.schedule.ops[0][:2]] == [Kind.F, Kind.F]

@@ -66,7 +66,7 @@ def test_memory_of_1f1b_gives_zb_h1_and_twice_gives_no_bubble() -> None:
 
 
 @pytest.mark.parametrize("row", PUBLISHED)
-def test_bubble_is_at_most_the_published_one(row: dict) -> None:
+def test_bubble_is_at_most_the_published_ratio(row: dict) -> None:
     costs, p, m = table_5(row)
     for k in (1, 2):
         schedule = automatic(costs, m, caps=[k * p] * p)
@@ -81,7 +81,7 @@ def test_bubble_is_at_most_the_published_one(row: dict) -> None:
 
 
 @pytest.mark.matrix
-def test_bubble_beats_the_published_one_if_the_bound_allows() -> None:
+def test_bubble_beats_the_published_ratio_if_the_bound_allows() -> None:
     better = room = 0
     for row in TABLE_5:
         costs, p, m = table_5(row)
