@@ -1,8 +1,19 @@
-"""`python -m dynmo` is the `dynmo` command."""
+"""`python -m dynmo` and the script `dynmo`."""
 
 import sys
+from typing import NoReturn
 
 from dynmo.cli import main
+from dynmo.launch.rank_side import end_process
+
+
+def run() -> NoReturn:
+    """Runs the command line, and ends the process with its status."""
+    status = main()
+    if "torch" in sys.modules:
+        end_process(status)
+    sys.exit(status)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

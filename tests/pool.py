@@ -2,7 +2,8 @@
 
 Importing torch costs seconds a process. A job costs milliseconds. Each job runs a function of
 `tests/jobs.py` (or `module:function`) on the first n ranks. The job has a world of its own (a
-generation), and brings back what each rank returned.
+generation), and brings back what each rank returned. Waits in that world have the limit of the
+job's config, `parallel.timeout`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any
 from dynmo.launch.environment import rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT = 20.0
+"""Seconds of a wait between ranks, if the job has no config that says so."""
 
 
 class JobFailed(Exception):
@@ -149,8 +152,13 @@ def _serve() -> None:
         try:
             module, _, name = job["function"].rpartition(":")
             function = getattr(importlib.import_module(module or "tests.jobs"), name)
+            parallel = job["arguments"].get("config", {}).get("parallel", {})
             world = World.join(
-                store, rendezvous.rank, job["size"], timeout=20, generation=job["generation"]
+                store,
+                rendezvous.rank,
+                job["size"],
+                timeout=parallel.get("timeout", TIMEOUT),
+                generation=job["generation"],
             )
             try:
                 reply = {"result": function(world, **job["arguments"])}

@@ -52,7 +52,7 @@ def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
 
     The launcher starts the new process. The digest is that of one rank.
     """
-    done = end(train(work, name="resized", sets=sets("[[5, 1, 1], [10, 2, 1]]", steps=20)))
+    done = end(train(work, name="resized", sets=sets("[[2, 1, 1], [4, 2, 1]]", steps=8)))
     assert done.status == 0, done.err
     (repack,), (grow,) = of_kind(work, "resized", "repack"), of_kind(work, "resized", "grow")
     assert (repack["ranks_before"], repack["ranks_after"], grow["ranks_after"]) == (2, 1, 2)
@@ -62,7 +62,7 @@ def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
     assert {event["by"] for event in of_kind(work, "resized", "release")} == {"launcher"}
     assert "went on with 1 of 2 ranks" in done.out
     assert "GPU-seconds" in done.out
-    assert digest(work, "resized") == alone(pool, work, 20)
+    assert digest(work, "resized") == alone(pool, work, 8)
 
 
 def test_rank_started_by_hand_joins_the_run(work: Path) -> None:
@@ -98,6 +98,7 @@ def test_rank_started_by_hand_joins_the_run(work: Path) -> None:
     assert not (work / "runs/main/meeting.json").exists()
 
 
+@pytest.mark.matrix
 def test_run_resumes_after_a_rank_dies_during_a_move(work: Path, pool: Pool) -> None:
     """The error is one line. The run resumes on fewer ranks from its checkpoint."""
     case = ("dynamism.cases=['python:tests.dynamism.dying:Dying']", "checkpoint.every=4")

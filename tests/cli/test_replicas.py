@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.cli.runs import LONG, end, steps, train
 from tests.processes import ranks, wait_until
 
-REPLICAS = ("parallel.data=2", "parallel.zero=1", "model.layers=8", "train.micro_batch=1")
+REPLICAS = ("parallel.pipeline=1", "parallel.data=2", "parallel.zero=1", "train.micro_batch=1")
 
 
 def test_killed_rank_is_named_by_its_global_rank(work: Path) -> None:
@@ -22,7 +22,7 @@ def test_killed_rank_is_named_by_its_global_rank(work: Path) -> None:
     """
     process = train(work, sets=(*LONG, *REPLICAS, "dynamism.cases=[]", "balance.balancer=none"))
     wait_until(lambda: steps(work, "main") > 2, 200)
-    os.kill(ranks(work)[3], signal.SIGKILL)
+    os.kill(ranks(work)[1], signal.SIGKILL)
     done = end(process)
     assert done.status == 1
-    assert "rank 3 was ended by SIGKILL" in done.line
+    assert "rank 1 was ended by SIGKILL" in done.line

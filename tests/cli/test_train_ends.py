@@ -34,6 +34,7 @@ from tests.processes import gone, ranks, start, wait_until
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@pytest.mark.matrix
 def test_stopped_and_killed_run_resumes_with_equal_weights(base: Base, work: Path) -> None:
     """A run that is interrupted twice has the weights of an uninterrupted run.
 

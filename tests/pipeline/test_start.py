@@ -13,6 +13,7 @@ from dynmo.pipeline.start import init
 from tests.processes import run_script
 
 
+@pytest.mark.matrix
 def test_given_process_groups_and_meshes_train_the_same() -> None:
     out = run_script(Path(__file__).with_name("adopting.py"), ranks=4)
     rows = re.findall(r"(\w+) (\d) of (\d): (\w{64})", out)

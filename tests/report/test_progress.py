@@ -35,7 +35,7 @@ def told(steps: int, *events: object, terminal: bool = False) -> str:
 
 def test_progress_lines_are_limited() -> None:
     lines = told(50, *(step(i, frozen=i // 45) for i in range(50))).splitlines()
-    assert len(lines) == 25, "one in twenty at most, and the last"
+    assert len(lines) == 25, "every second step, and the last"
     assert lines[0] == "run 2/50  loss 3.2500  12,346 tokens/s  idle 12%  layers 4+2"
     assert lines[-1] == "run 50/50  loss 3.2500  12,346 tokens/s  idle 12%  layers 4+2  frozen 1"
     assert len(told(3, step(0), step(1), step(2)).splitlines()) == 3
