@@ -11,6 +11,9 @@ import pytest
 
 import dynmo
 from dynmo.config.section import Section
+from dynmo.config.sections_dynamism import DynamismSection
+from dynmo.config.sections_training import ModelSection
+from dynmo.config.values import CASES, MODEL_KINDS
 from tests import reference
 
 
@@ -53,3 +56,14 @@ def test_every_mark_of_a_page_is_parsed() -> None:
         text = page.read_text()
         assert text.count("<!-- end -->") == text.count("<!-- ") - text.count("<!-- end -->")
         assert len(reference.MARK.findall(text)) == text.count("<!-- end -->"), page.name
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "served"),
+    [(DynamismSection, "cases", CASES), (ModelSection, "kind", MODEL_KINDS)],
+)
+def test_served_words_are_described(
+    section: type[Section], key: str, served: tuple[str, ...]
+) -> None:
+    description = section.model_fields[key].description or ""
+    assert [name for name in served if f"`{name}`" not in description] == []

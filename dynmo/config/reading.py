@@ -38,9 +38,10 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     before = _kind_of(data)
     for text in overrides:
         _override(data, text)
-    if _kind_of(data) != before:  # drop the keys that only the file's own kind has
+    if _kind_of(data) != before:  # drop the file's keys that the new kind does not have
         keys = {text.partition("=")[0].strip() for text in overrides}
-        _drop(data, {key for key in KEYS_OF_KIND.get(before, ()) if f"model.{key}" not in keys})
+        strange = keys_of_other_kinds(_kind_of(data)).intersection(KEYS_OF_KIND.get(before, ()))
+        _drop(data, {key for key in strange if f"model.{key}" not in keys})
     where = "defaults" if path is None else str(path)
     return parse(data, where, frozenset(text.partition("=")[0].strip() for text in overrides))
 

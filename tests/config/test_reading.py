@@ -263,6 +263,11 @@ def test_saved_config_has_only_keys_of_its_model_kind(write, kind, own):
             load(write(text), [f"model.{key}={value_text((GPT_KEYS | EMULATED_KEYS)[key])}"])
 
 
+def test_keys_that_the_new_kind_has_are_kept(write):
+    path = write('[model]\nkind = "gpt"\nblocks = 3\nheads = 2\n')
+    assert load(path, ["model.kind=moe"]).model.blocks == 3
+
+
 def test_set_changes_the_model_kind_of_a_file(write):
     """Keys of the old kind in the file are dropped."""
     path = write('[model]\nkind = "emulated"\nlayers = 5\nf = 0.5\nsequence = 16')
