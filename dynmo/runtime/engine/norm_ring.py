@@ -16,7 +16,7 @@ never steps. So every step that is taken back had a good gradient and can be inv
 
 Several stages on a rank are one part: the rank has one prefix, one decision and one verdict.
 Nothing above depends on the order in which parts are added. The rank begins its next step with the
-F of its first stage. `lower.routes` shows that the prefix delays nobody there. The layers of the
+F of its first stage. `lowering.routes` shows that the prefix delays nobody there. The layers of the
 other stages are ready sooner than they are needed.
 """
 
@@ -53,7 +53,8 @@ class Rollback:
 class NormRing:
     """Passes the table of a step's end along the ranks.
 
-    It travels down as a prefix and up as the verdict (`lower.routes`). Receives are posted ahead.
+    The table travels down as a prefix and up as the verdict (`lowering.routes`). Receives are
+    posted ahead.
 
     Args:
         world: World of this rank.
