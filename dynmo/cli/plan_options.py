@@ -85,10 +85,11 @@ class PlanOptions:
     ] = "none"
     objective: Annotated[
         Objective,
-        typer.Option(help="What is to be short; makespan where the optimizer is a barrier."),
+        typer.Option(help="Time to keep short: span, or makespan if the optimizer is a barrier."),
     ] = Objective.SPAN
     cost: Annotated[
-        str, typer.Option(metavar="COST", help="What the balancer goes by: time or parameters.")
+        str,
+        typer.Option(metavar="COST", help="Cost that the balancer evens out: time or parameters."),
     ] = "time"
     fewest_ranks: Annotated[
         float | None,
@@ -101,7 +102,9 @@ class PlanOptions:
     ] = None
     alternatives: Annotated[
         bool,
-        typer.Option("--alternatives/--no-alternatives", help="What other choices would give."),
+        typer.Option(
+            "--alternatives/--no-alternatives", help="Show what other choices would give."
+        ),
     ] = True
     megatron: Annotated[
         bool, typer.Option("--megatron", help="Show the placement as Megatron's layout.")

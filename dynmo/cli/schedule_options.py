@@ -53,9 +53,9 @@ class ScheduleOptions:
             metavar="X", help="Most live activations of a rank; 1 is one F's (or FILE's unit)."
         ),
     ] = None
-    objective: Annotated[
-        Objective, typer.Option(help="What the schedule and the lower bound are about.")
-    ] = Objective.SPAN
+    objective: Annotated[Objective, typer.Option(help="Time to keep short: span, or makespan.")] = (
+        Objective.SPAN
+    )
     chunks: Annotated[
         int | None, typer.Option(metavar="V", help="Stages per rank (default: the schedule's own).")
     ] = None

@@ -173,7 +173,7 @@ class CheckpointSection(Section):
 
 
 class TraceSection(Section):
-    """What `trace.json` records."""
+    """The steps that `trace.json` records."""
 
     steps: Whole = 3
     """Steps around each change that the trace has."""
@@ -208,7 +208,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     """When checkpoints are saved."""
     trace: TraceSection = TraceSection()
-    """What `trace.json` records."""
+    """The steps that `trace.json` records."""
 
     @property
     def microbatches(self) -> int:

@@ -37,7 +37,7 @@ class FreezingSection(Section):
     max_layers: Count | None = None
     """Most layers that are frozen. Not set: all but the last."""
     unit: Annotated[str, word(("half", "block"))] = "half"
-    """What is frozen at once: half a block (one layer) or a whole block."""
+    """Layers that freeze at once: half a block (one layer) or a whole block."""
     window: Annotated[int, Field(ge=2, le=1000)] = 5
     """Readings that `egeria` looks at, one each `every` steps."""
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -63,7 +63,7 @@ class PruningSection(Section):
     """Weights of least magnitude become zero, by a cubic schedule."""
 
     criterion: Annotated[str, word(("global", "local"))] = "global"
-    """Which weights are compared: those of all layers, or those of each layer."""
+    """Weights that are compared: those of all layers, or those of each layer."""
     initial_sparsity: BelowOne = 0.0
     """Share of zero weights at `start`."""
     final_sparsity: BelowOne = 0.9
@@ -89,7 +89,7 @@ class SparseAttentionSection(Section):
     """Attention computes only a part of the pairs of queries and keys."""
 
     kind: Annotated[str, word(("hash", "drop"))] = "hash"
-    """Which pairs are computed: those in one hash bucket, or those that a random drop leaves."""
+    """Pairs that are computed: those in one hash bucket, or those that a random drop leaves."""
     start: Whole = 0
     """Step from which on attention is sparse."""
     blocks: Annotated[tuple[Whole, ...] | None, Lax] = None
@@ -112,8 +112,8 @@ class EarlyExitSection(Section):
     """How exits decide and learn. `calm` weighs the losses by depth, and its threshold falls over
     the sequence. `adp-c` weighs them equally, and compares the largest probability."""
     confidence: Annotated[str, word(("softmax", "state", "classifier"))] = "softmax"
-    """What `calm` compares with the threshold: the largest probability minus the second, the cosine
-    of the states before and after the last block, or a classifier of each exit."""
+    """The value that `calm` compares with the threshold: the largest probability minus the second,
+    the cosine of the states before and after the last block, or a classifier of each exit."""
     threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     """A token exits when its confidence is over this. Not set: 0.9 for `calm`, 0.998 for
     `adp-c`."""
@@ -176,7 +176,7 @@ class MoeSection(Section):
     redundant: Whole = 0
     """Experts that a replica may hold besides its equal part. Hot experts are copied there."""
     least_gain: BelowOne = 0.05
-    """By what share the load of the busiest replica must fall before experts move."""
+    """Experts move if the load of the busiest replica then falls by at least this share."""
 
 
 class DynamismSection(Section):

@@ -87,7 +87,7 @@ class ModelSection(Section):
     router_loss: NonNegative = 0.01
     """Weight of the loss of `routing = "aux-loss"`."""
     bias_rate: NonNegative = 0.001
-    """By how much `routing = "bias"` changes a bias in a step."""
+    """Change of a bias in a step with `routing = "bias"`."""
     capacity_factor: Positive | None = None
     """Most tokens of an expert, over the mean. What is over it is dropped. Not set: nothing."""
     layers: Count = 8
@@ -126,7 +126,7 @@ class DataSection(Section):
     source: DataSource = "stdlib"
     """`stdlib` (the sources of the running Python, as bytes) or `file:PATH`."""
     shuffle: Annotated[str, word(("windows", "batches"))] = "windows"
-    """What each epoch shuffles: `windows` puts other sequences together in each epoch.
+    """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
     `batches` repeats the batches of the first epoch in another order."""
 
 

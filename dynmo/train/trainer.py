@@ -106,7 +106,7 @@ class _Started:
 
 
 class _Origin(NamedTuple):
-    """Where this process takes up the run.
+    """The point at which this process takes up the run.
 
     Attributes:
         step: Number of steps that are done.

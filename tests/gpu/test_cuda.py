@@ -90,7 +90,7 @@ def test_cached_output_returns_unchanged(device: torch.device) -> None:
 
 @pytest.fixture
 def without_syncs(cuda: torch.device) -> Iterator[None]:
-    """Whatever makes the host wait for the device raises."""
+    """Every call that makes the host wait for the device raises."""
     torch.cuda.synchronize()
     yield
     torch.cuda.set_sync_debug_mode("default")

@@ -30,7 +30,7 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """What the replicas of a stage share, and in which groups gradients are summed.
+    """The work that replicas share, and the groups in which gradients are summed.
 
     Attributes:
         accumulation_groups: Number of groups in which the gradients of all pipelines' microbatches

@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 
 
 class _Tabu(NamedTuple):
-    """What a turn of the search needs beside the order.
+    """The inputs of a turn of the search, beside the order.
 
     Attributes:
         barred: The turn until which an op may not be moved again, [kind, rank, microbatch].
