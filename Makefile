@@ -2,7 +2,8 @@
 # make test   set up everything, run the tests
 # make quick  the tests of the packages that need no torch
 # make matrix the long tests: combinations of what `make test` covers one by one
-# make gpu    everything that needs a GPU, with this machine's python3: installs nothing (DRY=1: on CPU with tiny sizes)
+# make gpu    everything that needs a GPU, with this machine's python3. Installs nothing.
+#             DRY=1 runs it on the CPU with tiny sizes.
 # make check  formatting, lint, types: exactly what CI runs before the tests
 
 PYTHON ?= python3
@@ -11,17 +12,21 @@ READY := .venv/.ready
 
 .PHONY: demo test quick matrix gpu check format clean
 
-# The inner loops of the planner and of sparse layers are compiled once and kept: at set-up, so that no first run waits for it.
+# The inner loops of the planner and of sparse layers are compiled once and kept. That happens at
+# set-up, so that no first run waits for it.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dynmo needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	    "dynmo needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m dynmo.train.compile_ahead
 	touch $@
 
-# The same config twice: static (layers stay where they started) and balanced. Then the two side by side.
+# The same config twice: static (layers stay where they started) and balanced. Then the two are
+# compared.
 demo: $(READY)
-	$(BIN)/dynmo train examples/demo.toml --overwrite --set name=demo-static --set balance.balancer=none
+	$(BIN)/dynmo train examples/demo.toml --overwrite --set name=demo-static \
+	    --set balance.balancer=none
 	$(BIN)/dynmo train examples/demo.toml --overwrite --set name=demo-balanced
 	$(BIN)/dynmo report runs/demo-static runs/demo-balanced
 
@@ -29,8 +34,8 @@ test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 quick: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 tests/schedule tests/cost tests/config tests/balance tests/planner tests/report \
-	    tests/cluster/test_command.py tests/cluster/test_kubernetes.py
+	$(BIN)/python -m pytest --numprocesses 2 tests/schedule tests/cost tests/config tests/balance \
+	    tests/planner tests/report tests/cluster/test_command.py tests/cluster/test_kubernetes.py
 
 matrix: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m matrix
