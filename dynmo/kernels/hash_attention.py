@@ -1,8 +1,9 @@
 """Sparse causal attention that computes only the pairs within one hash bucket.
 
-The method is from Pagliardini et al. 2023. It is the attention of `shared_qk.py`, but position i
-attends only to j < i of its own bucket. bucket = argmax [xR, -xR] with R random unit directions per
-head, so a key is in the bucket of its query.
+The method is from Pagliardini et al. 2023. It differs from the attention of `shared_qk.py` in one
+point: position i attends only to j < i of its own bucket. The bucket of x is argmax [xR, -xR], with
+R random unit directions per head. Queries and keys are the same, so a key is in the bucket of its
+query.
 
 On CPU the positions of a bucket are gathered one behind the other (stable, so by position). Buckets
 of like length are laid side by side and attended tile by tile. Only the staircase below the

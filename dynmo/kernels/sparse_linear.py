@@ -236,9 +236,9 @@ def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def guarded(index: int, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
     """Keep a layer from using a pruned weight other than through its linear.
 
-    The values of a sparse weight mean nothing without their places, and a weight under a mask would
-    get gradients where it is pruned. torch's fused evaluation of `nn.TransformerEncoderLayer` reads
-    the weights of its linears itself, so it is switched off in F of such a layer.
+    The values of a sparse weight mean nothing without their places. A weight under a mask would get
+    gradients where it is pruned. torch's fused evaluation of `nn.TransformerEncoderLayer` reads the
+    weights of its linears itself. Therefore it is switched off in F of such a layer.
 
     Args:
         index: The layer's global index.

@@ -18,10 +18,10 @@ The search first lays down each rank's order of F's and B's, by one of two rules
     block   one microbatch's F's and B's, spread over time, repeated at one interval for all
             microbatches
 
-Then the ranks run their orders at the true costs, and W's go where they cost least: into gaps that
-hold most of one, and before an F that has no memory without it. Before its last B's a rank has gaps
-that are each too short for a W, but not all together. A W there may push B's back as far as the
-last microbatch's way home allows.
+Then the ranks run their orders at the true costs. A W goes where it costs least. That is a gap that
+holds most of it, or the place before an F that has no memory without it. Before its last B's a rank
+has gaps that are each too short for a W, but not all together. A W there may delay B's as far as
+the last microbatch's way back allows.
 
 The search takes the block that comes out shortest within memory, and changes it a little for as
 long as that helps. One block always keeps within memory: it is so long that one microbatch is
