@@ -14,6 +14,7 @@ the one of that result file (tests/figures.py).
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -28,7 +29,9 @@ from pathlib import Path
 import pytest
 
 from dynmo.cli import main
-from dynmo.cost.layer_cost import split_costs, uniform_costs
+from dynmo.config.values import CASES as CASES_OF_DYNAMISM
+from dynmo.cost.layer_cost import LayerCost, LinkCost, split_costs, uniform_costs
+from dynmo.cost.profile_file import Profile, to_json
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import SCHEDULES, placement_of
 from dynmo.schedule.simulator import Timeline, simulate
@@ -227,6 +230,62 @@ def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert blocks
     for block in blocks:
         exec(compile(block, "docs/schedules.md", "exec"), {})
+
+
+# -- names in the text -----------------------------------------------------------------------------
+
+
+def test_engine_joins_the_listed_objects() -> None:
+    """docs/how-it-works.md lists what `Engine` makes. Records of arguments are no such objects."""
+    text = (ROOT / "docs" / "how-it-works.md").read_text()
+    rows = text.split("**Objects.**")[1].split("\n\n")[1].splitlines()[2:]
+    listed = [re.findall(r"`(\w+(?:/\w+)*)/?`", row)[:2] for row in rows]
+    engine = ast.parse((ROOT / "dynmo" / "pipeline" / "engine.py").read_text())
+    home = {
+        name.name: node.module.split(".")[1:-1]
+        for node in ast.walk(engine)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for name in node.names
+    }
+    made = [
+        call.func.id
+        for method in ast.walk(engine)
+        if isinstance(method, ast.FunctionDef) and method.name in ("__init__", "_make_views")
+        for call in sorted(
+            (node for node in ast.walk(method) if isinstance(node, ast.Call)),
+            key=lambda node: node.lineno,
+        )
+        if isinstance(call.func, ast.Name)
+        and re.fullmatch(r"[A-Z]\w*(?<!Options)(?<!Parts)", call.func.id)
+    ]
+    assert listed[0] == ["Layout", "balance"]
+    assert listed[1:] == [[name, "/".join(home[name])] for name in dict.fromkeys(made)]
+
+
+def test_costs_file_is_documented_with_its_keys() -> None:
+    (shown,) = re.findall(
+        r"```json\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(), re.DOTALL
+    )
+    profile = Profile(
+        layers=(LayerCost(1, 1, 1),),
+        names=("a",),
+        links=(((0, 1), LinkCost(0, 1)),),
+        model="gpt",
+        microbatch=2,
+        microbatches=8,
+        ranks=2,
+        partition=(1,),
+        schedule="zb-h1",
+        steps=8,
+    )
+    assert re.findall(r'"(\w+)":', re.sub(r"\[\{.*\}\]", "", shown)) == list(to_json(profile))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_every_dynamic_case_is_named(page: str) -> None:
+    words = {"moe": "experts", "mixture_of_depths": "depths"}
+    text = (ROOT / page).read_text()
+    assert all(words.get(case, case).replace("_", " ") in text for case in CASES_OF_DYNAMISM)
 
 
 # -- the formulas of docs/schedules.md -------------------------------------------------------------

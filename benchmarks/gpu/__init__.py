@@ -1,7 +1,5 @@
 """Everything that needs a GPU: `python -m benchmarks.gpu` (`make gpu`).
 
-UNPROVEN: none has run on a device yet.
-
 Each part is also a command of its own: `python -m benchmarks.gpu.NAME [--json] [--dry]`.
 
 split        the backward in two parts against one, and against plain torch, eager and compiled

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dynmo.cost.explain import first_problem, short, unknown_key
 from dynmo.cost.json_file import read_json
@@ -53,10 +53,10 @@ SIZES = (
     "pending_gradient_bytes",
 )
 
-KEY_OF = {"rollback_bytes": "copy_bytes", "pending_gradient_bytes": "aside_bytes"}
-"""Sizes whose key in a file differs from the name of the field."""
-
-_SIZE_KEYS = tuple(KEY_OF.get(field, field) for field in SIZES)
+# Each key, and its name in files of earlier versions.
+ROLLBACK_KEYS = AliasChoices("rollback_bytes", "copy_bytes")
+PENDING_KEYS = AliasChoices("pending_gradient_bytes", "aside_bytes")
+_SIZE_KEYS = (*SIZES, "copy_bytes", "aside_bytes")
 
 AT_MOST = {
     "forward_workspace_bytes": "workspace_bytes",
@@ -199,7 +199,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
     whole = asdict(profile) | {"version": VERSION, "kind": KIND}
     del whole["layers"]
     for field in (*TIMES, *SIZES):
-        whole[KEY_OF.get(field, field)] = [getattr(layer, field) for layer in profile.layers]
+        whole[field] = [getattr(layer, field) for layer in profile.layers]
     whole["links"] = [
         {
             "between": list(pair),
@@ -224,7 +224,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
         "partition",
         "first_trainable",
     )
-    order = [*first, "names", *TIMES, *_SIZE_KEYS, "links", "comm"]
+    order = [*first, "names", *TIMES, *SIZES, "links", "comm"]
     return {key: whole[key] for key in order if whole.get(key) is not None}
 
 
@@ -277,8 +277,8 @@ class _File(BaseModel):
     workspace_bytes: _Sizes | None = None
     forward_workspace_bytes: _Sizes | None = None
     weight_workspace_bytes: _Sizes | None = None
-    rollback_bytes: _Sizes | None = Field(None, alias=KEY_OF["rollback_bytes"])
-    pending_gradient_bytes: _Sizes | None = Field(None, alias=KEY_OF["pending_gradient_bytes"])
+    rollback_bytes: _Sizes | None = Field(None, validation_alias=ROLLBACK_KEYS)
+    pending_gradient_bytes: _Sizes | None = Field(None, validation_alias=PENDING_KEYS)
     links: list[_Link] | None = None
     comm: list[_Time] | None = None
 
@@ -346,8 +346,7 @@ def _check_lengths(file: _File) -> int:
         values = getattr(file, key)
         if values is not None and len(values) != count:
             raise InputError(
-                f"{KEY_OF.get(key, key)} has {len(values)} entries, f has {count}; every list has "
-                "one per layer"
+                f"{key} has {len(values)} entries, f has {count}; every list has one per layer"
             )
     if file.partition is not None and sum(file.partition) != count:
         raise InputError(
@@ -389,11 +388,6 @@ def _links(links: Sequence[_Link]) -> tuple[tuple[Pair, LinkCost], ...]:
     return tuple(out.items())
 
 
-def file_keys(section: type[BaseModel]) -> list[str]:
-    """Returns the keys that a section of a file may have."""
-    return [field.alias or name for name, field in section.model_fields.items()]
-
-
 def _explain(error: ValidationError) -> str:
     """Says pydantic's first finding in this file's words.
 
@@ -410,7 +404,7 @@ def _explain(error: ValidationError) -> str:
             "0, or null), and may have between"
         )
     if first["type"] == "extra_forbidden":
-        return unknown_key(str(key), file_keys(_File))
+        return unknown_key(str(key), _File.model_fields)
     if first["type"] == "missing":
         return f"key {key!r} is missing; f, b and w are needed, one number per layer"
     rule = "it is a number of at least 0"

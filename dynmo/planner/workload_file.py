@@ -18,7 +18,7 @@ from dynmo.config import parse_bytes
 from dynmo.cost.explain import first_problem, short, unknown_key
 from dynmo.cost.json_file import parse_json
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import AT_MOST, KEY_OF, SIZES, TIMES, file_keys
+from dynmo.cost.profile_file import AT_MOST, PENDING_KEYS, ROLLBACK_KEYS, SIZES, TIMES
 from dynmo.errors import InputError
 from dynmo.planner.workload import Policy, Workload
 from dynmo.schedule.bounds import Objective
@@ -69,8 +69,8 @@ class _Layers(_Section):
     workspace_bytes: _Sizes = 0
     forward_workspace_bytes: _Sizes | None = None
     weight_workspace_bytes: _Sizes | None = None
-    rollback_bytes: _Sizes = Field(0, alias=KEY_OF["rollback_bytes"])
-    pending_gradient_bytes: _Sizes = Field(0, alias=KEY_OF["pending_gradient_bytes"])
+    rollback_bytes: _Sizes = Field(0, validation_alias=ROLLBACK_KEYS)
+    pending_gradient_bytes: _Sizes = Field(0, validation_alias=PENDING_KEYS)
 
 
 class _Policy(_Section):
@@ -218,7 +218,7 @@ def _sizes(layers: _Layers, key: str, count: int) -> list[int]:
         return [value] * count
     if len(value) != count:
         raise InputError(
-            f"layers.{KEY_OF.get(key, key)} has {len(value)} entries, but there are {count} "
+            f"layers.{key} has {len(value)} entries, but there are {count} "
             "layers; give one number, or one per layer"
         )
     return value
@@ -330,8 +330,8 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         *section, key = (part for part in location if isinstance(part, str))
         kind = _SECTIONS.get(section[0], _File) if section else _File
-        keys = file_keys(_Moment if section[1:] == ["moments"] else kind)
-        return unknown_key(key, keys, key_path)
+        kind = _Moment if section[1:] == ["moments"] else kind
+        return unknown_key(key, kind.model_fields, key_path)
     if first["type"] == "missing":
         return f"key {key_path!r} is missing"
     where = f"layer {indices[0]}: " if indices else ""

@@ -3,9 +3,14 @@
 A bad value or combination is refused in one line that names the key.
 """
 
+import ast
+import tomllib
+from functools import reduce
+from operator import getitem
+
 import pytest
 
-from dynmo.config import load
+from dynmo.config import load, parse
 from tests.config.refusal import refusal
 
 FREEZING, PRUNING = "dynamism.cases=['freezing']", "dynamism.cases=['pruning']"
@@ -377,7 +382,12 @@ def test_initial_entries_are_at_least_one_layer():
     ],
 )
 def test_compatible_keys_are_accepted(overrides):
-    assert load(None, overrides) == load(None, overrides)
+    """The configuration has the given values, and reads back from its own TOML."""
+    config = load(None, overrides)
+    assert parse(tomllib.loads(config.to_toml())) == config
+    for path, _, text in (override.partition("=") for override in overrides):
+        value = reduce(getitem, path.split("."), config.model_dump(mode="json"))
+        assert value == (text if ":" in text or text == "batches" else ast.literal_eval(text))
 
 
 def test_mesh_of_a_step_follows_reshape_at():

@@ -35,6 +35,22 @@ def test_general_workspace_is_the_default_of_each_op() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("old", "field"),
+    [("copy_bytes", "rollback_bytes"), ("aside_bytes", "pending_gradient_bytes")],
+)
+def test_files_of_earlier_versions_are_read(old: str, field: str) -> None:
+    profile = parse(TWO | {old: [7, 8]})
+    assert profile == parse(TWO | {field: [7, 8]})
+    written = to_json(profile)
+    assert written[field] == [7, 8]
+    assert old not in written
+    with pytest.raises(InputError, match=f"{field} has 1 entries"):
+        parse(TWO | {old: [7]})
+    with pytest.raises(InputError, match="a size is a whole number"):
+        parse(TWO | {old: [7, -1]})
+
+
 @given(
     st.lists(layers, min_size=1, max_size=4),
     st.lists(st.tuples(times, st.floats(1, 1e12)), max_size=3),

@@ -53,7 +53,7 @@ def runner(pool: Pool) -> Iterator[Runner]:
 
 @pytest.mark.parametrize("part", range(6))
 def test_short_fuzz_run_finds_no_difference(runner: Runner, part: int) -> None:
-    """`python -m tests.fuzz --seed 20 --cases 24`, in four parts."""
+    """`python -m tests.fuzz --seed 20 --cases 24`, in parts."""
     outcomes = [runner.run(draw(SEED, number)) for number in range(part, SHORT, 6)]
     assert [(o.case.number, o.what, o.detail) for o in outcomes if o.kind != EQUAL] == []
 
