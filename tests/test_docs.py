@@ -247,7 +247,7 @@ def test_engine_joins_the_listed_objects() -> None:
         if isinstance(node, ast.ImportFrom) and node.module
         for name in node.names
     }
-    made = [
+    constructed = [
         call.func.id
         for method in ast.walk(engine)
         if isinstance(method, ast.FunctionDef) and method.name in ("__init__", "_make_views")
@@ -259,7 +259,7 @@ def test_engine_joins_the_listed_objects() -> None:
         and re.fullmatch(r"[A-Z]\w*(?<!Options)(?<!Parts)", call.func.id)
     ]
     assert listed[0] == ["Layout", "balance"]
-    assert listed[1:] == [[name, "/".join(home[name])] for name in dict.fromkeys(made)]
+    assert listed[1:] == [[name, "/".join(home[name])] for name in dict.fromkeys(constructed)]
 
 
 def test_costs_file_is_documented_with_its_keys() -> None:
