@@ -283,9 +283,9 @@ def test_costs_file_is_documented_with_its_keys() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_every_dynamic_case_is_named(page: str) -> None:
-    words = {"moe": "experts", "mixture_of_depths": "depths"}
+    named = {"moe": "experts", "mixture_of_depths": "depths"}
     text = (ROOT / page).read_text()
-    assert all(words.get(case, case).replace("_", " ") in text for case in CASES_OF_DYNAMISM)
+    assert all(named.get(case, case).replace("_", " ") in text for case in CASES_OF_DYNAMISM)
 
 
 # -- the formulas of docs/schedules.md -------------------------------------------------------------
