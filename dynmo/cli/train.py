@@ -271,14 +271,13 @@ def _join(config: Config, may_start: bool) -> int | None:
 
 def _local_joiner(path: Path) -> int:
     """Runs a joiner that the run's launcher has started. Errors go to the launcher."""
-    process = int(os.environ["DYNMO_PROCESS"])
 
     def run() -> int:
         from dynmo.train.joining import join_run
 
-        return join_run(path.parent, process)
+        return join_run(path.parent)
 
-    return report_to_launcher(path.parent / f"rank-{process}.log", run)
+    return report_to_launcher(path.parent / f"rank-{os.environ['DYNMO_PROCESS']}.log", run)
 
 
 # -- without ranks ---------------------------------------------------------------------------------

@@ -31,9 +31,7 @@ class LauncherDesk:
         self._folder = LaunchFolder(folder)
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        """Notes which processes leave.
-
-        Without the note their end would be the end of the run.
+        """Notes whose resources the launcher frees once they have ended.
 
         Args:
             left: Ranks that leave.
@@ -41,7 +39,7 @@ class LauncherDesk:
         """
         processes = [member.process for member in left if member.process is not None]
         if processes:
-            self._folder.write_note("left", {"processes": processes})
+            self._folder.write_note("free", {"processes": processes})
 
     def request(self, count: int) -> None:
         """Asks the launcher to start `count` processes that join."""

@@ -4,9 +4,10 @@ They lie in the launch folder, which the environment variable DYNMO_RENDEZVOUS n
 of the run sees the folder.
 
     rank 0 -> launcher     wanted-1.json {"count": 2}        start two more processes
-                           left-1.json {"processes": [2]}    these leave the run
+                           free-1.json {"processes": [2]}    these leave: free their resources
     process -> launcher    entered-4 (host, pid, Slurm step) process 4 runs
-                           member-4                          joiner 4 has become a rank
+                           member-4-7                        process 4 is a rank from meeting 7 on
+                           left-4-9                          process 4 is none from meeting 9 on
                            failed-4.json                     why process 4 ended
     launcher -> rank 0     receipts.jsonl                    results of releases and requests
 
@@ -16,6 +17,7 @@ Files with a count in their name are written in order: 1, 2, 3, ...
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -51,7 +53,7 @@ class LaunchFolder:
         """Writes the next `kind-<n>.json`.
 
         Args:
-            kind: "wanted" or "left".
+            kind: "wanted" or "free".
             content: Content of the file.
         """
         count = self._written.get(kind, 0) + 1
@@ -62,7 +64,7 @@ class LaunchFolder:
         """Reads the next `kind-<n>.json`.
 
         Args:
-            kind: "wanted" or "left".
+            kind: "wanted" or "free".
             names: Result of `names`.
 
         Returns:
@@ -88,9 +90,39 @@ class LaunchFolder:
         """Returns the file that says that a process runs."""
         return self.path / f"entered-{process}"
 
-    def become_member(self, process: int) -> None:
-        """Writes that a joiner has become a rank of the run. Its failure now ends the run."""
-        (self.path / f"member-{process}").touch()
+    def become_member(self, process: int, generation: int) -> None:
+        """Writes that a process has become a rank of the run. Its failure now ends the run.
+
+        Args:
+            process: The launcher's number of the process.
+            generation: Number of the meeting in which it joined.
+        """
+        (self.path / f"member-{process}-{generation}").touch()
+
+    def leave(self, process: int, generation: int) -> None:
+        """Writes that a process is no rank any more. Its failure ends nothing.
+
+        Args:
+            process: The launcher's number of the process.
+            generation: Number of the meeting that is the first without it. Rank 0 and the process
+                itself may both write it.
+        """
+        (self.path / f"left-{process}-{generation}").touch()
+
+    def changes(self, names: set[str]) -> dict[int, bool]:
+        """Returns whether each process is a rank, of those that have joined or left.
+
+        Args:
+            names: Result of `names`.
+        """
+        last: dict[int, tuple[int, bool]] = {}
+        for name in names:
+            kind, _, numbers = name.partition("-")
+            if kind in ("member", "left"):
+                process, generation = map(int, numbers.split("-"))
+                change = generation, kind == "member"
+                last[process] = max(last.get(process, change), change)
+        return {process: is_rank for process, (_, is_rank) in last.items()}
 
     def failures(self) -> dict[int, dict[str, Any]]:
         """Returns the failure reports of processes, by process."""
@@ -124,3 +156,9 @@ class LaunchFolder:
         self._receipts_at += len(whole[0]) + len(whole[1])
         lines: Sequence[bytes] = whole[0].splitlines()
         return [Receipt(**json.loads(line)) for line in lines]
+
+
+def launch_folder() -> LaunchFolder | None:
+    """Returns the folder of the launcher of dynmo that started this process, if one did."""
+    path = os.environ.get("DYNMO_RENDEZVOUS")
+    return None if path is None else LaunchFolder(Path(path))

@@ -297,7 +297,7 @@ class SlurmStarter:
         return "; ".join(told)
 
     def _is_empty(self, node: str) -> bool:
-        return all(process.poll() == 0 for process in self._by_node[node])
+        return all(process.poll() is not None for process in self._by_node[node])
 
     def _shrink(self, free: Sequence[str]) -> None:
         stay = [node for node in self._nodes if node not in free]

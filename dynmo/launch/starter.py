@@ -72,7 +72,7 @@ class Starter(Protocol):
         """Gives back the resources of processes that have left a running run. May block.
 
         Args:
-            processes: Processes that left together and have ended with status 0.
+            processes: Processes that left together and have ended.
 
         Returns:
             One line about the resources that were given back.

@@ -9,8 +9,8 @@ The ranks talk to their launcher through a folder that only this user can read. 
 ranks to stop after the current step. A second one kills them. A rank that fails leaves its reason
 in the folder. The others are ended, and the cause is reported, not its consequences.
 
-A run may change its ranks. A process that ends with status 0 disturbs no other. The end of a joiner
-that is not a rank yet is a receipt for rank 0, and no failure of the run.
+A run may change its ranks. A process that ends with status 0 disturbs no other. The failure of a
+process that is not a rank yet, or not any more, is a receipt for rank 0 and no failure of the run.
 """
 
 from __future__ import annotations
@@ -148,10 +148,11 @@ class _Process:
     Attributes:
         number: The launcher's number.
         handle: The process.
-        is_rank: False for a joiner that is not a rank yet.
+        is_rank: False for a process that is not a rank yet, or not any more.
         started: Time of its start.
         told: Number of stop signals that were passed on.
         entered: Whether rank 0 was told that the joiner runs.
+        ended: Whether its end outside of the run was seen.
     """
 
     number: int
@@ -160,6 +161,7 @@ class _Process:
     started: float
     told: int = 0
     entered: bool = False
+    ended: bool = False
 
 
 @dataclass
@@ -244,14 +246,15 @@ class Supervisor:
         except (OSError, RunError) as error:
             name = "process" if joins else "rank"
             raise RunError(f"{name} {number} could not be started: {error}") from None
-        self._processes.append(_Process(number, handle, not joins, started))
+        self._processes.append(_Process(number, handle, not joins, started, entered=not joins))
 
     @property
     def _ranks(self) -> list[_Process]:
         return [process for process in self._processes if process.is_rank]
 
     @property
-    def _joiners(self) -> list[_Process]:
+    def _outside(self) -> list[_Process]:
+        """Processes that are not ranks yet, or not any more."""
         return [process for process in self._processes if not process.is_rank]
 
     def watch(self) -> None:
@@ -266,8 +269,7 @@ class Supervisor:
         while True:
             now = time.monotonic()
             self._pass_on_signals()
-            joiner_ended = any(joiner.handle.poll() is not None for joiner in self._joiners)
-            if now >= next_look or joiner_ended:
+            if now >= next_look or self._ended_outside():
                 self._look()
                 next_look = now + _LOOK
             codes = {rank.number: rank.handle.poll() for rank in self._ranks}
@@ -277,10 +279,10 @@ class Supervisor:
             if codes[0] is None:
                 self._release(now)
             else:
-                self._dismiss_joiners()
+                self._dismiss()
             failed = any(code not in (None, 0, STOPPED) for code in codes.values())
-            if failed and failed_at is None:
-                failed_at = now
+            # A rank may have left, and the note of it come after its end.
+            failed_at = (failed_at or now) if failed else None
             if failed_at is not None and now - failed_at > _GRACE_WHEN_HUNG:
                 blamed = {
                     rank
@@ -305,24 +307,24 @@ class Supervisor:
 
     def _look(self) -> None:
         """Reads new files in the launch folder."""
-        ended = {joiner.number for joiner in self._joiners if joiner.handle.poll() is not None}
-        names = self._folder.names()  # read after a joiner's end was seen, so its files are there
-        for joiner in self._joiners:
-            number, seconds = joiner.number, time.monotonic() - joiner.started
-            if not joiner.entered and f"entered-{number}" in names:
-                joiner.entered = True
+        ended = self._ended_outside()
+        names = self._folder.names()  # read after an end was seen, so the process's files are there
+        changes = self._folder.changes(names)
+        self._resized = bool(changes)
+        for process in self._processes:
+            number, seconds = process.number, time.monotonic() - process.started
+            if not process.entered and f"entered-{number}" in names:
+                process.entered = True
                 host = self._read_entered(number).get("host", "its machine")
                 self._append("started", f"process {number} runs on {host}", 1, seconds)
-            if f"member-{number}" in names:
-                joiner.is_rank = self._resized = True
-            elif number in ended:
-                self._processes.remove(joiner)
-                self._append("failed", self._why_not_joined(joiner), 1, seconds)
-        while (left := self._folder.next_note("left", names)) is not None:
-            numbers = left["processes"]
+            process.is_rank = changes.get(number, process.is_rank)
+            if not process.is_rank and process in ended:
+                process.ended = True
+                self._tell_end(process, left=number in changes, seconds=seconds)
+        while (free := self._folder.next_note("free", names)) is not None:
+            numbers = free["processes"]
             leaving = [process for process in self._processes if process.number in numbers]
             self._leaving.append(_Leaving(leaving))
-            self._resized = True
         while (wanted := self._folder.next_note("wanted", names)) is not None:
             for _ in range(wanted["count"]):
                 self._start_joiner()
@@ -340,17 +342,26 @@ class Supervisor:
         except RunError as error:
             self._append("failed", str(error), 1, 0.0)
 
-    def _why_not_joined(self, joiner: _Process) -> str:
-        log = self._log_folder / f"rank-{joiner.number}.log"
-        ending = Ending(joiner.handle.poll(), joiner.handle.reason())
-        failure = read_failures(self._folder).get(joiner.number)
+    def _ended_outside(self) -> list[_Process]:
+        """Processes outside of the run whose end nobody has seen yet."""
+        return [p for p in self._outside if not p.ended and p.handle.poll() is not None]
+
+    def _tell_end(self, process: _Process, left: bool, seconds: float) -> None:
+        """Tells rank 0 of a joiner that did not join, or of a rank that failed after it left."""
+        ending = Ending(process.handle.poll(), process.handle.reason())
+        if left and ending.code in (0, STOPPED):
+            return
+        log = self._log_folder / f"rank-{process.number}.log"
+        failure = read_failures(self._folder).get(process.number)
         why = how_it_ended(ending, log) if failure is None else f"failed: {failure.message}"
-        return f"process {joiner.number} did not join: it {why}"
+        what = "had left the run and" if left else "did not join: it"
+        # A rank that has left was not asked for.
+        self._append("failed", f"process {process.number} {what} {why}", int(not left), seconds)
 
     def _release(self, now: float) -> None:
-        """Gives back the resources of processes that have left and ended with status 0."""
+        """Gives back the resources of processes that have left and ended."""
         for leaving in self._leaving:
-            ended = [process for process in leaving.processes if process.handle.poll() == 0]
+            ended = [process for process in leaving.processes if process.handle.poll() is not None]
             if ended and leaving.since is None:
                 leaving.since = now
             all_ended = len(ended) == len(leaving.processes)
@@ -377,26 +388,27 @@ class Supervisor:
         with self._receipts, contextlib.suppress(OSError):
             self._folder.append_receipt(receipt)
 
-    def _dismiss_joiners(self) -> None:
-        """Asks waiting joiners to end, because the run is over."""
-        for joiner in self._joiners:
-            if not joiner.told and joiner.handle.poll() is None:
-                joiner.told = 1
-                joiner.handle.send_signal(signal.SIGTERM)
+    def _dismiss(self) -> None:
+        """Asks processes outside of the run to end, because it is over."""
+        for process in self._outside:
+            if not process.told and process.handle.poll() is None:
+                process.told = 1
+                process.handle.send_signal(signal.SIGTERM)
 
     def verdict(self) -> int:
         """Judges the ranks. See `failure.verdict`."""
+        self._look()
         handles = {rank.number: rank.handle for rank in self._ranks}
         endings = {at: Ending(handle.poll(), handle.reason()) for at, handle in handles.items()}
         reports = read_failures(self._folder, self._resized)
         return verdict(endings, reports, self._log_folder, len(self.asked))
 
     def end(self) -> None:
-        """Ends every process that still runs. Joiners may end by themselves first."""
+        """Ends every process that still runs. Those outside may end by themselves first."""
         with contextlib.suppress(OSError):
-            self._dismiss_joiners()
+            self._dismiss()
         end = time.monotonic() + _LAST
-        while any(j.handle.poll() is None for j in self._joiners) and time.monotonic() < end:
+        while any(p.handle.poll() is None for p in self._outside) and time.monotonic() < end:
             if len(self.asked) > 1:
                 break
             time.sleep(_TICK)

@@ -36,6 +36,7 @@ from dynmo.train.rank_source import (
     member_from,
     member_text,
     own_member,
+    tell_launcher,
 )
 from dynmo.train.setup import first_partition
 from dynmo.train.summons import Summons, cost_records
@@ -319,6 +320,8 @@ class Elasticity:
         pipeline, world, start = self._pipeline, self._everyone, time.perf_counter()
         rank, before, shape, members = world.rank, world.size, pipeline.shape, self._members()
         kept = self._kept([member.node for member in members], plan)
+        left = [member for member in members if member.rank not in kept]
+        generation = world.generation + 1
         try:
             migration = pipeline.membership.shrink(
                 kept, NextMesh(*plan.shape, plan.partition, self._microbatches(plan))
@@ -328,10 +331,11 @@ class Elasticity:
             self._tell(FaultEvent(step, now(), f"the run keeps its {before} ranks: {error}"))
             return False
         self.left = rank not in kept
+        if self.left or self._source is not None:
+            tell_launcher(left, generation)
         if self.left:
             return True
         self._account(before, plan)
-        left = [member for member in members if member.rank not in kept]
         if self._source is not None:
             self._source.release(left, [member for member in members if member.rank in kept])
         seconds = time.perf_counter() - start

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dynmo.cluster.choose import parks
-from dynmo.cluster.launch_folder import LaunchFolder
+from dynmo.cluster.launch_folder import launch_folder
 from dynmo.config import Config, load, with_options
 from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
 from dynmo.models.model import Model
@@ -36,12 +36,11 @@ class RunGone(RunError):
     """The meeting place of the run's ranks is empty."""
 
 
-def join_run(folder: Path, process: int | None = None) -> int:
+def join_run(folder: Path) -> int:
     """Waits until a running run needs this process, and trains until the run's end.
 
     Args:
         folder: `runs/NAME`, which the ranks of the run share.
-        process: The launcher's number of this process. None if no launcher started it.
 
     Returns:
         The exit status: 0, or 130 if the run was interrupted.
@@ -77,9 +76,9 @@ def join_run(folder: Path, process: int | None = None) -> int:
         home, device=device, timeout=config.parallel.timeout, staged=config.parallel.staged
     )
     try:
-        result = _wait_and_train(config, world, model, folder, process)
+        result = _wait_and_train(config, world, model, folder)
         while result is not None and result.left and parks(config):
-            result = _wait_and_train(config, world, model, folder, process)
+            result = _wait_and_train(config, world, model, folder)
     finally:
         world.close()
     return 130 if result is not None and result.interrupted else 0
@@ -104,7 +103,7 @@ def come_back(
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
-        later = _wait_and_train(config, world, model, folder, None)
+        later = _wait_and_train(config, world, model, folder)
         if later is None:
             return result
         result = later
@@ -112,7 +111,7 @@ def come_back(
 
 
 def _wait_and_train(
-    config: Config, world: World, model: Model, folder: Path | None, process: int | None
+    config: Config, world: World, model: Model, folder: Path | None
 ) -> RunResult | None:
     """Returns None if the run ended without this process."""
     assert world.home is not None
@@ -133,6 +132,6 @@ def _wait_and_train(
             _logger.warning(f"{error}; waiting again")
             world.park()
             continue
-        if process is not None:
-            LaunchFolder(Path(os.environ["DYNMO_RENDEZVOUS"])).become_member(process)
+        if member.process is not None and (launcher := launch_folder()) is not None:
+            launcher.become_member(member.process, summons.generation)
         return trainer.run()

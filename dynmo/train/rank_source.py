@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from dynmo.cluster.choose import make_releaser
+from dynmo.cluster.launch_folder import launch_folder
 from dynmo.cluster.releaser import Member, Releaser
 from dynmo.config import Config
 from dynmo.events import Event, FaultEvent, ReleaseEvent, now
@@ -53,6 +54,21 @@ def describe(member: Member) -> str:
 def count_text(count: int) -> str:
     """Returns a number of ranks in words."""
     return f"{count} more rank{'' if count == 1 else 's'}"
+
+
+def tell_launcher(left: Sequence[Member], generation: int) -> None:
+    """Tells dynmo's launcher, if it started these processes, that they are no ranks any more.
+
+    Args:
+        left: Ranks that are out of the run.
+        generation: Number of the meeting that is the first without them.
+    """
+    launcher = launch_folder()
+    for member in left:
+        if launcher is not None and member.process is not None:
+            # On a full disk the end of such a process must be a good one.
+            with contextlib.suppress(OSError):
+                launcher.leave(member.process, generation)
 
 
 class RankSource:

@@ -50,13 +50,15 @@ def heard(name: str) -> None:
     until(lambda: (here / name).exists(), name)
 
 
-def become_member() -> None:
-    """Says that this joiner is a rank now."""
-    LaunchFolder(launch_folder).become_member(process)
+def become_member(generation: int = 1) -> None:
+    """Says that this process is a rank now."""
+    LaunchFolder(launch_folder).become_member(process, generation)
 
 
 def release(*processes: int) -> None:
     """Says as rank 0 that processes leave."""
+    for number in processes:
+        LaunchFolder(launch_folder).leave(number, 1)
     desk.release([Member(number, "host", 0, process=number) for number in processes], [])
 
 

@@ -5,9 +5,11 @@ Ranks leave and join, and some joiners fail.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,6 +100,49 @@ def test_failure_of_a_joined_rank_fails_the_run(go: Launch) -> None:
         join="become_member()\nraise RunError('a peer of process 2 is gone')",
     )
     assert end(process) == (1, "RunError: a peer of process 2 is gone\n")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_rank_killed_after_it_left_does_not_fail_the_run(
+    go: Launch, tmp_path: Path, late: bool
+) -> None:
+    """It may have ended before rank 0 says that it left."""
+    dies = "heard('left')\nos.kill(os.getpid(), 9)"
+    tells = "release(1)\nsay('left')"
+    if late:
+        dies, tells = dies.replace("left", "up"), f"say('up')\ntime.sleep(1)\n{tells}"
+    process = go(f"{tells}\nreceipts(2)\nsay('done')", dies)
+    assert end(process) == (0, "")
+    assert sorted(receipts_of(tmp_path)) == [
+        "failed 0: process 1 had left the run and was ended by SIGKILL; out of memory?",
+        "released 1: 1 process of this machine ended; memory and device are free",
+    ]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(10))
+def test_many_ranks_are_killed_after_they_left(tmp_path: Path, seed: int) -> None:
+    """32 ranks of a training run, at drawn delays. Some end before they are killed."""
+    module = [sys.executable, "-m", "tests.launch.kill_leavers"]
+    done = subprocess.run(
+        [*module, str(tmp_path), "32", str(seed)],
+        env=os.environ | PATHS,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["killed"] >= 20
+
+
+def test_failure_of_a_rank_that_came_back_fails_the_run(go: Launch) -> None:
+    process = go(
+        "release(1)\nsay('left')\nuntil(lambda: signals, 'a signal')",
+        "heard('left')\nbecome_member(2)\ntime.sleep(0.5)\nos.kill(os.getpid(), 9)",
+    )
+    status, err = end(process)
+    assert status == 1
+    assert "rank 1 was ended by SIGKILL" in err
 
 
 def test_waiting_joiner_is_stopped_when_the_run_ends(go: Launch, tmp_path: Path) -> None:
