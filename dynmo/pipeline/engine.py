@@ -39,6 +39,7 @@ from dynmo.pipeline.step_inputs import (
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.batch_check import find_difference, hashes_to_compare
 from dynmo.runtime.engine.executor import StepOutput
 from dynmo.runtime.engine.optimizer_step import OptimizerStep
 from dynmo.runtime.engine.post_validation import PostValidation
@@ -260,6 +261,7 @@ class Engine:
             The result of this step.
 
         Raises:
+            InputError: Ranks of a replica were given different batches. Nothing was updated.
             RunError: The loss or a gradient is not finite. Under a dynamic loss scale such a
                 gradient skips the step.
         """
@@ -299,6 +301,7 @@ class Engine:
             barrier this is the result of this step. Without one it is that of the step before.
 
         Raises:
+            InputError: As in `step`. Without a barrier it is raised one step late.
             RunError: As in `step`. Without a barrier it is raised one step late, and nothing was
                 updated.
         """
@@ -403,16 +406,26 @@ class Engine:
 
         Returns:
             The mean loss, the same on every rank.
+
+        Raises:
+            InputError: Ranks of a replica were given different batches.
         """
         if microbatches < 1:
             raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
         check_batch(self._pending.final, inputs, targets, microbatches)
+        hashes = hashes_to_compare(self.world, inputs, targets)
         loss = self._runner.evaluate(inputs, targets, microbatches, keys)
-        table = torch.tensor([loss], dtype=torch.float64)
-        what = "the evaluation to end"
-        if shares:
-            return float(self.world.everyone.sum(table, what)) / self.world.replicas
-        return float(FirstReplica(self.world).sum(table, what))
+        world, ranks = self.world, self.world.everyone.size
+        table = torch.zeros(1 + 2 * ranks, dtype=torch.float64)
+        table[0], rows = loss, table[1:].view(2, ranks)
+        for row, value in zip(rows, hashes, strict=True):
+            if value is not None:
+                row[world.everyone.rank] = value
+        (world.everyone if shares else FirstReplica(world)).sum(table, "the evaluation to end")
+        difference = find_difference("the evaluation", rows.tolist(), world.replicas)
+        if difference is not None:
+            raise difference
+        return float(table[0]) / (world.replicas if shares else 1)
 
     @property
     def post_validates(self) -> bool:

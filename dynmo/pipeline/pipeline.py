@@ -142,14 +142,15 @@ class Pipeline:
             inputs: This replica's batch, [batch, ...]. `microbatches` must divide `batch`. Only the
                 rank of the first stage needs it. Floats are converted to `precision`.
             targets: Targets of the loss, [batch, ...]. Only the rank of the last stage
-                needs it.
+                needs it. All ranks of a replica that pass a batch pass the same one.
 
         Returns:
             The loss, the gradient norm before clipping, and the work of each rank. It is the same
             on every rank.
 
         Raises:
-            InputError: The batch is missing or cannot be cut.
+            InputError: The batch is missing or cannot be cut, or ranks of one replica pass
+                different batches. No weight was changed.
             RunError: The loss or a gradient is not finite.
         """
         cut_inputs, cut_targets = self._cut_inputs(inputs), self._cut("targets", targets)
@@ -183,7 +184,8 @@ class Pipeline:
             The mean loss over all replicas' microbatches, the same on every rank.
 
         Raises:
-            InputError: The batch is missing or cannot be cut.
+            InputError: The batch is missing or cannot be cut, or ranks of one replica pass
+                different batches.
         """
         return self._engine.evaluate(
             self._cut_inputs(inputs), self._cut("targets", targets), self._microbatches, shares=True

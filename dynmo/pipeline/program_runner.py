@@ -11,6 +11,7 @@ from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import generators_kept
 from dynmo.pipeline.schedule_keeper import ScheduleKeeper
 from dynmo.runtime.comm.clock import Clock
+from dynmo.runtime.engine.batch_check import hashes_to_compare
 from dynmo.runtime.engine.executor import Executor, StepOutput
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.programs import Programs
@@ -89,8 +90,10 @@ class ProgramRunner:
             layer.module.train()
         executor.scale_loss(scale)
         layer_store.outputs.begin(keys, training=True)
+        hashes = hashes_to_compare(layer_store.world, inputs, targets)
         with generators_kept(layer_store.world.device), self._buffers_as_they_were():
             step_output = executor.run(step, inputs, targets, is_validated=is_validated)
+        step_output.hashes = hashes
         layer_store.replicas.await_gradients()
         self._clock.settle()
         if layer_store.world.device.type == "cpu":  # no other process has a part of a GPU's time

@@ -76,3 +76,52 @@ def seeded_otherwise(world: dynmo.World) -> str:
     except InputError as error:
         return str(error)
     return "no error"
+
+
+def sharded(world: dynmo.World, by: str, replicas: int = 1) -> dict[str, Any]:
+    """Trains one step on one batch, then gets batches that are drawn by `by`.
+
+    Args:
+        world: World of all ranks.
+        by: "rank", "replica", "targets" (those alone are drawn by rank), or "middle" (rank 1 alone
+            has another batch).
+        replicas: Number of replicas.
+
+    Returns:
+        Errors of a step and of an evaluation, the digests before and after, and the loss of a
+        further step on one batch.
+    """
+    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
+    pipeline = dynmo.Pipeline(model, world, microbatches=2, schedule="zb-h1", replicas=replicas)
+    pipeline.step(*batch(0))
+    seed = {
+        "rank": world.rank,
+        "replica": world.rank % replicas,
+        "targets": world.rank,
+        "middle": world.rank == 1,
+    }[by]
+    inputs, targets = batch(int(seed))
+    given = (batch(0)[0] if by == "targets" else inputs, targets)
+    before, errors = pipeline.digest(), list[str]()
+    for call in (pipeline.step, pipeline.evaluate):
+        try:
+            call(*given)
+        except InputError as error:
+            errors.append(str(error))
+    after = pipeline.digest()
+    loss = pipeline.step(*batch(1)).loss
+    return {"errors": errors, "digests": [before, after], "loss": loss}
+
+
+def threaded(world: dynmo.World) -> list[Any]:
+    """Calls `dynmo.init` with another number of threads on each rank, and then with one number."""
+    del world
+    said, before = list[Any](), torch.get_num_threads()
+    rank = torch.distributed.get_rank()
+    for threads in (rank + 1, 2):
+        try:
+            with dynmo.init(device="cpu", threads=threads):
+                said.append(torch.get_num_threads())
+        except InputError as error:
+            said.append(str(error))
+    return [*said, torch.get_num_threads() - before]

@@ -255,3 +255,32 @@ def test_each_replica_passes_its_own_share_of_the_batch(pool: Pool) -> None:
 def test_modules_with_different_weights_per_rank_are_refused(pool: Pool) -> None:
     for message in pool.run(JOBS + "seeded_otherwise", 2):
         assert "torch.manual_seed" in message
+
+
+@pytest.mark.parametrize(
+    ("by", "replicas", "named"),
+    [
+        ("rank", 1, "ranks 0, 1, 2, 3 passed different inputs and targets;"),
+        ("targets", 1, "ranks 0, 1, 2, 3 passed different targets;"),
+        ("middle", 1, "ranks 0, 1, 2, 3 passed different inputs and targets;"),
+        ("rank", 2, "ranks 0, 2 of replica 0 passed different inputs and targets;"),
+    ],
+)
+def test_ranks_of_a_replica_with_different_batches_are_refused(
+    pool: Pool, by: str, replicas: int, named: str
+) -> None:
+    """A step changes no weight then, and the loop can go on with one batch."""
+    rows = pool.run(JOBS + "sharded", 4, by=by, replicas=replicas)
+    for row in rows:
+        assert [error.partition(named)[0] for error in row["errors"]] == [
+            "step 1: ",
+            "the evaluation: ",
+        ]
+        assert row["digests"][0] == row["digests"][1]
+        assert row["loss"] == rows[0]["loss"]
+
+
+def test_replicas_may_pass_different_batches(pool: Pool) -> None:
+    for row in pool.run(JOBS + "sharded", 4, by="replica", replicas=2):
+        assert row["errors"] == []
+        assert row["digests"][0] != row["digests"][1]

@@ -52,10 +52,13 @@ class StepOutput:
     Attributes:
         losses: Losses of the microbatches, on the last stage.
         intervals: Intervals in which the rank's time went.
+        hashes: Hash of the inputs and of the targets that this rank was given. None if it was given
+            none, or if no other rank of its replica could be given another.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     intervals: list[Interval] = field(default_factory=list[Interval])
+    hashes: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 class Executor:

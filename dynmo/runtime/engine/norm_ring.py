@@ -34,7 +34,8 @@ from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import routes
 
 # Verdicts. NON_FINITE: no rank makes the step. CLIPPED: all make it again, with the clip factor.
-NON_FINITE, CLIPPED = "non-finite", "clipped"
+# MISMATCHED: ranks were given different batches, and the run ends.
+NON_FINITE, CLIPPED, MISMATCHED = "non-finite", "clipped", "mismatched"
 
 
 @dataclass(frozen=True)

@@ -61,19 +61,18 @@ class OptimizerStep:
             The reason is None if it could.
 
         Raises:
+            InputError: Ranks of a replica were given different batches.
             RunError: The loss or a norm is not finite, and the run ends.
         """
         self.prepare()
         table = self.table.once(self.table.own(step_output, flag))
         everyone = self._layer_store.world.everyone
-        result = self.table.read(
-            step,
-            everyone.sum(table, "the step to end on every rank"),
-            step_output,
-            self.scaler.scale,
-        )
+        everyone.sum(table, "the step to end on every rank")
+        result = self.table.read(step, table, step_output, self.scaler.scale)
         failed = self.failed(result.loss, result.squared_norms, max_norm)
-        error = self.error(result) if failed == NON_FINITE else None
+        error = self.table.difference(step, table)
+        if error is None and failed == NON_FINITE:
+            error = self.error(result)
         if error is not None:
             self.discard()
             raise error

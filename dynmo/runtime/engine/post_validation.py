@@ -17,9 +17,16 @@ import time
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from dynmo.errors import RunError
+from dynmo.errors import DynmoError, RunError
 from dynmo.runtime.engine.executor import Executor, StepOutput
-from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, NormRing, Rollback
+from dynmo.runtime.engine.norm_ring import (
+    CLIPPED,
+    MISMATCHED,
+    NON_FINITE,
+    BarrierPolicy,
+    NormRing,
+    Rollback,
+)
 from dynmo.runtime.engine.optimizer_step import OptimizerStep
 from dynmo.runtime.engine.step_reduction import StepResult
 from dynmo.runtime.state.layer_store import LayerStore
@@ -61,7 +68,7 @@ class PostValidation:
         self._copies = copies
         self._pending: _Pending | None = None
         self._done: list[StepResult] = []  # results that nobody has been given yet
-        self._failure: RunError | None = None
+        self._failure: DynmoError | None = None
         self._begun = 0.0  # when the program started that now runs
 
     @property
@@ -183,10 +190,12 @@ class PostValidation:
         pending, self._pending = self._pending, None
         assert pending is not None
         end = self._end
-        result = end.table.read(
-            pending.step, self._ring.verdict(), pending.step_output, end.scaler.scale
-        )
+        table = self._ring.verdict()
+        result = end.table.read(pending.step, table, pending.step_output, end.scaler.scale)
         failed = end.failed(result.loss, result.squared_norms, pending.max_norm)
+        difference = end.table.difference(pending.step, table)
+        if difference is not None:
+            failed = MISMATCHED
         assert self._policy is not None
         switch = self._policy.observe(failed is not None)
         if failed is not None:
@@ -201,6 +210,8 @@ class PostValidation:
             if failed == NON_FINITE:
                 self._failure = end.error(result)
                 result = end.skipped(result)
+            elif failed == MISMATCHED:
+                self._failure = difference
             result = replace(result, rollback=Rollback(failed, time.perf_counter() - self._begun))
         if self._failure is None:
             end.scaler.observe(failed != NON_FINITE)

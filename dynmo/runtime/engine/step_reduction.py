@@ -2,7 +2,7 @@
 
 The result is the same on every rank.
 
-    squared norms of the layers | losses of the microbatches | busy, span, flag
+    squared norms of the layers | losses of the microbatches | busy, span, flag, hashes of the batch
     on all replicas               of all replicas              of every global rank, or slice
 
 Exactly one rank writes each entry, except for the norms, which one rank of each pipeline writes.
@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dynmo.errors import InputError
 from dynmo.runtime.comm.clock import Clock, seconds_or_elapsed
+from dynmo.runtime.engine.batch_check import find_difference
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.engine.norm_ring import Rollback, Switch
 from dynmo.runtime.optim.optimizer import squared_norm
@@ -79,7 +81,7 @@ class StepReduction:
 
     @property
     def length(self) -> int:
-        return self._losses_end + 3 * self._ranks
+        return self._losses_end + 5 * self._ranks
 
     @property
     def _ranks(self) -> int:
@@ -91,9 +93,12 @@ class StepReduction:
         return self._layer_store.model.layers + layout.microbatches * layout.replicas
 
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns views of the norms, the losses, and [3, ranks] of busy, span and flag."""
+        """Returns views of the norms, the losses, and [5, ranks].
+
+        The rows are busy, span, flag, and the hashes of inputs and targets.
+        """
         layers, losses = self._layer_store.model.layers, self._losses_end
-        return table[:layers], table[layers:losses], table[losses:].view(3, self._ranks)
+        return table[:layers], table[layers:losses], table[losses:].view(5, self._ranks)
 
     def own(self, step_output: StepOutput, flag: int) -> Tensor:
         """Returns this rank's entries. Its gradients must be complete.
@@ -134,7 +139,15 @@ class StepReduction:
             )
             column[1] = clock.elapsed(spent[0].start, spent[-1].end)
             column[2] = float(flag)
+            for at, value in enumerate(step_output.hashes, 3):
+                if value is not None:
+                    column[at] = value
         return table
+
+    def difference(self, step: int, table: Tensor) -> InputError | None:
+        """Returns the error of ranks that were given different batches, from the complete table."""
+        hashes = self._parts(table)[2][3:].tolist()
+        return find_difference(f"step {step}", hashes, self._layer_store.layout.replicas)
 
     def once(self, table: Tensor) -> Tensor:
         """Clears the norms on all replicas but the first, before a sum over all.
@@ -169,7 +182,7 @@ class StepReduction:
         """
         norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
-        busy, spans, flags = rest.tolist()
+        busy, spans, flags, *_ = rest.tolist()
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         loss = float(losses.clone().mean())
         flags = tuple(map(int, flags))

@@ -248,10 +248,14 @@ def test_non_finite_loss_raises_one_step_late() -> None:
     assert one.digest() == twin.digest()
 
 
-def test_every_rank_raises_for_a_non_finite_loss(pool: Pool) -> None:
-    results = pool.run("tests.runtime.jobs.post_validation:validated_raises", 3, schedule="zb-h2")
-    for result in results:
-        assert result["error"].startswith("step 2: loss ")
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("overflow", "step 2: loss "), ("batch", "step 2: ranks 0, 1, 2 passed different inputs and")],
+)
+def test_every_rank_raises_and_nothing_is_updated(pool: Pool, fault: str, said: str) -> None:
+    job = "tests.runtime.jobs.post_validation:validated_raises"
+    for result in pool.run(job, 3, schedule="zb-h2", fault=fault):
+        assert result["error"].startswith(said)
         assert result["digests"][0] == result["digests"][1], "nothing was updated"
         assert result["digests"][1] != result["digests"][2], "and it goes on"
 

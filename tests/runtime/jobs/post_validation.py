@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
-from dynmo.errors import RunError
+from dynmo.errors import DynmoError
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine, StepResult
 from dynmo.pipeline.options import StepOptions, UpdateOptions
@@ -111,10 +111,14 @@ def validated(
     }
 
 
-def validated_raises(world: World, schedule: str) -> dict[str, Any]:
-    """An overflow on the last rank, with nobody to skip it.
+def validated_raises(world: World, schedule: str, fault: str) -> dict[str, Any]:
+    """A step that ends the run, after others. Then it runs again, without the fault.
 
-    Then the step runs again, without the overflow.
+    Args:
+        world: World of this rank.
+        schedule: Name of the schedule.
+        fault: "overflow" on the last rank, with nobody to skip it, or "batch": the last rank is
+            given another one.
     """
     whole = load_model(parse({"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4}}))
     pipeline = Engine(
@@ -125,7 +129,7 @@ def validated_raises(world: World, schedule: str) -> dict[str, Any]:
         update=UpdateOptions(post_validation=True),
     )
     now = [0]
-    _spoiled(pipeline, [[2, 7, "inf"]], now)
+    _spoiled(pipeline, [[2, 7, "inf"]] if fault == "overflow" else [], now)
     tokens = torch.randint(256, (6, 1, 5), generator=torch.Generator().manual_seed(0))
     digests: list[str] = []
     error = ""
@@ -133,8 +137,10 @@ def validated_raises(world: World, schedule: str) -> dict[str, Any]:
         try:
             if now[0] == 2:
                 digests.append(pipeline.digest())
-            pipeline.advance(now[0], tokens[..., :-1], tokens[..., 1:], lr=0.01)
-        except RunError as caught:
+            differs = fault == "batch" and not error and now[0] == 2 and world.rank == 2
+            given = tokens.roll(1) if differs else tokens
+            pipeline.advance(now[0], given[..., :-1], given[..., 1:], lr=0.01)
+        except DynmoError as caught:
             error = str(caught)
             digests.append(pipeline.digest())
     return {"error": error, "digests": [*digests, pipeline.digest()]}

@@ -1,0 +1,104 @@
+"""Finds ranks of one replica that were given different batches.
+
+The inputs are used on the first stage and the targets on the last. If they are of different
+batches, the model trains on pairs that do not belong together. So each rank hashes what it was
+given, and the ranks compare the hashes with the table of a step's end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynmo.errors import InputError
+from dynmo.runtime.comm.world import World
+
+# A hash is at most 2**51, so that float64 holds it exactly.
+_BITS = 51
+# Odd multipliers that mix the position of an element (splitmix64).
+_MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
+# Elements that are hashed at once. It limits the memory.
+_PART = 1 << 20
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(batch: Tensor) -> Tensor:
+    """Hashes values, order and shape of a batch on its device, without waiting for the device.
+
+    Args:
+        batch: Any shape. Integers of any width have the same hash. Of floats the bits count.
+
+    Returns:
+        A number from 1 to 2**51. int64, [].
+    """
+    values = batch.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    values = values.reshape(-1)
+    if values.is_floating_point() or values.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        values = values.view(_SIGNED[values.element_size()])
+    total = torch.full((), zlib.crc32(repr(tuple(batch.shape)).encode()), device=batch.device)
+    for start in range(0, len(values), _PART):
+        part = values[start : start + _PART]
+        # A pseudo-random weight for each position. Sums of int64 wrap around, in any order.
+        weights = torch.arange(start + 1, start + 1 + len(part), device=batch.device)
+        for multiplier in _MIX:
+            weights *= multiplier
+            weights ^= weights >> 31
+        total += (weights * part).sum()
+    return ((total >> (63 - _BITS)) & ((1 << _BITS) - 1)) + 1
+
+
+def hashes_to_compare(
+    world: World, inputs: Tensor | None, targets: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Hashes a batch, unless this rank has its pipeline to itself.
+
+    Args:
+        world: This rank's pipeline.
+        inputs: The inputs that this rank was given.
+        targets: Likewise.
+
+    Returns:
+        Hash of each. None for None.
+    """
+    inputs, targets = (inputs, targets) if world.size > 1 else (None, None)
+    return (
+        None if inputs is None else fingerprint(inputs),
+        None if targets is None else fingerprint(targets),
+    )
+
+
+def find_difference(
+    when: str, hashes: Sequence[Sequence[float]], replicas: int
+) -> InputError | None:
+    """Returns the error of ranks that were given different batches.
+
+    Args:
+        when: Name of the step, for the message.
+        hashes: Of the inputs and of the targets, by global rank. 0 on ranks that passed None.
+        replicas: Number of replicas. Rank r belongs to replica r % replicas.
+
+    Returns:
+        The error, the same on every rank. None if the ranks of each replica agree.
+    """
+    for replica in range(replicas):
+        differing = list[str]()
+        ranks = set[int]()
+        for name, row in zip(("inputs", "targets"), hashes, strict=True):
+            given = {rank: row[rank] for rank in range(replica, len(row), replicas) if row[rank]}
+            if len(set(given.values())) > 1:
+                differing.append(name)
+                ranks |= given.keys()
+        if differing:
+            of = f" of replica {replica}" if replicas > 1 else ""
+            return InputError(
+                f"{when}: ranks {', '.join(map(str, sorted(ranks)))}{of} passed different "
+                f"{' and '.join(differing)}; the ranks of a replica pass the same batch, replicas "
+                "pass their own: seed the sampler by replica (rank % replicas), and use no "
+                "DistributedSampler over the ranks"
+            )
+    return None
