@@ -6,24 +6,32 @@ rank.
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dynmo.config import Config, parse
 from dynmo.errors import ConfigError
 from dynmo.launch.environment import FOR_RANKS_ON_CUDA
 from dynmo.runtime.comm.rendezvous import ALONE, from_environment
 from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.world import World
 
+_logger = logging.getLogger(__name__)
+
+# A user's own loop and [parallel] of a config share these defaults.
+_DEFAULTS = Config().parallel
+
 
 def init(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     device: str | torch.device = "auto",
-    timeout: float = 120.0,
+    timeout: float = _DEFAULTS.timeout,
+    threads: int = _DEFAULTS.threads,
 ) -> World:
     """Joins the ranks that torchrun, Slurm or dynmo's launcher started.
 
@@ -40,13 +48,15 @@ def init(
         device: Device of this rank. "auto" is the CUDA device of the local rank if there is
             one, and the CPU otherwise.
         timeout: Seconds that a rank waits for another, at the start and in every message.
+        threads: Threads of one rank on CPU. `World.close` restores torch's number. Another number
+            of threads gives other last bits, so it is the same on all ranks.
 
     Returns:
         The world. It knows `rank`, `size` and `device`.
 
     Raises:
-        ConfigError: The launcher's variables are incomplete, there is no such device, or the
-            group is not this rank's.
+        ConfigError: The launcher's variables are incomplete, there is no such device, the group is
+            not this rank's, or the ranks have different numbers of threads.
         WaitTimeout: A rank did not come. The message names it.
 
     Example:
@@ -54,6 +64,7 @@ def init(
         ...     (world.rank, world.size)
         (0, 1)
     """
+    parse({"parallel": {"threads": threads}})
     ranks = _ranks_of(group)
     place = from_environment() or ALONE
     if device == "auto":
@@ -66,10 +77,42 @@ def init(
     if device.type == "cuda":
         _prepare_cuda(device, place.size)
     if ranks is not None:
-        return World.adopt(ranks, device=device, timeout=timeout)
-    return World.join(
-        open_store(place, timeout), place.rank, place.size, device=device, timeout=timeout
-    )
+        world = World.adopt(ranks, device=device, timeout=timeout)
+    else:
+        store = open_store(place, timeout)
+        world = World.join(store, place.rank, place.size, device=device, timeout=timeout)
+    _take_threads(world, threads)
+    return world
+
+
+def _take_threads(world: World, threads: int) -> None:
+    """Computes with so many threads until the world closes.
+
+    Raises:
+        ConfigError: The ranks have different numbers.
+    """
+    try:
+        counts = torch.zeros(world.size, dtype=torch.int64)
+        counts[world.rank] = threads
+        of = world.sum(counts, "all ranks to compare their threads").tolist()
+        if len(set(of)) > 1:
+            ranks = {
+                n: [rank for rank in range(world.size) if of[rank] == n] for n in sorted(set(of))
+            }
+            each = ", ".join(f"{n} on {world.name_ranks(ranks[n])}" for n in ranks)
+            raise ConfigError(
+                f"threads = {each}; give dynmo.init one number of threads on all ranks, so that "
+                "they compute the same bits"
+            )
+    except BaseException:
+        world.close(failed=True)
+        raise
+    before = world.take_threads(threads)
+    if world.rank == 0 and before != threads:
+        _logger.warning(
+            f"dynmo: threads = {threads} on each rank until the world closes, instead of {before}; "
+            "dynmo.init(threads=...) sets another number"
+        )
 
 
 def _prepare_cuda(device: torch.device, ranks: int) -> None:

@@ -1,16 +1,59 @@
-"""`dynmo.init` in a program that has its own process groups."""
+"""`dynmo.init`: threads, and programs that have their own process groups."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dynmo.errors import ConfigError
 from dynmo.pipeline.start import init
+from tests.pool import Pool
 from tests.processes import run_script
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_world_has_one_thread_and_restores_the_old_number(caplog: pytest.LogCaptureFixture) -> None:
+    with init(device="cpu"):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    (line,) = caplog.messages
+    assert line.startswith("dynmo: threads = 1 ")
+    with pytest.raises(KeyError), init(device="cpu", threads=1):
+        raise KeyError
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_number_of_threads_that_torch_has_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    with init(device="cpu", threads=2):
+        assert torch.get_num_threads() == 2
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("threads", [0, "2", 1025])
+def test_wrong_number_of_threads_is_refused(threads: Any) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.threads"):
+        init(device="cpu", threads=threads)
+
+
+def test_ranks_with_different_threads_are_refused(pool: Pool) -> None:
+    for refused, threads, left in pool.run("tests.pipeline.jobs:threaded", 3):
+        assert refused.startswith("threads = 1 on rank 0, 2 on rank 1, 3 on rank 2; ")
+        assert (threads, left) == (2, 0)
 
 
 @pytest.mark.matrix

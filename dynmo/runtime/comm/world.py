@@ -99,6 +99,8 @@ class World:
         default_factory=dict[tuple[int, ...], Any], repr=False, compare=False
     )
     home: dist.Store | None = field(default=None, repr=False, compare=False)
+    # torch's number of threads before `take_threads`.
+    _threads_before: int | None = field(default=None, repr=False, compare=False)
     # CUDA: waits of the stream for others.
     waits: DeviceWaits = field(default_factory=DeviceWaits, repr=False, compare=False)
 
@@ -251,6 +253,19 @@ class World:
         for group in adopted:
             if group is not None:
                 dist.destroy_process_group(group)
+        if everyone._threads_before is not None:
+            torch.set_num_threads(everyone._threads_before)
+            everyone._threads_before = None
+
+    def take_threads(self, threads: int) -> int:
+        """Computes with so many threads on CPU until `close`.
+
+        Returns:
+            torch's number of threads before.
+        """
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        return self._threads_before
 
     def __enter__(self) -> World:
         return self
