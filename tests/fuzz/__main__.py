@@ -2,6 +2,7 @@
 
 python -m tests.fuzz --cases 1000 --seed 1            # from the repository's root
 python -m tests.fuzz --seed 1 --only 37               # one of them again
+python -m tests.fuzz --cases 1000 --out benchmarks/results/fuzz.json    # README's figure
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from dynmo.train.compile_ahead import prepare
 from tests.fuzz.draws import draw
 from tests.fuzz.outcome import EQUAL, FAILED, REFUSED, CaseResult
-from tests.fuzz.report import passed, replay, summary
+from tests.fuzz.report import commit_of_files, passed, replay, summary, write_counts
 from tests.fuzz.runner import run_all
 
 
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", type=int, help="run this case only")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="pools of ranks side by side")
     add("--folder", type=Path, default=Path("runs", "fuzz"), help="for TOML files of failures")
+    add("--out", type=Path, help="write the counts to this file, as JSON")
     add("--show", action="store_true", help="print the TOML files and run nothing")
     add(
         "--elastic",
@@ -94,11 +96,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in cases:
             print(replay(CaseResult(case, EQUAL), folder))
         return 0
+    commit = commit_of_files()
     prepare()  # else every rank would compile at once, within a case's time limit
     repeat = f"python -m tests.fuzz --seed {options.seed} --elastic {options.elastic} --only"
     progress = Progress(len(cases), folder, repeat)
     outcomes = run_all(cases, options.jobs, progress.tell)
     print(summary(outcomes, progress.seconds()))
+    if options.out is not None:
+        about = {"seed": options.seed, "elastic": options.elastic, "commit": commit}
+        write_counts(options.out, outcomes, about | {"seconds": round(progress.seconds())})
     return 0 if passed(outcomes) else 1
 
 

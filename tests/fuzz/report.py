@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import tomli_w
 
+from benchmarks.output import machine
 from tests.fuzz.outcome import EQUAL, FAILED, REFUSED, CaseResult
 
 MOST_REFUSED = 0.05
@@ -50,6 +53,30 @@ def summary(outcomes: Sequence[CaseResult], seconds: float) -> str:
     if counts[REFUSED] > MOST_REFUSED * len(outcomes):
         lines.append(f"more than {MOST_REFUSED:.0%} were refused")
     return "\n".join(lines)
+
+
+def commit_of_files() -> str | None:
+    """The commit of the files that are tested. None if git does not know it."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip() or None
+
+
+def write_counts(file: Path, outcomes: Sequence[CaseResult], about: dict[str, object]) -> None:
+    """Writes how many cases ended how.
+
+    Args:
+        file: The file, such as benchmarks/results/fuzz.json.
+        outcomes: Outcomes of all cases.
+        about: What else the file says of the run.
+    """
+    counts = Counter(outcome.kind for outcome in outcomes)
+    result = {"cases": len(outcomes)} | {kind: counts[kind] for kind in (EQUAL, REFUSED, FAILED)}
+    file.write_text(json.dumps(result | about | {"machine": machine()}) + "\n")
 
 
 def passed(outcomes: Sequence[CaseResult]) -> bool:

@@ -252,6 +252,25 @@ def test_printed_files_replay_a_case(
     )
 
 
+def test_command_writes_its_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def outcomes(cases: list[Case], *_: object) -> list[CaseResult]:
+        return [CaseResult(case, FAILED if case.number == 2 else EQUAL) for case in cases]
+
+    monkeypatch.setattr("tests.fuzz.__main__.run_all", outcomes)
+    monkeypatch.setattr("tests.fuzz.__main__.prepare", lambda: None)
+    file = tmp_path / "fuzz.json"
+    assert main(["--cases", "3", "--seed", "5", "--out", str(file)]) == 1
+    counts = json.loads(file.read_text())
+    assert [counts[key] for key in ("cases", "seed", "equal", "refused", "failed")] == [
+        3,
+        5,
+        2,
+        0,
+        1,
+    ]
+    assert counts["commit"] is None or len(counts["commit"].removesuffix("-dirty")) == 40
+
+
 def test_command_shows_a_case_and_writes_its_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
