@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynmo.errors import ConfigError, InputError, Interrupted
+from dynmo.errors import ConfigError, InputError, Interrupted, RunError
 from dynmo.files import write_whole
 
 if TYPE_CHECKING:
@@ -60,6 +60,31 @@ def run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
 def forget_replaced(folder: Path) -> None:
     """Deletes the run that this one replaces, if there is one."""
     shutil.rmtree(_aside(folder), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def told_how_to_go_on(folder: Path) -> Iterator[None]:
+    """Adds how the run can go on to the error of a run that fails, while it is open."""
+    try:
+        yield
+    except RunError as error:
+        if folder.is_dir():
+            error.args = (f"{error}; {how_to_go_on(folder)}",)
+        raise
+
+
+def how_to_go_on(folder: Path) -> str:
+    """Names the newest checkpoint of a run that was cut short, or says that there is none."""
+    saved = _checkpoints(folder)
+    if saved:
+        return f"--resume goes on from {saved[-1]}"
+    return f"{folder} has no checkpoint to go on from (checkpoint.every); --overwrite starts anew"
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Returns the complete checkpoints of a run, the newest last."""
+    found = (folder / "checkpoints").glob("step-*[0-9]")
+    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 @contextlib.contextmanager
@@ -154,7 +179,7 @@ def _resumed_config(folder: Path) -> str:
         raise ConfigError(
             f"{folder} does not exist, so there is nothing to resume; leave out --resume"
         )
-    if not any((folder / "checkpoints").glob("step-*[0-9]")):
+    if not _checkpoints(folder):
         raise ConfigError(f"{folder} has no checkpoint to resume from; start anew with --overwrite")
     try:
         return (folder / "config.toml").read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ from dynmo.cli.rank_process import (
     run_local_rank,
     stdout_for_json,
 )
-from dynmo.cli.run_folder import RUNS, forget_replaced, run_folder
+from dynmo.cli.run_folder import RUNS, forget_replaced, how_to_go_on, run_folder, told_how_to_go_on
 from dynmo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,7 +117,10 @@ def train(options: TrainOptions) -> None:
     rendezvous = from_environment() if options.launcher is None else None
     if rendezvous is None:
         check_input(config)
-        with run_folder(config, options.resume, options.overwrite) as folder:
+        with (
+            told_how_to_go_on(RUNS / config.name),
+            run_folder(config, options.resume, options.overwrite) as folder,
+        ):
             raise typer.Exit(_spawn(config, folder, options))
     raise typer.Exit(_joined_rank(config, rendezvous, options))
 
@@ -173,6 +176,7 @@ def _joined_rank(config: Config, rendezvous: Rendezvous, options: TrainOptions) 
     # Only rank 0 writes. A world of the wrong size makes nothing, and `run` says why.
     writes = rendezvous.rank == 0 and rendezvous.size == config.ranks
     with (
+        told_how_to_go_on(RUNS / config.name),
         described_errors(rendezvous.rank),
         run_folder(config, options.resume, options.overwrite)
         if writes
@@ -192,6 +196,7 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, options: TrainOp
     warning = warn_of_cores(config)
     if warning:
         _logger.warning(warning)
+    seen: set[str] = set()
     with (
         compilation_told(),
         stdout_for_json(options.as_json),
@@ -200,6 +205,7 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, options: TrainOp
 
         def listen(event: Event) -> None:
             forget_replaced(folder)  # the run has begun
+            seen.add(event.event)
             progress(event)
 
         result = run(config, rendezvous, folder, resume, listen)
@@ -207,11 +213,14 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, options: TrainOp
         summary: dict[str, Any] = {"name": config.name, "folder": str(folder), **vars(result)}
         print(json.dumps(summary))
     else:
-        _print_summary(folder)
+        _print_summary(folder, has_trained="step" in seen)
+    if result.interrupted:
+        sys.stdout.flush()
+        _logger.warning(f"interrupted; {how_to_go_on(folder)}")
     return 130 if result.interrupted else 0
 
 
-def _print_summary(folder: Path) -> None:
+def _print_summary(folder: Path, has_trained: bool) -> None:
     from dynmo.cli.console import console_for_tables
     from dynmo.events import read
     from dynmo.report.summary import summarize
@@ -224,9 +233,9 @@ def _print_summary(folder: Path) -> None:
         console.print(line, highlight=False, markup=False)
     loss = "" if summary.loss is None else f"loss {summary.loss:.6f}, "
     digest = summary.digest or ""
+    ended = summary.reason if has_trained else "nothing trained"
     console.print(
-        f"{summary.reason}: {loss}weights {digest[:16]}, {summary.seconds:.1f} s of steps; "
-        f"{folder}/",
+        f"{ended}: {loss}weights {digest[:16]}, {summary.seconds:.1f} s of steps; {folder}/",
         highlight=False,
         soft_wrap=True,
     )

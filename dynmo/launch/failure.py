@@ -102,8 +102,7 @@ def verdict(
     if not ended:
         return STOPPED if STOPPED in codes else 0
     if asked > 1:
-        advice = "--resume goes on from the newest checkpoint, if there is one"
-        raise Interrupted(f"interrupted twice, so the ranks were ended at once; {advice}")
+        raise Interrupted("interrupted twice, so the ranks were ended at once")
     if None in codes:
         raise Interrupted("interrupted; not every rank came to a stop in time, so they were ended")
     raise Interrupted("interrupted while starting or finishing")

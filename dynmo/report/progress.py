@@ -107,12 +107,12 @@ class ProgressLine:
                     f"{event.reason}"
                 )
             case EvalEvent():
-                self._say(f"step {event.step}: {evaluation_text(event)}")
+                self._say(f"step {event.step + 1}: {evaluation_text(event)}")
             case TokensEvent():
                 self._say(f"step {event.step}: {tokens_text(event)}")
             case CheckpointEvent():
                 self._say(
-                    f"step {event.step}: saved {event.path} ({event.bytes / 2**20:.1f} MiB in "
+                    f"step {event.step + 1}: saved {event.path} ({event.bytes / 2**20:.1f} MiB in "
                     f"{event.seconds:.2f} s)"
                 )
             case RepackEvent() | GrowEvent() | ReleaseEvent() | FaultEvent():

@@ -35,7 +35,7 @@ from dynmo.report.rank_lines import RankAccount, RankEvent, rank_account
 Changes = ChangeEvent | ReshapeEvent | SkippedEvent | RollbackEvent | PostValidationEvent
 
 # Events that come before their step. A resumed run repeats them.
-_ACTS = StepEvent | RebalanceEvent | ChangeEvent | ReshapeEvent | ResizeEvent
+_ACTS = StepEvent | RebalanceEvent | ChangeEvent | ReshapeEvent | ResizeEvent | EndEvent
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,14 @@ class Summary:
 def summarize(events: Iterable[Event]) -> Summary:
     """Summarizes the events of a run.
 
-    A resumed run repeats the steps after its checkpoint. The later events count.
+    A resumed run repeats the steps after its checkpoint, or ends without them. The later events
+    count.
     """
     log = _EventsByKind()
     for event in events:
         log.add(event)
     steps, end, whole = log.steps, log.end, log.end_of_whole_run()
+    evaluation = log.evaluations[-1] if log.evaluations else None
     changed = _changed(steps, [*log.changes, *log.rank_events])
     return Summary(
         phases=cut_phases(steps, changed),
@@ -137,7 +139,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         steps=len(steps),
         seconds=log.seconds,
         loss=steps[-1].loss if steps else None,
-        held_out=log.evaluation.loss if log.evaluation else None,
+        held_out=evaluation.loss if evaluation else None,
         digest=end.weights_digest if end else None,
         buffers_digest=end.buffers_digest if end else None,
         reason=end.reason if end else None,
@@ -147,8 +149,8 @@ def summarize(events: Iterable[Event]) -> Summary:
         measure_seconds=whole.measure_seconds if whole else None,
         decide_seconds=whole.decide_seconds if whole else None,
         move_seconds=whole.move_seconds if whole else None,
-        tokens=log.tokens,
-        evaluation=log.evaluation,
+        tokens=log.tokens[-1] if log.tokens else None,
+        evaluation=evaluation,
         rank_events=tuple(log.rank_events),
         ranks=rank_account(steps, log.rank_events, end.gpu_seconds_returned if end else None),
     )
@@ -163,8 +165,8 @@ class _EventsByKind:
         self.results: list[RebalanceResultEvent] = []
         self.changes: list[Changes] = []
         self.rank_events: list[RankEvent] = []
-        self.evaluation: EvalEvent | None = None
-        self.tokens: TokensEvent | None = None
+        self.evaluations: list[EvalEvent] = []
+        self.tokens: list[TokensEvent] = []
         self.end: EndEvent | None = None
         self._is_resumed = False
 
@@ -193,9 +195,9 @@ class _EventsByKind:
             case RepackEvent() | GrowEvent() | ReleaseEvent() | FaultEvent():
                 self.rank_events.append(event)
             case EvalEvent():
-                self.evaluation = event
+                self.evaluations.append(event)
             case TokensEvent():
-                self.tokens = event
+                self.tokens.append(event)
             case EndEvent():
                 self.end = event
             case _:
@@ -208,6 +210,8 @@ class _EventsByKind:
         self.results = [r for r in self.results if r.step < step]
         self.changes = [c for c in self.changes if c.step < step]
         self.rank_events = [r for r in self.rank_events if r.step < step]
+        self.evaluations = [e for e in self.evaluations if e.step < step]
+        self.tokens = [t for t in self.tokens if t.step < step]
 
     @property
     def seconds(self) -> float:

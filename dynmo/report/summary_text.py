@@ -71,7 +71,8 @@ def event_lines(summary: Summary) -> list[str]:
     if tokens is not None:
         lines.append((tokens.step, f"step {tokens.step}: {tokens_text(tokens)}"))
     if evaluation is not None and evaluation.dense_loss is not None:
-        lines.append((evaluation.step, f"step {evaluation.step}: {evaluation_text(evaluation)}"))
+        done = evaluation.step + 1
+        lines.append((done, f"step {done}: {evaluation_text(evaluation)}"))
     return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
 
 

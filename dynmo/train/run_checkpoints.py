@@ -159,7 +159,12 @@ class RunCheckpoints:
                     f"{path} is of a run with {key} = {then!r}, the config has {value!r}; resume "
                     "with that, or start anew"
                 )
-        return SavedRun(path, manifest.step, manifest.state)
+        saved = SavedRun(path, manifest.step, manifest.state)
+        steps = self._config.train.steps
+        if saved.step >= steps and self._world.rank == 0:
+            done = f"{path} has {saved.step} steps, and train.steps = {steps}"
+            _logger.warning(f"{done}: nothing is left to train; its loss is {saved.loss:.6f}")
+        return saved
 
     def _fixed(self, model: Model) -> dict[str, Any]:
         """Returns the settings that the optimizer state depends on.

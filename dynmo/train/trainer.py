@@ -336,7 +336,7 @@ class Trainer:
         digest, buffers = self.pipeline.digest(), self.pipeline.layer_states.buffers_digest()
         if step > self.first_step:
             self._record_costs(step - self.first_step)
-        self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
+            self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
         overhead, measurements = self._rebalancer.overhead, self.pipeline.measurements
         spared, cached = measurements.cached() if measurements.caches else (0, 0)
         self._log.emit(

@@ -11,7 +11,7 @@ import pytest
 
 from dynmo.cli import main
 from dynmo.config import load
-from dynmo.errors import RunError
+from dynmo.errors import InputError, Interrupted, RunError
 from tests.cli.runs import GPT, ONE_RANK, Base, Run, assert_refused, end, fill, train, tree
 from tests.full_disk import files_up_to
 from tests.processes import gone
@@ -146,6 +146,30 @@ def test_resume_names_the_changed_keys(
     (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml", [given]).to_toml())
     assert run(tmp_path, "run.toml", "--resume", sets=(sought,)) == (0, "", "")
     assert load(tmp_path / "runs/main/config.toml").dynamism.pruning.dense_below == {"8x8": 0.5}
+
+
+def test_failed_run_says_how_to_go_on(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint is named. Wrong input and a run that never began get no advice."""
+    fill(tmp_path)
+
+    def fails(*arguments: object) -> int:
+        raise kind(text)
+
+    monkeypatch.setattr("dynmo.launch.supervisor.spawn", fails)
+    kind, text = RunError, "rank 1 was ended by SIGKILL; out of memory?"
+    none = "runs/main has no checkpoint to go on from (checkpoint.every); --overwrite starts anew"
+    assert run(tmp_path, "run.toml") == (1, "", f"dynmo: {text}; {none}\n")
+    for step in ("step-000095", "step-000100", "step-000105.tmp"):
+        (tmp_path / "runs/main/checkpoints" / step).mkdir(parents=True)
+    on = "--resume goes on from runs/main/checkpoints/step-000100"
+    assert run(tmp_path, "run.toml", "--resume") == (1, "", f"dynmo: {text}; {on}\n")
+    kind, text = InputError, "layer 2 is wrong"
+    assert run(tmp_path, "run.toml", "--resume") == (2, "", f"dynmo: {text}\n")
+    kind, text = Interrupted, "interrupted while starting or finishing"
+    new = run(tmp_path, "run.toml", sets=("name=new",))
+    assert new == (130, "", f"dynmo: {text}\n")
 
 
 def test_full_disk_at_start_leaves_the_run_unchanged(tmp_path: Path, run: Run) -> None:

@@ -48,6 +48,7 @@ def test_stopped_and_killed_run_resumes_with_equal_weights(base: Base, work: Pat
     assert "Traceback" not in done.err
     assert "Measured, phase by phase" in done.out
     assert "interrupted: loss" in done.out
+    assert done.line.startswith("dynmo: interrupted; --resume goes on from runs/cut/checkpoints/")
     *_, saved, last = events(work, "cut")
     assert (last["event"], last["reason"], last["step"]) == (
         "end",
@@ -122,6 +123,7 @@ def test_killed_rank_is_reported(work: Path) -> None:
     done = end(process, 10)
     assert (done.status, done.out) == (1, "")
     assert "rank 1 was ended by SIGKILL" in done.line
+    assert "runs/main has no checkpoint to go on from" in done.line
 
 
 def test_hanging_rank_is_reported_after_the_timeout(work: Path) -> None:

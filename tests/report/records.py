@@ -39,7 +39,7 @@ def result(number: int, id: int, gain: float) -> RebalanceResultEvent:
 
 
 def end(digest: str = "aa", loss: float = 1.0, seconds: float = 9.0) -> EndEvent:
-    return EndEvent(9, 0.0, loss, digest, seconds, "done", 0.25, 0.5, 1.0)
+    return EndEvent(10, 0.0, loss, digest, seconds, "done", 0.25, 0.5, 1.0)
 
 
 def change(number: int, case: str = "pruning") -> ChangeEvent:

@@ -57,13 +57,23 @@ def test_events_are_printed_at_once() -> None:
         "step 3: froze [0]",
         "step 4: moved layers 4+2 -> 5+1 in 12 ms (exact: pays)",
         "step 9: rebalance 1 measured: +25.0% of a step saved",
-        "step 10: held-out loss 2.5000",
+        "step 11: held-out loss 2.5000",
         "step 10: early_exit, layers 5, 8: exited 40%, 25%",
         (
-            "step 11: held-out loss 2.5000 at 200 tokens/s; without exits 2.4000 at 100 tokens/s "
+            "step 12: held-out loss 2.5000 at 200 tokens/s; without exits 2.4000 at 100 tokens/s "
             "(x2.00)"
         ),
-        "step 10: saved runs/a (3.0 MiB in 0.50 s)",
+        "step 11: saved runs/a (3.0 MiB in 0.50 s)",
+    ]
+
+
+def test_evaluation_and_checkpoint_have_the_number_of_the_progress_line() -> None:
+    """The log numbers steps from 0. People read how many are done."""
+    events = (step(9), EvalEvent(9, 0.0, 2.5), CheckpointEvent(9, 0.0, "runs/a/step-000010", 0, 0))
+    assert [line.split(":")[0].split("  ")[0] for line in told(24, *events).splitlines()] == [
+        "run 10/24",
+        "step 10",
+        "step 10",
     ]
 
 

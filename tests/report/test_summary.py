@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynmo.events import ChangeEvent, EvalEvent, Event, ReshapeEvent
+from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, ReshapeEvent
 from dynmo.report.summary import summarize
 from tests.report.records import change, end, move, result, step
 
@@ -88,6 +88,16 @@ def test_later_events_of_a_resumed_run_replace_earlier_ones() -> None:
     assert summary.seconds == 6.0
     assert [(r.id, r.predicted_gain) for r in summary.rebalances] == [(1, 0.2), (2, 0.3)]
     assert [(r.id, r.measured_gain) for r in summary.results] == [(1, 0.1), (2, 0.4)]
+
+
+def test_discarded_steps_do_not_count() -> None:
+    """A run is killed after 6 steps. Its resumption with 4 steps ends at the checkpoint after 4."""
+    killed = [step(i, loss=9.0 - i) for i in range(6)]
+    evaluations = [EvalEvent(3, 0.0, 2.5), EvalEvent(5, 0.0, 1.5)]
+    ended = EndEvent(4, 0.0, 6.0, "aa", 0.0, "done")
+    summary = summarize([*killed[:4], evaluations[0], *killed[4:], evaluations[1], ended])
+    assert (summary.steps, summary.loss, summary.held_out) == (4, 6.0, 2.5)
+    assert summary.run_seconds is None
 
 
 def test_resumed_run_has_no_total_seconds() -> None:

@@ -25,7 +25,7 @@ def test_last_token_shares_and_evaluation_have_a_line() -> None:
     assert event_lines(summary) == [
         "step 2: early_exit, layers 3: exited 20%",
         (
-            "step 2: held-out loss 2.5000 at 300 tokens/s; without exits 2.4000 at 200 tokens/s "
+            "step 3: held-out loss 2.5000 at 300 tokens/s; without exits 2.4000 at 200 tokens/s "
             "(x1.50)"
         ),
     ]

@@ -14,6 +14,7 @@ import pytest
 
 from dynmo.config import load
 from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepEvent, read
+from dynmo.report.summary import summarize
 from tests.pool import JobFailed, Pool
 
 SCHEDULED = {"cases": ["freezing"], "freezing": {"schedule": [[2, 1], [6, 3]]}}
@@ -162,6 +163,28 @@ def test_resumed_finished_run_keeps_its_result(pool: Pool, tmp_path: Path) -> No
         done[0][key] for key in ("loss", "weights_digest", "steps", "interrupted")
     ]
     json.loads((folder / "events.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
+
+
+def test_resume_with_fewer_steps_than_the_checkpoint_trains_nothing(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """A run is cut off behind the checkpoint of step 8. The later steps no longer count."""
+    folder = _made(tmp_path / "run")
+    pool.run("train_in", 1, config=config(1, {}), folder=str(folder))
+    shutil.rmtree(folder / "checkpoints" / "step-000012")
+    (folder / "checkpoints" / "latest").write_text("step-000008")
+    trace = folder / "trace.json"
+    trace.write_text("of the steps that were trained")
+
+    short = config(1, {})
+    short["train"]["steps"], short["trace"] = 6, {"steps": 2}
+    (resumed,) = pool.run("resume_and_listen", 1, config=short, folder=str(folder))
+    summary = summarize(read(folder / "events.jsonl"))
+    assert (summary.steps, summary.loss) == (8, resumed["loss"])
+    assert summary.done[-1].loss == resumed["loss"]
+    told = "step-000008 has 8 steps, and train.steps = 6: nothing is left to train; its loss is"
+    assert resumed["said"].endswith(f"{told} {resumed['loss']:.6f}\n")
+    assert trace.read_text() == "of the steps that were trained"
 
 
 def test_unwritable_costs_file_does_not_fail_the_run(pool: Pool, tmp_path: Path) -> None:
