@@ -80,6 +80,16 @@ class Interrupted(RunError):
     exit_status = 130
 
 
+def needs_extra(package: str, extra: str) -> str:
+    """Says that a package of an optional extra is missing, and how it is installed.
+
+    Args:
+        package: Name of the package, for people.
+        extra: The extra of dynmo that has it, as in pyproject.toml.
+    """
+    return f"{package} is not installed; install it with pip install 'dynmo[{extra}]'"
+
+
 def place(error: BaseException, own: bool = False) -> str:
     """Name the user's line that an error came through.
 

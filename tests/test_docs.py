@@ -21,6 +21,7 @@ import os
 import re
 import shlex
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise, product
@@ -279,6 +280,20 @@ def test_costs_file_is_documented_with_its_keys() -> None:
         steps=8,
     )
     assert re.findall(r'"(\w+)":', re.sub(r"\[\{.*\}\]", "", shown)) == list(to_json(profile))
+
+
+def test_extras_are_named_in_one_way() -> None:
+    """Messages take the command from `needs_extra`, and the documents write it likewise."""
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = {path: path.read_text() for path in (ROOT / "dynmo").rglob("*.py")}
+    errors = sources.pop(ROOT / "dynmo" / "errors.py")
+    assert "pip install 'dynmo[{extra}]'" in errors
+    assert not [path for path, text in sources.items() if "pip install" in text]
+    used = re.findall(r"needs_extra\([^()]*['\"](\w+)['\"]\)", "\n".join(sources.values()))
+    assert sorted(used) == sorted(known.keys() - {"dev"})
+    for path in DOCUMENTS:
+        for what in re.findall(r"pip install ([^-\s`][^\s`]*)", path.read_text()):
+            assert what in [f"'dynmo[{extra}]'" for extra in used], f"{path.name}: {what}"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

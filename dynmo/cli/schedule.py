@@ -276,6 +276,12 @@ def _print_text(
         f"{result.schedule}: {result.ranks} ranks, {result.microbatches} microbatches",
         highlight=False,
     )
+    if options.costs is None and options.tf is None:
+        console.print(
+            "equal costs by default: F, B and W take 1 each (--tf, --tb, --tw, or --costs FILE)",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(_table(result))
     if options.grid:
         from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured

@@ -32,13 +32,15 @@ class ScheduleOptions:
     ] = None
     tf: Annotated[
         float | None,
-        typer.Option(metavar="TIME", help="Time of F on every stage, in any one unit."),
+        typer.Option(metavar="TIME", help="Time of F on every rank, in any one unit (default 1)."),
     ] = None
     tb: Annotated[
-        float | None, typer.Option(metavar="TIME", help="Time of B, the gradient of the input.")
+        float | None,
+        typer.Option(metavar="TIME", help="Time of B, the gradient of the input (default 1)."),
     ] = None
     tw: Annotated[
-        float | None, typer.Option(metavar="TIME", help="Time of W, the gradient of the weights.")
+        float | None,
+        typer.Option(metavar="TIME", help="Time of W, the gradient of the weights (default 1)."),
     ] = None
     tcomm: Annotated[
         float | None, typer.Option(metavar="TIME", help="Time of every link (default 0).")

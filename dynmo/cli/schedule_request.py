@@ -186,9 +186,13 @@ def _uniform(placement: tuple[int, ...], options: ScheduleOptions) -> Costs:
 
     The times are those of a rank. The stages of a rank share them, and its memory, equally.
     """
-    tf, tb, tw = options.tf, options.tb, options.tw
-    if tf is None or tb is None or tw is None:
-        raise InputError("no costs: give --tf, --tb and --tw (and --tcomm), or --costs FILE")
+    times = {"--tf": options.tf, "--tb": options.tb, "--tw": options.tw}
+    unset = [option for option, time in times.items() if time is None]
+    if 0 < len(unset) < len(times):
+        raise InputError(
+            f"{unset[0]} is missing: give --tf, --tb and --tw, or none of them for equal costs"
+        )
+    tf, tb, tw = (1.0 if time is None else time for time in times.values())
     tcomm = 0.0 if options.tcomm is None else options.tcomm
     for option, value in {"--tf": tf, "--tb": tb, "--tw": tw, "--tcomm": tcomm}.items():
         if not math.isfinite(value) or value < 0:

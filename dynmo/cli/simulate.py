@@ -14,7 +14,7 @@ import typer
 from dynmo.cli import ranks
 from dynmo.cli.compiling import compilation_told
 from dynmo.cli.options import command
-from dynmo.errors import InputError
+from dynmo.errors import InputError, needs_extra
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +34,7 @@ class SimulateOptions:
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw the step times (.svg, .png, .pdf; needs matplotlib)."
+            metavar="FILE", help="Draw the step times (.svg, .png, .pdf; needs the extra plot)."
         ),
     ] = None
     fewest_ranks: Annotated[
@@ -249,7 +249,7 @@ def _check_plot(path: Path) -> None:
     if not path.parent.is_dir():
         raise InputError(f"--plot {path}: there is no folder {path.parent}")
     if find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib; pip install matplotlib")
+        raise InputError(f"--plot: {needs_extra('matplotlib', 'plot')}")
 
 
 def _plot(result: ReplayResult, path: Path) -> None:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from dynmo.cluster.command import Worker
 from dynmo.cluster.releaser import Member, Receipt
-from dynmo.errors import ConfigError, RunError
+from dynmo.errors import ConfigError, RunError, needs_extra
 
 # Seconds for one answer of the API server, and between two looks at the job.
 _ANSWER = 10.0
@@ -374,8 +374,7 @@ def _client() -> Any:
         return importlib.import_module("kubernetes.client")
     except ImportError as error:
         raise ConfigError(
-            f'elastic.releaser = "kubernetes" needs the extra "kubernetes" ({error}): '
-            "pip install 'dynmo[kubernetes]'"
+            f'elastic.releaser = "kubernetes": {needs_extra("its client", "kubernetes")} ({error})'
         ) from None
 
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, needs_extra
 from dynmo.launch.starter import RankCommand, RankProcess
 
 # Seconds between two looks for new output of rank 0.
@@ -198,8 +198,7 @@ class RayStarter:
             import ray.util.placement_group
             import ray.util.scheduling_strategies
         except ImportError:
-            advice = "install the extra: pip install 'dynmo[ray]'"
-            raise ConfigError(f"--launcher ray: Ray is not installed; {advice}") from None
+            raise ConfigError(f"--launcher ray: {needs_extra('Ray', 'ray')}") from None
         self._ray: Any = ray
         address = os.environ.get("RAY_ADDRESS") or "auto"
         try:
@@ -207,7 +206,7 @@ class RayStarter:
             # The output of ranks goes to the logs of the run.
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError) as error:
-            said = str(error).strip().split("\n")[0]
+            said = str(error).strip().split("\n")[0].removesuffix(".")
             advice = "start one with ray start --head, or set RAY_ADDRESS"
             what = f"--launcher ray: no Ray cluster answers at {address}: {said}"
             raise ConfigError(f"{what}; {advice}") from None

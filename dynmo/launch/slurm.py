@@ -227,7 +227,10 @@ class SlurmStarter:
         """
         for program in ("srun", "scontrol", "scancel"):
             if shutil.which(program) is None:
-                raise ConfigError(f"--launcher slurm: {program} is not installed on this machine")
+                raise ConfigError(
+                    f"--launcher slurm: Slurm is not installed on this machine ({program} is not "
+                    "in PATH); leave out --launcher to start the ranks here"
+                )
         self._size = size
         self._folder = folder
         self._job_options = list(job_options)

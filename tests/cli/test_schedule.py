@@ -39,6 +39,14 @@ def answer(run: Run, *arguments: object) -> dict[str, Any]:
     return json.loads(out)
 
 
+def test_costs_are_equal_by_default(dynmo: Run) -> None:
+    plain = answer(dynmo, *asked()) | {"seconds": 0}
+    assert plain == answer(dynmo, *asked(), *UNIT) | {"seconds": 0}
+    told = "equal costs by default: F, B and W take 1 each"
+    assert told in dynmo(*asked()).out
+    assert told not in dynmo(*asked(), *UNIT).out
+
+
 def replay(
     ops: list[list[list[Any]]],
     f: Sequence[float],
@@ -210,8 +218,8 @@ def test_memory_limit_may_be_met_exactly(run: Run) -> None:
         ((*asked(microbatches=-3), *UNIT), ["--microbatches -3"]),
         ((*asked("zb-h3"), *UNIT), ["zb-h3", "zb-h1"]),
         ((*asked("interleaved-1f1b", 3, 7), *UNIT), ["7 microbatches", "3 ranks", "6 or 9"]),
-        (asked(), ["--tf", "--costs"]),
-        ((*asked(), "--tf", 1, "--tb", 1), ["--tw"]),
+        ((*asked(), "--tf", 1, "--tb", 1), ["--tw is missing", "none of them"]),
+        ((*asked(), "--tw", 1), ["--tf is missing"]),
         ((*asked(), *UNIT, "--tcomm", -1), ["--tcomm -1.0"]),
         ((*asked(), "--tf", 1, "--tb", "inf", "--tw", 1), ["--tb inf"]),
         ((*asked(), "--tf", 1e308, "--tb", 1, "--tw", 1), ["the times"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,19 @@ def test_resume_names_the_changed_keys(
     (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml", [given]).to_toml())
     assert run(tmp_path, "run.toml", "--resume", sets=(sought,)) == (0, "", "")
     assert load(tmp_path / "runs/main/config.toml").dynamism.pruning.dense_below == {"8x8": 0.5}
+
+
+def test_launcher_that_is_not_installed_is_refused(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    done = run(tmp_path, "run.toml", "--launcher", "slurm")
+    assert_refused(done, "Slurm is not installed on this machine", "leave out --launcher")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = run(tmp_path, "run.toml", "--launcher", "ray")
+    assert_refused(done, "Ray is not installed; install it with pip install 'dynmo[ray]'")
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_failed_run_says_how_to_go_on(

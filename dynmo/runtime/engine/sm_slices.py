@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, needs_extra
 from dynmo.runtime.engine.stage_streams import DefaultStream, SliceStreams, StageStreams
 
 
@@ -87,7 +87,7 @@ def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
         cuda: Any = importlib.import_module("cuda.core")
     except ImportError:
         raise ConfigError(
-            "parallel.slices = true needs cuda-core; pip install cuda-core, or set it to false"
+            f"parallel.slices = true: {needs_extra('cuda-core', 'slices')}, or set it to false"
         ) from None
     torch.cuda.init()
     try:

@@ -25,7 +25,7 @@ from math import ceil, floor, gcd, isfinite, lcm
 from typing import TYPE_CHECKING
 
 from dynmo.cost.layer_cost import Costs, StageCost
-from dynmo.errors import ScheduleError
+from dynmo.errors import ScheduleError, needs_extra
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, validate
@@ -491,7 +491,5 @@ def _solver():  # the module's type is OR-tools' own
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        raise ScheduleError(
-            "exact schedules need OR-tools, which is not installed: pip install ortools"
-        ) from None
+        raise ScheduleError(f"exact schedules: {needs_extra('OR-Tools', 'exact')}") from None
     return cp_model

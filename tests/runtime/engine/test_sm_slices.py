@@ -52,7 +52,7 @@ def test_slice_sizes_to_try(
 
 def test_missing_cuda_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda", None)
-    with pytest.raises(ConfigError, match="needs cuda-core; pip install"):
+    with pytest.raises(ConfigError, match=r"install it with pip install 'dynmo\[slices\]'"):
         cut(0, 2)
 
 
