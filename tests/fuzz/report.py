@@ -8,6 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -66,7 +67,7 @@ def commit_of_files() -> str | None:
     return done.stdout.strip() or None
 
 
-def write_counts(file: Path, outcomes: Sequence[CaseResult], about: dict[str, object]) -> None:
+def write_counts(file: Path, outcomes: Sequence[CaseResult], about: dict[str, Any]) -> None:
     """Writes how many cases ended how.
 
     Args:
