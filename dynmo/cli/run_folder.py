@@ -83,8 +83,8 @@ def how_to_go_on(folder: Path) -> str:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Returns the complete checkpoints of a run, the newest last."""
-    found = (folder / "checkpoints").glob("step-*[0-9]")
-    return sorted(found, key=lambda path: (len(path.name), path.name))
+    saved = (folder / "checkpoints").glob("step-*[0-9]")
+    return sorted(saved, key=lambda path: (len(path.name), path.name))
 
 
 @contextlib.contextmanager
