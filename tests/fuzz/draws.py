@@ -8,6 +8,7 @@ counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from random import Random
 from typing import Any
 
@@ -23,6 +24,7 @@ Tables = dict[str, Any]
 GPTS = ("gpt", "moe")
 STOP = "python:tests.fuzz.models:StopAfter_"
 SOURCE = "file:LICENSE"  # from the repository's root
+SPREAD = 0.25  # share of the cases whose replicas share experts
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class _Draw:
 
     def case(self) -> Case:
         random = self._random
+        self._spreads = self._chance(SPREAD)
         model, layers = self._model()
         self._low = all(kind.low for kind in _kinds(model["kind"])) and model["kind"] != "emulated"
         self._writes = any(kind.writes for kind in _kinds(model["kind"]))
@@ -122,14 +125,13 @@ class _Draw:
         layers += len(tokens.get("early_exit", {}).get("exits", ()))
         dynamism = self._dynamism(model, layers, steps, tokens)
         freezing = dynamism.get("freezing", {})
-        # Replicas refuse layers that write to their buffers, which is drawn now and then.
-        often = [1, 2, 2, 4] if model["kind"] == "moe" else [1, 1, 1, 2, 2, 3, 4]
-        data = 1 if self._writes and not self._chance(0.03) else random.choice(often)
+        data = self._replicas(model)
         mesh = self._mesh(layers, data)
         total, groups = self._microbatches(*mesh[:3])
         micro = random.choice([1, 1, 2, 3])
         train = self._train(model["kind"] in GPTS, steps, total * micro, micro, groups, layers)
-        if freezing and self._can_cache(dynamism, draws) and self._chance(0.5):
+        cached = not self._spreads and self._can_cache(dynamism, draws)
+        if freezing and cached and self._chance(0.5):
             freezing["cache_bytes"] = random.choice([3000, 1 << 20])
             train["eval_every"] = random.choice([1, 2])
         config: Tables = {
@@ -144,7 +146,7 @@ class _Draw:
         }
         if model["kind"] == "gpt" and self._chance(0.1):
             config["pipeline"]["memory_limit"] = self._limit(model, mesh[0])
-        spread_experts(random, config)
+        spread_experts(random, config, 1.0 if self._spreads else 0.7)
         if not self._chance(0.3):
             return Case(self._number, config)
         # The second part is another run of the same training.
@@ -158,7 +160,7 @@ class _Draw:
         resumed = {**config, **self._runs_on(mesh, layers, total, groups, train)}
         recompute = {"recompute": self._recompute(layers)}
         resumed |= {"train": {**train, **recompute}, "checkpoint": {"every": 100}}
-        spread_experts(random, resumed)
+        spread_experts(random, resumed, 0.7)
         config |= {"checkpoint": {"every": random.choice([1, 2, 100])}}
         cases = [*dynamism.get("cases", []), f"{STOP}{stop}"]
         config["dynamism"] = {**dynamism, "cases": cases}
@@ -169,7 +171,7 @@ class _Draw:
     def _model(self) -> tuple[Tables, int]:
         """The section, and how many layers it makes."""
         random, kind = self._random, self._random.random()
-        if kind < 0.03:
+        if kind < 0.03 and not self._spreads:
             layers = random.randrange(2, 9)
             times = {key: random.choice([0.0, 0.0005]) for key in ("f", "b", "w")}
             return {
@@ -179,7 +181,7 @@ class _Draw:
                 **times,
             }, layers
         sequence = random.choice([4, 8, 8, 16])
-        if kind < 0.45:
+        if kind < 0.45 or self._spreads:
             heads = random.choice([1, 2])
             blocks = random.choice([1, 1, 2, 2, 3, 4])
             sizes = {
@@ -188,7 +190,8 @@ class _Draw:
                 "heads": heads,
             }
             chances = {"dropout": random.choice([0.0, 0.0, 0.1]), "tied": self._chance(0.25)}
-            keys = experts(random, blocks) if self._chance(0.25) else {"kind": "gpt"}
+            moe = self._spreads or self._chance(0.25)
+            keys = experts(random, blocks, self._spreads) if moe else {"kind": "gpt"}
             return {**keys, **sizes, "sequence": sequence, **chances}, 2 * blocks + 2
         parts = [random.choice(list(LAYERS)) for _ in range(random.randrange(1, 8))]
         loss = random.choice([*LOSSES, "", ""])
@@ -200,6 +203,15 @@ class _Draw:
         name = "__".join((form, *parts))
         return {"kind": f"python:tests.fuzz.models:{name}", "sequence": sequence}, len(parts) + 2
 
+    def _replicas(self, model: Tables) -> int:
+        if self._spreads:
+            return self._random.choice([n for n in (2, 2, 3, 4) if gcd(n, model["experts"]) > 1])
+        # Replicas refuse layers that write to their buffers, which is drawn now and then.
+        if self._writes and not self._chance(0.03):
+            return 1
+        often = [1, 2, 2, 4] if model["kind"] == "moe" else [1, 1, 1, 2, 2, 3, 4]
+        return self._random.choice(often)
+
     def _mesh(
         self, layers: int, data: int, each: int | None = None
     ) -> tuple[int, int, str, int | None]:
@@ -208,10 +220,8 @@ class _Draw:
         `each` is the number of microbatches of a replica.
         """
         random = self._random
-        pipeline = (
-            random.choice([1, 2, 2, 3, 4, 4]) if data == 1 else random.randrange(1, 4 // data + 1)
-        )
-        pipeline = min(pipeline, layers)
+        lengths = {1: [1, 2, 2, 3, 4, 4], 2: [1, 2, 2]}.get(data, [1])
+        pipeline = min(random.choice(lengths), layers)
         choices: list[tuple[str, int | None]] = []
         for name in SCHEDULES:
             for chunks in (None, 3) if name == "interleaved-1f1b" else (None,):
@@ -282,7 +292,7 @@ class _Draw:
         parallel: Tables = {"pipeline": pipeline, "data": data, "device": "cpu", "timeout": 60.0}
         if data > 1:
             parallel["zero"] = random.choice([0, 1])
-        sliced = pipeline > 1 and self._chance(0.05)
+        sliced = pipeline > 1 and not self._spreads and self._chance(0.05)
         if sliced:
             parallel["slices"] = True
         pipe: Tables = {
@@ -342,6 +352,7 @@ class _Draw:
                 for length, replicas in lengths
                 if length * chunks_of(schedule, chunks) <= layers
                 and fits(groups, replicas, total)
+                and (replicas == data or not self._spreads)
                 and (schedule != "interleaved-1f1b" or total // replicas % length == 0)
             ]
 
@@ -372,7 +383,8 @@ class _Draw:
             tables["moe"] = placing(random)
         if self._chance(0.45):
             cases.append("freezing")
-            tables["freezing"] = self._freezing(layers, steps, egeria=not tokens)
+            egeria = not tokens and not self._spreads
+            tables["freezing"] = self._freezing(layers, steps, egeria)
         prunes = gpt or (not emulated and can_prune(tuple(model["kind"].split("__")[1:])))
         if prunes and self._chance(0.25):
             cases.append("pruning")

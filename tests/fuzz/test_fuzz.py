@@ -97,6 +97,9 @@ def test_drawn_cases_are_valid_and_cover_every_choice() -> None:
     }
     assert sum(case.resumed is not None for case in cases) > 80
     assert sum(case.plain for case in cases) > 20
+    spread = [case.config["parallel"].get("expert", 1) for case in cases]
+    assert {*spread} == {1, 2, 3, 4}
+    assert sum(size > 1 for size in spread) > 80, "one in four"
 
 
 def test_model_name_lists_its_layers() -> None:

@@ -58,9 +58,9 @@ def token_case(random: Random, blocks: int, steps: int) -> Tables:
     return {"mixture_of_depths": options}
 
 
-def experts(random: Random, blocks: int) -> Tables:
+def experts(random: Random, blocks: int, several: bool) -> Tables:
     """The keys of [model] that only a model with experts has."""
-    count = random.choice([1, 2, 3, 8])
+    count = random.choice([2, 3, 4, 8] if several else [1, 2, 3, 8])
     keys: Tables = {
         "kind": "moe",
         "experts": count,
@@ -94,8 +94,8 @@ def placing(random: Random) -> Tables:
     }
 
 
-def spread_experts(random: Random, config: Tables) -> None:
-    """Spreads experts over replicas, where the other sections allow it."""
+def spread_experts(random: Random, config: Tables, share: float) -> None:
+    """Spreads experts over replicas in this share of the cases that allow it."""
     model, parallel, dynamism = config["model"], config["parallel"], config["dynamism"]
     freezing = dynamism.get("freezing", {})
     shared = gcd(parallel["data"], model.get("experts", 1)) if model["kind"] == "moe" else 1
@@ -110,5 +110,5 @@ def spread_experts(random: Random, config: Tables) -> None:
         or freezing.get("policy") == "egeria"
     )
     sizes = [size for size in range(2, shared + 1) if shared % size == 0]
-    if sizes and not refused and random.random() < 0.7:
+    if sizes and not refused and random.random() < share:
         parallel["expert"] = random.choice(sizes)
