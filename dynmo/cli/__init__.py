@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    print("dynmo:", " ".join(message.split()), file=sys.stderr)
+    line = " ".join(message.split())  # it may quote a damaged file
+    print("dynmo:", "".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
     return status
 
 

@@ -14,7 +14,7 @@ from dynmo.cli.schedule_options import ScheduleOptions
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
 from dynmo.errors import InputError, ScheduleError
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import entry, make_by_hand, placement_of
+from dynmo.schedule.catalogue import check_microbatches, entry, make_by_hand, placement_of
 from dynmo.schedule.op import Schedule
 
 
@@ -148,6 +148,7 @@ def _named(options: ScheduleOptions) -> _Shape:
         raise ScheduleError(
             f"--ranks {ranks} --microbatches {microbatches}: at least 1 of each is needed"
         )
+    check_microbatches(name, ranks, microbatches)
     return _Shape(name, microbatches, placement_of(name, ranks, options.chunks))
 
 

@@ -21,8 +21,8 @@ from dynmo.cost.json_file import read_json
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import InputError
 
-_Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Change = Annotated[float, Field(allow_inf_nan=False)]
+_Time = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+_Change = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 
 
 class _File(BaseModel):
@@ -189,10 +189,10 @@ def _explain(error: ValidationError) -> str:
             f"{'boundary' if key == 'comm' else 'stage'}"
         )
     rules = {
-        "cap": "a limit is a number of at least 0",
-        "mem": "a change of memory is a finite number",
+        "cap": "a limit is a number from 0 to 1e30",
+        "mem": "a change of memory is a number from -1e30 to 1e30",
     }
-    rule = rules.get(str(key)[:3], "a time is a number of at least 0")
+    rule = rules.get(str(key)[:3], "a time is a number from 0 to 1e30")
     return (
         f"{'boundary' if key == 'comm' else 'stage'} {rest[0]}: {key} is "
         f"{short(first['input'])}; {rule}"

@@ -238,7 +238,7 @@ def _whole(value: object) -> object:
 
 _Time = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 _Size = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=1 << 60)]
-_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(ge=1e-30, allow_inf_nan=False)]
 _Sizes = list[_Size]
 
 
@@ -400,8 +400,8 @@ def _explain(error: ValidationError) -> str:
     if key == "links" and rest:
         inner = "" if len(rest) < 2 else f"{rest[1]} is {short(first['input'])}; "
         return (
-            f"link {rest[0]}: {inner}a link has latency (seconds) and bytes_per_second (over "
-            "0, or null), and may have between"
+            f"link {rest[0]}: {inner}a link has latency (seconds) and bytes_per_second "
+            "(1e-30 or more, or null), and may have between"
         )
     if first["type"] == "extra_forbidden":
         return unknown_key(str(key), _File.model_fields)
@@ -409,9 +409,9 @@ def _explain(error: ValidationError) -> str:
         return f"key {key!r} is missing; f, b and w are needed, one number per layer"
     rule = "it is a number of at least 0"
     if key in (*TIMES, "comm"):
-        rule = "a time is a number of at least 0"
+        rule = "a time is a number from 0 to 1e30"
     elif key in _SIZE_KEYS:
-        rule = "a size is a whole number of at least 0"
+        rule = "a size is a whole number from 0 to 2**60"
     elif key == "names":
         rule = "a name is text"
     elif key in ("model", "schedule"):

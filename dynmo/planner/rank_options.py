@@ -66,7 +66,11 @@ class RankOptions:
         Raises:
             InputError: No mesh is possible, or none fits the memory (`NoMeshFitsError`).
         """
-        return self._search(ranks, self._looked if self._quick else self._found, self._quick)
+        return self._search(ranks, self._plans, self._quick)
+
+    @property
+    def _plans(self) -> _Found:
+        return self._looked if self._quick else self._found
 
     def _search(self, ranks: int, known: _Found, quick: bool) -> MeshPlan:
         if ranks not in known:
@@ -92,7 +96,7 @@ class RankOptions:
         if self.bound(ranks) > limit:
             return None
         try:
-            if self.look(ranks).seconds > limit * _QUICK_MISS:
+            if ranks not in self._plans and self.look(ranks).seconds > limit * _QUICK_MISS:
                 return None
             plan = self.plan(ranks)
         except InputError:

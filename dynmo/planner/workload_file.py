@@ -24,8 +24,10 @@ from dynmo.planner.workload import Policy, Workload
 from dynmo.schedule.bounds import Objective
 
 _Time = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(ge=1e-30, allow_inf_nan=False)]
+_Unit = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_Steps = Annotated[int, Field(ge=1, le=10**7)]
 _Whole = Annotated[int, Field(ge=0, le=1 << 60)]
 _Sizes = _Whole | list[_Whole]
 
@@ -39,7 +41,7 @@ class _Section(BaseModel):
 
 class _Link(_Section):
     latency: _Time = 0.0
-    bytes_per_second: _Positive | None = None
+    bytes_per_second: _Rate | None = None
 
     def to_link_cost(self) -> LinkCost:
         return LinkCost(
@@ -57,7 +59,7 @@ class _Moment(_Section):
 class _Layers(_Section):
     trace: str | None = None
     moments: list[_Moment] | None = None
-    unit: _Positive = 1.0
+    unit: _Unit = 1.0
     names: list[str] | None = None
     parameters: _Sizes = 0
     weight_bytes: _Sizes = 0
@@ -86,7 +88,7 @@ class _Policy(_Section):
 
 class _File(_Section):
     name: str | None = None
-    steps: _Count
+    steps: _Steps
     ranks: _Count
     microbatches: _Count
     replicas: _Count = 1
@@ -278,7 +280,7 @@ def _read_trace(path: Path) -> list[_Times]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key, *rest = first["loc"] or ("it",)
-        rule = "f, b and w are lists of moments, each with one number of at least 0 per layer"
+        rule = "f, b and w are lists of moments, each with one number from 0 to 1e30 per layer"
         if first["type"] == "missing":
             raise InputError(f"trace {path}: key {key!r} is missing; {rule}") from None
         where = "".join(

@@ -38,6 +38,9 @@ class _Entry(NamedTuple):
     from_costs: bool = False
 
 
+# Microbatches of all ranks together. More would fill the memory before any error comes.
+_MOST_CELLS = 1 << 20
+
 SCHEDULES: dict[str, _Entry] = {name: _Entry() for name in GENERATORS} | {
     "interleaved-1f1b": _Entry(chunks=2, free=True),
     "zb-auto": _Entry(from_costs=True),
@@ -114,7 +117,7 @@ def v_placement(ranks: int) -> tuple[int, ...]:
 def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
     """Check that the schedule can have so many microbatches.
 
-    Only interleaving needs a particular number.
+    Only interleaving needs a particular number. The ranks have at most 1048576 in all.
 
     Args:
         name: One of `SCHEDULES`.
@@ -126,6 +129,11 @@ def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
     """
     if microbatches < 1:
         raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
+    if ranks * microbatches > _MOST_CELLS:
+        raise ScheduleError(
+            f"{name}: {microbatches} microbatches on {ranks} ranks are too many; ranks times "
+            f"microbatches is at most {_MOST_CELLS}"
+        )
     if name == "interleaved-1f1b" and microbatches % ranks:
         near = [m for m in (microbatches // ranks * ranks, -(-microbatches // ranks) * ranks) if m]
         raise ScheduleError(
