@@ -155,9 +155,10 @@ def train_elastic(world: World, config: dict[str, Any]) -> dict[str, Any]:
     loaded = parsed(config)
     events: list[Event] = []
     model = load_model(loaded)
-    result = Trainer(loaded, world, model, None, listen=events.append).run()
+    trainer = Trainer(loaded, world, model, None, listen=events.append)
+    result, identity = trainer.run(), trainer.identity
     if result.left and parks(loaded):
-        result = come_back(loaded, world, model, None, result)
+        result = come_back(loaded, world, model, identity, None, result)
     return {
         "left": result.left,
         "digest": result.weights_digest,

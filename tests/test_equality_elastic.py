@@ -179,6 +179,19 @@ def test_failed_join_keeps_the_mesh_and_the_digest(pool, newcomer, why):
     assert told(events) == reference(pool, "plain")
 
 
+def test_newcomer_with_other_code_is_refused_and_the_digest_stays(pool):
+    config = wanted("plain", 2, elastic={"reshape_at": [[4, 3, 1]], "join_timeout": 1.0})
+    results = pool.run(
+        "tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer="has other code"
+    )
+    events = results[0]["events"]
+    said = [what for (what,) in fields_of(events, "fault", "what")]
+    assert any("was refused: it differs from the run in own.py" in what for what in said)
+    assert "own.py" in results[2]["error"]
+    assert sizes(events) == []
+    assert told(events) == reference(pool, "plain")
+
+
 def test_growth_without_joiners_keeps_the_mesh(pool):
     config = wanted("plain", 2, elastic={"reshape_at": [[4, 3, 1]], "join_timeout": 0.5})
     events = pool.run("train_elastic", 2, config=config)[0]["events"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ class Model:
         tied: Pairs of (layer, parameter) that are one weight. The first owns it.
         takes_targets: Whether the first layer takes inputs and targets of a microbatch in one
             tensor, [microbatch, 2, ...].
+        code: Names of modules whose code decides the numbers, beside those of the layers and the
+            loss.
     """
 
     names: tuple[str, ...]
@@ -42,6 +44,7 @@ class Model:
     loss: Loss
     tied: tuple[tuple[tuple[int, str], tuple[int, str]], ...] = ()
     takes_targets: bool = False
+    code: tuple[str, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -228,6 +231,16 @@ def _tensor_problems(what: str, tensor: Tensor) -> Iterator[str]:
             f"{what} has a hook, which would not move with it; let a module's forward or the "
             "loss do what it does"
         )
+
+
+def defined_in(objects: Iterable[object]) -> Iterator[str]:
+    """Yields the names of the modules that define objects, their classes and base classes."""
+    for each in objects:
+        while isinstance(each, partial):
+            each = cast(object, each.func)
+        yield from {kind.__module__ for kind in type(each).__mro__}
+        if isinstance(own := getattr(each, "__module__", None), str):
+            yield own
 
 
 def named_tensors(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

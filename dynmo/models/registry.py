@@ -22,6 +22,7 @@ from dynmo.models.model import (
     Loss,
     Model,
     check_layers,
+    defined_in,
     from_factories,
     next_token_loss,
     on_meta,
@@ -82,7 +83,8 @@ def from_function(path: str, seed: int) -> Model:
         with generators_kept(torch.device("cpu")):
             layers = [on_meta(factory) for factory in layers]
     names = tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers))
-    return Model(names, build, next_token_loss if given is next_token_loss else loss)
+    code = (path.partition(":")[0], *defined_in([function.function, given]))
+    return Model(names, build, next_token_loss if given is next_token_loss else loss, code=code)
 
 
 def _find_function(path: str, seed: int) -> _UserFunction:

@@ -6,12 +6,22 @@ import copy
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 
+import torch
 from torch import nn
 
 from dynmo.errors import ConfigError
-from dynmo.models.model import Factory, Loss, Model, check_layers, from_factories, next_token_loss
+from dynmo.models.model import (
+    Factory,
+    Loss,
+    Model,
+    check_layers,
+    defined_in,
+    from_factories,
+    named_tensors,
+    next_token_loss,
+)
 
-# Elements of each parameter that enter a fingerprint.
+# Elements of each tensor that enter a fingerprint.
 _SAMPLE = 64
 
 
@@ -76,23 +86,28 @@ class Sequential(Model):
         else:
             factories = [layer for layer in given if not isinstance(layer, nn.Module)]
             named = names or [f"layer-{index}" for index in range(len(factories))]
-            super().__init__(tuple(named), from_factories(named, factories, seed, loss).build, loss)
+            build = from_factories(named, factories, seed, loss).build
+            super().__init__(tuple(named), build, loss, code=tuple(defined_in(factories)))
         object.__setattr__(self, "_modules", tuple(modules))
 
-    def fingerprint(self) -> bytes:
-        """Returns a digest of some weights of every layer.
+    def fingerprints(self) -> list[str]:
+        """Returns a digest of some values of each weight and buffer, by layer.
 
-        It is the same on all ranks that made the same modules.
+        They are the same on all ranks that made the same modules. There are none if each layer is
+        made on the rank that holds it.
         """
-        digest = hashlib.sha256(repr(self.names).encode())
         modules: tuple[nn.Module, ...] = self.__dict__["_modules"]
-        for module in modules:
-            for name, parameter in module.named_parameters():
-                sample = parameter.detach().flatten()[:_SAMPLE].double().cpu()
-                digest.update(
-                    f"{name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes()
-                )
-        return digest.digest()
+        return [_fingerprint(module) for module in modules]
+
+
+def _fingerprint(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for what, name, tensor in named_tensors(module):
+        digest.update(f"{what} {name} {tuple(tensor.shape)}".encode())
+        if not tensor.is_meta and tensor.layout == torch.strided:
+            sample = tensor.detach().flatten()[:_SAMPLE].cpu()
+            digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _builder(modules: Sequence[nn.Module]) -> Callable[[Collection[int]], list[nn.Module]]:

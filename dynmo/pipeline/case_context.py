@@ -7,10 +7,32 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor, nn
 
 from dynmo.balance.expert_placement import ExpertPlacement
+from dynmo.dynamism import Dynamism
+from dynmo.errors import ConfigError
+from dynmo.models.model import defined_in
+from dynmo.models.source_code import code_of
 from dynmo.pipeline.actions import Actions
+from dynmo.runtime.comm.agreement import first_difference
+from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.process_mesh import FirstReplica
+from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.state.layer_store import LayerStore
+
+
+def agree_on_cases(world: World, cases: Sequence[Dynamism]) -> None:
+    """Raises ConfigError on every rank if the ranks have other cases, or other code of a case."""
+    names = [(case.name, type(case).__qualname__) for case in cases]
+    parts = [*map(repr, names), *map(repr, code_of(defined_in(cases)).items())]
+    difference = first_difference(world, parts, "the cases of all ranks to be compared")
+    if difference is None:
+        return
+    index, others = difference
+    mine = f" (on rank {world.everyone.rank}: {parts[index]})" if index < len(parts) else ""
+    raise ConfigError(
+        f"the dynamic cases are not the same on rank 0 and {ranks_text(others)}{mine}; start all "
+        "ranks with the same cases from the same code"
+    )
 
 
 class CaseContext:

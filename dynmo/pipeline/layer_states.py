@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from dynmo.models.identity import Identity
 from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.engine.programs import Programs
 from dynmo.runtime.optim.optimizer import LayerOptimizer
@@ -27,6 +28,11 @@ class LayerStates:
         self, layer_store: LayerStore, pending: PostValidation, programs: Programs
     ) -> None:
         self._layer_store, self._pending, self._programs = layer_store, pending, programs
+
+    @property
+    def identity(self) -> Identity:
+        """What decides the numbers of the layers, as they were made."""
+        return self._layer_store.identity
 
     @property
     def own(self) -> dict[int, tuple[nn.Module, LayerOptimizer]]:

@@ -19,12 +19,14 @@ from dynmo.dynamism.case import checked
 from dynmo.errors import CheckpointError, ConfigError, InputError, RunError
 from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
+from dynmo.pipeline.case_context import agree_on_cases
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.optimizers import SGD, AdamW, OptimizerHandle
 from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import STATE, restore_engine, save_engine
 from dynmo.runtime.comm.agreement import first_difference
+from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.step_reduction import StepResult
@@ -126,6 +128,7 @@ class Pipeline:
         )
         self._balance = _balance_of(balance)
         self._step, self._loss = 0, math.nan
+        agree_on_cases(world, self._cases)
         for case in self._cases:
             case.check(self._engine.modules)
         self._rebalancer = self._make_rebalancer()
@@ -424,9 +427,10 @@ def _balance_of(balance: Any) -> Balance:
 
 def _agree_on_modules(model: Sequential, world: World) -> None:
     """Raises ConfigError on every rank if some rank has made other modules."""
-    differs = first_difference(world, [model.fingerprint().hex()], "all ranks to make the model")
+    differs = first_difference(world, model.fingerprints(), "all ranks to make the model")
     if differs is not None:
+        index, others = differs
         raise ConfigError(
-            "the ranks made modules of different shapes or weights; call torch.manual_seed with "
-            "one number on all of them before"
+            f"layer {index} has other shapes or weights on rank 0 than on {ranks_text(others)}; "
+            "make the same modules on all ranks, after torch.manual_seed with one number"
         )

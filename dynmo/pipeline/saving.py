@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dynmo.dynamism import Dynamism
+from dynmo.errors import CheckpointError, RunError
+from dynmo.models.identity import Identity, first_of, identity_from
 from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.checkpoint import Saved
+
+_logger = logging.getLogger(__name__)
 
 # Keys that the state of every checkpoint has.
 STATE = frozenset({"partition", "frozen", "loss", "moves", "cases"})
@@ -71,6 +76,8 @@ def save_engine(
     Raises:
         RunError: A rank could not write its part. Older checkpoints are untouched.
     """
+    identity = engine.layer_states.identity.with_code(cases).model_dump()
+    extra = {**extra, "identity": identity}
     state = state_of(engine, cases, loss=loss, moves=moves, extra=extra)
     if engine.world.replicas > 1:
         engine.digest()  # raises if replicas differ: the first replica's weights are saved for all
@@ -85,7 +92,7 @@ def restore_engine(
     """Restores the layers of this rank and the engine's state from a checkpoint.
 
     The state is the frozen layers, the dynamic cases and the loss scale. All ranks call this
-    function together.
+    function together. A warning names code that has changed since.
 
     Args:
         engine: Engine that goes on training, on any placement.
@@ -100,10 +107,24 @@ def restore_engine(
     agree(
         engine.world, hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from"
     )
+    if engine.world.everyone.rank == 0 and "identity" in state:
+        _warn_of_changes(engine.layer_states.identity.with_code(cases), path, state["identity"])
     _restore_frozen(engine, state)
     for index in engine.own_layers:
         engine.layer_states.restore(index, *checkpoint.load_layer(path, index, engine.world.device))
     _restore_cases(engine, state, cases)
+
+
+def _warn_of_changes(identity: Identity, path: Path, then: object) -> None:
+    try:
+        changes = identity.differences(identity_from(then))
+    except RunError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if changes:
+        _logger.warning(
+            f"{path} was written by other code: {first_of(changes)}; the run goes on with the "
+            "present code, so its numbers may be others"
+        )
 
 
 def restore_state(engine: Engine, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:

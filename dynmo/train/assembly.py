@@ -11,7 +11,6 @@ from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.partition import Partition
 from dynmo.config import Config
 from dynmo.dynamism import Dynamism
-from dynmo.errors import RunError
 from dynmo.models.model import Model
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.membership import NextMesh
@@ -110,14 +109,8 @@ def join_pipeline(
         The pipeline, with the layers that belong here.
 
     Raises:
-        RunError: The model is another one, or the ranks did not meet.
+        RunError: The ranks did not meet.
     """
-    if summons.names != model.names:
-        raise RunError(
-            f"the run trains {len(summons.names)} layers, and this process has a model of "
-            f"{model.layers} layers or of other names; start it where the run was started, with "
-            "the same code"
-        )
     engine = pipeline_for(
         config, world, model, Partition(summons.layers_before), cache_bytes, summons.shape_before
     )

@@ -424,7 +424,6 @@ class Elasticity:
                 layers=plan.partition.counts,
                 shape_before=(pipeline.shape[0], pipeline.shape[1]),
                 layers_before=pipeline.partition.counts,
-                names=pipeline.names,
                 state=state,
                 costs=cost_records(pipeline.schedule_keeper.known),
                 reference=self.reference,

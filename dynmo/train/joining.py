@@ -14,13 +14,15 @@ import torch.distributed as dist
 from dynmo.cluster.choose import parks
 from dynmo.cluster.launch_folder import launch_folder
 from dynmo.config import Config, load, with_options
+from dynmo.dynamism import make_cases
 from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
+from dynmo.models.identity import Identity, identity_of
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
 from dynmo.runtime.comm.lobby import Newcomer
 from dynmo.runtime.comm.store import open_meeting
 from dynmo.runtime.comm.world import World
-from dynmo.train.rank_source import describe, member_text, own_member
+from dynmo.train.rank_source import announcement, describe, own_member
 from dynmo.train.setup import device_for
 from dynmo.train.stop_flag import stop_flag
 from dynmo.train.summons import summons_from
@@ -65,6 +67,7 @@ def join_run(folder: Path) -> int:
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, int(os.environ.get("LOCAL_RANK", "0")))
     model = load_model(config)
+    identity = newcomer_identity(config, model)
     try:
         store = open_meeting(
             json.loads(meeting.read_text(encoding="utf-8")), config.parallel.timeout
@@ -76,16 +79,26 @@ def join_run(folder: Path) -> int:
         home, device=device, timeout=config.parallel.timeout, staged=config.parallel.staged
     )
     try:
-        result = _wait_and_train(config, world, model, folder)
+        result = _wait_and_train(config, world, model, identity, folder)
         while result is not None and result.left and parks(config):
-            result = _wait_and_train(config, world, model, folder)
+            result = _wait_and_train(config, world, model, identity, folder)
     finally:
         world.close()
     return 130 if result is not None and result.interrupted else 0
 
 
+def newcomer_identity(config: Config, model: Model) -> Identity:
+    """Returns what decides the numbers in a process that has made no layer yet."""
+    return identity_of(model, model.build(())).with_code(make_cases(config, model.layers))
+
+
 def come_back(
-    config: Config, world: World, model: Model, folder: Path | None, result: RunResult
+    config: Config,
+    world: World,
+    model: Model,
+    identity: Identity,
+    folder: Path | None,
+    result: RunResult,
 ) -> RunResult:
     """Waits until this rank is called back, after it has left the run.
 
@@ -93,6 +106,7 @@ def come_back(
         config: Config of the run.
         world: This process alone.
         model: The model that the run trains.
+        identity: What decides the model's numbers.
         folder: `runs/NAME`.
         result: Result of this process as a rank so far.
 
@@ -103,7 +117,7 @@ def come_back(
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
-        later = _wait_and_train(config, world, model, folder)
+        later = _wait_and_train(config, world, model, identity, folder)
         if later is None:
             return result
         result = later
@@ -111,12 +125,17 @@ def come_back(
 
 
 def _wait_and_train(
-    config: Config, world: World, model: Model, folder: Path | None
+    config: Config,
+    world: World,
+    model: Model,
+    identity: Identity,
+    folder: Path | None,
 ) -> RunResult | None:
     """Returns None if the run ended without this process."""
     assert world.home is not None
     member = own_member(-1)
-    newcomer = Newcomer(world.home, member_text(member), config.parallel.timeout, describe(member))
+    text, limit = announcement(member, identity), config.parallel.timeout
+    newcomer = Newcomer(world.home, text, limit, describe(member))
     while True:
         # Nothing is lost if a signal ends a process that waits.
         with stop_flag() as stopping:

@@ -17,7 +17,9 @@ from dynmo.cluster.choose import make_releaser
 from dynmo.cluster.launch_folder import launch_folder
 from dynmo.cluster.releaser import Member, Releaser
 from dynmo.config import Config
+from dynmo.errors import RunError
 from dynmo.events import Event, FaultEvent, ReleaseEvent, now
+from dynmo.models.identity import Identity, first_of, identity_from
 from dynmo.runtime.comm.lobby import Lobby
 from dynmo.runtime.comm.world import World
 
@@ -44,6 +46,24 @@ def member_text(member: Member) -> str:
 def member_from(text: str) -> Member:
     """Reads the text of `member_text`."""
     return Member(**json.loads(text))
+
+
+def announcement(member: Member, identity: Identity) -> str:
+    """Returns what a newcomer says of itself."""
+    return json.dumps({"member": asdict(member), "identity": identity.model_dump()})
+
+
+def announcement_from(text: str) -> tuple[Member, Identity]:
+    """Reads the text of `announcement`.
+
+    Raises:
+        RunError: It is none.
+    """
+    try:
+        record = json.loads(text)
+        return Member(**record["member"]), identity_from(record["identity"])
+    except (ValueError, TypeError, LookupError):
+        raise RunError("what it says of itself cannot be read") from None
 
 
 def describe(member: Member) -> str:
@@ -77,13 +97,18 @@ class RankSource:
     Args:
         lobby: Holds the waiting newcomers.
         releaser: Talks to the resource manager. None means that there is no manager.
+        identity: What decides the numbers of the run. A newcomer that differs is refused.
         join_timeout: Seconds after which requested ranks count as missing.
     """
 
-    def __init__(self, lobby: Lobby, releaser: Releaser | None, join_timeout: float) -> None:
+    def __init__(
+        self, lobby: Lobby, releaser: Releaser | None, identity: Identity, join_timeout: float
+    ) -> None:
         self._lobby, self._releaser, self._join_timeout = lobby, releaser, join_timeout
-        self._looked = 0.0
+        self._identity, self._looked = identity, 0.0
+        # Newcomers that wait, and where each of them runs.
         self._present: list[int] = []
+        self._members: dict[int, Member] = {}
         # Requested ranks that have not come, the time of the request, and whether an event said so.
         self._outstanding, self._asked, self._missed = 0, 0.0, False
         self._events: list[Event] = []
@@ -105,13 +130,33 @@ class RankSource:
         moment = time.monotonic()
         if at_once or moment - self._looked >= _LOOK:
             self._looked = moment
-            self._present = self._lobby.present()
+            self._present = [each for each in self._lobby.present() if self._lets_in(each)]
             self._events += [
-                self._fault(f"{describe(member_from(text))} waited to join and is gone")
-                for text in self._lobby.take_gone()
+                self._fault(f"{describe(self._members.pop(ticket))} waited to join and is gone")
+                for ticket in self._lobby.take_gone()
+                if ticket in self._members
             ]
             self._read_receipts()
         return len(self._present)
+
+    def _lets_in(self, ticket: int) -> bool:
+        """Refuses a newcomer that would compute other numbers."""
+        if ticket in self._members:
+            return True
+        name = f"newcomer {ticket}"
+        try:
+            member, identity = announcement_from(self._lobby.text(ticket))
+            name, differences = describe(member), identity.differences(self._identity)
+            if not differences:
+                self._members[ticket] = member
+                return True
+            why = f"it differs from the run in {first_of(differences)}"
+        except RunError as error:
+            why = str(error)
+        advice = "start it with the code, torch and dynmo that the run was started with"
+        self._lobby.refuse(ticket, f"the run refused this process: {why}; {advice}")
+        self._events.append(self._fault(f"{name} wanted to join and was refused: {why}"))
+        return False
 
     def invite(self, texts: Sequence[str]) -> list[Member]:
         """Calls the first waiting newcomers into the run.
@@ -123,7 +168,7 @@ class RankSource:
             The newcomers that were called.
         """
         tickets = self._present[: len(texts)]
-        members = [member_from(self._lobby.text(ticket)) for ticket in tickets]
+        members = [self._members.pop(ticket) for ticket in tickets]
         self._lobby.summon(tickets, texts)
         self._present = self._present[len(texts) :]
         self._outstanding = max(0, self._outstanding - len(texts))
@@ -205,12 +250,13 @@ class RankSource:
         return FaultEvent(-1, now(), what)
 
 
-def make_source(config: Config, world: World) -> RankSource | None:
+def make_source(config: Config, world: World, identity: Identity) -> RankSource | None:
     """Makes rank 0's source of ranks.
 
     Args:
         config: Config of the run.
         world: All ranks.
+        identity: What decides the numbers of the run.
 
     Returns:
         The source. None on other ranks, and in a world whose ranks cannot change.
@@ -220,4 +266,5 @@ def make_source(config: Config, world: World) -> RankSource | None:
     """
     if world.rank or world.home is None:
         return None
-    return RankSource(Lobby(world.home), make_releaser(config), config.elastic.join_timeout)
+    releaser = make_releaser(config)
+    return RankSource(Lobby(world.home), releaser, identity, config.elastic.join_timeout)

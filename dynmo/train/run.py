@@ -47,10 +47,10 @@ def run(
         if world.rank == 0:
             with _open_for_newcomers(rendezvous, folder):
                 return trainer.run()
-        result = trainer.run()
+        result, identity = trainer.run(), trainer.identity
         del trainer  # its memory
         return (
-            come_back(config, world, model, folder, result)
+            come_back(config, world, model, identity, folder, result)
             if result.left and parks(config)
             else result
         )

@@ -24,7 +24,6 @@ class Summons(BaseModel):
         layers: Layers on each stage from now on.
         shape_before: The mesh of the present ranks.
         layers_before: Layers on each of its stages.
-        names: Name of each layer.
         state: State of the run as a checkpoint has it.
         costs: Costs of the layers, for schedules that are made from costs.
         reference: Seconds that a step took at first. `elastic.repack` compares with it.
@@ -41,7 +40,6 @@ class Summons(BaseModel):
     layers: tuple[int, ...]
     shape_before: tuple[int, int]
     layers_before: tuple[int, ...]
-    names: tuple[str, ...]
     state: dict[str, Any]
     costs: tuple[dict[str, Any], ...] | None
     reference: float | None

@@ -30,7 +30,9 @@ from dynmo.events import (
     TokensEvent,
     now,
 )
+from dynmo.models.identity import Identity
 from dynmo.models.model import Model
+from dynmo.pipeline.case_context import agree_on_cases
 from dynmo.pipeline.engine import Engine, StepResult
 from dynmo.pipeline.profile import profile_of
 from dynmo.pipeline.rebalance import Rebalancer
@@ -191,7 +193,11 @@ class Trainer:
         slices = self.pipeline.placement if self.pipeline.sliced else None
         self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps, slices)
         self._elastic = Elasticity(
-            config, self.pipeline, self._rebalancer, make_source(config, world), origin.reference
+            config,
+            self.pipeline,
+            self._rebalancer,
+            make_source(config, world, self.identity),
+            origin.reference,
         )
         # The log is opened last, so that earlier errors leave no log.
         self._log = (
@@ -230,6 +236,7 @@ class Trainer:
         """Makes the pipeline of a run that starts, resumes or is joined."""
         if summons is None:
             pipeline = self._first_pipeline(model, saved)
+            agree_on_cases(self._everyone, self._cases)
         else:
             pipeline = join_pipeline(
                 self.config, self._everyone, model, self._cases, summons, self._cached
@@ -247,6 +254,11 @@ class Trainer:
         if saved is not None and len(saved.partition) == partition.ranks:
             partition = Partition(saved.partition)
         return pipeline_for(config, arrange(self._everyone, data), model, partition, self._cached)
+
+    @property
+    def identity(self) -> Identity:
+        """What decides the numbers of the run."""
+        return self.pipeline.layer_states.identity.with_code(self._cases)
 
     @property
     def world(self) -> World:

@@ -154,8 +154,9 @@ def test_ranks_with_different_models_are_refused(pool: Pool) -> None:
     """All ranks raise the error before they exchange other messages."""
     told = pool.run("tests.runtime.jobs.checkpoint:builds_another", 3, other=1)
     for rank, text in enumerate(told):
-        mine = f"on rank {rank}: c, of 4 layers"
-        assert text.startswith(f"layer 2 is not the same on rank 0 and rank 1 ({mine})")
+        mine = f"on rank {rank}: float32 [{9 if rank == 1 else 8}, 8], trains"
+        what = "layer 2 (c), parameter weight"
+        assert text.startswith(f"{what} is not the same on rank 0 and rank 1 ({mine})")
 
 
 def test_threads_end_with_their_pipeline(pool: Pool) -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynmo.errors import RunError
+from dynmo.errors import ConfigError, RunError
 from dynmo.runtime.comm.lobby import Newcomer
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import migration
-from dynmo.train.joining import come_back
-from dynmo.train.rank_source import member_text, own_member
+from dynmo.train.joining import come_back, newcomer_identity
+from dynmo.train.rank_source import announcement, own_member
 from dynmo.train.trainer import RunResult
 from tests.jobs import load_model, parsed, train_elastic
 
@@ -23,8 +23,8 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
     Args:
         world: World of all ranks.
         config: Configuration of the run.
-        newcomer: Action of the last rank when it is called: "joins", "stays away" or
-            "has no room".
+        newcomer: Action of the last rank when it is called: "joins", "stays away", "has no room"
+            or "has other code".
     """
     last = world.size - 1
     if world.rank < last:
@@ -32,9 +32,17 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
         return train_elastic(world, config)
     world.park()
     assert world.home is not None
+    loaded = parsed(config)
+    identity = newcomer_identity(loaded, load_model(loaded))
     if newcomer == "stays away":
-        Newcomer(world.home, member_text(own_member(-1)), 20).wait()
+        Newcomer(world.home, announcement(own_member(-1), identity), 20).wait()
         return {"left": True}
+    if newcomer == "has other code":
+        other = identity.model_copy(update={"code": {"own.py": "other"}})
+        try:
+            Newcomer(world.home, announcement(own_member(-1), other), 20).wait()
+        except ConfigError as error:
+            return {"left": True, "error": str(error)}
     if newcomer == "joins":
         return _come(world, config)
     usual = migration.check_announced
@@ -54,7 +62,9 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
 def _come(world: World, config: dict[str, Any]) -> dict[str, Any]:
     loaded = parsed(config)
     outside = RunResult(0.0, "", "", 0.0, False, 0, (), left=True)
-    result = come_back(loaded, world, load_model(loaded), None, outside)
+    model = load_model(loaded)
+    identity = newcomer_identity(loaded, model)
+    result = come_back(loaded, world, model, identity, None, outside)
     return {"left": result.left, "digest": result.weights_digest}
 
 

@@ -19,7 +19,6 @@ SUMMONS = Summons(
     layers=(2, 2, 2),
     shape_before=(2, 1),
     layers_before=(3, 3),
-    names=("a", "b"),
     state={"loss": math.nan, "frozen": [0]},
     costs=cost_records(COSTS),
     reference=1 / 3,

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dynmo.errors import RankDied, WaitTimeout
+from dynmo.errors import ConfigError, RankDied, WaitTimeout
 from dynmo.runtime.comm.messages import reason
 
 # Seconds between two signs of life of a newcomer, and seconds without one after which it is gone.
@@ -59,7 +59,7 @@ class Lobby:
         self._known, self._expected = 0, set[int]()
         self._guests: dict[int, _Guest] = {}
         self._pulse, self._pulsed = 0, -_PULSE
-        self._gone: list[str] = []
+        self._gone: list[int] = []
 
     def present(self) -> list[int]:
         """Returns the tickets of all that wait and are alive, first come first."""
@@ -78,14 +78,14 @@ class Lobby:
                 guest.beat, guest.seen = beat, now
             elif now - guest.seen > _GONE:
                 del self._guests[ticket]
-                self._gone.append(guest.text)
+                self._gone.append(ticket)
         if self._guests and now - self._pulsed > _PULSE:
             self._pulse, self._pulsed = self._pulse + 1, now
             self._store.set("pulse", str(self._pulse))
         return sorted(self._guests)
 
-    def take_gone(self) -> list[str]:
-        """Returns the descriptions of newcomers that went away since the last call."""
+    def take_gone(self) -> list[int]:
+        """Returns the tickets of newcomers that went away since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
@@ -103,6 +103,16 @@ class Lobby:
         for ticket, text in zip(tickets, texts, strict=True):
             del self._guests[ticket]
             self._store.set(f"summons/{ticket}", text)
+
+    def refuse(self, ticket: int, why: str) -> None:
+        """Sends a newcomer away.
+
+        Args:
+            ticket: The newcomer.
+            why: What is wrong with it.
+        """
+        del self._guests[ticket]
+        self._store.set(f"refused/{ticket}", why)
 
     def close(self) -> None:
         """Tells all that wait that the run is over."""
@@ -135,6 +145,7 @@ class Newcomer:
             The message of rank 0. None if the run is over, or this process shall end.
 
         Raises:
+            ConfigError: Rank 0 has refused it.
             RankDied: The store of the run is gone.
             WaitTimeout: Rank 0 gives no sign of life.
         """
@@ -150,6 +161,8 @@ class Newcomer:
         while True:
             if self._store.check([f"summons/{ticket}"]):
                 return self._store.get(f"summons/{ticket}").decode()
+            if self._store.check([f"refused/{ticket}"]):
+                raise ConfigError(self._store.get(f"refused/{ticket}").decode())
             if stopping() or self._store.check(["over"]):
                 return None
             now = time.monotonic()

@@ -23,6 +23,7 @@ from dynmo.balance.layout import Layout
 from dynmo.balance.partition import Move
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.grouped_linear import GroupedLinear, gradient_parameters
+from dynmo.models.identity import Identity, identity_of
 from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.clock import Clock
@@ -66,6 +67,7 @@ class LayerStore:
         layers: Own layers, by global index.
         optimizers: Their optimizers, by global index.
         kept: Tensors of dynamic cases, by global index of own layers.
+        identity: What decides the model's numbers.
         accumulation_groups: Number of accumulation groups of the whole mesh.
     """
 
@@ -94,8 +96,9 @@ class LayerStore:
             else [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
         )
         self.modules = model.build(frozenset(own))
+        self.identity = identity_of(model, self.modules)
         if not is_bare:
-            _check_same(world, model, self.modules)
+            _check_same(world, self.identity)
         # The experts that each replica holds, with expert parallelism.
         self.experts = (
             ExpertShards(world, sharing.expert, self.modules)
@@ -395,24 +398,18 @@ class LayerStore:
         }
 
 
-def _check_same(world: World, model: Model, modules: Sequence[nn.Module]) -> None:
+def _check_same(world: World, identity: Identity) -> None:
     """Raises ConfigError on every rank if the ranks have built different models."""
-
-    def describe(name: str, module: nn.Module) -> str:
-        tensors = (*module.named_parameters(), *module.named_buffers())
-        shapes = sorted((key, str(t.dtype), tuple(t.shape)) for key, t in tensors)
-        return repr((name, shapes))
-
-    parts = [describe(name, module) for name, module in zip(model.names, modules, strict=True)]
-    difference = first_difference(world, parts, "the models of all ranks to be compared")
+    parts = list(identity.parts())
+    texts = [f"{what} = {value}" for what, value in parts]
+    difference = first_difference(world, texts, "the models of all ranks to be compared")
     if difference is None:
         return
     index, others = difference
-    mine = model.names[index] if index < model.layers else "none"
-    here = f"on rank {world.everyone.rank}: {mine}, of {model.layers} layers"
+    what, mine = parts[index] if index < len(parts) else ("something", "nothing")
     raise ConfigError(
-        f"layer {index} is not the same on rank 0 and {ranks_text(others)} ({here}): its name, "
-        "or its tensors' names, dtypes or shapes, differ; build the same model on every rank"
+        f"{what} is not the same on rank 0 and {ranks_text(others)} (on rank "
+        f"{world.everyone.rank}: {mine}); build the same model from the same code on every rank"
     )
 
 

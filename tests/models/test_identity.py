@@ -1,0 +1,166 @@
+"""What two processes compare of their models."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynmo.errors import RunError
+from dynmo.models.identity import Identity, first_of, identity_from, identity_of
+from dynmo.models.model import Factory, from_factories, next_token_loss
+from dynmo.models.sequential import Sequential
+
+
+class Holder(nn.Module):
+    """A layer with one plain attribute."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value, self.line = value, nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)
+
+
+class Mode(enum.Enum):
+    FAST = 1
+    EXACT = 2
+
+
+class Slotted:
+    __slots__ = ("gain",)
+
+    def __init__(self, gain: float) -> None:
+        self.gain = gain
+
+
+def shifted(by: float) -> Any:
+    return lambda x: x + by
+
+
+def cyclic(value: int) -> list[Any]:
+    ring: list[Any] = [value]
+    ring.append(ring)
+    return ring
+
+
+def described(*factories: Factory, own: tuple[int, ...] = ()) -> Identity:
+    names = [f"l{index}" for index in range(len(factories))]
+    model = from_factories(names, factories, 0, next_token_loss)
+    return identity_of(model, model.build(own))
+
+
+PAIRS: list[tuple[Any, Any]] = [
+    (0.5, 0.25),
+    (1, 1.0),
+    (math.nan, math.inf),
+    ("gelu", "relu"),
+    (Mode.FAST, Mode.EXACT),
+    ((1, 2), (2, 1)),
+    ({"a": [1]}, {"a": [2]}),
+    ({1, 2}, {1, 3}),
+    (torch.float32, torch.float64),
+    (torch.ones(3), torch.zeros(3)),
+    (np.float32(1), np.float32(2)),
+    (np.arange(3), np.arange(3) + 1),
+    (partial(torch.add, alpha=1), partial(torch.add, alpha=2)),
+    (shifted(1.0), shifted(2.0)),
+    (lambda x: x * 2, lambda x: x * 3),
+    (torch.tanh, torch.sigmoid),
+    (Slotted(1.0), Slotted(2.0)),
+    ([Slotted(1.0)], [Slotted(2.0)]),
+    (range(3), range(4)),
+    (cyclic(1), cyclic(2)),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda value: type(value).__name__)
+def test_attribute_counts(one: Any, other: Any) -> None:
+    identity = described(partial(Holder, one))
+    assert identity.differences(described(partial(Holder, other))) != []
+    assert identity.differences(described(partial(Holder, one))) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.device("meta" if make_other.is_set() else "cpu"),
+        lambda: Path("/there" if make_other.is_set() else "/here"),
+        lambda: "/there" if make_other.is_set() else "/here",
+        threading.Lock,
+        lambda: {"b", "a", "c"} if make_other.is_set() else {"c", "b", "a"},
+        object,
+        lambda: torch.Generator().manual_seed(1),
+    ],
+    ids=["device", "path", "text of a path", "lock", "order of a set", "object", "generator"],
+)
+def test_what_belongs_to_a_process_does_not_count(make: Any) -> None:
+    make_other.clear()
+    one = described(lambda: Holder(make()))
+    make_other.set()
+    assert one.differences(described(lambda: Holder(make()))) == []
+
+
+make_other = threading.Event()
+
+
+def test_layer_is_described_alike_here_and_elsewhere() -> None:
+    """A rank holds some layers. The others are on the meta device."""
+    factories = [partial(nn.Linear, 2, 2), partial(nn.BatchNorm1d, 2), partial(Holder, [1, "a"])]
+    assert described(*factories) == described(*factories, own=(0, 1, 2))
+
+
+def test_message_names_layer_attribute_and_values() -> None:
+    one = described(partial(nn.Dropout, 0.0), partial(nn.Linear, 2, 2))
+    assert one.differences(described(partial(nn.Dropout, 0.5), partial(nn.Linear, 2, 2))) == [
+        "layer 0 (l0), p (0.0, not 0.5)"
+    ]
+    wider = one.differences(described(partial(nn.Dropout, 0.0), partial(nn.Linear, 2, 3)))
+    assert (
+        "layer 1 (l1), parameter weight (float32 [2, 2], trains, not float32 [3, 2], trains)"
+        in (wider)
+    )
+    longer = one.differences(described(*[partial(nn.Dropout, 0.0)] * 9))
+    assert "and" in first_of(longer)
+    assert "number of layers (2, not 9)" in longer
+
+
+def scaled(factor: float, module: nn.Module, given: Any, out: Tensor) -> Tensor:
+    return out * factor
+
+
+def test_hook_counts() -> None:
+    def hooked(factor: float) -> nn.Module:
+        layer = nn.Linear(2, 2)
+        layer.register_forward_hook(partial(scaled, factor))
+        return layer
+
+    assert described(partial(hooked, 1.0)).differences(described(partial(hooked, 2.0)))
+
+
+def test_files_of_layers_and_loss_are_part_of_it() -> None:
+    code = described(partial(Holder, 1)).code
+    assert "tests/models/test_identity.py" in code
+    assert "tests/models/test_identity.py" not in described(partial(nn.Linear, 2, 2)).code
+    own_loss = Sequential([nn.Linear(2, 2)], loss=lambda out, targets: out.mean())
+    assert "tests/models/test_identity.py" in identity_of(own_loss, own_loss.build(())).code
+
+
+def test_identity_is_read_back_from_json() -> None:
+    identity = described(partial(Holder, 1), partial(Holder, 1))
+    assert len(identity.descriptions) == 1, "equal layers share one"
+    assert identity_from(json.loads(json.dumps(identity.model_dump()))) == identity
+    broken = {**identity.model_dump(), "descriptions": {}}
+    for record in ({}, [], None, "text", broken):
+        with pytest.raises(RunError):
+            identity_from(record)
