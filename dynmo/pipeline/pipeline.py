@@ -66,7 +66,7 @@ class Pipeline:
         seed: Seeds the random numbers of layers while training, such as dropout.
 
     Raises:
-        ConfigError: An option is wrong, or the ranks made different modules.
+        ConfigError: An option is wrong, or the ranks have different modules or code.
 
     Example:
         >>> import torch
@@ -321,7 +321,8 @@ class Pipeline:
     def load(self, folder: str | Path) -> int:
         """Goes on from the newest complete checkpoint in `folder`.
 
-        The checkpoint may be of any placement. The caller keeps the state of a learning-rate
+        The checkpoint may be of any placement. A warning names the model's code that has changed
+        since. The caller keeps the state of a learning-rate
         scheduler, and saves its `state_dict` beside the checkpoint.
 
         Args:
