@@ -151,13 +151,12 @@ class _Measurement:
         """Runs one rank. Rank 0 writes and prints the result. Returns the exit status."""
         from dynmo.cost.profile_file import to_json, write
         from dynmo.train.profile_run import run
-        from dynmo.train.setup import warn_of_cores
+        from dynmo.train.setup import warnings_of
 
         if rendezvous.rank:
             run(config, rendezvous, self.steps)
             return 0
-        warning = warn_of_cores(config)
-        if warning:
+        for warning in warnings_of(config):
             _logger.warning(warning)
         with (
             compilation_told(),

@@ -188,13 +188,12 @@ def _joined_rank(config: Config, rendezvous: Rendezvous, options: TrainOptions) 
 def _rank(config: Config, rendezvous: Rendezvous, folder: Path, options: TrainOptions) -> int:
     from dynmo.report.progress import ProgressLine
     from dynmo.train.run import run
-    from dynmo.train.setup import warn_of_cores
+    from dynmo.train.setup import warnings_of
 
     resume = options.resume
     if rendezvous.rank:
         return 130 if run(config, rendezvous, folder, resume).interrupted else 0
-    warning = warn_of_cores(config)
-    if warning:
+    for warning in warnings_of(config):
         _logger.warning(warning)
     seen: set[str] = set()
     with (

@@ -5,9 +5,11 @@ The trainer, the profiler and the plan all begin with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,6 +17,7 @@ import torch
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config
 from dynmo.config.values import value_text
+from dynmo.data.file_kind import kind_of
 from dynmo.errors import ConfigError
 from dynmo.launch.environment import FOR_RANKS_ON_CUDA
 from dynmo.models.model import Model
@@ -244,7 +247,28 @@ def first_partition(config: Config, layers: int, pipeline: int | None = None) ->
     return Partition(config.balance.initial)
 
 
-def warn_of_cores(config: Config) -> str | None:
+def warnings_of(config: Config) -> list[str]:
+    """Returns what a run of this config should know before it trains, a line each."""
+    return [text for text in (_warn_of_cores(config), _warn_of_data(config)) if text is not None]
+
+
+def _warn_of_data(config: Config) -> str | None:
+    """Returns a warning if the text is a file of some structure. Its bytes are trained anyway."""
+    kind, _, name = config.data.source.partition(":")
+    path = Path(name)
+    if kind != "file" or not path.is_file():
+        return None
+    with contextlib.suppress(OSError):  # the loader says why
+        looks = kind_of(path)
+        if looks is not None:
+            return (
+                f'data.source = "{config.data.source}" looks like {looks}, and is trained byte by '
+                "byte as it is; give a file of plain text, or pass tokens in a loop of your own"
+            )
+    return None
+
+
+def _warn_of_cores(config: Config) -> str | None:
     """Returns a warning if the ranks cannot all compute at once on this machine."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
