@@ -259,10 +259,10 @@ def _warn_of_data(config: Config) -> str | None:
     if kind != "file" or not path.is_file():
         return None
     with contextlib.suppress(OSError):  # the loader says why
-        looks = kind_of(path)
-        if looks is not None:
+        kind_of_file = kind_of(path)
+        if kind_of_file is not None:
             return (
-                f'data.source = "{config.data.source}" looks like {looks}, and is trained byte by '
+                f'data.source = "{config.data.source}" looks like {kind_of_file}, and is trained byte by '
                 "byte as it is; give a file of plain text, or pass tokens in a loop of your own"
             )
     return None
