@@ -254,18 +254,19 @@ def warnings_of(config: Config) -> list[str]:
 
 def _warn_of_data(config: Config) -> str | None:
     """Returns a warning if the text is a file of some structure. Its bytes are trained anyway."""
-    kind, _, name = config.data.source.partition(":")
+    start, _, name = config.data.source.partition(":")
     path = Path(name)
-    if kind != "file" or not path.is_file():
+    if start != "file" or not path.is_file():
         return None
+    kind = None
     with contextlib.suppress(OSError):  # the loader says why
-        kind_of_file = kind_of(path)
-        if kind_of_file is not None:
-            return (
-                f'data.source = "{config.data.source}" looks like {kind_of_file}, and is trained byte by '
-                "byte as it is; give a file of plain text, or pass tokens in a loop of your own"
-            )
-    return None
+        kind = kind_of(path)
+    if kind is None:
+        return None
+    return (
+        f'data.source = "{config.data.source}" looks like {kind}, and is trained byte by byte as it '
+        "is; give a file of plain text, or pass tokens in a loop of your own"
+    )
 
 
 def _warn_of_cores(config: Config) -> str | None:
