@@ -5,9 +5,7 @@ The code imports `dynmo` and torch only.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import tomllib
 import warnings
@@ -118,25 +116,6 @@ def test_tutorial_loop_freezes_layers_on_one_rank(
     assert re.fullmatch(
         r"step 10: loss \d\.\d{4}, layers \(8,\)\nweights [0-9a-f]{16}\n", capsys.readouterr().out
     )
-
-
-@pytest.mark.matrix  # three processes of its own
-def test_tutorial_loop_prints_the_same_on_two_ranks(folder: Path) -> None:
-    """torchrun sets one thread a rank. Python alone takes all cores, if nobody says otherwise."""
-    (folder / "loop.py").write_text(block(TUTORIAL, "python", "# loop.py"))
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    env.pop("OMP_NUM_THREADS", None)
-    printed: list[str] = []
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]):
-        command = [sys.executable, *launcher, "loop.py"]
-        done = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout)
-    alone, two = (re.sub(r"layers \(.*?\)", "", text) for text in printed)
-    assert two == alone
-    assert "layers (4, 4)" in printed[1]
 
 
 def test_tutorial_loop_resumes_from_its_checkpoint(folder: Path) -> None:

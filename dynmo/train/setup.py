@@ -264,8 +264,8 @@ def _warn_of_data(config: Config) -> str | None:
     if kind is None:
         return None
     return (
-        f'data.source = "{config.data.source}" looks like {kind}, and is trained byte by byte as it '
-        "is; give a file of plain text, or pass tokens in a loop of your own"
+        f'data.source = "{config.data.source}" looks like {kind}, and is trained byte by byte; '
+        "give a file of plain text, or pass tokens in a loop of your own"
     )
 
 
