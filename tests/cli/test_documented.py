@@ -1,0 +1,201 @@
+"""The commands of README.md, the tutorial and docs/reference/commands.md run.
+
+They run in a folder of their own, outside of the repository, with the files of the page. What
+trains also runs under torchrun. Nothing in the environment says how many threads there are. Runs
+have fewer steps than in the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runs import Run
+from tests.processes import end_all, start
+from tests.test_docs import code
+from tests.test_docs_code import ROOT, TUTORIAL, block
+
+README, REFERENCE = ROOT / "README.md", ROOT / "docs" / "reference" / "commands.md"
+PAGES = (README, TUTORIAL, REFERENCE)
+
+# Commands that do not run here, and why.
+LEFT_OUT = {
+    "make demo": "sets up .venv",
+    "make test": "is this suite",
+    "make gpu": "needs a GPU; tests/benchmarks/test_gpu.py has its dry run",
+    ". .venv/bin/activate": "is for a shell",
+    "python -m tests.fuzz --cases 1000": "takes an hour; tests/fuzz/test_fuzz.py has 24 cases",
+    "dynmo train run.toml --launcher slurm": "needs Slurm",
+    "dynmo train run.toml --join": "needs a run that goes on; tests/launch/test_elastic.py has one",
+}
+# Names of commands in the text. Their help is shown.
+NAMES = (
+    "dynmo train CONFIG.toml",
+    "dynmo report RUN ...",
+    "dynmo schedule",
+    "dynmo profile",
+    "dynmo plan",
+    "dynmo simulate",
+)
+LOOPS = ("python loop.py", "torchrun --standalone --nproc-per-node=2 loop.py")
+
+SMALL = "--set model.sequence=16 --set train.steps=4 --set checkpoint.every=2"
+FREEZES = f"{SMALL} --set dynamism.freezing.schedule=[[2,5]]"
+# Each command of a page with a placeholder filled in or with fewer steps, in order.
+RUNS = {
+    README: {"dynmo train run.toml": [f"dynmo train run.toml {FREEZES}"]},
+    TUTORIAL: {
+        "dynmo train first.toml": [f"dynmo train first.toml {FREEZES}"],
+        "dynmo report runs/first": ["dynmo report runs/first"],
+        "dynmo train run.toml": [f"dynmo train run.toml {SMALL}"],
+    },
+    REFERENCE: {
+        "dynmo profile run.toml [--set section.key=value ...] [--steps N] [--out FILE] [--json]": [
+            f"dynmo profile run.toml {SMALL} --steps 2 --out costs.json --json",
+        ],
+        "dynmo plan --costs costs.json [--ranks P] [--microbatches M]": [
+            "dynmo plan --costs costs.json",
+            "dynmo plan --costs costs.json --ranks 2 --microbatches 4",
+        ],
+        (
+            "dynmo train run.toml [--set section.key=value ...] [--resume | --overwrite] "
+            "[--dry-run] [--json]"
+        ): [
+            f"dynmo train run.toml {SMALL} --dry-run",
+            f"dynmo train run.toml {SMALL}",
+            f"dynmo train run.toml {SMALL} --set train.steps=6 --resume --json",
+            f"dynmo train run.toml {SMALL} --overwrite",
+        ],
+        "dynmo train runs/NAME/config.toml --set name=again": [
+            "dynmo train runs/my-run/config.toml --set name=again"
+        ],
+        "dynmo plan --costs runs/NAME": ["dynmo plan --costs runs/my-run"],
+        "dynmo report RUN ... [--json]": [
+            "dynmo report runs/my-run runs/again",
+            "dynmo report runs/my-run --json",
+        ],
+        "dynmo simulate workload.toml [--fewest-ranks SHARE] [--plot FILE] [--json]": [
+            "dynmo simulate workload.toml --json"
+        ],
+        "python -m dynmo.train.compile_ahead": ["python -m dynmo.train.compile_ahead"],
+    },
+}
+# These start no ranks, and run in this process.
+QUICK = ("dynmo schedule --schedule zb-h1 --ranks 4 --microbatches 8",)
+
+
+def commands(page: Path) -> Iterator[str]:
+    """The commands of a page: in blocks without a language, and between backticks in its text."""
+    text, inside = page.read_text().splitlines(), set[int]()
+    for lines, language in code(text):
+        inside |= set(lines)
+        yield from (text[i].split(" # ")[0].strip() for i in lines if not language)
+    for i, line in enumerate(text):
+        if i not in inside:
+            yield from re.findall(r"`([^`]+)`", line)
+
+
+def test_every_command_of_the_pages_is_known() -> None:
+    """Each one is run here or left out by name. A benchmark runs from the repository's root."""
+    program = re.compile(r"(dynmo|python|torchrun|make|pip|srun|\.) (?!-m benchmarks\.)")
+    for page in PAGES:
+        documented = {text for text in commands(page) if program.match(text)}
+        known = {*LEFT_OUT, *NAMES, *LOOPS, *QUICK, *RUNS[page]}
+        assert documented <= known, page.name
+        assert set(RUNS[page]) <= documented, page.name
+    everywhere = {text for page in PAGES for text in commands(page)}
+    assert {*LEFT_OUT, *NAMES, *LOOPS, *QUICK} <= everywhere
+
+
+@pytest.mark.parametrize("text", [*NAMES, *QUICK])
+def test_command_without_ranks_runs(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dynmo: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = text if text in QUICK else f"{' '.join(text.split()[:2])} --help"
+    done = dynmo(*shlex.split(line)[1:])
+    assert (done.status, done.err) == (0, "")
+    assert done.out
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder outside of the repository, with an environment as of a new shell."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("COLUMNS", "120")
+    assert not tmp_path.is_relative_to(ROOT)
+    return tmp_path
+
+
+def run(line: str, folder: Path) -> str:
+    """Runs a command, which must end well, and returns what it prints on stdout."""
+    program, *arguments = shlex.split(line)
+    module = {"dynmo": ["-m", "dynmo"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
+    process = start(
+        [sys.executable, *module[program], *arguments], folder, {"PYTHONWARNINGS": "default"}
+    )
+    try:
+        out, err = process.communicate(timeout=250)
+    finally:
+        end_all([process])
+    assert process.returncode == 0, f"{line}\n{err}"
+    return out
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(README, marks=pytest.mark.matrix), TUTORIAL], ids=lambda page: page.name
+)
+def test_loop_prints_the_same_alone_and_under_torchrun(page: Path, outside: Path) -> None:
+    """torchrun sets one thread a rank. Python alone takes all cores, if nobody says otherwise."""
+    (outside / "my_model.py").write_text(block(TUTORIAL, "python", "# my_model.py"))
+    text = block(page, "python", "# loop.py" if page == TUTORIAL else "import torch")
+    if page == README:
+        text += "    weights = pipeline.digest()\n    if world.rank == 0:\n        print(weights)\n"
+    (outside / "loop.py").write_text(text.replace("range(30)", "range(10)"))
+    alone, two = (re.sub(r"layers \(.*?\)", "", run(line, outside)) for line in LOOPS)
+    assert two == alone
+    assert re.search(r"[0-9a-f]{16}\n$", alone)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_a_page_run_alone_and_under_torchrun(page: Path, outside: Path) -> None:
+    """The commands run in order. Those that train end with the same weights in both ways."""
+    own = README if page == README else TUTORIAL
+    files = {
+        "run.toml": block(own, "toml", "" if page == README else "# run.toml"),
+        "first.toml": block(TUTORIAL, "toml", "# first.toml"),
+        "my_model.py": block(TUTORIAL, "python", "# my_model.py"),
+    }
+    digests: list[dict[str, str]] = []
+    for launcher in ("", "torchrun --standalone --nproc-per-node=2 -m "):
+        folder = outside / ("torchrun" if launcher else "alone")
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        for name in ("workload.toml", "workload-freezing.json"):
+            shutil.copy(ROOT / "examples" / name, folder)
+        for line in (line for lines in RUNS[page].values() for line in lines):
+            joins = re.match("dynmo (train|profile) (?!.*--dry-run)", line)
+            out = run(launcher + line if joins else line, folder)
+            if "--json" in line:
+                json.loads(out)
+        logs = folder.glob("runs/*/events.jsonl")
+        digests.append({log.parent.name: _digest(log) for log in logs})
+    assert digests[0] == digests[1]
+    assert digests[0]
+
+
+def _digest(log: Path) -> str:
+    last = json.loads(log.read_text().splitlines()[-1])
+    assert last["event"] == "end"
+    return last["weights_digest"]
