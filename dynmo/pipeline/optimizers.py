@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynmo.config import TrainSection
+from dynmo.errors import ConfigError
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 
 # A user's own loop and [train] of a config share these defaults.
@@ -83,8 +84,31 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
+        """Learning rate of the next step.
+
+        Raises:
+            ConfigError: There are other groups, or other options than rates.
+        """
+        if len(self.param_groups) > 1:
+            raise _one_group()
+        # torch's schedulers keep rates beside it, such as `initial_lr`.
+        for key in self.param_groups[0]:
+            if key != "params" and not key.endswith("lr"):
+                raise ConfigError(
+                    f"pipeline.optimizer: {key!r} has no effect there, only 'lr' has; give it to "
+                    "dynmo.AdamW or dynmo.SGD"
+                )
         return float(self.param_groups[0]["lr"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses groups beyond the one that holds the learning rate.
+
+        Raises:
+            ConfigError: It is not the first group.
+        """
+        if self.param_groups:
+            raise _one_group()
+        super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Does nothing.
@@ -92,3 +116,10 @@ class OptimizerHandle(torch.optim.Optimizer):
         `Pipeline.step` calls it, so that schedulers see the order they expect.
         """
         return None
+
+
+def _one_group() -> ConfigError:
+    return ConfigError(
+        "pipeline.optimizer has one group, the learning rate of all layers, and takes no other; "
+        "pipeline.freeze keeps layers from training"
+    )

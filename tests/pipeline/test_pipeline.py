@@ -5,6 +5,7 @@ The tests cover batches, learning rates, freezing, saving and refused input.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,38 @@ def test_batch_that_cannot_be_split_is_refused(world: dynmo.World, inputs: Any, 
 def test_wrong_options_are_refused(world: dynmo.World, options: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         make(world, **options)
+
+
+def test_result_prints_in_one_short_line(world: dynmo.World) -> None:
+    result = make(world).step(*batch(0))
+    assert re.fullmatch(
+        r"StepResult\(step=0, loss=\d\.\d+, norm=\d\.\d+, idle_ratio=0\.\d+\)", str(result)
+    )
+
+
+def test_optimizer_takes_no_further_group(world: dynmo.World) -> None:
+    optimizer = make(world).optimizer
+    with pytest.raises(ConfigError, match="one group"):
+        optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 0.1})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("key", ["weight_decay", "betas", "momentum"])
+def test_options_beside_the_learning_rate_are_refused(world: dynmo.World, key: str) -> None:
+    pipeline = make(world)
+    before = pipeline.digest()
+    pipeline.optimizer.param_groups[0][key] = 0.0
+    with pytest.raises(ConfigError, match=f"pipeline.optimizer: '{key}'"):
+        pipeline.step(*batch(0))
+    assert pipeline.digest() == before
+
+
+def test_torch_schedulers_may_keep_their_rates(world: dynmo.World) -> None:
+    pipeline = make(world)
+    torch.optim.lr_scheduler.OneCycleLR(
+        pipeline.optimizer, max_lr=0.1, total_steps=5, cycle_momentum=False
+    )
+    pipeline.step(*batch(0))
 
 
 def test_invalid_layer_lists_are_refused() -> None:

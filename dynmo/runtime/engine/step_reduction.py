@@ -26,7 +26,7 @@ from dynmo.runtime.optim.optimizer import squared_norm
 from dynmo.runtime.state.layer_store import LayerStore
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepResult:
     """Result of one step. It is the same on every rank.
 
@@ -58,6 +58,13 @@ class StepResult:
     rollback: Rollback | None = None
     switch: Switch | None = None
     skipped: bool = False
+
+    def __repr__(self) -> str:
+        skipped = ", skipped=True" if self.skipped else ""
+        return (
+            f"StepResult(step={self.step}, loss={self.loss:.6g}, norm={self.norm:.6g}, "
+            f"idle_ratio={self.idle_ratio:.2f}{skipped})"
+        )
 
     @property
     def idle_ratio(self) -> float:
