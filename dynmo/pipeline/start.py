@@ -6,6 +6,7 @@ rank.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dynmo.config import Config, parse
 from dynmo.errors import ConfigError
 from dynmo.launch.environment import FOR_RANKS_ON_CUDA
+from dynmo.pipeline.uncaught import report_uncaught
 from dynmo.runtime.comm.rendezvous import ALONE, from_environment
 from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.world import World
@@ -82,6 +84,8 @@ def init(
         store = open_store(place, timeout)
         world = World.join(store, place.rank, place.size, device=device, timeout=timeout)
     _take_threads(world, threads)
+    atexit.register(world.close, failed=True)
+    report_uncaught(world)
     return world
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -51,6 +52,9 @@ def form_default_group(
         WaitTimeout: A rank did not come in time. The message names it.
         RankDied: A rank came and is gone again.
     """
+    # torch._dynamo imports it. Its functions have the default group of that moment as a default
+    # argument, and a group that somebody holds does not end: its threads would outlive Python.
+    importlib.import_module("torch.distributed.nn.functional")
     limit = timedelta(seconds=timeout)
     claim(store, rank, join_timeout)
     waited = min(join_timeout, timeout)

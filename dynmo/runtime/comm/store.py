@@ -297,8 +297,17 @@ def find_missing(store: dist.Store, keys: Sequence[str]) -> list[int]:
         Indices into `keys`, in ascending order. Empty if the store does not answer.
     """
 
+    return _find(store, keys, present=False)
+
+
+def find_present(store: dist.Store, keys: Sequence[str]) -> list[int]:
+    """Returns the positions of the keys that are in the store, like `find_missing`."""
+    return _find(store, keys, present=True)
+
+
+def _find(store: dist.Store, keys: Sequence[str], *, present: bool) -> list[int]:
     def ask() -> list[int]:
-        return [at for at, key in enumerate(keys) if not store.check([key])]
+        return [at for at, key in enumerate(keys) if store.check([key]) is present]
 
     try:
         return call_with_limit(_SLACK, ask)

@@ -12,7 +12,10 @@ pipeline need not know that there are others.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import signal
 import socket
 import time
 import weakref
@@ -38,7 +41,7 @@ from dynmo.runtime.comm.process_groups import (
     new_group,
 )
 from dynmo.runtime.comm.staging import StagedReceive
-from dynmo.runtime.comm.store import find_missing
+from dynmo.runtime.comm.store import find_missing, find_present
 
 
 @dataclass
@@ -230,6 +233,7 @@ class World:
             failed: Whether messages may be under way that nobody will send.
         """
         everyone = self.everyone
+        atexit.unregister(everyone.close)  # `dynmo.init` registers it
         # The channels' threads must not be inside the backend when it goes.
         for channels in list(self.channels):
             channels.close()
@@ -271,7 +275,18 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(failed=kind is not None)
+        if kind is not KeyboardInterrupt:
+            self.close(failed=kind is not None)
+            return
+        # The launcher may send the signal again. The groups end all the same.
+        handler = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with contextlib.suppress(RuntimeError):  # the rank that serves the store is gone
+                self.store.set(f"interrupted/{self.everyone.rank}", "1")
+            self.close(failed=True)
+        finally:
+            signal.signal(signal.SIGINT, handler)
 
     @property
     def enqueues(self) -> bool:
@@ -634,6 +649,12 @@ class World:
         text, me = first_line(error), self.describe_rank(self.rank)
         if LATE.search(text):
             raise self._late(peers, what) from error
+        others = range(self.size) if peers is None else peers
+        keys = [f"interrupted/{self.global_rank(rank)}" for rank in others]
+        interrupted = [others[at] for at in find_present(self.store, keys)]
+        if interrupted:
+            who = self.name_ranks(interrupted)
+            raise RankDied(f"{me} ends, because {who} was interrupted") from error
         whom = self.name_ranks(peers) if peers else "a peer"
         raise RankDied(f"{me} lost {whom} while waiting for {what} ({reason(error)})") from error
 
