@@ -90,6 +90,11 @@ def needs_extra(package: str, extra: str) -> str:
     return f"{package} is not installed; install it with pip install 'dynmo[{extra}]'"
 
 
+def one_line(text: str) -> str:
+    """Returns a text as one line that a terminal can show, whatever file or process it quotes."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
 def place(error: BaseException, own: bool = False) -> str:
     """Name the user's line that an error came through.
 

@@ -23,7 +23,7 @@ from dynmo.cli.report import report
 from dynmo.cli.schedule import schedule
 from dynmo.cli.simulate import simulate
 from dynmo.cli.train import train
-from dynmo.errors import DynmoError
+from dynmo.errors import DynmoError, one_line
 
 app = typer.Typer(
     add_completion=False,
@@ -109,8 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    line = " ".join(message.split())  # it may quote a damaged file
-    print("dynmo:", "".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
+    print("dynmo:", one_line(message), file=sys.stderr)
     return status
 
 

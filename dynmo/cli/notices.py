@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 
+from dynmo.errors import one_line
+
 
 class _StderrHandler(logging.Handler):
     """Prints to the stderr of the moment, which a progress line may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print("dynmo:", record.getMessage(), file=sys.stderr)
+        print("dynmo:", one_line(record.getMessage()), file=sys.stderr)
 
 
 def show_notices() -> None:

@@ -20,7 +20,7 @@ from dynmo.config.section import Section
 from dynmo.config.sections import Config
 from dynmo.config.sections_training import KEYS_OF_KIND, ModelSection, keys_of_other_kinds
 from dynmo.config.values import value_text
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, one_line
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -150,7 +150,7 @@ def with_options(config: Config, section: tuple[str, ...], options: Mapping[str,
 
 def _error(message: str) -> ConfigError:
     """Makes one printable line, whatever keys and values it quotes."""
-    return ConfigError("".join(c if c.isprintable() else "?" for c in " ".join(message.split())))
+    return ConfigError(one_line(message))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 from pathlib import Path
@@ -15,12 +14,12 @@ from dynmo.cluster.choose import parks
 from dynmo.cluster.launch_folder import launch_folder
 from dynmo.config import Config, load, with_options
 from dynmo.dynamism import make_cases
-from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
+from dynmo.errors import ConfigError, InputError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity, identity_of
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
 from dynmo.runtime.comm.lobby import Newcomer
-from dynmo.runtime.comm.store import open_meeting
+from dynmo.runtime.comm.store import find_missing, open_meeting, read_meeting
 from dynmo.runtime.comm.world import World
 from dynmo.train.rank_source import announcement, describe, own_member
 from dynmo.train.setup import device_for
@@ -34,7 +33,7 @@ _logger = logging.getLogger(__name__)
 MEETING = "meeting.json"
 
 
-class RunGone(RunError):
+class RunGone(InputError):
     """The meeting place of the run's ranks is empty."""
 
 
@@ -48,7 +47,8 @@ def join_run(folder: Path) -> int:
         The exit status: 0, or 130 if the run was interrupted.
 
     Raises:
-        ConfigError: The run is not there or does not go on at present.
+        ConfigError: The run is not there or does not go on at present, or the file that says where
+            its ranks meet is damaged.
         RunGone: The run was killed.
         RunError: The run failed.
     """
@@ -63,18 +63,19 @@ def join_run(folder: Path) -> int:
             f"{folder} is not being trained now, so there is nothing to join; start it, or go on "
             "with --resume"
         )
+    record = read_meeting(meeting)
     config = load(config_file)
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, int(os.environ.get("LOCAL_RANK", "0")))
     model = load_model(config)
     identity = newcomer_identity(config, model)
     try:
-        store = open_meeting(
-            json.loads(meeting.read_text(encoding="utf-8")), config.parallel.timeout
-        )
+        store = open_meeting(record, config.parallel.timeout)
     except RunError as error:
-        raise RunGone(str(error)) from None
+        raise RunGone(f"{meeting}: {error}") from None
     home = dist.PrefixStore("gen/0", store)
+    if find_missing(home, ["here/0"]):
+        raise RunGone(f"{meeting}: no run meets where it says")
     world = World.outside(
         home, device=device, timeout=config.parallel.timeout, staged=config.parallel.staged
     )

@@ -136,6 +136,8 @@ class RankSource:
                 for ticket in self._lobby.take_gone()
                 if ticket in self._members
             ]
+            problem = self._lobby.take_problem()
+            self._events += [] if problem is None else [self._fault(problem)]
             self._read_receipts()
         return len(self._present)
 
@@ -267,4 +269,5 @@ def make_source(config: Config, world: World, identity: Identity) -> RankSource 
     if world.rank or world.home is None:
         return None
     releaser = make_releaser(config)
-    return RankSource(Lobby(world.home), releaser, identity, config.elastic.join_timeout)
+    lobby = Lobby(world.home, world.timeout)
+    return RankSource(lobby, releaser, identity, config.elastic.join_timeout)

@@ -42,6 +42,7 @@ class Fork:
 
     def __init__(self, rank: RankCommand) -> None:
         self._code: int | None = None
+        self._polling = threading.Lock()  # two threads poll
         environment = {**rank.environment, **local_environment()}
         self.pid = os.fork()
         if not self.pid:
@@ -53,10 +54,11 @@ class Fork:
             end_process(main(rank.command))
 
     def poll(self) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
+        with self._polling:
+            if self._code is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self._code = os.waitstatus_to_exitcode(status) if pid else None
+            return self._code
 
     def send_signal(self, sig: int, /) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -3,32 +3,40 @@
     newcomer   announce: "host a, pid 7"   beat .. beat .. beat ..          summoned: rank 2 of 4
     rank 0                                 present(): who is there, alive   summon(...)
 
-Both sides meet in the store of the run. Rank 0 looks between two steps. A newcomer waits until the
-run needs it, or is over.
+Both sides meet in the store of the run. A thread of rank 0 looks there, and gives signs of life
+while somebody waits. So neither a long step nor a damaged store holds up the other side. A newcomer
+waits until the run needs it, or is over.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from dynmo.errors import ConfigError, RankDied, WaitTimeout
+from dynmo.errors import ConfigError, DynmoError, RankDied, WaitTimeout
+from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.messages import reason
 
-# Seconds between two signs of life of a newcomer, and seconds without one after which it is gone.
+# Most seconds between two signs of life of a newcomer, and seconds without one until it is gone.
 _BEAT, _GONE = 1.0, 10.0
-# Seconds between two signs of life of rank 0.
-_PULSE = 5.0
+# Most seconds between two signs of life of rank 0, and seconds between two looks of it.
+_PULSE, _LOOK = 1.0, 0.1
 # Seconds between two looks of a newcomer for its summons.
 _POLL = 0.05
-# Seconds that a newcomer gives rank 0 beyond the limit of the run's waits. Rank 0 may be in a step,
-# an evaluation or a checkpoint.
-_GRACE = 120.0
+# Seconds for a message of rank 0.
+_SLACK = 2.0
+# A store in a file that something else has written to raises these.
+_LOST = (RuntimeError, ValueError, MemoryError)
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -38,7 +46,7 @@ class _Guest:
     Attributes:
         text: Its own description.
         beat: Its last sign of life.
-        seen: Time at which its sign of life last changed.
+        seen: Time of the look at which its sign of life last changed.
     """
 
     text: str
@@ -51,38 +59,68 @@ class Lobby:
 
     Args:
         home: The store of the run (`World.home`).
+        timeout: Limit of the run's waits, in seconds.
     """
 
-    def __init__(self, home: dist.Store) -> None:
-        self._store = dist.PrefixStore("lobby", home)
+    def __init__(self, home: dist.Store, timeout: float) -> None:
+        self._store, self._timeout = dist.PrefixStore("lobby", home), timeout
+        # A wait of a TCPStore holds up its other calls, so the thread has a connection of its own.
+        self._watched = dist.PrefixStore("lobby", cast(Any, home).clone())
         # The highest ticket so far, and the tickets whose holders have not described themselves.
         self._known, self._expected = 0, set[int]()
+        # The thread adds guests, and only the other methods remove them.
         self._guests: dict[int, _Guest] = {}
         self._pulse, self._pulsed = 0, -_PULSE
+        self._pause = min(_PULSE, timeout / 4)
         self._gone: list[int] = []
+        self._looked, self._failure, self._told = time.monotonic(), "", False
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
 
-    def present(self) -> list[int]:
-        """Returns the tickets of all that wait and are alive, first come first."""
+    def _watch(self) -> None:
+        try:
+            while not self._closed.wait(_LOOK):
+                self._look()
+        except _LOST as error:
+            self._failure = reason(error) or type(error).__name__
+
+    def _look(self) -> None:
         now = time.monotonic()
         # A store in a file grows with every write, so nothing is written while nobody waits.
-        tickets = int(self._store.get("tickets")) if self._store.check(["tickets"]) else 0
+        tickets = int(self._watched.get("tickets")) if self._watched.check(["tickets"]) else 0
         self._expected |= set(range(self._known + 1, tickets + 1))
         self._known = tickets
         for ticket in sorted(self._expected):
-            if self._store.check([f"here/{ticket}"]):
+            if self._watched.check([f"here/{ticket}"]):
                 self._expected.remove(ticket)
-                self._guests[ticket] = _Guest(self._store.get(f"here/{ticket}").decode())
-        for ticket, guest in list(self._guests.items()):
-            beat = self._store.get(f"beat/{ticket}")
+                text = self._watched.get(f"here/{ticket}").decode()
+                self._guests[ticket] = _Guest(text, seen=now)
+        guests = list(self._guests.items())
+        for ticket, guest in guests:
+            beat = self._watched.get(f"beat/{ticket}")
             if beat != guest.beat:
                 guest.beat, guest.seen = beat, now
-            elif now - guest.seen > _GONE:
+        if guests and now - self._pulsed > self._pause:
+            self._pulse, self._pulsed = self._pulse + 1, now
+            self._watched.set("pulse", str(self._pulse))
+        self._looked = now
+
+    def present(self) -> list[int]:
+        """Returns the tickets of all that wait and are alive, first come first."""
+        for ticket, guest in list(self._guests.items()):
+            if self._looked - guest.seen > _GONE:
                 del self._guests[ticket]
                 self._gone.append(ticket)
-        if self._guests and now - self._pulsed > _PULSE:
-            self._pulse, self._pulsed = self._pulse + 1, now
-            self._store.set("pulse", str(self._pulse))
         return sorted(self._guests)
+
+    def take_problem(self) -> str | None:
+        """Returns why nobody can join, once. None if the store can be read."""
+        late = time.monotonic() - self._looked > self._timeout
+        why = self._failure or f"it has not answered for {self._timeout:g} s" * late
+        if not why or self._told or self._closed.is_set():
+            return None
+        self._told = True
+        return f"nobody can join: the store of the run cannot be read ({why})"
 
     def take_gone(self) -> list[int]:
         """Returns the tickets of newcomers that went away since the last call."""
@@ -102,7 +140,7 @@ class Lobby:
         """
         for ticket, text in zip(tickets, texts, strict=True):
             del self._guests[ticket]
-            self._store.set(f"summons/{ticket}", text)
+            self._send(f"summons/{ticket}", text)
 
     def refuse(self, ticket: int, why: str) -> None:
         """Sends a newcomer away.
@@ -112,11 +150,20 @@ class Lobby:
             why: What is wrong with it.
         """
         del self._guests[ticket]
-        self._store.set(f"refused/{ticket}", why)
+        self._send(f"refused/{ticket}", why)
 
     def close(self) -> None:
         """Tells all that wait that the run is over."""
-        self._store.set("over", "1")
+        self._closed.set()
+        self._send("over", "1")
+
+    def _send(self, key: str, text: str) -> None:
+        try:
+            call_with_limit(_SLACK, lambda: self._store.set(key, text))
+        except TimeoutError:
+            raise WaitTimeout(
+                f"rank 0 waited {_SLACK:g} s for the store of the run, which does not answer", [0]
+            ) from None
 
 
 class Newcomer:
@@ -134,6 +181,7 @@ class Newcomer:
     ) -> None:
         self._store = dist.PrefixStore("lobby", home)
         self._text, self._timeout, self._name = text, timeout, name
+        self._heard = 0.0  # time of rank 0's last sign of life
 
     def wait(self, stopping: Callable[[], bool] = lambda: False) -> str | None:
         """Announces this process and waits until it is called.
@@ -150,34 +198,55 @@ class Newcomer:
             WaitTimeout: Rank 0 gives no sign of life.
         """
         with _told():
-            ticket = self._store.add("tickets", 1)
-            self._store.set(f"beat/{ticket}", "0")
-            self._store.set(f"here/{ticket}", self._text)
+            self._heard = time.monotonic()
+            ticket = self._ask(self._announce)
             return self._wait(ticket, stopping)
 
+    def _ask(self, call: Callable[[], Result]) -> Result:
+        """Calls the store. Its answer must come within what is left of the limit."""
+        silent = time.monotonic() - self._heard
+        if silent < self._timeout:
+            with suppress(TimeoutError):
+                return call_with_limit(self._timeout - silent, call)
+        raise WaitTimeout(
+            f"{self._name} waited {self._timeout:g} s for rank 0, which gives no sign of life; was "
+            "the run killed?",
+            [0],
+        )
+
+    def _announce(self) -> int:
+        ticket = self._store.add("tickets", 1)
+        self._store.set(f"beat/{ticket}", "0")
+        self._store.set(f"here/{ticket}", self._text)
+        return ticket
+
     def _wait(self, ticket: int, stopping: Callable[[], bool]) -> str | None:
-        beats, next_beat = 0, 0.0
-        pulse, heard, limit = b"", time.monotonic(), self._timeout + _GRACE
+        beats, next_beat, pulse = 0, 0.0, b""
+        pause = min(_BEAT, self._timeout / 4)
         while True:
-            if self._store.check([f"summons/{ticket}"]):
-                return self._store.get(f"summons/{ticket}").decode()
-            if self._store.check([f"refused/{ticket}"]):
-                raise ConfigError(self._store.get(f"refused/{ticket}").decode())
-            if stopping() or self._store.check(["over"]):
+            answer = self._ask(lambda: self._read(f"summons/{ticket}"))
+            if answer:
+                return answer.decode()
+            refused = self._ask(lambda: self._read(f"refused/{ticket}"))
+            if refused:
+                raise ConfigError(refused.decode())
+            if stopping() or self._ask(lambda: self._read("over")):
                 return None
             now = time.monotonic()
             if now >= next_beat:
-                beats, next_beat = beats + 1, now + _BEAT
-                self._store.set(f"beat/{ticket}", str(beats))
-                new = self._store.get("pulse") if self._store.check(["pulse"]) else b""
+                beats, next_beat = beats + 1, now + pause
+                new = self._ask(partial(self._beat, ticket, beats))
                 if new != pulse:
-                    pulse, heard = new, now
-                elif now - heard > limit:
-                    raise WaitTimeout(
-                        f"{self._name} waited {limit:g} s for rank 0, which gives no sign of life",
-                        [0],
-                    )
+                    pulse, self._heard = new, now
             time.sleep(_POLL)
+
+    def _beat(self, ticket: int, beats: int) -> bytes:
+        """Gives a sign of life, and returns rank 0's."""
+        self._store.set(f"beat/{ticket}", str(beats))
+        return self._read("pulse")
+
+    def _read(self, key: str) -> bytes:
+        return self._store.get(key) if self._store.check([key]) else b""
 
 
 @contextmanager
@@ -185,11 +254,12 @@ def _told() -> Iterator[None]:
     """Turns a lost store into an error of one line."""
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error, RankDied | WaitTimeout):
-            raise
+    except DynmoError:
+        raise
+    except _LOST as error:
+        why = reason(error) or type(error).__name__
         raise RankDied(
-            f"lost the store of rank 0 while waiting to join ({reason(error)}); the run has ended"
+            f"lost the store of rank 0 while waiting to join ({why}); the run has ended"
         ) from None
 
 

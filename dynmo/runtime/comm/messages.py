@@ -14,7 +14,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def reason(error: RuntimeError) -> str:
+def reason(error: BaseException) -> str:
     """Returns a backend's message without the source position and the advice.
 
     The position comes before the message, and the advice after it.

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
-from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
 from dynmo.files import write_whole
 from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.messages import first_line, reason
@@ -25,6 +27,10 @@ from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, is_loopback
 _SLACK = 2.0
 # Seconds between two looks for the address of rank 0.
 _POLL = 0.05
+# Most bytes of the file that says where ranks meet.
+_MOST = 1 << 16
+# Bytes of the length of a key or a value in a file store.
+_LENGTH = 4
 
 
 def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
@@ -89,11 +95,72 @@ def meeting_of(rendezvous: Rendezvous) -> dict[str, Any]:
     if rendezvous.folder is not None:
         return {"folder": rendezvous.folder}
     if rendezvous.meeting is not None:
-        return json.loads(Path(rendezvous.meeting).read_text(encoding="utf-8"))
+        return read_meeting(Path(rendezvous.meeting))
     if rendezvous.address is not None:
         where = {"address": rendezvous.address, "port": rendezvous.port}
         return {**where, "prefix": _attempt()}
     raise RunError("this run has one rank that no launcher started: no other process can join it")
+
+
+def read_meeting(path: Path) -> dict[str, Any]:
+    """Reads the file that says where the ranks of a run meet.
+
+    Args:
+        path: The file, which has a result of `meeting_of` as JSON.
+
+    Raises:
+        ConfigError: It is damaged, cannot be read, or comes from another user.
+    """
+    record: Any = None
+    try:
+        with path.open("rb") as file:
+            _check_source(os.fstat(file.fileno()), path)
+            record = json.loads(file.read(_MOST))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError):
+        pass
+    if not _is_meeting(record):
+        raise ConfigError(
+            f"{path} is damaged and does not say where the run meets: nobody can join this run; "
+            "stop it, and go on with --resume"
+        )
+    return record
+
+
+def _check_source(file: os.stat_result, path: Path) -> None:
+    """Raises ConfigError if others could have written a file that its folder is closed to."""
+    folder = path.parent.stat()
+    if file.st_uid not in (os.geteuid(), folder.st_uid):
+        why = f"belongs to another user ({file.st_uid})"
+    elif file.st_mode & ~folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = "can be written by other users"
+    else:
+        return
+    raise ConfigError(
+        f"{path} {why}, so this process does not go where it says; remove it, and start the run "
+        "again with --resume"
+    )
+
+
+def _is_meeting(record: object) -> bool:
+    """Returns whether a record has what `open_meeting` needs, and nothing else."""
+    if not isinstance(record, dict):
+        return False
+    values: dict[str, Any] = record
+    texts = [value for key, value in values.items() if key != "port"]
+    if not all(isinstance(text, str) and text and text.isprintable() for text in texts):
+        return False
+    if values.keys() == {"folder"}:
+        return Path(values["folder"]).is_absolute()
+    port = values.get("port")
+    return (
+        values.keys() - {"prefix"} == {"address", "port"}
+        and type(port) is int
+        and 0 < port < 1 << 16
+    )
 
 
 def open_meeting(record: Mapping[str, Any], timeout: float) -> dist.Store:
@@ -107,17 +174,13 @@ def open_meeting(record: Mapping[str, Any], timeout: float) -> dist.Store:
         RunError: The run has ended, or cannot be reached.
     """
     if "folder" in record:
-        path = Path(record["folder"]) / "store"
-        if not path.exists():
-            raise RunError(f"the run that met in {path.parent} is not running any more")
-        store: dist.Store = dist.FileStore(str(path), -1)
-        store.set_timeout(timedelta(seconds=timeout))
+        store = _open_file(Path(record["folder"]), timeout)
         _stay_on_loopback("localhost")  # as the ranks do
         return store
     where = f"{record['address']}:{record['port']}"
     try:
         # A store asks again and again. A plain connection says at once that nobody listens.
-        socket.create_connection((record["address"], record["port"]), timeout).close()
+        call_with_limit(timeout, lambda: _connect(record, timeout))
         with _native_stderr_dropped():
             store = call_with_limit(timeout + _SLACK, lambda: _client(record, timeout))
     except ConnectionRefusedError:
@@ -129,6 +192,48 @@ def open_meeting(record: Mapping[str, Any], timeout: float) -> dist.Store:
         raise RunError(f"the run at {where} cannot be reached: {first_line(error)}") from None
     _stay_on_loopback(record["address"])
     return dist.PrefixStore(record["prefix"], store) if "prefix" in record else store
+
+
+def _open_file(folder: Path, timeout: float) -> dist.Store:
+    """Opens the store of local ranks."""
+    path = folder / "store"
+    try:
+        # The lock of a process that was stopped may keep it closed.
+        store = call_with_limit(timeout, lambda: _file_store(path))
+    except FileNotFoundError:
+        raise RunError(f"the run that met in {folder} is not running any more") from None
+    except TimeoutError:
+        late = f"waited {timeout:g} s for the store of the run in {folder}, which does not answer"
+        raise WaitTimeout(late, [0]) from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RunError(f"the run that met in {folder} cannot be reached: {error}") from None
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def _file_store(path: Path) -> dist.Store:
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        _check_file(file)
+    return dist.FileStore(str(path), -1)
+
+
+def _check_file(file: IO[bytes]) -> None:
+    """Raises ValueError if a file is no store.
+
+    torch would wait for the rest of it without an end. A store is a row of keys and values. Each
+    has its length in front.
+    """
+    size = os.fstat(file.fileno()).st_size
+    while (at := file.tell()) < size:
+        length = int.from_bytes(file.read(_LENGTH), sys.byteorder)
+        file.seek(at + _LENGTH + length)
+    if not size or file.tell() != size:
+        raise ValueError(f"{file.name} is not the store of a run")
+
+
+def _connect(record: Mapping[str, Any], timeout: float) -> None:
+    socket.create_connection((record["address"], record["port"]), timeout).close()
 
 
 def _client(record: Mapping[str, Any], timeout: float) -> dist.Store:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def present(desk: Lobby, count: int) -> list[int]:
 
 
 def test_newcomers_are_called_in_order_of_arrival(home: dist.Store) -> None:
-    desk = Lobby(home)
+    desk = Lobby(home, 5)
     assert desk.present() == []
     first = Waiting(home, "a")
     tickets = present(desk, 1)
@@ -63,14 +64,14 @@ def test_newcomers_are_called_in_order_of_arrival(home: dist.Store) -> None:
 
 def test_dismissed_newcomer_returns_none(home: dist.Store) -> None:
     waiting = Waiting(home, "a")
-    present(Lobby(home), 1)
+    present(Lobby(home, 5), 1)
     waiting.told_to_go = True
     assert waiting.end() is None
 
 
 def test_vanished_newcomer_is_removed(home: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lobby, "_GONE", 0.2)
-    desk, waiting = Lobby(home), Waiting(home, "a")
+    desk, waiting = Lobby(home, 5), Waiting(home, "a")
     tickets = present(desk, 1)
     waiting.told_to_go = True
     waiting.end()
@@ -80,12 +81,36 @@ def test_vanished_newcomer_is_removed(home: dist.Store, monkeypatch: pytest.Monk
 
 
 def test_silent_rank_0_times_out(home: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lobby, "_GRACE", 0.0)
     monkeypatch.setattr(lobby, "_BEAT", 0.05)
     start = time.monotonic()
     with pytest.raises(WaitTimeout, match=r"b:7 waited 0\.3 s for rank 0"):
         Newcomer(home, "a", 0.3, "b:7").wait()
     assert time.monotonic() - start < 3
+
+
+def test_newcomer_waits_while_rank_0_is_busy(home: dist.Store) -> None:
+    """Rank 0 gives signs of life in a step that takes longer than the limit."""
+    desk, newcomer = Lobby(home, 1), Newcomer(home, "a", 1)
+    end = time.monotonic() + 1.5
+    assert newcomer.wait(lambda: time.monotonic() > end) is None
+    desk.close()
+
+
+def test_damaged_store_stops_neither_side(tmp_path: Path) -> None:
+    """torch reads on and on in a file that ends within a value."""
+    file = tmp_path / "store"
+    store = dist.FileStore(str(file), 1)
+    desk, newcomer = Lobby(store, 0.4), Newcomer(store, "a", 0.4)
+    with file.open("ab") as other:
+        other.write(b"\x08\0\0\0half")
+    with pytest.raises(WaitTimeout, match="rank 0"):
+        newcomer.wait()
+    wait_until(lambda: desk.take_problem() is not None, 5)
+    assert desk.take_problem() is None, "once"
+    assert desk.present() == []
+    with pytest.raises(WaitTimeout, match="the store of the run"):
+        desk.close()
+    file.write_bytes(b"")
 
 
 def test_closed_store_is_an_error() -> None:
