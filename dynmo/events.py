@@ -461,8 +461,7 @@ class EventLog:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            advice = "mend this; --resume goes on from the newest checkpoint"
-            raise RunError(f"{self._path} cannot be written: {error.strerror}; {advice}") from None
+            raise RunError(f"{self._path} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
         self._file.close()

@@ -147,8 +147,9 @@ class _Attempt:
         if self._world.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
         why = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
-        advice = "earlier checkpoints are untouched: mend this and go on with --resume"
-        raise RunError(f"{self._partial} could not be written ({why}); {advice}") from self._failure
+        raise RunError(
+            f"{self._partial} could not be written ({why}); earlier checkpoints are untouched"
+        ) from self._failure
 
 
 def _complete(partial: Path, final: Path, manifest: CheckpointManifest) -> None:
