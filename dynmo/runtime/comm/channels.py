@@ -1,10 +1,11 @@
 """Channels: one per stage boundary and direction.
 
 A channel carries tuples of tensors in microbatch order. A header precedes the first message of a
-channel. It tells dtypes and shapes (`headers.py`). From then on receives are posted ahead, so that
-a message lands while the receiver computes. If shapes vary (`Program.varying`), every message has
-its header, and the headers' leads are posted ahead. A tensor without elements is announced and not
-sent.
+step. It tells dtypes and shapes (`headers.py`). Receives of a step are posted ahead, so that a
+message lands while the receiver computes. They have the shapes of the step before. If the header
+tells others, the sender fills those receives with zeros, and the receiver posts new ones. If shapes
+vary within a step (`Program.varying`), every message has its header, and the headers' leads are
+posted ahead. A tensor without elements is announced and not sent.
 
     the rank's thread   F0 ───────── F1 ─────────
     outbox thread           └ send, wait  └ send,
@@ -51,9 +52,7 @@ class Transport:
         world.open_channels(sorted({key_of(c) for p in programs for c in p.depth}))
         self._world, self._messages = world, own.microbatches
         self._poster = Worker("poster", bool(own.incoming) and not world.enqueues)
-        self._watcher = Worker(
-            "watcher", any(c in own.varying or not world.enqueues for c in own.incoming)
-        )
+        self._watcher = Worker("watcher", bool(own.incoming))
         self._inboxes = {
             c: Inbox(world, c, c in own.varying, own.depth[c], self._poster, self._watcher)
             for c in own.incoming
@@ -71,6 +70,8 @@ class Transport:
     def open(self) -> None:
         for inbox in self._inboxes.values():
             inbox.open(self._messages)
+        for outbox in self._outboxes.values():
+            outbox.open(self._messages)
 
     def rewind(self, begun: tuple[Begun, ...]) -> None:
         """Begins a step again, on all ranks.

@@ -41,6 +41,23 @@ def posted_ahead(world: World, depth: int, varying: bool) -> int:
     return 0 if varying else min(_POSTED_ON_CUDA if world.enqueues else POSTED_AHEAD, depth - 1)
 
 
+def posted_at_start(world: World, messages: int, spec: Spec | None, depth: int) -> int:
+    """Returns how many receives of one shape are posted before a step's first message.
+
+    Args:
+        world: World of this rank.
+        messages: Number of messages of the step.
+        spec: Shape of the messages. None if it is not known yet.
+        depth: Most messages under way.
+    """
+    if spec is None:
+        return 0
+    if world.enqueues:
+        return min(messages, posted_ahead(world, depth, varying=False))
+    size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in spec)
+    return min(messages, posted(messages, size, depth))
+
+
 Posted = tuple[tuple[Tensor, ...], list[dist.Work]]
 
 
@@ -77,6 +94,9 @@ class Inbox:
         self._depth = depth
         self._spec: Spec | None = None
         self._unposted = self._open = self._messages = 0
+        # The next receive is that of the header before the first message of the step. The receives
+        # of messages are posted behind it for the shape of the step before.
+        self._awaits_header = False
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
         # The next message, once `arrived` has asked for it. On CPU the event is set when the
         # message is here or will not come.
@@ -91,6 +111,9 @@ class Inbox:
         """
         assert not self._open, "messages of an earlier step were not taken"
         self._unposted = self._messages = messages
+        self._awaits_header = not self._varying
+        if self._awaits_header:
+            self._poster.submit(self._post_header)
         self._post(self._window())
 
     def rewind(self, sent: int, taken: int) -> None:
@@ -112,13 +135,9 @@ class Inbox:
 
         All of a step's if nothing limits them and they are small. Then none is posted later.
         """
-        if self._spec is None or self._varying or self._world.enqueues:
+        if self._varying:
             return self._ahead
-        return posted(
-            self._messages,
-            sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._spec),
-            self._depth,
-        )
+        return posted_at_start(self._world, self._messages, self._spec, self._depth)
 
     def _post(self, count: int) -> None:
         """Posts receives until `count` are open."""
@@ -131,14 +150,18 @@ class Inbox:
 
     def _post_one(self) -> None:
         if self._varying:
-            buffers: tuple[Tensor, ...] = (torch.zeros(LEAD, dtype=torch.int64),)
-        else:
-            assert self._spec is not None
-            buffers = tuple(
-                torch.empty(shape, dtype=dtype, device=self._world.device)
-                for dtype, shape in self._spec
-            )
-        self._posted.put((buffers, self._receive(buffers, header=self._varying)))
+            self._post_header()
+            return
+        assert self._spec is not None
+        buffers = tuple(
+            torch.empty(shape, dtype=dtype, device=self._world.device)
+            for dtype, shape in self._spec
+        )
+        self._posted.put((buffers, self._receive(buffers)))
+
+    def _post_header(self) -> None:
+        lead = (torch.zeros(LEAD, dtype=torch.int64),)
+        self._posted.put((lead, self._receive(lead, header=True)))
 
     def _receive(self, buffers: tuple[Tensor, ...], header: bool = False) -> list[dist.Work]:
         channel = self.channel
@@ -162,7 +185,8 @@ class Inbox:
 
         Raises queue.Empty if the poster is late or has failed.
         """
-        self._post(1)
+        if not self._awaits_header:
+            self._post(1)
         end = time.perf_counter() + timeout
         while True:
             try:
@@ -171,6 +195,8 @@ class Inbox:
             except queue.Empty:
                 if self._poster.error is not None or time.perf_counter() >= end:
                     raise
+        if self._awaits_header:
+            return posted
         self._open -= 1
         # Post before the wait, so that the work is done while the message is on its way.
         self._post(self._window())
@@ -202,22 +228,19 @@ class Inbox:
     def arrived(self, microbatch: int, timeout: float) -> bool:
         """Returns whether the next message is here, or comes within `timeout` seconds.
 
-        Returns True if there is no telling: for the first message of a channel, whose shapes are
-        not known. For a channel of varying shapes, returns whether the header is here. On CUDA the
-        timeout counts from when the device has nothing left to do: until then nobody waits.
+        If a header precedes the message, returns whether the header is here. On CUDA the timeout
+        counts from when the device has nothing left to do: until then nobody waits.
 
         Args:
             microbatch: Microbatch of the message.
             timeout: Seconds to wait.
         """
-        if self._spec is None and not self._varying:
-            return True
         if self._due is None:
             try:
                 self._due = self._next_posted(timeout)
             except queue.Empty:
                 return False
-            if not self._world.enqueues or self._varying:
+            if not self._world.enqueues or self._varying or self._awaits_header:
                 self._here = threading.Event()
                 self._watcher.submit(partial(self._watch, self._due[1], microbatch, self._here))
         if self._here is not None:
@@ -244,24 +267,37 @@ class Inbox:
             )
             self._wait(self._receive(buffers), microbatch)
         else:
-            if self._spec is None:
-                lead = torch.zeros(LEAD, dtype=torch.int64)
-                self._wait(self._receive((lead,), header=True), microbatch)
-                self._spec = self._read(lead, microbatch)
+            if self._awaits_header:
+                (lead,) = self._land(microbatch)
+                self._awaits_header = False
+                self._expect(self._read(lead, microbatch), microbatch)
             buffers = self._land(microbatch)
         return buffers
+
+    def _expect(self, spec: Spec, microbatch: int) -> None:
+        """Posts receives for the shape of this step.
+
+        The sender fills those that are posted for another shape.
+        """
+        if spec == self._spec:
+            return
+        posted, unposted, self._unposted = self._open, self._unposted, 0
+        for _ in range(posted):
+            self._land(microbatch)
+        self._spec, self._unposted = spec, posted + unposted
+        self._post(self._window())
 
     def _read(self, lead: Tensor, microbatch: int) -> Spec:
         """Returns the spec that the header announces.
 
-        The rest of the header, if any, comes before the message's tensors, in one sequence with
-        them.
+        The rest of the header, if any, comes in one sequence with the tensors of messages if
+        receives of headers are posted ahead, else with the headers.
         """
         what = describe(self.channel)
         rest = rest_of(lead, what)
         if rest is None:
             return decode((lead,), self._world.device, what)
-        self._wait(self._receive((rest,)), microbatch)
+        self._wait(self._receive((rest,), header=not self._varying), microbatch)
         return decode((lead, rest), self._world.device, what)
 
 

@@ -10,13 +10,14 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import DynmoError, RunError, WaitTimeout
 from dynmo.runtime.comm.device_waits import POLL, WaitLimit
 from dynmo.runtime.comm.headers import Spec, encode, on_wire, spec_of
-from dynmo.runtime.comm.inbox import posted_ahead
+from dynmo.runtime.comm.inbox import posted_ahead, posted_at_start
 from dynmo.runtime.comm.tags import TAG_HEADERS, key_of, tag_of
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
@@ -49,15 +50,25 @@ class Outbox:
     def __init__(self, world: World, channel: Channel, varying: bool, depth: int) -> None:
         self._world, self.channel, self._varying = world, channel, varying
         self._spec: Spec | None = None
+        self._is_first, self._messages = True, 0
         threaded = not world.enqueues
         self.worker = Worker(f"outbox {channel.source}-{channel.target}", threaded)
         # CUDA: waiting for a send in place would hold up the compute stream.
         self._enqueued: deque[Enqueued] = deque()
         # Number of messages that may be here and not yet with the peer. The rest of the depth is
         # posted by the peer.
+        self._whole_depth = depth
         self._depth = depth - posted_ahead(world, depth, varying)
         self._room = threading.BoundedSemaphore(self._depth)
         self._threaded = threaded
+
+    def open(self, messages: int) -> None:
+        """Begins a step.
+
+        Args:
+            messages: Number of messages of the step.
+        """
+        self._is_first, self._messages = True, messages
 
     def put(self, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
         """Sends a message. Waits if the channel is full.
@@ -67,14 +78,17 @@ class Outbox:
             tensors: The message. They must not change until the peer has them.
 
         Raises:
-            RunError: The shapes changed, and the channel is not one of varying shapes.
+            RunError: The shapes changed within a step, on a channel of fixed shapes.
             WaitTimeout: The peer did not make room in time.
         """
         spec = spec_of(tensors)
         header: tuple[Tensor, ...] = ()
-        if self._varying or self._spec is None:
+        fillers: tuple[Tensor, ...] = ()
+        if self._varying or self._is_first:
             header = encode(spec)
-            self._spec = spec
+            if not self._varying and spec != self._spec:
+                fillers = self._fillers()
+            self._spec, self._is_first = spec, False
         elif spec != self._spec:
             raise RunError(
                 f"{describe(self.channel)} changed shape from {self._spec} to {spec} at microbatch "
@@ -83,7 +97,15 @@ class Outbox:
                 "varying_shapes = True"
             )
         self._acquire(microbatch)
-        self.worker.submit(lambda: self._send(microbatch, header, tensors))
+        self.worker.submit(lambda: self._send(microbatch, header, (*fillers, *tensors)))
+
+    def _fillers(self) -> tuple[Tensor, ...]:
+        """Returns tensors for the receives that the peer has posted for the step before's shape."""
+        count = posted_at_start(self._world, self._messages, self._spec, self._whole_depth)
+        return count * tuple(
+            torch.zeros(shape, dtype=dtype, device=self._world.device)
+            for dtype, shape in self._spec or ()
+        )
 
     def _send(
         self, microbatch: int, header: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
@@ -98,7 +120,8 @@ class Outbox:
                 self._world.send(lead, channel.target, tag + TAG_HEADERS, key)
                 for lead in header[:1]
             ]
-            head += [self._world.send(rest, channel.target, tag, key) for rest in header[1:]]
+            behind = tag if self._varying else tag + TAG_HEADERS
+            head += [self._world.send(rest, channel.target, behind, key) for rest in header[1:]]
             works = [
                 self._world.send(part, channel.target, tag, key) for part in parts if part.numel()
             ]

@@ -54,11 +54,13 @@ class StepOutput:
         intervals: Intervals in which the rank's time went.
         hashes: Hash of the inputs and of the targets that this rank was given. None if it was given
             none, or if no other rank of its replica could be given another.
+        targets: Targets of the microbatches, until the step's table is made.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     intervals: list[Interval] = field(default_factory=list[Interval])
     hashes: tuple[Tensor | None, Tensor | None] = (None, None)
+    targets: Tensor | None = None
 
 
 class Executor:
@@ -118,6 +120,8 @@ class Executor:
         gc.disable()
         try:
             self.transport.open()
+            for stage in self.stages.values():
+                stage.begin()
             before = None if is_validated is None else self._buffers.copies()
             self.streams.fork()
             step_output = _ProgramRun(self, step, inputs, targets, training).run(is_validated)
@@ -183,7 +187,7 @@ class _ProgramRun:
             executor.streams,
             executor.clock.mark,
         )
-        self._output = StepOutput()
+        self._output = StepOutput(targets=targets)
         self._intervals = self._output.intervals
         self._queue = WeightGradQueue(self._program.instructions, self._stages)
         # Tensors on their way to an op or to a channel, by (direction, stage that needs or made

@@ -11,11 +11,17 @@ CPU) compute other bits without one. The first graph is dropped at once.
 
     kept         F ----------- activations -----------> B -- stash --> W
     recomputed   F -- inputs --> (F again: activations) B -- stash --> W
+
+An input that the next layer does not differentiate has no gradient, which is not a gradient of
+zeros: torch's optimizers skip a parameter without one. A boolean tensor behind the gradients of a
+layer's inputs then says which of them are there. The others are zeros, so that all messages of a
+boundary have one shape. The first microbatch of a step decides whether the boolean tensor follows.
+Without it, a gradient that is missing later counts as zeros: the parameters behind it have one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +36,7 @@ from dynmo.kernels.sparse_linear import guarded
 from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
 from dynmo.kernels.torch_private import FunctionBase, run_backward
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.comm.headers import MOST_TENSORS, obstacle
+from dynmo.runtime.comm.headers import MOST_TENSORS, Spec, obstacle, spec_of
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.buffers import BufferKey, BufferSet, Copies, has_same_bits
 from dynmo.runtime.layer.plain_state import PlainState
@@ -103,6 +109,10 @@ class Layer:
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # When pieces of W ran ahead of time, by microbatch.
         self._ahead: dict[int, list[tuple[Any, Any]]] = {}
+        # Shapes of the outputs, and whether some input had no gradient, in the first microbatch of
+        # the program that runs.
+        self._outputs_like: Spec | None = None
+        self._marks_missing: bool | None = None
         # Marks of this step: kind, start, end, and the parts of W inside a BW, or ahead of a W.
         self.marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]] = []
         self._inside: list[tuple[Any, Any]] = []
@@ -127,6 +137,10 @@ class Layer:
             recompute: Whether to recompute them.
         """
         self._recompute = recompute
+
+    def begin(self) -> None:
+        """Begins a program: its first microbatch sets the shapes of all messages."""
+        self._outputs_like = self._marks_missing = None
 
     def forget_sizes(self) -> None:
         """Notes that the layer has changed.
@@ -161,7 +175,8 @@ class Layer:
             The outputs, contiguous.
 
         Raises:
-            RunError: The layer's output cannot travel, or it writes to its inputs.
+            RunError: The layer's output cannot travel, has another shape than that of the first
+                microbatch, or the layer writes to its inputs.
             ConfigError: With `checks_state`, the output depends on plain attributes that F writes
                 to.
         """
@@ -179,8 +194,24 @@ class Layer:
                 outputs = self._call(inputs, finish, False)
             if not self.output_bytes:
                 self.output_bytes = sum(y.nbytes for y in outputs)
+        self._check_shapes(microbatch, outputs)
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
+
+    def _check_shapes(self, microbatch: int, outputs: Tensors) -> None:
+        """Raises RunError if outputs have other shapes than those of the first microbatch.
+
+        Ranks could not exchange them. They are refused on one rank, too, so that any number of
+        ranks trains the same models.
+        """
+        spec = spec_of(outputs)
+        first = self._outputs_like = self._outputs_like or spec
+        if spec != first and not getattr(self.module, "varying_shapes", False):
+            raise RunError(
+                f"layer {self.index} ({type(self.module).__name__}) returned {_described(spec)} in "
+                f"microbatch {microbatch}, and {_described(first)} in the first of the step; pad "
+                "the tensors, or give the layer the attribute varying_shapes = True"
+            )
 
     def _forward_for_backward(
         self,
@@ -365,11 +396,12 @@ class Layer:
 
         Args:
             microbatch: Microbatch whose F has run.
-            gradients: One per floating-point output.
+            gradients: One per floating-point output, as the next layer returned them.
             deferred: Whether W runs later (`backward_weight`).
 
         Returns:
-            One gradient per floating-point input: zeros for an input without influence.
+            One gradient per floating-point input. If the first microbatch had none for some input,
+            a boolean tensor follows (see the top of this file).
         """
         start = self._clock.mark()
         inputs, roots, buffers = self._saved.pop(microbatch)
@@ -383,7 +415,7 @@ class Layer:
         try:
             with self.buffers.replaced(buffers):
                 before = {} if self._measured else self.buffers.copies()
-                _run_graph(roots, gradients)
+                _run_graph(roots, _present(gradients))
                 if not self._measured:
                     self._writes_in_backward = bool(self.buffers.written(before))
         except Exception as error:
@@ -410,10 +442,18 @@ class Layer:
                 groups.after_weight(microbatch)
         if work:
             self._weight_work[microbatch] = work
-        gradients_in = tuple(_gradient(x) for x in inputs if x.requires_grad)
+        gradients_in = self._gradients_of([x for x in inputs if x.requires_grad])
         inside, self._inside = self._inside, []
         self.marks.append((Kind.B if deferred else Kind.BW, start, self._clock.mark(), inside))
         return gradients_in
+
+    def _gradients_of(self, inputs: Sequence[Tensor]) -> Tensors:
+        """Returns the gradients of the inputs, and which of them are there."""
+        there = [x.grad is not None for x in inputs]
+        if self._marks_missing is None:
+            self._marks_missing = not all(there)
+        gradients = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
+        return (*gradients, torch.tensor(there)) if self._marks_missing else gradients
 
     def backward_weight(self, microbatch: int) -> None:
         """Runs W, or its last piece if `partial_weights` has run the others."""
@@ -472,23 +512,38 @@ def _edge(output: Tensor) -> GradientEdge:
     return GradientEdge(node, output.output_nr, token)
 
 
-def _run_graph(roots: Roots, gradients: Tensors) -> None:
+def _present(gradients: Tensors) -> tuple[Tensor | None, ...]:
+    """Returns the gradients, with None for those that a boolean tensor behind them denies."""
+    if not gradients or gradients[-1].dtype is not torch.bool:
+        return gradients
+    *values, there = gradients
+    if type(there) is not Tensor:  # a fake tensor has no values
+        return tuple(values)
+    return tuple(
+        gradient if is_there else None
+        for gradient, is_there in zip(values, there.tolist(), strict=True)
+    )
+
+
+def _run_graph(roots: Roots, gradients: Sequence[Tensor | None]) -> None:
     """torch.autograd.backward for outputs whose gradients are known to fit.
 
     Its checks would cost as much again as a small graph.
     """
-    if None in roots:
-        pairs = [(root, g) for root, g in zip(roots, gradients, strict=True) if root is not None]
-        roots, gradients = tuple(root for root, _ in pairs), tuple(g for _, g in pairs)
-    if not roots:
-        return
-    # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-    run_backward(roots, gradients)
+    pairs = [
+        (root, gradient)
+        for root, gradient in zip(roots, gradients, strict=True)
+        if root is not None and gradient is not None
+    ]
+    if pairs:
+        # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+        run_backward(tuple(root for root, _ in pairs), tuple(g for _, g in pairs))
 
 
-def _gradient(x: Tensor) -> Tensor:
-    gradient = x.grad
-    return torch.zeros_like(x) if gradient is None else gradient
+def _described(spec: Spec) -> str:
+    return " and ".join(
+        f"{list(shape)} of {str(dtype).removeprefix('torch.')}" for dtype, shape in spec[:4]
+    )
 
 
 def _differs(original: Tensor, copy: Tensor) -> bool:

@@ -56,6 +56,11 @@ class Stage:
         for layer in self.layers:
             layer.tape.loss_share = self._share
 
+    def begin(self) -> None:
+        """Begins a run of the program."""
+        for layer in self.layers:
+            layer.begin()
+
     def forward(
         self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool
     ) -> Tensors:
@@ -119,8 +124,8 @@ class Stage:
 
         Args:
             microbatch: Index of the microbatch in the run.
-            gradients: Gradients of this stage's outputs. None on the last stage, whose output is
-                the loss.
+            gradients: Gradients of this stage's outputs, as the next stage returned them. None on
+                the last stage, whose output is the loss.
             deferred: Whether W runs later (`backward_weight`).
 
         Returns:
@@ -129,7 +134,8 @@ class Stage:
         gradients = (self._share,) if gradients is None else gradients
         for layer in reversed(self._trained):
             gradients = layer.backward_input(microbatch, gradients, deferred)
-        return gradients
+        # A message travels from one device.
+        return tuple(gradient.to(gradients[0].device) for gradient in gradients)
 
     def backward_weight(self, microbatch: int) -> None:
         for layer in reversed(self._trained):

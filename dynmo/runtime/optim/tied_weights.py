@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from dynmo.kernels.split import zero_gradient
@@ -80,16 +81,10 @@ class TiedWeights:
             if not owned.requires_grad:
                 continue
             given = used.grad
-            if source != target and here == source:
-                self._pass(
-                    zero_gradient(used) if given is None else given,
-                    source,
-                    target,
-                    index,
-                    "gradient",
+            if source != target and here in (source, target):
+                given = self._pass_gradient(
+                    used if here == source else owned, source, target, index
                 )
-            elif source != target and here == target:
-                given = self._pass(zero_gradient(owned), source, target, index, "gradient")
             if here == target and given is not None:
                 owned.grad = given if owned.grad is None else given + owned.grad
             used.grad = None
@@ -113,6 +108,25 @@ class TiedWeights:
                 else self._modules[user].get_parameter(name)
             )
             self._pass(weight.detach(), source, target, index, "weight")
+
+    def _pass_gradient(
+        self, weight: nn.Parameter, source: int, target: int, index: int
+    ) -> Tensor | None:
+        """Sends the user's gradient to the owner's rank, if there is one.
+
+        Args:
+            weight: The weight on this rank.
+            source: Rank of the user.
+            target: Rank of the owner.
+            index: Index of the pair.
+        """
+        sends = self._world.rank == source
+        is_there = torch.tensor([sends and weight.grad is not None], device=weight.device)
+        if not self._pass(is_there, source, target, index, "gradient"):
+            return None
+        gradient = weight.grad if sends else zero_gradient(weight)
+        assert gradient is not None
+        return self._pass(gradient, source, target, index, "gradient")
 
     def _pass(self, tensor: Tensor, source: int, target: int, index: int, what: str) -> Tensor:
         """Sends a tensor from one rank to the other. Returns it, filled where it arrives."""

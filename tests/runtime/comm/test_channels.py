@@ -94,6 +94,13 @@ def test_messages_of_varying_shape_arrive_in_order(pool: Pool, depth: int) -> No
     ) == [20, 20]
 
 
+@pytest.mark.parametrize("depth", [1, 3, 20])
+def test_steps_may_have_other_shapes(pool: Pool, depth: int) -> None:
+    """Receives that are posted for the old shape are filled first."""
+    steps = [[shapes] * 10 for shapes in (PLAIN, SEVERAL, SEVERAL, MANY, PLAIN)]
+    assert pool.run(JOBS + "channel", 2, steps=steps, varying=False, depth=depth) == [50, 50]
+
+
 def test_non_contiguous_tensors_arrive_intact(pool: Pool) -> None:
     assert pool.run(
         JOBS + "channel", 2, steps=[[PLAIN] * 4], varying=False, depth=4, transposed=True

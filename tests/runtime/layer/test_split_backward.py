@@ -229,11 +229,10 @@ def plain(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors]) ->
         real = [y for y in outputs if y.is_floating_point()]
         torch.autograd.backward(real, list(g))
         result.outputs.append(tuple(y.detach() for y in outputs))
-        result.inputs.append(
-            tuple(
-                torch.zeros_like(t) if t.grad is None else t.grad for t in leaves if t.requires_grad
-            )
-        )
+        given = [t for t in leaves if t.requires_grad]
+        there = [t.grad is not None for t in given]
+        values = [torch.zeros_like(t) if t.grad is None else t.grad for t in given]
+        result.inputs.append((*values, *([] if all(there) else [torch.tensor(there)])))
     result.weights = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     return result
 

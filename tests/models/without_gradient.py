@@ -1,0 +1,65 @@
+"""A model of which some parameters get no gradient, in all steps or in some."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+HIDDEN = 8
+
+
+class Classes(nn.Module):
+    """Hands on integers, so nothing flows back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).argmax(-1)
+
+
+class Lookup(nn.Module):
+    """Has a parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(HIDDEN, HIDDEN)
+        self.unused = nn.Parameter(torch.ones(HIDDEN, HIDDEN))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table(ids), ids
+
+
+class Pair(nn.Module):
+    """Returns two tensors and the ids. The next layer ignores the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tanh(self.first(x)), self.second(x), ids
+
+
+class Sometimes(nn.Module):
+    """Detaches most microbatches, and all of some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, ignored: Tensor, ids: Tensor) -> Tensor:
+        return self.linear(x if int(ids.sum()) % 6 == 0 else x.detach())
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [
+        nn.Embedding(256, HIDDEN),
+        Classes(),
+        Lookup(),
+        Pair(),
+        Sometimes(),
+        nn.Linear(HIDDEN, 256),
+    ]

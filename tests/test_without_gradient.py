@@ -1,0 +1,179 @@
+"""A parameter without a gradient is not stepped, as in torch.
+
+It is neither decayed nor moved by its momentum, and its state does not count the step.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.data.batches import Batches
+from dynmo.data.corpus import open_corpus
+from dynmo.kernels.seeds import Purpose, mix
+from dynmo.models.model import from_factories, next_token_loss
+from dynmo.models.registry import load_model
+from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import StepOptions
+from dynmo.runtime.comm.world import World
+from tests.jobs import SOURCE
+from tests.pool import Pool
+from tests.test_own_models import config
+
+Optimizer = Literal["adamw", "sgd"]
+Weights = dict[int, list[float]]
+MODEL, STEPS = "tests.models.without_gradient:layers", 8
+
+
+def run_config(optimizer: Optimizer, ranks: int, **changes: Any) -> dict[str, Any]:
+    train = {"steps": STEPS, "max_grad_norm": 0.0, "weight_decay": 0.5, "optimizer": optimizer}
+    return config(MODEL, ranks, **{**changes, "train": train | changes.get("train", {})})
+
+
+def trained(pool: Pool, optimizer: Optimizer, ranks: int = 1, **changes: Any) -> Weights:
+    """Returns the weights of each layer after a run."""
+    settings = run_config(optimizer, ranks, **changes)
+    ended = pool.run(
+        "train_and_weights", ranks * settings["parallel"].get("data", 1), config=settings
+    )
+    return {int(index): weights for rank in ended for index, weights in rank["weights"].items()}
+
+
+@cache
+def plain(optimizer: Optimizer, groups: int = 1) -> tuple[Weights, list[list[bool]]]:
+    """Trains with torch alone.
+
+    Returns:
+        The weights of each layer, and for each step which parameters had a gradient.
+    """
+    loaded = parse(run_config(optimizer, 1) | {"data": {"source": SOURCE}})
+    model = load_model(loaded)
+    layers = nn.Sequential(*[_Spread(layer) for layer in model.build(range(model.layers))])
+    parameters = list(layers.parameters())
+    settings = [
+        {"params": [p for p in parameters if (p.dim() > 1) == decays], "weight_decay": 0.5 * decays}
+        for decays in (True, False)
+    ]
+    stepper = (
+        torch.optim.AdamW(settings, lr=0.05, betas=(0.9, 0.95), fused=True)
+        if optimizer == "adamw"
+        else torch.optim.SGD(settings, lr=0.05, momentum=0.9, fused=True)
+    )
+    batches = Batches(open_corpus(SOURCE), 8, 8, 2, loaded.seed)
+    there: list[list[bool]] = []
+    for step in range(STEPS):
+        sums: list[list[Tensor | None]] = []
+        inputs, targets = batches.train(step)
+        for x, y in zip(inputs.chunk(groups), targets.chunk(groups), strict=True):
+            stepper.zero_grad()
+            for each, target in zip(x, y, strict=True):
+                model.loss(layers(each), target).backward(torch.tensor(1 / len(inputs)))
+            sums.append([p.grad for p in parameters])
+        for parameter, parts in zip(parameters, zip(*sums, strict=True), strict=True):
+            partial_sums = [part for part in parts if part is not None]
+            parameter.grad = torch.stack(partial_sums).sum(0) if partial_sums else None
+        there.append([p.grad is not None for p in parameters])
+        stepper.step()
+    return {
+        index: [x for p in layer.parameters() for x in p.flatten().tolist()]
+        for index, layer in enumerate(layers)
+    }, there
+
+
+class _Spread(nn.Module):
+    """Gives a tuple to a layer as its arguments."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor | tuple[Tensor, ...]) -> Any:
+        return self.layer(*x) if isinstance(x, tuple) else self.layer(x)
+
+
+def test_the_model_has_each_kind_of_parameter() -> None:
+    _, there = plain("adamw")
+    by_parameter = list(zip(*there, strict=True))
+    assert not any(map(any, by_parameter[:3])), "integers are handed on"
+    assert not any(by_parameter[3]), "unused"
+    assert len(set(by_parameter[4])) == 2, "in some steps"
+    assert not any(map(any, by_parameter[7:9])), "an output that the next layer ignores"
+    assert all(map(all, by_parameter[9:]))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_parameters_without_a_gradient_are_skipped_as_in_torch(
+    pool: Pool, optimizer: Optimizer
+) -> None:
+    """On one rank, and on two and three whose layers move at each step."""
+    weights = trained(pool, optimizer)
+    assert_close(weights, plain(optimizer)[0])
+    assert trained(pool, optimizer, 2, pipeline={"schedule": "zb-v"}) == weights
+    assert trained(pool, optimizer, 3, train={"recompute": "all"}) == weights
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_replicas_skip_what_no_replica_has(pool: Pool, optimizer: Optimizer) -> None:
+    two_groups = {"reduction_slots": 2}
+    weights = trained(pool, optimizer, train=two_groups)
+    assert_close(weights, plain(optimizer, groups=2)[0])
+    for zero in (0, 1):
+        parallel = {"data": 2, "zero": zero}
+        assert trained(pool, optimizer, 2, train=two_groups, parallel=parallel) == weights
+
+
+@pytest.mark.parametrize("rollback", ["exact", "in-place"])
+def test_steps_that_are_taken_back_skip_the_same(pool: Pool, rollback: str) -> None:
+    """The gradients are clipped, so ranks take their first attempt back."""
+    clipped, options = {"max_grad_norm": 0.05}, {"post_validation": True, "rollback": rollback}
+    expected = trained(pool, "adamw", train=clipped)
+    actual = trained(pool, "adamw", 2, train=clipped, pipeline=options)
+    assert_close(actual, expected)
+    assert rollback == "in-place" or actual == expected
+    assert actual[0] == plain("adamw")[0][0], "nothing trains below integers"
+
+
+class Head(nn.Linear):
+    """Trains its bias alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input.detach(), self.weight.detach(), self.bias)
+
+
+def tied(world: World) -> list[float]:
+    """Returns the weight of embedding and head after two steps, on the embedding's rank."""
+    factories = [partial(nn.Embedding, 16, 4), partial(Head, 4, 16)]
+    pairs = [((0, "weight"), (1, "weight"))]
+    model = from_factories(["tokens", "head"], factories, 0, next_token_loss, tied=pairs)
+    partition = Partition((2,) if world.size == 1 else (1, 1))
+    engine = Engine(world, model, partition, StepOptions("1f1b", 2))
+    ids = torch.arange(16).view(2, 2, 4)
+    for step in range(2):
+        engine.step(step, ids, ids, lr=0.1)
+    return [
+        x for p in engine.modules[0].parameters() if not p.is_meta for x in p.flatten().tolist()
+    ]
+
+
+def test_tied_weight_without_a_gradient_does_not_decay(pool: Pool) -> None:
+    torch.manual_seed(mix(0, Purpose.INITIAL, 0))
+    start = nn.Embedding(16, 4).weight.flatten().tolist()
+    for ranks in (1, 2):
+        assert pool.run(f"{__name__}:tied", ranks)[0] == start
+
+
+def assert_close(actual: Weights, expected: Weights) -> None:
+    """A decay alone would move weights by a hundredth.
+
+    dynmo adds the gradients of a linear in other kernels than autograd.
+    """
+    assert actual.keys() == expected.keys()
+    for index, weights in expected.items():
+        assert actual[index] == pytest.approx(weights, rel=1e-4, abs=1e-5)
