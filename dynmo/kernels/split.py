@@ -12,6 +12,7 @@ lose small amounts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol, TypeGuard, cast
@@ -159,6 +160,14 @@ def splits(module: nn.Module) -> TypeGuard[Split]:
     )
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """Reshape [..., n] to [rows, n], for any n.
+
+    `reshape(-1, 0)` would be ambiguous.
+    """
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute functional.linear for an autograd function.
 
@@ -174,7 +183,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if x.dim() == 2:
         return functional.linear(x, weight, bias)
-    y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    y = functional.linear(as_rows(x), weight, bias)
     return reshape_unsafe(y, (*x.shape[:-1], weight.shape[0]))
 
 
@@ -195,8 +204,8 @@ class _LinearFunction(torch.autograd.Function):
         weight, bias, tape = ctx.weight, ctx.bias, ctx.tape
         gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
         if not tape.takes(weight, bias):
-            rows = gy.reshape(-1, gy.shape[-1])
-            gw = torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
+            rows = as_rows(gy)
+            gw = torch.mm(rows.t(), as_rows(x))
             return gx, gw, rows.sum(0) if ctx.needs_input_grad[2] else None, None
         x = x.detach()  # its graph would keep the layer's inputs until W has run
         tape.add(partial(accumulate_linear, weight, bias, x, gy), x, gy)
@@ -216,8 +225,8 @@ def accumulate_linear(
         x: [..., in], without a graph behind it.
         gy: [..., out], without a graph behind it.
     """
-    rows = gy.reshape(-1, gy.shape[-1])
-    add_product(weight, rows.t(), x.reshape(-1, x.shape[-1]))
+    rows = as_rows(gy)
+    add_product(weight, rows.t(), as_rows(x))
     if bias is not None and bias.requires_grad:
         add_rows(bias, rows)
 
@@ -278,7 +287,7 @@ class _EmbeddingFunction(torch.autograd.Function):
         gy, weight = gradients[0], ctx.weight
         if not ctx.tape.takes(weight):
             gradient = zero_gradient(weight)
-            gradient.index_add_(0, ids.reshape(-1), gy.reshape(-1, gy.shape[-1]).to(gradient.dtype))
+            gradient.index_add_(0, ids.reshape(-1), as_rows(gy).to(gradient.dtype))
             return None, gradient.to(weight.dtype), None
         ctx.tape.add(lambda: accumulate_embedding(weight, ids, gy), ids, gy)
         return None, None, None
@@ -318,9 +327,7 @@ def accumulate_embedding(weight: nn.Parameter, ids: Tensor, gy: Tensor) -> None:
     with torch.no_grad():
         if weight.grad is None:
             weight.grad = zero_gradient(weight)
-        weight.grad.index_add_(
-            0, ids.reshape(-1), gy.reshape(-1, gy.shape[-1]).to(weight.grad.dtype)
-        )
+        weight.grad.index_add_(0, ids.reshape(-1), as_rows(gy).to(weight.grad.dtype))
 
 
 class SplitEmbedding(nn.Embedding):

@@ -145,7 +145,10 @@ def _layer_parts(layer: nn.Module) -> Iterator[tuple[str, str]]:
         path = f"{prefix}." if prefix else ""
         yield f"class of {prefix or 'the layer'}", _class_name(type(module))
         for name, value in vars(module).items():
-            if name not in _OWN or (name in _HOOKS and value):
+            if name in _HOOKS and value:
+                # The keys count the hooks of the process.
+                yield f"{path}{name}", _short(_Writer().text(list(value.values())))
+            elif name not in _OWN:
                 yield f"{path}{name}", _short(_Writer().text(value))
 
 
@@ -235,7 +238,8 @@ def _array_text(value: Tensor | np.ndarray[Any, Any]) -> str:
     if isinstance(value, np.ndarray):
         content = np.ascontiguousarray(value).tobytes() if value.dtype != object else b""
         return f"{value.dtype} {list(value.shape)} {hashlib.sha256(content).hexdigest()[:12]}"
-    if value.is_meta or value.layout != torch.strided:
+    # A tensor that was computed from parameters has values only where they are.
+    if value.is_meta or not value.is_leaf or value.layout != torch.strided:
         return _form(value)
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     content = plain.view(torch.uint8).numpy().tobytes()

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
 from dynmo.models.model import (
@@ -113,8 +113,23 @@ def _fingerprint(module: nn.Module) -> str:
 def _builder(modules: Sequence[nn.Module]) -> Callable[[Collection[int]], list[nn.Module]]:
     def build(owned: Collection[int]) -> list[nn.Module]:
         return [
-            module if index in owned else copy.deepcopy(module).to("meta")
+            module if index in owned else _without_memory(module)
             for index, module in enumerate(modules)
         ]
 
     return build
+
+
+def _without_memory(module: nn.Module) -> nn.Module:
+    """Returns a copy on the meta device.
+
+    torch refuses to copy a tensor that was computed from parameters, such as the weight that
+    `torch.nn.utils.weight_norm` sets before each forward.
+    """
+    computed = {
+        id(value): torch.empty_like(value, device="meta", requires_grad=False)
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(module, computed).to("meta")
