@@ -69,10 +69,11 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: [..., vocabulary], of any floating-point type. Computed in float32.
-        targets: [...] of token ids.
+        targets: [...] of token ids. A target of -100 does not count.
 
     Returns:
-        A tensor without dimensions.
+        A tensor without dimensions. A step's loss is the mean of its microbatches' means, which is
+        not the mean over all counted targets of the step.
 
     Example:
         >>> import torch

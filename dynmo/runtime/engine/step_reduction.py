@@ -2,7 +2,7 @@
 
 The result is the same on every rank.
 
-    squared norms of the layers | losses of the microbatches | busy, span, flag, hashes of the batch
+    squared norms of the layers | losses of the microbatches | busy, span, flag, uncounted, hashes
     on all replicas               of all replicas              of every global rank, or slice
 
 Exactly one rank writes each entry, except for the norms, which one rank of each pipeline writes.
@@ -25,6 +25,10 @@ from dynmo.runtime.engine.norm_ring import Rollback, Switch
 from dynmo.runtime.optim.optimizer import squared_norm
 from dynmo.runtime.state.layer_store import LayerStore
 
+_ROWS = 6
+# Cross entropy does not count such targets (`ignore_index`).
+_UNCOUNTED = -100
+
 
 @dataclass(frozen=True, repr=False)
 class StepResult:
@@ -44,6 +48,8 @@ class StepResult:
         rollback: With post-validation, why the step was taken back. None if it was not.
         switch: With post-validation, a change between steps with and without a barrier.
         skipped: Whether gradients overflowed. Nothing was updated then, and the loss scale falls.
+        uncounted: Replica and number of a microbatch whose loss is not a number because all its
+            targets are -100. None if there is none.
     """
 
     step: int
@@ -58,6 +64,7 @@ class StepResult:
     rollback: Rollback | None = None
     switch: Switch | None = None
     skipped: bool = False
+    uncounted: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
         skipped = ", skipped=True" if self.skipped else ""
@@ -88,7 +95,7 @@ class StepReduction:
 
     @property
     def length(self) -> int:
-        return self._losses_end + 5 * self._ranks
+        return self._losses_end + _ROWS * self._ranks
 
     @property
     def _ranks(self) -> int:
@@ -100,12 +107,13 @@ class StepReduction:
         return self._layer_store.model.layers + layout.microbatches * layout.replicas
 
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns views of the norms, the losses, and [5, ranks].
+        """Returns views of the norms, the losses, and [_ROWS, ranks].
 
-        The rows are busy, span, flag, and the hashes of inputs and targets.
+        The rows are busy, span, flag, uncounted (1 + a number of a microbatch), and the hashes of
+        inputs and targets.
         """
         layers, losses = self._layer_store.model.layers, self._losses_end
-        return table[:layers], table[layers:losses], table[losses:].view(5, self._ranks)
+        return table[:layers], table[layers:losses], table[losses:].view(_ROWS, self._ranks)
 
     def own(self, step_output: StepOutput, flag: int) -> Tensor:
         """Returns this rank's entries. Its gradients must be complete.
@@ -134,8 +142,11 @@ class StepReduction:
             }
         for index, value in squares.items():
             norms[index] = value
+        uncounted = 0
         if step_output.losses:
-            losses[world.replica * own :][:own] = torch.stack(step_output.losses)
+            mine = losses[world.replica * own :][:own]
+            mine.copy_(torch.stack(step_output.losses))
+            uncounted = _uncounted(mine, step_output.targets)
         for rank in {layout.placement[stage] for stage in layer_store.own_stages}:
             spent = [s for s in step_output.intervals if layout.placement[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
@@ -146,14 +157,16 @@ class StepReduction:
             )
             column[1] = clock.elapsed(spent[0].start, spent[-1].end)
             column[2] = float(flag)
-            for at, value in enumerate(step_output.hashes, 3):
+            column[3] = uncounted
+            for at, value in enumerate(step_output.hashes, 4):
                 if value is not None:
                     column[at] = value
+        step_output.targets = None
         return table
 
     def difference(self, step: int, table: Tensor) -> InputError | None:
         """Returns the error of ranks that were given different batches, from the complete table."""
-        hashes = self._parts(table)[2][3:].tolist()
+        hashes = self._parts(table)[2][4:].tolist()
         return find_difference(f"step {step}", hashes, self._layer_store.layout.replicas)
 
     def once(self, table: Tensor) -> Tensor:
@@ -189,10 +202,37 @@ class StepReduction:
         """
         norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
-        busy, spans, flags, *_ = rest.tolist()
+        busy, spans, flags, uncounted, *_ = rest.tolist()
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         loss = float(losses.clone().mean())
         flags = tuple(map(int, flags))
+        # The replicas of a rank lie side by side.
+        places = [
+            (column % self._layer_store.layout.replicas, int(number) - 1)
+            for column, number in enumerate(uncounted)
+            if number
+        ]
         return StepResult(
-            step, loss, norm, squares, tuple(busy), tuple(spans), flags, step_output, loss_scale
+            step,
+            loss,
+            norm,
+            squares,
+            tuple(busy),
+            tuple(spans),
+            flags,
+            step_output,
+            loss_scale,
+            uncounted=min(places, default=None),
         )
+
+
+def _uncounted(losses: Tensor, targets: Tensor | None) -> int:
+    """Returns 1 + the number of the first microbatch without a counted target, or 0.
+
+    Reads the targets only if a loss is not a number.
+    """
+    assert targets is not None, "the rank of the last stage has them"
+    for microbatch in losses.isnan().nonzero().flatten().tolist():
+        if bool((targets[microbatch] == _UNCOUNTED).all()):
+            return microbatch + 1
+    return 0
