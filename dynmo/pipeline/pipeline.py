@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +16,12 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Balance, parse
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.dynamism import Dynamism, Signals
-from dynmo.dynamism.case import checked
+from dynmo.dynamism.case import TokenShares
 from dynmo.errors import CheckpointError, ConfigError, InputError, RunError
 from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
 from dynmo.pipeline.case_context import agree_on_cases
+from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.optimizers import SGD, AdamW, OptimizerHandle
 from dynmo.pipeline.options import StepOptions, UpdateOptions
@@ -53,8 +55,10 @@ class Pipeline:
         optimizer: `dynmo.AdamW` or `dynmo.SGD`.
         balance: "auto" moves layers between ranks when the work has become uneven and a move repays
             itself. "none" leaves them where they are. `dynmo.Balance` sets all options.
-        partition: Number of layers on each stage at first. The default is as even as possible.
-        replicas: Number of pipelines that train side by side. It must divide the ranks.
+        partition: Number of layers on each stage at first. The default is `balance.initial`, and
+            as even as possible without that.
+        replicas: Number of pipelines that train side by side. It must divide the ranks. Gradients
+            are added per replica and then over the replicas, so another number gives other bits.
         expert: Number of replicas that share one set of experts. It must divide the replicas.
         max_norm: Gradients are clipped to this norm over all layers. 0 does not clip.
         memory_limit: Bytes of each rank, for the placement and for schedules that are made within
@@ -102,8 +106,10 @@ class Pipeline:
     ) -> None:
         if precision not in PRECISIONS:
             raise ConfigError(f"precision = {precision!r}; choose from {', '.join(PRECISIONS)}")
+        _check_kinds(model, world, optimizer)
         options = optimizer or AdamW()
         self._max_norm, self._horizon, self._cases = max_norm, horizon, tuple(cases)
+        self._balance = _balance_of(balance)
         self._microbatches, self._schedule, self._dtype = (
             microbatches,
             schedule,
@@ -114,11 +120,11 @@ class Pipeline:
             _agree_on_modules(model, world)
         mesh = arrange(world, replicas)
         stages = len(placement_of(schedule, mesh.size))
-        counts = uniform(model.layers, stages) if partition is None else partition
+        counts = _first_partition(partition, self._balance.initial, model.layers, stages)
         self._engine = Engine(
             mesh,
             model,
-            counts if isinstance(counts, Partition) else Partition(tuple(counts)),
+            counts,
             StepOptions(
                 schedule, microbatches=microbatches, memory_limit=memory_limit, recompute=recompute
             ),
@@ -126,11 +132,10 @@ class Pipeline:
             layers=LayerOptions(dtype=self._dtype, seed=seed),
             replicas=ReplicaOptions(expert=expert),
         )
-        self._balance = _balance_of(balance)
         self._step, self._loss = 0, math.nan
         agree_on_cases(world, self._cases)
-        for case in self._cases:
-            case.check(self._engine.modules)
+        self._case_calls = Cases(self._cases, self._engine)
+        self._token_shares: dict[str, TokenShares] = {}
         self._rebalancer = self._make_rebalancer()
 
     # -- training ----------------------------------------------------------------------------------
@@ -149,39 +154,40 @@ class Pipeline:
 
         Returns:
             The loss, the gradient norm before clipping, and the work of each rank. It is the same
-            on every rank.
+            on every rank. The loss is the mean of the microbatches' means, whatever the number of
+            targets that count in each (those that are not -100).
 
         Raises:
             InputError: The batch is missing or cannot be cut, or ranks of one replica pass
                 different batches. No weight was changed.
-            RunError: The loss or a gradient is not finite.
+            RunError: The loss or a gradient is not finite, or no target of a microbatch counts.
         """
         cut_inputs, cut_targets = self._cut_inputs(inputs), self._cut("targets", targets)
+        for case, shares in self._case_calls.collect(self._step):
+            self._token_shares[case.name] = shares
         if self._rebalancer.is_due(self._step):
             self._rebalancer.consider(self._step)
-        for case in self._cases:
-            change = checked(
-                case, case.act(self._step, self._engine.case_context), self._engine.count
-            )
-            if change is not None:
-                self._on_workload_change(change.layers)
+        for _ in self._case_calls.act(self._step):
+            self._rebalancer.on_workload_change(self._step)
         start, rate = time.perf_counter(), self._optimizer.lr
         result = self._engine.step(
             self._step, cut_inputs, cut_targets, lr=rate, max_norm=self._max_norm
         )
         self._optimizer.step()
         self._rebalancer.observe(self._step, time.perf_counter() - start, result.busy)
-        for case in self._cases:
-            case.observe(Signals(self._step, result.loss, result.squared_norms, rate))
+        self._case_calls.observe(Signals(self._step, result.loss, result.squared_norms, rate))
         self._step, self._loss = self._step + 1, result.loss
         return result
 
-    def evaluate(self, inputs: Tensor | None, targets: Tensor | None) -> float:
+    def evaluate(
+        self, inputs: Tensor | None, targets: Tensor | None, *, dense: bool = False
+    ) -> float:
         """Computes the mean loss of one batch without training.
 
         Args:
             inputs: As in `step`.
             targets: As in `step`.
+            dense: Whether cases compute everything, such as tokens that they would let go.
 
         Returns:
             The mean loss over all replicas' microbatches, the same on every rank.
@@ -190,9 +196,15 @@ class Pipeline:
             InputError: The batch is missing or cannot be cut, or ranks of one replica pass
                 different batches.
         """
-        return self._engine.evaluate(
-            self._cut_inputs(inputs), self._cut("targets", targets), self._microbatches, shares=True
-        )
+        with ExitStack() as off:
+            for context in self._case_calls.dense() if dense else ():
+                off.enter_context(context)
+            return self._engine.evaluate(
+                self._cut_inputs(inputs),
+                self._cut("targets", targets),
+                self._microbatches,
+                shares=True,
+            )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -206,6 +218,14 @@ class Pipeline:
     def steps(self) -> int:
         """Number of steps that are done, those of a loaded checkpoint included."""
         return self._step
+
+    @property
+    def token_shares(self) -> Mapping[str, TokenShares]:
+        """What each case has counted last, by its name, such as the load of experts.
+
+        Cases count at the start of the next step.
+        """
+        return self._token_shares
 
     # -- places of layers --------------------------------------------------------------------------
 
@@ -387,10 +407,6 @@ class Pipeline:
             )
         return batch.unflatten(0, (count, len(batch) // count))
 
-    def _on_workload_change(self, layers: Collection[int]) -> None:
-        self._engine.on_workload_change(layers)
-        self._rebalancer.on_workload_change(self._step)
-
     def _make_rebalancer(self, moves: int = 0) -> Rebalancer:
         """Makes a rebalancer with the options of a run of `horizon` steps from now on."""
         engine = self._engine
@@ -412,8 +428,53 @@ class Pipeline:
             engine,
             engine.costs,
             moves,
-            lambda step: [case.forecast(step) for case in self._cases],
+            self._case_calls.forecasts,
         )
+
+
+def _check_kinds(model: Any, world: Any, optimizer: Any) -> None:
+    """Raises ConfigError if an argument is another kind of thing, such as torch's optimizer."""
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"model is {_kind(model)}; wrap the list of its layers in dynmo.Sequential([...])"
+        )
+    if not isinstance(world, World):
+        raise ConfigError(f"world is {_kind(world)}; give what dynmo.init() returns")
+    if optimizer is not None and not isinstance(optimizer, AdamW | SGD):
+        raise ConfigError(
+            f"optimizer is {_kind(optimizer)}; give dynmo.AdamW(lr=...) or dynmo.SGD(lr=...), "
+            "from which each rank makes the optimizers of its layers"
+        )
+
+
+def _kind(given: object) -> str:
+    of = given if isinstance(given, type) else type(given)
+    name = f"{of.__module__}.{of.__qualname__}".removeprefix("builtins.")
+    return f"the class {name}" if of is given else f"an object of {name}"
+
+
+def _first_partition(
+    partition: Partition | Sequence[int] | None,
+    initial: tuple[int, ...] | None,
+    layers: int,
+    stages: int,
+) -> Partition:
+    """Returns the first placement, as in a run from a file if only `balance.initial` is given."""
+    if partition is None:
+        if initial is None:
+            return uniform(layers, stages)
+        if len(initial) != stages or sum(initial) != layers:
+            raise ConfigError(
+                f"balance.initial = {initial} has {sum(initial)} layers and {len(initial)} stages; "
+                f"this pipeline has {layers} and {stages}"
+            )
+        return Partition(initial)
+    counts = partition if isinstance(partition, Partition) else Partition(tuple(partition))
+    if initial is not None and counts.counts != initial:
+        raise ConfigError(
+            f"partition = {counts.counts} and balance.initial = {initial} differ; give one of them"
+        )
+    return counts
 
 
 def _balance_of(balance: Any) -> Balance:

@@ -17,7 +17,6 @@ from dynmo.balance.partition import Partition, imbalance
 from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.dynamism import Dynamism, Signals, make_cases
-from dynmo.dynamism.case import checked, named
 from dynmo.errors import InputError, RunError
 from dynmo.events import (
     ChangeEvent,
@@ -33,6 +32,7 @@ from dynmo.events import (
 from dynmo.models.identity import Identity
 from dynmo.models.model import Model
 from dynmo.pipeline.case_context import agree_on_cases
+from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.engine import Engine, StepResult
 from dynmo.pipeline.profile import profile_of
 from dynmo.pipeline.rebalance import Rebalancer
@@ -179,6 +179,7 @@ class Trainer:
         # A newcomer takes part from the cases' own part of its first step on.
         self._joins_at = None if summons is None else summons.step
         self.pipeline = self._make_pipeline(model, saved, summons)
+        self._case_calls = Cases(self._cases, self.pipeline)
         self._loader = DataLoader(config, self.pipeline)
         if saved is not None:
             self._checkpoints.restore(saved, self.pipeline, self._cases)
@@ -187,7 +188,7 @@ class Trainer:
             self.pipeline,
             self._costs,
             origin.moves,
-            lambda step: [case.forecast(step) for case in self._cases],
+            self._case_calls.forecasts,
             limit,
         )
         slices = self.pipeline.placement if self.pipeline.sliced else None
@@ -237,13 +238,8 @@ class Trainer:
         if summons is None:
             pipeline = self._first_pipeline(model, saved)
             agree_on_cases(self._everyone, self._cases)
-        else:
-            pipeline = join_pipeline(
-                self.config, self._everyone, model, self._cases, summons, self._cached
-            )
-        for case in self._cases:
-            case.check(pipeline.modules)
-        return pipeline
+            return pipeline
+        return join_pipeline(self.config, self._everyone, model, self._cases, summons, self._cached)
 
     def _first_pipeline(self, model: Model, saved: SavedRun | None) -> Engine:
         """Makes the pipeline of a run that starts or resumes."""
@@ -406,25 +402,16 @@ class Trainer:
             for event in self._rebalancer.consider(step):
                 self._log.emit(event)
                 self._tracer.keep_around()
-        for case in self._cases:
-            with named(case, "act", step):
-                change = checked(
-                    case, case.act(step, self.pipeline.case_context), self.pipeline.count
-                )
-            if change is not None:
-                self.pipeline.on_workload_change(change.layers)
-                self._log.emit(self._rebalancer.on_workload_change(step))
-                self._tracer.keep_around()
-                self._log.emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
-                if change.options and case.name in self.config.dynamism.cases:
-                    self._log.record_options(case.name, change.options)
+        for case, change in self._case_calls.act(step):
+            self._log.emit(self._rebalancer.on_workload_change(step))
+            self._tracer.keep_around()
+            self._log.emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
+            if change.options and case.name in self.config.dynamism.cases:
+                self._log.record_options(case.name, change.options)
 
     def _collect(self, step: int) -> None:
-        for case in self._cases:
-            with named(case, "collect", step):
-                shares = case.collect(step, self.pipeline.case_context)
-            if shares is not None:
-                self._log.emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
+        for case, shares in self._case_calls.collect(step):
+            self._log.emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
 
     def _resize(self, step: int) -> None:
         """Goes on with fewer ranks, or with newcomers, if that is decided."""
@@ -517,9 +504,7 @@ class Trainer:
         step, seconds = result.step, started.seconds
         self._stepped = True
         self._loss = result.loss
-        for case in self._cases:
-            with named(case, "observe", step):
-                case.observe(Signals(step, result.loss, result.squared_norms, started.rate))
+        self._case_calls.observe(Signals(step, result.loss, result.squared_norms, started.rate))
         self._tracer.observe(step, result.step_output.intervals)
         self._log.emit(self._rebalancer.observe(step, seconds, result.busy))
         tokens = self.config.train.global_batch * self.config.model.sequence
@@ -558,11 +543,9 @@ class Trainer:
             return loss, tokens / (time.perf_counter() - start)
 
         results = evaluate(keys)
-        for case in self._cases:
-            dense = case.dense(pipeline.case_context)
-            if dense is not None:
-                with dense:
-                    results += evaluate(None)  # the cache belongs to the other evaluation
+        for dense in self._case_calls.dense():
+            with dense:
+                results += evaluate(None)  # the cache belongs to the other evaluation
         self._log.emit(EvalEvent(step - 1, now(), *results))
 
     def _costs(self) -> tuple[LayerCost, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import torch
@@ -68,6 +69,64 @@ def train(
         "evaluated": pipeline.evaluate(inputs[share], targets[share]),
         "weights": pipeline.digest(),
     }
+
+
+def odd_layers() -> list[nn.Module]:
+    """The older weight norm, which sets a tensor that torch cannot copy, and layers of no width."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [
+            nn.Embedding(16, 0),
+            nn.Linear(0, 4),
+            nn.utils.weight_norm(nn.Linear(4, 4)),
+            nn.Linear(4, 0),
+            nn.Linear(0, 16),
+        ]
+
+
+def lengths(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [8, length] with another length at most steps."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(16, (BATCH, 3 + step // 2 % 3), generator=generator)
+    return ids, ids.roll(1, 1)
+
+
+def train_odd_layers(world: dynmo.World, steps: int = 6) -> dict[str, Any]:
+    """Returns the losses and the digest of the weights."""
+    optimizer = dynmo.SGD(lr=0.1, momentum=0.9)
+    pipeline = dynmo.Pipeline(
+        dynmo.Sequential(odd_layers()), world, microbatches=4, optimizer=optimizer
+    )
+    losses = [pipeline.step(*lengths(step)).loss for step in range(steps)]
+    if world.size > 1:
+        pipeline.move([2, 3])
+        pipeline.move([3, 2])
+    losses += [pipeline.step(*lengths(step)).loss for step in range(steps)]
+    return {"losses": losses, "weights": pipeline.digest()}
+
+
+def first_placement(world: dynmo.World) -> list[int]:
+    """Returns the first placement under `dynmo.Balance`."""
+    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
+    balance = dynmo.Balance(balancer="none", initial=(3, 1))
+    return list(dynmo.Pipeline(model, world, microbatches=2, balance=balance).partition.counts)
+
+
+def uncounted(world: dynmo.World, replicas: int = 1) -> str:
+    """Returns the error of a batch whose last microbatch has no counted target."""
+    torch.manual_seed(0)
+    model = dynmo.Sequential([nn.Embedding(16, 4), nn.Linear(4, 16)])
+    pipeline = dynmo.Pipeline(model, world, microbatches=4, replicas=replicas)
+    ids, targets = lengths(0)
+    targets[0, 1:] = -100
+    if replicas == 1 or world.rank == 1:
+        targets[6:] = -100
+    try:
+        pipeline.step(ids, targets)
+    except dynmo.DynmoError as error:
+        return str(error)
+    return "no error"
 
 
 def seeded_otherwise(world: dynmo.World) -> str:

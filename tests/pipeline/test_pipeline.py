@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import torch
 from torch import nn
 
 import dynmo
+from dynmo.config import parse
+from dynmo.dynamism import TokenShares, make_cases
 from dynmo.errors import CheckpointError, ConfigError, InputError, PartitionError, RunError
-from tests.pipeline.jobs import batch, layers
+from dynmo.models.registry import load_model
+from tests.pipeline.jobs import batch, layers, lengths, odd_layers
 from tests.pool import Pool
 
 JOBS = "tests.pipeline.jobs:"
@@ -317,3 +321,109 @@ def test_replicas_may_pass_different_batches(pool: Pool) -> None:
     for row in pool.run(JOBS + "sharded", 4, by="replica", replicas=2):
         assert row["errors"] == []
         assert row["digests"][0] != row["digests"][1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"optimizer": torch.optim.AdamW}, "optimizer is the class torch.* give dynmo.AdamW"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer is an object of torch"),
+        ({"model": nn.Sequential(*layers())}, r"wrap the list of its layers in dynmo.Sequential"),
+        ({"world": None}, r"world is an object of NoneType; give what dynmo.init\(\) returns"),
+        ({"balance": dynmo.Balance(initial=(2, 2))}, r"balance.initial = \(2, 2\) .* has 4 and 1"),
+        (
+            {"balance": dynmo.Balance(initial=(4,)), "partition": [3]},
+            r"partition = \(3,\) and balance.initial = \(4,\) differ",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(
+    world: dynmo.World, changes: dict[str, Any], reason: str
+) -> None:
+    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
+    given: dict[str, Any] = {"model": model, "world": world, "microbatches": 2}
+    with pytest.raises(ConfigError, match=reason) as refused:
+        dynmo.Pipeline(**given | changes)
+    assert "\n" not in str(refused.value)
+
+
+def test_odd_layers_and_lengths_train_as_in_torch_on_any_ranks(pool: Pool) -> None:
+    """Layers of no width, the older weight norm, and steps of other lengths."""
+    own = nn.Sequential(*odd_layers())
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+    losses: list[float] = []
+    for step in [*range(6)] * 2:
+        ids, targets = lengths(step)
+        optimizer.zero_grad()
+        loss = dynmo.next_token_loss(own(ids), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    (alone,) = pool.run(JOBS + "train_odd_layers", 1)
+    assert alone["losses"] == pytest.approx(losses, rel=1e-5)
+    assert pool.run(JOBS + "train_odd_layers", 2) == [alone] * 2
+
+
+def test_first_placement_of_the_balance_is_used(pool: Pool) -> None:
+    assert pool.run(JOBS + "first_placement", 2) == [[3, 1]] * 2
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (2, 2)])
+def test_microbatch_without_a_counted_target_is_named(
+    pool: Pool, ranks: int, replicas: int
+) -> None:
+    of = " of replica 1" if replicas > 1 else ""
+    told = pool.run(JOBS + "uncounted", ranks, replicas=replicas)
+    assert len(set(told)) == 1, "the same on all ranks"
+    assert told[0].startswith(f"step 0: no counted target in microbatch 3{of}: ")
+
+
+class Counts(dynmo.Dynamism):
+    """Notes the order of its calls."""
+
+    name = "counts"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def collect(self, step: int, layers: dynmo.Layers) -> TokenShares | None:
+        self.calls.append(f"collect {step}")
+        return TokenShares((0,), {"seen": [float(step)]}) if step else None
+
+    def act(self, step: int, layers: dynmo.Layers) -> dynmo.Change | None:
+        self.calls.append(f"act {step}")
+        return None
+
+    @contextmanager
+    def dense(self, layers: dynmo.Layers) -> Iterator[None]:
+        self.calls.append("dense")
+        yield
+        self.calls.append("sparse")
+
+
+def test_cases_collect_and_are_switched_off_for_an_evaluation(world: dynmo.World) -> None:
+    case = Counts()
+    pipeline = make(world, cases=[case])
+    train(pipeline, 2)
+    assert case.calls == ["collect 0", "act 0", "collect 1", "act 1"]
+    assert pipeline.token_shares["counts"].shares == {"seen": [1.0]}
+    assert pipeline.evaluate(*batch(0), dense=True) == pipeline.evaluate(*batch(0))
+    assert case.calls[4:] == ["dense", "sparse"]
+
+
+def test_experts_are_counted(world: dynmo.World) -> None:
+    """The load of the experts is known in a loop of one's own too."""
+    config = parse(
+        {
+            "model": {"kind": "moe", "blocks": 1, "hidden": 8, "heads": 2, "sequence": 8},
+            "dynamism": {"cases": ["moe"], "moe": {"record_every": 1}},
+        }
+    )
+    model = load_model(config)
+    cases = make_cases(config, model.layers)
+    pipeline = dynmo.Pipeline(model, world, microbatches=2, cases=cases)
+    ids = torch.randint(config.model.vocab, (4, 8), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        pipeline.step(ids, ids)
+    (hottest,) = pipeline.token_shares["moe"].shares["hottest expert"]
+    assert hottest > 0

@@ -1,0 +1,77 @@
+"""Calls the dynamic cases, in the order in which they act."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from dynmo.dynamism import Dynamism, Signals
+from dynmo.dynamism.case import Change, Forecast, TokenShares, checked, named
+from dynmo.pipeline.engine import Engine
+
+
+class Cases:
+    """The dynamic cases of a pipeline.
+
+    Args:
+        cases: The cases.
+        engine: The pipeline.
+
+    Raises:
+        ConfigError: The model lacks what a case needs.
+    """
+
+    def __init__(self, cases: Sequence[Dynamism], engine: Engine) -> None:
+        self._cases, self._engine = cases, engine
+        for case in cases:
+            case.check(engine.modules)
+
+    def collect(self, step: int) -> Iterator[tuple[Dynamism, TokenShares]]:
+        """Collects what layers have counted in the step before. For use before layers move.
+
+        Args:
+            step: Number of the next step.
+
+        Yields:
+            Each case that has something to tell.
+        """
+        for case in self._cases:
+            with named(case, "collect", step):
+                shares = case.collect(step, self._engine.case_context)
+            if shares is not None:
+                yield case, shares
+
+    def act(self, step: int) -> Iterator[tuple[Dynamism, Change]]:
+        """Lets each case change the model before a step.
+
+        Args:
+            step: Number of the next step.
+
+        Yields:
+            Each case that has changed something.
+        """
+        for case in self._cases:
+            with named(case, "act", step):
+                change = checked(
+                    case, case.act(step, self._engine.case_context), self._engine.count
+                )
+            if change is not None:
+                self._engine.on_workload_change(change.layers)
+                yield case, change
+
+    def observe(self, signals: Signals) -> None:
+        """Hands each case the measurements of a step."""
+        for case in self._cases:
+            with named(case, "observe", signals.step):
+                case.observe(signals)
+
+    def dense(self) -> Iterator[AbstractContextManager[None]]:
+        """Yields a context for each case that can be switched off for an evaluation."""
+        for case in self._cases:
+            dense = case.dense(self._engine.case_context)
+            if dense is not None:
+                yield dense
+
+    def forecasts(self, step: int) -> list[Sequence[Forecast]]:
+        """Returns what each case expects to do after a step."""
+        return [case.forecast(step) for case in self._cases]
