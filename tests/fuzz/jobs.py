@@ -44,9 +44,11 @@ def train(
         loaded = parse(config)
         path = None if folder is None else Path(folder)
         model = load_model(loaded)
-        result = Trainer(loaded, world, model, path, resume, listen=events.append).run()
+        trainer = Trainer(loaded, world, model, path, resume, listen=events.append)
+        result, identity = trainer.run(), trainer.identity
+        del trainer
         if result.left:
-            result = come_back(loaded, world, model, path, result)
+            result = come_back(loaded, world, model, identity, path, result)
     except DynmoError as error:
         return _ended(events, error=type(error).__name__, status=error.exit_status, text=str(error))
     except Exception as error:

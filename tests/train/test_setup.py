@@ -10,7 +10,7 @@ import torch
 
 from dynmo.config import load, parse
 from dynmo.errors import ConfigError
-from dynmo.train.setup import device_for, first_partition, memory_limit, warn_of_cores
+from dynmo.train.setup import device_for, first_partition, memory_limit, warnings_of
 
 
 def test_first_partition_follows_the_config() -> None:
@@ -48,12 +48,11 @@ def test_too_few_cores_give_a_warning() -> None:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    assert warn_of_cores(load(overrides=[f"parallel.threads={cores}"])) is None
-    assert warn_of_cores(load(overrides=[f"parallel.threads={cores + 1}"])) is not None
-    assert (
-        warn_of_cores(load(overrides=[f"parallel.threads={cores + 1}", "model.kind=emulated"]))
-        is None
-    ), "sleep needs no core"
+    assert warnings_of(load(overrides=[f"parallel.threads={cores}"])) == []
+    (warning,) = warnings_of(load(overrides=[f"parallel.threads={cores + 1}"]))
+    assert f"on {cores} cores" in warning
+    more = [f"parallel.threads={cores + 1}", "model.kind=emulated"]
+    assert warnings_of(load(overrides=more)) == [], "sleep needs no core"
 
 
 def test_cuda_variables_are_set_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
