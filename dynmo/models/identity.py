@@ -138,7 +138,9 @@ def identity_of(model: Model, layers: Sequence[nn.Module]) -> Identity:
 
 
 def _layer_parts(layer: nn.Module) -> Iterator[tuple[str, str]]:
+    own = set[int]()
     for what, name, tensor in named_tensors(layer):
+        own.add(id(tensor))
         trains = ", trains" if tensor.requires_grad else ""
         yield f"{what} {name}", f"{_form(tensor)}{trains}"
     for prefix, module in layer.named_modules():
@@ -147,9 +149,9 @@ def _layer_parts(layer: nn.Module) -> Iterator[tuple[str, str]]:
         for name, value in vars(module).items():
             if name in _HOOKS and value:
                 # The keys count the hooks of the process.
-                yield f"{path}{name}", _short(_Writer().text(list(value.values())))
+                yield f"{path}{name}", _short(_Writer(own).text(list(value.values())))
             elif name not in _OWN:
-                yield f"{path}{name}", _short(_Writer().text(value))
+                yield f"{path}{name}", _short(_Writer(own).text(value))
 
 
 def _form(tensor: Tensor) -> str:
@@ -171,9 +173,13 @@ class _Writer:
     """Writes objects as text that is the same in every process that has equal objects.
 
     An object that says where a process runs is only named by its class.
+
+    Args:
+        own: Ids of the layer's parameters and buffers, whose values only one rank has.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: set[int]) -> None:
+        self._own = own
         # Ids of the objects around the one that is written, and number of objects so far.
         self._around, self._count = list[int](), 0
 
@@ -187,6 +193,8 @@ class _Writer:
             return _class_name(type(value))
         if isinstance(value, enum.Enum):
             return f"{_class_name(type(value))}.{value.name}"
+        if isinstance(value, Tensor) and id(value) in self._own:
+            return _form(value)
         if isinstance(value, Tensor | np.ndarray):
             return _array_text(value)
         if isinstance(value, type):

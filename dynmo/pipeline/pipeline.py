@@ -26,19 +26,16 @@ from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.optimizers import SGD, AdamW, OptimizerHandle
 from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.pipeline.rebalance import Rebalancer
-from dynmo.pipeline.saving import STATE, restore_engine, save_engine
+from dynmo.pipeline.saving import find_checkpoint, restore_engine, save_engine
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.step_reduction import StepResult
 from dynmo.runtime.layer.precision import PRECISIONS
-from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Schedule
-
-_STATE = STATE | {"lr", "optimizer"}
 
 
 class Pipeline:
@@ -356,17 +353,16 @@ class Pipeline:
                 optimizer.
         """
         engine = self._engine
-        path, manifest, _ = checkpoint.find(Path(folder), engine.world.everyone)
+        path, manifest = find_checkpoint(Path(folder), engine.world.everyone)
         state = manifest.state
         if tuple(manifest.layers) != tuple(engine.names):
             raise CheckpointError(
                 f"{path} has {len(manifest.layers)} layers of other names than this model's "
                 f"{engine.count}; load it into that model"
             )
-        if not state.keys() >= _STATE:
+        if not state.keys() >= {"lr", "optimizer"}:
             raise CheckpointError(
-                f"{path} was not written by Pipeline.save: its state lacks "
-                f"{min(_STATE - state.keys())!r}"
+                f"{path} was not written by Pipeline.save: its state has no 'lr' or 'optimizer'"
             )
         if state["optimizer"] != self._optimizer_name:
             raise CheckpointError(

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dynmo.dynamism import Dynamism
-from dynmo.errors import CheckpointError, RunError
+from dynmo.errors import CheckpointError, DynmoError, RunError, place
 from dynmo.models.identity import Identity, first_of, identity_from
 from dynmo.pipeline.engine import Engine
-from dynmo.runtime.comm.agreement import agree
+from dynmo.runtime.comm.agreement import agree, share_failures
+from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.checkpoint import Saved
+from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED, CheckpointManifest
 
 _logger = logging.getLogger(__name__)
 
-# Keys that the state of every checkpoint has.
-STATE = frozenset({"partition", "frozen", "loss", "moves", "cases"})
+_Count = Annotated[int, Field(ge=0, le=1 << 60)]
+
+
+class _State(BaseModel):
+    """Types of the state's keys. A damaged manifest of version 1 may have others."""
+
+    model_config = ConfigDict(strict=True)
+    partition: list[_Count]
+    frozen: list[_Count]
+    loss: float | None
+    moves: _Count
+    cases: dict[str, dict[str, Any]]
+    loss_scale: dict[str, float] = {}
+    shape: Annotated[list[_Count], Field(min_length=2, max_length=2)] | None = None
+    reference: float | None = None
+    lr: float | None = None
 
 
 def state_of(
@@ -86,6 +105,35 @@ def save_engine(
     )
 
 
+def find_checkpoint(folder: Path, world: World) -> tuple[Path, CheckpointManifest]:
+    """Finds the newest checkpoint that is whole, and warns of newer ones that are not.
+
+    All ranks call it together.
+
+    Args:
+        folder: Holds the checkpoints of a training.
+        world: All ranks.
+
+    Raises:
+        CheckpointError: There is none, or its state cannot be used.
+    """
+    path, manifest, problems = checkpoint.find(folder, world)
+    if manifest.version == UNSEALED:
+        lack = "its manifest has no hash of its own, so damage to that goes unnoticed"
+        problems.append(f"{path} was written by an earlier version of dynmo: {lack}")
+    for problem in problems if world.rank == 0 else ():
+        _logger.warning(f"{problem}; resuming from {path.name}")
+    try:
+        _State.model_validate(manifest.state)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        wrong = "lacks" if first["type"] == "missing" else "has a wrong value of"
+        raise CheckpointError(
+            f"{path}/{MANIFEST} is damaged: its state {wrong} {first['loc'][0]!r}"
+        ) from None
+    return path, manifest
+
+
 def restore_engine(
     engine: Engine, path: Path, state: Mapping[str, Any], cases: Sequence[Dynamism]
 ) -> None:
@@ -102,16 +150,24 @@ def restore_engine(
 
     Raises:
         RunError: The ranks found different checkpoints.
-        CheckpointError: A layer does not fit the model.
+        CheckpointError: A layer does not fit the model. Every rank raises it.
     """
     agree(
         engine.world, hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from"
     )
-    if engine.world.everyone.rank == 0 and "identity" in state:
-        _warn_of_changes(engine.layer_states.identity.with_code(cases), path, state["identity"])
     _restore_frozen(engine, state)
-    for index in engine.own_layers:
-        engine.layer_states.restore(index, *checkpoint.load_layer(path, index, engine.world.device))
+    failure: CheckpointError | None = None
+    try:
+        if engine.world.everyone.rank == 0 and "identity" in state:
+            _warn_of_changes(engine.layer_states.identity.with_code(cases), path, state["identity"])
+        for index in engine.own_layers:
+            layer = checkpoint.load_layer(path, index, engine.world.device)
+            engine.layer_states.restore(index, *layer)
+    except CheckpointError as error:
+        failure = error
+    failures = share_failures(engine.world, failure, "the checkpoint's layers to be read")
+    if failures:
+        raise failure or CheckpointError(next(iter(failures.values())))
     _restore_cases(engine, state, cases)
 
 
@@ -148,6 +204,20 @@ def _restore_frozen(engine: Engine, state: Mapping[str, Any]) -> None:
 def _restore_cases(engine: Engine, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
     for case in cases:
         if case.name in state["cases"]:
-            case.load(state["cases"][case.name])
+            with _usable(f"the state of case {case.name!r}"):
+                case.load(state["cases"][case.name])
     if "loss_scale" in state:
-        engine.scaler.load(state["loss_scale"])
+        with _usable("the state of the loss scale"):
+            engine.scaler.load(state["loss_scale"])
+
+
+@contextmanager
+def _usable(what: str) -> Iterator[None]:
+    """Turns an error of code that takes back its state into CheckpointError."""
+    try:
+        yield
+    except DynmoError:
+        raise
+    except Exception as error:
+        where = place(error, own=True)
+        raise CheckpointError(f"{what} in the checkpoint cannot be used{where}") from error

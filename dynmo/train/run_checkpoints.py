@@ -14,10 +14,8 @@ from dynmo.errors import CheckpointError
 from dynmo.events import CheckpointEvent, now
 from dynmo.models.model import Model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.saving import STATE, restore_engine, save_engine
+from dynmo.pipeline.saving import find_checkpoint, restore_engine, save_engine
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.state import checkpoint
-from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED
 
 _logger = logging.getLogger(__name__)
 
@@ -138,20 +136,12 @@ class RunCheckpoints:
             CheckpointError: There is none, or it is of another model.
         """
         assert self._folder is not None, "only a run with a folder resumes"
-        path, manifest, problems = checkpoint.find(self._folder, self._world)
-        if manifest.version == UNSEALED:
-            lack = "its manifest has no hash of its own, so damage to that goes unnoticed"
-            problems.append(f"{path} was written by an earlier version of dynmo: {lack}")
-        for problem in problems if self._world.rank == 0 else ():
-            _logger.warning(f"{problem}; resuming from {path.name}")
+        path, manifest = find_checkpoint(self._folder, self._world)
         if tuple(manifest.layers) != model.names:
             raise CheckpointError(
                 f"{path} is of another model ({len(manifest.layers)} layers, the config's has "
                 f"{model.layers}, or layers of other names); resume with the config of that run"
             )
-        lacking = STATE - manifest.state.keys()
-        if lacking:
-            raise CheckpointError(f"{path}/{MANIFEST} is damaged: its state lacks {min(lacking)!r}")
         for key, value in self._fixed(model).items():
             then = manifest.state.get(key, value)
             if then != value:

@@ -157,6 +157,7 @@ def test_absurd_number_is_refused_or_harmless(
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", READ)
 def test_no_flipped_bit_or_absurd_number_gets_through(problems: Problems, name: str) -> None:
     read = READ[name]

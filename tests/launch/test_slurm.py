@@ -242,7 +242,7 @@ def test_missing_slurm_gives_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="--launcher slurm: srun"):
+    with pytest.raises(ConfigError, match="--launcher slurm: Slurm is not installed"):
         SlurmStarter(2, tmp_path)
 
 

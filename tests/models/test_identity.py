@@ -32,6 +32,15 @@ class Holder(nn.Module):
         return self.line(x)
 
 
+class AliasedBuffer(nn.Module):
+    """A layer that also keeps its buffer in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.randn(2))
+        self.kept = [self.scale]
+
+
 class Mode(enum.Enum):
     FAST = 1
     EXACT = 2
@@ -116,8 +125,14 @@ make_other = threading.Event()
 
 def test_layer_is_described_alike_here_and_elsewhere() -> None:
     """A rank holds some layers. The others are on the meta device."""
-    factories = [partial(nn.Linear, 2, 2), partial(nn.BatchNorm1d, 2), partial(Holder, [1, "a"])]
-    assert described(*factories) == described(*factories, own=(0, 1, 2))
+    factories = [
+        partial(nn.Linear, 2, 2),
+        partial(nn.BatchNorm1d, 2),
+        partial(Holder, [1, "a"]),
+        partial(nn.LSTM, 2, 2),
+        AliasedBuffer,
+    ]
+    assert described(*factories) == described(*factories, own=(0, 1, 2, 3, 4))
 
 
 def test_message_names_layer_attribute_and_values() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: torch DCP over safetensors, and dynmo's own manifest.
+"""Checkpoints: safetensors, written by torch's DCP, and dynmo's own manifest.
 
 Each global layer has a folder. No pickles are written or read.
 
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
@@ -290,15 +291,18 @@ def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointMani
 
 def _missing_latest(folder: Path) -> list[str]:
     """Returns a line if `latest` names a checkpoint that is not there."""
+    path = folder / "latest"
+    if path.exists() and not path.is_file():
+        return [f"{path} cannot be read: it is not a file"]
     try:
-        name = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
+        name = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return []
     except OSError as error:
-        return [f"{folder}/latest cannot be read: {error.strerror}"]
+        return [f"{path} cannot be read: {error.strerror}"]
     if any(path.name == name for path in _named(folder)):
         return []
-    return [f"{folder}/latest names {name!r}, which is missing"]
+    return [f"{path} names {name!r}, which is missing"]
 
 
 def verify(path: Path, world: World | None = None) -> CheckpointManifest:
@@ -360,31 +364,31 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
     Raises:
         CheckpointError: The layer cannot be read.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
     folder = path / _folder(index)
     try:
         manifest = Manifest.model_validate_json((folder / "layer.json").read_bytes())
-        tensors = {
-            (r.section, r.name): torch.empty(r.shape, dtype=DTYPES[r.dtype])
-            for r in manifest.tensors
-        }
+        dtypes = [DTYPES[record.dtype] for record in manifest.tensors]
     except (OSError, ValidationError, KeyError) as error:
         raise CheckpointError(f"{folder}/layer.json {unread(error)}") from None
-    if not tensors:
-        return {}, {}
-    state: dict[str, Any] = {_name(*key): t for key, t in tensors.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-        except Exception as error:
-            raise CheckpointError(
-                f"{folder}: {type(error).__name__}: {str(error).splitlines()[0]}"
-            ) from None
-    moved = {key: state[_name(*key)].to(device) for key in tensors}
-    return moved, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"}
+    flags = {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"}
+    tensors: Contents = {}
+    # Not torch's DCP: its reader takes every *.safetensors of the folder, verified or not.
+    try:
+        with safe_open(folder / _TENSORS, framework="pt") as file:
+            for record, dtype in zip(manifest.tensors, dtypes, strict=True):
+                tensor = file.get_tensor(_name(record.section, record.name))
+                if (list(tensor.shape), tensor.dtype) != (record.shape, dtype):
+                    raise CheckpointError(
+                        f"{folder}/{_TENSORS} is damaged: {record.section} {record.name} has "
+                        "another shape or dtype than in layer.json"
+                    )
+                # The file is mapped into memory, and the layer outlives it.
+                tensors[record.section, record.name] = tensor.to(device, copy=True)
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) else None
+        told = f"cannot be read: {why}" if why else "is damaged: it lacks a tensor of layer.json"
+        raise CheckpointError(f"{folder}/{_TENSORS} {told}") from None
+    return tensors, flags
 
 
 def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents:

@@ -67,6 +67,8 @@ def read(checkpoint: Path) -> CheckpointManifest:
         CheckpointError: It cannot be read, is damaged, or has a version that is not known.
     """
     path = checkpoint / MANIFEST
+    if path.exists() and not path.is_file():  # a pipe, say, would be waited for
+        raise CheckpointError(f"{path} cannot be read: it is not a file")
     try:
         text = path.read_bytes()
         seal = _SEALED.fullmatch(text)
