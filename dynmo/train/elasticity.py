@@ -124,7 +124,8 @@ class Elasticity:
     def enroll(self) -> None:
         """Sends this rank's place to the others. Called when the ranks have met anew."""
         world = self._everyone
-        tell_all(world.store, "member", world.rank, member_text(own_member(world.rank)))
+        text = member_text(own_member(world.rank))
+        tell_all(world.store, "member", world.rank, text, world.timeout)
 
     @property
     def gpu_seconds_returned(self) -> float:

@@ -21,9 +21,10 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from dynmo.errors import ConfigError, DynmoError, RankDied, WaitTimeout
+from dynmo.errors import ConfigError, DynmoError, RankDied, RunError, WaitTimeout
 from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.messages import reason
+from dynmo.runtime.comm.store import find_missing
 
 # Most seconds between two signs of life of a newcomer, and seconds without one until it is gone.
 _BEAT, _GONE = 1.0, 10.0
@@ -161,9 +162,7 @@ class Lobby:
         try:
             call_with_limit(_SLACK, lambda: self._store.set(key, text))
         except TimeoutError:
-            raise WaitTimeout(
-                f"rank 0 waited {_SLACK:g} s for the store of the run, which does not answer", [0]
-            ) from None
+            raise _no_answer(_SLACK) from None
 
 
 class Newcomer:
@@ -263,7 +262,12 @@ def _told() -> Iterator[None]:
         ) from None
 
 
-def tell_all(store: dist.Store, key: str, rank: int, text: str) -> None:
+def _no_answer(seconds: float) -> WaitTimeout:
+    late = f"waited {seconds:g} s for the store of the run, which does not answer"
+    return WaitTimeout(f"{late}; has something else written to it?", [0])
+
+
+def tell_all(store: dist.Store, key: str, rank: int, text: str, timeout: float) -> None:
     """Leaves a text of this rank for the others.
 
     Args:
@@ -271,8 +275,15 @@ def tell_all(store: dist.Store, key: str, rank: int, text: str) -> None:
         key: Name under which the ranks leave their texts.
         rank: This rank.
         text: Its text.
+        timeout: Seconds to wait for the store.
+
+    Raises:
+        WaitTimeout: The store does not answer.
     """
-    store.set(f"{key}/{rank}", text)
+    try:
+        call_with_limit(timeout, lambda: store.set(f"{key}/{rank}", text))
+    except TimeoutError:
+        raise _no_answer(timeout) from None
 
 
 def read_all(store: dist.Store, key: str, size: int, timeout: float) -> list[str]:
@@ -285,14 +296,24 @@ def read_all(store: dist.Store, key: str, size: int, timeout: float) -> list[str
         timeout: Seconds to wait for a text that is not there yet.
 
     Raises:
-        WaitTimeout: A rank left none.
+        WaitTimeout: A rank left none, or the store does not answer.
+        RunError: The store is damaged.
     """
     keys = [f"{key}/{rank}" for rank in range(size)]
-    try:
+
+    def read() -> list[str]:
         store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError:
-        absent = [rank for rank, each in enumerate(keys) if not store.check([each])]
+        return [store.get(each).decode() for each in keys]
+
+    try:
+        return call_with_limit(timeout + _SLACK, read)
+    except TimeoutError:
+        raise _no_answer(timeout) from None
+    except _LOST as error:
+        absent = find_missing(store, keys)
+        if not absent:
+            why = reason(error) or type(error).__name__
+            raise RunError(f"the store of the run cannot be read ({why})") from None
         raise WaitTimeout(
             f"waited {timeout:g} s for ranks {absent} to say where they run", absent
         ) from None
-    return [store.get(each).decode() for each in keys]

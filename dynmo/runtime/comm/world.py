@@ -30,6 +30,7 @@ from torch import Tensor
 
 from dynmo.errors import RankDied, WaitTimeout
 from dynmo.kernels.torch_private import abort_communicators, default_store
+from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
 from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
 from dynmo.runtime.comm.process_groups import (
@@ -673,9 +674,10 @@ class World:
         Every rank that gives up says so in the store. This rank waited for the others.
         """
         key = f"waiting/{self.global_rank(self.rank)}"
+        text = json.dumps({"host": socket.gethostname(), "what": what})
         try:
-            self.store.set(key, json.dumps({"host": socket.gethostname(), "what": what}))
-        except RuntimeError:  # the rank that serves it is gone
+            call_with_limit(1.0, lambda: self.store.set(key, text))
+        except (RuntimeError, TimeoutError):  # the rank that serves it is gone, or hangs
             return []
         time.sleep(min(1.0, self.timeout / 2))
         others = [rank for rank in range(self.size) if rank != self.rank]

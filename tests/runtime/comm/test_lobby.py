@@ -110,6 +110,8 @@ def test_damaged_store_stops_neither_side(tmp_path: Path) -> None:
     assert desk.present() == []
     with pytest.raises(WaitTimeout, match="the store of the run"):
         desk.close()
+    with pytest.raises(WaitTimeout, match="the store of the run"):
+        read_all(store, "member", 1, 0.1)
     file.write_bytes(b"")
 
 
@@ -124,7 +126,7 @@ def test_closed_store_is_an_error() -> None:
 
 def test_ranks_exchange_messages(home: dist.Store) -> None:
     for rank in range(3):
-        tell_all(home, "member", rank, f"host {rank}")
+        tell_all(home, "member", rank, f"host {rank}", 1)
     assert read_all(home, "member", 3, 1) == ["host 0", "host 1", "host 2"]
     with pytest.raises(WaitTimeout, match=r"ranks \[3\]"):
         read_all(home, "member", 4, 0.1)
