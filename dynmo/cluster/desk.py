@@ -5,7 +5,7 @@ It started the ranks, and can start more of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynmo.cluster.launch_folder import LaunchFolder
@@ -29,6 +29,7 @@ class LauncherDesk:
             folder: The launch folder, named by DYNMO_RENDEZVOUS.
         """
         self._folder = LaunchFolder(folder)
+        self._untold: list[Receipt] = []  # notes that could not be written
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
         """Notes whose resources the launcher frees once they have ended.
@@ -39,15 +40,23 @@ class LauncherDesk:
         """
         processes = [member.process for member in left if member.process is not None]
         if processes:
-            self._folder.write_note("free", {"processes": processes})
+            self._tell("free", {"processes": processes}, 0)
 
     def request(self, count: int) -> None:
         """Asks the launcher to start `count` processes that join."""
-        self._folder.write_note("wanted", {"count": count})
+        self._tell("wanted", {"count": count}, count)
+
+    def _tell(self, kind: str, content: Mapping[str, object], ranks: int) -> None:
+        try:
+            self._folder.write_note(kind, content)
+        except OSError as error:  # the run goes on without an answer
+            why = f"no note to the launcher can be written in {self._folder.path}: {error.strerror}"
+            self._untold.append(Receipt("failed", why, ranks))
 
     def receipts(self) -> list[Receipt]:
         """Returns the launcher's receipts since the last call."""
-        return self._folder.new_receipts()
+        untold, self._untold = self._untold, []
+        return [*untold, *self._folder.new_receipts()]
 
     def close(self) -> None:
         """Does nothing, because the launcher ends with the run."""

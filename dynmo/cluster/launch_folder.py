@@ -17,6 +17,7 @@ Files with a count in their name are written in order: 1, 2, 3, ...
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +26,8 @@ from typing import Any
 
 from dynmo.cluster.releaser import Receipt
 from dynmo.files import write_whole
+
+_logger = logging.getLogger(__name__)
 
 RECEIPTS = "receipts.jsonl"
 
@@ -97,7 +100,7 @@ class LaunchFolder:
             process: The launcher's number of the process.
             generation: Number of the meeting in which it joined.
         """
-        (self.path / f"member-{process}-{generation}").touch()
+        self._mark(f"member-{process}-{generation}")
 
     def leave(self, process: int, generation: int) -> None:
         """Writes that a process is no rank any more. Its failure ends nothing.
@@ -107,7 +110,14 @@ class LaunchFolder:
             generation: Number of the meeting that is the first without it. Rank 0 and the process
                 itself may both write it.
         """
-        (self.path / f"left-{process}-{generation}").touch()
+        self._mark(f"left-{process}-{generation}")
+
+    def _mark(self, name: str) -> None:
+        """Makes an empty file. A run whose launcher cannot be told goes on."""
+        try:
+            (self.path / name).touch()
+        except OSError as error:
+            _logger.warning(f"{self.path / name} cannot be written: {error.strerror}")
 
     def changes(self, names: set[str]) -> dict[int, bool]:
         """Returns whether each process is a rank, of those that have joined or left.

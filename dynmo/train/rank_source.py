@@ -44,8 +44,18 @@ def member_text(member: Member) -> str:
 
 
 def member_from(text: str) -> Member:
-    """Reads the text of `member_text`."""
-    return Member(**json.loads(text))
+    """Reads the text of `member_text`.
+
+    Raises:
+        RunError: It is none.
+    """
+    try:
+        return Member(**json.loads(text))
+    except (ValueError, TypeError):
+        raise RunError(
+            "the store of the run does not say where each rank runs; has something else written to "
+            "it?"
+        ) from None
 
 
 def announcement(member: Member, identity: Identity) -> str:

@@ -343,10 +343,12 @@ class Trainer:
         self._log.emit(self._rebalancer.close_measurement(step))
         digest, buffers = self.pipeline.digest(), self.pipeline.layer_states.buffers_digest()
         if step > self.first_step:
-            self._record_costs(step - self.first_step)
             self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
         overhead, measurements = self._rebalancer.overhead, self.pipeline.measurements
         spared, cached = measurements.cached() if measurements.caches else (0, 0)
+        if step > self.first_step:
+            # Last: rank 0 may compute for seconds, and no rank waits for it.
+            self._record_costs(step - self.first_step)
         self._log.emit(
             EndEvent(
                 step,
