@@ -94,7 +94,7 @@ class Lobby:
         for ticket in sorted(self._expected):
             if self._watched.check([f"here/{ticket}"]):
                 self._expected.remove(ticket)
-                text = self._watched.get(f"here/{ticket}").decode()
+                text = self._watched.get(f"here/{ticket}").decode(errors="replace")
                 self._guests[ticket] = _Guest(text, seen=now)
         guests = list(self._guests.items())
         for ticket, guest in guests:

@@ -6,6 +6,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -113,6 +114,19 @@ def test_damaged_store_stops_neither_side(tmp_path: Path) -> None:
     with pytest.raises(WaitTimeout, match="the store of the run"):
         read_all(store, "member", 1, 0.1)
     file.write_bytes(b"")
+
+
+def test_newcomer_with_an_unreadable_text_disturbs_no_other(home: dist.Store) -> None:
+    store: Any = dist.PrefixStore("lobby", home)  # it takes bytes, which its types deny
+    store.set("beat/1", "0")
+    store.set("here/1", b"\xff\x1b[31m")
+    store.add("tickets", 1)
+    desk, waiting = Lobby(home, 5), Waiting(home, "a")
+    first, second = present(desk, 2)
+    desk.refuse(first, "it is none")
+    assert desk.text(second) == "a"
+    desk.close()
+    assert waiting.end() is None
 
 
 def test_closed_store_is_an_error() -> None:
