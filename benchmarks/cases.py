@@ -63,7 +63,7 @@ from benchmarks.cases_race import (
     SCHEDULE,
     TECHNIQUE,
     phases,
-    section_of,
+    published_case,
 )
 from benchmarks.cost_traces import best, timeline
 from benchmarks.harness import run_ranks
@@ -355,7 +355,7 @@ def published_table(rows: Sequence[dict[str, Any]]) -> str:
     head = ["case", "ours", "over our side", "the paper's", "over", "on"]
     lines: list[list[str]] = []
     for row in rows:
-        published = PUBLISHED[section_of(row["case"])]
+        published = PUBLISHED[published_case(row["case"])]
         side = "dense" if published.over_dense else best_static(row)
         ours = both(row["speedup_over"][side], "{:.2f}")
         case = row["case"].replace("_", " ")

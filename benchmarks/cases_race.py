@@ -23,10 +23,10 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent, TokensEvent
 from dynmo.kernels.sparse_linear import linears
 from dynmo.models.model import Model
-from dynmo.models.registry import load_model
-from dynmo.pipeline.engine import Engine, StepResult
+from dynmo.pipeline.engine import Engine, StepRecord
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
 RANKS, MICROBATCHES = 2, 16
@@ -42,16 +42,22 @@ CASES = (
     "moe",
 )
 # Several cases have one section of the configuration.
-_SECTIONS = {"autofreeze": "freezing", "egeria": "freezing"}
+# Cases of the paper that some cases here are variants of.
+_VARIANTS = {"autofreeze": "freezing", "egeria": "freezing"}
 # A model of so few steps is unsure of most tokens. The default of 0.9 would let none exit.
 _EXIT_THRESHOLD = 0.02
 _EXPERTS = {"kind": "moe", "experts": 8, "top_k": 2, "moe_every": 2}
 TECHNIQUE = ("uniform", "parameters", "dynmo")  # the same numbers
 
 
+def published_case(case: str) -> str:
+    """Returns the paper's case that a case is."""
+    return _VARIANTS.get(case, case)
+
+
 def section_of(case: str) -> str:
     """Returns the case's section of the configuration, below `dynamism`."""
-    return _SECTIONS.get(case, case)
+    return "experts" if case == "moe" else published_case(case)
 
 
 def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -136,7 +142,7 @@ def sides(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[st
         sizes: Keys of the section `model`, instead of those that are measured.
     """
     base = settings(case, steps, sizes)
-    model = model_of(case, parse(base))
+    model = model_for(case, parse(base))
     configs = {"uniform": base}
     by_parameters = placed_by_parameters(model)
     if by_parameters != uniform(model.layers, RANKS):
@@ -170,7 +176,7 @@ def dense(case: str, dynamism: dict[str, Any], steps: int) -> dict[str, Any]:
     return {}
 
 
-def model_of(case: str, config: Config) -> Model:
+def model_for(case: str, config: Config) -> Model:
     """Returns the config's model.
 
     For pruning the model's linears differ in scale, from 0.6 at the front to 1.6 at the end. One
@@ -181,7 +187,7 @@ def model_of(case: str, config: Config) -> Model:
         case: One of `CASES`.
         config: Config of the run.
     """
-    model = load_model(config)
+    model = model_of(config)
     if case != "pruning":
         return model
 
@@ -215,24 +221,24 @@ class RacingSide:
     def __init__(self, world: World, case: str, config: Config) -> None:
         self._world, self._costs = world, list[tuple[LayerCost, ...]]()
         self._events: list[Event] = []
-        model = model_of(case, config)
+        model = model_for(case, config)
         self.trainer = Trainer(config, world, model, None, listen=self._events.append)
         self.seconds: list[float] = []
-        self.programs = noted(self.trainer.pipeline)
+        self.programs = noted(self.trainer.pipeline._engine)
 
     def advance(self, step: int) -> None:
         """Runs one step on all ranks."""
         self._world.barrier("the step to start")
         start = time.perf_counter()
-        self.trainer.advance(step)
+        self.trainer.advance()
         self._world.barrier("the step to end")
         self.seconds.append(time.perf_counter() - start)
         self._costs.append(self.trainer.pipeline.costs())  # for the ideal alone: nobody's time
 
     def finish(self) -> None:
         """Ends the run, and closes its channels."""
-        self.trainer.finish(len(self.seconds), sum(self.seconds))
-        self.trainer.pipeline.on_workload_change(())
+        self.trainer.finish(sum(self.seconds))
+        self.trainer.pipeline._engine.on_workload_change(())
 
     def account(self, drifts: Sequence[int]) -> dict[str, Any]:
         """See `account`."""
@@ -309,7 +315,7 @@ def noted(pipeline: Engine) -> list[tuple[float, float]]:
     """
     advance, seconds = pipeline.advance, list[tuple[float, float]]()
 
-    def noting(*args: Any, **options: Any) -> tuple[StepResult, ...]:
+    def noting(*args: Any, **options: Any) -> tuple[StepRecord, ...]:
         results = advance(*args, **options)
         for result in results:
             slices = result.step_output.intervals

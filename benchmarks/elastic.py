@@ -35,7 +35,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks.output import main, markdown
-from dynmo.dynamism import Change, Dynamism, Layers
+from dynmo.dynamism.case import Change, Dynamism, Layers
 from dynmo.errors import RunError
 
 ROOT = Path(__file__).parents[1]
@@ -51,11 +51,11 @@ ROWS: dict[str, dict[str, Any]] = {
             "pruning": {"initial_sparsity": 0.5, "start": 2, "end": 26, "every": 6},
         }
     },
-    "experts": {"model": {"kind": "moe", "experts": 4}, "dynamism": {"cases": ["moe"]}},
+    "experts": {"model": {"kind": "moe", "experts": 4}, "dynamism": {"cases": ["experts"]}},
     "post-validation": {"pipeline": {"post_validation": True}, "train": {"max_grad_norm": 1.0}},
-    "replicas": {"parallel": {"pipeline": 2, "data": 2}, "train": {"reduction_slots": 2}},
+    "replicas": {"parallel": {"pipeline": 2, "replicas": 2}, "train": {"reduction_slots": 2}},
     "ZeRO-1": {
-        "parallel": {"pipeline": 2, "data": 2, "zero": 1},
+        "parallel": {"pipeline": 2, "replicas": 2, "zero": 1},
         "train": {"reduction_slots": 2},
     },
 }
@@ -147,7 +147,7 @@ def resized(row: str) -> dict[str, Any]:
         },
         ROWS[row],
     )
-    data = config["parallel"].get("data", 1)
+    data = config["parallel"].get("replicas", 1)
     shapes = [[DOWN, FEWER // data, data], [UP, RANKS // data, data]]
     events = train(merged(config, {"elastic": {"reshape_at": shapes}}))
     still = train(config)

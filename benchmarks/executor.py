@@ -41,14 +41,14 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model, next_token_loss
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions, UpdateOptions
+from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import chunks_of, placement_of
 from dynmo.schedule.simulator import simulate
+from dynmo.train.setup import model_of
 
 MESSAGE_BYTES = 16384
 NAMED_PEERS = ("torch 1f1b", "torch zero-bubble", "torch interleaved-zero-bubble")
@@ -275,7 +275,7 @@ def gpt(
             "train": {"global_batch": batch, "micro_batch": micro_batch},
         }
     )
-    model = load_model(config)
+    model = model_of(config)
     inputs, targets = Batches(open_corpus("stdlib"), sequence, batch, micro_batch, 0).train(0)
     return model, inputs, targets
 

@@ -25,8 +25,8 @@ from benchmarks.output import add_number, figures_of, markdown, parser_of
 from benchmarks.quality import config_of
 from dynmo.config import Config
 from dynmo.models.early_exit import ExitHead
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
 THRESHOLDS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
@@ -62,7 +62,7 @@ class Evaluation:
         self._batches = train.eval_batches
         self._inputs, self._targets, _ = trainer._loader.held_out(self._batches)
         self._tokens = self._batches * train.micro_batch * trainer.config.model.sequence
-        self._heads = [x for x in self._pipeline.modules if isinstance(x, ExitHead)]
+        self._heads = [x for x in self._pipeline.modules.values() if isinstance(x, ExitHead)]
         self._exited: Counter[nn.Module] = Counter()
         for head in self._heads:
             head.register_forward_hook(self._count)
@@ -78,7 +78,7 @@ class Evaluation:
             head.rule = replace(head.rule, threshold=threshold or 0.0)
         self._exited.clear()
         start = time.perf_counter()
-        loss = self._pipeline.evaluate(self._inputs, self._targets, self._batches)
+        loss = self._pipeline.evaluate(self._inputs, self._targets, microbatches=self._batches)
         seconds = time.perf_counter() - start
         return loss, seconds, [self._exited[head] / self._tokens for head in self._heads]
 
@@ -103,7 +103,7 @@ def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -
         "early_exit": {"exits": list(EXITS), "threshold": 0.99, "start": steps - 1},
     }
     config = config_of(steps, 0, case, 1, 8, hidden, {"blocks": BLOCKS, "sequence": sequence})
-    trainer = Trainer(config, world, load_model(config), None)
+    trainer = Trainer(config, world, model_of(config), None)
     trainer.run()
     evaluation = Evaluation(trainer)
     turns = [

@@ -25,8 +25,8 @@ from dynmo.kernels.split import WeightTape
 from dynmo.models.experts import halves
 from dynmo.models.gpt import AttentionHalf
 from dynmo.models.model import Model
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
 STAGES, REPLICAS, MICROBATCHES = 2, 2, 8
@@ -146,10 +146,10 @@ def settings(steps: int, place_every: int = 0, balancer: str = "none") -> dict[s
             "lr": 1e-4,
             "decay": "constant",
         },
-        "parallel": {"pipeline": STAGES, "data": REPLICAS, "expert": REPLICAS},
+        "parallel": {"pipeline": STAGES, "replicas": REPLICAS, "expert": REPLICAS},
         "pipeline": {"schedule": "zb-h2"},
         "balance": {"balancer": balancer, "every": "auto"},
-        "dynamism": {"cases": ["moe"], "moe": {"place_every": place_every, "redundant": 1}},
+        "dynamism": {"cases": ["experts"], "experts": {"place_every": place_every, "redundant": 1}},
         "trace": {"steps": 0},
     }
 
@@ -171,7 +171,7 @@ def race(world: World, steps: int, scale: float = 1.0) -> dict[str, Any]:
     for name, options in SIDES.items():
         config = parse(settings(steps, **options))
         trainers[name] = Trainer(
-            config, world, slow(load_model(config)), None, listen=events[name].append
+            config, world, slow(model_of(config)), None, listen=events[name].append
         )
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     slept = torch.zeros(len(SIDES), steps, world.size, dtype=torch.float64)
@@ -181,13 +181,13 @@ def race(world: World, steps: int, scale: float = 1.0) -> dict[str, Any]:
             name = names[(step + place) % len(names)]
             world.barrier("the step to start")
             start, Slept.seconds = time.perf_counter(), 0.0
-            trainers[name].advance(step)
+            trainers[name].advance()
             slept[names.index(name), step, world.rank] = Slept.seconds
             world.barrier("the step to end")
             seconds[name].append(time.perf_counter() - start)
     for name, trainer in trainers.items():
-        trainer.finish(steps, sum(seconds[name]))
-        trainer.pipeline.on_workload_change(())  # closes its channels
+        trainer.finish(sum(seconds[name]))
+        trainer.pipeline._engine.on_workload_change(())  # closes its channels
     world.sum(slept, "what the ranks slept")
     if world.rank:
         return {}  # events are told on rank 0

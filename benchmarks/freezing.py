@@ -23,11 +23,11 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import Costs, LayerCost
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.simulator import simulate
+from dynmo.train.setup import model_of
 
 
 class TimedPipeline:
@@ -100,7 +100,7 @@ def balanced(
             "train": {"global_batch": 2 * microbatches, "micro_batch": 2},
         }
     )
-    model = load_model(config)
+    model = model_of(config)
     batches = Batches(open_corpus("stdlib"), sequence, 2 * microbatches, 2, 0)
     static = uniform(model.layers, world.size)
     pipeline = Engine(world, model, static, StepOptions("zb-h1", microbatches=microbatches))

@@ -35,7 +35,7 @@ from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.models.emulated import EmulatedLayer, mean_loss, precise_timers
 from dynmo.models.model import Model, from_factories
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.layer.output_cache import Keys

@@ -31,8 +31,8 @@ from benchmarks.quality import config_of
 from dynmo.config import Config
 from dynmo.events import EvalEvent, Event, TokensEvent
 from dynmo.models.gpt import feed_forward_size
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
 STEPS, HIDDEN = 1000, 128
@@ -54,7 +54,7 @@ def _experts(**keys: Any) -> dict[str, Any]:
     return {"kind": "moe", "experts": 8, **keys}
 
 
-_LOAD: dict[str, Any] = {"cases": ["moe"], "moe": {"record_every": RECORDS}}
+_LOAD: dict[str, Any] = {"cases": ["experts"], "experts": {"record_every": RECORDS}}
 Run = tuple[dict[str, Any], dict[str, Any]]
 """[dynamism], and more keys of [model]."""
 
@@ -103,7 +103,9 @@ def step_flops(config: Config, shares: Sequence[float]) -> float:
         shares: Share of all tokens that left at each exit. Empty without early exit.
     """
     m, cases = config.model, config.dynamism.cases
-    exits = config.dynamism.early_exit.exits_of(m.blocks) if "early_exit" in cases else ()
+    exits: tuple[int, ...] = (
+        config.dynamism.early_exit.exits_of(m.blocks) if "early_exit" in cases else ()
+    )
     depths = config.dynamism.mixture_of_depths
     routed = depths.routed_blocks(m.blocks) if "mixture_of_depths" in cases else ()
     remaining, total = 1.0, 3 * 2 * m.vocab * m.hidden
@@ -131,7 +133,7 @@ def compute_of(config: Config, events: Sequence[Event]) -> list[float]:
         for e in events
         if isinstance(e, TokensEvent) and "exited" in e.shares
     ]
-    exits = (
+    exits: tuple[int, ...] = (
         config.dynamism.early_exit.exits_of(config.model.blocks)
         if "early_exit" in config.dynamism.cases
         else ()
@@ -174,7 +176,7 @@ def train(
     """
     config = config_of(steps, 0, dynamism, evaluations, batches, hidden, model)
     events: list[Event] = []
-    Trainer(config, world, load_model(config), None, listen=events.append).run()
+    Trainer(config, world, model_of(config), None, listen=events.append).run()
     compute = compute_of(config, events)
     evaluated = [e for e in events if isinstance(e, EvalEvent)]
     with_exits = [

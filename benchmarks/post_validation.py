@@ -37,7 +37,7 @@ from benchmarks.published import table_5
 from dynmo.balance.partition import uniform
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions, UpdateOptions
+from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
 from dynmo.runtime.comm.world import World
 
 MESSAGE_BYTES = 16384

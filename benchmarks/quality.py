@@ -35,8 +35,8 @@ from benchmarks.output import (
 )
 from dynmo.config import Config, parse
 from dynmo.events import ChangeEvent, EvalEvent, Event
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
 PICTURE = PICTURES / "quality.svg"
@@ -175,7 +175,7 @@ def train(
     """
     config = config_of(steps, seed, dynamism, evaluations, batches, hidden)
     events: list[Event] = []
-    result = Trainer(config, world, load_model(config), None, listen=events.append).run()
+    result = Trainer(config, world, model_of(config), None, listen=events.append).run()
     return {
         "curve": [[e.step + 1, e.loss] for e in events if isinstance(e, EvalEvent)],
         "changes": [[e.step, e.what] for e in events if isinstance(e, ChangeEvent)],

@@ -30,12 +30,12 @@ from benchmarks.harness import alternate, run_ranks
 from benchmarks.output import main
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.layer_options import ReplicaOptions
+from dynmo.train.setup import model_of
 
 HIDDEN, STATE = 0.5, 0.55
 MICROBATCHES, WARMUP = 4, 2
@@ -77,7 +77,7 @@ class ReplicatedPipeline:
     """
 
     def __init__(self, here: World, model: dict[str, Any], text: Tensor, zero: int) -> None:
-        loaded = load_model(parse({"model": model}))
+        loaded = model_of(parse({"model": model}))
         self.pipeline = Engine(
             here,
             loaded,

@@ -40,11 +40,11 @@ from dynmo.config import parse
 from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
 from dynmo.kernels.csr import pack, sddmm_, spmm, unpack
 from dynmo.kernels.sparse_linear import SparseLinear, linears, prune, survivors
-from dynmo.models.gpt_config import make
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind
+from dynmo.train.setup import model_of
 
 PICTURE = PICTURES / "sparse_crossover.svg"
 PAPER = (0.52, 0.79, 0.89, 0.90)  # after each prune of the published schedule
@@ -64,7 +64,7 @@ def half(which: int, hidden: int, heads: int, sequence: int) -> nn.Module:
         sequence: Tokens of a sequence.
     """
     config = parse({"model": {"blocks": 1, "hidden": hidden, "heads": heads, "sequence": sequence}})
-    return make(config).build([1 + which])[1 + which]
+    return model_of(config).build([1 + which])[1 + which]
 
 
 def pruned_half(which: int, hidden: int, heads: int, sequence: int, sparsity: float) -> nn.Module:

@@ -20,7 +20,7 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.world import World
 
 MOMENT = 18  # of 24

@@ -28,7 +28,7 @@ from dynmo.balance.balancers import balancer
 from dynmo.balance.partition import Partition, uniform
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 

@@ -17,43 +17,71 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dynmo.balance.options import Balance as Balance
     from dynmo.balance.partition import Partition as Partition
-    from dynmo.config import Balance as Balance
+    from dynmo.cluster.options import Elastic as Elastic
     from dynmo.cost.layer_cost import LayerCost as LayerCost
-    from dynmo.dynamism import Change as Change
-    from dynmo.dynamism import Dynamism as Dynamism
-    from dynmo.dynamism import Forecast as Forecast
-    from dynmo.dynamism import Layers as Layers
-    from dynmo.dynamism import Signals as Signals
+    from dynmo.dynamism.case import Change as Change
+    from dynmo.dynamism.case import Dynamism as Dynamism
+    from dynmo.dynamism.case import Forecast as Forecast
+    from dynmo.dynamism.case import Layers as Layers
+    from dynmo.dynamism.case import Signals as Signals
+    from dynmo.dynamism.options import EarlyExit as EarlyExit
+    from dynmo.dynamism.options import Experts as Experts
+    from dynmo.dynamism.options import Freezing as Freezing
+    from dynmo.dynamism.options import MixtureOfDepths as MixtureOfDepths
+    from dynmo.dynamism.options import Pruning as Pruning
+    from dynmo.dynamism.options import SparseAttention as SparseAttention
     from dynmo.errors import DynmoError as DynmoError
+    from dynmo.models.model import Model as Model
     from dynmo.models.model import next_token_loss as next_token_loss
+    from dynmo.models.options import ModelOptions as ModelOptions
+    from dynmo.models.registry import load_model as load_model
     from dynmo.models.sequential import Sequential as Sequential
-    from dynmo.pipeline.optimizers import SGD as SGD
-    from dynmo.pipeline.optimizers import AdamW as AdamW
+    from dynmo.pipeline.dry_run import RunPlan as RunPlan
+    from dynmo.pipeline.dry_run import dry_run as dry_run
+    from dynmo.pipeline.options import SGD as SGD
+    from dynmo.pipeline.options import AdamW as AdamW
+    from dynmo.pipeline.options import LearningRate as LearningRate
+    from dynmo.pipeline.options import PipelineOptions as PipelineOptions
     from dynmo.pipeline.pipeline import Pipeline as Pipeline
+    from dynmo.pipeline.start import World as World
     from dynmo.pipeline.start import init as init
-    from dynmo.runtime.comm.world import World as World
-    from dynmo.runtime.engine.step_reduction import StepResult as StepResult
+    from dynmo.pipeline.step_result import StepResult as StepResult
 
 __version__: str
 
 _HOMES = {
-    "AdamW": "dynmo.pipeline.optimizers",
-    "Balance": "dynmo.config",
-    "Change": "dynmo.dynamism",
-    "Dynamism": "dynmo.dynamism",
+    "AdamW": "dynmo.pipeline.options",
+    "Balance": "dynmo.balance.options",
+    "Change": "dynmo.dynamism.case",
+    "Dynamism": "dynmo.dynamism.case",
     "DynmoError": "dynmo.errors",
-    "Forecast": "dynmo.dynamism",
+    "EarlyExit": "dynmo.dynamism.options",
+    "Elastic": "dynmo.cluster.options",
+    "Experts": "dynmo.dynamism.options",
+    "Forecast": "dynmo.dynamism.case",
+    "Freezing": "dynmo.dynamism.options",
     "LayerCost": "dynmo.cost.layer_cost",
-    "Layers": "dynmo.dynamism",
+    "Layers": "dynmo.dynamism.case",
+    "LearningRate": "dynmo.pipeline.options",
+    "MixtureOfDepths": "dynmo.dynamism.options",
+    "Model": "dynmo.models.model",
+    "ModelOptions": "dynmo.models.options",
     "Partition": "dynmo.balance.partition",
     "Pipeline": "dynmo.pipeline.pipeline",
-    "SGD": "dynmo.pipeline.optimizers",
+    "PipelineOptions": "dynmo.pipeline.options",
+    "Pruning": "dynmo.dynamism.options",
+    "RunPlan": "dynmo.pipeline.dry_run",
+    "SGD": "dynmo.pipeline.options",
     "Sequential": "dynmo.models.sequential",
-    "Signals": "dynmo.dynamism",
-    "StepResult": "dynmo.runtime.engine.step_reduction",
-    "World": "dynmo.runtime.comm.world",
+    "Signals": "dynmo.dynamism.case",
+    "SparseAttention": "dynmo.dynamism.options",
+    "StepResult": "dynmo.pipeline.step_result",
+    "World": "dynmo.pipeline.start",
+    "dry_run": "dynmo.pipeline.dry_run",
     "init": "dynmo.pipeline.start",
+    "load_model": "dynmo.models.registry",
     "next_token_loss": "dynmo.models.model",
 }
 
@@ -64,17 +92,31 @@ __all__ = [
     "Change",
     "Dynamism",
     "DynmoError",
+    "EarlyExit",
+    "Elastic",
+    "Experts",
     "Forecast",
+    "Freezing",
     "LayerCost",
     "Layers",
+    "LearningRate",
+    "MixtureOfDepths",
+    "Model",
+    "ModelOptions",
     "Partition",
     "Pipeline",
+    "PipelineOptions",
+    "Pruning",
+    "RunPlan",
     "Sequential",
     "Signals",
+    "SparseAttention",
     "StepResult",
     "World",
     "__version__",
+    "dry_run",
     "init",
+    "load_model",
     "next_token_loss",
 ]
 

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -102,12 +102,14 @@ class ChangeEvent(Event):
         case: Name of the case. "balance", without layers, says why the balancer can do nothing.
         layers: Global indices of the layers.
         what: The change, in words.
+        options: Options of the case that it has measured.
     """
 
     event: ClassVar[str] = "change"
     case: str
     layers: tuple[int, ...]
     what: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -423,11 +425,11 @@ def from_json(record: dict[str, Any]) -> Event:
     if kind is None:
         raise InputError(f"unknown event {record.get('event')!r}")
     values: dict[str, Any] = {}
-    for field in fields(kind):
-        key = field.name
+    for each in fields(kind):
+        key = each.name
         word = _WORDS.get(key, key)
         if word not in record:
-            if field.default is not MISSING:
+            if each.default is not MISSING or each.default_factory is not MISSING:
                 continue
             raise InputError(f"event {kind.event!r} lacks {word!r}")
         value = record[word]

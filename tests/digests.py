@@ -46,7 +46,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "balance": {"balancer": "schedule-aware", "every": 2},
     },
     "interleaved": {"pipeline": {"schedule": "interleaved-1f1b"}},
-    "replicas": {"parallel": {"pipeline": 1, "data": 2, "zero": 1}},
+    "replicas": {"parallel": {"pipeline": 1, "replicas": 2, "zero": 1}},
     "freezing": {"dynamism": FREEZING},
     "pruning": {"dynamism": PRUNING},
     "sparse-attention": {"dynamism": ATTENTION},

@@ -18,10 +18,10 @@ from dynmo.config import Config, parse
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, StepEvent, to_json
 from dynmo.models.emulated import EmulatedLayer
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.migration import Migration
 from dynmo.train.joining import come_back
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
 SOURCE = f"file:{Path(__file__).resolve().parents[1] / 'LICENSE'}"
@@ -42,7 +42,7 @@ def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
     """
     loaded = parsed(config)
     events: list[Event] = []
-    result = Trainer(loaded, world, load_model(loaded), None, listen=events.append).run()
+    result = Trainer(loaded, world, model_of(loaded), None, listen=events.append).run()
     steps = [e for e in events if isinstance(e, StepEvent)]
     return {
         "digest": result.weights_digest,
@@ -66,9 +66,9 @@ def train_and_weights(world: World, config: dict[str, Any]) -> dict[str, Any]:
     """As `train`, with this rank's weights by layer, flat, in parameter order."""
     loaded = parsed(config)
     events: list[Event] = []
-    trainer = Trainer(loaded, world, load_model(loaded), None, listen=events.append)
+    trainer = Trainer(loaded, world, model_of(loaded), None, listen=events.append)
     trainer.run()
-    layers = trainer.pipeline.own_layers
+    layers = trainer.pipeline._engine.own_layers
     return {
         "losses": [e.loss for e in events if isinstance(e, StepEvent)],
         "weights": {
@@ -100,7 +100,7 @@ def train_in(
             os.kill(os.getpid(), signal.SIGTERM)
 
     loaded = parsed(config)
-    return vars(Trainer(loaded, world, load_model(loaded), Path(folder), resume, listen).run())
+    return vars(Trainer(loaded, world, model_of(loaded), Path(folder), resume, listen).run())
 
 
 def resume_and_listen(world: World, config: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -120,13 +120,13 @@ def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict
     """
     loaded = parsed(config)
     told: list[Event] = []
-    trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
+    trainer = Trainer(loaded, world, model_of(loaded), None, listen=told.append)
     if not fits:
 
         def refuse(partition: Partition, is_agreed: bool = False) -> Migration:
             raise NoRoomError(f"{partition.counts} does not fit")
 
-        trainer.pipeline.actions.move = refuse
+        trainer.pipeline._engine.actions.move = refuse
     trainer.run()
     return [to_json(event) for event in told]
 
@@ -137,13 +137,13 @@ def costs_beside_a_slow_replica(world: World, config: dict[str, Any]) -> list[fl
     The last rank's first emulated layer takes three times as long.
     """
     loaded = parsed(config)
-    trainer = Trainer(loaded, world, load_model(loaded), None)
+    trainer = Trainer(loaded, world, model_of(loaded), None)
     if world.rank == world.size - 1:
-        (module, _), *_ = trainer.pipeline.own_layers.values()
+        (module, _), *_ = trainer.pipeline._engine.own_layers.values()
         assert isinstance(module, EmulatedLayer)
         module.f *= 3
-    for step in range(3):
-        trainer.advance(step)
+    for _ in range(3):
+        trainer.advance()
     return [cost.f for cost in trainer.pipeline.costs()]
 
 
@@ -154,10 +154,10 @@ def train_elastic(world: World, config: dict[str, Any]) -> dict[str, Any]:
     """
     loaded = parsed(config)
     events: list[Event] = []
-    model = load_model(loaded)
+    model = model_of(loaded)
     trainer = Trainer(loaded, world, model, None, listen=events.append)
-    result, identity = trainer.run(), trainer.identity
-    if result.left and parks(loaded):
+    result, identity = trainer.run(), trainer.pipeline.identity
+    if result.left and parks(loaded.elastic):
         result = come_back(loaded, world, model, identity, None, result)
     return {
         "left": result.left,

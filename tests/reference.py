@@ -28,8 +28,7 @@ from pydantic.fields import FieldInfo
 import dynmo
 from dynmo.cli import app
 from dynmo.config import Config
-from dynmo.config.section import Section
-from dynmo.config.values import LARGEST, OneOf, value_text
+from dynmo.options import LARGEST, OneOf, Options, value_text
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 PAGES = [FOLDER / name for name in ("configuration.md", "commands.md", "python.md")]
@@ -47,17 +46,17 @@ MARK = re.compile(r"<!-- (keys|options|names)(?:: ([\w.]+))? -->\n.*?<!-- end --
 
 
 def sections(
-    section: type[Section] = Config, prefix: str = ""
-) -> Iterator[tuple[str, type[Section]]]:
+    section: type[Options] = Config, prefix: str = ""
+) -> Iterator[tuple[str, type[Options]]]:
     """The name and class of every section, the top level first under the name "top"."""
     yield prefix or "top", section
     for key, field in section.model_fields.items():
         inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
+        if isinstance(inner, type) and issubclass(inner, Options):
             yield from sections(inner, f"{prefix}.{key}" if prefix else key)
 
 
-def keys(section: type[Section]) -> dict[str, FieldInfo]:
+def keys(section: type[Options]) -> dict[str, FieldInfo]:
     """The fields of a section that are values."""
     fields = section.model_fields.items()
     return {key: field for key, field in fields if not isinstance(field.default, BaseModel)}

@@ -30,9 +30,9 @@ from pathlib import Path
 import pytest
 
 from dynmo.cli import main
-from dynmo.config.values import CASES as CASES_OF_DYNAMISM
 from dynmo.cost.layer_cost import LayerCost, LinkCost, split_costs, uniform_costs
 from dynmo.cost.profile_file import Profile, to_json
+from dynmo.dynamism.options import CASES as CASES_OF_DYNAMISM
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import SCHEDULES, placement_of
 from dynmo.schedule.simulator import Timeline, simulate
@@ -298,7 +298,7 @@ def test_extras_are_named_in_one_way() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_every_dynamic_case_is_named(page: str) -> None:
-    named = {"moe": "experts", "mixture_of_depths": "depths"}
+    named = {"mixture_of_depths": "depths"}
     text = (ROOT / page).read_text()
     assert all(named.get(case, case).replace("_", " ") in text for case in CASES_OF_DYNAMISM)
 

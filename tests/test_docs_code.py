@@ -24,13 +24,13 @@ from dynmo.balance.balancers import BalanceRequest
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, uniform_costs
+from dynmo.dynamism import options as case_options
 from dynmo.models.model import from_factories
-from dynmo.models.registry import load_model
 from dynmo.runtime.state import checkpoint
 from dynmo.schedule import generators
 from dynmo.schedule.op import validate
 from dynmo.schedule.simulator import simulate
-from dynmo.train.dry_run import dry_run
+from dynmo.train.setup import model_of, plan_run
 from tests.cli.runs import free_port
 from tests.runtime.alone import pipeline, tokens
 
@@ -172,6 +172,18 @@ def test_own_case_example_freezes_layers(folder: Path) -> None:
     ]
 
 
+def test_weights_are_saved_and_loaded(folder: Path) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
+    with dynmo.init(device="cpu") as world:
+        pipeline = dynmo.Pipeline(model, world, microbatches=2)
+        code = block(HOW_TO / "checkpoints.md", "python", "state = pipeline")
+        exec(code, {"torch": torch, "world": world, "pipeline": pipeline})
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain.load_state_dict(torch.load("weights.pt"))
+    assert torch.equal(plain(torch.ones(4)), nn.Sequential(*layers)(torch.ones(4)))
+
+
 def test_tutorial_model_is_causal() -> None:
     parsed = parse(tomllib.loads(block(TUTORIAL, "toml", "# run.toml")))
     namespace: dict[str, Any] = {}
@@ -198,7 +210,7 @@ def test_checkpoint_exports_weights_and_a_model_loads_them(
         parse(given),
         parse(given | {"model": given["model"] | {"kind": "python:my_start:layers"}}),
     )
-    trained = pipeline(load_model(config))
+    trained = pipeline(model_of(config))
     trained.step(0, *tokens(0, sequence=64), lr=0.1)
     layers = [
         (i, (module, optimizer.state())) for i, (module, optimizer) in trained.own_layers.items()
@@ -209,8 +221,8 @@ def test_checkpoint_exports_weights_and_a_model_loads_them(
     wanted = nn.Sequential(*trained.modules).state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        weights = nn.Sequential(*load_model(own).build(range(8))).state_dict()
-        dry_run(own)
+        weights = nn.Sequential(*model_of(own).build(range(8))).state_dict()
+        plan_run(own)
     assert weights.keys() == wanted.keys()
     assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
 
@@ -270,12 +282,18 @@ def test_contributed_balancer_balances() -> None:
     assert names["_greedy"](request).counts == (4, 2)
 
 
-def test_contributed_case_freezes(folder: Path) -> None:
-    case = contributed(None, "dynamism/freeze_front.py")["FreezeFront"](every=1, most=2)
+def test_contributed_case_freezes(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = contributed(case_options, "dynamism/options.py")["FreezeFront"]
+    monkeypatch.setattr(case_options, "FreezeFront", options, raising=False)
+    monkeypatch.setitem(case_options.CASES, "freeze_front", options)
+    case = ModuleType("freeze_front")
+    vars(case).update(contributed(None, "dynamism/freeze_front.py"))
+    monkeypatch.setitem(sys.modules, "dynmo.dynamism.freeze_front", case)
     with dynmo.init(device="cpu") as world:
         layers = [nn.Linear(4, 4) for _ in range(3)]
         model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
-        pipeline = dynmo.Pipeline(model, world, microbatches=2, cases=[case], balance="none")
+        cases = [options(every=1, most=2)]
+        pipeline = dynmo.Pipeline(model, world, microbatches=2, cases=cases, balance="none")
         for _ in range(3):
             pipeline.step(torch.ones(4, 4), torch.zeros(4, 4))
         trains = [part.weight.requires_grad for part in pipeline.modules.values()]
@@ -284,7 +302,7 @@ def test_contributed_case_freezes(folder: Path) -> None:
 
 def test_contributed_model_is_built() -> None:
     make = contributed(None, "models/convolutions.py")["make"]
-    model = make(parse({"model": {"blocks": 2, "hidden": 8, "heads": 1}}))
+    model = make(dynmo.ModelOptions(blocks=2, hidden=8, heads=1), 0, {})
     assert [type(layer).__name__ for layer in model.build(range(4))] == [
         "Embedding",
         "GatedConvolution",

@@ -17,9 +17,9 @@ import torch
 from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
-from dynmo.models.gpt_config import make
 from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.generators import GENERATORS
+from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.equality import BALANCERS, STEPS, config, deeper, fields_of, pruned
 from tests.jobs import SOURCE
@@ -86,7 +86,7 @@ def test_staged_messages_leave_the_digest_unchanged(pool: Pool) -> None:
     base = config(1, "zb-h1", BALANCERS["random"], freezing=True, clipping=True)
     base["train"] |= {"global_batch": 12, "reduction_slots": 2}
     alone = pool.run("train", 1, config=base)[0]
-    mesh = base | {"parallel": base["parallel"] | {"pipeline": 2, "data": 2, "zero": 1}}
+    mesh = base | {"parallel": base["parallel"] | {"pipeline": 2, "replicas": 2, "zero": 1}}
     results = pool.run("train_staged", 4, config=mesh)
     assert results[0]["losses"] == alone["losses"]
     assert {r["digest"] for r in results} == {alone["digest"]}
@@ -178,7 +178,7 @@ def test_replicas_on_slices_have_the_same_digest(pool: Pool) -> None:
         deeper(2, "zb-h1", BALANCERS["random"], True),
     )
     one["train"]["reduction_slots"] = 2
-    two["parallel"] |= {"slices": True, "device": "cpu", "data": 2}
+    two["parallel"] |= {"slices": True, "device": "cpu", "replicas": 2}
     one["model"]["tied"] = two["model"]["tied"] = True
     expected = pool.run("train", 1, config=one)[0]
     results = pool.run("train", 2, config=two)
@@ -483,7 +483,7 @@ def _plain_loop(
     wanted: dict[str, Any], freezing: bool, clipping: bool
 ) -> tuple[list[float], list[torch.Tensor]]:
     parsed = parse(wanted)
-    layers = torch.nn.ModuleList(make(parsed).build(range(6)))
+    layers = torch.nn.ModuleList(model_of(parsed).build(range(6)))
     batches = Batches(open_corpus(SOURCE), 16, 10, 2, 7)
     decayed = [p for p in layers.parameters() if p.dim() >= 2]
     others = [p for p in layers.parameters() if p.dim() < 2]

@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "experts": {
         "model": {"kind": "moe", "experts": 4, "routing": "bias"},
-        "dynamism": {"cases": ["moe"]},
+        "dynamism": {"cases": ["experts"]},
     },
     "tied": {"model": {"tied": True}},
     "float16": {"train": {"precision": "float16"}},
@@ -66,7 +66,7 @@ def told(events: list[dict[str, Any]]) -> dict[str, Any]:
         "steps": fields_of(events, "step", "step", "loss", "gradient_norm"),
         "evaluations": fields_of(events, "eval", "loss", "dense_loss"),
         "changes": [
-            x for x in fields_of(events, "change", "step", "case", "layers") if x[1] != "moe"
+            x for x in fields_of(events, "change", "step", "case", "layers") if x[1] != "experts"
         ],
         "end": fields_of(events, "end", "loss", "weights_digest", "buffers_digest"),
     }
@@ -114,7 +114,7 @@ def test_replicas_leave_and_come_back(pool, case, zero):
         case,
         2,
         train={"reduction_slots": 2},
-        parallel={"pipeline": 2, "data": 2, "zero": zero},
+        parallel={"pipeline": 2, "replicas": 2, "zero": zero},
         elastic={"reshape_at": shapes, "park": True},
     )
     results = pool.run("train_elastic", 4, config=config)
@@ -128,8 +128,8 @@ def test_replicas_that_share_experts_stay_together(pool, zero):
         "experts",
         2,
         train={"reduction_slots": 2},
-        parallel={"pipeline": 2, "data": 2, "expert": 2, "zero": zero},
-        dynamism={"moe": {"place_every": 2, "redundant": 1}},
+        parallel={"pipeline": 2, "replicas": 2, "expert": 2, "zero": zero},
+        dynamism={"experts": {"place_every": 2, "redundant": 1}},
         elastic={"reshape_at": [[2, 1, 2], [5, 2, 2]], "park": True},
     )
     results = pool.run("train_elastic", 4, config=config)

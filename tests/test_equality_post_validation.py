@@ -97,7 +97,7 @@ def test_replicas_validate_together(pool: Pool, zero: int) -> None:
 
     With ZeRO-1, parameters are exchanged again after a rollback.
     """
-    mesh = {"pipeline": 2, "data": 2, "zero": zero, "timeout": 20.0}
+    mesh = {"pipeline": 2, "replicas": 2, "zero": zero, "timeout": 20.0}
     sections: dict[str, Any] = {"parallel": mesh, "train": {"global_batch": 12, "micro_batch": 1}}
     expected, events = (
         pool.run("events", 4, config=late(2, "zb-h2", afterwards, **sections))[0]

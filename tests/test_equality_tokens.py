@@ -16,7 +16,7 @@ from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.early_exit import ExitHead
-from dynmo.models.gpt_config import make
+from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.equality import BALANCERS, STEPS, config, deeper, fields_of
 from tests.jobs import SOURCE
@@ -52,12 +52,15 @@ CASES: dict[str, dict[str, Any]] = {
             "record_every": 2,
         }
     },
-    "experts": {"moe": {"record_every": 2}},
+    "experts": {"experts": {"record_every": 2}},
     "experts and exits": {
-        "moe": {},
+        "experts": {},
         "early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 2},
     },
-    "experts and depths": {"moe": {}, "mixture_of_depths": {"capacity": 0.3, "threshold_from": 4}},
+    "experts and depths": {
+        "experts": {},
+        "mixture_of_depths": {"capacity": 0.3, "threshold_from": 4},
+    },
 }
 EXPERTS = {"kind": "moe", "experts": 4, "top_k": 2, "shared_experts": 1, "moe_every": 2}
 
@@ -66,7 +69,7 @@ def wanted(case: str, ranks: int, schedule: str, **sections: dict[str, Any]) -> 
     """Layers move at each step if there are ranks to move between."""
     base = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=False)
     base["dynamism"] = {"cases": list(CASES[case]), **CASES[case]}
-    if "moe" in CASES[case]:
+    if "experts" in CASES[case]:
         base["model"] |= EXPERTS | {
             "routing": "bias" if case == "experts" else "aux-loss",
             "bias_rate": 0.1,
@@ -128,7 +131,7 @@ def test_token_cases_have_the_same_numbers_on_any_ranks(
 @pytest.mark.parametrize("case", mostly_matrix(["softmax", "mlp", "experts"], ["mlp", "experts"]))
 def test_token_cases_have_the_same_numbers_on_any_mesh(pool: Pool, case: str) -> None:
     sections = {
-        "parallel": {"pipeline": 2, "data": 2, "zero": 1},
+        "parallel": {"pipeline": 2, "replicas": 2, "zero": 1},
         "train": {"reduction_slots": 2},
         "elastic": {"reshape_at": [[3, 4, 1]]},
     }
@@ -152,7 +155,7 @@ SPREAD: dict[str, tuple[tuple[int, int, int], str, dict[str, dict[str, Any]]]] =
 
 def _spread() -> list[Any]:
     """Each case in one run, and one case in most. The rest takes long."""
-    cases = [case for case in CASES if "moe" in CASES[case]]
+    cases = [case for case in CASES if "experts" in CASES[case]]
     return [
         pytest.param(
             case,
@@ -177,7 +180,7 @@ def test_sharded_experts_have_the_numbers_of_one_process(
     pipeline, data, expert = mesh
     parallel = {
         "pipeline": pipeline,
-        "data": data,
+        "replicas": data,
         "expert": expert,
         **sections.get("parallel", {}),
     }
@@ -185,11 +188,11 @@ def test_sharded_experts_have_the_numbers_of_one_process(
     spread = wanted(case, pipeline, schedule, **{**sections, "parallel": parallel, "train": train})
     spread["dynamism"] = {
         **spread["dynamism"],
-        "moe": {"record_every": 2, "place_every": 2, "least_gain": 0.0, "redundant": data // 2},
+        "experts": {"record_every": 2, "place_every": 2, "least_gain": 0.0, "redundant": data // 2},
     }
     moved = told(pool, pipeline * data, spread)
-    assert any(name == "moe" for _, name, _ in moved["changes"]), "experts move"
-    moved["changes"] = [change for change in moved["changes"] if change[1] != "moe"]
+    assert any(name == "experts" for _, name, _ in moved["changes"]), "experts move"
+    moved["changes"] = [change for change in moved["changes"] if change[1] != "experts"]
     assert moved == reference(pool, case, groups=data)
 
 
@@ -258,7 +261,7 @@ def test_early_exit_losses_match_a_plain_torch_loop(pool: Pool) -> None:
     }
     configuration["train"] |= {"warmup": 0, "decay": "constant"}
     losses = pool.run("train", 1, config=configuration)[0]["losses"]
-    model = make(parse(configuration))
+    model = model_of(parse(configuration))
     layers = torch.nn.ModuleList(model.build(range(model.layers)))
     for layer in layers:
         if isinstance(layer, ExitHead):

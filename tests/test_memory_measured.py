@@ -23,9 +23,9 @@ from dynmo.balance.partition import uniform
 from dynmo.config import Config, parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions, UpdateOptions
+from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
+from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
@@ -33,7 +33,7 @@ from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.schedule.catalogue import SCHEDULES, entry, placement_of
 from dynmo.schedule.memory import rank_memory
-from dynmo.train.shape_costs import shape_costs
+from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.jobs import SOURCE
 from tests.pool import Pool
@@ -97,7 +97,7 @@ def peak(
         seconds: Costs that the schedule is made for, if it is made from costs.
     """
     loaded = parse(config)
-    world = arrange(world, loaded.parallel.data)
+    world = arrange(world, loaded.parallel.replicas)
     pipeline = _engine(loaded, world, recompute, groups)
     row, sequence = 2 * MICROBATCHES, loaded.model.sequence
     batch = Batches(open_corpus(SOURCE), sequence, row, 2, 0).train(0)
@@ -112,18 +112,18 @@ def peak(
         for module, optimizer in pipeline.own_layers.values()
         for t in (*module.parameters(), *optimizer.state().values())
     )
-    layers = recompute_as_workspace(shape_costs(loaded, load_model(loaded)), recompute)
+    layers = recompute_as_workspace(shape_costs(loaded.options, model_of(loaded)), recompute)
     predicted = rank_memory(
         *(layers, pipeline.partition.counts, pipeline.schedule_for(pipeline.partition)),
         post_validation=loaded.pipeline.post_validation,
-        replicas=loaded.parallel.data,
+        replicas=loaded.parallel.replicas,
         accumulation_groups=groups,
     )[world.rank]
     return {"measured": held + most, "predicted": predicted, "held": held, "rest": most}
 
 
 def _engine(config: Config, world: World, recompute: Sequence[int], groups: int) -> Engine:
-    model, pipelined, replicas = load_model(config), config.pipeline, config.parallel.data
+    model, pipelined, replicas = model_of(config), config.pipeline, config.parallel.replicas
     return Engine(
         world,
         model,
@@ -243,7 +243,7 @@ def test_predicted_peak_includes_the_reduction_over_replicas(
 
     With ZeRO-1 a share consists of whole norm blocks, and the layers have several blocks.
     """
-    parallel = {"data": 2, "zero": zero}
+    parallel = {"replicas": 2, "zero": zero}
     hidden = 256 if zero else 64
     check_peaks(pool, 4, settings(schedule, parallel=parallel, hidden=hidden, sequence=4))
 

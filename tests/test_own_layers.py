@@ -13,7 +13,7 @@ import torch
 from dynmo.config import parse
 from dynmo.dynamism.egeria import plasticity, quantised, relations
 from dynmo.errors import ConfigError
-from dynmo.models.registry import load_model
+from dynmo.train.setup import model_of
 from tests.models.odd_layers import Shared
 from tests.pool import JobFailed, Pool
 from tests.test_own_models import config, plain_losses, run
@@ -68,7 +68,7 @@ def test_unsupported_layers_are_refused(pool: Pool, function: str, reason: str) 
 
 def test_a_scripted_module_is_refused() -> None:
     with pytest.raises(ConfigError, match="layer 1 is a ScriptModule"):
-        load_model(parse(config(HERE + "scripted"))).build(range(3))
+        model_of(parse(config(HERE + "scripted"))).build(range(3))
 
 
 # -- cases -----------------------------------------------------------------------------------------

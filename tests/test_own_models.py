@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
-from dynmo.models.registry import load_model
 from dynmo.schedule.catalogue import SCHEDULES
+from dynmo.train.setup import model_of
 from tests.pool import JobFailed, Pool
 from tests.runtime.alone import MICROBATCHES, alone, pipeline
 
@@ -60,7 +60,7 @@ def plain_losses(function: str) -> list[float]:
     from tests.jobs import SOURCE
 
     loaded = parse(config(function) | {"data": {"source": SOURCE}})
-    model = load_model(loaded)
+    model = model_of(loaded)
     layers = nn.Sequential(*model.build(range(model.layers)))
     batches = Batches(open_corpus(SOURCE), 8, 8, 2, loaded.seed)
     groups = [
@@ -238,17 +238,17 @@ def test_undeclared_varying_shapes_are_refused(pool: Pool, ranks: int) -> None:
 def test_renormalised_weights_of_replicas_are_refused(pool: Pool) -> None:
     run(pool, "renormalised", 2)
     with pytest.raises(JobFailed, match=r"layer 0: .* max_norm"):
-        pool.run("train", 2, config=config("renormalised", 1, parallel={"data": 2}))
+        pool.run("train", 2, config=config("renormalised", 1, parallel={"replicas": 2}))
 
 
 def test_running_statistics_of_replicas_are_refused(pool: Pool) -> None:
     with pytest.raises(JobFailed, match=r"layer 1 \(Normed\): .* buffer 'norm.mean'"):
-        numbers(pool, "own_norm", 2, parallel={"pipeline": 1, "data": 2})
+        numbers(pool, "own_norm", 2, parallel={"pipeline": 1, "replicas": 2})
 
 
 def test_training_leaves_the_callers_random_state_unchanged() -> None:
     pipe = pipeline(
-        load_model(
+        model_of(
             parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.2}})
         )
     )

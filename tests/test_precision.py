@@ -158,7 +158,7 @@ def test_replicas_skip_the_same_steps(pool: Pool) -> None:
         config = wanted(
             pipeline, "zb-h1", "float16", steps=12, loss_scale_window=1, reduction_slots=2
         )
-        config["parallel"] |= {"data": data, "zero": int(data > 1)}
+        config["parallel"] |= {"replicas": data, "zero": int(data > 1)}
         config["pipeline"]["post_validation"] = later
         told = pool.run("events", pipeline * data, config=config)[0]
         skipped = [(e["step"], e["loss_scale"]) for e in told if e["event"] == "skipped"]

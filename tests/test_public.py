@@ -15,24 +15,18 @@ import pytest
 import dynmo
 
 ROOT = Path(__file__).parents[1]
-MAX_MEMBERS = 16
+MAX_MEMBERS = 45
 
 
 def test_public_names_are_exactly_these() -> None:
     assert sorted(dynmo.__all__) == sorted(
         [
-            *(
-                "AdamW",
-                "Balance",
-                "Change",
-                "Dynamism",
-                "DynmoError",
-                "Forecast",
-                "LayerCost",
-                "Layers",
-            ),
-            *("Partition", "Pipeline", "SGD", "Sequential", "Signals"),
-            *("StepResult", "World", "__version__", "init", "next_token_loss"),
+            *("Pipeline", "World", "StepResult", "init", "dry_run", "RunPlan", "__version__"),
+            *("Model", "Sequential", "ModelOptions", "load_model", "next_token_loss"),
+            *("PipelineOptions", "AdamW", "SGD", "LearningRate", "Balance", "Elastic"),
+            *("EarlyExit", "Experts", "Freezing", "MixtureOfDepths", "Pruning"),
+            *("SparseAttention", "Change", "Dynamism", "Forecast", "Layers", "Signals"),
+            *("DynmoError", "LayerCost", "Partition"),
         ]
     )
     assert all(getattr(dynmo, name) is not None for name in dynmo.__all__)

@@ -10,10 +10,10 @@ import inspect
 import pytest
 
 import dynmo
-from dynmo.config.section import Section
-from dynmo.config.sections_dynamism import DynamismSection
-from dynmo.config.sections_training import ModelSection
-from dynmo.config.values import CASES, MODEL_KINDS
+from dynmo.config.sections import DynamismSection
+from dynmo.dynamism.options import CASES
+from dynmo.models.options import MODEL_KINDS, ModelOptions
+from dynmo.options import Options
 from tests import reference
 
 
@@ -22,7 +22,7 @@ def test_pages_are_up_to_date() -> None:
 
 
 @pytest.mark.parametrize(("name", "section"), list(reference.sections()))
-def test_each_config_key_has_a_description_and_a_row(name: str, section: type[Section]) -> None:
+def test_each_config_key_has_a_description_and_a_row(name: str, section: type[Options]) -> None:
     for key, field in section.model_fields.items():
         assert field.description, f"{name}.{key} has no description under it"
         assert len(field.description) <= 200, f"{name}.{key}: more than two lines of a table"
@@ -60,10 +60,10 @@ def test_every_mark_of_a_page_is_parsed() -> None:
 
 @pytest.mark.parametrize(
     ("section", "key", "served"),
-    [(DynamismSection, "cases", CASES), (ModelSection, "kind", MODEL_KINDS)],
+    [(DynamismSection, "cases", tuple(CASES)), (ModelOptions, "kind", MODEL_KINDS)],
 )
 def test_served_words_are_described(
-    section: type[Section], key: str, served: tuple[str, ...]
+    section: type[Options], key: str, served: tuple[str, ...]
 ) -> None:
     description = section.model_fields[key].description or ""
     assert [name for name in served if f"`{name}`" not in description] == []

@@ -18,11 +18,11 @@ from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost import profile_file
 from dynmo.events import ReshapeEvent, read
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.layer_options import ReplicaOptions
+from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.pool import JobFailed, Pool
 
@@ -71,7 +71,7 @@ def config(
             "warmup": 2,
             "max_grad_norm": 0.5,
         },
-        "parallel": {"pipeline": pipeline, "data": data, "zero": zero, "timeout": 20.0},
+        "parallel": {"pipeline": pipeline, "replicas": data, "zero": zero, "timeout": 20.0},
         "pipeline": {"schedule": schedule},
         "balance": balance or {"balancer": "none"},
         "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[2, 1], [4, 3]]}}
@@ -87,7 +87,7 @@ def config(
 
 def run(pool: Pool, wanted: dict[str, Any]) -> list[dict[str, Any]]:
     parallel = wanted["parallel"]
-    return pool.run("train", parallel["pipeline"] * parallel["data"], config=wanted)
+    return pool.run("train", parallel["pipeline"] * parallel["replicas"], config=wanted)
 
 
 @cache
@@ -327,13 +327,13 @@ def test_written_buffers_of_replicas_are_refused(pool: Pool) -> None:
         match="buffer 'mean'",
     ):
         run(pool, wanted)
-    wanted["parallel"]["data"] = 1
+    wanted["parallel"]["replicas"] = 1
     run(pool, wanted)
 
 
 def after_a_reshape(world: World, data: int) -> None:
     """A loop of one's own, whose pipeline was not told that it may become replicas."""
-    model = load_model(
+    model = model_of(
         parse({"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}})
     )
     pipeline = Engine(
@@ -416,7 +416,7 @@ def test_replicas_of_an_even_model_keep_their_mesh(
     wanted: dict[str, Any] = {
         "model": {"kind": "emulated", "layers": 4, "f": 0.002, "b": 0.002, "w": 0.002},
         "train": {"steps": 5, "global_batch": 4, "micro_batch": 1, "reduction_slots": 2},
-        "parallel": {"pipeline": 1, "data": 2, "timeout": 20.0},
+        "parallel": {"pipeline": 1, "replicas": 2, "timeout": 20.0},
         "balance": {"balancer": "none", "every": 2},
         "trace": {"steps": 0},
     }
@@ -440,7 +440,7 @@ def test_layer_cost_is_that_of_the_slowest_replica(pool: Pool) -> None:
     wanted: dict[str, Any] = {
         "model": {"kind": "emulated", "layers": 2, "f": 0.004, "b": 0.004, "w": 0.004},
         "train": {"steps": 3, "global_batch": 4, "micro_batch": 1},
-        "parallel": {"pipeline": 1, "data": 2, "timeout": 20.0},
+        "parallel": {"pipeline": 1, "replicas": 2, "timeout": 20.0},
         "trace": {"steps": 0},
     }
     slow, other = zip(*pool.run("costs_beside_a_slow_replica", 2, config=wanted), strict=True)

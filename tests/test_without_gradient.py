@@ -19,10 +19,10 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.model import from_factories, next_token_loss
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.world import World
+from dynmo.train.setup import model_of
 from tests.jobs import SOURCE
 from tests.pool import Pool
 from tests.test_own_models import config
@@ -41,7 +41,7 @@ def trained(pool: Pool, optimizer: Optimizer, ranks: int = 1, **changes: Any) ->
     """Returns the weights of each layer after a run."""
     settings = run_config(optimizer, ranks, **changes)
     ended = pool.run(
-        "train_and_weights", ranks * settings["parallel"].get("data", 1), config=settings
+        "train_and_weights", ranks * settings["parallel"].get("replicas", 1), config=settings
     )
     return {int(index): weights for rank in ended for index, weights in rank["weights"].items()}
 
@@ -54,7 +54,7 @@ def plain(optimizer: Optimizer, groups: int = 1) -> tuple[Weights, list[list[boo
         The weights of each layer, and for each step which parameters had a gradient.
     """
     loaded = parse(run_config(optimizer, 1) | {"data": {"source": SOURCE}})
-    model = load_model(loaded)
+    model = model_of(loaded)
     layers = nn.Sequential(*[_Spread(layer) for layer in model.build(range(model.layers))])
     parameters = list(layers.parameters())
     settings = [
@@ -125,7 +125,7 @@ def test_replicas_skip_what_no_replica_has(pool: Pool, optimizer: Optimizer) -> 
     weights = trained(pool, optimizer, train=two_groups)
     assert_close(weights, plain(optimizer, groups=2)[0])
     for zero in (0, 1):
-        parallel = {"data": 2, "zero": zero}
+        parallel = {"replicas": 2, "zero": zero}
         assert trained(pool, optimizer, 2, train=two_groups, parallel=parallel) == weights
 
 

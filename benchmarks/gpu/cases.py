@@ -30,16 +30,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.cases_race import model_of
+from benchmarks.cases_race import model_for
 from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progress, seconds
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import Config, parse
-from dynmo.dynamism import make_cases
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state.layer_options import LayerOptions
+from dynmo.train.setup import cases_of
 
 # Steps at which the cases of the configuration act.
 SPARSE, DENSE, PRUNE = 1, 2, 3
@@ -106,7 +106,7 @@ class Run:
 
     def __init__(self, device: torch.device, config: Config, options: argparse.Namespace) -> None:
         self._device, self._options = device, options
-        model = built_on(device, model_of("pruning", config))
+        model = built_on(device, model_for("pruning", config))
         world = World(0, 1, device, 120.0, 0, dist.HashStore())
         self.even = uniform(model.layers, options.slices)
         self.pipeline = Engine(
@@ -165,7 +165,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     config = config_of(options, blocks)
     run = Run(device, config, options)
     pipeline = run.pipeline
-    pruning, sparse = sorted(make_cases(config, pipeline.count), key=lambda case: case.name)
+    pruning, sparse = sorted(cases_of(config, pipeline.count), key=lambda case: case.name)
     half = range(pipeline.count // 2)
 
     def act(case: Any, step: int) -> None:

@@ -29,16 +29,16 @@ from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progre
 from benchmarks.harness import run_ranks
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.runtime.state.migration import Migration
 from dynmo.schedule.memory import rank_memory
-from dynmo.train.shape_costs import shape_costs
+from dynmo.train.setup import model_of
 
 SCHEDULE = "zb-h1"
 
@@ -61,7 +61,7 @@ class Run:
                 "pipeline": {"schedule": SCHEDULE},
             }
         )
-        self._model = load_model(self._config)
+        self._model = model_of(self._config)
         self.partition = uniform(self._model.layers, world.size)
         self.pipeline = Engine(
             world,
@@ -103,7 +103,7 @@ class Run:
     def accounts(self) -> tuple[list[int], list[int]]:
         """Returns the account of each rank, by measured costs and by shapes alone, in bytes."""
         schedule, counts = self.pipeline.schedule_for(self.partition), self.partition.counts
-        shapes = recompute_as_workspace(shape_costs(self._config, self._model), ())
+        shapes = recompute_as_workspace(shape_costs(self._config.options, self._model), ())
         measured = rank_memory(self.pipeline.costs(), counts, schedule)
         return list(measured), list(rank_memory(shapes, counts, schedule))
 

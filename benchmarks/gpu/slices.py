@@ -43,15 +43,15 @@ from benchmarks.torch_peer import PEERS, PeerSchedule, TorchPeer
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.models.model import Model, next_token_loss
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.sm_slices import cut
 from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import peak_memory, simulate
+from dynmo.train.setup import model_of
 
 FLAT = ("1f1b", "zb-h1", "zb-auto", "torch zero-bubble")  # one stage a slice
 V_SHAPED = ("zb-v", "torch zbv")  # two stages a slice
@@ -201,7 +201,7 @@ def pipelines(
         slices: Number of slices.
         rounds: Number of counted turns.
     """
-    model = built_on(device, load_model(parse({"model": shape.model})))
+    model = built_on(device, model_of(parse({"model": shape.model})))
     sides = Sides(device, *shape.tokens(device))
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.device import PRECISIONS, Option, Shape, Verdict, main, progress, turns
 from dynmo.config import parse
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.layer.precision import lower
 from dynmo.runtime.layer.split_backward import Layer
+from dynmo.train.setup import model_of
 
 
 def halves(device: torch.device, shape: Shape) -> list[nn.Module]:
@@ -38,7 +38,7 @@ def halves(device: torch.device, shape: Shape) -> list[nn.Module]:
         device: The device. Weights are drawn on it.
         shape: Sizes of the model.
     """
-    model = load_model(parse({"model": shape.model}))
+    model = model_of(parse({"model": shape.model}))
     with device:
         built = model.build(frozenset(range(1, model.layers - 1)))
     return [built[i] for i in range(1, model.layers - 1)]

@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dynmo.balance.meshes import accumulation_problem
 from dynmo.balance.partition import Move, Partition, moves, uniform
-from dynmo.config import accumulation_problem
 from dynmo.errors import ConfigError, PartitionError
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.catalogue import check_microbatches, placement_of
@@ -160,7 +160,7 @@ class Layouts:
         microbatches, rest = divmod(batch, replicas)
         if ranks * replicas != everyone or rest:
             have = f"{everyone} ranks and {batch} microbatches"
-            need = "pipeline x data must be the number of ranks, and data divide the microbatches"
+            need = "pipeline x replicas must be all ranks, and replicas divide the microbatches"
             raise ConfigError(f"{have} cannot be {replicas} replicas of {ranks} ranks; {need}")
         return self.make(ranks, replicas, microbatches, partition)
 

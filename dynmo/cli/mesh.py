@@ -79,7 +79,7 @@ def _bandwidth(text: str | None, profile: Profile) -> float:
     """
     if text is None:
         return min((link.bytes_per_second for _, link in profile.links), default=math.inf)
-    from dynmo.config import parse_bytes
+    from dynmo.options import parse_bytes
 
     try:
         return float(text)

@@ -206,7 +206,7 @@ class PlanOptions:
         """
         if self.memory_limit is None:
             return None
-        from dynmo.config import parse_bytes
+        from dynmo.options import parse_bytes
 
         try:
             size = parse_bytes(self.memory_limit)

@@ -50,7 +50,7 @@ def check_input(config: Config) -> None:
         check_vocab(config.model.vocab)
     if config.data.source.startswith("file:"):
         open_corpus(config.data.source)
-    make_releaser(config, {})
+    make_releaser(config.elastic, {})
 
 
 def run_local_rank(path: Path, run: Callable[[Config, Rendezvous], int]) -> int:

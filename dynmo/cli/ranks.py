@@ -137,7 +137,8 @@ def _like_run(request: MeshRequest, options: PlanOptions) -> MeshRequest:
         The request. It has only pipelines of one replica if there is no config, or if the command
         line says how many microbatches a step has.
     """
-    from dynmo.config import accumulation_problem, load
+    from dynmo.balance.meshes import accumulation_problem
+    from dynmo.config import load
 
     path = options.costs_path() / "config.toml"
     if not path.is_file() or options.microbatches is not None:
@@ -145,10 +146,10 @@ def _like_run(request: MeshRequest, options: PlanOptions) -> MeshRequest:
     config = load(path)
     groups, counts = config.accumulation_groups, range(1, config.all_microbatches + 1)
     fits = [n for n in counts if not accumulation_problem(groups, n, config.all_microbatches)]
-    replicas = (config.parallel.data,) if config.parallel.expert > 1 else tuple(fits)
+    replicas = (config.parallel.replicas,) if config.parallel.expert > 1 else tuple(fits)
     return replace(
         request,
-        gpus=options.ranks or config.parallel.pipeline * config.parallel.data,
+        gpus=options.ranks or config.parallel.pipeline * config.parallel.replicas,
         global_batch=config.train.global_batch,
         replicas=replicas,
         accumulation_groups=groups,

@@ -293,10 +293,10 @@ def _local_joiner(path: Path) -> int:
 
 def _dry_run(config: Config, as_json: bool) -> None:
     """Prints placement, schedule and memory per rank, from shapes alone."""
-    from dynmo.train.dry_run import dry_run
+    from dynmo.train.setup import plan_run
 
     with stdout_for_json(as_json):
-        plan = dry_run(config)
+        plan = plan_run(config)
     if plan.activations_unknown is not None:
         _logger.warning(plan.activations_unknown)
     if as_json:

@@ -9,15 +9,15 @@ from pathlib import Path
 from dynmo.cluster.command import CommandReleaser
 from dynmo.cluster.desk import LauncherDesk
 from dynmo.cluster.kubernetes import KubernetesReleaser
+from dynmo.cluster.options import Elastic
 from dynmo.cluster.releaser import Releaser
-from dynmo.config import Config
 
 
-def make_releaser(config: Config, environ: Mapping[str, str] = os.environ) -> Releaser | None:
+def make_releaser(elastic: Elastic, environ: Mapping[str, str] = os.environ) -> Releaser | None:
     """Makes the releaser that `elastic.releaser` names.
 
     Args:
-        config: Config of the run.
+        elastic: Options of the run.
         environ: Environment variables. They name the launcher's folder, if dynmo's launcher
             started this process.
 
@@ -27,7 +27,6 @@ def make_releaser(config: Config, environ: Mapping[str, str] = os.environ) -> Re
     Raises:
         ConfigError: A program or a package that it needs is missing.
     """
-    elastic = config.elastic
     if elastic.releaser == "command":
         commands = CommandReleaser(
             elastic.release_command, elastic.grow_command, elastic.join_timeout
@@ -42,12 +41,12 @@ def make_releaser(config: Config, environ: Mapping[str, str] = os.environ) -> Re
     return LauncherDesk(Path(folder)) if elastic.releaser == "auto" and folder else None
 
 
-def parks(config: Config) -> bool:
+def parks(elastic: Elastic) -> bool:
     """Returns True if ranks that leave wait to be called back.
 
     A pod of an indexed Job must not end by itself, or its index counts as done.
 
     Args:
-        config: Config of the run.
+        elastic: Options of the run.
     """
-    return config.elastic.park or config.elastic.releaser == "kubernetes"
+    return elastic.park or elastic.releaser == "kubernetes"

@@ -6,13 +6,15 @@ Each problem is one line that names its keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from dynmo.config.checks_dynamism import DYNAMISM_RULES, Rule
+from dynmo.balance.meshes import accumulation_problem, divisors
 from dynmo.config.sections import Config
-from dynmo.config.shapes import accumulation_problem, divisors, mesh_shapes, suggest_groups
+from dynmo.dynamism.options import Freezing
 from dynmo.errors import ScheduleError
 from dynmo.schedule.catalogue import check_microbatches, chunks_of
+
+Rule = Callable[[Config], Iterator[str]]
 
 
 def first_problem(config: Config) -> str | None:
@@ -57,11 +59,11 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config) -> Iterator[str]:
-    train, replicas = config.train, config.parallel.data
+    train, replicas = config.train, config.parallel.replicas
     if train.global_batch % replicas:
         near = _nearest_divisors(replicas, train.global_batch)
         yield (
-            f"parallel.data = {replicas} does not divide train.global_batch = "
+            f"parallel.replicas = {replicas} does not divide train.global_batch = "
             f"{train.global_batch}; nearest that do: {near}"
         )
     share = train.global_batch // replicas
@@ -69,7 +71,7 @@ def _batch(config: Config) -> Iterator[str]:
         near = _nearest_divisors(train.micro_batch, share)
         wrong = (
             f"train.micro_batch = {train.micro_batch} does not divide train.global_batch / "
-            f"parallel.data = {share}"
+            f"parallel.replicas = {share}"
         )
         yield f"{wrong}; nearest that do: {near}"
 
@@ -93,10 +95,10 @@ def _recompute(config: Config) -> Iterator[str]:
 
 
 def _accumulation_groups(config: Config) -> Iterator[str]:
-    replicas, groups = config.parallel.data, config.accumulation_groups
+    replicas, groups = config.parallel.replicas, config.accumulation_groups
     problem = accumulation_problem(groups, replicas, config.all_microbatches)
     if problem:
-        near = suggest_groups(config, (replicas,))
+        near = config.mesh_rule.suggest_groups((replicas,))
         yield (
             f"train.reduction_slots = {groups} {problem}; leave it out for one per replica, "
             f"or use {near}"
@@ -112,7 +114,10 @@ def _schedule(config: Config) -> Iterator[str]:
     try:
         check_microbatches(name, config.parallel.pipeline, max(1, config.microbatches))
     except ScheduleError as error:
-        yield f"pipeline.schedule: {error} (train.global_batch / train.micro_batch / parallel.data)"
+        yield (
+            f"pipeline.schedule: {error} (train.global_batch / train.micro_batch / "
+            "parallel.replicas)"
+        )
 
 
 def _placement(config: Config) -> Iterator[str]:
@@ -215,7 +220,7 @@ def _repack(config: Config) -> Iterator[str]:
             f"elastic.target_ranks = {target} is less than elastic.min_ranks = "
             f"{elastic.min_ranks}; use at least that many"
         )
-    if target is not None and not mesh_shapes(config, target):
+    if target is not None and not config.mesh_rule.shapes(target):
         yield (
             f"elastic.target_ranks = {target}: no mesh of so many ranks fits the model's layers, "
             f"pipeline.schedule, {config.all_microbatches} microbatches and train.reduction_slots "
@@ -238,28 +243,28 @@ def _reshape(config: Config) -> Iterator[str]:
             "elastic.reshape = true decides when to reshape, and elastic.reshape_at says "
             "when; leave one of them out"
         )
-    elif len(mesh_shapes(config)) == 1:
+    elif len(_meshes(config)) == 1:
         microbatches = config.all_microbatches
         replicas = divisors(math.gcd(config.ranks, microbatches))
-        if replicas == [config.parallel.data]:
+        if replicas == [config.parallel.replicas]:
             ranks = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
             yield (
                 f"elastic.reshape = true: {ranks} and {microbatches} microbatches allow no other "
-                "mesh; leave it out, or change parallel.pipeline, parallel.data or "
+                "mesh; leave it out, or change parallel.pipeline, parallel.replicas or "
                 "train.global_batch"
             )
         else:
             yield (
                 f"elastic.reshape = true: no other mesh of {config.ranks} ranks fits "
                 f"train.reduction_slots = {config.accumulation_groups}; use "
-                f"{suggest_groups(config, replicas)}"
+                f"{config.mesh_rule.suggest_groups(replicas)}"
             )
 
 
 def _reshape_at(config: Config) -> Iterator[str]:
     """Every mesh that the run takes must pass the checks of the first one."""
     layers, microbatches = config.layer_count, config.all_microbatches
-    replicas = (config.parallel.data, *(data for _, _, data in config.elastic.reshape_at))
+    replicas = (config.parallel.replicas, *(data for _, _, data in config.elastic.reshape_at))
     for step, pipeline, data in config.elastic.reshape_at:
         key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
         if step >= config.train.steps:
@@ -271,7 +276,7 @@ def _reshape_at(config: Config) -> Iterator[str]:
             yield f"{key}: {data} replicas do not divide the {microbatches} microbatches of a step"
         problem = accumulation_problem(config.accumulation_groups, data, microbatches)
         if problem:
-            near = suggest_groups(config, replicas)
+            near = config.mesh_rule.suggest_groups(replicas)
             yield (
                 f"{key}: train.reduction_slots = {config.accumulation_groups} {problem}; use {near}"
             )
@@ -287,6 +292,119 @@ def _reshape_at(config: Config) -> Iterator[str]:
             yield f"{key}: {error} (train.global_batch / train.micro_batch / data)"
 
 
+def _meshes(config: Config) -> tuple[tuple[int, int], ...]:
+    return config.mesh_rule.shapes(config.parallel.pipeline * config.parallel.replicas)
+
+
+def _experts(config: Config) -> Iterator[str]:
+    model, cases = config.model, config.dynamism.cases
+    if model.kind != "moe":
+        return
+    if model.top_k > model.experts:
+        yield (
+            f"model.top_k = {model.top_k} is more than model.experts = {model.experts}; use "
+            f"{model.experts} or less"
+        )
+    if model.moe_every > model.blocks:
+        yield (
+            f"model.moe_every = {model.moe_every} gives none of the {model.blocks} blocks "
+            f"experts; use {model.blocks} or less"
+        )
+    tokens = config.train.micro_batch * model.sequence
+    if (
+        model.capacity_factor is not None
+        and model.capacity_factor * tokens * model.top_k < model.experts
+    ):
+        least = math.ceil(10000 * model.experts / tokens / model.top_k) / 10000
+        yield (
+            f"model.capacity_factor = {model.capacity_factor} leaves an expert room for no token "
+            f"of a microbatch of {tokens}; use {least} or more"
+        )
+    if model.routing == "bias" and "experts" not in cases:
+        yield (
+            'model.routing = "bias" needs the load of the experts, which dynamism.cases = '
+            '["experts"] measures; add it'
+        )
+    if config.train.compile:
+        yield (
+            'train.compile = true with model.kind = "moe": shapes vary, and each would be '
+            "compiled anew; use compile = false"
+        )
+
+
+def _expert_parallelism(config: Config) -> Iterator[str]:
+    """Checks experts that are spread over replicas, and options that exclude them."""
+    ranks, data, model = config.parallel.expert, config.parallel.replicas, config.model
+    if ranks == 1:
+        return
+    key = f"parallel.expert = {ranks}"
+    if model.kind != "moe" and not model.kind.startswith("python:"):
+        yield (
+            f'{key}, but model.kind = "{model.kind}" has no experts; use model.kind = "moe", '
+            "or leave it out"
+        )
+    if data % ranks:
+        yield (
+            f"{key} does not divide parallel.replicas = {data}; the replicas of a stage share its "
+            "experts in groups, so use a divisor"
+        )
+    if model.kind == "moe" and model.experts % ranks:
+        yield (
+            f"{key} does not divide model.experts = {model.experts}; each replica of a group "
+            "holds as many, so use a divisor"
+        )
+    if config.elastic.reshape or any(each != data for _, _, each in config.elastic.reshape_at):
+        yield (
+            f"{key}: a reshape changes the replicas that share experts; leave out "
+            "elastic.reshape, and keep parallel.replicas in reshape_at"
+        )
+    if config.parallel.slices:
+        yield (
+            f"{key}: slices of one GPU cannot send rows to other replicas; leave out "
+            "parallel.slices"
+        )
+    freezing = config.dynamism.named.get("freezing")
+    if isinstance(freezing, Freezing):
+        if freezing.policy == "egeria":
+            yield (
+                f'{key}: dynamism.freezing.policy = "egeria" runs layers of one replica '
+                'alone; use "autofreeze" or a schedule'
+            )
+        if freezing.cache_bytes:
+            yield (
+                f"{key}: a replica that finds an output in its cache sends no rows; use "
+                "dynamism.freezing.cache_bytes = 0"
+            )
+
+
+def _cases(config: Config) -> Iterator[str]:
+    facts = config.facts(config.layer_count, on_cuda=False)
+    for options in facts.cases.values():
+        yield from options.problems(facts)
+
+
+def _output_cache(config: Config) -> Iterator[str]:
+    """Checks that some microbatch comes again."""
+    freezing, train = config.dynamism.named.get("freezing"), config.train
+    if not isinstance(freezing, Freezing) or not freezing.cache_bytes:
+        return
+    # With these settings no microbatch comes again at any length of the data. In other cases the
+    # length decides, which `DataLoader` knows.
+    if (
+        train.eval_every
+        and train.steps // train.eval_every < 2
+        and config.data.shuffle == "windows"
+        and train.micro_batch > 1
+    ):
+        evaluations = "one evaluation" if train.steps >= train.eval_every else "no evaluation"
+        yield (
+            f"dynamism.freezing.cache_bytes = {freezing.cache_bytes}: train.eval_every = "
+            f"{train.eval_every} gives {evaluations} in {train.steps} steps, and no microbatch "
+            "comes again, so nothing would be cached; evaluate at least twice, or use "
+            'data.shuffle = "batches" for more than an epoch'
+        )
+
+
 _RULES: tuple[Rule, ...] = (
     _model,
     _batch,
@@ -299,7 +417,10 @@ _RULES: tuple[Rule, ...] = (
     _repack,
     _reshape,
     _reshape_at,
-    *DYNAMISM_RULES,
+    _experts,
+    _expert_parallelism,
+    _cases,
+    _output_cache,
 )
 
 

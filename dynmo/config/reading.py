@@ -16,11 +16,10 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from dynmo.config.checks import first_problem
-from dynmo.config.section import Section
 from dynmo.config.sections import Config
-from dynmo.config.sections_training import KEYS_OF_KIND, ModelSection, keys_of_other_kinds
-from dynmo.config.values import value_text
 from dynmo.errors import ConfigError, one_line
+from dynmo.models.options import KEYS_OF_KIND, ModelOptions, keys_of_other_kinds
+from dynmo.options import Options, explain, value_text
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -81,7 +80,7 @@ def _kind_of(data: Mapping[str, Any]) -> str:
     """Returns `model.kind`, or "" if it is not text."""
     model: object = data.get("model", {})
     kind: object = (
-        cast(Mapping[str, object], model).get("kind", ModelSection().kind)
+        cast(Mapping[str, object], model).get("kind", ModelOptions().kind)
         if isinstance(model, Mapping)
         else ""
     )
@@ -215,10 +214,10 @@ def _fields(parts: Sequence[str]) -> dict[str, Any] | None:
     section: Any = Config
     for part in parts:
         section = section.model_fields[part].annotation if part in section.model_fields else None
-        if not (isinstance(section, type) and issubclass(section, Section)):
+        if not (isinstance(section, type) and issubclass(section, Options)):
             return None
     return {
-        key: field.annotation for key, field in cast(type[Section], section).model_fields.items()
+        key: field.annotation for key, field in cast(type[Options], section).model_fields.items()
     }
 
 
@@ -250,34 +249,10 @@ def _unknown(parts: tuple[str, ...]) -> str:
     return f"unknown key {key}; known at the top are {', '.join(_fields(()) or ())}"
 
 
-_SAY = {
-    "tuple_type": 'must be a list, like [1, 2] or ["freezing"]',
-    "missing": "missing; the list is too short",
-    "too_long": "the list is too long",
-}
-
-
 def _explain(problem: dict[str, Any], parts: tuple[str, ...]) -> str:
     """Says one of pydantic's problems in the words of a TOML file."""
-    kind, value = problem["type"], problem["input"]
-    if kind == "extra_forbidden":
+    if problem["type"] == "extra_forbidden":
         return _unknown(parts)
-    if kind == "model_type":
+    if problem["type"] == "model_type":
         return f"{'.'.join(parts)} must be a section: write [{'.'.join(parts)}]"
-    if kind == "value_error":
-        what = str(problem["ctx"]["error"])
-    else:
-        what = _SAY.get(kind) or str(problem["msg"]).replace("Input should be", "must be")
-    key = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
-    ).lstrip(".")
-    shown = "" if kind == "missing" else f" = {_short(value)}"
-    return f"{key}{shown}: {what}"
-
-
-def _short(value: object) -> str:
-    try:
-        text = value_text(value)
-    except RecursionError:  # lists in lists, too deep
-        text = "[[..."
-    return text if len(text) <= 60 else text[:57] + "..."
+    return explain(problem)

@@ -1,169 +1,134 @@
-"""The sections about ranks and balancing, and `Config`, the whole configuration.
+"""`Config`, the whole configuration file. Its sections are the options of the rooms that use them.
 
 Every key has a default, so that an empty file is a valid small run.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import tomli_w
-from pydantic import Field
+from pydantic import AfterValidator, Field, create_model
 
-from dynmo.config.section import Section
-from dynmo.config.sections_dynamism import DynamismSection
-from dynmo.config.sections_training import DataSection, ModelSection, TrainSection
-from dynmo.config.values import (
-    Count,
-    Every,
-    Lax,
-    MemoryLimit,
-    NonNegative,
-    RunName,
-    ShapesAt,
-    Threads,
-    Timeout,
-    Whole,
-    word,
+from dynmo.balance.meshes import MeshRule
+from dynmo.balance.options import Balance
+from dynmo.cluster.options import Elastic
+from dynmo.dynamism.options import CASES, CaseOptions, EarlyExit, RunFacts
+from dynmo.models.options import ModelOptions
+from dynmo.options import NOT_SERVED, Count, Lax, Options, Seed, Whole, check_own, check_word, word
+from dynmo.pipeline.options import (
+    SGD,
+    AdamW,
+    LearningRate,
+    MeshOptions,
+    PipelineOptions,
+    ScheduleOptions,
+    TrainingOptions,
+    WorldOptions,
 )
-from dynmo.schedule.catalogue import SCHEDULES, chunks_of
+from dynmo.schedule.catalogue import chunks_of
 
 
-class ParallelSection(Section):
+def _check_name(value: str) -> str:
+    # The name becomes a folder. It must not lead elsewhere or be hidden.
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
+        raise ValueError("must be 1 to 100 letters, digits, '.', '_' or '-', not starting with '.'")
+    return value
+
+
+def _check_source(value: str) -> str:
+    if value.startswith("hf:"):
+        raise ValueError(f'{NOT_SERVED}; use "stdlib" or "file:PATH"')
+    if value != "stdlib" and (not value.startswith("file:") or value == "file:"):
+        raise ValueError('unknown; use "stdlib" or "file:PATH"')
+    return value
+
+
+def _check_case(value: str) -> str:
+    if not value.startswith("python:"):
+        return check_word(value, tuple(CASES), (), "python:package.module:Class")
+    return check_own(value, "a case", "python:package.module:Class")
+
+
+def _check_unique(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(value)) < len(value):
+        raise ValueError("a case is named twice; name each once")
+    return value
+
+
+RunName: TypeAlias = Annotated[str, AfterValidator(_check_name)]
+DataSource: TypeAlias = Annotated[str, AfterValidator(_check_source)]
+Cases: TypeAlias = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_case)], ...], Lax, AfterValidator(_check_unique)
+]
+
+
+class DataSection(Options):
+    """The text that the model is trained on."""
+
+    source: DataSource = "stdlib"
+    """`stdlib` (the sources of the running Python, as bytes) or `file:PATH`."""
+    shuffle: Annotated[str, word(("windows", "batches"))] = "windows"
+    """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
+    `batches` repeats the batches of the first epoch in another order."""
+
+
+class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
+    """The training loop, the optimizer and the precision."""
+
+    steps: Count = 100
+    """Number of optimizer steps."""
+    global_batch: Count = 32
+    """Sequences in a step, over all replicas."""
+    micro_batch: Count = 4
+    """Sequences in a microbatch."""
+    optimizer: Annotated[str, word(("adamw", "sgd"), ("adam", "muon"))] = "adamw"
+    """The optimizer."""
+    eval_every: Whole = 0
+    """Steps between two evaluations. 0 never evaluates."""
+    eval_batches: Count = 4
+    """Batches in an evaluation."""
+
+
+class ParallelSection(WorldOptions, MeshOptions):
     """The mesh of ranks, and the devices that they use."""
 
     pipeline: Count = 1
     """Ranks of a pipeline."""
-    data: Count = 1
-    """Replicas of the pipeline."""
-    expert: Count = 1
-    """Replicas that share one set of experts. It divides `data`, and the experts."""
-    zero: Annotated[int, Field(ge=0, le=1)] = 0
-    """1 shards the optimizer state over the replicas (ZeRO-1)."""
-    slices: bool = False
-    """Whether the ranks of a pipeline are slices of one GPU, in one process."""
-    threads: Threads = 1
-    """Threads of one rank on CPU."""
-    timeout: Timeout = 120.0
-    """Seconds after which a wait fails."""
-    device: Annotated[str, word(("auto", "cpu", "cuda"))] = "auto"
-    """The device of the ranks. `auto` takes CUDA if there is a GPU."""
-    backend: Annotated[str, word(("auto", "gloo"))] = "auto"
-    """`auto` is NCCL between CUDA ranks and gloo between CPU ranks. `gloo` sends through host
-    memory, which is slower but lets ranks share a GPU."""
+
+
+class _Dynamism(Options):
+    """The dynamic cases of the run, and the options of each."""
+
+    cases: Cases = Field(
+        default=(),
+        description=f"Cases that run: {', '.join(f'`{name}`' for name in CASES)}, or your own: "
+        "`python:package.module:Class`.",
+    )
 
     @property
-    def staged(self) -> bool:
-        """True if all messages pass through host memory."""
-        return self.backend == "gloo"
+    def named(self) -> dict[str, CaseOptions]:
+        """Options of dynmo's cases that run, by name."""
+        return {name: getattr(self, name) for name in CASES if name in self.cases}
 
 
-class PipelineSection(Section):
-    """The schedule of a step and its memory."""
+_SECTIONS: dict[str, Any] = {
+    name: (options, Field(default=options(), description=f"Options of the case `{name}`."))
+    for name, options in CASES.items()
+}
+if TYPE_CHECKING:
 
-    schedule: Annotated[str, word(SCHEDULES)] = "zb-h1"
-    """Order of F, B and W on each rank."""
-    post_validation: bool = False
-    """Whether a step ends without a barrier. A step that overflows or must be clipped is then
-    taken back."""
-    rollback: Annotated[str, word(("exact", "in-place"))] = "exact"
-    """How a step is taken back: `exact` restores saved copies bit for bit. `in-place` inverts the
-    update without copies and is approximate."""
-    chunks: Count | None = None
-    """Stages per rank. Not set: the number that the schedule has."""
-    memory_limit: MemoryLimit = None
-    """Memory of a rank: bytes, or a size such as `"40GiB"`. Not set: the memory of the device on
-    CUDA, no limit on CPU."""
-    w_granularity: Annotated[str, word(("whole", "linear"))] = "whole"
-    """`whole` runs each W where the schedule has it. `linear` may run it earlier, one linear layer
-    at a time, while a message is late."""
+    class DynamismSection(_Dynamism):
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    DynamismSection = create_model(
+        "DynamismSection", __base__=_Dynamism, __doc__=_Dynamism.__doc__, **_SECTIONS
+    )
 
 
-# The names in dynmo/balance/balancers.py. This package may not import that one, so a test compares
-# the two.
-BALANCERS = (
-    "none",
-    "uniform",
-    "exact",
-    "schedule-aware",
-    "diffusion",
-    "random",
-    "deepspeed-uniform",
-    "deepspeed-parameters",
-    "deepspeed-time",
-    "megatron-uniform",
-    "megatron-embedding-loss",
-    "algorithm-3",
-)
-
-
-class Balance(Section):
-    """Decides where layers live: by which algorithm, by which cost and how often."""
-
-    balancer: Annotated[str, word(BALANCERS)] = "exact"
-    """Algorithm that places the layers."""
-    cost: Annotated[str, word(("time", "parameters"))] = "time"
-    """Cost of a layer: its measured seconds, or its number of parameters."""
-    every: Every = 10
-    """Steps between two decisions, or `auto`: decide when the work or the imbalance of the ranks
-    has changed."""
-    initial: Annotated[tuple[Count, ...] | None, Lax] = None
-    """First placement: number of layers on each stage. Not set: as even as possible."""
-    margin: NonNegative = 1.0
-    """A move must save this many times the seconds that it takes."""
-    hysteresis: NonNegative = 0.02
-    """A move must save at least this share of a step."""
-
-
-# "fewest" is dynmo's own. The others are the names in dynmo/balance/repack.py.
-RANK_ALGORITHMS = ("fewest", "first-fit", "best-fit", "round-robin", "halving")
-RELEASERS = ("auto", "none", "command", "kubernetes")
-
-
-class ElasticSection(Section):
-    """Changes of the mesh and of the number of ranks while training."""
-
-    repack: bool = False
-    """Whether the run leaves ranks that it does not need, and takes them back when it does."""
-    tolerance: NonNegative = 0.05
-    """With `repack`: share by which a step may take longer than the first measured steps did."""
-    algorithm: Annotated[str, word(RANK_ALGORITHMS)] = "fewest"
-    """How `repack` chooses: the `fewest` ranks that are fast enough. The others merge ranks by
-    memory alone: DynMo's algorithm 4 is `first-fit`, PipeTransformer's is `halving`."""
-    min_ranks: Count = 1
-    """Fewest ranks that `repack` may leave."""
-    target_ranks: Count | None = None
-    """Ranks that the run goes to as soon as it can. Not set: `repack` decides."""
-    retune: bool = False
-    """Whether a change of ranks may also change `train.micro_batch`, at the same global batch. The
-    numbers are then no longer those of one process."""
-    reshape: bool = False
-    """Whether the run may choose another mesh of the same ranks when the work has changed."""
-    reshape_at: ShapesAt = ()
-    """`[[step, pipeline, data], ...]`: from each step on, the mesh has these sizes. With fewer
-    ranks the others leave. With more ranks the run waits for newcomers."""
-    releaser: Annotated[str, word(RELEASERS)] = "auto"
-    """Who takes ranks back and gives others. `auto` is dynmo's launcher if it started the ranks,
-    and `none` otherwise."""
-    release_command: Annotated[tuple[str, ...], Lax] = ()
-    """With `releaser = "command"`: program and arguments that give ranks back."""
-    grow_command: Annotated[tuple[str, ...], Lax] = ()
-    """With `releaser = "command"`: program and arguments that start `dynmo train --join`."""
-    park: bool = False
-    """Whether ranks that leave wait, without tensors, until they are called back. If not, their
-    processes end."""
-    job_options: Annotated[tuple[str, ...], Lax] = ()
-    """Options of `srun` for ranks that are Slurm jobs of their own, such as `--partition=p`."""
-    join_timeout: Timeout = 60.0
-    """Seconds that the run waits for ranks that it needs. It then goes on without them."""
-
-    @property
-    def changes_ranks(self) -> bool:
-        """True if the run decides how many ranks it has."""
-        return self.repack or self.target_ranks is not None
-
-
-class CheckpointSection(Section):
+class CheckpointSection(Options):
     """When checkpoints are saved."""
 
     every: Whole = 0
@@ -172,14 +137,14 @@ class CheckpointSection(Section):
     """Number of newest checkpoints that are kept."""
 
 
-class TraceSection(Section):
+class TraceSection(Options):
     """The steps that `trace.json` records."""
 
     steps: Whole = 3
     """Steps around each change that the trace has."""
 
 
-class Config(Section):
+class Config(Options):
     """A whole run. `runs/<name>/` is its folder.
 
     Each value is valid by itself. `load` and `parse` also check that the values fit together.
@@ -187,9 +152,9 @@ class Config(Section):
 
     name: RunName = "quickstart"
     """Name of the run. `runs/NAME` is its folder."""
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    seed: Seed = 0
     """Seed of the weights, the data and dropout."""
-    model: ModelSection = ModelSection()
+    model: ModelOptions = ModelOptions()
     """The model that is trained."""
     data: DataSection = DataSection()
     """The text that the model is trained on."""
@@ -197,13 +162,13 @@ class Config(Section):
     """The training loop, the optimizer and the precision."""
     parallel: ParallelSection = ParallelSection()
     """The mesh of ranks, and the devices that they use."""
-    pipeline: PipelineSection = PipelineSection()
+    pipeline: ScheduleOptions = ScheduleOptions()
     """The schedule of a step and its memory."""
     balance: Balance = Balance()
     """Decides where layers live: by which algorithm, by which cost and how often."""
     dynamism: DynamismSection = DynamismSection()
     """The dynamic cases of the run, and the options of each."""
-    elastic: ElasticSection = ElasticSection()
+    elastic: Elastic = Elastic()
     """Changes of the mesh while training."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When checkpoints are saved."""
@@ -213,7 +178,7 @@ class Config(Section):
     @property
     def microbatches(self) -> int:
         """Microbatches per step of one replica: what a schedule calls m."""
-        return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
+        return self.all_microbatches // self.parallel.replicas
 
     @property
     def all_microbatches(self) -> int:
@@ -223,30 +188,24 @@ class Config(Section):
     @property
     def layer_count(self) -> int | None:
         """Number of layers as placements count them. None for the user's own model."""
-        exits = self.dynamism.early_exit.exits_of(self.model.blocks)
-        has_exits = self.model.is_gpt and "early_exit" in self.dynamism.cases
-        count = self.model.layer_count
-        return count + len(exits) if has_exits and count is not None else count
+        count, exits = self.model.layer_count, self.dynamism.named.get("early_exit")
+        if isinstance(exits, EarlyExit) and self.model.is_gpt and count is not None:
+            return count + len(exits.exits_of(self.model.blocks))
+        return count
 
     @property
     def accumulation_groups(self) -> int:
         """Number of groups in which a step's gradients are summed, over all replicas."""
-        return self.train.reduction_slots or self.parallel.data
+        return self.train.reduction_slots or self.parallel.replicas
 
     def shape_at(self, step: int) -> tuple[int, int]:
         """The mesh at this step: ranks of a pipeline, and number of pipelines."""
-        shapes = [(pipeline, data) for at, pipeline, data in self.elastic.reshape_at if at <= step]
-        return shapes[-1] if shapes else (self.parallel.pipeline, self.parallel.data)
+        return self.elastic.shape_at(step) or (self.parallel.pipeline, self.parallel.replicas)
 
     @property
     def chunks(self) -> int:
         """Stages per rank."""
         return chunks_of(self.pipeline.schedule, self.pipeline.chunks)
-
-    @property
-    def slices(self) -> int | None:
-        """Number of slices of each GPU. None if GPUs are not cut."""
-        return self.parallel.pipeline if self.parallel.slices else None
 
     @property
     def stages(self) -> int:
@@ -255,8 +214,60 @@ class Config(Section):
 
     @property
     def ranks(self) -> int:
-        """The size of the world: pipeline x data. A pipeline of slices is one rank."""
-        return (1 if self.parallel.slices else self.parallel.pipeline) * self.parallel.data
+        """The size of the world: pipeline x replicas. A pipeline of slices is one rank."""
+        return (1 if self.parallel.slices else self.parallel.pipeline) * self.parallel.replicas
+
+    @property
+    def mesh_rule(self) -> MeshRule:
+        """What every mesh of the run must fit."""
+        return MeshRule(
+            self.pipeline.schedule,
+            self.pipeline.chunks,
+            self.all_microbatches,
+            self.accumulation_groups,
+            self.layer_count,
+        )
+
+    @property
+    def optimizer(self) -> AdamW | SGD:
+        """The optimizer that [train] names."""
+        kind = AdamW if self.train.optimizer == "adamw" else SGD
+        return kind(**{key: getattr(self.train, key) for key in kind.model_fields})
+
+    def pipeline_options(self) -> dict[str, Any]:
+        """Returns the options of `dynmo.Pipeline` for this run, but for the cases."""
+        train, parallel = self.train, self.parallel
+        keys = {
+            key: getattr(section, key)
+            for options, section in (
+                (ScheduleOptions, self.pipeline),
+                (MeshOptions, parallel),
+                (TrainingOptions, train),
+            )
+            for key in options.model_fields
+        }
+        rate = {key: getattr(train, key) for key in LearningRate.model_fields}
+        return keys | {
+            "pipeline": parallel.pipeline,
+            "microbatches": self.microbatches,
+            "micro_batch": train.micro_batch,
+            "steps": train.steps,
+            "seed": self.seed,
+            "optimizer": self.optimizer,
+            "learning_rate": LearningRate(**rate),
+            "balance": self.balance,
+            "elastic": self.elastic,
+        }
+
+    @property
+    def options(self) -> PipelineOptions:
+        """All options of the pipeline, with those of dynmo's own cases."""
+        cases = tuple(self.dynamism.named.values())
+        return PipelineOptions(**self.pipeline_options(), cases=cases)
+
+    def facts(self, layers: int | None, on_cuda: bool) -> RunFacts:
+        """Returns what dynamic cases may know of the run."""
+        return self.options.facts(layers, self.model, on_cuda)
 
     def to_toml(self) -> str:
         """TOML that `load` reads back as the same config. A key that is None is left out."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares, layers_that
 from dynmo.dynamism.counts import Counts, counts_of
+from dynmo.dynamism.options import EarlyExit, RunFacts
 
 
 @final
@@ -127,12 +128,6 @@ def exits_of(modules: Sequence[nn.Module]) -> list[int]:
     )
 
 
-def make(config: Any, layers: int) -> Dynamism:
-    """Makes the case from `[dynamism.early_exit]`.
-
-    Args:
-        config: The run.
-        layers: Number of layers of the model. Not used.
-    """
-    options = config.dynamism.early_exit
-    return EarlyExitCase(options.start_of(config.train.steps), options.record_every)
+def make(options: EarlyExit, run: RunFacts) -> Dynamism:
+    """Makes the case."""
+    return EarlyExitCase(options.start_of(run.steps), options.record_every)

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -42,6 +41,7 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from dynmo.dynamism.case import Change, Dynamism, Layers, Signals
+from dynmo.dynamism.options import Freezing
 from dynmo.dynamism.prefix import freeze_prefix, front, last_to_learn, learns, units
 from dynmo.kernels.seeds import seed_forward
 
@@ -49,43 +49,19 @@ _TOKENS = 64  # rows whose similarities are compared
 _KEPT = "egeria/"
 
 
-@dataclass(frozen=True)
-class EgeriaOptions:
-    """The options of Egeria.
-
-    Attributes:
-        unit: The layers that freeze at once: "half" or "block", see `units`.
-        every: Steps between two readings.
-        start: First step with a reading.
-        window: Readings of a slope. This number of stale slopes in a row freezes a module.
-        tolerance: A slope under this share of the largest of the first slopes is stale.
-        refresh: Steps between two references.
-        thaw: All layers train again when the learning rate falls to this share of its value when
-            the first module froze.
-    """
-
-    unit: str
-    every: int
-    start: int
-    window: int
-    tolerance: float
-    refresh: int
-    thaw: float
-
-
 @final
 class Egeria(Dynamism):
     """Freezes the front module when its plasticity no longer changes.
 
     Args:
-        options: When readings and references are taken, and what they decide.
+        options: Those of the policy "egeria".
         most: Leading layers that may freeze.
         seed: Seed of the run, for dropout.
     """
 
     name = "freezing"
 
-    def __init__(self, options: EgeriaOptions, most: int, seed: int) -> None:
+    def __init__(self, options: Freezing, most: int, seed: int) -> None:
         self._options, self._most, self._seed = options, most, seed
         self._layers: Layers | None = None
         self._hooks: list[RemovableHandle] = []

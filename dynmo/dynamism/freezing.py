@@ -15,7 +15,8 @@ from typing import Any, final
 from torch import nn
 
 from dynmo.dynamism.case import Change, Dynamism, Forecast, Layers, Signals
-from dynmo.dynamism.egeria import Egeria, EgeriaOptions
+from dynmo.dynamism.egeria import Egeria
+from dynmo.dynamism.options import Freezing, RunFacts
 from dynmo.dynamism.prefix import freeze_prefix, front, last_to_learn, learns, units
 from dynmo.errors import ConfigError
 
@@ -170,40 +171,12 @@ class AutoFreeze(Dynamism):
         )
 
 
-def make(config: Any, layers: int) -> Dynamism:
-    """Makes the case from `[dynamism.freezing]`.
-
-    Args:
-        config: The run.
-        layers: Number of layers of the model.
-
-    Raises:
-        ConfigError: The case would freeze every layer, or the schedule is empty.
-    """
-    options = config.dynamism.freezing
-    most = layers - 1 if options.max_layers is None else options.max_layers
-    counts = [count for _, count in options.schedule]
-    if max([0, *counts]) > layers - 1 or most > layers - 1:
-        raise ConfigError(
-            f"dynamism.freezing: {max([most, *counts])} layers to freeze, but the model has "
-            f"{layers} and the last must train"
-        )
+def make(options: Freezing, run: RunFacts) -> Dynamism:
+    """Makes the case of the policy that the options name."""
+    assert run.layers is not None
+    most = run.layers - 1 if options.max_layers is None else options.max_layers
     if options.policy == "schedule":
-        if not options.schedule:
-            raise ConfigError(
-                "dynamism.freezing.schedule is empty; give [[step, layers], ...] or choose policy "
-                "= 'autofreeze'"
-            )
-        return ScheduledFreezing([(at, count) for at, count in options.schedule])
+        return ScheduledFreezing(options.schedule)
     if options.policy == "autofreeze":
         return AutoFreeze(options.every, options.start, most, options.unit)
-    egeria = EgeriaOptions(
-        unit=options.unit,
-        every=options.every,
-        start=options.start,
-        window=options.window,
-        tolerance=options.tolerance,
-        refresh=options.refresh,
-        thaw=options.thaw,
-    )
-    return Egeria(egeria, most, config.seed)
+    return Egeria(options, most, run.seed)

@@ -14,6 +14,7 @@ from torch import nn
 
 from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares, layers_that
 from dynmo.dynamism.counts import Counts, counts_of
+from dynmo.dynamism.options import MixtureOfDepths, RunFacts
 
 
 @final
@@ -119,12 +120,7 @@ def routed_of(modules: Sequence[nn.Module]) -> list[int]:
     )
 
 
-def make(config: Any, layers: int) -> Dynamism:
-    """Makes the case from `[dynamism.mixture_of_depths]`.
-
-    Args:
-        config: The run.
-        layers: Number of layers of the model. Not used.
-    """
-    options = config.dynamism.mixture_of_depths
+def make(options: MixtureOfDepths, run: RunFacts) -> Dynamism:
+    """Makes the case."""
+    del run
     return MixtureOfDepthsCase(options.threshold_from, options.record_every)

@@ -30,12 +30,17 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.dynamism.case import Change, Collective, Dynamism, Forecast, Layers
+from dynmo.dynamism.options import Pruning, RunFacts
 from dynmo.errors import ConfigError
 from dynmo.kernels.crossover import known_crossover
 from dynmo.kernels.sparse_linear import SparseLinear, dense_size, linears, prune, survivors
 from dynmo.kernels.split import LOW
 
 DENSE_BELOW_ON_CPU = 0.6
+
+
+# Rows of a matrix product that are timed if nobody knows the size of a microbatch.
+_USUAL_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -217,7 +222,7 @@ def cut(parts: Parts, keep: int, layers: int, collective: Collective) -> Cut:
 
 
 @final
-class Pruning(Dynamism):
+class PruningCase(Dynamism):
     """Prunes the linears of all layers but the first and the last.
 
     Args:
@@ -388,26 +393,13 @@ def _targets(modules: Sequence[nn.Module]) -> tuple[int, ...]:
     return layers
 
 
-def make(config: Any, layers: int) -> Dynamism:
-    """Makes the case from `[dynamism.pruning]`.
-
-    Args:
-        config: The run.
-        layers: Number of layers of the model. Not used.
-    """
-    options = config.dynamism.pruning
-    start, end, every = options.steps_of(config.train.steps)
+def make(options: Pruning, run: RunFacts) -> Dynamism:
+    """Makes the case."""
+    start, end, every = options.steps_of(run.steps)
     schedule = Cubic(options.initial_sparsity, options.final_sparsity, start, end, every)
     known = options.dense_below if isinstance(options.dense_below, dict) else {}
     dense_below = options.dense_below if isinstance(options.dense_below, float) else None
-    if options.dense_below == "auto" and (
-        config.parallel.device == "cpu" or not torch.cuda.is_available()
-    ):
+    if options.dense_below == "auto" and not run.on_cuda:
         dense_below = DENSE_BELOW_ON_CPU
-    return Pruning(
-        schedule,
-        options.criterion,
-        dense_below,
-        config.train.micro_batch * config.model.sequence,
-        known,
-    )
+    tokens = _USUAL_TOKENS if run.tokens is None else run.tokens
+    return PruningCase(schedule, options.criterion, dense_below, tokens, known)

@@ -1,52 +1,49 @@
-"""The cases that a config names: those of dynmo, and the user's own classes."""
+"""The cases that a run names: those of dynmo, and the user's own classes."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
 
-from dynmo.dynamism import early_exit, freezing, mixture_of_depths, moe, pruning, sparse_attention
 from dynmo.dynamism.case import Dynamism
+from dynmo.dynamism.options import CASES, CaseOptions, RunFacts
 from dynmo.errors import ConfigError, place
 
 
-def make_cases(config: Any, layers: int) -> list[Dynamism]:
-    """Makes the cases that `[dynamism]` names.
+def make_cases(cases: Sequence[CaseOptions | Dynamism], run: RunFacts) -> list[Dynamism]:
+    """Makes the cases of a run.
 
     Args:
-        config: The run.
-        layers: Number of layers of the model.
+        cases: Options of dynmo's cases, and the user's own cases.
+        run: What is known of the run. Its `cases` do not count.
 
     Returns:
-        The cases in the order in which they act. It does not depend on the order in the config. The
-        user's own cases come last, as named.
+        dynmo's cases in the order of `CASES`, and then the user's own as given.
 
     Raises:
-        ConfigError: A case is unknown, or two have one name.
+        ConfigError: The options do not fit the run, or two cases have one name.
     """
-    makers: dict[str, Callable[[Any, int], Dynamism]] = {
-        "pruning": pruning.make,
-        "sparse_attention": sparse_attention.make,
-        "early_exit": early_exit.make,
-        "mixture_of_depths": mixture_of_depths.make,
-        "moe": moe.make,
-        "freezing": freezing.make,
-    }
-    named: Sequence[str] = config.dynamism.cases
-    unknown = [case for case in named if case not in makers and not case.startswith("python:")]
-    if unknown:
-        raise ConfigError(
-            f"dynamism.cases: {unknown[0]!r} is not served by this version; choose from "
-            f"{', '.join(makers)}"
-        )
-    own = [from_class(case.removeprefix("python:")) for case in named if case.startswith("python:")]
-    cases = [*(make(config, layers) for case, make in makers.items() if case in named), *own]
-    names = [case.name for case in cases]
+    named = {each.name: each for each in cases if isinstance(each, CaseOptions)}
+    run = replace(run, cases=named)
+    for options in named.values():
+        for problem in options.problems(run):
+            raise ConfigError(problem)
+    own = [each for each in cases if not isinstance(each, CaseOptions)]
+    for each in own:
+        _check(each, f"cases: {type(each).__name__}")
+    ready = [*(_make(named[name], run) for name in CASES if name in named), *own]
+    names = [each.name for each in cases]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:  # checkpoints keep a case's state by its name
         raise ConfigError(f"dynamism.cases: two are called {twice!r}; give yours another name")
-    return cases
+    return ready
+
+
+def _make(options: CaseOptions, run: RunFacts) -> Dynamism:
+    """Makes one of dynmo's cases. Its module has the name of the case."""
+    return importlib.import_module(f"dynmo.dynamism.{options.name}").make(options, run)
 
 
 def from_class(path: str) -> Dynamism:
@@ -75,25 +72,17 @@ def from_class(path: str) -> Dynamism:
         raise ConfigError(
             f"{where}: raised {type(error).__name__}: {error}{place(error)}"
         ) from error
-    missing = [
-        x
-        for x in (
-            "act",
-            "check",
-            "observe",
-            "forecast",
-            "collect",
-            "dense",
-            "state",
-            "load",
-            "acts",
-        )
-        if not callable(getattr(case, x, None))
-    ]
+    _check(case, where)
+    return cast(Dynamism, case)
+
+
+def _check(case: object, where: str) -> None:
+    """Raises ConfigError if an object is no case."""
+    methods = ["act", "check", "observe", "forecast", "collect", "dense", "state", "load", "acts"]
+    missing = [name for name in methods if not callable(getattr(case, name, None))]
     missing += [] if isinstance(getattr(case, "name", None), str) else ["name"]
     if missing:
         raise ConfigError(
-            f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name "
-            "and write act"
+            f"{where}: has no {missing[0]}; inherit from dynmo.Dynamism, give it a name and write "
+            "act"
         )
-    return cast(Dynamism, case)

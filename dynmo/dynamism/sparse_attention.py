@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import nn
 
 from dynmo.dynamism.case import Change, Dynamism, Forecast, Layers, layers_that
+from dynmo.dynamism.options import RunFacts
+from dynmo.dynamism.options import SparseAttention as SparseAttentionOptions
 from dynmo.errors import ConfigError
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
@@ -182,18 +183,13 @@ def _check_kernels(kind: str) -> None:
         )
 
 
-def make(config: Any, layers: int) -> Dynamism:
-    """Makes the case from `[dynamism.sparse_attention]`.
-
-    Args:
-        config: The run.
-        layers: Number of layers of the model. Not used.
+def make(options: SparseAttentionOptions, run: RunFacts) -> Dynamism:
+    """Makes the case.
 
     Raises:
         ConfigError: There is no kernel of this kind for CUDA.
     """
-    options, model = config.dynamism.sparse_attention, config.model
-    if config.parallel.device != "cpu" and torch.cuda.is_available():
+    if run.on_cuda:
         _check_kernels(options.kind)
     schedule = options.schedule or ((options.start, options.blocks),)
 
@@ -204,10 +200,14 @@ def make(config: Any, layers: int) -> Dynamism:
             else Dropped(options.drop, options.tile, seed)
         )
 
-    share = 1 / options.buckets if options.kind == "hash" else (1 - options.drop) ** 2
+    model, share = run.model, 1 / options.buckets
+    if options.kind == "drop":
+        share = (1 - options.drop) ** 2
     return SparseAttentionCase(
         schedule,
         kind,
-        config.seed,
-        expected_ratio(model.hidden, model.sequence, share) if model.kind == "gpt" else None,
+        run.seed,
+        expected_ratio(model.hidden, model.sequence, share)
+        if model is not None and model.kind == "gpt"
+        else None,
     )

@@ -5,7 +5,6 @@ A rank enters, and leaves the reason if it fails.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -16,7 +15,6 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
 
 from dynmo.cluster.launch_folder import LaunchFolder
 from dynmo.errors import DynmoError, RankDied, WaitTimeout, place
@@ -51,22 +49,6 @@ def enter_rank(log: Path | None = None) -> None:
         if os.getppid() != int(os.environ["DYNMO_LAUNCHER"]):  # the launcher died before prctl
             os._exit(1)
     _say_that_it_runs()
-
-
-def end_process(status: int) -> NoReturn:
-    """Ends a process that has used torch, without the finalization of Python and torch.
-
-    A thread of a process group may still be ending. Finalization would then abort the process,
-    although its work is done. Exit functions have run and output is flushed.
-
-    Args:
-        status: The exit status.
-    """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # as on a closed pipe
-            stream.flush()
-    os._exit(status)
 
 
 def _say_that_it_runs() -> None:

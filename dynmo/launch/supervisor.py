@@ -82,9 +82,9 @@ def spawn(
     """
     if starter is None and size > most_local_ranks():
         raise ConfigError(
-            f"parallel.pipeline x parallel.data = {size} ranks, but at most {most_local_ranks()} "
-            "start on this machine; use fewer, or start them on several machines with torchrun or "
-            "Slurm"
+            f"parallel.pipeline x parallel.replicas = {size} ranks, but at most "
+            f"{most_local_ranks()} start on this machine; use fewer, or start them on several "
+            "machines with torchrun or Slurm"
         )
     starter = LocalStarter() if starter is None else starter
     with contextlib.closing(starter), _launch_folder(folder) as path, _signals() as asked:

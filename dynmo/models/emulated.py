@@ -9,16 +9,16 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.config import Config
 from dynmo.kernels.split import WeightTape
 from dynmo.models.model import Model, from_factories
+from dynmo.models.options import ModelOptions
 
 
 def precise_timers() -> None:
@@ -166,8 +166,9 @@ def make_layers(
     )
 
 
-def make(config: Config) -> Model:
-    """Makes the emulated model of a config."""
-    m = config.model
+def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
+    """Makes the emulated model that options ask for. No case needs other layers."""
+    del cases
+    m = options
     lists = [list(x) if isinstance(x, Sequence) else [x] * m.layers for x in (m.f, m.b, m.w)]
-    return make_layers(*lists, size=max(1, m.bytes // 4), seed=config.seed)
+    return make_layers(*lists, size=max(1, m.bytes // 4), seed=seed)

@@ -1,16 +1,16 @@
-"""The GPT that a config asks for.
+"""The GPT that options ask for.
 
-Decides its layers, and which variant of each layer the dynamic cases need.
+It decides the layers, and which variant of each layer the dynamic cases need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import nn
 
-from dynmo.config import Config
 from dynmo.models import early_exit
 from dynmo.models.experts import ExitExpertsHalf, ExpertRule, ExpertsHalf, RoutedExpertsHalf
 from dynmo.models.gpt import (
@@ -23,59 +23,58 @@ from dynmo.models.gpt import (
 )
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, RoutedFeedForwardHalf, Router
 from dynmo.models.model import Factory, Model, from_factories, next_token_loss
+from dynmo.models.options import ModelOptions
 
 Named = tuple[str, Callable[[], nn.Module]]
 
 
-def make(config: Config) -> Model:
-    """Makes the GPT of a config.
+def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
+    """Makes a GPT.
 
     Args:
-        config: Only its sections [model] and [dynamism], and its seed, count.
+        options: Its sizes.
+        seed: Seed of the initial weights.
+        cases: Options of the dynamic cases that need other layers, by name.
 
     Returns:
         The model. Two layers a block, one for the embedding, each exit and the head.
     """
-    exits = "early_exit" in config.dynamism.cases
-    layers = _with_exits(config) if exits else _plain(config)
+    exits = "early_exit" in cases
+    layers = _with_exits(options, cases) if exits else _plain(options, cases)
     names, factories = [name for name, _ in layers], [factory for _, factory in layers]
-    tied = (((0, "tokens.weight"), (len(names) - 1, "logits.weight")),) if config.model.tied else ()
+    tied = (((0, "tokens.weight"), (len(names) - 1, "logits.weight")),) if options.tied else ()
     loss = early_exit.loss_of_exits if exits else next_token_loss
-    return from_factories(names, factories, config.seed, loss, tied, takes_targets=exits)
+    return from_factories(names, factories, seed, loss, tied, takes_targets=exits)
 
 
 def _feed_forward(
-    config: Config, block: int, plain: type[FeedForwardHalf], experts: type[ExpertsHalf]
+    m: ModelOptions, block: int, plain: type[FeedForwardHalf], experts: type[ExpertsHalf]
 ) -> Factory:
     """The feed-forward half of a block: one network, or experts."""
-    m = config.model
-    ends = m.init_std, _residual_std(config), m.dropout
+    ends = m.init_std, _residual_std(m), m.dropout
     if m.kind != "moe" or (block + 1) % m.moe_every:
         return partial(plain, m.hidden, *ends)
     rule = ExpertRule(m.experts, m.top_k, m.routing, m.router_loss, m.capacity_factor)
     return partial(experts, m.hidden, rule, m.shared_experts, *ends)
 
 
-def _attention_options(config: Config) -> AttentionOptions:
-    m = config.model
-    return AttentionOptions(
-        m.hidden, m.heads, m.sequence, m.init_std, _residual_std(config), m.dropout
-    )
+def _attention_options(m: ModelOptions) -> AttentionOptions:
+    return AttentionOptions(m.hidden, m.heads, m.sequence, m.init_std, _residual_std(m), m.dropout)
 
 
-def _residual_std(config: Config) -> float:
-    return config.model.init_std / (2 * config.model.blocks) ** 0.5
+def _residual_std(m: ModelOptions) -> float:
+    return m.init_std / (2 * m.blocks) ** 0.5
 
 
-def _plain(config: Config) -> list[Named]:
+def _plain(m: ModelOptions, cases: Mapping[str, Any]) -> list[Named]:
     """Makes the layers of a GPT without exits, for all other cases."""
-    m, depths = config.model, config.dynamism.mixture_of_depths
-    shared = "sparse_attention" in config.dynamism.cases
-    routed = depths.routed_blocks(m.blocks) if "mixture_of_depths" in config.dynamism.cases else ()
-    options = _attention_options(config)
+    depths, shared = cases.get("mixture_of_depths"), "sparse_attention" in cases
+    routed = () if depths is None else depths.routed_blocks(m.blocks)
+    options = _attention_options(m)
     attention: Factory = partial(SharedAttentionHalf if shared else AttentionHalf, options)
 
     def routed_attention() -> nn.Module:
+        assert depths is not None
         router = Router(
             m.hidden, depths.capacity, depths.predictor, depths.predictor_weight, m.init_std
         )
@@ -93,14 +92,14 @@ def _plain(config: Config) -> list[Named]:
         layers.append(
             (f"blocks.{block}.attention", routed_attention if block in routed else attention)
         )
-        layers.append((f"blocks.{block}.feed_forward", _feed_forward(config, block, *halves)))
+        layers.append((f"blocks.{block}.feed_forward", _feed_forward(m, block, *halves)))
     layers.append(("head", partial(Head, m.hidden, m.vocab, m.init_std)))
     return layers
 
 
-def _with_exits(config: Config) -> list[Named]:
-    m, options = config.model, config.dynamism.early_exit
-    exits, attention_options = options.exits_of(m.blocks), _attention_options(config)
+def _with_exits(m: ModelOptions, cases: Mapping[str, Any]) -> list[Named]:
+    options = cases["early_exit"]
+    exits, attention_options = options.exits_of(m.blocks), _attention_options(m)
     calm = options.policy == "calm"
     rule = early_exit.ExitRule(
         options.confidence if calm else "top-1", options.threshold_of_policy, decays=calm
@@ -113,7 +112,7 @@ def _with_exits(config: Config) -> list[Named]:
         keeps_state = block in exits and rule.confidence == "state"
         attention = partial(early_exit.ExitAttentionHalf, attention_options, keeps_state)
         layers.append((f"blocks.{block}.attention", attention))
-        feed_forward = _feed_forward(config, block, early_exit.ExitFeedForwardHalf, ExitExpertsHalf)
+        feed_forward = _feed_forward(m, block, early_exit.ExitFeedForwardHalf, ExitExpertsHalf)
         layers.append((f"blocks.{block}.feed_forward", feed_forward))
         if block in exits:
             place = exits.index(block)

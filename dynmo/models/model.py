@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
+from dynmo.models.options import ModelOptions
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Factory = Callable[[], nn.Module]
@@ -37,6 +38,7 @@ class Model:
             tensor, [microbatch, 2, ...].
         code: Names of modules whose code decides the numbers, beside those of the layers and the
             loss.
+        options: The options that the model was made from, if `load_model` made it.
     """
 
     names: tuple[str, ...]
@@ -45,6 +47,7 @@ class Model:
     tied: tuple[tuple[tuple[int, str], tuple[int, str]], ...] = ()
     takes_targets: bool = False
     code: tuple[str, ...] = ()
+    options: ModelOptions | None = None
 
     @property
     def layers(self) -> int:

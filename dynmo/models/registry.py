@@ -1,19 +1,18 @@
-"""The model that a config names: one of dynmo's kinds, or a user's own function."""
+"""The model that options name: one of dynmo's kinds, or a user's own function."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.config import Config
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
 from dynmo.models import emulated, gpt_config
@@ -27,20 +26,34 @@ from dynmo.models.model import (
     next_token_loss,
     on_meta,
 )
+from dynmo.models.options import ModelOptions
 
-KINDS: dict[str, Callable[[Config], Model]] = {
+KINDS: dict[str, Callable[[ModelOptions, int, Mapping[str, Any]], Model]] = {
     "gpt": gpt_config.make,
     "moe": gpt_config.make,
     "emulated": emulated.make,
 }
 
 
-def load_model(config: Config) -> Model:
-    """Loads the model that the config names."""
-    kind = config.model.kind
-    if kind in KINDS:
-        return KINDS[kind](config)
-    return from_function(kind.removeprefix("python:"), config.seed)
+def load_model(options: ModelOptions, seed: int = 0, cases: Iterable[Any] = ()) -> Model:
+    """Loads one of dynmo's own models, or makes one of a user's function.
+
+    Args:
+        options: Kind and sizes of the model.
+        seed: Seed of the initial weights.
+        cases: Options of the dynamic cases of the run. Some need other layers.
+
+    Returns:
+        The model for `dynmo.Pipeline`.
+
+    Raises:
+        ConfigError: The model cannot be made.
+    """
+    if options.kind in KINDS:
+        model = KINDS[options.kind](options, seed, {case.name: case for case in cases})
+    else:
+        model = from_function(options.kind.removeprefix("python:"), seed)
+    return replace(model, options=options)
 
 
 def from_function(path: str, seed: int) -> Model:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor, nn
 
 from dynmo.balance.expert_placement import ExpertPlacement
-from dynmo.dynamism import Dynamism
+from dynmo.dynamism.case import Dynamism
 from dynmo.errors import ConfigError
 from dynmo.models.model import defined_in
 from dynmo.models.source_code import code_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from dynmo.dynamism import Dynamism, Signals
-from dynmo.dynamism.case import Change, Forecast, TokenShares, checked, named
+from dynmo.dynamism.case import Change, Dynamism, Forecast, Signals, TokenShares, checked, named
 from dynmo.pipeline.engine import Engine
 
 

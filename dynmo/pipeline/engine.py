@@ -24,10 +24,10 @@ from dynmo.errors import ConfigError, InputError, RunError
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions, EngineParts
 from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
 from dynmo.pipeline.layer_states import LayerStates
 from dynmo.pipeline.measurements import Measurements
 from dynmo.pipeline.membership import Membership
-from dynmo.pipeline.options import StepOptions, UpdateOptions
 from dynmo.pipeline.program_runner import ProgramRunner
 from dynmo.pipeline.schedule_keeper import ScheduleKeeper
 from dynmo.pipeline.step_inputs import (
@@ -36,6 +36,7 @@ from dynmo.pipeline.step_inputs import (
     check_rates,
     check_recompute,
 )
+from dynmo.pipeline.whole_model import WholeModel
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
@@ -46,7 +47,7 @@ from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.engine.profiler import Profiler, measure_links
 from dynmo.runtime.engine.programs import Programs
 from dynmo.runtime.engine.sm_slices import make_streams
-from dynmo.runtime.engine.step_reduction import StepReduction, StepResult
+from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.optim.loss_scale import LossScaler, make_scaler
 from dynmo.runtime.optim.optimizer import LayerOptimizer
@@ -84,6 +85,7 @@ class Engine:
         case_context: The view that a dynamic case has of the model.
         measurements: Gathers the measured costs of the layers.
         layer_states: Saves and restores layers.
+        whole_model: Gathers and replaces the weights of all layers.
 
     Raises:
         ConfigError: An option is wrong, or it does not allow some layer of the model.
@@ -159,6 +161,7 @@ class Engine:
         self.case_context = CaseContext(store, self.actions, pending)
         self.measurements = Measurements(store, self.profiler, pending)
         self.layer_states = LayerStates(store, pending, self._programs)
+        self.whole_model = WholeModel(store, pending)
 
     # -- places of layers --------------------------------------------------------------------------
 
@@ -241,7 +244,7 @@ class Engine:
         max_norm: float = 0.0,
         flag: int = 0,
         keys: Keys | None = None,
-    ) -> StepResult:
+    ) -> StepRecord:
         """Trains on one batch: forward, backward, clipping, update.
 
         Args:
@@ -252,7 +255,7 @@ class Engine:
             targets: Likewise, on the rank of the last stage.
             lr: Learning rate.
             max_norm: Norm to clip the gradients to. 0 clips nothing.
-            flag: Number that every rank gets in `StepResult.flags`, such as a wish to stop.
+            flag: Number that every rank gets in `StepRecord.flags`, such as a wish to stop.
             keys: Key of each microbatch, on every rank, for the cache of outputs. Two keys are
                 equal only if the inputs are, such as the numbers of the sequences. None if no
                 microbatch comes again.
@@ -281,7 +284,7 @@ class Engine:
         max_norm: float = 0.0,
         flag: int = 0,
         keys: Keys | None = None,
-    ) -> tuple[StepResult, ...]:
+    ) -> tuple[StepRecord, ...]:
         """Trains like `step`, but without a barrier at its end under post-validation.
 
         The next step then begins before this one is final. `drain` waits for the last step. Every
@@ -321,7 +324,7 @@ class Engine:
             pending.add(self.update(step, step_output, lr=lr, max_norm=max_norm, flag=flag))
         return pending.take_done()
 
-    def drain(self) -> tuple[StepResult, ...]:
+    def drain(self) -> tuple[StepRecord, ...]:
         """Waits until the last step is final, if `advance` has not.
 
         Returns:
@@ -361,7 +364,7 @@ class Engine:
 
     def update(
         self, step: int, step_output: StepOutput, *, lr: float, max_norm: float = 0.0, flag: int = 0
-    ) -> StepResult:
+    ) -> StepRecord:
         """Runs the second half of `step`: agreement of the ranks, clipping, the optimizer.
 
         Args:
@@ -393,6 +396,7 @@ class Engine:
         keys: Keys | None = None,
         *,
         shares: bool = False,
+        outputs: dict[int, object] | None = None,
     ) -> float:
         """Computes the mean loss over microbatches without training.
 
@@ -403,6 +407,8 @@ class Engine:
             keys: As in `step`.
             shares: Whether each replica has microbatches of its own. If not, the first replica's
                 loss counts, because all have the same.
+            outputs: Takes the model's output of each microbatch on the ranks of the last stage.
+                These then need no targets, and the loss is NaN without.
 
         Returns:
             The mean loss, the same on every rank.
@@ -412,9 +418,9 @@ class Engine:
         """
         if microbatches < 1:
             raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
-        check_batch(self._pending.final, inputs, targets, microbatches)
+        check_batch(self._pending.final, inputs, targets, microbatches, outputs is None)
         hashes = hashes_to_compare(self.world, inputs, targets)
-        loss = self._runner.evaluate(inputs, targets, microbatches, keys)
+        loss = self._runner.evaluate(inputs, targets, microbatches, keys, outputs)
         world, ranks = self.world, self.world.everyone.size
         table = torch.zeros(1 + 2 * ranks, dtype=torch.float64)
         table[0], rows = loss, table[1:].view(2, ranks)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from dynmo.config import Config, mesh_shapes
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.profile import profile_of
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.mesh_search import MeshRequest
@@ -21,25 +21,25 @@ from dynmo.runtime.engine.profiler import measure_links
 _UNKNOWN_LINK = 1e9
 
 
-def current_mesh(config: Config, engine: Engine) -> Mesh:
+def current_mesh(options: PipelineOptions, engine: Engine) -> Mesh:
     """Returns the mesh that the engine runs on.
 
     Args:
-        config: Config of the run.
+        options: Options of the pipeline.
         engine: Holds the layers.
     """
     world = engine.world
     return Mesh(
         world.size,
         world.replicas,
-        config.all_microbatches // world.replicas,
-        config.train.micro_batch,
-        config.pipeline.schedule,
+        options.all_microbatches // world.replicas,
+        options.samples,
+        options.schedule,
     )
 
 
 def mesh_request(
-    config: Config,
+    options: PipelineOptions,
     engine: Engine,
     costs: tuple[LayerCost, ...],
     memory_limit: int | None,
@@ -50,7 +50,7 @@ def mesh_request(
     All ranks call it together, since a pipeline of one rank has no links and measures one.
 
     Args:
-        config: Config of the run.
+        options: Options of the pipeline.
         engine: Holds the layers.
         costs: Cost of each layer.
         memory_limit: Bytes of a rank. None means unlimited.
@@ -63,23 +63,23 @@ def mesh_request(
     )
     slowest = min((link.bytes_per_second for link in links.values()), default=_UNKNOWN_LINK)
     return MeshRequest(
-        replace(profile_of(config, engine, costs), links=tuple(links.items())),
+        replace(profile_of(options, engine, costs), links=tuple(links.items())),
         gpus=everyone.size,
-        global_batch=config.train.global_batch,
-        micro_batches=(config.train.micro_batch,),
-        schedules=(config.pipeline.schedule,),
-        chunks=config.pipeline.chunks,
+        global_batch=options.global_batch,
+        micro_batches=(options.samples,),
+        schedules=(options.schedule,),
+        chunks=options.chunks,
         memory_limit=memory_limit,
-        zero=config.parallel.zero,
+        zero=options.zero,
         bandwidth=slowest,
         objective=engine.objective,
         replicas=replicas,
-        accumulation_groups=config.accumulation_groups,
+        accumulation_groups=options.accumulation_groups,
     )
 
 
 def mesh_question(
-    config: Config,
+    options: PipelineOptions,
     engine: Engine,
     costs: tuple[LayerCost, ...],
     steps: int,
@@ -90,20 +90,21 @@ def mesh_question(
     All ranks call it together.
 
     Args:
-        config: Config of the run.
+        options: Options of the pipeline.
         engine: Holds the layers.
         costs: Cost of each layer from all readings.
         steps: Number of steps in which a reshape must repay itself.
         memory_limit: Bytes of a rank. None means unlimited.
     """
-    current, balance = current_mesh(config, engine), config.balance
+    current, balance = current_mesh(options, engine), options.balance
+    shapes = options.mesh_rule(engine.count).shapes(engine.world.everyone.size)
     request = mesh_request(
-        config, engine, costs, memory_limit, tuple(data for _, data in mesh_shapes(config))
+        options, engine, costs, memory_limit, tuple(replicas for _, replicas in shapes)
     )
 
     def decide(layers: tuple[LayerCost, ...]) -> Reshape:
         return reshape(
-            with_costs(request, config, engine, layers),
+            with_costs(request, options, engine, layers),
             current,
             engine.partition,
             horizon_steps=steps,
@@ -116,16 +117,16 @@ def mesh_question(
 
 
 def with_costs(
-    request: MeshRequest, config: Config, engine: Engine, layers: tuple[LayerCost, ...]
+    request: MeshRequest, options: PipelineOptions, engine: Engine, layers: tuple[LayerCost, ...]
 ) -> MeshRequest:
     """Returns the same request at other costs.
 
     Args:
         request: A request at some costs.
-        config: Config of the run.
+        options: Options of the pipeline.
         engine: Holds the layers.
         layers: Cost of each layer.
     """
     return replace(
-        request, profile=replace(profile_of(config, engine, layers), links=request.profile.links)
+        request, profile=replace(profile_of(options, engine, layers), links=request.profile.links)
     )

@@ -21,9 +21,9 @@ from dynmo.balance.trigger import (
     forecast_intervals,
     worth_moving_through,
 )
-from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import PipelineOptions
 from dynmo.schedule.simulator import simulate
 
 Forecasts = Callable[[int], Sequence[Sequence[Expected]]]
@@ -50,7 +50,7 @@ class MoveSituation:
     """The measurements and limits that the decision rests on. They are the same on every rank.
 
     Attributes:
-        config: Config of the run.
+        options: Options of the pipeline.
         engine: Holds the layers.
         step: The next step.
         costs: Cost of each layer from all readings.
@@ -61,7 +61,7 @@ class MoveSituation:
         preempted: Share of the ops' time that other processes take.
     """
 
-    config: Config
+    options: PipelineOptions
     engine: Engine
     step: int
     costs: tuple[LayerCost, ...]
@@ -81,9 +81,9 @@ def ask_move(situation: MoveSituation) -> MoveChoice | None:
     Raises:
         PartitionError: The balancer has no placement.
     """
-    balance, engine, costs = situation.config.balance, situation.engine, situation.costs
+    balance, engine, costs = situation.options.balance, situation.engine, situation.costs
     request = engine.schedule_keeper.request(
-        costs, cast(Cost, balance.cost), situation.config.seed, situation.step
+        costs, cast(Cost, balance.cost), situation.options.seed, situation.step
     )
     target = balancer(balance.balancer)(request)
     if target == engine.partition:
@@ -122,9 +122,7 @@ def _outlook(situation: MoveSituation, request: BalanceRequest, target: Partitio
         stages = engine.schedule_keeper.stage_costs(layers, partition)
         return simulate(request.make(stages), stages).length(engine.objective)
 
-    ahead = forecast_intervals(
-        costs, situation.forecasts(step - 1), step, situation.config.train.steps
-    )
+    ahead = forecast_intervals(costs, situation.forecasts(step - 1), step, situation.options.end)
     both = (engine.partition, target)
     return [
         Outlook(x.start, x.stop, *(seconds(x.layers, placement) for placement in both))

@@ -1,74 +1,25 @@
-"""The optimizers for users, and a handle for learning-rate schedulers."""
+"""The settings of the optimizers, and a handle for learning-rate schedulers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynmo.config import TrainSection
 from dynmo.errors import ConfigError
+from dynmo.pipeline.options import SGD, AdamW
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 
-# A user's own loop and [train] of a config share these defaults.
-_DEFAULTS = TrainSection()
 
-
-@dataclass(frozen=True)
-class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019).
-
-    Weight decay acts on parameters of two or more dimensions.
-
-    Attributes:
-        lr: Learning rate of the first step. A scheduler changes it through `Pipeline.optimizer`.
-        weight_decay: Share of a weight that a step takes away, times the learning rate.
-        betas: Decay of the two moving averages.
-        eps: Added to the denominator.
-    """
-
-    lr: float = _DEFAULTS.lr
-    weight_decay: float = _DEFAULTS.weight_decay
-    betas: tuple[float, float] = _DEFAULTS.betas
-    eps: float = _DEFAULTS.eps
-
-    @property
-    def settings(self) -> OptimizerSettings:
-        """The options that the runtime takes."""
+def settings_of(optimizer: AdamW | SGD) -> OptimizerSettings:
+    """Returns the options of an optimizer as the runtime takes them."""
+    if isinstance(optimizer, SGD):
         return OptimizerSettings(
-            "adamw", weight_decay=self.weight_decay, betas=self.betas, eps=self.eps
+            "sgd", weight_decay=optimizer.weight_decay, momentum=optimizer.momentum
         )
-
-
-@dataclass(frozen=True)
-class SGD:
-    """Stochastic gradient descent with momentum.
-
-    Weight decay acts on parameters of two or more dimensions.
-
-    Attributes:
-        lr: Learning rate of the first step. A scheduler changes it through `Pipeline.optimizer`.
-        momentum: Decay of the moving sum of gradients. 0 keeps none.
-        weight_decay: Factor of the weight that is added to its gradient.
-    """
-
-    lr: float = 0.1
-    momentum: float = _DEFAULTS.momentum
-    weight_decay: float = 0.0
-
-    @property
-    def settings(self) -> OptimizerSettings:
-        """The options that the runtime takes."""
-        return OptimizerSettings("sgd", weight_decay=self.weight_decay, momentum=self.momentum)
-
-
-def optimizer_settings(train: TrainSection) -> OptimizerSettings:
-    """The optimizer that `[train]` of a config asks for."""
-    name = cast(Literal["adamw", "sgd"], train.optimizer)
-    return OptimizerSettings(name, train.weight_decay, train.betas, train.eps, train.momentum)
+    return OptimizerSettings("adamw", optimizer.weight_decay, optimizer.betas, optimizer.eps)
 
 
 class OptimizerHandle(torch.optim.Optimizer):

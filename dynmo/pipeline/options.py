@@ -1,100 +1,300 @@
-"""Options of an `Engine`: the ops of a step, and the end of a step.
-
-The options of layers and replicas are in `runtime/state/layer_options.py`.
-"""
+"""Options of `dynmo.Pipeline`. A configuration file has them in several sections."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from collections.abc import Collection
+from typing import Annotated, ClassVar, TypeAlias, cast
 
-from dynmo.balance.layout import Layouts, RecomputeRule
-from dynmo.cost.layer_cost import LayerCost
-from dynmo.pipeline.step_inputs import check_choice
-from dynmo.runtime.optim.loss_scale import LossScaler
-from dynmo.runtime.optim.optimizer import OptimizerSettings
+from pydantic import BeforeValidator, Field, PlainValidator
 
-Shapes = Callable[[int], tuple[LayerCost, ...] | None]
-"""Takes the number of replicas and returns the layers' bytes on one of them, from shapes alone.
+from dynmo.balance.meshes import MeshRule
+from dynmo.balance.options import Balance
+from dynmo.cluster.options import Elastic
+from dynmo.dynamism.options import CaseOptions, RunFacts
+from dynmo.models.options import ModelOptions
+from dynmo.options import (
+    LARGEST,
+    BelowOne,
+    Count,
+    Lax,
+    MemoryLimit,
+    NonNegative,
+    Options,
+    Positive,
+    Seed,
+    Share,
+    Threads,
+    Timeout,
+    Whole,
+    check_word,
+    word,
+)
+from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
-Returns None if shapes do not tell."""
+
+def _check_loss_scale(value: object) -> float | str | None:
+    if value is None or value == "dynamic":
+        return cast("str | None", value)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 1 <= value <= 2**64
+        or math.frexp(value)[0] != 0.5
+    ):
+        raise ValueError(
+            'must be "dynamic" or a power of two from 1 to 2^64: others would round the gradients'
+        )
+    return float(value)
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """The ops of a step, and their order on the ranks.
+def _check_recompute(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return check_word(value, ("none", "all", "auto"), ())
+    items = list(cast(Collection[object], value)) if isinstance(value, Collection) else [None]
+    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in items):
+        raise ValueError('must be "none", "all", "auto", or a list of layer indices from 0 on')
+    return tuple(sorted({cast(int, x) for x in items}))
 
-    Attributes:
-        schedule: Name of the schedule.
-        microbatches: Microbatches of a step of one pipeline.
-        chunks: Stages per rank. None means the schedule's own number.
-        slices: Number of slices of this process's GPU that are the pipeline's ranks. The world then
-            has one rank, and layers move between slices without a message. None means that the
-            ranks of the world are the pipeline's.
-        memory_limit: Bytes of a rank, for schedules that are made within a limit.
-        recompute: Indices of the layers whose activations are recomputed in B. Or a pure function
-            of a placement, the schedule with every stage training, and the number of replicas.
-        w_granularity: "whole" runs every W where the schedule has it. "linear" may run parts of a W
-            earlier, while a message is late.
-        shapes: Costs by shapes alone. Schedules within `memory_limit` are made from them until
-            costs are measured.
 
-    Raises:
-        ConfigError: `w_granularity` has another value.
+def _by_name(value: object) -> object:
+    return Balance(balancer=value) if isinstance(value, str) else value
+
+
+LossScale: TypeAlias = Annotated[float | str | None, PlainValidator(_check_loss_scale)]
+Recompute: TypeAlias = Annotated[str | tuple[int, ...], PlainValidator(_check_recompute)]
+
+
+class WorldOptions(Options):
+    """How ranks meet, and the devices that they use: the options of `dynmo.init`."""
+
+    of: ClassVar[str] = "init"
+
+    threads: Threads = 1
+    """Threads of one rank on CPU."""
+    timeout: Timeout = 120.0
+    """Seconds after which a wait fails."""
+    device: Annotated[str, word(("auto", "cpu", "cuda"))] = "auto"
+    """The device of the ranks. `auto` takes CUDA if there is a GPU."""
+    backend: Annotated[str, word(("auto", "gloo"))] = "auto"
+    """`auto` is NCCL between CUDA ranks and gloo between CPU ranks. `gloo` sends through host
+    memory, which is slower but lets ranks share a GPU."""
+
+    @property
+    def staged(self) -> bool:
+        """True if all messages pass through host memory."""
+        return self.backend == "gloo"
+
+
+class MeshOptions(Options):
+    """Replicas of the pipeline, and what they share."""
+
+    replicas: Count = 1
+    """Pipelines that train side by side."""
+    expert: Count = 1
+    """Replicas that share one set of experts. It divides `replicas`, and the experts."""
+    zero: Annotated[int, Field(ge=0, le=1)] = 0
+    """1 shards the optimizer state over the replicas (ZeRO-1)."""
+    slices: bool = False
+    """Whether the ranks of a pipeline are slices of one GPU, in one process."""
+
+
+class ScheduleOptions(Options):
+    """The schedule of a step and its memory."""
+
+    schedule: Annotated[str, word(SCHEDULES)] = "zb-auto"
+    """Order of F, B and W on each rank."""
+    post_validation: bool = False
+    """Whether a step ends without a barrier. A step that overflows or must be clipped is then
+    taken back."""
+    rollback: Annotated[str, word(("exact", "in-place"))] = "exact"
+    """How a step is taken back: `exact` restores saved copies bit for bit. `in-place` inverts the
+    update without copies and is approximate."""
+    chunks: Count | None = None
+    """Stages per rank. Not set: the number that the schedule has."""
+    memory_limit: MemoryLimit = None
+    """Memory of a rank: bytes, or a size such as `"40GiB"`. Not set: the memory of the device on
+    CUDA, no limit on CPU."""
+    w_granularity: Annotated[str, word(("whole", "linear"))] = "whole"
+    """`whole` runs each W where the schedule has it. `linear` may run it earlier, one linear layer
+    at a time, while a message is late."""
+
+
+class TrainingOptions(Options):
+    """Numbers of a step: clipping, precision, and the order of sums."""
+
+    max_grad_norm: NonNegative = 1.0
+    """Largest norm of the gradients. Larger gradients are clipped to it. 0 never clips."""
+    clip_scope: Annotated[str, word(("global", "local"))] = "global"
+    """The norm that clips: `global` takes the norm over all layers, `local` clips each layer by its
+    own norm."""
+    precision: Annotated[str, word(("float32", "bfloat16", "float16"))] = "float32"
+    """Number format of F, B and W. `bfloat16` and `float16` keep float32 master weights and
+    gradients."""
+    loss_scale: LossScale = None
+    """A power of two, or `dynamic`: halved after an overflow, whose step is skipped. Not set:
+    `dynamic` for `float16`, otherwise none."""
+    loss_scale_window: Count = 2000
+    """Good steps after which a dynamic loss scale doubles."""
+    recompute: Recompute = "none"
+    """Layers that recompute their activations in B: `none`, `all`, a list of layer indices, or
+    `auto` (as many as the memory limit needs)."""
+    reduction_slots: Count | None = None
+    """Number of groups in which gradients are summed. With an equal number, any number of replicas
+    gives the same bits. Not set: one per replica."""
+    compile: bool = False
+    """Whether torch.compile runs the parts of a layer between its linear layers."""
+    deterministic: bool = False
+    """On CUDA, whether to use only kernels that give the same bits in each run."""
+
+
+class AdamW(Options):
+    """AdamW (Loshchilov and Hutter, 2019).
+
+    Weight decay acts on parameters of two or more dimensions.
     """
 
-    schedule: str
-    microbatches: int
-    chunks: int | None = None
-    slices: int | None = None
-    memory_limit: int | None = None
-    recompute: RecomputeRule = ()
-    w_granularity: Literal["whole", "linear"] = "whole"
-    shapes: Shapes | None = None
+    lr: NonNegative = 3e-4
+    """Peak learning rate."""
+    weight_decay: NonNegative = 0.1
+    """Weight decay of the optimizer."""
+    betas: Annotated[tuple[BelowOne, BelowOne], Lax] = (0.9, 0.95)
+    """AdamW's two decay rates."""
+    eps: Positive = 1e-8
+    """AdamW's epsilon."""
 
-    def __post_init__(self) -> None:
-        check_choice("w_granularity", self.w_granularity, ("whole", "linear"))
 
-    def layouts(self, layers: int, accumulation_groups: int) -> Layouts:
-        """Returns the layouts that these steps allow.
+class SGD(Options):
+    """Stochastic gradient descent with momentum.
+
+    Weight decay acts on parameters of two or more dimensions.
+    """
+
+    lr: NonNegative = 3e-4
+    """Peak learning rate."""
+    weight_decay: NonNegative = 0.1
+    """Weight decay of the optimizer."""
+    momentum: BelowOne = 0.9
+    """SGD's momentum."""
+
+
+class LearningRate(Options):
+    """The learning rate over the steps of a run."""
+
+    warmup: Whole = 0
+    """Steps in which the learning rate rises to `lr`."""
+    decay: Annotated[str, word(("cosine", "linear", "constant"))] = "cosine"
+    """How the learning rate falls after the warmup."""
+    min_lr_ratio: Share = 0.1
+    """The last learning rate, as a share of `lr`."""
+
+    def at(self, step: int, steps: int, peak: float) -> float:
+        """Returns the learning rate of a step. A pure function of the step.
+
+        It rises linearly over `warmup` steps. Then it decays to `peak * min_lr_ratio` at the last
+        step.
 
         Args:
-            layers: Number of layers of the model.
-            accumulation_groups: Number of accumulation groups of the whole mesh.
+            step: Number of the step.
+            steps: Number of steps of the run.
+            peak: The largest rate.
         """
-        return Layouts(
-            layers,
-            self.schedule,
-            self.chunks,
-            accumulation_groups,
-            self.recompute,
-            sliced=self.slices is not None,
+        if step < self.warmup:
+            return peak * (step + 1) / self.warmup
+        if self.decay == "constant" or steps <= self.warmup + 1:
+            return peak
+        done = (step - self.warmup) / (steps - 1 - self.warmup)
+        left = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return peak * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
+
+
+class PipelineOptions(ScheduleOptions, MeshOptions, TrainingOptions):
+    """All options of a pipeline."""
+
+    of: ClassVar[str] = "Pipeline"
+
+    pipeline: Count = 1
+    """Ranks (or slices) of a pipeline."""
+    microbatches: Count
+    """Microbatches of a step, on each replica at first."""
+    micro_batch: Count | None = None
+    """Samples of a microbatch, if known before the first step."""
+    steps: Count | None = None
+    """Steps of the run. Not set: the run has no known end."""
+    seed: Seed = 0
+    """Seed of the layers' random numbers while training, such as dropout."""
+    optimizer: AdamW | SGD = AdamW()
+    """Optimizer, and its options."""
+    learning_rate: LearningRate | None = None
+    """How the learning rate changes. Not set: by torch's schedulers on `Pipeline.optimizer`."""
+    balance: Annotated[Balance, BeforeValidator(_by_name)] = Balance()
+    """Where layers live, or the name of a balancer."""
+    elastic: Elastic = Elastic()
+    """Changes of the mesh."""
+    cases: tuple[CaseOptions, ...] = ()
+    """Options of dynmo's own dynamic cases."""
+
+    @property
+    def end(self) -> int:
+        """Number of steps of the run. Without a known end, a number that no run reaches."""
+        return self.steps or LARGEST
+
+    @property
+    def all_microbatches(self) -> int:
+        """Microbatches per step of all replicas."""
+        return self.microbatches * self.replicas
+
+    @property
+    def accumulation_groups(self) -> int:
+        """Number of groups in which a step's gradients are summed, over all replicas."""
+        return self.reduction_slots or self.replicas
+
+    @property
+    def stages_per_rank(self) -> int:
+        return chunks_of(self.schedule, self.chunks)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a microbatch. Decisions count in microbatches if their size is unknown."""
+        return self.micro_batch or 1
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step of all replicas."""
+        return self.samples * self.all_microbatches
+
+    def with_microbatches(self, count: int) -> PipelineOptions:
+        """Returns the options with so many microbatches of all replicas, and the same batch."""
+        return self.model_copy(
+            update={
+                "microbatches": count,
+                "micro_batch": self.global_batch // count,
+                "reduction_slots": self.accumulation_groups,
+                "pipeline": self.pipeline * self.replicas,
+                "replicas": 1,
+            }
         )
 
+    def shape_at(self, step: int) -> tuple[int, int]:
+        """The mesh at this step: ranks of a pipeline, and number of pipelines."""
+        return self.elastic.shape_at(step) or (self.pipeline, self.replicas)
 
-@dataclass(frozen=True)
-class UpdateOptions:
-    """The end of a step: clipping, the optimizer, and the way to take a step back.
+    def mesh_rule(self, layers: int | None) -> MeshRule:
+        """Returns what every mesh must fit."""
+        return MeshRule(
+            self.schedule, self.chunks, self.all_microbatches, self.accumulation_groups, layers
+        )
 
-    Attributes:
-        optimizer: Its kind and settings.
-        clip_scope: "global" clips by the norm of all layers, "local" each layer by its own.
-        scaler: Scale of the loss. None means a dynamic scale in float16, and no scale otherwise.
-        post_validation: True if steps have no barrier at their end. See `Engine.advance`.
-        rollback: The way to take a step back. "exact" restores copies. "in-place" inverts the
-            update without copies and is approximate.
-
-    Raises:
-        ConfigError: `clip_scope` or `rollback` has another value.
-    """
-
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    clip_scope: Literal["global", "local"] = "global"
-    scaler: LossScaler | None = None
-    post_validation: bool = False
-    rollback: Literal["exact", "in-place"] = "exact"
-
-    def __post_init__(self) -> None:
-        check_choice("rollback", self.rollback, ("exact", "in-place"))
-        check_choice("clip_scope", self.clip_scope, ("global", "local"))
+    def facts(self, layers: int | None, model: ModelOptions | None, on_cuda: bool) -> RunFacts:
+        """Returns what dynamic cases may know of the run."""
+        return RunFacts(
+            layers,
+            self.steps,
+            self.seed,
+            model,
+            self.micro_batch,
+            self.expert,
+            on_cuda,
+            self.compile,
+            {case.name: case for case in self.cases},
+        )

@@ -1,70 +1,133 @@
-"""`Pipeline` trains one model over a world, in a user's own training loop."""
+"""`Pipeline` trains one model over a world. The trainer of `dynmo train` uses it like a user."""
 
 from __future__ import annotations
 
+import logging
 import math
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.partition import Partition, uniform
-from dynmo.config import Balance, parse
+from dynmo.balance.options import Balance
+from dynmo.balance.partition import Partition
+from dynmo.cluster.options import Elastic
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.dynamism import Dynamism, Signals
-from dynmo.dynamism.case import TokenShares
-from dynmo.errors import CheckpointError, ConfigError, InputError, RunError
+from dynmo.dynamism.case import Dynamism, TokenShares
+from dynmo.dynamism.options import CaseOptions
+from dynmo.dynamism.registry import make_cases
+from dynmo.errors import ConfigError, InputError, RunError
+from dynmo.events import CheckpointEvent, Event, now
+from dynmo.models.identity import Identity
 from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
+from dynmo.pipeline.assembly import join_engine, make_engine
 from dynmo.pipeline.case_context import agree_on_cases
-from dynmo.pipeline.cases import Cases
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.optimizers import SGD, AdamW, OptimizerHandle
-from dynmo.pipeline.options import StepOptions, UpdateOptions
+from dynmo.pipeline.loop import Loop
+from dynmo.pipeline.optimizers import OptimizerHandle
+from dynmo.pipeline.options import SGD, AdamW, LearningRate, PipelineOptions
+from dynmo.pipeline.placing import check_meshes, first_partition, first_shape, memory_limit
 from dynmo.pipeline.rebalance import Rebalancer
-from dynmo.pipeline.saving import find_checkpoint, restore_engine, save_engine
-from dynmo.runtime.comm.agreement import first_difference
+from dynmo.pipeline.saving import (
+    SavedPipeline,
+    check_saved,
+    find_checkpoint,
+    kept_settings,
+    restore_engine,
+    save_engine,
+)
+from dynmo.pipeline.start import World
+from dynmo.pipeline.step_result import StepResult
+from dynmo.runtime.comm import world as comm
+from dynmo.runtime.comm.agreement import agree, first_difference
 from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.world import World
-from dynmo.runtime.engine.step_reduction import StepResult
+from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.layer.precision import PRECISIONS
-from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
-from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Schedule
+
+if TYPE_CHECKING:
+    from dynmo.cost.profile_file import Profile
+
+_logger = logging.getLogger(__name__)
+_DEFAULT = PipelineOptions(microbatches=1)
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a pipeline has spent on changes, and what it has saved, so far.
+
+    Attributes:
+        measure_seconds: Seconds that measuring took on this rank.
+        decide_seconds: Seconds that decisions took on this rank.
+        move_seconds: Seconds that moves took on this rank.
+        spared_forwards: F's of layers that the caches of outputs spared on all ranks.
+        cached_bytes: Bytes that these caches hold.
+        gpu_seconds_returned: GPU-seconds of ranks that the run did without.
+    """
+
+    measure_seconds: float
+    decide_seconds: float
+    move_seconds: float
+    spared_forwards: int
+    cached_bytes: int
+    gpu_seconds_returned: float
 
 
 class Pipeline:
     """Trains one model over the ranks of a world.
 
     All ranks call every method together, with equal arguments. Batches are the exception. A rank
-    that holds neither the first nor the last stage may pass None for inputs and targets.
+    that holds neither the first nor the last stage may leave out inputs and targets.
 
     Args:
         model: The model to train, such as `dynmo.Sequential`.
         world: The ranks, from `dynmo.init`.
-        schedule: Name of the schedule, such as "1f1b", "zb-h1", "zb-auto" or "zb-v".
         microbatches: Number of microbatches of a step, on each replica.
         optimizer: `dynmo.AdamW` or `dynmo.SGD`.
-        balance: "auto" moves layers between ranks when the work has become uneven and a move repays
-            itself. "none" leaves them where they are. `dynmo.Balance` sets all options.
-        partition: Number of layers on each stage at first. The default is `balance.initial`, and
-            as even as possible without that.
-        replicas: Number of pipelines that train side by side. It must divide the ranks. Gradients
-            are added per replica and then over the replicas, so another number gives other bits.
-        expert: Number of replicas that share one set of experts. It must divide the replicas.
-        max_norm: Gradients are clipped to this norm over all layers. 0 does not clip.
-        memory_limit: Bytes of each rank, for the placement and for schedules that are made within
-            a limit. None means unlimited.
-        precision: "float32", "bfloat16" or "float16". Weights have a float32 master.
-        recompute: Global indices of the layers whose activations are recomputed in the backward.
-        cases: Dynamic cases that act before each step.
-        horizon: Number of further steps within which a move must repay itself.
+        learning_rate: How the rate changes over `steps`. None leaves it to torch's schedulers, on
+            `pipeline.optimizer`.
+        balance: `dynmo.Balance`, or the name of a balancer: "exact" moves layers between ranks when
+            the work has become uneven and a move repays itself. "none" leaves them where they are.
+        cases: Dynamic cases that act before each step: `dynmo.Freezing` and the like, or cases of
+            your own (`dynmo.Dynamism`).
+        elastic: Other meshes and numbers of ranks. None keeps the ranks as they are.
+        steps: Steps of the whole training. A move must repay itself within them. None means that
+            the training has no known end.
         seed: Seeds the random numbers of layers while training, such as dropout.
+        micro_batch: Samples in a microbatch, to know the memory of a step before the first one.
+        schedule: Order of F, B and W on each rank, such as "1f1b", "zb-h1" or "zb-v".
+        post_validation: Whether a step ends without a barrier. See `advance`.
+        rollback: How a step is taken back: "exact" or "in-place".
+        chunks: Stages per rank. None means the schedule's own number.
+        memory_limit: Bytes of each rank, or a size such as "40GiB". None means the memory of the
+            device on CUDA, and no limit on CPU.
+        w_granularity: "linear" may run parts of a W earlier, while a message is late.
+        pipeline: Ranks of a pipeline. None means the world's ranks over `replicas`. With `slices`
+            it is the number of slices.
+        replicas: Number of pipelines that train side by side. It must divide the ranks.
+        expert: Number of replicas that share one set of experts. It must divide the replicas.
+        zero: 1 shards the optimizer state over the replicas (ZeRO-1).
+        slices: Whether the ranks of a pipeline are slices of one GPU, in one process.
+        max_grad_norm: Gradients are clipped to this norm over all layers. 0 does not clip.
+        clip_scope: "global", or "local": each layer is clipped by its own norm.
+        precision: "float32", "bfloat16" or "float16". Weights have a float32 master.
+        loss_scale: A power of two, or "dynamic". None means "dynamic" for float16 alone.
+        loss_scale_window: Good steps after which a dynamic loss scale doubles.
+        recompute: Layers whose activations are recomputed in B: "none", "all", "auto" or indices.
+        reduction_slots: Number of groups in which gradients are summed. With an equal number, any
+            number of replicas gives the same bits. None means one per replica.
+        compile: Whether torch.compile runs the parts of a layer between its linear layers.
+        deterministic: On CUDA, whether to use only kernels that give the same bits in each run.
+        listen: Called on every rank with each event: moves, changes, rollbacks, faults.
+        trace: Steps around each change that `save_trace` writes. 0 records nothing.
+        resume: Folder of checkpoints to go on from, as `save` wrote them. The placement and the
+            mesh are then those of the checkpoint, if the options allow them.
+        invitation: Rank 0's message to a process that joins a running training.
 
     Raises:
         ConfigError: An option is wrong, or the ranks have different modules or code.
@@ -86,122 +149,370 @@ class Pipeline:
         model: Model,
         world: World,
         *,
-        schedule: str = "zb-auto",
         microbatches: int,
-        optimizer: AdamW | SGD | None = None,
-        balance: Literal["auto", "none"] | Balance = "auto",
-        partition: Partition | Sequence[int] | None = None,
-        replicas: int = 1,
-        expert: int = 1,
-        max_norm: float = 0.0,
-        memory_limit: int | None = None,
-        precision: Literal["float32", "bfloat16", "float16"] = "float32",
-        recompute: Collection[int] = (),
-        cases: Sequence[Dynamism] = (),
-        horizon: int = 1000,
-        seed: int = 0,
+        optimizer: AdamW | SGD = _DEFAULT.optimizer,
+        learning_rate: LearningRate | None = _DEFAULT.learning_rate,
+        balance: Balance | str = _DEFAULT.balance,
+        cases: Sequence[CaseOptions | Dynamism] = (),
+        elastic: Elastic | None = None,
+        steps: int | None = _DEFAULT.steps,
+        seed: int = _DEFAULT.seed,
+        micro_batch: int | None = _DEFAULT.micro_batch,
+        schedule: str = _DEFAULT.schedule,
+        post_validation: bool = _DEFAULT.post_validation,
+        rollback: str = _DEFAULT.rollback,
+        chunks: int | None = _DEFAULT.chunks,
+        memory_limit: int | str | None = _DEFAULT.memory_limit,
+        w_granularity: str = _DEFAULT.w_granularity,
+        pipeline: int | None = None,
+        replicas: int = _DEFAULT.replicas,
+        expert: int = _DEFAULT.expert,
+        zero: int = _DEFAULT.zero,
+        slices: bool = _DEFAULT.slices,
+        max_grad_norm: float = _DEFAULT.max_grad_norm,
+        clip_scope: str = _DEFAULT.clip_scope,
+        precision: str = _DEFAULT.precision,
+        loss_scale: float | str | None = _DEFAULT.loss_scale,
+        loss_scale_window: int = _DEFAULT.loss_scale_window,
+        recompute: str | Collection[int] = _DEFAULT.recompute,
+        reduction_slots: int | None = _DEFAULT.reduction_slots,
+        compile: bool = _DEFAULT.compile,
+        deterministic: bool = _DEFAULT.deterministic,
+        listen: Callable[[Event], None] | None = None,
+        trace: int = 0,
+        resume: str | Path | None = None,
+        invitation: str | None = None,
     ) -> None:
-        if precision not in PRECISIONS:
-            raise ConfigError(f"precision = {precision!r}; choose from {', '.join(PRECISIONS)}")
-        _check_kinds(model, world, optimizer)
-        options = optimizer or AdamW()
-        self._max_norm, self._horizon, self._cases = max_norm, horizon, tuple(cases)
-        self._balance = _balance_of(balance)
-        self._microbatches, self._schedule, self._dtype = (
-            microbatches,
-            schedule,
-            PRECISIONS[precision],
+        keys = PipelineOptions.model_fields
+        given = {key: value for key, value in locals().items() if key in keys}
+        ranks = _check_kinds(model, world, optimizer)
+        given["pipeline"] = pipeline or max(1, world.size // replicas)
+        given["cases"] = tuple(each for each in cases if isinstance(each, CaseOptions))
+        given["elastic"] = elastic or Elastic()
+        options = PipelineOptions(**given)
+        if learning_rate is not None and steps is None:
+            raise ConfigError("learning_rate needs the steps of the training; give steps")
+        if deterministic and world.device.type == "cuda":
+            torch.use_deterministic_algorithms(True)  # CPU kernels are, with fixed threads
+        on_cuda = world.device.type == "cuda"
+        self._cases = make_cases(cases, options.facts(model.layers, model.options, on_cuda))
+        self._world, self._optimizer = ranks, OptimizerHandle(optimizer.lr)
+        reference = (
+            self._start(model, options, listen, resume)
+            if invitation is None
+            else self._join(model, options, listen, invitation)
         )
-        self._optimizer, self._optimizer_name = OptimizerHandle(options.lr), options.settings.name
+        if elastic is not None:
+            self._watch_ranks(reference)
+        if trace:
+            from dynmo.pipeline.trace import Tracer
+
+            engine = self._engine
+            of_slices = engine.placement if engine.sliced else None
+            self._loop.tracer = Tracer(ranks.everyone, engine.clock, trace, of_slices)
+
+    def _start(
+        self,
+        model: Model,
+        options: PipelineOptions,
+        listen: Callable[[Event], None] | None,
+        resume: str | Path | None,
+    ) -> float | None:
+        """Makes the parts of a pipeline that starts or resumes.
+
+        Returns:
+            Seconds that a step took at first, if a checkpoint says so.
+        """
+        world, saved = self._world, None
         if isinstance(model, Sequential):
             _agree_on_modules(model, world)
-        mesh = arrange(world, replicas)
-        stages = len(placement_of(schedule, mesh.size))
-        counts = _first_partition(partition, self._balance.initial, model.layers, stages)
-        self._engine = Engine(
-            mesh,
-            model,
-            counts,
-            StepOptions(
-                schedule, microbatches=microbatches, memory_limit=memory_limit, recompute=recompute
-            ),
-            update=UpdateOptions(optimizer=options.settings),
-            layers=LayerOptions(dtype=self._dtype, seed=seed),
-            replicas=ReplicaOptions(expert=expert),
-        )
-        self._step, self._loss = 0, math.nan
+        if resume is not None:
+            saved = find_checkpoint(Path(resume), world)
+            check_saved(saved, options, model)
+        self._shapes = self._known_shapes(model, options, is_new=saved is None)
+        pipeline, replicas = first_shape(options, model.layers, saved)
+        partition = first_partition(options, model.layers, pipeline)
+        check_meshes(options, model.layers)
+        if saved is not None and len(saved.state.partition) == partition.ranks:
+            partition = Partition(tuple(saved.state.partition))
+        self._engine = make_engine(options, arrange(world, replicas), model, partition)
         agree_on_cases(world, self._cases)
-        self._case_calls = Cases(self._cases, self._engine)
-        self._token_shares: dict[str, TokenShares] = {}
-        self._rebalancer = self._make_rebalancer()
+        if saved is None:
+            self._loop = self._make_loop(options, listen)
+            return None
+        self._go_on(saved, options, listen)
+        return saved.state.reference
+
+    def _go_on(
+        self,
+        saved: SavedPipeline,
+        options: PipelineOptions,
+        listen: Callable[[Event], None] | None,
+    ) -> None:
+        """Restores a checkpoint, and makes the loop that goes on from it."""
+        state = saved.state
+        loss = math.nan if state.loss is None else state.loss
+        self._loop = self._make_loop(options, listen, saved.step, loss, state.moves)
+        restore_engine(self._engine, saved.path, saved.raw, self._cases)
+        if state.lr is not None and options.learning_rate is None:
+            self._optimizer.param_groups[0]["lr"] = state.lr
+
+    def _join(
+        self,
+        model: Model,
+        options: PipelineOptions,
+        listen: Callable[[Event], None] | None,
+        invitation: str,
+    ) -> float | None:
+        """Makes the parts of a pipeline that this process joins.
+
+        Returns:
+            Seconds that a step took at first.
+        """
+        from dynmo.pipeline.summons import summons_from
+
+        summons = summons_from(invitation)
+        if summons.microbatches != options.all_microbatches:
+            options = options.with_microbatches(summons.microbatches)
+        self._shapes = None
+        self._engine = join_engine(options, self._world, model, self._cases, summons)
+        self._shapes = self._known_shapes(model, options, is_new=False)
+        state = summons.state
+        self._loop = self._make_loop(
+            options, listen, summons.step, state["loss"], state["moves"], joined=True
+        )
+        return summons.reference
+
+    def _make_loop(
+        self,
+        options: PipelineOptions,
+        listen: Callable[[Event], None] | None,
+        step: int = 0,
+        loss: float = math.nan,
+        moves: int = 0,
+        joined: bool = False,
+    ) -> Loop:
+        engine = self._engine
+        rebalancer = Rebalancer(
+            options,
+            engine,
+            self.costs,
+            moves,
+            lambda step: self._loop.cases.forecasts(step),
+            memory_limit(options, engine.world),
+        )
+        return Loop(
+            options, engine, self._cases, rebalancer, listen, step=step, loss=loss, joined=joined
+        )
+
+    def _watch_ranks(self, reference: float | None) -> None:
+        from dynmo.pipeline.elasticity import Elasticity
+        from dynmo.pipeline.rank_source import make_source
+
+        loop = self._loop
+        source = make_source(loop.options.elastic, self._world, self.identity)
+        loop.elastic = Elasticity(loop.options, self._engine, loop.rebalancer, source, reference)
+
+    def _known_shapes(
+        self, model: Model, options: PipelineOptions, is_new: bool
+    ) -> tuple[LayerCost, ...] | None:
+        """Returns the layers' bytes by shapes, if a memory limits them.
+
+        Args:
+            model: The model.
+            options: Options of the pipeline.
+            is_new: Whether the first placement must fit the limit too.
+
+        Raises:
+            NoRoomError: The first placement, or a planned one, does not fit `memory_limit`.
+        """
+        limit = memory_limit(options, self._world)
+        if limit is None or (options.memory_limit is None and options.micro_batch is None):
+            return None
+        from dynmo.pipeline.dry_run import check_later_ranks, first_plan
+        from dynmo.pipeline.shape_costs import known_costs
+
+        costs, unknown = known_costs(options, model)
+        if unknown is not None and self._world.everyone.rank == 0:
+            _logger.warning(unknown)
+        if options.memory_limit is not None and is_new:
+            check_later_ranks(options, model, costs, limit)
+            first_plan(options, model, costs, limit, unknown)
+        return costs if unknown is None else None
 
     # -- training ----------------------------------------------------------------------------------
 
-    def step(self, inputs: Tensor | None, targets: Tensor | None) -> StepResult:
+    def step(
+        self,
+        inputs: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        keys: Keys | None = None,
+        stop: bool = False,
+        adapt: bool = True,
+    ) -> StepResult:
         """Trains on one batch: forward, backward, clipping, optimizer.
 
-        The batch is cut along its first dimension. Dynamic cases act before the step. Layers then
-        move if balancing decides so.
+        The batch is cut along its first dimension. Dynamic cases act before the step, and layers
+        move if balancing decides so (`adapt`).
 
         Args:
             inputs: This replica's batch, [batch, ...]. `microbatches` must divide `batch`. Only the
                 rank of the first stage needs it. Floats are converted to `precision`.
             targets: Targets of the loss, [batch, ...]. Only the rank of the last stage
                 needs it. All ranks of a replica that pass a batch pass the same one.
+            keys: Key of each microbatch, on every rank, for `dynmo.Freezing(cache_bytes=...)`. Two
+                keys are equal only if the inputs are, such as the numbers of the samples. None if
+                no microbatch comes again.
+            stop: Whether this rank wants to stop. Every rank sees it in `StepResult.stop`.
+            adapt: Whether cases, balancer and mesh may change something before the step.
 
         Returns:
-            The loss, the gradient norm before clipping, and the work of each rank. It is the same
-            on every rank. The loss is the mean of the microbatches' means, whatever the number of
-            targets that count in each (those that are not -100).
+            The loss, the gradient norm before clipping, and the work of each rank. The loss is the
+            mean of the microbatches' means, whatever the number of targets that count in each
+            (those that are not -100).
 
         Raises:
             InputError: The batch is missing or cannot be cut, or ranks of one replica pass
                 different batches. No weight was changed.
             RunError: The loss or a gradient is not finite, or no target of a microbatch counts.
         """
-        cut_inputs, cut_targets = self._cut_inputs(inputs), self._cut("targets", targets)
-        for case, shares in self._case_calls.collect(self._step):
-            self._token_shares[case.name] = shares
-        if self._rebalancer.is_due(self._step):
-            self._rebalancer.consider(self._step)
-        for _ in self._case_calls.act(self._step):
-            self._rebalancer.on_workload_change(self._step)
-        start, rate = time.perf_counter(), self._optimizer.lr
-        result = self._engine.step(
-            self._step, cut_inputs, cut_targets, lr=rate, max_norm=self._max_norm
-        )
+        results = self.advance(inputs, targets, keys=keys, stop=stop, adapt=adapt)
+        return (results + self.drain())[-1]
+
+    def advance(
+        self,
+        inputs: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        keys: Keys | None = None,
+        stop: bool = False,
+        adapt: bool = True,
+    ) -> tuple[StepResult, ...]:
+        """Trains like `step`, but without a barrier at its end under `post_validation`.
+
+        The next step then begins before this one is final. `drain` waits for the last step, and so
+        does every method that reads or changes the model.
+
+        Args:
+            inputs: This replica's batch, like that of `step`.
+            targets: Targets of the loss, like those of `step`.
+            keys: Key of each microbatch, like those of `step`.
+            stop: Whether this rank wants to stop.
+            adapt: Whether something may change before the step.
+
+        Returns:
+            The results that have become final and were not returned before, in order. With a
+            barrier the last is that of this step, and without one that of the step before.
+
+        Raises:
+            InputError: Like that of `step`. Without a barrier it is raised one step late.
+            RunError: Like that of `step`. Without a barrier it is raised one step late, and nothing
+                was updated.
+        """
+        before = self.adapt() if adapt else ()
+        cut_inputs, cut_targets = self._cut_both(inputs, targets)
+        results = self._loop.advance(cut_inputs, cut_targets, self._rate(), keys, stop)
         self._optimizer.step()
-        self._rebalancer.observe(self._step, time.perf_counter() - start, result.busy)
-        self._case_calls.observe(Signals(self._step, result.loss, result.squared_norms, rate))
-        self._step, self._loss = self._step + 1, result.loss
-        return result
+        return before + results
+
+    def drain(self) -> tuple[StepResult, ...]:
+        """Waits until the last step is final, if `advance` has not.
+
+        Returns:
+            The results that were not returned before.
+        """
+        return self._loop.drain()
+
+    def adapt(self) -> tuple[StepResult, ...]:
+        """Changes what is to be changed before the next step. `step` calls it by itself.
+
+        The order is: ranks leave or join, the mesh changes, layers move, dynamic cases act. A loop
+        whose mesh may change calls it before it chooses the batch of its replica.
+
+        Returns:
+            The results of steps that had to become final before.
+        """
+        return self._loop.adapt()
+
+    def _rate(self) -> float:
+        rule, peak = self._loop.options.learning_rate, self._optimizer.lr
+        return peak if rule is None else rule.at(self.steps, self._loop.options.end, peak)
+
+    @overload
+    def evaluate(
+        self,
+        inputs: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        dense: bool = False,
+        outputs: Literal[False] = False,
+        microbatches: int | None = None,
+        keys: Keys | None = None,
+    ) -> float: ...
+
+    @overload
+    def evaluate(
+        self,
+        inputs: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        dense: bool = False,
+        outputs: Literal[True],
+        microbatches: int | None = None,
+        keys: Keys | None = None,
+    ) -> tuple[float, Tensor | tuple[Tensor, ...] | None]: ...
 
     def evaluate(
-        self, inputs: Tensor | None, targets: Tensor | None, *, dense: bool = False
-    ) -> float:
+        self,
+        inputs: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        dense: bool = False,
+        outputs: bool = False,
+        microbatches: int | None = None,
+        keys: Keys | None = None,
+    ) -> float | tuple[float, Tensor | tuple[Tensor, ...] | None]:
         """Computes the mean loss of one batch without training.
 
         Args:
-            inputs: As in `step`.
-            targets: As in `step`.
+            inputs: This replica's batch, like that of `step`.
+            targets: Targets of the loss, like those of `step`.
             dense: Whether cases compute everything, such as tokens that they would let go.
+            outputs: Whether to return the model's outputs too. Targets may then be left out on all
+                ranks, and the loss is NaN.
+            microbatches: Number of microbatches of the batch. The default is that of a step.
+            keys: Key of each microbatch, like those of `step`.
 
         Returns:
-            The mean loss over all replicas' microbatches, the same on every rank.
+            The mean loss over all replicas' microbatches, the same on every rank. With
+            `outputs=True`, this loss and the last layer's outputs for this replica's batch,
+            [batch, ...]. The outputs are None on ranks without the last stage.
 
         Raises:
             InputError: The batch is missing or cannot be cut, or ranks of one replica pass
                 different batches.
+            RunError: The outputs of the microbatches cannot be concatenated.
         """
+        count = microbatches or self.microbatches
+        cut_inputs, cut_targets = self._cut_both(inputs, targets, count)
+        collected = dict[int, object]() if outputs else None
         with ExitStack() as off:
-            for context in self._case_calls.dense() if dense else ():
+            for context in self._loop.cases.dense() if dense else ():
                 off.enter_context(context)
-            return self._engine.evaluate(
-                self._cut_inputs(inputs),
-                self._cut("targets", targets),
-                self._microbatches,
-                shares=True,
+            loss = self._engine.evaluate(
+                cut_inputs, cut_targets, count, keys, shares=True, outputs=collected
             )
+        if collected is None:
+            return loss
+        from dynmo.pipeline.whole_model import join_outputs
+
+        return loss, join_outputs(self._engine.world, collected)
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether some case can be switched off for an evaluation (`dense`)."""
+        return next(self._loop.cases.dense(), None) is not None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -212,9 +523,24 @@ class Pipeline:
         return self._optimizer
 
     @property
+    def options(self) -> PipelineOptions:
+        """All options, as they are now."""
+        return self._loop.options
+
+    @property
     def steps(self) -> int:
         """Number of steps that are done, those of a loaded checkpoint included."""
-        return self._step
+        return self._loop.step
+
+    @property
+    def loss(self) -> float:
+        """Loss of the last final step. NaN before the first."""
+        return self._loop.loss
+
+    @property
+    def left(self) -> bool:
+        """True if this rank has left the training, which goes on without it."""
+        return self._loop.left
 
     @property
     def token_shares(self) -> Mapping[str, TokenShares]:
@@ -222,9 +548,53 @@ class Pipeline:
 
         Cases count at the start of the next step.
         """
-        return self._token_shares
+        return self._loop.token_shares
 
-    # -- places of layers --------------------------------------------------------------------------
+    # -- ranks and places of layers ----------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The mesh: ranks (or slices) of a pipeline, and number of replicas."""
+        return self._engine.shape
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's replica."""
+        return self._engine.world.replica
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self._world.device
+
+    def agree(self, digest: bytes | None, what: str) -> None:
+        """Compares a hash over all ranks.
+
+        Args:
+            digest: Hash of something that all ranks must have alike, such as their data. None if
+                this rank has no part in it.
+            what: What is compared, for messages.
+
+        Raises:
+            RunError: Some ranks differ. All ranks raise it.
+        """
+        agree(self._world, digest, what)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on each replica."""
+        return self._loop.options.all_microbatches // self._engine.world.replicas
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether this rank holds the first or the last stage, and needs batches."""
+        placement = self._engine.placement
+        return self._engine.sliced or self._engine.world.rank in (placement[0], placement[-1])
+
+    @property
+    def caches(self) -> bool:
+        """Whether outputs of frozen layers are kept, so that microbatches need keys."""
+        return self._engine.measurements.caches
 
     @property
     def partition(self) -> Partition:
@@ -246,12 +616,44 @@ class Pipeline:
 
     def costs(self) -> tuple[LayerCost, ...]:
         """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
-        return self._engine.costs()
+        costs, shapes = self._engine.costs(), self._shapes
+        if shapes is None:
+            return costs
+        from dynmo.pipeline.shape_costs import with_workspace
+
+        return with_workspace(costs, shapes, self._engine.recomputed)
+
+    def forget_costs(self) -> None:
+        """Drops all measurements. The next step measures anew."""
+        self._engine.profiler.forget(range(self._engine.count))
+
+    def profile(
+        self, steps: int | None = None, costs: Sequence[LayerCost] | None = None
+    ) -> Profile:
+        """Returns the layers' costs as a costs file has them, for `dynmo plan` and `simulate`.
+
+        Args:
+            steps: Number of steps that the costs were measured over.
+            costs: Cost of each layer. The default is `costs()`.
+        """
+        from dynmo.pipeline.profile import profile_of
+        from dynmo.pipeline.shape_costs import shapes_of, with_workspace
+
+        measured = tuple(self.costs() if costs is None else costs)
+        if self._shapes is None:
+            level = logging.INFO if self._world.everyone.rank else logging.WARNING
+            shapes = (
+                None
+                if self.options.micro_batch is None
+                else shapes_of(self.options, self._engine.model, level=level)
+            )
+            measured = with_workspace(measured, shapes, self._engine.recomputed)
+        return profile_of(self.options, self._engine, measured, steps)
 
     def rebalance(self) -> bool:
         """Decides now on the placement of layers, and moves them if that repays itself.
 
-        A move must repay itself within `horizon` steps.
+        A move must repay itself within `steps`.
 
         Returns:
             True if layers have moved.
@@ -259,12 +661,12 @@ class Pipeline:
         Raises:
             RunError: No step has been measured yet.
         """
-        if not self._rebalancer.measured:
+        if not self._loop.rebalancer.measured:
             raise RunError(
                 "rebalance was called before a step was measured; train at least one step first"
             )
         before = self._engine.partition
-        self._rebalancer.consider(self._step)
+        self._loop.consider()
         return self._engine.partition != before
 
     def move(self, partition: Partition | Sequence[int]) -> None:
@@ -292,7 +694,7 @@ class Pipeline:
             PartitionError: There is no such layer, or none would train.
         """
         self._engine.freeze(layers)
-        self._rebalancer.on_workload_change(self._step)
+        self._loop.emit(self._loop.rebalancer.on_workload_change(self.steps))
 
     def unfreeze(self, layers: Collection[int]) -> None:
         """Trains frozen layers again, from the optimizer state that they had.
@@ -304,7 +706,7 @@ class Pipeline:
             PartitionError: There is no such layer.
         """
         self._engine.unfreeze(layers)
-        self._rebalancer.on_workload_change(self._step)
+        self._loop.emit(self._loop.rebalancer.on_workload_change(self.steps))
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -323,24 +725,33 @@ class Pipeline:
         Raises:
             RunError: A rank could not write its part. Older checkpoints are untouched.
         """
+        loop, engine = self._loop, self._engine
+        loop.settle()
+        extra = kept_settings(loop.options, engine.model) | {
+            "lr": self._optimizer.lr,
+            "shape": list(engine.shape),
+            "reference": None if loop.elastic is None else loop.elastic.reference,
+        }
         saved = save_engine(
-            self._engine,
+            engine,
             Path(folder),
-            self._step,
+            self.steps,
             keep,
             self._cases,
-            loss=self._loss,
-            moves=self._rebalancer.moves,
-            extra={"lr": self._optimizer.lr, "optimizer": self._optimizer_name},
+            loss=loop.loss,
+            moves=loop.rebalancer.moves,
+            extra=extra,
         )
+        path = str(saved.path)
+        loop.emit(CheckpointEvent(self.steps - 1, now(), path, saved.bytes, saved.seconds))
         return saved.path
 
     def load(self, folder: str | Path) -> int:
         """Goes on from the newest complete checkpoint in `folder`.
 
         The checkpoint may be of any placement. A warning names the model's code that has changed
-        since. The caller keeps the state of a learning-rate
-        scheduler, and saves its `state_dict` beside the checkpoint.
+        since. The caller keeps the state of a learning-rate scheduler, and saves its `state_dict`
+        beside the checkpoint.
 
         Args:
             folder: Folder that `save` was given.
@@ -352,95 +763,150 @@ class Pipeline:
             CheckpointError: There is no complete checkpoint, or it is of another model or
                 optimizer.
         """
-        engine = self._engine
-        path, manifest = find_checkpoint(Path(folder), engine.world.everyone)
-        state = manifest.state
-        if tuple(manifest.layers) != tuple(engine.names):
-            raise CheckpointError(
-                f"{path} has {len(manifest.layers)} layers of other names than this model's "
-                f"{engine.count}; load it into that model"
-            )
-        if not state.keys() >= {"lr", "optimizer"}:
-            raise CheckpointError(
-                f"{path} was not written by Pipeline.save: its state has no 'lr' or 'optimizer'"
-            )
-        if state["optimizer"] != self._optimizer_name:
-            raise CheckpointError(
-                f"{path} has the state of {state['optimizer']}, and this pipeline trains with "
-                f"{self._optimizer_name}"
-            )
-        restore_engine(engine, path, state, self._cases)
-        self._optimizer.param_groups[0]["lr"] = state["lr"]
-        self._step, self._loss = manifest.step, state["loss"]
-        self._rebalancer = self._make_rebalancer(state["moves"])
-        return self._step
+        self.drain()
+        before, saved = self._loop, find_checkpoint(Path(folder), self._world)
+        check_saved(saved, before.options, self._engine.model)
+        self._go_on(saved, before.options, before.listen)
+        self._loop.tracer, self._loop.elastic = before.tracer, before.elastic
+        if before.elastic is not None:
+            before.elastic.go_on(self._loop.rebalancer, saved.state.reference)
+        return self.steps
+
+    def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """Gathers the weights and persistent buffers of all layers.
+
+        The keys are those of `torch.nn.Sequential(*layers).state_dict()`, such as "0.weight". A
+        model of dynmo's own has the names of its layers in place of the indices. Weights of low
+        precision are the float32 masters. Pruned weights are dense, with zeros.
+
+        Args:
+            everywhere: Whether every rank gets the weights. If not, only rank 0 does.
+
+        Returns:
+            Tensors on the CPU. Empty on ranks that get nothing.
+        """
+        return self._engine.whole_model.state_dict(everywhere)
+
+    def load_state_dict(self, state: Mapping[str, Tensor] | None = None) -> None:
+        """Replaces the weights and persistent buffers of all layers.
+
+        Number of steps, learning rate and optimizer state stay as they are, except for the float32
+        masters. Pruned weights stay 0, whatever their value in `state`.
+
+        Args:
+            state: What `state_dict` returned, or the state of `torch.nn.Sequential(*layers)`.
+                The one of rank 0 counts. Other ranks may leave it out.
+
+        Raises:
+            CheckpointError: A key is missing or unknown, or a tensor has another shape. Every rank
+                raises it, and nothing has changed.
+        """
+        self._engine.whole_model.load_state_dict(state)
 
     def digest(self) -> str:
         """Returns the SHA-256 of all weights. It is equal exactly if all weights are."""
         return self._engine.digest()
 
+    def buffers_digest(self) -> str:
+        """Returns the SHA-256 of all persistent buffers, such as running means."""
+        return self._engine.layer_states.buffers_digest()
+
+    @property
+    def identity(self) -> Identity:
+        """What decides the numbers of the training: versions, code, layers."""
+        return self._engine.layer_states.identity.with_code(self._cases)
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def account(self) -> Account:
+        """Returns what changes have cost and saved so far. All ranks call it together."""
+        engine, elastic = self._engine, self._loop.elastic
+        overhead, measurements = self._loop.rebalancer.overhead, engine.measurements
+        return Account(
+            engine.profiler.spent + overhead.measure,
+            overhead.decide,
+            overhead.move,
+            *(measurements.cached() if measurements.caches else (0, 0)),
+            0.0 if elastic is None else elastic.gpu_seconds_returned,
+        )
+
+    def finish(self) -> tuple[StepResult, ...]:
+        """Waits for the last step, and ends the measurement of the last move.
+
+        Returns:
+            The results that were not returned before.
+        """
+        results = self.drain()
+        self._loop.emit(self._loop.rebalancer.close_measurement(self.steps))
+        return results
+
+    def save_trace(self, path: str | Path | None) -> None:
+        """Writes the recorded ops of all ranks, on rank 0. See `trace`.
+
+        Open the file at ui.perfetto.dev. All ranks call it together.
+
+        Args:
+            path: The file. None writes nothing.
+        """
+        if self._loop.tracer is not None:
+            self._loop.tracer.finish(None if path is None else Path(path))
+
+    def close(self) -> None:
+        """Tells processes that wait to join that the training is over."""
+        if self._loop.elastic is not None:
+            self._loop.elastic.close()
+
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _cut_inputs(self, inputs: Tensor | None) -> Tensor | None:
-        """Cuts like `_cut`, in the precision of the first layer."""
-        batch = self._cut("inputs", inputs)
-        return batch.to(self._dtype) if batch is not None and batch.is_floating_point() else batch
+    def _cut_both(
+        self, inputs: Tensor | None, targets: Tensor | None, count: int | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Cuts a batch into microbatches, in the precision of the first layer."""
+        count = count or self.microbatches
+        model = self._engine.model
+        first, last = _cut("inputs", inputs, count), _cut("targets", targets, count)
+        if first is not None and first.is_floating_point():
+            first = first.to(PRECISIONS[self.options.precision])
+        if model.takes_targets and first is not None:
+            if last is None:
+                raise InputError(
+                    "the model's first layer needs the targets too; pass targets on this rank"
+                )
+            first = model.first_inputs(first, last)
+        return first, last
 
-    def _cut(self, name: str, batch: Tensor | None) -> Tensor | None:
-        """Reshapes [batch, ...] to [microbatches, batch / microbatches, ...]."""
-        if batch is None:
-            return None
-        count = self._microbatches
-        if not isinstance(batch, Tensor) or not batch.dim() or len(batch) % count or not len(batch):
-            what = (
-                f"a tensor of shape {list(batch.shape)}"
-                if isinstance(batch, Tensor)
-                else f"a {type(batch).__name__}"
-            )
-            raise InputError(
-                f"{name} is {what}; give a tensor whose first dimension is a multiple of {count} "
-                "microbatches"
-            )
-        return batch.unflatten(0, (count, len(batch) // count))
 
-    def _make_rebalancer(self, moves: int = 0) -> Rebalancer:
-        """Makes a rebalancer with the options of a run of `horizon` steps from now on."""
-        engine = self._engine
-        ranks, replicas = engine.shape
-        config = parse(
-            {
-                "train": {
-                    "steps": self._step + self._horizon,
-                    "global_batch": self._microbatches * replicas,
-                    "micro_batch": 1,
-                },
-                "parallel": {"pipeline": ranks, "data": replicas},
-                "pipeline": {"schedule": self._schedule},
-                "balance": self._balance.model_dump(exclude={"initial"}),
-            }
+def _cut(name: str, batch: Tensor | None, count: int) -> Tensor | None:
+    """Reshapes [batch, ...] to [microbatches, batch / microbatches, ...]."""
+    if batch is None:
+        return None
+    if not isinstance(batch, Tensor) or not batch.dim() or len(batch) % count or not len(batch):
+        what = (
+            f"a tensor of shape {list(batch.shape)}"
+            if isinstance(batch, Tensor)
+            else f"a {type(batch).__name__}"
         )
-        return Rebalancer(
-            config,
-            engine,
-            engine.costs,
-            moves,
-            self._case_calls.forecasts,
+        raise InputError(
+            f"{name} is {what}; give a tensor whose first dimension is a multiple of {count} "
+            "microbatches"
         )
+    return batch.unflatten(0, (count, len(batch) // count))
 
 
-def _check_kinds(model: Any, world: Any, optimizer: Any) -> None:
+def _check_kinds(model: Any, world: Any, optimizer: Any) -> comm.World:
     """Raises ConfigError if an argument is another kind of thing, such as torch's optimizer."""
     if not isinstance(model, Model):
         raise ConfigError(
             f"model is {_kind(model)}; wrap the list of its layers in dynmo.Sequential([...])"
         )
-    if not isinstance(world, World):
+    if not isinstance(world, comm.World):
         raise ConfigError(f"world is {_kind(world)}; give what dynmo.init() returns")
-    if optimizer is not None and not isinstance(optimizer, AdamW | SGD):
+    if not isinstance(optimizer, AdamW | SGD):
         raise ConfigError(
             f"optimizer is {_kind(optimizer)}; give dynmo.AdamW(lr=...) or dynmo.SGD(lr=...), "
             "from which each rank makes the optimizers of its layers"
         )
+    return world
 
 
 def _kind(given: object) -> str:
@@ -449,41 +915,7 @@ def _kind(given: object) -> str:
     return f"the class {name}" if of is given else f"an object of {name}"
 
 
-def _first_partition(
-    partition: Partition | Sequence[int] | None,
-    initial: tuple[int, ...] | None,
-    layers: int,
-    stages: int,
-) -> Partition:
-    """Returns the first placement, as in a run from a file if only `balance.initial` is given."""
-    if partition is None:
-        if initial is None:
-            return uniform(layers, stages)
-        if len(initial) != stages or sum(initial) != layers:
-            raise ConfigError(
-                f"balance.initial = {initial} has {sum(initial)} layers and {len(initial)} stages; "
-                f"this pipeline has {layers} and {stages}"
-            )
-        return Partition(initial)
-    counts = partition if isinstance(partition, Partition) else Partition(tuple(partition))
-    if initial is not None and counts.counts != initial:
-        raise ConfigError(
-            f"partition = {counts.counts} and balance.initial = {initial} differ; give one of them"
-        )
-    return counts
-
-
-def _balance_of(balance: Any) -> Balance:
-    if isinstance(balance, Balance):
-        return balance
-    if balance not in ("auto", "none"):
-        raise ConfigError(
-            f"balance = {balance!r}; choose 'auto', 'none', or give dynmo.Balance(...)"
-        )
-    return Balance(every="auto") if balance == "auto" else Balance(balancer="none")
-
-
-def _agree_on_modules(model: Sequential, world: World) -> None:
+def _agree_on_modules(model: Sequential, world: comm.World) -> None:
     """Raises ConfigError on every rank if some rank has made other modules."""
     differs = first_difference(world, model.fingerprints(), "all ranks to make the model")
     if differs is not None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.optimizers import optimizer_settings
+from dynmo.pipeline.optimizers import settings_of
+from dynmo.pipeline.options import PipelineOptions
 
 
 def profile_of(
-    config: Config, pipeline: Engine, costs: tuple[LayerCost, ...], steps: int | None = None
+    options: PipelineOptions,
+    pipeline: Engine,
+    costs: tuple[LayerCost, ...],
+    steps: int | None = None,
 ) -> Profile:
     """Returns the costs of a pipeline's layers as a costs file records them.
 
     Args:
-        config: The run.
+        options: Options of the pipeline.
         pipeline: Its pipeline.
         costs: Cost of each layer, as `Engine.costs` gathers them.
         steps: The number of measured steps.
@@ -26,28 +29,26 @@ def profile_of(
         The profile. Its layers have the optimizer state of all replicas, even if ZeRO divides it.
     """
     return Profile(
-        layers=tuple(_whole(config, pipeline, cost) for cost in costs)
-        if config.parallel.zero
-        else costs,
+        layers=tuple(_whole(options, pipeline, cost) for cost in costs) if options.zero else costs,
         names=pipeline.model.names,
         first_trainable=pipeline.first_trainable,
         links=tuple(pipeline.schedule_keeper.links.items()),
-        model=config.model.kind,
-        microbatch=config.train.micro_batch,
-        microbatches=config.all_microbatches // pipeline.world.replicas,
+        model=None if pipeline.model.options is None else pipeline.model.options.kind,
+        microbatch=options.samples,
+        microbatches=options.all_microbatches // pipeline.world.replicas,
         ranks=pipeline.shape[0],
         partition=pipeline.partition.counts,
-        schedule=config.pipeline.schedule,
+        schedule=options.schedule,
         steps=steps,
     )
 
 
-def _whole(config: Config, pipeline: Engine, cost: LayerCost) -> LayerCost:
+def _whole(options: PipelineOptions, pipeline: Engine, cost: LayerCost) -> LayerCost:
     """Returns the layer's cost with all replicas' shares of its optimizer state.
 
     For a frozen layer only an upper bound is known: no share is larger than this one.
     """
-    moments, masters = optimizer_settings(config.train).moments, config.train.precision != "float32"
+    moments, masters = settings_of(options.optimizer).moments, options.precision != "float32"
     if not cost.gradient_bytes:
         return replace(cost, optimizer_bytes=pipeline.world.replicas * cost.optimizer_bytes)
     copies = (1 + moments) * cost.gradient_bytes if cost.rollback_bytes else 0

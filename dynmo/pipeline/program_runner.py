@@ -101,7 +101,12 @@ class ProgramRunner:
         return step_output
 
     def evaluate(
-        self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None
+        self,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        microbatches: int,
+        keys: Keys | None,
+        outputs: dict[int, object] | None = None,
     ) -> float:
         """Runs the forward only.
 
@@ -110,12 +115,13 @@ class ProgramRunner:
             targets: As in `train`.
             microbatches: Number of microbatches.
             keys: As in `train`.
+            outputs: As in `Programs.evaluate`.
 
         Returns:
             The mean loss on the rank of the last stage, 0 elsewhere.
         """
         with generators_kept(self._layer_store.world.device), self._buffers_as_they_were():
-            return self._programs.evaluate(inputs, targets, microbatches, keys)
+            return self._programs.evaluate(inputs, targets, microbatches, keys, outputs)
 
     @contextmanager
     def _buffers_as_they_were(self) -> Generator[None]:
@@ -136,6 +142,6 @@ class ProgramRunner:
                 raise ConfigError(
                     f"layer {index} ({type(layer.module).__name__}): its forward writes to its "
                     f"buffer {name!r} (running statistics, say), of which every replica would "
-                    "have its own; use parallel.data = 1 without [elastic] reshape, or a layer "
+                    "have its own; use parallel.replicas = 1 without [elastic] reshape, or a layer "
                     "that keeps none"
                 )

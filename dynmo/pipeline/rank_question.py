@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dynmo.balance.meshes import accumulation_problem, divisors
 from dynmo.balance.trigger import ForecastInterval
-from dynmo.config import Config, accumulation_problem
-from dynmo.config.shapes import divisors
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.mesh_question import current_mesh, mesh_request, with_costs
+from dynmo.pipeline.options import PipelineOptions
 from dynmo.planner.rank_baselines import merge_ranks
 from dynmo.planner.rank_choice import RankChoice, RankQuestion, choose_ranks, confirmed_ranks
 
@@ -45,19 +45,20 @@ class RankLimits:
     most: int
 
 
-def _sizes(config: Config, replicas: Sequence[int]) -> tuple[int, ...]:
+def _sizes(options: PipelineOptions, replicas: Sequence[int]) -> tuple[int, ...]:
     """Returns sizes of a microbatch that the accumulation groups allow.
 
     Candidates are the present size, its halves and its doubles.
     """
-    size, batch = config.train.micro_batch, config.train.global_batch
+    size, batch = options.samples, options.global_batch
     near = {size // 4, size // 2, size, 2 * size, 4 * size}
     whole = [each for each in sorted(near) if each and batch % each == 0]
     return tuple(
         each
         for each in whole
         if all(
-            not accumulation_problem(config.accumulation_groups, r, batch // each) for r in replicas
+            not accumulation_problem(options.accumulation_groups, r, batch // each)
+            for r in replicas
         )
     )
 
@@ -67,7 +68,7 @@ class RankSituation:
     """The measurements and limits that the decision rests on. They are the same on every rank.
 
     Attributes:
-        config: Config of the run.
+        options: Options of the pipeline.
         engine: Holds the layers.
         limits: Number of ranks that there are and may be.
         forecast: Intervals from the next step to the run's end. The first interval has the
@@ -78,7 +79,7 @@ class RankSituation:
         memory_limit: Bytes of a rank. None means unlimited.
     """
 
-    config: Config
+    options: PipelineOptions
     engine: Engine
     limits: RankLimits
     forecast: tuple[ForecastInterval, ...]
@@ -89,26 +90,28 @@ class RankSituation:
 
     def question(self) -> RankQuestion:
         """Returns a question that allows the present number of ranks alone."""
-        config, engine = self.config, self.engine
+        options, engine = self.options, self.engine
         size, replicas = engine.world.everyone.size, self._replicas()
-        request = mesh_request(config, engine, self.forecast[0].layers, self.memory_limit, replicas)
-        if config.elastic.retune:
-            request = replace(request, micro_batches=_sizes(config, replicas))
+        request = mesh_request(
+            options, engine, self.forecast[0].layers, self.memory_limit, replicas
+        )
+        if options.elastic.retune:
+            request = replace(request, micro_batches=_sizes(options, replicas))
         return RankQuestion(
             request,
-            current_mesh(config, engine),
+            current_mesh(options, engine),
             engine.partition,
             least=size,
             most=size,
             limit_seconds=float("inf"),
-            steps_left=config.train.steps - self.forecast[0].start,
+            steps_left=options.end - self.forecast[0].start,
             replicas=replicas,
             seconds_per_byte=1 / request.bandwidth,
             fixed_seconds=self.pause,
-            margin=config.balance.margin,
-            hysteresis=config.balance.hysteresis,
+            margin=options.balance.margin,
+            hysteresis=options.balance.hysteresis,
             forecast=tuple(
-                replace(x, layers=with_costs(request, config, engine, x.layers).profile.layers)
+                replace(x, layers=with_costs(request, options, engine, x.layers).profile.layers)
                 for x in self.forecast
             ),
             nodes=tuple(self.limits.nodes),
@@ -119,10 +122,10 @@ class RankSituation:
 
         A model may not allow more replicas than now. Replicas that share experts stay together.
         """
-        config, now = self.config, self.engine.world.replicas
-        batch, groups = config.all_microbatches, config.accumulation_groups
+        options, now = self.options, self.engine.world.replicas
+        batch, groups = options.all_microbatches, options.accumulation_groups
         fewer = [each for each in divisors(batch) if each <= now]
-        allowed = fewer if config.parallel.expert == 1 else [now]
+        allowed = fewer if options.expert == 1 else [now]
         return tuple(each for each in allowed if not accumulation_problem(groups, each, batch))
 
     def decide(self, question: RankQuestion) -> RankChoice:
@@ -131,7 +134,8 @@ class RankSituation:
         if not choice.decision.move:
             return choice
         requests = [
-            with_costs(question.request, self.config, self.engine, layers) for layers in self.halves
+            with_costs(question.request, self.options, self.engine, layers)
+            for layers in self.halves
         ]
         parts = [choose_ranks(replace(question, request=each, forecast=())) for each in requests]
         return confirmed_ranks(question, choice, parts, self.preempted)
@@ -149,7 +153,7 @@ def ask_ranks(now: RankSituation, reference: float | None) -> RankWish:
         NoRoomError: `elastic.target_ranks`, or the ranks that a published algorithm merges, cannot
             hold the model.
     """
-    elastic, limits, question = now.config.elastic, now.limits, now.question()
+    elastic, limits, question = now.options.elastic, now.limits, now.question()
     size = question.current.gpus
     if reference is None:
         reference = choose_ranks(question).seconds_best_now

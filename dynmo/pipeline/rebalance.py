@@ -6,10 +6,10 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dynmo.balance.partition import Partition
 from dynmo.balance.trigger import Decision, RebalanceWatch, confirmed, forecast_intervals
-from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.events import (
@@ -22,12 +22,14 @@ from dynmo.events import (
     now,
 )
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.mesh_question import current_mesh, mesh_question
 from dynmo.pipeline.move_gain import MoveGain
-from dynmo.pipeline.move_question import Forecasts, MoveChoice, MoveSituation, ask_move
-from dynmo.pipeline.rank_question import RankLimits, RankSituation, RankWish, ask_ranks
+from dynmo.pipeline.options import PipelineOptions
 from dynmo.runtime.comm.agreement import agree
 from dynmo.schedule.catalogue import entry
+
+if TYPE_CHECKING:
+    from dynmo.pipeline.move_question import Forecasts, MoveChoice, MoveSituation
+    from dynmo.pipeline.rank_question import RankLimits, RankWish
 
 # Assumed seconds of the first change of ranks.
 _FIRST_PAUSE = 1.0
@@ -65,7 +67,7 @@ class Rebalancer:
     trains.
 
     Args:
-        config: Config of the run.
+        options: Options of the pipeline.
         pipeline: Holds the layers.
         costs: Returns the cost of every layer, as measured so far.
         moves: Number of moves of an earlier part of the run, so that the numbers go on.
@@ -75,24 +77,20 @@ class Rebalancer:
 
     def __init__(
         self,
-        config: Config,
+        options: PipelineOptions,
         pipeline: Engine,
         costs: Callable[[], tuple[LayerCost, ...]],
         moves: int = 0,
         forecasts: Forecasts | None = None,
         memory_limit: int | None = None,
     ) -> None:
-        self._config, self._pipeline, self._costs, self._memory_limit = (
-            config,
-            pipeline,
-            costs,
-            memory_limit,
-        )
+        self._options, self._pipeline = options, pipeline
+        self._costs, self._memory_limit = costs, memory_limit
         # True if the work has changed since the last decision about another mesh.
-        self._unshaped = config.elastic.reshape
+        self._unshaped = options.elastic.reshape
         self._forecasts: Forecasts = forecasts or (lambda step: ())
         self._watch = (
-            RebalanceWatch(config.balance.hysteresis) if config.balance.every == "auto" else None
+            RebalanceWatch(options.balance.hysteresis) if options.balance.every == "auto" else None
         )
         self._gain = MoveGain()
         self.moves = moves
@@ -136,21 +134,17 @@ class Rebalancer:
         Returns:
             The gain of the last move until then, if it is not reported yet.
         """
-        self._unshaped = self._config.elastic.reshape
+        self._unshaped = self._options.elastic.reshape
         if self._watch is not None:
             self._watch.on_workload_change()
         return self._gain.on_workload_change(step)
 
     def should_check(self, step: int) -> bool:
         """Returns True if it may do something before this step."""
-        config = self._config
-        elastic = config.elastic.reshape or config.elastic.changes_ranks
-        acts = (
-            config.balance.balancer != "none"
-            or entry(config.pipeline.schedule).from_costs
-            or elastic
-        )
-        every = self._config.balance.every
+        options = self._options
+        elastic = options.elastic.reshape or options.elastic.changes_ranks
+        acts = options.balance.balancer != "none" or entry(options.schedule).from_costs or elastic
+        every = self._options.balance.every
         return acts and (
             step % every == 0
             if isinstance(every, int)
@@ -182,8 +176,10 @@ class Rebalancer:
         """
         if not self._unshaped:
             return None
+        from dynmo.pipeline.mesh_question import current_mesh, mesh_question
+
         self._unshaped = False
-        config, pipeline, gathering = self._config, self._pipeline, time.perf_counter()
+        options, pipeline, gathering = self._options, self._pipeline, time.perf_counter()
         costs = self._costs()
         halves, preempted = (
             pipeline.measurements.halves(costs),
@@ -191,10 +187,8 @@ class Rebalancer:
         )
         start = time.perf_counter()
         self.overhead.measure += start - gathering
-        current, chosen = current_mesh(config, pipeline), None
-        decide = mesh_question(
-            config, pipeline, costs, config.train.steps - step, self._memory_limit
-        )
+        current, chosen = current_mesh(options, pipeline), None
+        decide = mesh_question(options, pipeline, costs, options.end - step, self._memory_limit)
         try:
             best = decide(costs)
             decision, target = best.decision, best.plan.mesh
@@ -237,7 +231,7 @@ class Rebalancer:
         try:
             migration = engine.reshape(pipeline=pipeline, data=data, partition=partition)
         except NoRoomError:
-            if not self._config.elastic.reshape:
+            if not self._options.elastic.reshape:
                 raise
             # With "recompute" = "auto" the largest possible bytes count. All ranks fail alike.
             return told
@@ -257,13 +251,9 @@ class Rebalancer:
             ),
         ]
 
-    def use(self, config: Config) -> None:
-        """Goes on under a config with other sizes of microbatches.
-
-        Args:
-            config: Config of the run from now on.
-        """
-        self._config = config
+    def use(self, options: PipelineOptions) -> None:
+        """Goes on under options with other sizes of microbatches."""
+        self._options = options
 
     def ranks(self, step: int, limits: RankLimits, reference: float | None) -> RankWish:
         """Asks before `step` for the number of ranks on which the run should go on.
@@ -281,7 +271,9 @@ class Rebalancer:
             NoRoomError: The target cannot hold the model.
             RunError: The ranks have decided differently.
         """
-        config, pipeline, gathering = self._config, self._pipeline, time.perf_counter()
+        from dynmo.pipeline.rank_question import RankSituation, ask_ranks
+
+        options, pipeline, gathering = self._options, self._pipeline, time.perf_counter()
         costs = self._costs()
         halves = pipeline.measurements.halves(costs)
         preempted, pause = pipeline.measurements.maxima(
@@ -289,9 +281,9 @@ class Rebalancer:
         )
         start = time.perf_counter()
         self.overhead.measure += start - gathering
-        forecast = forecast_intervals(costs, self._forecasts(step - 1), step, config.train.steps)
+        forecast = forecast_intervals(costs, self._forecasts(step - 1), step, options.end)
         situation = RankSituation(
-            config,
+            options,
             pipeline,
             limits,
             tuple(forecast),
@@ -337,9 +329,9 @@ class Rebalancer:
             if measured
             else self._gain.on_workload_change(step)
         )
-        self._unshaped = self._config.elastic.reshape
-        if self._config.balance.every == "auto":
-            self._watch = RebalanceWatch(self._config.balance.hysteresis)
+        self._unshaped = self._options.elastic.reshape
+        if self._options.balance.every == "auto":
+            self._watch = RebalanceWatch(self._options.balance.hysteresis)
         self._pause = seconds or self._pause
         self.overhead.move += seconds
         return self.moves, result
@@ -354,6 +346,8 @@ class Rebalancer:
             RunError: The ranks have decided differently, for example because their cases forecast
                 differently.
         """
+        from dynmo.pipeline.move_question import MoveSituation
+
         if self._watch is not None:
             self._watch.decided()
         pipeline, overhead, start = self._pipeline, self.overhead, time.perf_counter()
@@ -367,7 +361,7 @@ class Rebalancer:
         measured, moved = time.perf_counter(), overhead.move
         overhead.measure += measured - start
         situation = MoveSituation(
-            self._config, pipeline, step, costs, halves, self._forecasts, fixed, doubt, preempted
+            self._options, pipeline, step, costs, halves, self._forecasts, fixed, doubt, preempted
         )
         recomputed = pipeline.recomputed
         choice, done = self._choose(situation)
@@ -378,21 +372,19 @@ class Rebalancer:
         # Costs change if the move has switched recomputation. One reading alone proves nothing.
         steady = bool(halves) and pipeline.recomputed == recomputed
         gain = (
-            pipeline.actions.replan(costs, self._config.balance.hysteresis / 4) if steady else None
+            pipeline.actions.replan(costs, self._options.balance.hysteresis / 4) if steady else None
         )
         if not moves:
             self._agree(choice, gain)
         overhead.decide += time.perf_counter() - measured - (overhead.move - moved)
-        return (
-            [*done, ScheduleEvent(step, now(), self._config.pipeline.schedule, gain)]
-            if gain
-            else done
-        )
+        return [*done, ScheduleEvent(step, now(), self._options.schedule, gain)] if gain else done
 
     def _choose(self, situation: MoveSituation) -> tuple[MoveChoice | None, list[Event]]:
         """Returns the possible move, and an event if there is no placement for the first time."""
-        if self._config.balance.balancer == "none":
+        if self._options.balance.balancer == "none":
             return None, []
+        from dynmo.pipeline.move_question import ask_move
+
         try:
             choice = ask_move(situation)
         except PartitionError as error:

@@ -6,28 +6,31 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dynmo.dynamism import Dynamism
+from dynmo.dynamism.case import Dynamism
 from dynmo.errors import CheckpointError, DynmoError, RunError, place
 from dynmo.models.identity import Identity, first_of, identity_from
+from dynmo.models.model import Model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import SGD, PipelineOptions
 from dynmo.runtime.comm.agreement import agree, share_failures
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.checkpoint import Saved
-from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED, CheckpointManifest
+from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED
 
 _logger = logging.getLogger(__name__)
 
 _Count = Annotated[int, Field(ge=0, le=1 << 60)]
 
 
-class _State(BaseModel):
-    """Types of the state's keys. A damaged manifest of version 1 may have others."""
+class SavedState(BaseModel):
+    """The pipeline's own part of a checkpoint. A damaged manifest of version 1 may have others."""
 
     model_config = ConfigDict(strict=True)
     partition: list[_Count]
@@ -105,7 +108,26 @@ def save_engine(
     )
 
 
-def find_checkpoint(folder: Path, world: World) -> tuple[Path, CheckpointManifest]:
+@dataclass(frozen=True)
+class SavedPipeline:
+    """A checkpoint to go on from.
+
+    Attributes:
+        path: Folder of the checkpoint.
+        step: Number of steps that are done.
+        names: Name of each layer.
+        raw: The pipeline's own part, as it was written.
+        state: The same, by its known keys.
+    """
+
+    path: Path
+    step: int
+    names: tuple[str, ...]
+    raw: dict[str, Any]
+    state: SavedState
+
+
+def find_checkpoint(folder: Path, world: World) -> SavedPipeline:
     """Finds the newest checkpoint that is whole, and warns of newer ones that are not.
 
     All ranks call it together.
@@ -124,14 +146,40 @@ def find_checkpoint(folder: Path, world: World) -> tuple[Path, CheckpointManifes
     for problem in problems if world.rank == 0 else ():
         _logger.warning(f"{problem}; resuming from {path.name}")
     try:
-        _State.model_validate(manifest.state)
+        state = SavedState.model_validate(manifest.state)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         wrong = "lacks" if first["type"] == "missing" else "has a wrong value of"
         raise CheckpointError(
             f"{path}/{MANIFEST} is damaged: its state {wrong} {first['loc'][0]!r}"
         ) from None
-    return path, manifest
+    return SavedPipeline(path, manifest.step, tuple(manifest.layers), manifest.state, state)
+
+
+def kept_settings(options: PipelineOptions, model: Model) -> dict[str, Any]:
+    """Returns the settings that the optimizer state depends on. A training keeps them."""
+    optimizer = "sgd" if isinstance(options.optimizer, SGD) else "adamw"
+    return {"train.optimizer": optimizer, "model.tied": bool(model.tied)}
+
+
+def check_saved(saved: SavedPipeline, options: PipelineOptions, model: Model) -> None:
+    """Checks that a pipeline can go on from a checkpoint.
+
+    Raises:
+        CheckpointError: It is of another model or optimizer.
+    """
+    if saved.names != model.names:
+        raise CheckpointError(
+            f"{saved.path} is of another model ({len(saved.names)} layers, this one has "
+            f"{model.layers}, or layers of other names); resume with that model"
+        )
+    for key, value in kept_settings(options, model).items():
+        then = saved.raw.get(key, value)
+        if then != value:
+            raise CheckpointError(
+                f"{saved.path} is of a run with {key} = {then!r}, this one has {value!r}; resume "
+                "with that, or start anew"
+            )
 
 
 def restore_engine(

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import math
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from dynmo.balance.balancers import BalanceRequest
 from dynmo.balance.partition import Cost, Partition
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.stage_schedule import (
     StagePlan,
@@ -30,6 +30,9 @@ from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline, resident, simulate
+
+if TYPE_CHECKING:
+    from dynmo.balance.balancers import BalanceRequest
 
 Links = dict[tuple[int, int], LinkCost]
 """Link of each pair of ranks that hold neighbouring stages. The lower rank comes first."""
@@ -241,6 +244,8 @@ class ScheduleKeeper:
         # Each stage is given its rank's whole limit. A balancer that knows the placement adds up
         # the bytes of a rank's stages.
         limits = None if limit is None else (limit,) * len(layout.placement)
+        from dynmo.balance.balancers import BalanceRequest
+
         return BalanceRequest(
             layers,
             layout.partition,

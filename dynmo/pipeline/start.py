@@ -9,31 +9,65 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dynmo.config import Config, parse
 from dynmo.errors import ConfigError
 from dynmo.launch.environment import FOR_RANKS_ON_CUDA
+from dynmo.pipeline.options import WorldOptions
 from dynmo.pipeline.uncaught import report_uncaught
+from dynmo.runtime.comm import world as comm
 from dynmo.runtime.comm.rendezvous import ALONE, from_environment
 from dynmo.runtime.comm.store import open_store
-from dynmo.runtime.comm.world import World
 
 _logger = logging.getLogger(__name__)
 
-# A user's own loop and [parallel] of a config share these defaults.
-_DEFAULTS = Config().parallel
+_DEFAULT = WorldOptions()
+
+
+class World(Protocol):
+    """The ranks that train together. `init` makes it.
+
+    Use it as a context manager, or call `close` at the end.
+
+    Attributes:
+        rank: Number of this rank.
+        size: Number of ranks.
+        device: Device of this rank.
+
+    Example:
+        >>> with init(device="cpu") as world:
+        ...     (world.rank, world.size, world.device.type)
+        (0, 1, 'cpu')
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def close(self, failed: bool = False) -> None:
+        """Leaves the world, and frees its process groups.
+
+        Args:
+            failed: Whether this rank gives up. The others are then not waited for.
+        """
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
 
 def init(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
-    device: str | torch.device = "auto",
-    timeout: float = _DEFAULTS.timeout,
-    threads: int = _DEFAULTS.threads,
+    device: str | torch.device = _DEFAULT.device,
+    backend: str = _DEFAULT.backend,
+    timeout: float = _DEFAULT.timeout,
+    threads: int = _DEFAULT.threads,
 ) -> World:
     """Joins the ranks that torchrun, Slurm or dynmo's launcher started.
 
@@ -49,6 +83,8 @@ def init(
             (pipeline, replicas); pass its second size as `replicas` to `dynmo.Pipeline`.
         device: Device of this rank. "auto" is the CUDA device of the local rank if there is
             one, and the CPU otherwise.
+        backend: "auto" is NCCL between CUDA ranks and gloo between CPU ranks. "gloo" sends through
+            host memory, which is slower but lets ranks share a GPU.
         timeout: Seconds that a rank waits for another, at the start and in every message.
         threads: Threads of one rank on CPU. `World.close` restores torch's number. Another number
             of threads gives other last bits, so it is the same on all ranks.
@@ -66,7 +102,7 @@ def init(
         ...     (world.rank, world.size)
         (0, 1)
     """
-    parse({"parallel": {"threads": threads}})
+    options = WorldOptions(threads=threads, timeout=timeout, backend=backend)
     ranks = _ranks_of(group)
     place = from_environment() or ALONE
     if device == "auto":
@@ -76,20 +112,24 @@ def init(
             else torch.device("cpu")
         )
     device = torch.device(device)
+    if options.staged and device.type == "cuda" and device.index is not None:
+        device = torch.device("cuda", device.index % torch.cuda.device_count())
     if device.type == "cuda":
         _prepare_cuda(device, place.size)
     if ranks is not None:
-        world = World.adopt(ranks, device=device, timeout=timeout)
+        world = comm.World.adopt(ranks, device=device, timeout=timeout, staged=options.staged)
     else:
         store = open_store(place, timeout)
-        world = World.join(store, place.rank, place.size, device=device, timeout=timeout)
+        world = comm.World.join(
+            store, place.rank, place.size, device=device, timeout=timeout, staged=options.staged
+        )
     _take_threads(world, threads)
     atexit.register(world.close, failed=True)
     report_uncaught(world)
     return world
 
 
-def _take_threads(world: World, threads: int) -> None:
+def _take_threads(world: comm.World, threads: int) -> None:
     """Computes with so many threads until the world closes.
 
     Raises:

@@ -15,7 +15,11 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 
 def check_batch(
-    layer_store: LayerStore, inputs: object, targets: object, microbatches: int
+    layer_store: LayerStore,
+    inputs: object,
+    targets: object,
+    microbatches: int,
+    needs_targets: bool = True,
 ) -> None:
     """Refuses a batch that this rank's stages cannot take.
 
@@ -24,6 +28,7 @@ def check_batch(
         inputs: [microbatches, ...] on the rank of the first stage.
         targets: [microbatches, ...] on the rank of the last stage.
         microbatches: Number of expected microbatches.
+        needs_targets: Whether the rank of the last stage must give targets.
 
     Raises:
         InputError: A tensor is missing, or has another first dimension.
@@ -35,7 +40,7 @@ def check_batch(
         ("targets", targets, last, "last"),
     ):
         if batch is None:
-            if stage in stages:
+            if stage in stages and (needs_targets or name == "inputs"):
                 raise InputError(
                     f"{name} is None, but rank {world.rank} holds the {holder} stage; give it a "
                     "tensor [microbatches, ...]"

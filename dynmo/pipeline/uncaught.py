@@ -13,7 +13,7 @@ import threading
 from types import TracebackType
 
 from dynmo.errors import DynmoError, place
-from dynmo.launch.rank_side import end_process
+from dynmo.launch.ending import end_process
 from dynmo.runtime.comm.world import World
 
 

@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dynmo.config import parse_bytes
 from dynmo.cost.explain import first_problem, short, unknown_key
 from dynmo.cost.json_file import parse_json
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import AT_MOST, PENDING_KEYS, ROLLBACK_KEYS, SIZES, TIMES
 from dynmo.errors import InputError
+from dynmo.options import parse_bytes
 from dynmo.planner.workload import Policy, Workload
 from dynmo.schedule.bounds import Objective
 

@@ -12,19 +12,17 @@ import torch.distributed as dist
 
 from dynmo.cluster.choose import parks
 from dynmo.cluster.launch_folder import launch_folder
-from dynmo.config import Config, load, with_options
-from dynmo.dynamism import make_cases
+from dynmo.cluster.members import describe, own_member
+from dynmo.config import Config, load
 from dynmo.errors import ConfigError, InputError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity, identity_of
 from dynmo.models.model import Model
-from dynmo.models.registry import load_model
+from dynmo.runtime.comm.announcement import announcement
 from dynmo.runtime.comm.lobby import Newcomer
 from dynmo.runtime.comm.store import find_missing, open_meeting, read_meeting
 from dynmo.runtime.comm.world import World
-from dynmo.train.rank_source import announcement, describe, own_member
-from dynmo.train.setup import device_for
+from dynmo.train.setup import cases_of, device_for, model_of
 from dynmo.train.stop_flag import stop_flag
-from dynmo.train.summons import summons_from
 from dynmo.train.trainer import RunResult, Trainer
 
 _logger = logging.getLogger(__name__)
@@ -67,7 +65,7 @@ def join_run(folder: Path) -> int:
     config = load(config_file)
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, int(os.environ.get("LOCAL_RANK", "0")))
-    model = load_model(config)
+    model = model_of(config)
     identity = newcomer_identity(config, model)
     try:
         store = open_meeting(record, config.parallel.timeout)
@@ -81,7 +79,7 @@ def join_run(folder: Path) -> int:
     )
     try:
         result = _wait_and_train(config, world, model, identity, folder)
-        while result is not None and result.left and parks(config):
+        while result is not None and result.left and parks(config.elastic):
             result = _wait_and_train(config, world, model, identity, folder)
     finally:
         world.close()
@@ -90,7 +88,7 @@ def join_run(folder: Path) -> int:
 
 def newcomer_identity(config: Config, model: Model) -> Identity:
     """Returns what decides the numbers in a process that has made no layer yet."""
-    return identity_of(model, model.build(())).with_code(make_cases(config, model.layers))
+    return identity_of(model, model.build(())).with_code(cases_of(config, model.layers))
 
 
 def come_back(
@@ -144,14 +142,12 @@ def _wait_and_train(
         if text is None:
             return None
         try:
-            summons = summons_from(text)
-            config = with_options(config, ("train",), {"micro_batch": summons.micro_batch})
-            trainer = Trainer(config, world, model, folder, summons=summons)
+            trainer = Trainer(config, world, model, folder, invitation=text)
         except (WaitTimeout, RankDied) as error:
             # The others go on without this process, and may call it again.
             _logger.warning(f"{error}; waiting again")
             world.park()
             continue
         if member.process is not None and (launcher := launch_folder()) is not None:
-            launcher.become_member(member.process, summons.generation)
+            launcher.become_member(member.process, world.generation)
         return trainer.run()

@@ -11,22 +11,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynmo import Pipeline
 from dynmo.config import Config
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.data.order import Order
+from dynmo.dynamism.options import Freezing
 from dynmo.errors import ConfigError
-from dynmo.pipeline.engine import Engine
-from dynmo.runtime.comm.agreement import agree
 
 
 class Batch(NamedTuple):
     """The data of a rank for one step.
 
     Attributes:
-        inputs: Inputs of the model's first layer, int64 [microbatches, micro_batch, ...]
-            (`Model.first_inputs`). None on ranks with neither the first nor the last layer.
-        targets: int64 [microbatches, micro_batch, sequence], or None likewise.
+        inputs: int64 [microbatches x micro_batch, sequence]. None on ranks with neither the first
+            nor the last layer.
+        targets: Like the inputs.
         keys: Keys for the cache of a frozen prefix's outputs. None if nothing is cached.
     """
 
@@ -43,15 +43,15 @@ class DataLoader:
 
     Args:
         config: Config of the run.
-        pipeline: Says which stages this rank holds.
+        pipeline: Says which data this rank needs.
 
     Raises:
         ConfigError: The data does not fit the config.
     """
 
-    def __init__(self, config: Config, pipeline: Engine) -> None:
-        self._config, self._world, self._model = config, pipeline.world, pipeline.model
-        world, model, train = self._world, config.model, config.train
+    def __init__(self, config: Config, pipeline: Pipeline) -> None:
+        self._config, self._pipeline = config, pipeline
+        model, train = config.model, config.train
         order = (
             model.sequence,
             train.global_batch,
@@ -59,24 +59,25 @@ class DataLoader:
             config.seed,
             config.data.shuffle,
         )
-        digest, length = None, 0
         self._batches: Batches | None = None
         if model.kind != "emulated":
             check_vocab(model.vocab)
-        if world.rank in (pipeline.placement[0], pipeline.placement[-1]):
+        digest, length = None, 0
+        if pipeline.needs_data or pipeline.caches:
             corpus = open_corpus(config.data.source)
-            self._batches = Batches(corpus, *order)
-            ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
             length = len(corpus)
-            digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
-        agree(world, digest, "the data (data.source)")
-        self._order = (
-            Order(int(pipeline.largest(length)), *order) if pipeline.measurements.caches else None
-        )
+            if pipeline.needs_data:
+                self._batches = Batches(corpus, *order)
+                ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
+                digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
+        pipeline.agree(digest, "the data (data.source)")
+        self._order = Order(length, *order) if pipeline.caches else None
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
+            freezing = config.dynamism.named["freezing"]
+            assert isinstance(freezing, Freezing)
             raise ConfigError(
-                f"dynamism.freezing.cache_bytes = {config.dynamism.freezing.cache_bytes}: no "
+                f"dynamism.freezing.cache_bytes = {freezing.cache_bytes}: no "
                 f"microbatch comes again within {train.steps} steps, so nothing would be cached; "
                 "evaluate at least twice (train.eval_every), or train for more than an epoch, "
                 "which has "
@@ -88,8 +89,8 @@ class DataLoader:
 
         The replicas' microbatches follow one another in the batch.
         """
-        own = self._config.all_microbatches // self._world.replicas
-        part = slice(self._world.replica * own, (self._world.replica + 1) * own)
+        own, replica = self._pipeline.microbatches, self._pipeline.replica
+        part = slice(replica * own, (replica + 1) * own)
         inputs = targets = keys = None
         if self._batches is not None:
             inputs, targets = self._to_device(*(x[part] for x in self._batches.train(step)))
@@ -108,11 +109,11 @@ class DataLoader:
         return Batch(inputs, targets, keys)
 
     def _to_device(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Moves the inputs of the first layer and the targets to the device.
+        """Joins microbatches to a batch, and moves it to the device.
 
         A copy from pinned memory runs beside the device's computations.
         """
-        device, pair = self._world.device, (self._model.first_inputs(inputs, targets), targets)
+        device, pair = self._pipeline.device, (inputs.flatten(0, 1), targets.flatten(0, 1))
         if device.type == "cuda":
             pair = (
                 pair[0].pin_memory().to(device, non_blocking=True),

@@ -7,25 +7,19 @@ no harm. The first step warms up and is not counted.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from statistics import median
+from typing import Any
 
+from dynmo import LayerCost, Pipeline, World
 from dynmo.config import Config
-from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
-from dynmo.dynamism import make_cases
 from dynmo.models.model import Model
-from dynmo.pipeline.profile import profile_of
-from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.rendezvous import Rendezvous
-from dynmo.runtime.comm.world import World
-from dynmo.train.assembly import pipeline_for
 from dynmo.train.loader import DataLoader
-from dynmo.train.setup import first_partition, start
-from dynmo.train.shape_costs import shapes_of, with_workspace
+from dynmo.train.setup import own_cases, start
 
 Listener = Callable[[int, float], None]
 """Takes the number of measured steps so far, and the seconds of the last one."""
@@ -71,32 +65,24 @@ def measure(
     Returns:
         The profile, the same on every rank.
     """
-    world = arrange(world, config.parallel.data)
-    pipeline = pipeline_for(config, world, model, first_partition(config, model.layers))
-    for case in make_cases(config, model.layers):
-        case.check(pipeline.modules)
-        change = case.act(0, pipeline.case_context)
-        if change is not None:
-            pipeline.on_workload_change(change.layers)
+    options: dict[str, Any] = {**config.pipeline_options(), "learning_rate": None, "elastic": None}
+    options["optimizer"] = options["optimizer"].model_copy(update={"lr": 0.0})
+    cases = [*config.dynamism.named.values(), *own_cases(config)]
+    pipeline = Pipeline(model, world, cases=cases, **options)
     loader = DataLoader(config, pipeline)
     readings: list[tuple[LayerCost, ...]] = []
     for step in range(steps + 1):
         start = time.perf_counter()
-        pipeline.profiler.forget(range(model.layers))
+        pipeline.forget_costs()
         inputs, targets, _ = loader.train(step)
-        pipeline.step(step, inputs, targets, lr=0.0)
+        pipeline.step(inputs, targets, adapt=step == 0)
         costs = pipeline.costs()
         if step:
             readings.append(costs)
             if listen is not None:
                 listen(step, time.perf_counter() - start)
     measured = tuple(_median(layer) for layer in zip(*readings, strict=True))
-    shapes = shapes_of(
-        config, model, level=logging.INFO if world.everyone.rank else logging.WARNING
-    )
-    return profile_of(
-        config, pipeline, with_workspace(measured, shapes, pipeline.recomputed), steps
-    )
+    return pipeline.profile(steps, measured)
 
 
 def _median(costs: Sequence[LayerCost]) -> LayerCost:

@@ -47,11 +47,11 @@ def run(
         if world.rank == 0:
             with _open_for_newcomers(rendezvous, folder):
                 return trainer.run()
-        result, identity = trainer.run(), trainer.identity
+        result, identity = trainer.run(), trainer.pipeline.identity
         del trainer  # its memory
         return (
             come_back(config, world, model, identity, folder, result)
-            if result.left and parks(config)
+            if result.left and parks(config.elastic)
             else result
         )
 

@@ -14,14 +14,15 @@ from typing import Any, cast
 
 import torch
 
-from dynmo.balance.partition import Partition, uniform
+from dynmo import Dynamism, RunPlan, dry_run, load_model
 from dynmo.config import Config
-from dynmo.config.values import value_text
+from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.data.file_kind import kind_of
+from dynmo.dynamism.registry import from_class, make_cases
 from dynmo.errors import ConfigError
 from dynmo.launch.environment import FOR_RANKS_ON_CUDA
 from dynmo.models.model import Model
-from dynmo.models.registry import load_model
+from dynmo.options import value_text
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.rendezvous import Rendezvous
@@ -41,9 +42,9 @@ def check_world(config: Config, rendezvous: Rendezvous) -> None:
     """
     if rendezvous.size != config.ranks:
         sizes = (
-            "data (each pipeline is slices of one GPU)"
+            "replicas (each pipeline is slices of one GPU)"
             if config.parallel.slices
-            else "pipeline x data"
+            else "pipeline x replicas"
         )
         raise ConfigError(
             f"the launcher started {rendezvous.size} ranks, but parallel.{sizes} = "
@@ -71,7 +72,7 @@ def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[World, Mode
     check_world(config, rendezvous)
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, rendezvous.local_rank)
-    model = load_model(config)
+    model = model_of(config)
     with join_world(config, rendezvous, device) as world:
         yield world, model
 
@@ -170,81 +171,44 @@ def device_for(config: Config, local_rank: int) -> torch.device:
         )
     index = local_rank % devices
     torch.cuda.set_device(index)
-    if config.train.deterministic:
-        # On CPU all ops are deterministic with a fixed number of threads.
-        torch.use_deterministic_algorithms(True)
     return torch.device("cuda", index)
 
 
-def memory_limit(config: Config, device: torch.device) -> int | None:
-    """Returns the bytes that the tensors of a rank may use.
-
-    The default is a part of the CUDA device's memory. Its slices, or the ranks that share it, get
-    equal parts. The rest of the memory is for bytes that are in no account of tensors. These are
-    the context and its kernels, NCCL's buffers, cuBLAS's workspaces and the allocator's rounding.
-    The part depends on the device's size alone, so equal devices have equal limits.
-
-    Args:
-        config: Config of the run.
-        device: Device of the rank.
-
-    Returns:
-        Bytes per rank. None on CPU without a configured limit, which means unlimited.
-    """
-    if config.pipeline.memory_limit is not None:
-        return config.pipeline.memory_limit
-    if device.type != "cuda":
-        return None
-    parts = config.parallel.pipeline if config.parallel.slices else 1
-    if config.parallel.staged:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
-        parts *= -(-ranks // torch.cuda.device_count())
-    return (
-        max(1, torch.cuda.get_device_properties(device).total_memory * 92 // 100 - (1 << 30))
-        // parts
-    )
+def model_of(config: Config) -> Model:
+    """Loads the model that a config names."""
+    return load_model(config.model, config.seed, config.dynamism.named.values())
 
 
-def check_meshes(config: Config, layers: int) -> None:
-    """Checks that every planned mesh can hold the layers.
+def own_cases(config: Config) -> list[Dynamism]:
+    """Makes the dynamic cases of the user's own classes that a config names."""
+    own = [case for case in config.dynamism.cases if case.startswith("python:")]
+    return [from_class(case.removeprefix("python:")) for case in own]
+
+
+def cases_of(config: Config, layers: int) -> list[Dynamism]:
+    """Makes all dynamic cases that a config names.
 
     Args:
         config: Config of the run.
         layers: Number of layers of the model.
+    """
+    on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
+    cases = [*config.dynamism.named.values(), *own_cases(config)]
+    return make_cases(cases, config.facts(layers, on_cuda))
+
+
+def plan_run(config: Config) -> RunPlan:
+    """Plans the run of a config without running it.
 
     Raises:
-        ConfigError: A mesh of `elastic.reshape_at` cannot hold so many layers.
+        NoRoomError: A rank's memory at the schedule's peak is over the limit.
+        ConfigError: The config is wrong. A run would raise the same error.
     """
-    for _, pipeline, _ in config.elastic.reshape_at:
-        first_partition(config, layers, pipeline)
-
-
-def first_partition(config: Config, layers: int, pipeline: int | None = None) -> Partition:
-    """Returns the first placement: `balance.initial` if set, and uniform otherwise.
-
-    Nothing is measured yet, so uniform is the best guess.
-
-    Args:
-        config: Config of the run.
-        layers: Number of layers of the model.
-        pipeline: Number of ranks of a pipeline. The default is the config's.
-
-    Raises:
-        ConfigError: There are more stages than layers, or `balance.initial` has another sum.
-    """
-    stages = (pipeline or config.parallel.pipeline) * config.chunks
-    if stages > layers:
-        what = f"parallel.pipeline = {stages // config.chunks}"
-        what += f" with {config.chunks} stages a rank" if config.chunks > 1 else ""
-        raise ConfigError(f"{what} is more than the model's {layers} layers; use fewer ranks")
-    if config.balance.initial is None or stages != config.stages:
-        return uniform(layers, stages)
-    if sum(config.balance.initial) != layers:
-        raise ConfigError(
-            f"balance.initial sums to {sum(config.balance.initial)}, but the model has {layers} "
-            "layers"
-        )
-    return Partition(config.balance.initial)
+    model = model_of(config)
+    if config.model.kind != "emulated":
+        check_vocab(config.model.vocab)
+    open_corpus(config.data.source)
+    return dry_run(model, config.options, own_cases(config))
 
 
 def warnings_of(config: Config) -> list[str]:

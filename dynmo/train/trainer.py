@@ -1,6 +1,6 @@
-"""The training loop of one rank: change, rebalance, step, log, save.
+"""The training loop of one rank: change, step, log, save.
 
-It is the same on every rank, but only rank 0 writes.
+It is the same on every rank, but only rank 0 writes. `dynmo.Pipeline` does the work.
 """
 
 from __future__ import annotations
@@ -11,58 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from dynmo.balance.partition import Partition, imbalance
-from dynmo.config import Config
-from dynmo.cost.layer_cost import LayerCost
-from dynmo.dynamism import Dynamism, Signals, make_cases
+from dynmo import Pipeline, StepResult, World
+from dynmo.config import Config, with_options
 from dynmo.errors import InputError, RunError
-from dynmo.events import (
-    ChangeEvent,
-    EndEvent,
-    EvalEvent,
-    PostValidationEvent,
-    RollbackEvent,
-    SkippedEvent,
-    StepEvent,
-    TokensEvent,
-    now,
-)
-from dynmo.models.identity import Identity
+from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, StepEvent, now
 from dynmo.models.model import Model
-from dynmo.pipeline.case_context import agree_on_cases
-from dynmo.pipeline.cases import Cases
-from dynmo.pipeline.engine import Engine, StepResult
-from dynmo.pipeline.profile import profile_of
-from dynmo.pipeline.rebalance import Rebalancer
-from dynmo.pipeline.saving import state_of
-from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.world import World
-from dynmo.runtime.layer.output_cache import Keys
-from dynmo.schedule.bounds import Objective
-from dynmo.train.assembly import join_pipeline, pipeline_for
-from dynmo.train.dry_run import check_later_ranks, first_plan
-from dynmo.train.elasticity import Elasticity
-from dynmo.train.learning_rate import learning_rate
 from dynmo.train.loader import DataLoader
-from dynmo.train.rank_source import make_source
-from dynmo.train.run_checkpoints import RunCheckpoints, SavedRun
 from dynmo.train.run_log import Listener, RunLog
-from dynmo.train.setup import (
-    check_meshes,
-    first_partition,
-    memory_limit,
-)
-from dynmo.train.shape_costs import known_costs, shapes_of, with_workspace
+from dynmo.train.setup import own_cases
 from dynmo.train.stop_flag import stop_flag
-from dynmo.train.summons import Summons
-from dynmo.train.trace import Tracer
 
 _logger = logging.getLogger(__name__)
-
-# Bit of a step's flag: this rank wants to stop.
-STOP = 1
 
 
 @dataclass(frozen=True)
@@ -90,54 +50,6 @@ class RunResult:
     left: bool = False
 
 
-@dataclass
-class _Started:
-    """A step as it began.
-
-    Attributes:
-        rate: Learning rate.
-        layers: Number of layers on each stage.
-        frozen: Number of frozen layers.
-        seconds: Seconds of the step, without the part of its end that fell into the next step.
-    """
-
-    rate: float
-    layers: tuple[int, ...]
-    frozen: int
-    seconds: float = 0.0
-
-
-class _Origin(NamedTuple):
-    """The point at which this process takes up the run.
-
-    Attributes:
-        step: Number of steps that are done.
-        loss: Loss of the last step.
-        moves: Number of times that layers have moved.
-        reference: Seconds that a step took at first. None if no step was measured.
-    """
-
-    step: int = 0
-    loss: float = math.nan
-    moves: int = 0
-    reference: float | None = None
-
-    @classmethod
-    def of(cls, saved: SavedRun | None, summons: Summons | None) -> _Origin:
-        """Returns the origin of a run that starts, resumes or is joined.
-
-        Args:
-            saved: The checkpoint of a run that resumes.
-            summons: Rank 0's message to a process that joins.
-        """
-        if saved is not None:
-            return cls(saved.step, saved.loss, saved.moves, saved.reference)
-        if summons is not None:
-            state = summons.state
-            return cls(summons.step, state["loss"], state["moves"], summons.reference)
-        return cls()
-
-
 class Trainer:
     """Trains as one rank of one run.
 
@@ -148,7 +60,7 @@ class Trainer:
         folder: `runs/NAME`. None means that nothing is written.
         resume: Whether to go on from the newest checkpoint.
         listen: Called with every event, on rank 0.
-        summons: Rank 0's message to this process, if it joins a running run.
+        invitation: Rank 0's message to this process, if it joins a running run.
     """
 
     def __init__(
@@ -159,107 +71,51 @@ class Trainer:
         folder: Path | None,
         resume: bool = False,
         listen: Listener | None = None,
-        summons: Summons | None = None,
+        invitation: str | None = None,
     ) -> None:
-        self.config, self._everyone, self._folder = config, world, folder
-        self._checkpoints = RunCheckpoints(
-            config, world, None if folder is None else folder / "checkpoints"
+        self.config, self._folder = config, folder
+        self._checkpoints = None if folder is None else folder / "checkpoints"
+        self._log: RunLog | None = None
+        self._early: list[Event] = []
+        self._stepped = invitation is not None  # whether a step is done
+        self.pipeline = Pipeline(
+            model,
+            world,
+            cases=[*config.dynamism.named.values(), *own_cases(config)],
+            listen=self._tell,
+            trace=config.trace.steps,
+            resume=self._checkpoints if resume else None,
+            invitation=invitation,
+            **config.pipeline_options(),
         )
-        saved = self._checkpoints.find(model) if resume else None
-        origin = _Origin.of(saved, summons)
-        # Memory and shapes, for decisions that have to fit a memory.
-        limit = memory_limit(config, world.device)
-        self._shapes = self._known_shapes(model, limit, is_first=saved is None and summons is None)
-        self._cases: list[Dynamism] = make_cases(config, model.layers)
-        self._stepped = summons is not None  # whether a step is done
-        self._barrier_stays = False  # although the config asks for none
-        # Steps that have run and have no result yet.
-        self._started: dict[int, _Started] = {}
-        self.first_step, self._loss = origin.step, origin.loss
-        # A newcomer takes part from the cases' own part of its first step on.
-        self._joins_at = None if summons is None else summons.step
-        self.pipeline = self._make_pipeline(model, saved, summons)
-        self._case_calls = Cases(self._cases, self.pipeline)
-        self._loader = DataLoader(config, self.pipeline)
-        if saved is not None:
-            self._checkpoints.restore(saved, self.pipeline, self._cases)
-        self._rebalancer = Rebalancer(
-            config,
-            self.pipeline,
-            self._costs,
-            origin.moves,
-            self._case_calls.forecasts,
-            limit,
-        )
-        slices = self.pipeline.placement if self.pipeline.sliced else None
-        self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps, slices)
-        self._elastic = Elasticity(
-            config,
-            self.pipeline,
-            self._rebalancer,
-            make_source(config, world, self.identity),
-            origin.reference,
-        )
+        self.first_step = self.pipeline.steps
+        if resume and self.first_step >= config.train.steps and world.rank == 0:
+            _logger.warning(
+                f"{self._checkpoints}/step-{self.first_step:06d} has {self.first_step} steps, and "
+                f"train.steps = {config.train.steps}: nothing is left to train; its loss is "
+                f"{self.pipeline.loss:.6f}"
+            )
+        self._mesh: tuple[int, int] | None = None
+        if invitation is None:
+            self._follow_mesh()  # a newcomer takes part in the others' changes first
         # The log is opened last, so that earlier errors leave no log.
-        self._log = (
-            RunLog(config, folder, listen) if world.rank == 0 else RunLog(config, None, None)
-        )
+        writes = world.rank == 0  # a newcomer has its rank only now
+        self._log = RunLog(config, folder, listen) if writes else RunLog(config, None, None)
+        for event in self._early:
+            self._tell(event)
 
-    @property
-    def _cached(self) -> int:
-        """Bytes for outputs of frozen layers."""
-        freezing = self.config.dynamism.freezing
-        return freezing.cache_bytes if "freezing" in self.config.dynamism.cases else 0
-
-    def _known_shapes(
-        self, model: Model, limit: int | None, is_first: bool
-    ) -> tuple[LayerCost, ...] | None:
-        """Returns the layers' bytes by shapes, if a memory limits them.
-
-        Args:
-            model: The model.
-            limit: Bytes of a rank. None means unlimited.
-            is_first: Whether the first plan must fit the limit too.
-        """
-        if limit is None:
-            return None
-        costs, unknown = known_costs(self.config, model)
-        if unknown is not None and self._everyone.rank == 0:
-            _logger.warning(unknown)
-        if is_first and self.config.pipeline.memory_limit is not None:
-            check_later_ranks(self.config, model, costs, self._everyone.device)
-            first_plan(self.config, model, costs, self._everyone.device, unknown)
-        return costs if unknown is None else None
-
-    def _make_pipeline(
-        self, model: Model, saved: SavedRun | None, summons: Summons | None
-    ) -> Engine:
-        """Makes the pipeline of a run that starts, resumes or is joined."""
-        if summons is None:
-            pipeline = self._first_pipeline(model, saved)
-            agree_on_cases(self._everyone, self._cases)
-            return pipeline
-        return join_pipeline(self.config, self._everyone, model, self._cases, summons, self._cached)
-
-    def _first_pipeline(self, model: Model, saved: SavedRun | None) -> Engine:
-        """Makes the pipeline of a run that starts or resumes."""
-        config = self.config
-        pipeline, data = config.shape_at(0) if saved is None else saved.shape(config)
-        partition = first_partition(config, model.layers, pipeline)
-        check_meshes(config, model.layers)
-        if saved is not None and len(saved.partition) == partition.ranks:
-            partition = Partition(saved.partition)
-        return pipeline_for(config, arrange(self._everyone, data), model, partition, self._cached)
-
-    @property
-    def identity(self) -> Identity:
-        """What decides the numbers of the run."""
-        return self.pipeline.layer_states.identity.with_code(self._cases)
-
-    @property
-    def world(self) -> World:
-        """This rank's pipeline, which is one of the mesh."""
-        return self.pipeline.world
+    def _tell(self, event: Event) -> None:
+        """Writes an event of the pipeline to the log."""
+        if self._log is None:
+            self._early.append(event)
+            return
+        self._log.emit(event)
+        if (
+            isinstance(event, ChangeEvent)
+            and event.options
+            and event.case in self.config.dynamism.named
+        ):
+            self._log.record_options(event.case, event.options)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -270,295 +126,150 @@ class Trainer:
             try:
                 return self._run(stopping)
             finally:
-                self._elastic.close()
-                self._log.close()
+                self.pipeline.close()
+                if self._log is not None:
+                    self._log.close()
 
     def _run(self, stopping: Callable[[], bool]) -> RunResult:
-        train, start = self.config.train, time.perf_counter()
-        interrupted, step = False, self.first_step
-        self._tell_barrier(step)
-        while step < train.steps and not interrupted:
+        start, interrupted = time.perf_counter(), False
+        while self.pipeline.steps < self.config.train.steps and not interrupted:
             try:
-                interrupted = self.advance(step, stopping())
+                interrupted = self.advance(stopping())
             except InputError as error:
                 if not self._stepped:
                     raise
                 raise RunError(str(error)) from error  # not wrong input, because steps have run
-            if self._elastic.left:
-                return RunResult(
-                    self._loss, "", "", time.perf_counter() - start, False, step, (), left=True
-                )
-            step += 1
-        return self.finish(step, time.perf_counter() - start, interrupted)
+            if self.pipeline.left:
+                seconds, step = time.perf_counter() - start, self.pipeline.steps
+                return RunResult(self.pipeline.loss, "", "", seconds, False, step, (), left=True)
+        return self.finish(time.perf_counter() - start, interrupted)
 
-    def advance(self, step: int, stop: bool = False) -> bool:
+    def advance(self, stop: bool = False) -> bool:
         """Runs one turn of the loop: changes, step, evaluation, checkpoint.
 
         Args:
-            step: Number of the step.
             stop: Whether this rank wants to stop.
 
         Returns:
             True if some rank wants to stop.
         """
-        train = self.config.train
-        interrupted = self._must_drain(step) and self._drain()
-        self._change(step)
-        if self._elastic.left:
+        train, pipeline = self.config.train, self.pipeline
+        interrupted = self._finish(pipeline.adapt())
+        if pipeline.left:
             return False
-        interrupted = self._step(step, stop) or interrupted
-        step += 1
+        self._follow_mesh()
+        inputs, targets, keys = self._loader.train(pipeline.steps)
+        interrupted |= self._finish(pipeline.advance(inputs, targets, keys=keys, stop=stop))
+        step = pipeline.steps
         evaluates = bool(train.eval_every) and step % train.eval_every == 0
-        if (
-            evaluates
-            or interrupted
-            or step == train.steps
-            or self._checkpoints.is_due(step, interrupted)
-        ):
+        if evaluates or interrupted or step == train.steps or self._is_due(step, interrupted):
             # A wish to stop may be found in any of the results.
-            interrupted = self._drain() or interrupted
+            interrupted |= self._finish(pipeline.drain())
         if evaluates:
-            self._evaluate(step)
-        if self._checkpoints.is_due(step, interrupted):
-            reference = self._elastic.reference
-            self._log.emit(
-                self._checkpoints.save(
-                    step, self.pipeline, self._cases, self._loss, self._rebalancer.moves, reference
-                )
-            )
+            self._evaluate()
+        if self._is_due(step, interrupted) and self._checkpoints is not None:
+            pipeline.save(self._checkpoints, self.config.checkpoint.keep)
         return interrupted
 
-    def finish(self, step: int, seconds: float, interrupted: bool = False) -> RunResult:
+    def _is_due(self, step: int, interrupted: bool) -> bool:
+        """Returns True if a checkpoint is due after so many steps."""
+        every = self.config.checkpoint.every
+        return bool(every) and (step % every == 0 or step == self.config.train.steps or interrupted)
+
+    def _follow_mesh(self) -> None:
+        """Reads other data if the mesh has changed, in microbatches of the present size.
+
+        All ranks call it together.
+        """
+        pipeline, size = self.pipeline, self.pipeline.options.micro_batch
+        if size is not None and size != self.config.train.micro_batch:
+            self.config = with_options(self.config, ("train",), {"micro_batch": size})
+            if self._log is not None:
+                self._log.record_micro_batch(size)
+        if self._mesh != pipeline.shape:
+            self._mesh, self._loader = pipeline.shape, DataLoader(self.config, pipeline)
+
+    def finish(self, seconds: float, interrupted: bool = False) -> RunResult:
         """Ends the run after the last turn.
 
         Args:
-            step: Number of steps that are done.
-            seconds: Seconds that they took.
+            seconds: Seconds that its steps took.
             interrupted: Whether the run stops on request.
 
         Returns:
             The result of the run.
         """
-        self._drain()
-        self._log.emit(self._rebalancer.close_measurement(step))
-        digest, buffers = self.pipeline.digest(), self.pipeline.layer_states.buffers_digest()
+        pipeline = self.pipeline
+        self._finish(pipeline.finish())
+        step, digest, buffers = pipeline.steps, pipeline.digest(), pipeline.buffers_digest()
         if step > self.first_step:
-            self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
-        overhead, measurements = self._rebalancer.overhead, self.pipeline.measurements
-        spared, cached = measurements.cached() if measurements.caches else (0, 0)
+            pipeline.save_trace(None if self._folder is None else self._folder / "trace.json")
+        account = pipeline.account()
         if step > self.first_step:
             # Last: rank 0 may compute for seconds, and no rank waits for it.
-            self._record_costs(step - self.first_step)
-        self._log.emit(
+            costs = pipeline.costs()
+            if self._log is not None and self._log.writes:
+                self._log.record_costs(pipeline.profile(step - self.first_step, costs))
+        self._tell(
             EndEvent(
                 step,
                 now(),
-                self._loss,
+                pipeline.loss,
                 digest,
                 seconds,
                 reason="interrupted" if interrupted else "done",
-                measure_seconds=self.pipeline.profiler.spent + overhead.measure,
-                decide_seconds=overhead.decide,
-                move_seconds=overhead.move,
-                spared_forwards=spared,
-                cached_bytes=cached,
+                measure_seconds=account.measure_seconds,
+                decide_seconds=account.decide_seconds,
+                move_seconds=account.move_seconds,
+                spared_forwards=account.spared_forwards,
+                cached_bytes=account.cached_bytes,
                 buffers_digest=buffers,
-                gpu_seconds_returned=self._elastic.gpu_seconds_returned,
+                gpu_seconds_returned=account.gpu_seconds_returned,
             )
         )
         return RunResult(
-            self._loss, digest, buffers, seconds, interrupted, step, self.pipeline.partition.counts
+            pipeline.loss, digest, buffers, seconds, interrupted, step, pipeline.partition.counts
         )
-
-    def _must_drain(self, step: int) -> bool:
-        """Returns True if the step before must be final.
-
-        Something before this step may then change the model, or read it or the last signals.
-        """
-        return (
-            self._rebalancer.should_check(step)
-            or self._elastic.acts(step)
-            or any(case.acts(step) for case in self._cases)
-        )
-
-    def _change(self, step: int) -> None:
-        """Changes the ranks or the mesh, or lets the balancer decide. Then the cases act."""
-        if step != self._joins_at:
-            self._collect(step)
-            self._resize(step)
-            if self._elastic.left:
-                return
-        shape = self.config.shape_at(step)
-        wanted = None
-        if self.config.elastic.reshape:
-            wanted = self._rebalancer.mesh(step) if self._rebalancer.is_due(step) else None
-        elif (
-            shape != self.pipeline.shape
-            and shape[0] * shape[1] == self.world.everyone.size
-            and self.config.elastic.reshape_at
-        ):
-            wanted = (*shape, first_partition(self.config, self.pipeline.count, shape[0]))
-        if wanted is not None:
-            self._reshape(step, *wanted)
-        if self._rebalancer.is_due(step):
-            for event in self._rebalancer.consider(step):
-                self._log.emit(event)
-                self._tracer.keep_around()
-        for case, change in self._case_calls.act(step):
-            self._log.emit(self._rebalancer.on_workload_change(step))
-            self._tracer.keep_around()
-            self._log.emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
-            if change.options and case.name in self.config.dynamism.cases:
-                self._log.record_options(case.name, change.options)
-
-    def _collect(self, step: int) -> None:
-        for case, shares in self._case_calls.collect(step):
-            self._log.emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
-
-    def _resize(self, step: int) -> None:
-        """Goes on with fewer ranks, or with newcomers, if that is decided."""
-
-        def state() -> dict[str, Any]:
-            return state_of(
-                self.pipeline,
-                self._cases,
-                loss=self._loss,
-                moves=self._rebalancer.moves + 1,
-                extra={},
-            )
-
-        size = self.world.everyone.size
-        met = self._elastic.change(step, state)
-        if met and not self._elastic.left:
-            if self._elastic.config is not self.config:
-                self.config = self._elastic.config
-                self._log.record_micro_batch(self.config.train.micro_batch)
-            self._loader = DataLoader(self.config, self.pipeline)
-            if self.world.everyone.size > size:
-                self._tracer.renew()
-            self._tracer.keep_around()
-            self._tell_barrier(step)
-        for event in self._elastic.take_events(step):
-            self._log.emit(event)
-
-    def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
-        """Makes the same ranks `data` replicas of a pipeline of `pipeline` ranks."""
-        before = self.pipeline.shape
-        for event in self._rebalancer.reshape(step, pipeline, data, partition):
-            self._log.emit(event)
-        if self.pipeline.shape != before:
-            self._loader = DataLoader(self.config, self.pipeline)
-            self._tracer.keep_around()
-            self._tell_barrier(step)
-
-    def _tell_barrier(self, step: int) -> None:
-        """Reports if post-validation is not possible although the config asks for it.
-
-        A weight tied over two ranks gets its gradient from both, so the barrier stays. A mesh that
-        has the weight on one rank needs no barrier.
-        """
-        stays = (
-            self.config.pipeline.post_validation and self.pipeline.objective is Objective.MAKESPAN
-        )
-        if stays != self._barrier_stays:
-            self._barrier_stays = stays
-            reason = (
-                "the tied weight of embedding and head is on "
-                f"{'two ranks' if stays else 'one rank'}"
-            )
-            self._log.emit(PostValidationEvent(step, now(), not stays, reason))
-
-    def _step(self, step: int, stop: bool) -> bool:
-        """Runs a step, and reports the steps that are final now.
-
-        Returns:
-            True if a rank wants to stop.
-        """
-        train, start = self.config.train, time.perf_counter()
-        rate = learning_rate(train, step)
-        self._started[step] = _Started(
-            rate, self.pipeline.partition.counts, len(self.pipeline.frozen)
-        )
-        inputs, targets, keys = self._loader.train(step)
-        flag = STOP * stop + self._elastic.call()
-        results = self.pipeline.advance(
-            step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=flag, keys=keys
-        )
-        self._started[step].seconds = time.perf_counter() - start
-        return self._finish(results)
-
-    def _drain(self) -> bool:
-        """Waits until the last step is final. Returns True if a rank wants to stop."""
-        start = time.perf_counter()
-        results = self.pipeline.drain()
-        if results:
-            self._started[results[-1].step].seconds += time.perf_counter() - start
-        return self._finish(results)
 
     def _finish(self, results: Sequence[StepResult]) -> bool:
+        """Logs the results of steps. Returns True if a rank wants to stop."""
         for result in results:
-            self._tell(result, self._started.pop(result.step))
-            self._elastic.hear(result.flags)
-        return any(flag & STOP for result in results for flag in result.flags)
-
-    def _tell(self, result: StepResult, started: _Started) -> None:
-        """Hands a step's result to cases, balancer and log."""
-        step, seconds = result.step, started.seconds
-        self._stepped = True
-        self._loss = result.loss
-        self._case_calls.observe(Signals(step, result.loss, result.squared_norms, started.rate))
-        self._tracer.observe(step, result.step_output.intervals)
-        self._log.emit(self._rebalancer.observe(step, seconds, result.busy))
-        tokens = self.config.train.global_batch * self.config.model.sequence
-        self._log.emit(
-            StepEvent(
-                step,
-                now(),
-                result.loss,
-                tokens_per_s=tokens / seconds,
-                idle_ratio=result.idle_ratio,
-                imbalance=imbalance(result.busy),
-                seconds=seconds,
-                gradient_norm=result.norm if math.isfinite(result.norm) else None,
-                learning_rate=started.rate,
-                layers=started.layers,
-                frozen=started.frozen,
+            self._stepped = True
+            tokens = self.config.train.global_batch * self.config.model.sequence
+            self._tell(
+                StepEvent(
+                    result.step,
+                    now(),
+                    result.loss,
+                    tokens_per_s=tokens / result.seconds,
+                    idle_ratio=result.idle_ratio,
+                    imbalance=result.imbalance,
+                    seconds=result.seconds,
+                    gradient_norm=result.norm if math.isfinite(result.norm) else None,
+                    learning_rate=result.rate,
+                    layers=result.layers,
+                    frozen=result.frozen,
+                )
             )
-        )
-        if result.rollback is not None:
-            self._log.emit(
-                RollbackEvent(step, now(), result.rollback.what, result.rollback.seconds)
-            )
-        if result.switch is not None:
-            self._log.emit(PostValidationEvent(step, now(), result.switch.on, result.switch.reason))
-        if result.skipped:
-            self._log.emit(SkippedEvent(step, now(), result.loss_scale, self.pipeline.scaler.scale))
+        return any(result.stop for result in results)
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self) -> None:
         train, pipeline = self.config.train, self.pipeline
         inputs, targets, keys = self._loader.held_out(train.eval_batches)
         tokens = train.eval_batches * train.micro_batch * self.config.model.sequence
 
-        def evaluate(keys: Keys | None) -> tuple[float, float]:
+        def evaluate(dense: bool) -> tuple[float, float]:
             start = time.perf_counter()
-            loss = pipeline.evaluate(inputs, targets, train.eval_batches, keys)
+            loss = pipeline.evaluate(
+                inputs,
+                targets,
+                dense=dense,
+                microbatches=train.eval_batches,
+                keys=None if dense else keys,  # the cache belongs to the other evaluation
+            )
             return loss, tokens / (time.perf_counter() - start)
 
-        results = evaluate(keys)
-        for dense in self._case_calls.dense():
-            with dense:
-                results += evaluate(None)  # the cache belongs to the other evaluation
-        self._log.emit(EvalEvent(step - 1, now(), *results))
-
-    def _costs(self) -> tuple[LayerCost, ...]:
-        return with_workspace(self.pipeline.costs(), self._shapes, self.pipeline.recomputed)
-
-    def _record_costs(self, steps: int) -> None:
-        """Writes the layers' costs at the end, for `dynmo plan runs/<name>`."""
-        costs = self._costs()
-        if self._log.writes:
-            if self._shapes is None:
-                costs = with_workspace(
-                    costs, shapes_of(self.config, self.pipeline.model), self.pipeline.recomputed
-                )
-            self._log.record_costs(profile_of(self.config, self.pipeline, costs, steps))
+        results = evaluate(dense=False)
+        if pipeline.has_dense:
+            results += evaluate(dense=True)
+        self._tell(EvalEvent(pipeline.steps - 1, now(), *results))

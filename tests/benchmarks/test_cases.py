@@ -16,9 +16,10 @@ from benchmarks.cases_race import (
     CASES,
     MICROBATCHES,
     SCHEDULE,
-    model_of,
+    model_for,
     phases,
     placed_by_parameters,
+    published_case,
     section_of,
     settings,
     sides,
@@ -156,14 +157,14 @@ def test_best_static_side_has_the_least_speedup() -> None:
 
 
 def test_every_case_has_a_published_figure() -> None:
-    assert {section_of(case) for case in CASES} == set(PUBLISHED)
+    assert {published_case(case) for case in CASES} == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_dense_side_is_the_same_model(case: str) -> None:
     """Only mixture of depths adds parameters, those of its routers."""
     configs = sides(case, 20, SMALL)
-    uniform, dense = (model_of(case, parse(configs[name])) for name in ("uniform", "dense"))
+    uniform, dense = (model_for(case, parse(configs[name])) for name in ("uniform", "dense"))
     assert dense.layers == uniform.layers
     if section_of(case) in ("sparse_attention", "early_exit"):
         section = parse(configs["dense"]).dynamism
@@ -180,7 +181,7 @@ def test_every_side_is_a_valid_run(case: str) -> None:
     for given in configs.values():
         config = parse(given)
         assert config.ranks == 2
-    model = model_of(case, parse(settings(case, steps)))
+    model = model_for(case, parse(settings(case, steps)))
     assert placed_by_parameters(model).layers == model.layers
 
 

@@ -65,7 +65,7 @@ def test_fewest_ranks_of_a_run(plan: Run, costs_file: Path, tmp_path: Path) -> N
     assert [row["replicas"] for row in own["ranks"]] == [1, 1]
     text = (
         "[train]\nglobal_batch = 16\nmicro_batch = 2\nreduction_slots = 2\n[parallel]\n"
-        "pipeline = 2\ndata = 2\n"
+        "pipeline = 2\nreplicas = 2\n"
     )
     (folder / "config.toml").write_text(text)
     with_config = answer(plan, "--costs", folder, "--fewest-ranks", 0.5)

@@ -15,8 +15,8 @@ import pytest
 from torch import nn
 
 from dynmo.config import parse
-from dynmo.models.registry import load_model
-from dynmo.train.shape_costs import shapes_of
+from dynmo.pipeline.shape_costs import shapes_of
+from dynmo.train.setup import model_of
 from tests.cli.runs import (
     GPT,
     ONE_RANK,
@@ -169,8 +169,8 @@ def test_unknown_shapes_give_a_warning(
 ) -> None:
     monkeypatch.syspath_prepend(own)
     config = parse({"model": {"kind": "python:own:asks"}})
-    model = load_model(config)
-    assert shapes_of(config, model) is None
+    model = model_of(config)
+    assert shapes_of(config.options, model) is None
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "(own.py:11)" in record.getMessage()
@@ -182,7 +182,7 @@ def test_internal_error_is_not_swallowed() -> None:
 
     config = parse({})
     with pytest.raises(RuntimeError, match="not the user's"):
-        shapes_of(config, replace(load_model(config), build=build))
+        shapes_of(config.options, replace(model_of(config), build=build))
 
 
 def test_model_that_calls_exit_is_refused(own: Path, run: Run) -> None:
@@ -238,8 +238,13 @@ def test_saved_config_with_invalid_text_is_refused(tmp_path: Path, run: Run) -> 
         (["parallel.timeout=1e300"], ["parallel.timeout = 1e+300", "1000000000"]),
         (["parallel.threads=100000"], ["parallel.threads = 100000", "1024"]),
         (
-            [*GPT, "parallel.pipeline=1", "parallel.data=1000000", "train.global_batch=2000000"],
-            ["parallel.pipeline x parallel.data = 1000000"],
+            [
+                *GPT,
+                "parallel.pipeline=1",
+                "parallel.replicas=1000000",
+                "train.global_batch=2000000",
+            ],
+            ["parallel.pipeline x parallel.replicas = 1000000"],
         ),
     ],
 )

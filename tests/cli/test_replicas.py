@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.cli.runs import LONG, end, steps, train
 from tests.processes import ranks, wait_until
 
-REPLICAS = ("parallel.pipeline=1", "parallel.data=2", "parallel.zero=1", "train.micro_batch=1")
+REPLICAS = ("parallel.pipeline=1", "parallel.replicas=2", "parallel.zero=1", "train.micro_batch=1")
 
 
 def test_killed_rank_is_named_by_its_global_rank(work: Path) -> None:

@@ -281,7 +281,7 @@ def test_dry_run_prints_the_plan_and_writes_no_file(tmp_path: Path, run: Run) ->
     before = tree(tmp_path)
     done = run(tmp_path, "run.toml", "--dry-run")
     assert (done.status, done.err) == (0, "")
-    assert "zb-h1, 2 ranks, 4 microbatches" in done.out
+    assert "zb-auto, 2 ranks, 4 microbatches" in done.out
     assert "emulated.5" in done.out
     # The output of a user's model does not mix with the JSON.
     done = run(
@@ -291,7 +291,7 @@ def test_dry_run_prints_the_plan_and_writes_no_file(tmp_path: Path, run: Run) ->
     plan = json.loads(done.out)
     assert (plan["partition"], plan["schedule"], plan["microbatches"], plan["limit"]) == (
         [2, 2],
-        "zb-h1",
+        "zb-auto",
         4,
         None,
     )

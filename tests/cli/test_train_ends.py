@@ -178,7 +178,7 @@ def test_world_size_other_than_the_config_is_refused(
     }.items():
         monkeypatch.setenv(key, value)
     done = run(tmp_path, "run.toml")
-    assert_refused(done, "3 ranks", "parallel.pipeline x data = 2")
+    assert_refused(done, "3 ranks", "parallel.pipeline x replicas = 2")
     assert not (tmp_path / "runs").exists()
 
 

@@ -15,7 +15,7 @@ from tests.config.refusal import refusal
 
 FREEZING, PRUNING = "dynamism.cases=['freezing']", "dynamism.cases=['pruning']"
 EXIT, DEPTHS = "dynamism.cases=['early_exit']", "dynamism.cases=['mixture_of_depths']"
-SPREAD = ("model.kind=moe", "parallel.data=2", "parallel.expert=2")
+SPREAD = ("model.kind=moe", "parallel.replicas=2", "parallel.expert=2")
 
 # Words of the contract that a later version serves.
 PLANNED = {
@@ -95,7 +95,7 @@ def test_unsupported_values_are_refused(key, value):
         ("dynamism.pruning.dense_below", "measure", '"auto" or "measured"'),
         ("dynamism.pruning.dense_below", "{16x16 = 2}", '"auto" or "measured"'),
         ("dynamism.pruning.dense_below", "{16 = 0.5}", "the key '16'"),
-        ("parallel.data", "0", "greater than or equal to 1"),
+        ("parallel.replicas", "0", "greater than or equal to 1"),
         ("train.reduction_slots", "0", "greater than or equal to 1"),
         ("elastic.reshape_at", "[[3, 1, 2], [3, 2, 1]]", "step 3 after step 3"),
         ("elastic.reshape_at", "[[3, 1]]", "missing"),
@@ -118,18 +118,18 @@ def test_bad_values_are_refused(key, value, hint):
         (["train.micro_batch=64"], ["train.micro_batch = 64", "32"]),
         (["model.heads=3"], ["model.heads = 3", "model.hidden = 256", "2, 4"]),
         (["model.hidden=12"], ["model.hidden / model.heads = 3", "hidden = 16"]),
-        (["parallel.data=5"], ["parallel.data = 5", "train.global_batch = 32", "4, 8"]),
-        (["parallel.data=16"], ["train.micro_batch = 4", "parallel.data = 2"]),
+        (["parallel.replicas=5"], ["parallel.replicas = 5", "train.global_batch = 32", "4, 8"]),
+        (["parallel.replicas=16"], ["train.micro_batch = 4", "parallel.replicas = 2"]),
         (
             ["train.reduction_slots=3"],
             ["train.reduction_slots = 3", "8 microbatches", "1 or 2 or 4"],
         ),
         (
-            ["train.global_batch=48", "parallel.data=2", "train.reduction_slots=6"],
+            ["train.global_batch=48", "parallel.replicas=2", "train.reduction_slots=6"],
             ["train.reduction_slots = 6", "2 (replicas)", "2 or 4"],
         ),
         (
-            ["parallel.data=4", "train.reduction_slots=2"],
+            ["parallel.replicas=4", "train.reduction_slots=2"],
             ["train.reduction_slots = 2", "4 (replicas)", "4 or 8"],
         ),
         (["parallel.slices=true"], ["parallel.slices = true", "parallel.pipeline = 1"]),
@@ -178,7 +178,7 @@ def test_bad_values_are_refused(key, value, hint):
             ["elastic.release_command", 'elastic.releaser = "command"'],
         ),
         (
-            ["parallel.data=2", "elastic.reshape_at=[[100, 2, 1]]"],
+            ["parallel.replicas=2", "elastic.reshape_at=[[100, 2, 1]]"],
             ["elastic.reshape_at: [100, 2, 1]", "100 steps"],
         ),
         (
@@ -190,7 +190,7 @@ def test_bad_values_are_refused(key, value, hint):
             ["elastic.reshape_at: [5, 1, 3]", "8 microbatches"],
         ),
         (
-            ["model.blocks=1", "parallel.data=8", "elastic.reshape_at=[[5, 8, 1]]"],
+            ["model.blocks=1", "parallel.replicas=8", "elastic.reshape_at=[[5, 8, 1]]"],
             ["elastic.reshape_at: [5, 8, 1]", "8 stages", "4 layers"],
         ),
         (
@@ -199,7 +199,7 @@ def test_bad_values_are_refused(key, value, hint):
         ),
         (["elastic.reshape=true"], ["elastic.reshape = true", "1 rank and 8 microbatches"]),
         (
-            ["parallel.data=2", "elastic.reshape=true", "elastic.reshape_at=[[5, 2, 1]]"],
+            ["parallel.replicas=2", "elastic.reshape=true", "elastic.reshape_at=[[5, 2, 1]]"],
             ["elastic.reshape = true", "elastic.reshape_at"],
         ),
         (["model.blocks=1", "parallel.pipeline=5"], ["parallel.pipeline = 5", "4 layers"]),
@@ -315,15 +315,15 @@ def test_bad_values_are_refused(key, value, hint):
             [DEPTHS, "dynamism.mixture_of_depths.threshold_from=100"],
             ["dynamism.mixture_of_depths.threshold_from = 100", "100 steps"],
         ),
-        (["dynamism.cases=['moe']"], ["dynamism.cases", '"moe"', 'model.kind = "gpt"']),
+        (["dynamism.cases=['experts']"], ["dynamism.cases", '"experts"', 'model.kind = "gpt"']),
         (["model.kind=moe", "model.top_k=9"], ["model.top_k = 9", "model.experts = 8"]),
         (["model.kind=moe", "model.moe_every=9"], ["model.moe_every = 9", "8 blocks"]),
         (["model.kind=moe", "model.capacity_factor=0.001"], ["model.capacity_factor = 0.001"]),
         (["model.kind=moe", "model.routing=bias"], ['model.routing = "bias"', "dynamism.cases"]),
         (["parallel.expert=2"], ["parallel.expert = 2", 'model.kind = "gpt"']),
         (
-            [*SPREAD, "parallel.data=2", "parallel.expert=4"],
-            ["parallel.expert = 4", "parallel.data = 2"],
+            [*SPREAD, "parallel.replicas=2", "parallel.expert=4"],
+            ["parallel.expert = 4", "parallel.replicas = 2"],
         ),
         ([*SPREAD, "model.experts=3"], ["parallel.expert = 2", "model.experts = 3"]),
         ([*SPREAD, "elastic.reshape=true"], ["parallel.expert = 2", "elastic.reshape"]),
@@ -411,7 +411,7 @@ def test_mesh_of_a_step_follows_reshape_at():
         config.microbatches,
         config.all_microbatches,
     ) == (4, 4, 8, 8)
-    wide = load(overrides=["parallel.data=2", "parallel.pipeline=2"])
+    wide = load(overrides=["parallel.replicas=2", "parallel.pipeline=2"])
     assert (wide.ranks, wide.accumulation_groups, wide.microbatches, wide.all_microbatches) == (
         4,
         2,

@@ -3,7 +3,7 @@
 It is for tests of ranks that leave and come back.
 """
 
-from dynmo.dynamism import Change, Dynamism
+from dynmo.dynamism.case import Change, Dynamism
 
 FIRST, LAST = 10, 36
 

@@ -6,7 +6,7 @@ It is for tests of what is lost.
 import os
 import signal
 
-from dynmo.dynamism import Dynamism
+from dynmo.dynamism.case import Dynamism
 from dynmo.pipeline import membership
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynmo.config import parse
-from dynmo.dynamism import make_cases
+from dynmo.train.setup import cases_of
 from tests.pool import Pool
 
 OWN = "python:tests.dynamism.own_case:LayerDrop"
@@ -52,7 +52,7 @@ def config(ranks: int, schedule: str, cases: list[str]) -> dict[str, Any]:
 
 def test_case_order_does_not_depend_on_the_config() -> None:
     orders = [
-        [case.name for case in make_cases(parse(config(1, "zb-h1", cases)), 6)]
+        [case.name for case in cases_of(parse(config(1, "zb-h1", cases)), 6)]
         for cases in (CASES, CASES[::-1])
     ]
     assert orders[0] == orders[1]

@@ -10,12 +10,11 @@ import pytest
 from torch import nn
 
 from dynmo.config import parse
-from dynmo.dynamism import Change, make_cases
-from dynmo.dynamism.case import TokenShares
+from dynmo.dynamism.case import Change, TokenShares
 from dynmo.dynamism.early_exit import EarlyExitCase
 from dynmo.errors import ConfigError
 from dynmo.models.early_exit import ExitHead
-from dynmo.models.gpt_config import make
+from dynmo.train.setup import cases_of, model_of
 from tests.dynamism.kept import Kept
 from tests.pool import Pool
 
@@ -39,7 +38,7 @@ def config(ranks: int = 1, **options: Any) -> dict[str, Any]:
 
 
 def layers() -> Kept:
-    model = make(parse(config()))
+    model = model_of(parse(config()))
     modules = model.build(range(model.layers))
     return Kept(len(modules), modules=modules)
 
@@ -121,7 +120,7 @@ def test_resumed_run_reports_no_second_change() -> None:
 
 
 def test_a_model_without_exits_is_refused() -> None:
-    (case,) = make_cases(parse(config()), 10)
+    (case,) = cases_of(parse(config()), 10)
     case.check(layers().modules)
     for modules in ([], [nn.Embedding(4, 4), nn.Linear(4, 4)]):
         with pytest.raises(ConfigError, match=r"early_exit.*`exits` and `seen`") as caught:
@@ -130,7 +129,7 @@ def test_a_model_without_exits_is_refused() -> None:
 
 
 def test_default_start_is_a_share_of_the_steps() -> None:
-    (case,) = make_cases(parse(config(start=None)), 10)
+    (case,) = cases_of(parse(config(start=None)), 10)
     assert [case.acts(step) for step in (1, 2)] == [False, True], "30 % of 9 steps"
 
 
@@ -187,7 +186,7 @@ def test_unused_exits_change_no_bits(pool: Pool) -> None:
 
 def test_switch_also_applies_to_meta_modules() -> None:
     """Every rank must know which messages vary, also for layers of other ranks."""
-    model = make(parse(config()))
+    model = model_of(parse(config()))
     modules = model.build(())
     assert all(p.is_meta for module in modules for p in module.parameters())
     kept = Kept(len(modules), modules=modules)

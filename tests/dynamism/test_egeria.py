@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dynmo.config import parse
-from dynmo.config.checks_dynamism import first_stale_step
-from dynmo.dynamism import Signals
+from dynmo.dynamism.case import Signals
 from dynmo.dynamism.egeria import (
     Egeria,
-    EgeriaOptions,
+    Freezing,
     dequantised,
     plasticity,
     quantised,
@@ -149,10 +147,8 @@ def test_plasticity_against_another_shape_is_nan() -> None:
 
 
 def egeria(most: int = 3, **options: Any) -> Egeria:
-    usual = EgeriaOptions(
-        unit="half", every=1, start=0, window=3, tolerance=0.2, refresh=8, thaw=0.1
-    )
-    return Egeria(replace(usual, **options), most, seed=0)
+    usual = Freezing(unit="half", every=1, start=0, window=3, tolerance=0.2, refresh=8, thaw=0.1)
+    return Egeria(usual.model_copy(update=options), most, seed=0)
 
 
 class Moving(Kept):
@@ -210,7 +206,7 @@ def test_first_possible_freeze_step_matches_the_config_check(
     freezing = parse(config(1) | {"dynamism": {}}).dynamism.freezing.model_copy(
         update={"every": every, "window": window, "refresh": refresh, "start": start}
     )
-    possible = first_stale_step(freezing, 1000)
+    possible = freezing.first_stale_step(1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "dynmo.dynamism.egeria.plasticity", lambda *_: (-0.5) ** (next(readings) // 3)
@@ -219,8 +215,8 @@ def test_first_possible_freeze_step_matches_the_config_check(
             assert not layers.frozen
             layers.step(case, step)
     assert layers.frozen
-    assert first_stale_step(freezing, possible + 1) == possible
-    assert first_stale_step(freezing, possible) == possible, "too short a run: as long as it"
+    assert freezing.first_stale_step(possible + 1) == possible
+    assert freezing.first_stale_step(possible) == possible, "too short a run: as long as it"
 
 
 def test_layers_without_weights_freeze_with_the_next() -> None:

@@ -11,11 +11,12 @@ import pytest
 from torch import nn
 
 from dynmo.config import parse
-from dynmo.dynamism import Change, Dynamism, Forecast, Signals, make_cases
-from dynmo.dynamism.egeria import Egeria, EgeriaOptions
+from dynmo.dynamism.case import Change, Dynamism, Forecast, Signals
+from dynmo.dynamism.egeria import Egeria, Freezing
 from dynmo.dynamism.freezing import AutoFreeze, ScheduledFreezing
 from dynmo.dynamism.prefix import freeze_prefix, units
 from dynmo.errors import ConfigError
+from dynmo.train.setup import cases_of
 from tests.dynamism.kept import Kept
 
 
@@ -192,9 +193,7 @@ def test_state_of_another_policy_is_ignored(unit: str) -> None:
     ):
         case.load(other)
         assert case.state() == fresh
-    options = EgeriaOptions(
-        unit=unit, every=1, start=0, window=2, tolerance=0.5, refresh=4, thaw=0.1
-    )
+    options = Freezing(unit=unit, every=1, start=0, window=2, tolerance=0.5, refresh=4, thaw=0.1)
     policy = Egeria(options, most=2, seed=0)
     policy.load(fresh)
     # But layers that are frozen thaw by the rate at which they froze, whatever the units are now.
@@ -222,7 +221,7 @@ def test_autofreeze_continues_from_its_state() -> None:
 
 def cases(layers: int, options: dict[str, Any]) -> list[Dynamism]:
     kind = {"kind": "python:a:b"}  # how many layers it has, only the model knows
-    return make_cases(
+    return cases_of(
         parse({"model": kind, "dynamism": {"cases": ["freezing"], "freezing": options}}), layers
     )
 
@@ -232,8 +231,8 @@ def test_freezing_case_follows_the_config() -> None:
     assert isinstance(scheduled, ScheduledFreezing)
     (auto,) = cases(4, {"policy": "autofreeze", "every": 2})
     assert isinstance(auto, AutoFreeze)
-    assert make_cases(parse({}), 4) == []
-    with pytest.raises(ConfigError, match="4 layers to freeze"):
+    assert cases_of(parse({}), 4) == []
+    with pytest.raises(ConfigError, match="freezes 4 of the model's 4 layers"):
         cases(4, {"schedule": [[1, 4]]})
-    with pytest.raises(ConfigError, match="5 layers to freeze"):
+    with pytest.raises(ConfigError, match="freezes 5 of the model's 4 layers"):
         cases(4, {"policy": "autofreeze", "max_layers": 5})

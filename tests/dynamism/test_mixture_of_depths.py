@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from dynmo.config import parse
-from dynmo.dynamism import Change, make_cases
-from dynmo.dynamism.case import TokenShares
+from dynmo.dynamism.case import Change, TokenShares
 from dynmo.dynamism.mixture_of_depths import MixtureOfDepthsCase
 from dynmo.errors import ConfigError
-from dynmo.models.gpt_config import make
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router
+from dynmo.train.setup import cases_of, model_of
 from tests.dynamism.kept import Kept
 from tests.pool import Pool
 
@@ -38,7 +37,7 @@ def config(ranks: int = 1, **options: Any) -> dict[str, Any]:
 
 
 def layers() -> Kept:
-    model = make(parse(config()))
+    model = model_of(parse(config()))
     modules = model.build(range(model.layers))
     return Kept(len(modules), modules=modules)
 
@@ -100,7 +99,7 @@ def test_resumed_run_reports_no_second_change() -> None:
 
 
 def test_a_model_without_routers_is_refused() -> None:
-    (case,) = make_cases(parse(config()), 10)
+    (case,) = cases_of(parse(config()), 10)
     case.check(layers().modules)
     for modules in ([], [nn.Embedding(4, 4), nn.Linear(4, 4)]):
         with pytest.raises(ConfigError, match=r"mixture_of_depths.*`router`") as caught:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from dynmo.config import parse
-from dynmo.dynamism import Change, Dynamism, Signals, make_cases
-from dynmo.dynamism.case import checked, named
+from dynmo.dynamism.case import Change, Dynamism, Signals, checked, named
 from dynmo.dynamism.freezing import ScheduledFreezing
 from dynmo.dynamism.registry import from_class
 from dynmo.errors import ConfigError, RunError
 from dynmo.launch.rank_side import describe
+from dynmo.train.setup import cases_of
 from tests.dynamism.own_case import LayerDrop
 from tests.pool import Pool
 
@@ -63,7 +63,7 @@ def test_log_has_the_changes_of_an_own_case(pool: Pool) -> None:
 
 
 def test_own_cases_come_last() -> None:
-    cases = make_cases(parse(config(1)), 8)
+    cases = cases_of(parse(config(1)), 8)
     assert [type(case) for case in cases] == [ScheduledFreezing, LayerDrop], "one's own come last"
 
     class Idle(Dynamism):
@@ -89,7 +89,7 @@ def test_duplicate_case_name_is_refused() -> None:
     named = ["freezing", "python:tests.dynamism.test_own_case:Freezing"]
     given = config(1, dynamism={"cases": named, "freezing": {"schedule": [[1, 1]]}})
     with pytest.raises(ConfigError, match="two are called 'freezing'"):
-        make_cases(parse(given), 8)
+        cases_of(parse(given), 8)
 
 
 class Nameless:
@@ -111,7 +111,7 @@ def broken() -> None:
             "tests.dynamism.test_own_case:broken",
             "raised RuntimeError: no such thing (test_own_case.py:",
         ),
-        ("dynmo.dynamism:Dynamism", "has no act"),
+        ("dynmo:Dynamism", "has no act"),
     ],
 )
 def test_class_that_is_not_a_case_is_refused(path: str, part: str) -> None:

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
-from dynmo.dynamism import Change, Layers, make_cases
-from dynmo.dynamism.pruning import Alone, Cubic, Pruning, cut, masters
+from dynmo.dynamism.case import Change, Layers
+from dynmo.dynamism.pruning import Alone, Cubic, PruningCase, cut, masters
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, dense_weight, linears
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.runtime.state.migration import contents
+from dynmo.train.setup import cases_of, model_of
 from tests.dynamism.kept import Kept
 from tests.runtime import alone
 
@@ -41,7 +41,7 @@ def test_published_schedule_has_the_published_sparsities() -> None:
     assert [round(100 * cubic.sparsity(step)) for step in cubic.steps] == [0, 52, 79, 89, 90]
     assert cubic.sparsity(2999) == 0
     assert cubic.sparsity(10**6) == 0.9
-    (case,) = make_cases(
+    (case,) = cases_of(
         parse(
             {
                 "model": {"kind": "python:a:b"},
@@ -51,7 +51,7 @@ def test_published_schedule_has_the_published_sparsities() -> None:
         ),
         5,
     )
-    assert isinstance(case, Pruning)
+    assert isinstance(case, PruningCase)
     assert case._schedule == cubic, "what a run gets that names no steps"
 
 
@@ -189,16 +189,16 @@ def test_search_sends_a_bounded_number_of_bytes() -> None:
 # -- the case --------------------------------------------------------------------------------------
 
 
-def case(steps: int = 10, **options: Any) -> Pruning:
+def case(steps: int = 10, **options: Any) -> PruningCase:
     config = parse(
         {"train": {"steps": steps}, "dynamism": {"cases": ["pruning"], "pruning": options}}
     )
-    (case_,) = make_cases(config, 6)
-    assert isinstance(case_, Pruning)
+    (case_,) = cases_of(config, 6)
+    assert isinstance(case_, PruningCase)
     return case_
 
 
-def train(pipeline: Any, pruning: Pruning, steps: int, first: int = 0) -> list[Change | None]:
+def train(pipeline: Any, pruning: PruningCase, steps: int, first: int = 0) -> list[Change | None]:
     done: list[Change | None] = []
     for step in range(first, first + steps):
         change = pruning.act(step, pipeline.case_context)
@@ -394,7 +394,7 @@ def test_pruning_gathers_masters_only_in_low_precision(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ZeRO-1, replicas must gather the state of a layer, which takes time."""
-    model = load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}))
+    model = model_of(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}))
     pipeline = Engine(
         alone.alone(),
         model,

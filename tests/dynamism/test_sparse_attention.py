@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from dynmo.config import parse
-from dynmo.dynamism import Change, make_cases
+from dynmo.dynamism.case import Change
 from dynmo.dynamism.sparse_attention import SparseAttentionCase, expected_ratio
 from dynmo.errors import ConfigError
 from dynmo.events import ChangeEvent, StepEvent, read
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
 from dynmo.models.gpt import AttentionOptions, SharedAttentionHalf
-from dynmo.models.registry import load_model
+from dynmo.train.setup import cases_of, model_of
 from tests.dynamism.kept import Kept
 from tests.pool import Pool
 
@@ -129,11 +129,11 @@ def test_a_model_without_attention_halves_is_refused() -> None:
 def test_missing_cuda_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match='kind = "drop" has no CUDA kernel'):
-        make_cases(config(kind="drop"), 18)
+        cases_of(config(kind="drop"), 18)
     monkeypatch.setattr("dynmo.dynamism.sparse_attention.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match='kind = "hash" needs triton on CUDA'):
-        make_cases(config(), 18)
-    assert make_cases(
+        cases_of(config(), 18)
+    assert cases_of(
         parse({"parallel": {"device": "cpu"}, "dynamism": {"cases": ["sparse_attention"]}}), 18
     )
 
@@ -191,7 +191,7 @@ def test_emulated_layers_are_refused() -> None:
 def test_sparse_attention_case_follows_the_config() -> None:
     given = config(schedule=[[2, [0, 3]], [4, [1]]], buckets=8)
     assert parse(tomllib.loads(given.to_toml())) == given
-    (case,) = make_cases(given, 18)
+    (case,) = cases_of(given, 18)
     model = layers(8)
     assert case.act(2, model) == Change(
         (1, 7), "2 of 8 attention halves are sparse (schedule, step 2)"
@@ -200,7 +200,7 @@ def test_sparse_attention_case_follows_the_config() -> None:
     assert isinstance(first, SharedAttentionHalf)
     assert isinstance(first.sparse_attention, Hashed)
     assert (first.sparse_attention.buckets, first.sparse_attention.tile) == (8, 32)
-    (case,) = make_cases(config(kind="drop", drop=0.25), 18)
+    (case,) = cases_of(config(kind="drop", drop=0.25), 18)
     case.act(0, model)
     assert isinstance(first.sparse_attention, Dropped)
 
@@ -223,7 +223,7 @@ def test_attention_half_switches_between_dense_and_sparse() -> None:
 
 
 def test_only_a_model_with_the_case_shares_queries_and_keys() -> None:
-    plain, shared = (load_model(c).build(range(18)) for c in (parse({}), config()))
+    plain, shared = (model_of(c).build(range(18)) for c in (parse({}), config()))
     assert [p.shape for p in plain[1].parameters()][1] == (768, 256)
     assert [p.shape for p in shared[1].parameters()][1] == (512, 256)
     assert [type(a) for a in plain[::2]] == [type(b) for b in shared[::2]]

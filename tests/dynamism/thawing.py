@@ -3,7 +3,7 @@
 Layers that freeze by schedule freeze again right after.
 """
 
-from dynmo.dynamism import Change, Dynamism
+from dynmo.dynamism.case import Change, Dynamism
 
 EVERY = 5
 

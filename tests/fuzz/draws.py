@@ -12,7 +12,7 @@ from math import gcd
 from random import Random
 from typing import Any
 
-from dynmo.config.sections import BALANCERS
+from dynmo.balance.options import BALANCERS
 from dynmo.models.gpt import feed_forward_size
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 from tests.fuzz.layers import LAYERS, VOCAB, can_prune
@@ -289,7 +289,12 @@ class _Draw:
         """The sections that may not show in the bits."""
         random, (pipeline, data, schedule, chunks) = self._random, mesh
         stages = pipeline * chunks_of(schedule, chunks)
-        parallel: Tables = {"pipeline": pipeline, "data": data, "device": "cpu", "timeout": 60.0}
+        parallel: Tables = {
+            "pipeline": pipeline,
+            "replicas": data,
+            "device": "cpu",
+            "timeout": 60.0,
+        }
         if data > 1:
             parallel["zero"] = random.choice([0, 1])
         sliced = pipeline > 1 and not self._spreads and self._chance(0.05)
@@ -379,8 +384,8 @@ class _Draw:
         tables: Tables = {**tokens}
         gpt, emulated = model["kind"] in GPTS, model["kind"] == "emulated"
         if model["kind"] == "moe" and (model["routing"] == "bias" or self._chance(0.5)):
-            cases.append("moe")
-            tables["moe"] = placing(random)
+            cases.append("experts")
+            tables["experts"] = placing(random)
         if self._chance(0.45):
             cases.append("freezing")
             egeria = not tokens and not self._spreads

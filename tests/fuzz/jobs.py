@@ -17,10 +17,9 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.errors import DynmoError
 from dynmo.events import Event, to_json
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.train.joining import come_back
-from dynmo.train.learning_rate import learning_rate
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
 
@@ -43,9 +42,9 @@ def train(
     try:
         loaded = parse(config)
         path = None if folder is None else Path(folder)
-        model = load_model(loaded)
+        model = model_of(loaded)
         trainer = Trainer(loaded, world, model, path, resume, listen=events.append)
-        result, identity = trainer.run(), trainer.identity
+        result, identity = trainer.run(), trainer.pipeline.identity
         del trainer
         if result.left:
             result = come_back(loaded, world, model, identity, path, result)
@@ -66,7 +65,7 @@ def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
     The loop runs over the model's layers.
     """
     loaded = parse(config)
-    train, model = loaded.train, load_model(loaded)
+    train, model = loaded.train, model_of(loaded)
     layers = nn.ModuleList(model.build(range(model.layers)))
     batches = Batches(
         open_corpus(loaded.data.source),
@@ -94,7 +93,7 @@ def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
     losses: list[float] = []
     for step in range(train.steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(train, step)
+            group["lr"] = train.at(step, train.steps, train.lr)
         inputs, targets = batches.train(step)
         optimizer.zero_grad()
         total = 0.0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.dynamism import Change, Dynamism, Layers, Signals
+from dynmo.dynamism.case import Change, Dynamism, Layers, Signals
 from dynmo.models.model import next_token_loss
 from tests.fuzz.layers import LAYERS, VOCAB, WIDTH, square_linear
 

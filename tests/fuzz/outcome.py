@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynmo.config.values import CASES
+from dynmo.dynamism.options import CASES
 from tests.fuzz.draws import Case, Tables
 
 EQUAL, REFUSED, FAILED = "equal", "refused", "failed"
@@ -58,7 +58,9 @@ class Observed:
                 _add(self.steps, step, values)
             elif event["event"] == "eval":
                 _add(self.evaluations, step, [event["loss"], event.get("dense_loss")])
-            elif event["event"] == "change" and event["case"] in CASES and event["case"] != "moe":
+            elif (
+                event["event"] == "change" and event["case"] in CASES and event["case"] != "experts"
+            ):
                 _add(self.changes, (step, event["case"]), [event["layers"], event["what"]])
             elif event["event"] == "skipped":
                 _add(self.skipped, step, [event["loss_scale"], event["next_scale"]])

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from dynmo.balance.options import BALANCERS
 from dynmo.config import load, parse
-from dynmo.config.sections import BALANCERS
-from dynmo.config.values import CASES
+from dynmo.dynamism.options import CASES
 from dynmo.schedule.catalogue import SCHEDULES
 from tests.fuzz.__main__ import main
 from tests.fuzz.draws import STOP, Case, Tables, draw, reference_of
@@ -81,7 +81,9 @@ def test_drawn_cases_are_valid_and_cover_every_choice() -> None:
     assert {c["pipeline"]["schedule"] for c in configs} == set(SCHEDULES)
     assert {c["balance"]["balancer"] for c in configs} == set(BALANCERS)
     assert {c["train"]["precision"] for c in configs} == {"float32", "bfloat16", "float16"}
-    assert {c["parallel"].get("pipeline", 1) * c["parallel"].get("data", 1) for c in configs} == {
+    assert {
+        c["parallel"].get("pipeline", 1) * c["parallel"].get("replicas", 1) for c in configs
+    } == {
         1,
         2,
         3,

@@ -83,7 +83,7 @@ def experts(random: Random, blocks: int, several: bool) -> Tables:
 
 
 def placing(random: Random) -> Tables:
-    """The section of the case "moe"."""
+    """The section of the case "experts"."""
     keys: Tables = {
         "record_every": random.choice([1, 2, 10]),
         "place_every": random.choice([0, 1, 2, 3]),
@@ -98,10 +98,10 @@ def spread_experts(random: Random, config: Tables, share: float) -> None:
     """Spreads experts over replicas in this share of the cases that allow it."""
     model, parallel, dynamism = config["model"], config["parallel"], config["dynamism"]
     freezing = dynamism.get("freezing", {})
-    shared = gcd(parallel["data"], model.get("experts", 1)) if model["kind"] == "moe" else 1
+    shared = gcd(parallel["replicas"], model.get("experts", 1)) if model["kind"] == "moe" else 1
     elastic = config["elastic"]
     others = elastic.get("reshape") or any(
-        data != parallel["data"] for _, _, data in elastic.get("reshape_at", ())
+        data != parallel["replicas"] for _, _, data in elastic.get("reshape_at", ())
     )
     refused = (
         parallel.get("slices")

@@ -14,12 +14,12 @@ from dynmo.config import parse
 from dynmo.errors import WaitTimeout
 from dynmo.events import Event, StepEvent
 from dynmo.kernels.hash_attention import Hashed
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.optim.gradient_reduction import drop_missing, reduce_gradients, shares_of
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 from tests.jobs import SOURCE
 
@@ -37,7 +37,7 @@ def losses(device: torch.device) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         world = World.join(dist.FileStore(str(Path(folder) / "store"), 1), 0, 1, device=device)
         try:
-            Trainer(config, world, load_model(config), None, listen=events.append).run()
+            Trainer(config, world, model_of(config), None, listen=events.append).run()
         finally:
             world.close()
     return [event.loss for event in events if isinstance(event, StepEvent)]

@@ -51,7 +51,7 @@ def test_shared_experts_train_the_same(device: torch.device, tmp_path: Path, bac
     experts = {"kind": "moe", "experts": 4, "top_k": 2}
     options = {
         "model": CONFIG["model"] | experts,
-        "dynamism": {"cases": ["moe"], "moe": {"place_every": 2, "redundant": 1}},
+        "dynamism": {"cases": ["experts"], "experts": {"place_every": 2, "redundant": 1}},
     }
     digests = {digest(tmp_path, "zb-h1", on, 1, 2, expert=expert, **options) for expert in (1, 2)}
     assert len(digests) == 1

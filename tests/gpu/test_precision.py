@@ -17,9 +17,9 @@ from torch import nn
 from dynmo.config import parse
 from dynmo.events import EndEvent, Event, StepEvent
 from dynmo.kernels.split import WeightTape, install
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import lower
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 from tests.jobs import SOURCE
 
@@ -34,7 +34,7 @@ def run(device: torch.device, **train: Any) -> tuple[list[float], str]:
     with tempfile.TemporaryDirectory() as folder:
         world = World.join(dist.FileStore(str(Path(folder) / "store"), 1), 0, 1, device=device)
         try:
-            Trainer(config, world, load_model(config), None, listen=events.append).run()
+            Trainer(config, world, model_of(config), None, listen=events.append).run()
         finally:
             world.close()
     (end,) = [event for event in events if isinstance(event, EndEvent)]

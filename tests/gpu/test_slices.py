@@ -14,10 +14,9 @@ import torch.distributed as dist
 from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.events import EndEvent, Event, StepEvent
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.sm_slices import cut
-from dynmo.train.setup import device_for
+from dynmo.train.setup import device_for, model_of
 from dynmo.train.trainer import Trainer
 from tests.jobs import SOURCE
 
@@ -56,7 +55,7 @@ def run(device: torch.device, parallel: dict[str, Any], schedule: str) -> tuple[
     )
     events: list[Event] = []
     world = World(0, 1, device_for(config, 0), 120.0, 0, dist.HashStore())
-    Trainer(config, world, load_model(config), None, listen=events.append).run()
+    Trainer(config, world, model_of(config), None, listen=events.append).run()
     (end,) = [event for event in events if isinstance(event, EndEvent)]
     return [event.loss for event in events if isinstance(event, StepEvent)], end.weights_digest
 

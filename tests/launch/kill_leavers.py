@@ -25,8 +25,8 @@ import dynmo.train.run  # noqa: F401
 from dynmo.cli import main
 from dynmo.cluster.launch_folder import LaunchFolder
 from dynmo.config import parse
+from dynmo.launch.ending import end_process
 from dynmo.launch.environment import local_environment
-from dynmo.launch.rank_side import end_process
 from dynmo.launch.starter import RankCommand, RankProcess
 from dynmo.launch.supervisor import spawn
 from tests.jobs import SOURCE

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dynmo.config import Config, parse
 from dynmo.models.early_exit import ExitHead, ExitRule
-from dynmo.models.gpt_config import make
+from dynmo.train.setup import model_of
 from tests.models.plain_blocks import (
     Heads,
     Token,
@@ -65,7 +65,7 @@ def one_by_one(
     training: bool,
 ) -> Routing:
     """The model from its definition."""
-    layers: dict[str, Any] = dict(zip(make(config).names, modules, strict=True))
+    layers: dict[str, Any] = dict(zip(model_of(config).names, modules, strict=True))
     tokens = [(row, t) for row in range(ids.shape[0]) for t in range(config.model.sequence)]
     states = {token: layers["embedding"].tokens.weight[ids[token]] for token in tokens}
     slow = SlowPass(config, layers, targets, exits_on, states)
@@ -221,7 +221,7 @@ def config_of(
 def build(
     config: Config, seed: int = 0, exits_on: bool = True, training: bool = True
 ) -> list[nn.Module]:
-    model = make(config)
+    model = model_of(config)
     modules = model.build(range(model.layers))
     spread(modules, seed)
     for module in modules:
@@ -245,9 +245,9 @@ def run(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tens
     `left` and `states` are read off what they hand on.
     """
     routing, there = Routing(torch.zeros(()), torch.zeros(()), {}, {}), set[Token]()
-    out: tuple[Any, ...] = (make(config).first_inputs(ids, targets),)
+    out: tuple[Any, ...] = (model_of(config).first_inputs(ids, targets),)
     sequence = config.model.sequence
-    for name, module in zip(make(config).names, modules[:-1], strict=False):
+    for name, module in zip(model_of(config).names, modules[:-1], strict=False):
         out = module(*out)
         assert (out[1].diff() > 0).all()
         left = there - {divmod(i, sequence) for i in out[1].tolist()}
@@ -373,10 +373,10 @@ def test_disabled_exits_only_add_their_losses(kind: str, training: bool) -> None
         modules, (ids, targets) = build(config, exits_on=False, training=False), drawn(config, 2)
         other = [
             m
-            for m, name in zip(modules, make(config).names, strict=True)
+            for m, name in zip(modules, model_of(config).names, strict=True)
             if not name.endswith(".exit")
         ]
-        out: Any = (make(config).first_inputs(ids, targets),)
+        out: Any = (model_of(config).first_inputs(ids, targets),)
         for module in other:
             out = module(*out[:6])
         assert torch.equal(out, run(config, modules, ids, targets).loss), "as a model without exits"
@@ -394,7 +394,7 @@ def test_exit_losses_have_the_published_weights() -> None:
         config = config_of(kind, blocks=5, threshold=1.0, exits=[1, 2])
         modules, (ids, targets) = build(config, exits_on=False), drawn(config, 2)
         losses = dict[str, float]()
-        for name, module in zip(make(config).names, modules, strict=True):
+        for name, module in zip(model_of(config).names, modules, strict=True):
             if name.endswith((".exit", "head")):
                 for parameter in module.parameters():
                     parameter.data.zero_()  # every token's loss is log(vocab)
@@ -402,7 +402,7 @@ def test_exit_losses_have_the_published_weights() -> None:
         assert float(run(config, modules, ids, targets).loss.detach()) == pytest.approx(math.log(5))
         # One exit that is worse than the others shows its weight.
         for place, name in enumerate(losses):
-            head: Any = modules[make(config).names.index(name)]
+            head: Any = modules[model_of(config).names.index(name)]
             real, head.logits.forward = (
                 head.logits.forward,
                 lambda x: 9.0 * torch.arange(5.0).expand(len(x), 5),
@@ -437,7 +437,7 @@ def test_exited_token_is_still_attended_to() -> None:
     """Later blocks attend to the last state of the token, so it also gets a gradient."""
     config = config_of("adp-c", sequence=4, threshold=0.5, blocks=2, exits=[0])
     modules, (ids, targets) = build(config), drawn(config, 1)
-    out: Any = (make(config).first_inputs(ids, targets),)
+    out: Any = (model_of(config).first_inputs(ids, targets),)
     for module in modules[:3]:
         out = module(*out)
     exit_head: Any = modules[3]

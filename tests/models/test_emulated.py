@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dynmo.config import parse
 from dynmo.kernels.split import WeightTape, install
 from dynmo.models.emulated import EmulatedLayer, make, make_layers, mean_loss
+from dynmo.models.options import ModelOptions
 
 
 def seconds(act: Callable[[], object]) -> float:
@@ -79,7 +79,7 @@ def test_emulated_model_follows_the_config() -> None:
         "w": 0.0,
         "bytes": 64,
     }
-    model = make(parse({"model": wanted}))
+    model = make(ModelOptions.model_validate(wanted), 0, {})
     layers = model.build(range(3))
     assert model.names == ("emulated.0", "emulated.1", "emulated.2")
     assert [(x.f, x.b, x.w, x.size) for x in layers if isinstance(x, EmulatedLayer)] == [

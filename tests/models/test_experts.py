@@ -14,7 +14,7 @@ from torch.nn import functional
 from dynmo.config import parse
 from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.models.experts import ExpertRule, ExpertsHalf
-from dynmo.models.gpt_config import make
+from dynmo.train.setup import model_of
 
 
 def half(rule: ExpertRule, hidden: int, shared: int, seed: int) -> ExpertsHalf:
@@ -181,7 +181,7 @@ def test_blocks_with_experts() -> None:
         "moe_every": 2,
         "shared_experts": 1,
     }
-    model = make(parse({"model": sizes}))
+    model = model_of(parse({"model": sizes}))
     layers = model.build(range(model.layers))
     assert [isinstance(layer, ExpertsHalf) for layer in layers] == [i in (4, 8) for i in range(10)]
 

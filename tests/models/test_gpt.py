@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from dynmo.config import parse
 from dynmo.models.gpt import feed_forward_size, rotate
-from dynmo.models.gpt_config import make
+from dynmo.train.setup import model_of
 
 WANTED: dict[str, Any] = {"blocks": 2, "hidden": 32, "heads": 4, "vocab": 300, "sequence": 12}
 
 
 def build(**changes: Any) -> list[nn.Module]:
-    model = make(parse({"model": WANTED | changes}))
+    model = model_of(parse({"model": WANTED | changes}))
     return model.build(range(model.layers))
 
 
@@ -27,7 +27,7 @@ def logits(layers: list[nn.Module], ids: Tensor) -> Tensor:
 
 
 def test_layers_and_parameters() -> None:
-    model = make(parse({"model": WANTED}))
+    model = model_of(parse({"model": WANTED}))
     assert model.names == (
         "embedding",
         "blocks.0.attention",

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dynmo.config import Config, parse
-from dynmo.models.gpt_config import make
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router, selected_tokens
+from dynmo.train.setup import model_of
 from tests.models.plain_blocks import (
     Heads,
     Token,
@@ -66,7 +66,7 @@ def one_by_one(
 
     There is a state for each token, and a set of selected tokens for each block.
     """
-    layers: dict[str, Any] = dict(zip(make(config).names, modules, strict=True))
+    layers: dict[str, Any] = dict(zip(model_of(config).names, modules, strict=True))
     routed = config.dynamism.mixture_of_depths.routed_blocks(config.model.blocks)
     tokens = [(row, t) for row in range(ids.shape[0]) for t in range(config.model.sequence)]
     routing = Routing(torch.zeros(()), torch.zeros((), dtype=torch.float64))
@@ -193,7 +193,7 @@ def routers(modules: Sequence[nn.Module]) -> list[Router]:
 def build(
     config: Config, seed: int = 0, training: bool = True, by_threshold: bool = False
 ) -> list[nn.Module]:
-    model = make(config)
+    model = model_of(config)
     modules = model.build(range(model.layers))
     spread(modules, seed)
     for module in modules:
@@ -242,7 +242,7 @@ def run(
             assert torch.equal(out[0].flatten(0, 1)[others], before[0].flatten(0, 1)[others]), (
                 "the others stay as they are"
             )
-    return make(config).loss(out[0], targets), selected
+    return model_of(config).loss(out[0], targets), selected
 
 
 def compare(
@@ -354,7 +354,7 @@ def test_full_capacity_with_unit_weights_is_a_plain_gpt() -> None:
     for router in routers(modules):
         ones: Any = lambda x: x.new_ones(len(x), 1)  # noqa: E731
         router.weight.forward = ones
-    plain_model = make(parse({"model": config.model.model_dump()}))
+    plain_model = model_of(parse({"model": config.model.model_dump()}))
     plain = plain_model.build(range(plain_model.layers))
     out: Any = ids
     for module, other in zip(plain, modules, strict=True):

@@ -14,14 +14,14 @@ from torch.nn import functional
 from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model, next_token_loss
-from dynmo.models.registry import load_model
+from dynmo.train.setup import model_of
 from tests.models import user_model
 
 HERE = "python:tests.models.user_model:"
 
 
 def load(name: str, seed: int = 0) -> Model:
-    return load_model(parse({"seed": seed, "model": {"kind": name}}))
+    return model_of(parse({"seed": seed, "model": {"kind": name}}))
 
 
 def test_own_list_of_layers_is_a_model() -> None:
@@ -78,7 +78,7 @@ def test_layers_may_compute_in_their_constructor() -> None:
     expected = functional.cross_entropy(logits, targets, weight=torch.arange(256.0))
     assert torch.equal(model.loss(logits, targets), expected)
     torch.set_rng_state(before)
-    load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}})).build(
+    model_of(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}})).build(
         range(6)
     )
     assert torch.equal(torch.get_rng_state(), before)
@@ -104,7 +104,7 @@ def test_initial_weights_do_not_depend_on_the_placement(kind: str) -> None:
         if kind == "gpt"
         else {"kind": kind}
     }
-    model = load_model(parse({**wanted, "seed": 3}))
+    model = model_of(parse({**wanted, "seed": 3}))
     whole = [x.state_dict() for x in model.build(range(model.layers))]
     for owned in ([1], [3, 2], range(2)):
         torch.rand(7)  # whatever was drawn before
@@ -114,7 +114,7 @@ def test_initial_weights_do_not_depend_on_the_placement(kind: str) -> None:
                     assert torch.equal(value, whole[index][name])
                 else:
                     assert value.is_meta
-    other = load_model(parse({**wanted, "seed": 4})).build(range(model.layers))
+    other = model_of(parse({**wanted, "seed": 4})).build(range(model.layers))
     for layer, copy in zip(other[1:3], model.build([1, 2])[1:3], strict=True):
         ours, theirs = (
             torch.cat([p.flatten() for p in x.parameters() if p.dim() == 2]) for x in (layer, copy)

@@ -11,6 +11,7 @@ from torch import nn
 
 import dynmo
 from dynmo.errors import InputError
+from dynmo.events import Event
 from dynmo.pipeline.optimizers import OptimizerHandle
 
 BATCH = 8
@@ -193,3 +194,38 @@ def held_groups(world: dynmo.World) -> str:
     del world
     OptimizerHandle(0.1)
     return repr(importlib.import_module("torch.distributed.nn.functional").broadcast.__defaults__)
+
+
+def reshaped(world: dynmo.World) -> dict[str, Any]:
+    """Trains a loop whose mesh changes: one pipeline of all ranks, then as many replicas.
+
+    Args:
+        world: World of all ranks.
+
+    Returns:
+        The shapes, the losses and the digest, and the names of the events that were told.
+    """
+    told: list[Event] = []
+    plan = [(2, 1, world.size)] if world.size > 1 else []
+    pipeline = dynmo.Pipeline(
+        dynmo.Sequential(layers(), loss=nn.functional.mse_loss),
+        world,
+        microbatches=4,
+        schedule="zb-h1",
+        reduction_slots=2,
+        elastic=dynmo.Elastic(reshape_at=plan),
+        cases=[dynmo.Freezing(schedule=[(3, 1)])],
+        steps=5,
+        listen=told.append,
+    )
+    losses, shapes = list[float](), list[tuple[int, int]]()
+    while pipeline.steps < 5:
+        pipeline.adapt()  # before the loop chooses the batch of its replica
+        share = BATCH // pipeline.shape[1]
+        part = slice(pipeline.replica * share, (pipeline.replica + 1) * share)
+        inputs, targets = batch(pipeline.steps)
+        shapes.append(pipeline.shape)
+        losses.append(pipeline.step(inputs[part], targets[part]).loss)
+    pipeline.close()
+    events = [event.event for event in told]
+    return {"losses": losses, "shapes": shapes, "digest": pipeline.digest(), "events": events}

@@ -16,11 +16,11 @@ from dynmo.config import parse
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model, from_factories, next_token_loss
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions, UpdateOptions
+from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
+from dynmo.train.setup import model_of
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipeline, tokens
 
@@ -450,7 +450,7 @@ def test_reshape_drops_costs_of_newly_recomputed_layers() -> None:
 
 def test_the_digest_covers_every_bit() -> None:
     """The digest also covers a parameter without dimensions."""
-    pipe = pipeline(load_model(parse({"model": {"kind": "python:tests.models.user_model:layers"}})))
+    pipe = pipeline(model_of(parse({"model": {"kind": "python:tests.models.user_model:layers"}})))
     first = pipe.digest()
     scale = pipe.own_layers[2][0].get_parameter("scale")
     for change in (lambda: scale.data.add_(1e-6), lambda: scale.data.neg_()):

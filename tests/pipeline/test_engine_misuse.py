@@ -17,7 +17,7 @@ from dynmo.balance.partition import Partition
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.model import from_factories, next_token_loss
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions, UpdateOptions
+from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from tests.pool import Pool

@@ -17,9 +17,9 @@ from torch import nn
 
 import dynmo
 from dynmo.config import parse
-from dynmo.dynamism import TokenShares, make_cases
+from dynmo.dynamism.case import TokenShares
 from dynmo.errors import CheckpointError, ConfigError, InputError, PartitionError, RunError
-from dynmo.models.registry import load_model
+from dynmo.train.setup import cases_of, model_of
 from tests.pipeline.jobs import batch, layers, lengths, odd_layers
 from tests.pool import Pool
 
@@ -46,7 +46,8 @@ def test_losses_match_a_plain_torch_loop(world: dynmo.World) -> None:
     own = nn.Sequential(*layers())
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    pipeline = make(world, optimizer=dynmo.SGD(lr=0.1, momentum=0.9), max_norm=0.5)
+    sgd = dynmo.SGD(lr=0.1, momentum=0.9, weight_decay=0.0)
+    pipeline = make(world, optimizer=sgd, max_grad_norm=0.5)
     ours = torch.optim.lr_scheduler.ExponentialLR(pipeline.optimizer, 0.5)
     for step in range(6):
         inputs, targets = batch(step)
@@ -189,9 +190,9 @@ def test_batch_that_cannot_be_split_is_refused(world: dynmo.World, inputs: Any, 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"balance": "always"}, "balance = 'always'"),
-        ({"precision": "float8"}, "precision = 'float8'"),
-        ({"schedule": "zb"}, "schedule 'zb'"),
+        ({"balance": "always"}, 'balancer = "always"'),
+        ({"precision": "float8"}, 'dynmo.Pipeline: precision = "float8"'),
+        ({"schedule": "zb"}, 'schedule = "zb"'),
         ({"replicas": 2}, "2 replicas"),
     ],
 )
@@ -246,12 +247,12 @@ def test_foreign_checkpoints_are_refused(world: dynmo.World, tmp_path: Path) -> 
         pipeline.load(tmp_path)
     train(pipeline, 1)
     pipeline.save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"adamw, .*sgd"):
+    with pytest.raises(CheckpointError, match=r"'adamw', .*'sgd'"):
         make(world, optimizer=dynmo.SGD()).load(tmp_path)
     other = dynmo.Pipeline(
         dynmo.Sequential(layers()[:3], loss=nn.functional.mse_loss), world, microbatches=2
     )
-    with pytest.raises(CheckpointError, match=r"4 layers .*3"):
+    with pytest.raises(CheckpointError, match=r"4 layers, this one has 3"):
         other.load(tmp_path)
 
 
@@ -330,11 +331,7 @@ def test_replicas_may_pass_different_batches(pool: Pool) -> None:
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer is an object of torch"),
         ({"model": nn.Sequential(*layers())}, r"wrap the list of its layers in dynmo.Sequential"),
         ({"world": None}, r"world is an object of NoneType; give what dynmo.init\(\) returns"),
-        ({"balance": dynmo.Balance(initial=(2, 2))}, r"balance.initial = \(2, 2\) .* has 4 and 1"),
-        (
-            {"balance": dynmo.Balance(initial=(4,)), "partition": [3]},
-            r"partition = \(3,\) and balance.initial = \(4,\) differ",
-        ),
+        ({"balance": dynmo.Balance(initial=(2, 2))}, r"balance.initial = \[2, 2\] .* 1 stages"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(
@@ -416,14 +413,59 @@ def test_experts_are_counted(world: dynmo.World) -> None:
     config = parse(
         {
             "model": {"kind": "moe", "blocks": 1, "hidden": 8, "heads": 2, "sequence": 8},
-            "dynamism": {"cases": ["moe"], "moe": {"record_every": 1}},
+            "dynamism": {"cases": ["experts"], "experts": {"record_every": 1}},
         }
     )
-    model = load_model(config)
-    cases = make_cases(config, model.layers)
+    model = model_of(config)
+    cases = cases_of(config, model.layers)
     pipeline = dynmo.Pipeline(model, world, microbatches=2, cases=cases)
     ids = torch.randint(config.model.vocab, (4, 8), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         pipeline.step(ids, ids)
-    (hottest,) = pipeline.token_shares["moe"].shares["hottest expert"]
+    (hottest,) = pipeline.token_shares["experts"].shares["hottest expert"]
     assert hottest > 0
+
+
+def test_mesh_of_a_loop_changes_and_the_loop_is_told(pool: Pool) -> None:
+    (alone,) = pool.run(JOBS + "reshaped", 1)
+    rows = pool.run(JOBS + "reshaped", 2)
+    for row in rows:
+        assert row["shapes"] == [[2, 1]] * 2 + [[1, 2]] * 3
+        assert (row["losses"], row["digest"]) == (alone["losses"], alone["digest"])
+        assert [name for name in row["events"] if name in ("reshape", "change")] == [
+            "reshape",
+            "change",
+        ]
+    assert alone["events"] == ["change"]
+
+
+def test_checkpoint_is_loaded_while_a_step_is_not_final(world: dynmo.World, tmp_path: Path) -> None:
+    pipeline = make(world, post_validation=True)
+    pipeline.advance(*batch(0))
+    pipeline.save(tmp_path)
+    wanted = pipeline.step(*batch(1)).loss
+    pipeline.advance(*batch(2))
+    assert pipeline.load(tmp_path) == 1
+    results = pipeline.advance(*batch(1)) + pipeline.drain()
+    assert [(result.step, result.loss) for result in results] == [(1, wanted)]
+
+
+def test_wish_to_stop_is_seen_in_the_result(world: dynmo.World) -> None:
+    pipeline = make(world)
+    assert not pipeline.step(*batch(0)).stop
+    assert pipeline.step(*batch(1), stop=True).stop
+
+
+def test_learning_rate_follows_the_steps(world: dynmo.World) -> None:
+    rule = dynmo.LearningRate(warmup=2, decay="linear", min_lr_ratio=0.0)
+    pipeline = make(world, optimizer=dynmo.AdamW(lr=0.1), learning_rate=rule, steps=5)
+    rates = [pipeline.step(*batch(step)).rate for step in range(5)]
+    assert rates == pytest.approx([0.05, 0.1, 0.1, 0.05, 0.0])
+    with pytest.raises(ConfigError, match="steps"):
+        make(world, learning_rate=rule)
+
+
+def test_pruning_without_a_known_end_names_what_is_missing(world: dynmo.World) -> None:
+    with pytest.raises(ConfigError, match="give start and end"):
+        make(world, cases=[dynmo.Pruning()])
+    assert make(world, cases=[dynmo.Pruning()], steps=20).steps == 0

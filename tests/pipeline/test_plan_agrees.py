@@ -11,14 +11,14 @@ from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, elide
 from dynmo.cost.profile_file import Profile
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.planner.evaluate import PlanRequest, TooFullError, evaluate_partition
 from dynmo.planner.stage_schedule import plan_stages
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.bounds import Objective
+from dynmo.train.setup import model_of
 from tests.pool import Pool
 
 SCHEDULES = {"1f1b": 1, "zb-h1": 1, "zb-h2": 1, "zb-auto": 1, "zb-v": 2, "v-half": 2}
@@ -66,7 +66,7 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
         frozen = random.choice([0, 0, random.randrange(count)])
         costs = elide([layer(random, sized) for _ in range(count)], frozen, range(frozen))
         limit = random.randrange(4000, 40_000) if sized and random.random() < 0.7 else None
-        model = load_model(
+        model = model_of(
             parse(
                 {
                     "model": {

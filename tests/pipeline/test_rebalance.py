@@ -14,15 +14,14 @@ import pytest
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.dynamism import Change, Dynamism, Forecast, Layers
+from dynmo.dynamism.case import Change, Dynamism, Forecast, Layers
 from dynmo.errors import RunError
 from dynmo.events import Event, RebalanceResultEvent, to_json
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind, Schedule
-from dynmo.train.dry_run import dry_run
+from dynmo.train.setup import model_of, plan_run
 from dynmo.train.trainer import Trainer
 from tests.pool import JobFailed, Pool
 
@@ -188,12 +187,12 @@ def switching(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
     """A run whose layers 1 and 2 recompute. Each rank has four layers."""
     loaded = parse(config)
     told: list[Event] = []
-    trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
+    trainer = Trainer(loaded, world, model_of(loaded), None, listen=told.append)
 
     def recompute(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
         return frozenset({1, 2} if partition.counts == (4, 4) else ())
 
-    actions = trainer.pipeline.actions
+    actions = trainer.pipeline._engine.actions
     actions._layouts = replace(actions._layouts, recompute=recompute)
     trainer.run()
     return [to_json(event) for event in told]
@@ -220,8 +219,8 @@ def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
     """
     loaded = parse(config)
     told: list[Event] = []
-    trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
-    rebalancer, slow = trainer._rebalancer, cycle([range(4), range(4, 8)])
+    trainer = Trainer(loaded, world, model_of(loaded), None, listen=told.append)
+    rebalancer, slow = trainer.pipeline._loop.rebalancer, cycle([range(4), range(4, 8)])
     known, observe = rebalancer._costs, rebalancer.observe
 
     def costs() -> tuple[LayerCost, ...]:
@@ -231,7 +230,7 @@ def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
             replace(cost, f=2.5 * cost.f) if i in layers else cost for i, cost in enumerate(even)
         )
 
-    trainer.pipeline.schedule_keeper.links = {(0, 1): LinkCost(1e-4, 1e9)}
+    trainer.pipeline._engine.schedule_keeper.links = {(0, 1): LinkCost(1e-4, 1e9)}
     rebalancer._costs = costs
     rebalancer.observe = lambda step, seconds, busy: observe(step, 0.1, busy)
     trainer.run()
@@ -280,8 +279,8 @@ def forecasting(world: World, config: dict[str, Any]) -> str:
     Returns how it ends.
     """
     loaded = parse(config)
-    trainer = Trainer(loaded, world, load_model(loaded), None)
-    trainer._cases.append(Hopeful(world.rank))
+    trainer = Trainer(loaded, world, model_of(loaded), None)
+    trainer.pipeline._cases.append(Hopeful(world.rank))
     try:
         trainer.run()
     except RunError as error:
@@ -338,10 +337,10 @@ def read(
     """
     loaded = parse(config)
     events: list[Event] = []
-    trainer = Trainer(loaded, world, load_model(loaded), None, listen=events.append)
+    trainer = Trainer(loaded, world, model_of(loaded), None, listen=events.append)
     if told:
-        trainer._cases.append(Told(first))
-    pipeline, rebalancer = trainer.pipeline, trainer._rebalancer
+        trainer.pipeline._cases.append(Told(first))
+    pipeline, rebalancer = trainer.pipeline._engine, trainer.pipeline._loop.rebalancer
     profiler, seen, steps = pipeline.profiler, rebalancer.observe, count()
     profiler._clock, take = Numbers(), profiler.observe
 
@@ -455,7 +454,7 @@ def test_run_continues_if_no_placement_fits(pool: Pool) -> None:
         "balance": {"balancer": "exact", "every": 2},
         "trace": {"steps": 0},
     }
-    wanted["pipeline"]["memory_limit"] = max(dry_run(parse(wanted)).memory)
+    wanted["pipeline"]["memory_limit"] = max(plan_run(parse(wanted)).memory)
     events = pool.run("events", 2, config=wanted)[0]
     (told,) = of(events, "change")
     assert (told["step"], told["case"], told["layers"]) == (2, "balance", [])
@@ -464,7 +463,7 @@ def test_run_continues_if_no_placement_fits(pool: Pool) -> None:
     assert of(events, "end")[0]["reason"] == "done"
     # The same holds for another mesh, if one is asked for.
     wanted["train"] = wanted["train"] | {"reduction_slots": 2}
-    wanted["pipeline"]["memory_limit"] = max(dry_run(parse(wanted)).memory)
+    wanted["pipeline"]["memory_limit"] = max(plan_run(parse(wanted)).memory)
     events = pool.run("events", 2, config=wanted | {"elastic": {"reshape": True}})[0]
     assert of(events, "reshape") == []
     assert of(events, "end")[0]["reason"] == "done"

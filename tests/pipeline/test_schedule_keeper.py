@@ -10,16 +10,15 @@ import pytest
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, elide
-from dynmo.models.registry import load_model
+from dynmo.pipeline.assembly import make_engine
+from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import resident
-from dynmo.train.assembly import pipeline_for
-from dynmo.train.dry_run import dry_run
-from dynmo.train.shape_costs import shape_costs
+from dynmo.train.setup import model_of, plan_run
 from tests.pool import Pool
 
 CONFIG: dict[str, Any] = {
@@ -36,9 +35,9 @@ def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
     The run has not begun, has a frozen prefix, or trains that prefix again.
     """
     loaded = parse(config)
-    model = load_model(loaded)
-    pipeline = pipeline_for(loaded, world, model, uniform(model.layers, 2))
-    shapes = recompute_as_workspace(shape_costs(loaded, model), ())
+    model = model_of(loaded)
+    pipeline = make_engine(loaded.options, world, model, uniform(model.layers, 2))
+    shapes = recompute_as_workspace(shape_costs(loaded.options, model), ())
 
     def say(layers: tuple[LayerCost, ...]) -> list[Any]:
         schedule: Schedule = pipeline.schedule_for(pipeline.partition)
@@ -58,7 +57,7 @@ def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
 
 @pytest.mark.parametrize("over", [1.0, 1.3])
 def test_schedule_is_within_memory_from_the_first_step(pool: Pool, over: float) -> None:
-    least = max(dry_run(parse(CONFIG | {"pipeline": {"schedule": "1f1b"}})).memory)
+    least = max(plan_run(parse(CONFIG | {"pipeline": {"schedule": "1f1b"}})).memory)
     config = CONFIG | {"pipeline": {"schedule": "zb-auto", "memory_limit": int(over * least)}}
     first, frozen, thawed = pool.run(
         "tests.pipeline.test_schedule_keeper:schedules", 2, config=config
@@ -66,7 +65,7 @@ def test_schedule_is_within_memory_from_the_first_step(pool: Pool, over: float) 
     for _, memory, _ in (first, frozen, thawed):
         assert max(memory) <= over * least
     assert first == thawed
-    assert tuple(first[1]) == dry_run(parse(config)).memory, "what a dry run says"
+    assert tuple(first[1]) == plan_run(parse(config)).memory, "what a dry run says"
 
 
 def test_unlimited_schedule_keeps_at_most_twice_1f1b_memory(pool: Pool) -> None:
@@ -83,12 +82,12 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
     One has measured nothing, and one knows its layers' costs.
     """
     loaded = parse(config)
-    model = load_model(loaded)
+    model = model_of(loaded)
     out: list[str] = []
     for measured in (False, True):
-        pipeline = pipeline_for(loaded, world, model, uniform(model.layers, world.size))
+        pipeline = make_engine(loaded.options, world, model, uniform(model.layers, world.size))
         if measured:
-            shapes = recompute_as_workspace(shape_costs(loaded, model), ())
+            shapes = recompute_as_workspace(shape_costs(loaded.options, model), ())
             pipeline.actions.replan(
                 tuple(
                     replace(layer, activation_bytes=2 * layer.activation_bytes) for layer in shapes
@@ -109,8 +108,11 @@ def test_bytes_after_a_reshape_are_those_of_the_new_mesh(pool: Pool) -> None:
         "train": CONFIG["train"] | {"reduction_slots": 2},
         "parallel": {"pipeline": 4, "zero": 1},
     }
-    after = {"parallel": {"pipeline": 2, "data": 2, "zero": 1}, "pipeline": {"schedule": "1f1b"}}
-    least = max(dry_run(parse(config | after)).memory)
+    after = {
+        "parallel": {"pipeline": 2, "replicas": 2, "zero": 1},
+        "pipeline": {"schedule": "1f1b"},
+    }
+    least = max(plan_run(parse(config | after)).memory)
     config["pipeline"] = {"schedule": "zb-auto", "memory_limit": int(1.3 * least)}
     for unmeasured, before, after in pool.run(
         "tests.pipeline.test_schedule_keeper:reshaped", 4, config=config

@@ -46,7 +46,7 @@ def test_number_of_threads_that_torch_has_is_no_news(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("threads", [0, "2", 1025])
 def test_wrong_number_of_threads_is_refused(threads: Any) -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.threads"):
+    with pytest.raises(ConfigError, match=r"dynmo\.init: threads = "):
         init(device="cpu", threads=threads)
 
 

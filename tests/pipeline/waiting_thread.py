@@ -14,9 +14,10 @@ import torch
 
 import dynmo
 from dynmo.errors import RunError
+from dynmo.runtime.comm.world import World
 
 
-def wait(world: dynmo.World) -> None:
+def wait(world: World) -> None:
     with contextlib.suppress(RunError):
         world.wait(world.receive(torch.zeros(1), 1, 5), 1, "a message")
 

@@ -13,11 +13,11 @@ from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions, UpdateOptions
+from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.layer_options import LayerOptions
+from dynmo.train.setup import model_of
 
 MICROBATCHES = 3
 
@@ -46,7 +46,7 @@ def pipeline(
 
 def gpt(**model: Any) -> Engine:
     return pipeline(
-        load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8} | model}))
+        model_of(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8} | model}))
     )
 
 

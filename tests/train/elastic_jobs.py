@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from dynmo.cluster.members import own_member
 from dynmo.errors import ConfigError, RunError
+from dynmo.runtime.comm.announcement import announcement
 from dynmo.runtime.comm.lobby import Newcomer
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import migration
 from dynmo.train.joining import come_back, newcomer_identity
-from dynmo.train.rank_source import announcement, own_member
 from dynmo.train.trainer import RunResult
-from tests.jobs import load_model, parsed, train_elastic
+from tests.jobs import model_of, parsed, train_elastic
 
 
 def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
     world.park()
     assert world.home is not None
     loaded = parsed(config)
-    identity = newcomer_identity(loaded, load_model(loaded))
+    identity = newcomer_identity(loaded, model_of(loaded))
     if newcomer == "stays away":
         Newcomer(world.home, announcement(own_member(-1), identity), 20).wait()
         return {"left": True}
@@ -62,7 +63,7 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
 def _come(world: World, config: dict[str, Any]) -> dict[str, Any]:
     loaded = parsed(config)
     outside = RunResult(0.0, "", "", 0.0, False, 0, (), left=True)
-    model = load_model(loaded)
+    model = model_of(loaded)
     identity = newcomer_identity(loaded, model)
     result = come_back(loaded, world, model, identity, None, outside)
     return {"left": result.left, "digest": result.weights_digest}

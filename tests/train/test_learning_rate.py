@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from dynmo.config import TrainSection
-from dynmo.train.learning_rate import learning_rate
+from dynmo.config.sections import TrainSection
 
 
 def rates(**changes: Any) -> list[float]:
     train = TrainSection.model_validate(
         {"steps": 11, "lr": 1.0, "warmup": 0, "min_lr_ratio": 0.1} | changes
     )
-    return [learning_rate(train, step) for step in range(train.steps)]
+    return [train.at(step, train.steps, train.lr) for step in range(train.steps)]
 
 
 def test_learning_rate_warms_up_and_decays() -> None:

@@ -4,39 +4,57 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
-from dynmo.config import load, parse
+from dynmo.config import Config, load, parse
 from dynmo.errors import ConfigError
-from dynmo.train.setup import device_for, first_partition, memory_limit, warnings_of
+from dynmo.pipeline.placing import first_partition, memory_limit
+from dynmo.runtime.comm.world import World
+from dynmo.train.setup import device_for, warnings_of
+
+
+def limit_of(config: Config, device: torch.device) -> int | None:
+    """The limit of a rank of a world of the config's ranks on this device."""
+    staged = config.parallel.staged
+    world = SimpleNamespace(
+        device=device, staged=staged, everyone=SimpleNamespace(size=config.ranks)
+    )
+    return memory_limit(config.options, cast(World, world))
 
 
 def test_first_partition_follows_the_config() -> None:
     loaded = parse(
         {"model": {"blocks": 3}, "parallel": {"pipeline": 3}, "balance": {"initial": [1, 2, 5]}}
     )
-    assert first_partition(loaded, 8).counts == (1, 2, 5)
+    assert first_partition(loaded.options, 8).counts == (1, 2, 5)
     assert first_partition(
-        parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}}), 8
+        parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}}).options, 8
     ).counts == (3, 3, 2)
     own = {"kind": "python:a:b"}
     with pytest.raises(
         ConfigError,
         match=r"parallel.pipeline = 4 is more than the model's 3 layers; use fewer ranks",
     ):
-        first_partition(parse({"model": own, "parallel": {"pipeline": 4}}), 3)
-    with pytest.raises(ConfigError, match=r"balance.initial sums to 3, but the model has 4 layers"):
+        first_partition(parse({"model": own, "parallel": {"pipeline": 4}}).options, 3)
+    with pytest.raises(
+        ConfigError,
+        match=r"balance.initial = \[1, 2\] has 3 layers on 2 stages, but the model has 4 layers",
+    ):
         first_partition(
-            parse({"model": own, "parallel": {"pipeline": 2}, "balance": {"initial": [1, 2]}}), 4
+            parse(
+                {"model": own, "parallel": {"pipeline": 2}, "balance": {"initial": [1, 2]}}
+            ).options,
+            4,
         )
 
 
 def test_memory_limit_and_device_follow_the_config() -> None:
     cpu = torch.device("cpu")
-    assert memory_limit(parse({}), cpu) is None
-    assert memory_limit(parse({"pipeline": {"memory_limit": "1KiB"}}), cpu) == 1024
+    assert limit_of(parse({}), cpu) is None
+    assert limit_of(parse({"pipeline": {"memory_limit": "1KiB"}}), cpu) == 1024
     assert device_for(parse({"parallel": {"device": "cpu"}}), 0) == cpu
     if not torch.cuda.is_available():
         assert device_for(parse({}), 0) == cpu
@@ -96,9 +114,9 @@ def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     shared = parse({"model": {"blocks": 3}, "parallel": {"pipeline": 5, "backend": "gloo"}})
     assert [device_for(shared, rank).index for rank in range(5)] == chosen == [0, 1, 0, 1, 0]
-    whole = memory_limit(parse({}), torch.device("cuda", 0))
+    whole = limit_of(parse({}), torch.device("cuda", 0))
     assert whole is not None
-    assert memory_limit(shared, torch.device("cuda", 0)) == whole // 3
+    assert limit_of(shared, torch.device("cuda", 0)) == whole // 3
     with pytest.raises(
         ConfigError,
         match=(
@@ -114,8 +132,8 @@ def test_memory_limit_leaves_a_reserve_on_the_device(monkeypatch: pytest.MonkeyP
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30)
     )
     cuda = torch.device("cuda", 0)
-    whole = memory_limit(parse({}), cuda)
+    whole = limit_of(parse({}), cuda)
     assert whole is not None
     assert 72 << 30 < whole < 73 << 30
-    assert memory_limit(parse({"parallel": {"pipeline": 4, "slices": True}}), cuda) == whole // 4
-    assert memory_limit(parse({"pipeline": {"memory_limit": "80GiB"}}), cuda) == 80 << 30
+    assert limit_of(parse({"parallel": {"pipeline": 4, "slices": True}}), cuda) == whole // 4
+    assert limit_of(parse({"pipeline": {"memory_limit": "80GiB"}}), cuda) == 80 << 30

@@ -2,7 +2,7 @@
 
 They are neighbours and send each other rows.
 
-    parallel.data = 4, parallel.expert = 2         replicas  0 1 | 2 3
+    parallel.replicas = 4, parallel.expert = 2         replicas  0 1 | 2 3
                                                    experts   0-3 4-7 | 0-3 4-7
 
 Its messages have a process group of their own. Another thread sums gradients over the replicas

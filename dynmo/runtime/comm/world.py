@@ -205,7 +205,14 @@ class World:
         self._lift_limit(self.group)
 
     @classmethod
-    def adopt(cls, ranks: Sequence[int], *, device: torch.device, timeout: float) -> World:
+    def adopt(
+        cls,
+        ranks: Sequence[int],
+        *,
+        device: torch.device,
+        timeout: float,
+        staged: bool = False,
+    ) -> World:
         """Makes a world of ranks that have met before, within their process groups.
 
         These are the program's own process groups. Only these ranks call it.
@@ -214,15 +221,17 @@ class World:
             ranks: Ranks of torch's default group, in ascending order. They become ranks 0, 1, ...
             device: Device on which this rank computes.
             timeout: Seconds that a rank waits for another.
+            staged: Whether all messages pass through host memory.
 
         Raises:
             WaitTimeout: A rank did not call in time.
             RankDied: A rank ended meanwhile.
         """
-        group = form_group_within(ranks, backend=backend_of(device.type == "cuda"), timeout=timeout)
+        on_cuda = device.type == "cuda" and not staged
+        group = form_group_within(ranks, backend=backend_of(on_cuda), timeout=timeout)
         rank = ranks.index(dist.get_rank())
         store = dist.PrefixStore(f"dynmo/{'-'.join(map(str, ranks))}", default_store())
-        world = cls(rank, len(ranks), device, timeout, 0, store, group)
+        world = cls(rank, len(ranks), device, timeout, 0, store, group, staged=staged)
         world.process_group, world._torch_ranks = group, tuple(ranks)
         world._lift_limit(group)
         return world

@@ -151,7 +151,7 @@ class Executor:
 
 
 def _at(batch: Tensor | None, microbatch: int) -> Tensor:
-    assert batch is not None, "a first stage needs inputs, a last stage targets"
+    assert batch is not None, "a first stage needs inputs"
     return batch[microbatch]
 
 
@@ -232,7 +232,7 @@ class _ProgramRun:
         x = self._arrived.pop((Direction.ACTIVATION, s, j)) if takes else (_at(self._inputs, j),)
         self._streams.need((Direction.ACTIVATION, s, j), x)
         start = self._mark()
-        targets = _at(self._targets, j) if to is None else None
+        targets = None if to is not None or self._targets is None else self._targets[j]
         y = self._stages[s].forward(j, x, self._step, targets, self._training)
         if to is None:
             # With its graph the loss would live until nobody needs the step any more.

@@ -16,7 +16,7 @@ from dynmo.kernels.torch_private import scale_all
 from dynmo.runtime.engine.executor import StepOutput
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE
 from dynmo.runtime.engine.profiler import Profiler
-from dynmo.runtime.engine.step_reduction import StepReduction, StepResult
+from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
 from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.runtime.optim.optimizer import LayerOptimizer, clip_factor
 from dynmo.runtime.state.layer_store import LayerStore
@@ -46,7 +46,7 @@ class OptimizerStep:
 
     def update(
         self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int
-    ) -> tuple[StepResult, str | None]:
+    ) -> tuple[StepRecord, str | None]:
         """Agrees on the step with all ranks and applies it.
 
         Args:
@@ -136,7 +136,7 @@ class OptimizerStep:
         )
         return CLIPPED if clips else None
 
-    def error(self, result: StepResult) -> RunError | None:
+    def error(self, result: StepRecord) -> RunError | None:
         """Returns the error that ends the run after a loss or norm that is not finite.
 
         Returns None if the step is skipped: gradients overflowed under a loss scale that may fall.
@@ -162,7 +162,7 @@ class OptimizerStep:
             f"was updated. {what}"
         )
 
-    def skipped(self, result: StepResult) -> StepResult:
+    def skipped(self, result: StepRecord) -> StepRecord:
         return replace(result, squared_norms=(0.0,) * self._layer_store.model.layers, skipped=True)
 
     # -- changes to the layers ---------------------------------------------------------------------

@@ -28,7 +28,7 @@ from dynmo.runtime.engine.norm_ring import (
     Rollback,
 )
 from dynmo.runtime.engine.optimizer_step import OptimizerStep
-from dynmo.runtime.engine.step_reduction import StepResult
+from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.state.layer_store import LayerStore
 
 
@@ -67,7 +67,7 @@ class PostValidation:
         self._ring = NormRing(layer_store.world, layer_store.layout.processes, end.table.length)
         self._copies = copies
         self._pending: _Pending | None = None
-        self._done: list[StepResult] = []  # results that nobody has been given yet
+        self._done: list[StepRecord] = []  # results that nobody has been given yet
         self._failure: DynmoError | None = None
         self._begun = 0.0  # when the program started that now runs
 
@@ -154,7 +154,7 @@ class PostValidation:
         self.settle()
         return self._layer_store
 
-    def drain(self) -> tuple[StepResult, ...]:
+    def drain(self) -> tuple[StepRecord, ...]:
         """Waits until the last step is final.
 
         Returns:
@@ -227,7 +227,7 @@ class PostValidation:
         assert failure is not None
         raise failure
 
-    def observed(self, result: StepResult, failed: str | None) -> StepResult:
+    def observed(self, result: StepRecord, failed: str | None) -> StepRecord:
         """Records a step with a barrier as its verdict would have been.
 
         The policy can then remove the barrier again.
@@ -245,11 +245,11 @@ class PostValidation:
             else result
         )
 
-    def add(self, result: StepResult) -> None:
+    def add(self, result: StepRecord) -> None:
         """Adds the result of a step that is final."""
         self._done.append(result)
 
-    def take_done(self) -> tuple[StepResult, ...]:
+    def take_done(self) -> tuple[StepRecord, ...]:
         """Returns the results of final steps that were not given before, in order."""
         done, self._done = tuple(self._done), []
         return done

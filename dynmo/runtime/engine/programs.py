@@ -76,6 +76,7 @@ class Programs:
         targets: Tensor | None,
         microbatches: int,
         keys: Keys | None = None,
+        outputs: dict[int, object] | None = None,
     ) -> float:
         """Evaluates the mean loss.
 
@@ -84,6 +85,7 @@ class Programs:
             targets: [microbatches, ...] on the rank of the last stage.
             microbatches: Number of microbatches.
             keys: Key of each microbatch for the output cache, as in `Engine.step`.
+            outputs: Takes the model's output of each microbatch on the rank of the last stage.
 
         Returns:
             The mean loss on the rank of the last stage, 0 elsewhere.
@@ -102,9 +104,14 @@ class Programs:
         for layer in layer_store.layers.values():
             layer.module.eval()
         layer_store.outputs.begin(keys, training=False)
+        executor = self._evaluators[microbatches]
+        for stage in executor.stages.values():
+            stage.collected = outputs
         # A stage chooses for itself what keeps a graph. Here nothing does.
         with torch.enable_grad():
-            step_output = self._evaluators[microbatches].run(0, inputs, targets, training=False)
+            step_output = executor.run(0, inputs, targets, training=False)
+        for stage in executor.stages.values():
+            stage.collected = None
         for layer in layer_store.layers.values():
             layer.marks.clear()
         return mean_loss(step_output.losses)

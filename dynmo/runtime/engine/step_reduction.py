@@ -30,9 +30,9 @@ _ROWS = 6
 _UNCOUNTED = -100
 
 
-@dataclass(frozen=True, repr=False)
-class StepResult:
-    """Result of one step. It is the same on every rank.
+@dataclass(frozen=True)
+class StepRecord:
+    """Record of one step. It is the same on every rank.
 
     Attributes:
         step: Number of the step.
@@ -65,13 +65,6 @@ class StepResult:
     switch: Switch | None = None
     skipped: bool = False
     uncounted: tuple[int, int] | None = None
-
-    def __repr__(self) -> str:
-        skipped = ", skipped=True" if self.skipped else ""
-        return (
-            f"StepResult(step={self.step}, loss={self.loss:.6g}, norm={self.norm:.6g}, "
-            f"idle_ratio={self.idle_ratio:.2f}{skipped})"
-        )
 
     @property
     def idle_ratio(self) -> float:
@@ -188,7 +181,7 @@ class StepReduction:
 
     def read(
         self, step: int, table: Tensor, step_output: StepOutput, loss_scale: float
-    ) -> StepResult:
+    ) -> StepRecord:
         """Reads the result of a step from the complete table.
 
         Args:
@@ -212,7 +205,7 @@ class StepReduction:
             for column, number in enumerate(uncounted)
             if number
         ]
-        return StepResult(
+        return StepRecord(
             step,
             loss,
             norm,

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from dynmo.errors import ConfigError, RunError
-from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.sparse_linear import guarded
 from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
@@ -121,7 +120,7 @@ class Layer:
         self.tape = WeightTape()
         self.tape.run, self.tape.taking = self._timed, False
         install(module, self.tape)
-        self._run = guarded(index, module, compiled(module) if compiles else module)
+        self._run = guarded(index, module, _compiled(module) if compiles else module)
 
     def _timed(self, work: WeightWork) -> None:
         start = self._clock.mark()
@@ -571,3 +570,9 @@ def _storage_bytes(tensors: Iterable[Tensor], inputs: Tensors) -> int:
     sizes = {_storage(t): t.untyped_storage().nbytes() for t in tensors}
     sizes |= {_storage(x): x.nbytes for x in inputs if _storage(x) in sizes}
     return sum(sizes.values())
+
+
+def _compiled(module: nn.Module) -> Callable[..., Any]:
+    from dynmo.kernels.compiling import compiled
+
+    return compiled(module)

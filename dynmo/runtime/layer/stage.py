@@ -5,6 +5,7 @@ The methods are forward, backward_input and backward_weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import cast
@@ -31,7 +32,13 @@ class Stage:
         outputs: Keeps the outputs of the first `kept` layers for each microbatch.
         kept: Number of leading layers that are frozen.
         device: Device of the tensor that holds the share. A copy to it would hold up each B.
+
+    Attributes:
+        collected: Takes the model's output of each microbatch, on the last stage. None takes
+            nothing.
     """
+
+    collected: dict[int, object] | None = None
 
     def __init__(
         self,
@@ -70,7 +77,8 @@ class Stage:
             microbatch: Index of the microbatch in the run.
             tensors: Inputs of the first layer.
             step: Number of the step. It seeds what layers draw.
-            targets: Targets of the loss, on the last stage.
+            targets: Targets of the loss, on the last stage. They may be None if outputs are
+                collected. The loss is then NaN.
             training: Whether to keep what B needs.
 
         Returns:
@@ -81,16 +89,20 @@ class Stage:
             tensors = self._outputs.forward(self._kept, microbatch, tensors, step)
         for layer in self._run:
             ends = self._loss is not None and layer is self.layers[-1]
-            finish = partial(self._finish, targets) if ends else None
+            finish = partial(self._finish, microbatch, targets) if ends else None
             graph = training and layer.index >= self._first_trainable
             tensors = layer.forward(
                 microbatch, tensors, step, graph, layer.index > self._first_trainable, finish
             )
         return tensors
 
-    def _finish(self, targets: Tensor | None, output: Tensor) -> Tensor:
+    def _finish(self, microbatch: int, targets: Tensor | None, output: Tensor) -> Tensor:
         assert self._loss is not None
-        assert targets is not None
+        if self.collected is not None:
+            self.collected[microbatch] = _copy(output)  # a loss may write to the output
+            if targets is None:
+                return torch.full((), math.nan, device=self._device)
+        assert targets is not None, "a last stage needs targets"
         # A loss may write to its targets (to mask some, say). They may be a view of the batch, and
         # a recompute needs them again.
         loss = cast(object, self._loss(output, targets.clone()))
@@ -149,3 +161,10 @@ class Stage:
     def clear(self) -> None:
         for layer in self.layers:
             layer.clear()
+
+
+def _copy(output: object) -> object:
+    """Returns copies of tensors without their graph. Lists become tuples."""
+    if isinstance(output, tuple | list):
+        return tuple(map(_copy, cast("Sequence[object]", output)))
+    return output.detach().clone() if isinstance(output, Tensor) else output

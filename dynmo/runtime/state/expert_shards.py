@@ -1,6 +1,6 @@
 """Placement of the experts of each layer on the replicas (expert parallelism).
 
-    parallel.data = 2, parallel.expert = 2         replica 0            replica 1
+    parallel.replicas = 2, parallel.expert = 2         replica 0            replica 1
     an experts half with 4 experts                 norm, router         norm, router      (the same)
                                                    experts 0, 1         experts 2, 3
 
@@ -43,7 +43,7 @@ class ExpertShards:
     def __init__(self, world: World, ranks: int, modules: Sequence[nn.Module]) -> None:
         if world.replicas % ranks:
             raise ConfigError(
-                f"parallel.expert = {ranks} does not divide parallel.data = {world.replicas}"
+                f"parallel.expert = {ranks} does not divide parallel.replicas = {world.replicas}"
             )
         self._world = world
         self.placements: dict[int, ExpertPlacement] = {}

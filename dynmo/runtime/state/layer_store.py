@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +40,12 @@ from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.optim.replicas import Replicas
 from dynmo.runtime.optim.tied_weights import TiedWeights
 from dynmo.runtime.optim.zero import cut_state, whole_state
-from dynmo.runtime.state.expert_shards import ExpertShards
 from dynmo.runtime.state.frozen_weights import Frozen
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.runtime.state.migration import Arrival, Contents, fill
+
+if TYPE_CHECKING:
+    from dynmo.runtime.state.expert_shards import ExpertShards
 
 # Prefix of the tensors of dynamic cases, among the layer's optimizer state.
 _KEPT = "case:"
@@ -101,7 +104,7 @@ class LayerStore:
             _check_same(world, self.identity)
         # The experts that each replica holds, with expert parallelism.
         self.experts = (
-            ExpertShards(world, sharing.expert, self.modules)
+            _shards(world, sharing.expert, self.modules)
             if self.shares_experts and not is_bare
             else None
         )
@@ -290,7 +293,7 @@ class LayerStore:
         if self.experts is not None:
             self.experts.renew(self.world)
         elif self.shares_experts:
-            self.experts = ExpertShards(self.world, self._sharing.expert, self.modules)
+            self.experts = _shards(self.world, self._sharing.expert, self.modules)
             for index, placement in (experts or {}).items():
                 self.experts.take_note(index, self.modules[index], placement)
         self.replicas = self._new_replicas()
@@ -398,6 +401,12 @@ class LayerStore:
         }
 
 
+def _shards(world: World, ranks: int, modules: Sequence[nn.Module]) -> ExpertShards:
+    from dynmo.runtime.state.expert_shards import ExpertShards
+
+    return ExpertShards(world, ranks, modules)
+
+
 def _check_same(world: World, identity: Identity) -> None:
     """Raises ConfigError on every rank if the ranks have built different models."""
     parts = list(identity.parts())
@@ -432,9 +441,8 @@ def _check(index: int, module: nn.Module, replicas: int) -> None:
     if replicas > 1 and renormalised is not None:
         raise ConfigError(
             f"layer {index}: the embedding {renormalised or 'itself'} has max_norm, so its forward "
-            "writes to its weight, of which every "
-            "replica would have its own; use parallel.data = 1 without [elastic] reshape, or no "
-            "max_norm"
+            "writes to its weight, of which every replica would have its own; use "
+            "parallel.replicas = 1 without [elastic] reshape, or no max_norm"
         )
 
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from dynmo.config import parse
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import RunError
-from dynmo.models.registry import load_model
-from dynmo.pipeline.engine import Engine, StepResult
-from dynmo.pipeline.options import UpdateOptions
+from dynmo.pipeline.engine import Engine, StepRecord
+from dynmo.pipeline.engine_options import UpdateOptions
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.simulator import simulate
+from dynmo.train.setup import model_of
 from tests.pool import Pool
 from tests.runtime.alone import pipeline, tokens
 
@@ -152,12 +152,12 @@ def test_in_place_rollback_is_close_to_a_barrier(pool: Pool) -> None:
 
 def own_pipeline(kind: str = "gpt", **update: Any) -> Engine:
     sizes = {"blocks": 1, "hidden": 16, "heads": 2} if kind == "gpt" else {}
-    model = load_model(parse({"model": {"kind": kind, "sequence": 4, **sizes}}))
+    model = model_of(parse({"model": {"kind": kind, "sequence": 4, **sizes}}))
     return pipeline(model, update=UpdateOptions(**update))
 
 
-def trained(pipeline: Engine, steps: int, max_norm: float) -> list[StepResult]:
-    results: list[StepResult] = []
+def trained(pipeline: Engine, steps: int, max_norm: float) -> list[StepRecord]:
+    results: list[StepRecord] = []
     for step in range(steps):
         results += pipeline.advance(step, *tokens(step, 4), lr=0.003, max_norm=max_norm)
     return [*results, *pipeline.drain()]

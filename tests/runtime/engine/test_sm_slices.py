@@ -16,11 +16,10 @@ import torch
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions, UpdateOptions
+from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
 from dynmo.runtime.engine.sm_slices import cut, sizes
-from dynmo.train.setup import check_world, device_for, memory_limit
+from dynmo.train.setup import check_world, device_for, model_of
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone
 
@@ -62,14 +61,13 @@ def test_slices_without_a_gpu_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.slices"):
         device_for(config, 0)
     assert device_for(parse(CONFIG), 0) == torch.device("cpu")
-    assert memory_limit(parse(CONFIG), torch.device("cpu")) is None
 
 
 def test_pipeline_on_slices_is_one_process() -> None:
     config = parse(CONFIG)
-    assert (config.ranks, config.stages, config.slices) == (1, 3, 3)
+    assert (config.ranks, config.stages) == (1, 3)
     check_world(config, rendezvous(1))
-    with pytest.raises(ConfigError, match=r"3 ranks.* parallel\.data"):
+    with pytest.raises(ConfigError, match=r"3 ranks.*parallel\.replicas"):
         check_world(config, rendezvous(3))
 
 
@@ -80,7 +78,7 @@ def rendezvous(size: int) -> Any:
 
 
 def test_slices_cannot_be_reshaped_or_post_validated() -> None:
-    model = load_model(parse(CONFIG))
+    model = model_of(parse(CONFIG))
     pipeline = Engine(
         alone(),
         model,

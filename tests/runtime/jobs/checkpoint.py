@@ -14,12 +14,12 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.errors import ConfigError, RunError
 from dynmo.models.model import from_factories, next_token_loss
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import StepOptions
+from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.layer_options import LayerOptions
+from dynmo.train.setup import model_of
 from tests.full_disk import full_at
 from tests.runtime.jobs.migrate import fingerprint
 
@@ -37,7 +37,7 @@ def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = No
     loaded = parse(config or {"model": GPT})
     return Engine(
         world,
-        load_model(loaded),
+        model_of(loaded),
         Partition(tuple(counts)),
         StepOptions("zb-h1", microbatches=3),
         layers=LayerOptions(seed=loaded.seed),
@@ -136,7 +136,7 @@ def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> 
     """
     pipeline = Engine(
         world,
-        load_model(parse({"model": GPT})),
+        model_of(parse({"model": GPT})),
         uniform(6, world.size),
         StepOptions("zb-h1", microbatches=3, w_granularity=w_granularity),
     )

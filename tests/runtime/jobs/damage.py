@@ -15,8 +15,8 @@ from torch import nn
 import dynmo
 from dynmo.config import parse
 from dynmo.errors import DynmoError
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
 STEPS = 4
@@ -25,7 +25,7 @@ STEPS = 4
 def train(world: World, config: dict[str, Any], folder: str) -> str:
     """Trains in a folder, and returns the digest of the weights."""
     loaded = parse(config)
-    return Trainer(loaded, world, load_model(loaded), Path(folder)).run().weights_digest
+    return Trainer(loaded, world, model_of(loaded), Path(folder)).run().weights_digest
 
 
 def resume_each(world: World, config: dict[str, Any], folders: list[str]) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def resume_each(world: World, config: dict[str, Any], folders: list[str]) -> lis
     loaded = parse(config)
 
     def resume(folder: str) -> str:
-        trainer = Trainer(loaded, world, load_model(loaded), Path(folder), resume=True)
+        trainer = Trainer(loaded, world, model_of(loaded), Path(folder), resume=True)
         return trainer.run().weights_digest
 
     return [_ended(resume, folder) for folder in folders]

@@ -10,7 +10,6 @@ from torch import nn
 
 from dynmo.errors import RunError
 from dynmo.models.experts import halves
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.expert_group import ExpertGroup
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
@@ -18,6 +17,7 @@ from dynmo.runtime.layer.accumulation import Tree
 from dynmo.runtime.optim.expert_reduction import SharedExpert, reduce_experts
 from dynmo.runtime.optim.gradient_reduction import drop_missing
 from dynmo.runtime.optim.optimizer import Share, cut
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 from tests.jobs import parsed
 
@@ -28,11 +28,11 @@ def holdings(world: World, config: dict[str, Any]) -> dict[str, Any]:
     Also returns the measured bytes of all layers.
     """
     loaded = parsed(config)
-    trainer = Trainer(loaded, world, load_model(loaded), None)
+    trainer = Trainer(loaded, world, model_of(loaded), None)
     trainer.run()
     held = {
         index: [expert for expert, weight in enumerate(half.gate_up.weights) if weight is not None]
-        for index, (module, _) in trainer.pipeline.own_layers.items()
+        for index, (module, _) in trainer.pipeline._engine.own_layers.items()
         for half in halves(module)
     }
     costs = trainer.pipeline.costs()

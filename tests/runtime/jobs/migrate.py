@@ -14,11 +14,11 @@ from dynmo.balance.partition import Move, Partition, moves
 from dynmo.config import parse
 from dynmo.errors import RunError
 from dynmo.kernels.seeds import mix
-from dynmo.models.registry import load_model
 from dynmo.runtime.comm.tags import TAG_MIGRATE
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.state.migration import Arrival, _receive_text, contents, exchange, fill
+from dynmo.train.setup import model_of
 from tests.runtime.jobs.executor import bits_of
 
 
@@ -47,7 +47,7 @@ class Held:
 
     def __init__(self, world: World, kind: dict[str, Any], partition: Partition) -> None:
         self.world, self.partition = world, partition
-        self.model = load_model(parse({"model": kind}))
+        self.model = model_of(parse({"model": kind}))
         own = partition.range_of(world.rank)
         self.modules = self.model.build(frozenset(own))
         for index in range(0, self.model.layers, 3):
@@ -111,7 +111,7 @@ def migrate(world: World, kind: dict[str, Any], seed: int, rounds: int) -> dict[
         Fingerprints of the own layers, and the bytes moved.
     """
     random = Random(seed)
-    layers = load_model(parse({"model": kind})).layers
+    layers = model_of(parse({"model": kind})).layers
     held = Held(world, kind, any_partition(layers, world.size, random))
     moved = 0
     for step in range(rounds):

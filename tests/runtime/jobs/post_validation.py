@@ -11,13 +11,13 @@ from torch import Tensor
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.errors import DynmoError
-from dynmo.models.registry import load_model
-from dynmo.pipeline.engine import Engine, StepResult
-from dynmo.pipeline.options import StepOptions, UpdateOptions
+from dynmo.pipeline.engine import Engine, StepRecord
+from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.norm_ring import NON_FINITE
 from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.schedule.catalogue import placement_of
+from dynmo.train.setup import model_of
 from tests.runtime.jobs.migrate import any_partition
 
 PV_STEPS = 7
@@ -51,7 +51,7 @@ def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
 def _made(world: World, schedule: str, kind: str, update: UpdateOptions) -> Engine:
     """Makes a pipeline with a loss scale, so that an overflow skips its step."""
     gpt = {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4, "dropout": 0.1}
-    model = load_model(parse({"model": gpt if kind == "gpt" else {"kind": f"python:{kind}"}}))
+    model = model_of(parse({"model": gpt if kind == "gpt" else {"kind": f"python:{kind}"}}))
     stages = len(placement_of(schedule, world.size))
     pipeline = Engine(
         world, model, uniform(model.layers, stages), StepOptions(schedule, 12), update
@@ -79,7 +79,7 @@ def validated(
     now = [0]
     _spoiled(pipeline, faults, now)
     random = Random(stages)
-    results: list[StepResult] = []
+    results: list[StepRecord] = []
     seen: list[Any] = []
     for step in range(PV_STEPS):
         if changes and step % 3 == 2:
@@ -120,7 +120,7 @@ def validated_raises(world: World, schedule: str, fault: str) -> dict[str, Any]:
         fault: "overflow" on the last rank, with nobody to skip it, or "batch": the last rank is
             given another one.
     """
-    whole = load_model(parse({"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4}}))
+    whole = model_of(parse({"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4}}))
     pipeline = Engine(
         world,
         whole,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dynmo.config import accumulation_problem
+from dynmo.balance.meshes import accumulation_problem
 from dynmo.cost.layer_cost import most_pending_gradients
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.accumulation import AccumulationGroups, Tree

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dynmo.errors import RunError
 from dynmo.models.model import Model, from_factories, next_token_loss
-from dynmo.pipeline.options import UpdateOptions
+from dynmo.pipeline.engine_options import UpdateOptions
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.split_backward import Layer, Tensors

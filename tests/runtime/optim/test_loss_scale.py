@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.config import TrainSection
+from dynmo.config.sections import TrainSection
 from dynmo.runtime.optim.loss_scale import INITIAL, WINDOW, LossScaler, make_scaler
 
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, RunError
 from dynmo.models.model import Model, from_factories, next_token_loss
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.options import UpdateOptions
+from dynmo.pipeline.engine_options import UpdateOptions
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state import checkpoint
+from dynmo.train.setup import model_of
 from tests.full_disk import full_at
 from tests.pool import Pool
 from tests.runtime.alone import gpt, pipeline, tokens
@@ -395,7 +395,7 @@ def test_the_damaged_field_of_a_layer_is_named(
 @pytest.mark.parametrize("function", ["bare", "layers"])
 def test_layers_with_no_or_complex_tensors_are_restored(tmp_path: Path, function: str) -> None:
     config = parse({"model": {"kind": f"python:tests.models.user_model:{function}"}})
-    pipe, other = pipeline(load_model(config)), pipeline(load_model(config))
+    pipe, other = pipeline(model_of(config)), pipeline(model_of(config))
     pipe.step(0, *tokens(0), lr=0.1)
     path = save(pipe, tmp_path, 1)
     checkpoint.verify(path)
@@ -431,7 +431,7 @@ def test_checkpoint_of_another_optimizer_is_refused(
 
     def built(name: Any) -> Engine:
         settings = OptimizerSettings(name, momentum=0.9)
-        model = load_model(parse({"model": {"blocks": 1, "hidden": 16, "heads": 2, "sequence": 8}}))
+        model = model_of(parse({"model": {"blocks": 1, "hidden": 16, "heads": 2, "sequence": 8}}))
         return pipeline(model, update=UpdateOptions(optimizer=settings))
 
     first = built(saved)

@@ -11,11 +11,11 @@ from torch import nn
 from dynmo.balance.expert_placement import ExpertPlacement, even_placement
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.models.registry import load_model
+from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.expert_moves import arrivals
 from dynmo.runtime.state.expert_shards import ExpertShards
-from dynmo.train.shape_costs import shape_costs
+from dynmo.train.setup import model_of
 from tests.pool import Pool
 
 JOBS = "tests.runtime.jobs.experts:"
@@ -32,7 +32,7 @@ def tables(**parallel: int) -> dict[str, Any]:
             "sequence": 8,
         },
         "train": {"steps": 3, "global_batch": 8, "micro_batch": 1, "reduction_slots": 4},
-        "parallel": {"pipeline": 1, "data": 2, "expert": 2, "timeout": 20.0, **parallel},
+        "parallel": {"pipeline": 1, "replicas": 2, "expert": 2, "timeout": 20.0, **parallel},
         "balance": {"balancer": "none"},
         "trace": {"steps": 0},
     }
@@ -49,7 +49,7 @@ def test_replica_holds_its_share_of_the_experts(pool: Pool, zero: int) -> None:
     )
     told = [
         [c.weight_bytes, c.gradient_bytes, c.optimizer_bytes]
-        for c in shape_costs(parse(wanted), load_model(parse(wanted)))
+        for c in shape_costs(parse(wanted).options, model_of(parse(wanted)))
     ]
     for layer in (2, 4):
         # A counter of 4 bytes each parameter. ZeRO-1 cuts at whole norm blocks.
@@ -104,13 +104,13 @@ def test_moved_expert_comes_from_one_holder() -> None:
     ("modules", "ranks", "expected"),
     [
         ([nn.Linear(2, 2)], 2, "no layer of the model has experts"),
-        ("moe", 3, "does not divide parallel.data = 2"),
+        ("moe", 3, "does not divide parallel.replicas = 2"),
     ],
 )
 def test_experts_that_cannot_be_shared_are_refused(modules: Any, ranks: int, expected: str) -> None:
     device, store = torch.device("cpu"), torch.distributed.HashStore()
     world = World(0, 1, device, 1.0, 0, store).with_peers(World(0, 2, device, 1.0, 0, store))
     if modules == "moe":
-        modules = load_model(parse(tables())).build(())
+        modules = model_of(parse(tables())).build(())
     with pytest.raises(ConfigError, match=expected):
         ExpertShards(world, ranks, modules)

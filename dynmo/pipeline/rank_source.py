@@ -6,99 +6,22 @@ Actions and faults of the resource manager become events. None of them stops the
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from dynmo.cluster.choose import make_releaser
-from dynmo.cluster.launch_folder import launch_folder
+from dynmo.cluster.members import count_text, describe
+from dynmo.cluster.options import Elastic
 from dynmo.cluster.releaser import Member, Releaser
-from dynmo.config import Config
 from dynmo.errors import RunError
 from dynmo.events import Event, FaultEvent, ReleaseEvent, now
-from dynmo.models.identity import Identity, first_of, identity_from
+from dynmo.models.identity import Identity, first_of
+from dynmo.runtime.comm.announcement import announcement_from
 from dynmo.runtime.comm.lobby import Lobby
 from dynmo.runtime.comm.world import World
 
 # Seconds between two looks into the lobby.
 _LOOK = 0.25
-
-
-def own_member(rank: int) -> Member:
-    """Returns the place where this process runs.
-
-    Args:
-        rank: Number of this process.
-    """
-    host, process = socket.gethostname(), os.environ.get("DYNMO_PROCESS", "")
-    node = os.environ.get("SLURMD_NODENAME") or os.environ.get("POD_NAME") or host
-    return Member(rank, host, os.getpid(), node, int(process) if process.isdigit() else None)
-
-
-def member_text(member: Member) -> str:
-    """Returns a member as text for the other ranks."""
-    return json.dumps(asdict(member))
-
-
-def member_from(text: str) -> Member:
-    """Reads the text of `member_text`.
-
-    Raises:
-        RunError: It is none.
-    """
-    try:
-        return Member(**json.loads(text))
-    except (ValueError, TypeError):
-        raise RunError(
-            "the store of the run does not say where each rank runs; has something else written to "
-            "it?"
-        ) from None
-
-
-def announcement(member: Member, identity: Identity) -> str:
-    """Returns what a newcomer says of itself."""
-    return json.dumps({"member": asdict(member), "identity": identity.model_dump()})
-
-
-def announcement_from(text: str) -> tuple[Member, Identity]:
-    """Reads the text of `announcement`.
-
-    Raises:
-        RunError: It is none.
-    """
-    try:
-        record = json.loads(text)
-        return Member(**record["member"]), identity_from(record["identity"])
-    except (ValueError, TypeError, LookupError):
-        raise RunError("what it says of itself cannot be read") from None
-
-
-def describe(member: Member) -> str:
-    """Returns the name of a process for a person."""
-    return f"{member.node}:{member.pid}"
-
-
-def count_text(count: int) -> str:
-    """Returns a number of ranks in words."""
-    return f"{count} more rank{'' if count == 1 else 's'}"
-
-
-def tell_launcher(left: Sequence[Member], generation: int) -> None:
-    """Tells dynmo's launcher, if it started these processes, that they are no ranks any more.
-
-    Args:
-        left: Ranks that are out of the run.
-        generation: Number of the meeting that is the first without them.
-    """
-    launcher = launch_folder()
-    for member in left:
-        if launcher is not None and member.process is not None:
-            # On a full disk the end of such a process must be a good one.
-            with contextlib.suppress(OSError):
-                launcher.leave(member.process, generation)
 
 
 class RankSource:
@@ -262,11 +185,11 @@ class RankSource:
         return FaultEvent(-1, now(), what)
 
 
-def make_source(config: Config, world: World, identity: Identity) -> RankSource | None:
+def make_source(elastic: Elastic, world: World, identity: Identity) -> RankSource | None:
     """Makes rank 0's source of ranks.
 
     Args:
-        config: Config of the run.
+        elastic: Options of the run.
         world: All ranks.
         identity: What decides the numbers of the run.
 
@@ -278,6 +201,6 @@ def make_source(config: Config, world: World, identity: Identity) -> RankSource 
     """
     if world.rank or world.home is None:
         return None
-    releaser = make_releaser(config)
+    releaser = make_releaser(elastic)
     lobby = Lobby(world.home, world.timeout)
-    return RankSource(lobby, releaser, identity, config.elastic.join_timeout)
+    return RankSource(lobby, releaser, identity, elastic.join_timeout)

@@ -19,18 +19,7 @@ import torch
 
 from dynmo.balance.partition import Partition
 from dynmo.balance.repack import kept_ranks
-from dynmo.cluster.releaser import Member
-from dynmo.config import Config, with_options
-from dynmo.errors import NoRoomError
-from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent, now
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.membership import NextMesh, ResizeFailed
-from dynmo.pipeline.rank_question import RankLimits
-from dynmo.pipeline.rebalance import Rebalancer
-from dynmo.runtime.comm.lobby import read_all, tell_all
-from dynmo.runtime.comm.world import World
-from dynmo.train.rank_source import (
-    RankSource,
+from dynmo.cluster.members import (
     count_text,
     describe,
     member_from,
@@ -38,8 +27,19 @@ from dynmo.train.rank_source import (
     own_member,
     tell_launcher,
 )
-from dynmo.train.setup import first_partition
-from dynmo.train.summons import Summons, cost_records
+from dynmo.cluster.releaser import Member
+from dynmo.errors import NoRoomError
+from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent, now
+from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.membership import NextMesh, ResizeFailed
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.pipeline.placing import first_partition
+from dynmo.pipeline.rank_question import RankLimits
+from dynmo.pipeline.rank_source import RankSource
+from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.pipeline.summons import Summons, cost_records
+from dynmo.runtime.comm.lobby import read_all, tell_all
+from dynmo.runtime.comm.world import World
 
 # Bit of a step's flag: rank 0 wants all ranks to decide.
 LOOK = 2
@@ -52,14 +52,14 @@ class _Plan:
     Attributes:
         shape: Ranks of a pipeline, and number of replicas.
         partition: Number of layers on each stage.
-        micro_batch: Sequences of a microbatch.
+        microbatches: Microbatches of a step, over all replicas.
         reason: Why the run goes to this mesh.
         gain: Predicted share of a step that the mesh saves, negative for a slowdown.
     """
 
     shape: tuple[int, int]
     partition: Partition
-    micro_batch: int
+    microbatches: int
     reason: str
     gain: float | None = None
 
@@ -87,7 +87,7 @@ class Elasticity:
     Every rank of a run has one and calls every method alike.
 
     Args:
-        config: Config of the run. Its microbatches may change.
+        options: Options of the pipeline. Its microbatches may change.
         pipeline: Holds the layers.
         rebalancer: Knows the measurements.
         source: Brings and takes ranks, on rank 0. None on other ranks, and if ranks cannot change.
@@ -96,26 +96,30 @@ class Elasticity:
 
     def __init__(
         self,
-        config: Config,
+        options: PipelineOptions,
         pipeline: Engine,
         rebalancer: Rebalancer,
         source: RankSource | None,
         reference: float | None = None,
     ) -> None:
-        self.config, self._pipeline, self._rebalancer = config, pipeline, rebalancer
+        self.options, self._pipeline, self._rebalancer = options, pipeline, rebalancer
         self._source, self.reference = source, reference
         self._called = False  # rank 0 wants to decide
         # A planned mesh whose newcomers did not come.
         self._postponed: tuple[int, int] | None = None
         self._wanted: int | None = None  # number of ranks that the planner would like
         self._refused = 0  # newcomers that would not make the run faster
-        self._most = max(config.ranks, self._everyone.size)
+        self._most = max(options.pipeline * options.replicas, self._everyone.size)
         # GPU-seconds that ranks were away, until `_since`.
         self._returned, self._since = 0.0, time.monotonic()
         self._events: list[Event] = []
         # True if this rank is out of the run.
         self.left = False
         self.enroll()
+
+    def go_on(self, rebalancer: Rebalancer, reference: float | None) -> None:
+        """Takes up the measurements of a loaded checkpoint."""
+        self._rebalancer, self.reference = rebalancer, reference
 
     @property
     def _everyone(self) -> World:
@@ -156,7 +160,7 @@ class Elasticity:
 
     def _is_welcome(self, waiting: int) -> bool:
         """Returns True if so many newcomers may change something."""
-        elastic, size = self.config.elastic, self._everyone.size
+        elastic, size = self.options.elastic, self._everyone.size
         if not waiting:
             self._refused = 0
             return False
@@ -190,13 +194,13 @@ class Elasticity:
         return (
             self._called
             or self._is_planned(step)
-            or (self.config.elastic.changes_ranks and self._rebalancer.is_due(step))
+            or (self.options.elastic.changes_ranks and self._rebalancer.is_due(step))
         )
 
     def _is_planned(self, step: int) -> bool:
-        shape = self.config.shape_at(step)
+        shape = self.options.shape_at(step)
         return (
-            bool(self.config.elastic.reshape_at)
+            bool(self.options.elastic.reshape_at)
             and shape[0] * shape[1] != self._everyone.size
             and shape != self._postponed
         )
@@ -226,7 +230,7 @@ class Elasticity:
         )
 
     def _plan(self, step: int) -> _Plan | None:
-        if self.config.elastic.reshape_at:
+        if self.options.elastic.reshape_at:
             return self._planned(step)
         if not self._rebalancer.measured:
             return None
@@ -238,14 +242,14 @@ class Elasticity:
 
     def _planned(self, step: int) -> _Plan | None:
         """Returns the config's mesh for this step, unless its newcomers do not come."""
-        shape = self.config.shape_at(step)
+        shape = self.options.shape_at(step)
         missing = shape[0] * shape[1] - self._everyone.size
         if missing > 0 and self._await_newcomers(step, missing) < missing:
             self._postponed = shape
             return None
         self._postponed = None
-        partition = first_partition(self.config, self._pipeline.count, shape[0])
-        return _Plan(shape, partition, self.config.train.micro_batch, "planned")
+        partition = first_partition(self.options, self._pipeline.count, shape[0])
+        return _Plan(shape, partition, self.options.all_microbatches, "planned")
 
     def _ask_planner(self, step: int, there: int) -> _Plan | None:
         """Asks the planner for a mesh.
@@ -254,7 +258,7 @@ class Elasticity:
             step: The next step.
             there: Number of present ranks, newcomers included.
         """
-        elastic, size = self.config.elastic, self._everyone.size
+        elastic, size = self.options.elastic, self._everyone.size
         nodes = [member.node for member in self._members()]
         try:
             wish = self._rebalancer.ranks(
@@ -272,13 +276,17 @@ class Elasticity:
             return None
         shape = mesh.pipeline, mesh.replicas
         return _Plan(
-            shape, wish.choice.partition, mesh.micro_batch, decision.reason, decision.predicted_gain
+            shape,
+            wish.choice.partition,
+            mesh.microbatches * mesh.replicas,
+            decision.reason,
+            decision.predicted_gain,
         )
 
     def _await_newcomers(self, step: int, missing: int) -> int:
         """Waits until all missing newcomers are there. Returns the number of present ones."""
         world = self._everyone
-        join_timeout = min(self.config.elastic.join_timeout, 0.8 * world.timeout)
+        join_timeout = min(self.options.elastic.join_timeout, 0.8 * world.timeout)
         if self._source is not None:
             end = time.monotonic() + join_timeout
             if self._source.look(at_once=True) < missing:
@@ -325,7 +333,7 @@ class Elasticity:
         generation = world.generation + 1
         try:
             migration = pipeline.membership.shrink(
-                kept, NextMesh(*plan.shape, plan.partition, self._microbatches(plan))
+                kept, NextMesh(*plan.shape, plan.partition, plan.microbatches)
             )
         except (NoRoomError, ResizeFailed) as error:
             self._postponed = plan.shape
@@ -358,10 +366,10 @@ class Elasticity:
 
     def _kept(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
         """Returns the ranks that stay."""
-        if self.config.elastic.releaser == "kubernetes":
+        if self.options.elastic.releaser == "kubernetes":
             # The job ends the pods with the highest numbers.
             return tuple(range(plan.ranks))
-        if self.config.parallel.expert == 1:
+        if self.options.expert == 1:
             return kept_ranks(nodes, plan.ranks)
         # Replicas hold different experts, so they stay together.
         replicas = plan.shape[1]
@@ -378,8 +386,8 @@ class Elasticity:
         try:
             migration = pipeline.membership.grow(
                 newcomers,
-                NextMesh(*plan.shape, plan.partition, self._microbatches(plan)),
-                self.config.elastic.join_timeout,
+                NextMesh(*plan.shape, plan.partition, plan.microbatches),
+                self.options.elastic.join_timeout,
             )
         except ResizeFailed as error:
             self._postponed = plan.shape
@@ -428,7 +436,7 @@ class Elasticity:
                 state=state,
                 costs=cost_records(pipeline.schedule_keeper.known),
                 reference=self.reference,
-                micro_batch=plan.micro_batch,
+                microbatches=plan.microbatches,
                 experts=tuple(
                     (layer, placement.holders) for layer, placement in sorted(experts.items())
                 ),
@@ -437,14 +445,11 @@ class Elasticity:
         ]
         return self._source.invite([each.to_text() for each in summons])
 
-    def _microbatches(self, plan: _Plan) -> int:
-        return self.config.train.global_batch // plan.micro_batch
-
     def _account(self, before: int, plan: _Plan) -> None:
-        """Counts the GPU-seconds of absent ranks so far, and takes up the plan's config."""
-        if plan.micro_batch != self.config.train.micro_batch:
-            self.config = with_options(self.config, ("train",), {"micro_batch": plan.micro_batch})
-            self._rebalancer.use(self.config)
+        """Counts the GPU-seconds of absent ranks so far, and takes up the plan's microbatches."""
+        if plan.microbatches != self.options.all_microbatches:
+            self.options = self.options.with_microbatches(plan.microbatches)
+            self._rebalancer.use(self.options)
         moment = time.monotonic()
         self._returned += (self._most - before) * (moment - self._since)
         self._since = moment

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from dynmo.pipeline.trace import Tracer, chrome_trace
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.engine.executor import SEND, WAIT, Interval
-from dynmo.train.trace import Tracer, chrome_trace
 from tests.pool import Pool
 from tests.runtime.alone import alone
 

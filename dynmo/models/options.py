@@ -1,27 +1,51 @@
-"""The sections about what is trained: [model], [data] and [train]."""
+"""Options of dynmo's own models: `dynmo.ModelOptions`, and the section [model]."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias, cast
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    AfterValidator,
+    PlainValidator,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
-from dynmo.config.section import Section
-from dynmo.config.values import (
+from dynmo.options import (
     BelowOne,
     Count,
-    DataSource,
-    Lax,
-    LossScale,
-    ModelKind,
     NonNegative,
+    Options,
     Positive,
-    Recompute,
-    Seconds,
-    Share,
     Whole,
+    check_own,
+    check_word,
     word,
 )
+
+
+def _check_kind(value: str) -> str:
+    if not value.startswith("python:"):
+        return check_word(value, MODEL_KINDS, ("hf",), "python:package.module:function")
+    return check_own(value, "a model", "python:package.module:function")
+
+
+def _check_seconds(value: object) -> float | tuple[float, ...]:
+    # Checked by hand, because pydantic would report one error per alternative of a union.
+    if isinstance(value, list | tuple):
+        return tuple(_check_one_time(item) for item in cast(Sequence[object], value))
+    return _check_one_time(value)
+
+
+def _check_one_time(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9:
+        raise ValueError("must be seconds, 0 or more: a number, or a list of one number per layer")
+    return float(value)
+
+
+Seconds: TypeAlias = Annotated[float | tuple[float, ...], PlainValidator(_check_seconds)]
+ModelKind: TypeAlias = Annotated[str, AfterValidator(_check_kind)]
 
 # Keys of [model] that only one kind has. All kinds have the others.
 _OF_GPT = ("blocks", "hidden", "heads", "dropout", "tied", "init_std")
@@ -35,7 +59,9 @@ _OF_EXPERTS = (
     "bias_rate",
     "capacity_factor",
 )
-KEYS_OF_KIND = {
+# The kinds of models that dynmo has.
+MODEL_KINDS = ("gpt", "moe", "emulated")
+KEYS_OF_KIND: dict[str, tuple[str, ...]] = {
     "gpt": _OF_GPT,
     "moe": (*_OF_GPT, *_OF_EXPERTS),
     "emulated": ("layers", "f", "b", "w", "bytes"),
@@ -48,7 +74,7 @@ def keys_of_other_kinds(kind: str) -> frozenset[str]:
     return frozenset(key for keys in KEYS_OF_KIND.values() for key in keys if key not in own)
 
 
-class ModelSection(Section):
+class ModelOptions(Options):
     """The model that is trained.
 
     `KEYS_OF_KIND` has the keys that belong to one kind only.
@@ -118,69 +144,3 @@ class ModelSection(Section):
             # Each block is two layers. Embedding and head are one layer each.
             return 2 * self.blocks + 2
         return self.layers if self.kind == "emulated" else None
-
-
-class DataSection(Section):
-    """The text that the model is trained on."""
-
-    source: DataSource = "stdlib"
-    """`stdlib` (the sources of the running Python, as bytes) or `file:PATH`."""
-    shuffle: Annotated[str, word(("windows", "batches"))] = "windows"
-    """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
-    `batches` repeats the batches of the first epoch in another order."""
-
-
-class TrainSection(Section):
-    """The training loop, the optimizer and the precision."""
-
-    steps: Count = 100
-    """Number of optimizer steps."""
-    global_batch: Count = 32
-    """Sequences in a step, over all replicas."""
-    micro_batch: Count = 4
-    """Sequences in a microbatch."""
-    optimizer: Annotated[str, word(("adamw", "sgd"), ("adam", "muon"))] = "adamw"
-    """The optimizer."""
-    lr: NonNegative = 3e-4
-    """Peak learning rate."""
-    warmup: Whole = 0
-    """Steps in which the learning rate rises to `lr`."""
-    decay: Annotated[str, word(("cosine", "linear", "constant"))] = "cosine"
-    """How the learning rate falls after the warmup."""
-    min_lr_ratio: Share = 0.1
-    """The last learning rate, as a share of `lr`."""
-    weight_decay: NonNegative = 0.1
-    """Weight decay of the optimizer."""
-    betas: Annotated[tuple[BelowOne, BelowOne], Lax] = (0.9, 0.95)
-    """AdamW's two decay rates."""
-    eps: Positive = 1e-8
-    """AdamW's epsilon."""
-    momentum: BelowOne = 0.9
-    """SGD's momentum."""
-    max_grad_norm: NonNegative = 1.0
-    """Largest norm of the gradients. Larger gradients are clipped to it. 0 never clips."""
-    clip_scope: Annotated[str, word(("global", "local"))] = "global"
-    """The norm that clips: `global` takes the norm over all layers, `local` clips each layer by its
-    own norm."""
-    precision: Annotated[str, word(("float32", "bfloat16", "float16"))] = "float32"
-    """Number format of F, B and W. `bfloat16` and `float16` keep float32 master weights and
-    gradients."""
-    loss_scale: LossScale = None
-    """A power of two, or `dynamic`: halved after an overflow, whose step is skipped. Not set:
-    `dynamic` for `float16`, otherwise none."""
-    loss_scale_window: Count = 2000
-    """Good steps after which a dynamic loss scale doubles."""
-    recompute: Recompute = "none"
-    """Layers that recompute their activations in B: `none`, `all`, a list of layer indices, or
-    `auto` (as many as the memory limit needs)."""
-    reduction_slots: Count | None = None
-    """Number of groups in which gradients are summed. With an equal number, any number of replicas
-    gives the same bits. Not set: one per replica."""
-    compile: bool = False
-    """Whether torch.compile runs the parts of a layer between its linear layers."""
-    deterministic: bool = False
-    """On CUDA, whether to use only kernels that give the same bits in each run."""
-    eval_every: Whole = 0
-    """Steps between two evaluations. 0 never evaluates."""
-    eval_batches: Count = 4
-    """Batches in an evaluation."""

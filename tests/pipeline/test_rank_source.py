@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dynmo.cluster.members import member_from, member_text, own_member
 from dynmo.errors import RunError
-from dynmo.train.rank_source import announcement_from, member_from, member_text, own_member
+from dynmo.runtime.comm.announcement import announcement_from
 
 
 def test_member_is_read_back() -> None:

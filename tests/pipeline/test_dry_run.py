@@ -9,10 +9,9 @@ import torch
 
 from dynmo.config import parse
 from dynmo.errors import ConfigError, PartitionError
-from dynmo.models.registry import load_model
+from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.runtime.layer.precision import PRECISIONS
-from dynmo.train.dry_run import dry_run
-from dynmo.train.shape_costs import shape_costs
+from dynmo.train.setup import model_of, plan_run
 from tests.runtime.alone import pipeline
 
 TINY: dict[str, Any] = {
@@ -36,7 +35,7 @@ TABLES = (0, 2 * 4 * 2 * 4, 0, 0)
 
 
 def test_parameters_and_static_bytes() -> None:
-    costs = shape_costs(parse(TINY), load_model(parse(TINY)))
+    costs = shape_costs(parse(TINY).options, model_of(parse(TINY)))
     assert [c.parameters for c in costs] == [EMBEDDING, ATTENTION, FEED_FORWARD, HEAD]
     # The bytes are float32 weights, as many gradients, two moments each, and the attention's rotary
     # tables.
@@ -48,7 +47,7 @@ def test_parameters_and_static_bytes() -> None:
     assert [c.rollback_bytes for c in costs] == [0] * 4
     for rollback, copied in (("exact", 12), ("in-place", 0)):
         config = parse(TINY | {"pipeline": {"post_validation": True, "rollback": rollback}})
-        assert [c.rollback_bytes for c in shape_costs(config, load_model(config))] == [
+        assert [c.rollback_bytes for c in shape_costs(config.options, model_of(config))] == [
             copied * c.parameters for c in costs
         ]
 
@@ -58,7 +57,7 @@ def test_stash_bytes_match_a_hand_computation() -> None:
 
     W also needs the input and the output gradient of every linear.
     """
-    costs = shape_costs(parse(TINY), load_model(parse(TINY)))
+    costs = shape_costs(parse(TINY).options, model_of(parse(TINY)))
     embedding = TOKENS * 8 + 4 * TOKENS * 8
     attention = 4 * TOKENS * ((8 + 3 * 8) + (8 + 8))
     feed_forward = 4 * TOKENS * ((8 + 2 * 32) + (32 + 8))
@@ -73,8 +72,8 @@ def test_memory_of_1f1b_matches_a_hand_computation() -> None:
     The first rank has two microbatches in flight, and the last rank has one.
     """
     config = parse(TINY)
-    costs = shape_costs(config, load_model(config))
-    plan = dry_run(config)
+    costs = shape_costs(config.options, model_of(config))
+    plan = plan_run(config)
     assert plan.partition == (2, 2)
     assert plan.parameters == (EMBEDDING + ATTENTION, FEED_FORWARD + HEAD)
     for rank, in_flight in enumerate((2, 1)):
@@ -105,8 +104,10 @@ def test_predicted_bytes_match_a_measured_run(sequence: int) -> None:
 
     This includes attention, which keeps no tensor that grows with the square of the sequence.
     """
-    model = load_model(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}))
-    costs = shape_costs(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}), model)
+    model = model_of(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}))
+    costs = shape_costs(
+        parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}).options, model
+    )
     pipe = pipeline(model)
     text = torch.randint(256, (3, 2, sequence + 1))
     pipe.step(0, text[..., :-1], text[..., 1:], lr=0.1)
@@ -134,29 +135,29 @@ def test_dry_run_allocates_no_memory_and_draws_no_numbers() -> None:
             "parallel": {"pipeline": 4},
         }
     )
-    plan = dry_run(huge)
+    plan = plan_run(huge)
     assert sum(plan.parameters) > 1e11
     assert min(plan.memory) > 16 * min(plan.parameters)
 
 
 def test_memory_limit_is_checked_to_the_byte() -> None:
-    plan = dry_run(parse(TINY))
+    plan = plan_run(parse(TINY))
     wanted = max(plan.memory)
     assert (
-        dry_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": wanted}})).limit
+        plan_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": wanted}})).limit
         == wanted
     )
     with pytest.raises(
         PartitionError,
         match=f"rank 1 needs {wanted} bytes .* pipeline.memory_limit = {wanted - 1}",
     ):
-        dry_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": wanted - 1}}))
+        plan_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": wanted - 1}}))
 
 
 def test_gpipe_keeps_every_microbatch() -> None:
     config = parse(TINY | {"pipeline": {"schedule": "gpipe"}})
-    costs = shape_costs(config, load_model(config))
-    memory = dry_run(config).memory
+    costs = shape_costs(config.options, model_of(config))
+    memory = plan_run(config).memory
     for rank, own in enumerate((costs[:2], costs[2:])):
         # Before the first W there are no gradients.
         least = sum(12 * c.parameters + 5 * c.activation_bytes for c in own)
@@ -172,7 +173,7 @@ def test_gpipe_keeps_every_microbatch() -> None:
 
 def test_low_precision_halves_weights_but_not_gradients() -> None:
     costs = {
-        name: shape_costs(config, load_model(config))
+        name: shape_costs(config.options, model_of(config))
         for name in PRECISIONS
         for config in [parse(_with(precision=name))]
     }
@@ -190,11 +191,11 @@ def _with(**train: object) -> dict[str, Any]:
 
 
 def test_recompute_auto_is_used_if_memory_is_short() -> None:
-    kept, recomputed = (dry_run(parse(_with(recompute=word))) for word in ("none", "all"))
+    kept, recomputed = (plan_run(parse(_with(recompute=word))) for word in ("none", "all"))
     assert (kept.recompute, recomputed.recompute) == ((), (0, 1, 2, 3))
     assert max(recomputed.memory) < max(kept.memory)
     for limit in (max(kept.memory), max(kept.memory) - 1, max(recomputed.memory)):
-        plan = dry_run(
+        plan = plan_run(
             parse(
                 _with(recompute="auto") | {"pipeline": {"schedule": "1f1b", "memory_limit": limit}}
             )
@@ -202,7 +203,7 @@ def test_recompute_auto_is_used_if_memory_is_short() -> None:
         assert max(plan.memory) <= limit
         assert bool(plan.recompute) == (limit < max(kept.memory))
     with pytest.raises(PartitionError, match="rank 0 needs"):
-        dry_run(
+        plan_run(
             parse(
                 _with(recompute="auto")
                 | {"pipeline": {"schedule": "1f1b", "memory_limit": min(recomputed.memory) // 2}}
@@ -211,7 +212,7 @@ def test_recompute_auto_is_used_if_memory_is_short() -> None:
 
 
 def test_emulated_layers_do_not_sleep() -> None:
-    plan = dry_run(
+    plan = plan_run(
         parse(
             {
                 "model": {
@@ -231,9 +232,9 @@ def test_emulated_layers_do_not_sleep() -> None:
 
 def test_input_errors_are_those_of_a_run() -> None:
     with pytest.raises(ConfigError, match=r"model.vocab = 100"):
-        dry_run(parse(TINY | {"model": TINY["model"] | {"vocab": 100}}))
+        plan_run(parse(TINY | {"model": TINY["model"] | {"vocab": 100}}))
     with pytest.raises(ConfigError, match=r"balance.initial .*5 layers"):
-        dry_run(
+        plan_run(
             parse(
                 {
                     "model": {"kind": "python:tests.models.user_model:layers"},
@@ -243,13 +244,13 @@ def test_input_errors_are_those_of_a_run() -> None:
             )
         )
     meshes = {
-        "parallel": {"data": 6},
+        "parallel": {"replicas": 6},
         "elastic": {"reshape_at": [[3, 6, 1]]},
         "train": {"global_batch": 48, "micro_batch": 1, "reduction_slots": 24},
     }
     with pytest.raises(ConfigError, match=r"parallel.pipeline = 6 .*5 layers"):
-        dry_run(parse({"model": {"kind": "python:tests.models.user_model:layers"}} | meshes))
-    plan = dry_run(
+        plan_run(parse({"model": {"kind": "python:tests.models.user_model:layers"}} | meshes))
+    plan = plan_run(
         parse(
             {
                 "model": {"kind": "python:tests.models.user_model:layers"},

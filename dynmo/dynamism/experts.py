@@ -24,6 +24,8 @@ from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.expert_search import place_experts
 from dynmo.dynamism.case import Change, Dynamism, Layers, Signals, TokenShares, layers_that
 from dynmo.dynamism.counts import Counts, Numbers, counts_of
+from dynmo.dynamism.options import Experts, RunFacts
+from dynmo.models.options import ModelOptions
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class PlacingRule:
 
 
 @final
-class MoeCase(Dynamism):
+class ExpertsCase(Dynamism):
     """Counts tokens by expert.
 
     Args:
@@ -54,7 +56,7 @@ class MoeCase(Dynamism):
         places: How experts are placed on replicas. None: they stay.
     """
 
-    name = "moe"
+    name = "experts"
 
     def __init__(
         self, experts: int, bias_rate: float, record_every: int, places: PlacingRule | None = None
@@ -234,31 +236,25 @@ def experts_of(modules: Sequence[nn.Module]) -> list[int]:
     return layers_that(
         lambda module: hasattr(_router(module), "load"),
         modules,
-        "moe, but no layer of the model has experts; give one of your own an attribute `router` "
-        "with a `load`, as dynmo.models.experts.ExpertsHalf has",
+        "experts, but no layer of the model has experts; give one of your own an attribute "
+        "`router` with a `load`, as dynmo.models.experts.ExpertsHalf has",
     )
 
 
-def most_experts(config: Any) -> int:
+def most_experts(run: RunFacts) -> int:
     """Returns how many experts of a layer a replica may hold."""
-    model = config.model
-    redundant = config.dynamism.moe.redundant if "moe" in config.dynamism.cases else 0
-    return min(model.experts, model.experts // config.parallel.expert + redundant)
+    experts, options = (run.model or ModelOptions()).experts, run.cases.get(Experts.name)
+    redundant = options.redundant if isinstance(options, Experts) else 0
+    return min(experts, experts // run.expert + redundant)
 
 
-def make(config: Any, layers: int) -> Dynamism:
-    """Makes the case from `[dynamism.moe]`.
-
-    Args:
-        config: The run.
-        layers: Number of layers of the model. Not used.
-    """
-    model = config.model
+def make(options: Experts, run: RunFacts) -> Dynamism:
+    """Makes the case."""
+    model = run.model or ModelOptions()
     rate = model.bias_rate if model.kind == "moe" and model.routing == "bias" else 0.0
-    moe, ranks = config.dynamism.moe, config.parallel.expert
     places = (
-        PlacingRule(ranks, most_experts(config), moe.place_every, moe.least_gain)
-        if ranks > 1
+        PlacingRule(run.expert, most_experts(run), options.place_every, options.least_gain)
+        if run.expert > 1
         else None
     )
-    return MoeCase(model.experts, rate, moe.record_every, places)
+    return ExpertsCase(model.experts, rate, options.record_every, places)

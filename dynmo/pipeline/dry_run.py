@@ -1,4 +1,4 @@
-"""Plans the run of a config from shapes alone.
+"""Plans a training from shapes alone.
 
 A plan has the placement, the schedule and the memory of each rank. Nothing is computed or
 allocated.
@@ -6,27 +6,26 @@ allocated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from rich.table import Table
 
-from dynmo.config import Config, mesh_shapes
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
-from dynmo.data.corpus import check_vocab, open_corpus
-from dynmo.dynamism import make_cases
+from dynmo.dynamism.case import Dynamism
+from dynmo.dynamism.registry import make_cases
 from dynmo.errors import NoRoomError
 from dynmo.models.model import Model
-from dynmo.models.registry import load_model
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.pipeline.placing import check_meshes, first_partition
+from dynmo.pipeline.shape_costs import known_costs, meta_layers, recompute_for, stage_request
 from dynmo.planner.mesh_search import MeshRequest, NoMeshFitsError, search
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.stage_schedule import plan_stages
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.bounds import Objective
-from dynmo.train.setup import check_meshes, first_partition, memory_limit
-from dynmo.train.shape_costs import known_costs, meta_layers, recompute_for, stage_request
 
 
 @dataclass(frozen=True)
@@ -115,44 +114,46 @@ class RunPlan:
         return table
 
 
-def dry_run(config: Config) -> RunPlan:
-    """Plans the run of a config without running it.
+def dry_run(model: Model, options: PipelineOptions, own_cases: Sequence[Dynamism] = ()) -> RunPlan:
+    """Plans a training from shapes alone: placement, schedule, and memory of each rank.
+
+    Args:
+        model: The model to train.
+        options: Options of the pipeline. `pipeline` is the number of ranks of a pipeline.
+        own_cases: The user's own dynamic cases.
 
     Raises:
         NoRoomError: A rank's memory at the schedule's peak is over the limit.
-        ConfigError: The config is wrong. A run would raise the same error.
+        ConfigError: An option is wrong. `dynmo.Pipeline` would raise the same error.
     """
-    model = load_model(config)
-    if config.model.kind != "emulated":
-        check_vocab(config.model.vocab)
-    open_corpus(config.data.source)
-    cases = make_cases(config, model.layers)
+    limit, facts = options.memory_limit, options.facts(model.layers, model.options, on_cuda=False)
+    cases = make_cases([*options.cases, *own_cases], facts)
     modules = meta_layers(model) if cases else []
     for case in cases:
         case.check(modules)
-    first_partition(config, model.layers)
-    check_meshes(config, model.layers)
-    costs, unknown = known_costs(config, model)
-    check_later_ranks(config, model, costs, torch.device("cpu"))
-    return first_plan(config, model, costs, torch.device("cpu"), unknown)
+    first_partition(options, model.layers)
+    check_meshes(options, model.layers)
+    costs, unknown = known_costs(options, model)
+    check_later_ranks(options, model, costs, limit)
+    return first_plan(options, model, costs, limit, unknown)
 
 
 def check_later_ranks(
-    config: Config, model: Model, costs: tuple[LayerCost, ...], device: torch.device
+    options: PipelineOptions, model: Model, costs: tuple[LayerCost, ...], limit: int | None
 ) -> None:
-    """Checks that the model fits the later numbers of ranks that the config names.
+    """Checks that the model fits the later numbers of ranks that `elastic` names.
 
     Args:
-        config: Config of the run.
-        model: Model of the run.
+        options: Options of the pipeline.
+        model: The model.
         costs: Cost of each layer from shapes.
-        device: Device of the ranks.
+        limit: Bytes of a rank. None means unlimited.
 
     Raises:
         NoRoomError: No placement on so many ranks fits the memory limit. Nothing has moved.
     """
-    limit, elastic = memory_limit(config, device), config.elastic
-    if limit is None or config.train.recompute != "none":
+    elastic = options.elastic
+    if limit is None or options.recompute != "none":
         return
     wanted = {
         pipeline * data: f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
@@ -164,18 +165,16 @@ def check_later_ranks(
     layers = tuple(replace(cost, f=1.0, b=1.0, w=1.0) for cost in costs)
     for ranks, key in wanted.items():
         request = MeshRequest(
-            Profile(
-                layers, model.names, model=config.model.kind, microbatch=config.train.micro_batch
-            ),
+            Profile(layers, model.names, microbatch=options.samples),
             gpus=ranks,
-            global_batch=config.train.global_batch,
-            micro_batches=(config.train.micro_batch,),
-            schedules=(config.pipeline.schedule,),
-            chunks=config.pipeline.chunks,
+            global_batch=options.global_batch,
+            micro_batches=(options.samples,),
+            schedules=(options.schedule,),
+            chunks=options.chunks,
             memory_limit=limit,
-            zero=config.parallel.zero,
-            replicas=tuple(data for _, data in mesh_shapes(config, ranks)),
-            accumulation_groups=config.accumulation_groups,
+            zero=options.zero,
+            replicas=tuple(data for _, data in options.mesh_rule(model.layers).shapes(ranks)),
+            accumulation_groups=options.accumulation_groups,
         )
         try:
             search(request, quick=True)
@@ -187,34 +186,33 @@ def check_later_ranks(
 
 
 def first_plan(
-    config: Config,
+    options: PipelineOptions,
     model: Model,
     costs: tuple[LayerCost, ...],
-    device: torch.device,
+    limit: int | None,
     activations_unknown: str | None = None,
 ) -> RunPlan:
     """Plans the run from the first step on.
 
     Args:
-        config: Config of the run.
-        model: Model of the run.
+        options: Options of the pipeline.
+        model: The model.
         costs: Cost of each layer from shapes.
-        device: Device of the ranks.
+        limit: Bytes of a rank. None means unlimited.
         activations_unknown: Why `costs` are without activations. None means that they have them.
 
     Raises:
         NoRoomError: A rank's memory is over the limit.
     """
-    partition, replicas = first_partition(config, model.layers), config.parallel.data
-    name, ranks = config.pipeline.schedule, config.parallel.pipeline
-    full = full_schedule(name, ranks, config.microbatches, config.chunks)
-    recompute = recompute_for(config, model, device)
+    partition, replicas = first_partition(options, model.layers), options.replicas
+    name, ranks = options.schedule, options.pipeline
+    full = full_schedule(name, ranks, options.microbatches, options.stages_per_rank)
+    recompute = recompute_for(options, model, limit)
     recomputed = frozenset(
         recompute(partition, full, replicas) if callable(recompute) else recompute
     )
     costs = recompute_as_workspace(costs, recomputed)
-    limit = memory_limit(config, device)
-    request = stage_request(config, replicas, limit)
+    request = stage_request(options, replicas, limit)
     holder = [request.placement[partition.owner(layer)] for layer in range(model.layers)]
     if any(holder[owner] != holder[user] for (owner, _), (user, _) in model.tied):
         # A weight that is tied over two ranks keeps the barrier at the end of a step.
@@ -231,8 +229,8 @@ def first_plan(
         memory=stage_plan.memory,
         limit=limit,
         schedule=stage_plan.schedule.name,
-        microbatches=config.microbatches,
-        precision=config.train.precision,
+        microbatches=options.microbatches,
+        precision=options.precision,
         recompute=tuple(sorted(recomputed)),
         activations_unknown=activations_unknown,
     )

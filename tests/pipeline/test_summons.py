@@ -7,7 +7,7 @@ import pytest
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import RunError
-from dynmo.train.summons import Summons, cost_records, summons_from
+from dynmo.pipeline.summons import Summons, cost_records, summons_from
 
 COSTS = (LayerCost(0.1 + 0.2, 1 / 3, 5e-324, parameters=7),)
 SUMMONS = Summons(
@@ -22,7 +22,7 @@ SUMMONS = Summons(
     state={"loss": math.nan, "frozen": [0]},
     costs=cost_records(COSTS),
     reference=1 / 3,
-    micro_batch=2,
+    microbatches=2,
     experts=((1, ((0,), (0, 1))),),
 )
 

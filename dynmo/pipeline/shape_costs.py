@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from dynmo.balance.layout import RecomputeRule
 from dynmo.balance.partition import Partition
-from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.dynamism.moe import most_experts
+from dynmo.dynamism.experts import most_experts
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.split import LOW, gradient_bytes
@@ -27,7 +26,8 @@ from dynmo.kernels.torch_private import FakeTensorMode
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.experts import halves
 from dynmo.models.model import Model
-from dynmo.pipeline.optimizers import optimizer_settings
+from dynmo.pipeline.optimizers import settings_of
+from dynmo.pipeline.options import PipelineOptions
 from dynmo.planner.recompute import choose_recomputed, recompute_as_workspace, recompute_memory
 from dynmo.planner.stage_schedule import StageRequest
 from dynmo.runtime.comm.clock import HostClock
@@ -37,7 +37,6 @@ from dynmo.runtime.layer.precision import PRECISIONS, lower
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.op import Schedule
-from dynmo.train.setup import memory_limit
 
 _logger = logging.getLogger(__name__)
 
@@ -46,12 +45,12 @@ class ActivationsUnknown(ConfigError):
     """Layers of a user's own model train perhaps, but do not run on shapes alone."""
 
 
-def known_costs(config: Config, model: Model) -> tuple[tuple[LayerCost, ...], str | None]:
+def known_costs(options: PipelineOptions, model: Model) -> tuple[tuple[LayerCost, ...], str | None]:
     """Returns the bytes of every layer, as far as shapes tell them.
 
     Args:
-        config: Config of the run.
-        model: Model of the run.
+        options: Options of the pipeline.
+        model: The model.
 
     Returns:
         The costs, and None. If the activations are unknown: the costs of parameters, gradients and
@@ -61,26 +60,29 @@ def known_costs(config: Config, model: Model) -> tuple[tuple[LayerCost, ...], st
         ConfigError: The user's own model cannot run.
     """
     try:
-        return shape_costs(config, model), None
+        return shape_costs(options, model), None
     except ActivationsUnknown as error:
         warning = (
             "activations unknown, so memory is that of parameters, gradients and optimizer state "
             f"alone: {error}"
         )
-        return static_costs(config, model), warning
+        return static_costs(options, model), warning
 
 
 def shapes_of(
-    config: Config, model: Model, replicas: int | None = None, level: int = logging.WARNING
+    options: PipelineOptions,
+    model: Model,
+    replicas: int | None = None,
+    level: int = logging.WARNING,
 ) -> tuple[LayerCost, ...] | None:
     """Returns the costs from shapes.
 
     None if the user's own layers do not run on shapes alone.
 
     Args:
-        config: Config of the run.
-        model: Model of the run.
-        replicas: As in `shape_costs`.
+        options: Options of the pipeline.
+        model: The model.
+        replicas: Number of replicas of the mesh. The default is that of the options.
         level: Level of the log line that says why the costs are unknown.
 
     Returns:
@@ -88,7 +90,7 @@ def shapes_of(
         raised.
     """
     try:
-        return shape_costs(config, model, replicas)
+        return shape_costs(options, model, replicas)
     except ConfigError as error:
         _logger.log(
             level,
@@ -97,7 +99,9 @@ def shapes_of(
         return None
 
 
-def shape_costs(config: Config, model: Model, replicas: int | None = None) -> tuple[LayerCost, ...]:
+def shape_costs(
+    options: PipelineOptions, model: Model, replicas: int | None = None
+) -> tuple[LayerCost, ...]:
     """Returns the bytes of every layer. Seconds are 0.
 
     One microbatch runs on fake tensors, which have shapes without memory. Fake tensors are better
@@ -105,9 +109,9 @@ def shape_costs(config: Config, model: Model, replicas: int | None = None) -> tu
     positions with all, which no real device does.
 
     Args:
-        config: Config of the run.
-        model: Model of the run.
-        replicas: Number of replicas of the mesh. The default is the config's.
+        options: Options of the pipeline.
+        model: The model.
+        replicas: Number of replicas of the mesh. The default is that of the options.
 
     Returns:
         One cost a layer.
@@ -117,48 +121,52 @@ def shape_costs(config: Config, model: Model, replicas: int | None = None) -> tu
             tensor.
         ConfigError: The user's own model raises an error that has nothing to do with that.
     """
+    if options.micro_batch is None or model.options is None:
+        raise ActivationsUnknown(
+            "the shape of a microbatch is unknown; give micro_batch, and a model of "
+            "dynmo.load_model"
+        )
     # A layer's error is reported in one line. Torch would print a traceback first.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         with FakeTensorMode():
-            costs = _shape_costs(config, model)
+            costs = _shape_costs(options, model)
     except Exception as error:
-        if not config.model.kind.startswith("python:"):
+        kind = "" if model.options is None else model.options.kind
+        if kind and not kind.startswith("python:"):
             raise
-        said = (
-            f"model.kind = '{config.model.kind}': on shapes alone, its layers raised "
-            f"{_said(error)}{place(error)}"
-        )
+        name = f"model.kind = '{kind}'" if kind else "the model"
+        said = f"{name}: on shapes alone, its layers raised {_said(error)}{place(error)}"
         what = f"{error}, on shapes alone" if isinstance(error, ConfigError) else said
-        if _is_own_error(config, model):
+        if _is_own_error(options, model):
             raise ConfigError(what) from error
         raise ActivationsUnknown(what) from error
-    return _per_replica(config, costs, replicas)
+    return _per_replica(options, costs, replicas)
 
 
-def static_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
+def static_costs(options: PipelineOptions, model: Model) -> tuple[LayerCost, ...]:
     """Returns bytes of every layer's parameters, gradients and optimizer state.
 
     All else is 0.
 
     Args:
-        config: Config of the run.
-        model: Model of the run.
+        options: Options of the pipeline.
+        model: The model.
     """
     costs: list[LayerCost] = []
     for module in meta_layers(model):
-        lower(module, PRECISIONS[config.train.precision])
-        costs.append(_static_cost(config, module))
-    return _per_replica(config, costs, None)
+        lower(module, PRECISIONS[options.precision])
+        costs.append(_static_cost(options, model, module))
+    return _per_replica(options, costs, None)
 
 
 def _per_replica(
-    config: Config, costs: Sequence[LayerCost], replicas: int | None
+    options: PipelineOptions, costs: Sequence[LayerCost], replicas: int | None
 ) -> tuple[LayerCost, ...]:
-    replicas = replicas or config.parallel.data
+    replicas = replicas or options.replicas
     return tuple(
-        c.with_accumulation(config.accumulation_groups // replicas).shared(
-            replicas if config.parallel.zero else 1
+        c.with_accumulation(options.accumulation_groups // replicas).shared(
+            replicas if options.zero else 1
         )
         for c in costs
     )
@@ -176,25 +184,25 @@ def meta_layers(model: Model) -> list[nn.Module]:
         return model.build(frozenset())
 
 
-def _is_own_error(config: Config, model: Model) -> bool:
+def _is_own_error(options: PipelineOptions, model: Model) -> bool:
     """Returns True if the model's layers fail by themselves, and not only on shapes.
 
     Fake tensors and the meta device have limits of their own, mostly with different messages. If
     both raise the same error, one microbatch is run for real, with one layer in memory at a time.
     """
     on_fakes = _forward_error(
-        config, model, FakeTensorMode(), lambda: model.build(range(model.layers))
+        options, model, FakeTensorMode(), lambda: model.build(range(model.layers))
     )
     if not on_fakes or on_fakes != _forward_error(
-        config, model, torch.device("meta"), lambda: model.build(())
+        options, model, torch.device("meta"), lambda: model.build(())
     ):
         return False
     real = (model.build((index,))[index] for index in range(model.layers))
-    return bool(_forward_error(config, model, generators_kept(torch.device("cpu")), lambda: real))
+    return bool(_forward_error(options, model, generators_kept(torch.device("cpu")), lambda: real))
 
 
 def _forward_error(
-    config: Config,
+    options: PipelineOptions,
     model: Model,
     mode: AbstractContextManager[Any],
     layers: Callable[[], Iterable[nn.Module]],
@@ -206,10 +214,10 @@ def _forward_error(
     causes: list[tuple[type[BaseException], str]] = []
     try:
         with mode, torch.no_grad():
-            out: Any = _ids(config)
+            out: Any = _ids(options, model)
             for layer in layers():
                 out = layer(*out) if isinstance(out, tuple) else layer(out)
-            model.loss(out, _ids(config))
+            model.loss(out, _ids(options, model))
     except Exception as raised:
         error: BaseException | None = raised
         while error is not None:
@@ -218,8 +226,10 @@ def _forward_error(
     return causes
 
 
-def _ids(config: Config) -> Tensor:
-    return torch.zeros((config.train.micro_batch, config.model.sequence), dtype=torch.int64)
+def _ids(options: PipelineOptions, model: Model) -> Tensor:
+    assert options.micro_batch is not None
+    assert model.options is not None
+    return torch.zeros((options.micro_batch, model.options.sequence), dtype=torch.int64)
 
 
 def _said(error: Exception) -> str:
@@ -228,15 +238,15 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {', '.join(lines)}" if lines else type(error).__name__
 
 
-def _shape_costs(config: Config, model: Model) -> list[LayerCost]:
-    targets = _ids(config)
-    ids = model.first_inputs(_ids(config), targets)
+def _shape_costs(options: PipelineOptions, model: Model) -> list[LayerCost]:
+    targets = _ids(options, model)
+    ids = model.first_inputs(_ids(options, model), targets)
     layers: list[Layer] = []
     for index, module in enumerate(model.build(range(model.layers))):
         if isinstance(module, EmulatedLayer):
             module.f = module.b = module.w = 0.0
-        lower(module, PRECISIONS[config.train.precision])
-        layers.append(Layer(index, module, HostClock(), config.seed))
+        lower(module, PRECISIONS[options.precision])
+        layers.append(Layer(index, module, HostClock(), options.seed))
     # The first microbatch makes the gradients and measures the bytes that stay. The second shows
     # the workspace of an op.
     workspaces: list[_Workspace] = []
@@ -246,7 +256,7 @@ def _shape_costs(config: Config, model: Model) -> list[LayerCost]:
         )
     return [
         replace(
-            _static_cost(config, layer.module),
+            _static_cost(options, model, layer.module),
             activation_bytes=layer.activation_bytes,
             stash_bytes=layer.stash_bytes,
             output_bytes=layer.output_bytes,
@@ -258,20 +268,20 @@ def _shape_costs(config: Config, model: Model) -> list[LayerCost]:
     ]
 
 
-def _static_cost(config: Config, module: nn.Module) -> LayerCost:
+def _static_cost(options: PipelineOptions, model: Model, module: nn.Module) -> LayerCost:
     """Returns the bytes that a layer keeps.
 
     With expert parallelism these are the bytes on a replica with the most experts allowed.
     """
-    moments = optimizer_settings(config.train).moments
-    copies = config.pipeline.post_validation and config.pipeline.rollback == "exact"
+    moments = settings_of(options.optimizer).moments
+    copies = options.post_validation and options.rollback == "exact"
     # Each replica's rows have a gradient of their own, so experts that are spread have as many.
     gradients = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
-    for half in halves(module) if config.parallel.expert > 1 else ():
-        half.hold(range(most_experts(config)))
+    for half in halves(module) if options.expert > 1 else ():
+        half.hold(range(most_experts(options.facts(None, model.options, on_cuda=False))))
     parameters = list(module.parameters())
     # ZeRO-1 divides by the replicas all bytes that are not divided as experts (`_per_replica`).
-    times = config.parallel.data if config.parallel.zero and config.parallel.expert > 1 else 1
+    times = options.replicas if options.zero and options.expert > 1 else 1
     experts = {
         p
         for half in halves(module)
@@ -356,24 +366,24 @@ def with_workspace(
     )
 
 
-def recompute_for(config: Config, model: Model, device: torch.device) -> RecomputeRule:
+def recompute_for(options: PipelineOptions, model: Model, limit: int | None) -> RecomputeRule:
     """Returns `train.recompute` as a pipeline takes it.
 
     "auto" depends on shapes alone. All ranks therefore choose alike, whatever they measure.
 
     Args:
-        config: Config of the run.
-        model: Model of the run.
-        device: Device of the rank.
+        options: Options of the pipeline.
+        model: The model.
+        limit: Bytes of a rank. None means unlimited.
 
     Returns:
         Indices of layers, or a rule. The rule raises NoRoomError if the memory is too small even
         when all layers recompute.
 
     Raises:
-        ConfigError: The config names a layer that the model does not have.
+        ConfigError: `recompute` names a layer that the model does not have.
     """
-    wanted = config.train.recompute
+    wanted = options.recompute
     if isinstance(wanted, tuple):
         if max(wanted, default=0) >= model.layers:
             raise ConfigError(
@@ -381,14 +391,13 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
                 f"from 0 to {model.layers - 1}"
             )
         return wanted
-    limit = memory_limit(config, device)
     if wanted != "auto" or limit is None:
         return range(model.layers) if wanted == "all" else ()
 
     @cache
     def costs_for(replicas: int) -> tuple[LayerCost, ...]:
         try:
-            return recompute_as_workspace(shape_costs(config, model, replicas), ())
+            return recompute_as_workspace(shape_costs(options, model, replicas), ())
         except ActivationsUnknown as error:
             raise ConfigError(
                 "train.recompute = 'auto' needs the layers' activations, which are unknown; use "
@@ -398,7 +407,7 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
     def fitting(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
         # The rest is messages, and the memory that an op needs while it runs.
         costs, counts = costs_for(replicas), partition.counts
-        whole = stage_request(config, replicas, limit).memory(costs, counts, schedule)
+        whole = stage_request(options, replicas, limit).memory(costs, counts, schedule)
         kept = recompute_memory(costs, (), counts, schedule)
         return choose_recomputed(
             costs,
@@ -410,23 +419,23 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
     return fitting
 
 
-def stage_request(config: Config, replicas: int, limit: int | None) -> StageRequest:
-    """Returns the request to the stage planner for a run.
+def stage_request(options: PipelineOptions, replicas: int, limit: int | None) -> StageRequest:
+    """Returns the request to the stage planner.
 
     Args:
-        config: Config of the run.
+        options: Options of the pipeline.
         replicas: Number of pipelines in the mesh.
         limit: Bytes of a rank. None means unlimited.
     """
-    validates = config.pipeline.post_validation
+    validates = options.post_validation
     return StageRequest(
-        config.pipeline.schedule,
-        config.parallel.pipeline,
-        config.microbatches,
-        config.chunks,
+        options.schedule,
+        options.pipeline,
+        options.microbatches,
+        options.stages_per_rank,
         limit,
         Objective.SPAN if validates else Objective.MAKESPAN,
         validates,
         replicas,
-        config.accumulation_groups // replicas,
+        options.accumulation_groups // replicas,
     )

@@ -27,7 +27,7 @@ class Summons(BaseModel):
         state: State of the run as a checkpoint has it.
         costs: Costs of the layers, for schedules that are made from costs.
         reference: Seconds that a step took at first. `elastic.repack` compares with it.
-        micro_batch: Sequences of a microbatch from now on.
+        microbatches: Microbatches of a step from now on, over all replicas.
         experts: Layers whose experts are spread over replicas: (layer, holders of each expert).
     """
 
@@ -43,7 +43,7 @@ class Summons(BaseModel):
     state: dict[str, Any]
     costs: tuple[dict[str, Any], ...] | None
     reference: float | None
-    micro_batch: int
+    microbatches: int
     experts: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
     def to_text(self) -> str:

@@ -1,0 +1,65 @@
+"""Options of changing ranks: `dynmo.Elastic`, and the section [elastic]."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+from pydantic import AfterValidator
+
+from dynmo.options import Count, Lax, NonNegative, Options, Timeout, check_ascending, word
+
+ShapesAt: TypeAlias = Annotated[
+    tuple[Annotated[tuple[Count, Count, Count], Lax], ...], Lax, AfterValidator(check_ascending)
+]
+
+# "fewest" is dynmo's own. The others are the names in dynmo/balance/repack.py.
+RANK_ALGORITHMS = ("fewest", "first-fit", "best-fit", "round-robin", "halving")
+RELEASERS = ("auto", "none", "command", "kubernetes")
+
+
+class Elastic(Options):
+    """Changes of the mesh and of the number of ranks while training."""
+
+    repack: bool = False
+    """Whether the run leaves ranks that it does not need, and takes them back when it does."""
+    tolerance: NonNegative = 0.05
+    """With `repack`: share by which a step may take longer than the first measured steps did."""
+    algorithm: Annotated[str, word(RANK_ALGORITHMS)] = "fewest"
+    """How `repack` chooses: the `fewest` ranks that are fast enough. The others merge ranks by
+    memory alone: DynMo's algorithm 4 is `first-fit`, PipeTransformer's is `halving`."""
+    min_ranks: Count = 1
+    """Fewest ranks that `repack` may leave."""
+    target_ranks: Count | None = None
+    """Ranks that the run goes to as soon as it can. Not set: `repack` decides."""
+    retune: bool = False
+    """Whether a change of ranks may also change `train.micro_batch`, at the same global batch. The
+    numbers are then no longer those of one process."""
+    reshape: bool = False
+    """Whether the run may choose another mesh of the same ranks when the work has changed."""
+    reshape_at: ShapesAt = ()
+    """`[[step, pipeline, data], ...]`: from each step on, the mesh has these sizes. With fewer
+    ranks the others leave. With more ranks the run waits for newcomers."""
+    releaser: Annotated[str, word(RELEASERS)] = "auto"
+    """Who takes ranks back and gives others. `auto` is dynmo's launcher if it started the ranks,
+    and `none` otherwise."""
+    release_command: Annotated[tuple[str, ...], Lax] = ()
+    """With `releaser = "command"`: program and arguments that give ranks back."""
+    grow_command: Annotated[tuple[str, ...], Lax] = ()
+    """With `releaser = "command"`: program and arguments that start `dynmo train --join`."""
+    park: bool = False
+    """Whether ranks that leave wait, without tensors, until they are called back. If not, their
+    processes end."""
+    job_options: Annotated[tuple[str, ...], Lax] = ()
+    """Options of `srun` for ranks that are Slurm jobs of their own, such as `--partition=p`."""
+    join_timeout: Timeout = 60.0
+    """Seconds that the run waits for ranks that it needs. It then goes on without them."""
+
+    @property
+    def changes_ranks(self) -> bool:
+        """True if the run decides how many ranks it has."""
+        return self.repack or self.target_ranks is not None
+
+    def shape_at(self, step: int) -> tuple[int, int] | None:
+        """The mesh that `reshape_at` plans for a step: ranks of a pipeline, and replicas."""
+        shapes = [(pipeline, data) for at, pipeline, data in self.reshape_at if at <= step]
+        return shapes[-1] if shapes else None

@@ -1,0 +1,25 @@
+"""The end of a process that has used torch."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from typing import NoReturn
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends a process that has used torch, without the finalization of Python and torch.
+
+    A thread of a process group may still be ending. Finalization would then abort the process,
+    although its work is done. Exit functions have run and output is flushed.
+
+    Args:
+        status: The exit status.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # as on a closed pipe
+            stream.flush()
+    os._exit(status)

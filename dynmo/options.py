@@ -1,0 +1,220 @@
+"""The base class of all options, and the types of single values.
+
+Each room of the package has the options that it uses. A user makes them in Python, and a section
+of the configuration file is one of them. The message of a check says what was wrong and what to
+write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
+
+from dynmo.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
+NOT_SERVED = "known but not served by this version"
+# Largest count. A slip of the keyboard should not become an endless loop.
+LARGEST = 2**31 - 1
+_BYTE_SIZE = TypeAdapter(ByteSize)
+
+
+class _OneLine(ModelMetaclass):
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        try:
+            return super().__call__(*args, **options)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            name = vars(cls).get("of", cls.__name__)
+            raise ConfigError(one_line(f"dynmo.{name}: {explain(dict(problem))}")) from None
+
+
+class Options(BaseModel, metaclass=_OneLine):
+    """Frozen. Unknown keys, strings for numbers, and infinities are errors.
+
+    The string under each key is its description in docs/reference/configuration.md. `of` names what
+    takes the options, if that is not the class itself.
+
+    Raises:
+        ConfigError: A key or a value is wrong.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+_SAY = {
+    "tuple_type": 'must be a list, like [1, 2] or ["freezing"]',
+    "missing": "missing; the list is too short",
+    "too_long": "the list is too long",
+    "extra_forbidden": "there is no such option",
+}
+
+
+def explain(problem: dict[str, Any]) -> str:
+    """Says one of pydantic's problems in the words of a TOML file."""
+    kind = problem["type"]
+    if kind == "value_error":
+        what = str(problem["ctx"]["error"])
+    else:
+        what = _SAY.get(kind) or str(problem["msg"]).replace("Input should be", "must be")
+    key = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
+    ).lstrip(".")
+    shown = "" if kind == "missing" else f" = {_short(problem['input'])}"
+    return f"{key}{shown}: {what}"
+
+
+def _short(value: object) -> str:
+    try:
+        text = value_text(value)
+    except RecursionError:  # lists in lists, too deep
+        text = "[[..."
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as "40GiB", "1.5 GB" or "4096".
+
+    Args:
+        text: A number and a unit. KiB to TiB are powers of 1024, KB to TB powers of 1000.
+            No unit means bytes. Case does not matter.
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        ValueError: The text is not a size.
+    """
+    try:
+        # ByteSize ignores what follows the first size in a text.
+        if not re.fullmatch(r"\s*\d{1,15}(\.\d{1,15})?\s*[A-Za-z]*\s*", text, re.ASCII):
+            raise ValueError
+        return int(_BYTE_SIZE.validate_python(text.strip()))
+    except ValueError:
+        raise ValueError(
+            "not a size; write bytes, or a number and one of KiB, MiB, GiB, TiB, KB, MB, GB, TB, "
+            'like "40GiB"'
+        ) from None
+
+
+def value_text(value: object) -> str:
+    """Writes a value in one line of TOML, as error messages quote it."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(value_text(item) for item in cast(Sequence[object], value))}]"
+    if isinstance(value, dict):
+        return f"""{{{
+            ", ".join(
+                f"{key} = {value_text(item)}"
+                for key, item in cast(dict[str, object], value).items()
+            )
+        }}}"""
+    return str(value)
+
+
+def _quoted(values: Collection[str]) -> str:
+    return ", ".join(f'"{word}"' for word in values)
+
+
+def check_word(value: str, served: Collection[str], planned: Collection[str], own: str = "") -> str:
+    """`own` is how a value of the user's own is written, if that is served too."""
+    if value in served:
+        return value
+    choices = f"choose one of {_quoted(served)}" if len(served) > 1 else f"use {_quoted(served)}"
+    choices += f', or "{own}" for your own' if own else ""
+    if value in planned:
+        raise ValueError(f"{NOT_SERVED}; {choices}")
+    near = difflib.get_close_matches(value, served, 1) if len(served) > 1 else ()
+    raise ValueError(
+        f'unknown; did you mean "{near[0]}"? {choices}' if near else f"unknown; {choices}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf(AfterValidator):
+    """A check that a value is one of `allowed`.
+
+    Attributes:
+        allowed: The served words, for the documentation.
+    """
+
+    allowed: tuple[str, ...] = ()
+
+
+def word(served: Collection[str], planned: Collection[str] = ()) -> OneOf:
+    """Returns a check that a value is one of the served words.
+
+    Args:
+        served: The words that are allowed.
+        planned: Words that a later version may serve. The error message says so.
+    """
+
+    def check(value: str) -> str:
+        return check_word(value, served, planned)
+
+    return OneOf(check, tuple(served))
+
+
+def _check_memory(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def check_ascending(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Checks that the first numbers of the entries, which are steps, ascend."""
+    for (step, *_), (next_step, *_) in itertools.pairwise(value):
+        if next_step <= step:
+            raise ValueError(f"step {next_step} after step {step}: steps must ascend")
+    return value
+
+
+def check_own(value: str, what: str, form: str) -> str:
+    """Checks `python:package.module:NAME`, the way to a user's own model or case."""
+    if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise ValueError(f'{what} of your own is written "{form}"')
+    return value
+
+
+Count: TypeAlias = Annotated[int, Field(ge=1, le=LARGEST)]
+Whole: TypeAlias = Annotated[int, Field(ge=0, le=LARGEST)]
+NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+# A longer wait overflows the system's type. More threads take long to start and gain nothing.
+Timeout: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
+Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+BelowOne: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Seed: TypeAlias = Annotated[int, Field(ge=0, le=2**63 - 1)]
+# TOML has lists only, and strict pydantic takes no list for a tuple. Tuples (frozen, hashable) are
+# therefore lax. Their items are not.
+Lax = Field(strict=False)
+Bytes: TypeAlias = Annotated[int, Field(ge=0), BeforeValidator(_check_memory)]
+MemoryLimit: TypeAlias = Annotated[int | None, Field(ge=1), BeforeValidator(_check_memory)]

@@ -1,0 +1,144 @@
+"""Makes the engine of a pipeline from its options."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+from dynmo.balance.expert_placement import ExpertPlacement
+from dynmo.balance.partition import Partition
+from dynmo.dynamism.case import Dynamism
+from dynmo.dynamism.options import Freezing
+from dynmo.models.model import Model
+from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
+from dynmo.pipeline.membership import NextMesh
+from dynmo.pipeline.optimizers import settings_of
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.pipeline.placing import memory_limit
+from dynmo.pipeline.saving import restore_state
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.precision import dtype_for
+from dynmo.runtime.optim.loss_scale import make_scaler
+from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
+
+if TYPE_CHECKING:
+    from dynmo.balance.layout import RecomputeRule
+    from dynmo.pipeline.engine_options import Shapes
+    from dynmo.pipeline.summons import Summons
+
+
+def make_engine(
+    options: PipelineOptions,
+    world: World,
+    model: Model,
+    partition: Partition,
+    elsewhere: tuple[int, int] | None = None,
+) -> Engine:
+    """Makes the engine of a pipeline.
+
+    Args:
+        options: Options of the pipeline.
+        world: One pipeline of the mesh (`arrange`), which need not be the first mesh.
+        model: The model to train.
+        partition: Number of layers on each stage.
+        elsewhere: The mesh of the run, if this process is still outside of it.
+    """
+    replicas = world.replicas if elsewhere is None else elsewhere[1]
+    dtype, limit = dtype_for(options.precision, world.device), memory_limit(options, world)
+    recompute, shapes = _from_shapes(options, model, limit)
+    freezing = next((each for each in options.cases if isinstance(each, Freezing)), None)
+    return Engine(
+        world,
+        model,
+        partition,
+        StepOptions(
+            schedule=options.schedule,
+            microbatches=options.all_microbatches // replicas,
+            chunks=options.stages_per_rank,
+            slices=options.pipeline if options.slices else None,
+            memory_limit=limit,
+            recompute=recompute,
+            w_granularity=cast(Literal["whole", "linear"], options.w_granularity),
+            shapes=shapes,
+        ),
+        update=UpdateOptions(
+            optimizer=settings_of(options.optimizer),
+            clip_scope=cast(Literal["global", "local"], options.clip_scope),
+            scaler=make_scaler(dtype, options.loss_scale, options.loss_scale_window),
+            post_validation=options.post_validation,
+            rollback=cast(Literal["exact", "in-place"], options.rollback),
+        ),
+        layers=LayerOptions(
+            dtype=dtype,
+            seed=options.seed,
+            compiles=options.compile,
+            cache_bytes=0 if freezing is None else freezing.cache_bytes,
+        ),
+        replicas=ReplicaOptions(
+            accumulation_groups=options.accumulation_groups,
+            zero=options.zero,
+            expert=options.expert,
+            replicates=options.elastic.reshape
+            or any(replicas > 1 for _, _, replicas in options.elastic.reshape_at),
+        ),
+        elsewhere=elsewhere,
+    )
+
+
+def _from_shapes(
+    options: PipelineOptions, model: Model, limit: int | None
+) -> tuple[RecomputeRule, Shapes | None]:
+    """Returns which layers recompute, and a function that finds costs from shapes."""
+    if options.recompute == "none" and limit is None:
+        return (), None
+    from functools import cache, partial
+
+    from dynmo.pipeline.shape_costs import recompute_for, shapes_of
+
+    # The pipeline warns of unknown activations when it is made.
+    shapes = cache(partial(shapes_of, options, model, level=logging.INFO))
+    return recompute_for(options, model, limit), shapes if limit is not None else None
+
+
+def join_engine(
+    options: PipelineOptions,
+    world: World,
+    model: Model,
+    cases: Sequence[Dynamism],
+    summons: Summons,
+) -> Engine:
+    """Makes this process a rank of a running pipeline.
+
+    The present ranks grow meanwhile.
+
+    Args:
+        options: Options of the pipeline.
+        world: This process alone (`World.outside`).
+        model: The model to train.
+        cases: The dynamic cases, which take up the run's state.
+        summons: Rank 0's message to this process.
+
+    Returns:
+        The engine, with the layers that belong here.
+
+    Raises:
+        RunError: The ranks did not meet.
+    """
+    engine = make_engine(
+        options, world, model, Partition(summons.layers_before), summons.shape_before
+    )
+    restore_state(engine, summons.state, cases)
+    engine.schedule_keeper.known = summons.known_costs
+    engine.membership.arrive(
+        summons.rank,
+        summons.size,
+        summons.generation,
+        NextMesh(*summons.shape, Partition(summons.layers), summons.microbatches),
+        join_timeout=options.elastic.join_timeout,
+        experts={
+            layer: ExpertPlacement(holders, options.expert) for layer, holders in summons.experts
+        },
+    )
+    return engine

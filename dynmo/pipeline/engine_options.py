@@ -1,0 +1,100 @@
+"""Options of an `Engine`: the ops of a step, and the end of a step.
+
+The options of layers and replicas are in `runtime/state/layer_options.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dynmo.balance.layout import Layouts, RecomputeRule
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.pipeline.step_inputs import check_choice
+from dynmo.runtime.optim.loss_scale import LossScaler
+from dynmo.runtime.optim.optimizer import OptimizerSettings
+
+Shapes = Callable[[int], tuple[LayerCost, ...] | None]
+"""Takes the number of replicas and returns the layers' bytes on one of them, from shapes alone.
+
+Returns None if shapes do not tell."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The ops of a step, and their order on the ranks.
+
+    Attributes:
+        schedule: Name of the schedule.
+        microbatches: Microbatches of a step of one pipeline.
+        chunks: Stages per rank. None means the schedule's own number.
+        slices: Number of slices of this process's GPU that are the pipeline's ranks. The world then
+            has one rank, and layers move between slices without a message. None means that the
+            ranks of the world are the pipeline's.
+        memory_limit: Bytes of a rank, for schedules that are made within a limit.
+        recompute: Indices of the layers whose activations are recomputed in B. Or a pure function
+            of a placement, the schedule with every stage training, and the number of replicas.
+        w_granularity: "whole" runs every W where the schedule has it. "linear" may run parts of a W
+            earlier, while a message is late.
+        shapes: Costs by shapes alone. Schedules within `memory_limit` are made from them until
+            costs are measured.
+
+    Raises:
+        ConfigError: `w_granularity` has another value.
+    """
+
+    schedule: str
+    microbatches: int
+    chunks: int | None = None
+    slices: int | None = None
+    memory_limit: int | None = None
+    recompute: RecomputeRule = ()
+    w_granularity: Literal["whole", "linear"] = "whole"
+    shapes: Shapes | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("w_granularity", self.w_granularity, ("whole", "linear"))
+
+    def layouts(self, layers: int, accumulation_groups: int) -> Layouts:
+        """Returns the layouts that these steps allow.
+
+        Args:
+            layers: Number of layers of the model.
+            accumulation_groups: Number of accumulation groups of the whole mesh.
+        """
+        return Layouts(
+            layers,
+            self.schedule,
+            self.chunks,
+            accumulation_groups,
+            self.recompute,
+            sliced=self.slices is not None,
+        )
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """The end of a step: clipping, the optimizer, and the way to take a step back.
+
+    Attributes:
+        optimizer: Its kind and settings.
+        clip_scope: "global" clips by the norm of all layers, "local" each layer by its own.
+        scaler: Scale of the loss. None means a dynamic scale in float16, and no scale otherwise.
+        post_validation: True if steps have no barrier at their end. See `Engine.advance`.
+        rollback: The way to take a step back. "exact" restores copies. "in-place" inverts the
+            update without copies and is approximate.
+
+    Raises:
+        ConfigError: `clip_scope` or `rollback` has another value.
+    """
+
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    clip_scope: Literal["global", "local"] = "global"
+    scaler: LossScaler | None = None
+    post_validation: bool = False
+    rollback: Literal["exact", "in-place"] = "exact"
+
+    def __post_init__(self) -> None:
+        check_choice("rollback", self.rollback, ("exact", "in-place"))
+        check_choice("clip_scope", self.clip_scope, ("global", "local"))

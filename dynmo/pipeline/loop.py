@@ -1,0 +1,321 @@
+"""The loop of a pipeline: change, step, observe. Every rank runs it alike."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dynmo.balance.partition import Partition
+from dynmo.dynamism.case import Dynamism, Signals, TokenShares
+from dynmo.events import (
+    ChangeEvent,
+    Event,
+    PostValidationEvent,
+    RollbackEvent,
+    SkippedEvent,
+    TokensEvent,
+    now,
+)
+from dynmo.pipeline.cases import Cases
+from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.pipeline.placing import first_partition
+from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.pipeline.saving import state_of
+from dynmo.pipeline.step_result import StepResult
+from dynmo.runtime.engine.step_reduction import StepRecord
+from dynmo.runtime.layer.output_cache import Keys
+from dynmo.schedule.bounds import Objective
+
+if TYPE_CHECKING:
+    from dynmo.pipeline.elasticity import Elasticity
+    from dynmo.pipeline.trace import Tracer
+
+Listener = Callable[[Event], None]
+
+# Bit of a step's flag: this rank wants to stop.
+STOP = 1
+
+
+@dataclass
+class _Started:
+    """A step as it began.
+
+    Attributes:
+        rate: Learning rate.
+        layers: Number of layers on each stage.
+        frozen: Number of frozen layers.
+        seconds: Seconds of the step, without the part of its end that fell into the next step.
+    """
+
+    rate: float
+    layers: tuple[int, ...]
+    frozen: int
+    seconds: float = 0.0
+
+
+class Loop:
+    """Runs the steps of a pipeline, and the changes between them.
+
+    Args:
+        options: Options of the pipeline.
+        engine: Runs the steps.
+        cases: The dynamic cases.
+        rebalancer: Decides on placements, schedules and meshes.
+        listen: Called with every event.
+        step: Number of steps that are done.
+        loss: Loss of the last step.
+        joined: Whether this process has joined a running run just now.
+
+    Attributes:
+        options: Options of the pipeline as they are now.
+        step: Number of steps that are done.
+        loss: Loss of the last step.
+        listen: Called with every event.
+        elastic: Changes the number of ranks. None if that is not wanted.
+        tracer: Records the ops. None if that is not wanted.
+        token_shares: What each case has counted last, by its name.
+    """
+
+    def __init__(
+        self,
+        options: PipelineOptions,
+        engine: Engine,
+        cases: Sequence[Dynamism],
+        rebalancer: Rebalancer,
+        listen: Listener | None,
+        *,
+        step: int = 0,
+        loss: float = math.nan,
+        joined: bool = False,
+    ) -> None:
+        self.options, self._engine, self._own_cases = options, engine, cases
+        self.rebalancer, self.listen = rebalancer, listen
+        self.cases = Cases(cases, engine)
+        self.step, self.loss = step, loss
+        self.elastic: Elasticity | None = None
+        self.tracer: Tracer | None = None
+        self.token_shares: dict[str, TokenShares] = {}
+        # A newcomer takes part from the cases' own part of its first step on.
+        self._joins_at = step if joined else None
+        self._adapted: int | None = None  # the step before which changes were made
+        self._started: dict[int, _Started] = {}  # steps without a result yet
+        self._ready: list[StepResult] = []  # results that were not returned yet
+        self._begin = time.perf_counter()
+        self._barrier_stays = False  # although the options ask for none
+        self.tell_barrier()
+
+    def emit(self, *events: Event | None) -> None:
+        """Tells the listener of events. None is no event."""
+        for event in events:
+            if event is not None and self.listen is not None:
+                self.listen(event)
+
+    @property
+    def left(self) -> bool:
+        """True if this rank is out of the run."""
+        return self.elastic is not None and self.elastic.left
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def adapt(self) -> tuple[StepResult, ...]:
+        """Changes ranks, mesh and placement, and lets the cases act, before the next step.
+
+        Returns:
+            The results that had to become final before.
+        """
+        step = self.step
+        if self._adapted == step:
+            return ()
+        results = self.drain() if self._must_drain(step) else ()
+        self._adapted = step
+        if step != self._joins_at:
+            for case, shares in self.cases.collect(step):
+                self.token_shares[case.name] = shares
+                self.emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
+            if self.elastic is not None:
+                self._resize(self.elastic, step)
+                if self.left:
+                    return results
+        self._reshape(step)
+        if self.rebalancer.is_due(step):
+            self.consider()
+        for case, change in self.cases.act(step):
+            self.emit(self.rebalancer.on_workload_change(step))
+            self._keep_trace()
+            self.emit(
+                ChangeEvent(step, now(), case.name, change.layers, change.what, change.options)
+            )
+        self._begin = time.perf_counter()
+        return results
+
+    def _must_drain(self, step: int) -> bool:
+        """Returns True if the step before must be final.
+
+        Something before this step may then change the model, or read it or the last signals.
+        """
+        return (
+            self.rebalancer.should_check(step)
+            or (self.elastic is not None and self.elastic.acts(step))
+            or any(case.acts(step) for case in self._own_cases)
+        )
+
+    def consider(self) -> None:
+        """Decides on the placement and the schedule, and acts if that pays."""
+        for event in self.rebalancer.consider(self.step):
+            self.emit(event)
+            self._keep_trace()
+
+    def _resize(self, elastic: Elasticity, step: int) -> None:
+        """Goes on with fewer ranks, or with newcomers, if that is decided."""
+
+        def state() -> dict[str, Any]:
+            return state_of(
+                self._engine,
+                self._own_cases,
+                loss=self.loss,
+                moves=self.rebalancer.moves + 1,
+                extra={},
+            )
+
+        size = self._engine.world.everyone.size
+        if elastic.change(step, state) and not elastic.left:
+            self.options = elastic.options
+            if self.tracer is not None and self._engine.world.everyone.size > size:
+                self.tracer.renew()
+            self._keep_trace()
+            self.tell_barrier()
+        self.emit(*elastic.take_events(step))
+
+    def _reshape(self, step: int) -> None:
+        """Makes the same ranks another mesh, if that is decided or planned."""
+        engine, options = self._engine, self.options
+        shape, wanted = options.shape_at(step), None
+        if options.elastic.reshape:
+            wanted = self.rebalancer.mesh(step) if self.rebalancer.is_due(step) else None
+        elif (
+            options.elastic.reshape_at
+            and shape != engine.shape
+            and shape[0] * shape[1] == engine.world.everyone.size
+        ):
+            wanted = (*shape, first_partition(options, engine.count, shape[0]))
+        if wanted is not None:
+            self.reshape(*wanted)
+
+    def reshape(self, pipeline: int, replicas: int, partition: Partition) -> None:
+        """Makes the same ranks `replicas` pipelines of `pipeline` ranks."""
+        before = self._engine.shape
+        self.emit(*self.rebalancer.reshape(self.step, pipeline, replicas, partition))
+        if self._engine.shape != before:
+            self._keep_trace()
+            self.tell_barrier()
+
+    def _keep_trace(self) -> None:
+        if self.tracer is not None:
+            self.tracer.keep_around()
+
+    def tell_barrier(self) -> None:
+        """Reports if post-validation is not possible although the options ask for it.
+
+        A weight tied over two ranks gets its gradient from both, so the barrier stays. A mesh that
+        has the weight on one rank needs no barrier.
+        """
+        stays = self.options.post_validation and self._engine.objective is Objective.MAKESPAN
+        if stays != self._barrier_stays:
+            self._barrier_stays = stays
+            reason = (
+                "the tied weight of embedding and head is on "
+                f"{'two ranks' if stays else 'one rank'}"
+            )
+            self.emit(PostValidationEvent(self.step, now(), not stays, reason))
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def advance(
+        self,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        rate: float,
+        keys: Keys | None,
+        stop: bool,
+    ) -> tuple[StepResult, ...]:
+        """Trains on the microbatches of one step.
+
+        Returns:
+            The results that have become final.
+        """
+        engine, step = self._engine, self.step
+        started = _Started(rate, engine.partition.counts, len(engine.frozen))
+        flag = STOP * stop + (0 if self.elastic is None else self.elastic.call())
+        records = engine.advance(
+            step,
+            inputs,
+            targets,
+            lr=rate,
+            max_norm=self.options.max_grad_norm,
+            flag=flag,
+            keys=keys,
+        )
+        self._started[step] = started
+        started.seconds = time.perf_counter() - self._begin
+        self._begin = time.perf_counter()
+        self.step += 1
+        self._ready += map(self._finish, records)
+        return self._take()
+
+    def drain(self) -> tuple[StepResult, ...]:
+        """Waits until the last step is final.
+
+        Returns:
+            The results that were not returned before.
+        """
+        self.settle()
+        return self._take()
+
+    def settle(self) -> None:
+        """Waits until the last step is final. Its result is returned later."""
+        start = time.perf_counter()
+        records = self._engine.drain()
+        if records:
+            self._started[records[-1].step].seconds += time.perf_counter() - start
+        self._ready += map(self._finish, records)
+
+    def _take(self) -> tuple[StepResult, ...]:
+        results, self._ready = tuple(self._ready), []
+        return results
+
+    def _finish(self, record: StepRecord) -> StepResult:
+        """Hands the record of a final step to cases, balancer, trace and listener."""
+        step, started = record.step, self._started.pop(record.step)
+        self.loss = record.loss
+        self.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))
+        if self.tracer is not None:
+            self.tracer.observe(step, record.step_output.intervals)
+        self.emit(self.rebalancer.observe(step, started.seconds, record.busy))
+        if record.rollback is not None:
+            self.emit(RollbackEvent(step, now(), record.rollback.what, record.rollback.seconds))
+        if record.switch is not None:
+            self.emit(PostValidationEvent(step, now(), record.switch.on, record.switch.reason))
+        if record.skipped:
+            self.emit(SkippedEvent(step, now(), record.loss_scale, self._engine.scaler.scale))
+        if self.elastic is not None:
+            self.elastic.hear(record.flags)
+        return StepResult(
+            step,
+            record.loss,
+            record.norm,
+            started.rate,
+            started.seconds,
+            record.busy,
+            record.idle_ratio,
+            record.skipped,
+            record.rollback is not None,
+            any(flag & STOP for flag in record.flags),
+            started.layers,
+            started.frozen,
+        )

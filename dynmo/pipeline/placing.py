@@ -1,0 +1,97 @@
+"""The first placement of layers, and the memory of a rank."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from dynmo.balance.partition import Partition, uniform
+from dynmo.errors import ConfigError
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.pipeline.saving import SavedPipeline
+from dynmo.runtime.comm.world import World
+
+
+def first_partition(
+    options: PipelineOptions, layers: int, pipeline: int | None = None
+) -> Partition:
+    """Returns the first placement: `balance.initial` if set, and uniform otherwise.
+
+    Nothing is measured yet, so uniform is the best guess.
+
+    Args:
+        options: Options of the pipeline.
+        layers: Number of layers of the model.
+        pipeline: Number of ranks of a pipeline. The default is that of the options.
+
+    Raises:
+        ConfigError: There are more stages than layers, or `balance.initial` does not fit.
+    """
+    chunks, initial = options.stages_per_rank, options.balance.initial
+    stages = (pipeline or options.pipeline) * chunks
+    if stages > layers:
+        what = f"parallel.pipeline = {stages // chunks}"
+        what += f" with {chunks} stages a rank" if chunks > 1 else ""
+        raise ConfigError(f"{what} is more than the model's {layers} layers; use fewer ranks")
+    if initial is None or stages != options.pipeline * chunks:
+        return uniform(layers, stages)
+    if len(initial) != stages or sum(initial) != layers:
+        raise ConfigError(
+            f"balance.initial = {list(initial)} has {sum(initial)} layers on {len(initial)} "
+            f"stages, but the model has {layers} layers and the pipeline {stages} stages"
+        )
+    return Partition(initial)
+
+
+def first_shape(
+    options: PipelineOptions, layers: int, saved: SavedPipeline | None
+) -> tuple[int, int]:
+    """Returns the first mesh: ranks of a pipeline, and number of replicas.
+
+    A training that chooses its mesh keeps the saved mesh, if the options allow it. A mesh of fewer
+    or more ranks comes with the first step.
+    """
+    started = options.pipeline, options.replicas
+    if saved is None:
+        shape = options.shape_at(0)
+    else:
+        meshes = options.mesh_rule(layers).shapes(started[0] * started[1])
+        pipeline, replicas = saved.state.shape or (0, 0)
+        known = options.elastic.reshape and (pipeline, replicas) in meshes
+        shape = (pipeline, replicas) if known else options.shape_at(saved.step)
+    return shape if shape[0] * shape[1] == started[0] * started[1] else started
+
+
+def check_meshes(options: PipelineOptions, layers: int) -> None:
+    """Checks that every planned mesh can hold the layers.
+
+    Raises:
+        ConfigError: A mesh of `elastic.reshape_at` cannot hold so many layers.
+    """
+    for _, pipeline, _ in options.elastic.reshape_at:
+        first_partition(options, layers, pipeline)
+
+
+def memory_limit(options: PipelineOptions, world: World) -> int | None:
+    """Returns the bytes that the tensors of a rank may use.
+
+    The default is a part of the CUDA device's memory. Its slices, or the ranks that share it, get
+    equal parts. The rest of the memory is for bytes that are in no account of tensors. These are
+    the context and its kernels, NCCL's buffers, cuBLAS's workspaces and the allocator's rounding.
+    The part depends on the device's size alone, so equal devices have equal limits.
+
+    Returns:
+        Bytes per rank. None on CPU without `memory_limit`, which means unlimited.
+    """
+    device = world.device
+    if options.memory_limit is not None or device.type != "cuda":
+        return options.memory_limit
+    parts = options.pipeline if options.slices else 1
+    if world.staged:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.everyone.size))
+        parts *= -(-ranks // torch.cuda.device_count())
+    return (
+        max(1, torch.cuda.get_device_properties(device).total_memory * 92 // 100 - (1 << 30))
+        // parts
+    )

@@ -1,0 +1,53 @@
+"""`StepResult`, the result of a step of `dynmo.Pipeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynmo.balance.partition import imbalance
+
+
+@dataclass(frozen=True, repr=False)
+class StepResult:
+    """The result of one step. It is the same on every rank, but for `seconds`.
+
+    Attributes:
+        step: Number of the step.
+        loss: Mean loss over all microbatches.
+        norm: Norm of all gradients before clipping.
+        rate: Learning rate of the step.
+        seconds: Wall time of the step on this rank.
+        busy: Seconds that each rank (or slice) computed.
+        idle_ratio: 1 - mean over the ranks of busy time / time from the first op to the last.
+        skipped: Whether gradients overflowed. Nothing was updated then, and the loss scale falls.
+        rolled_back: Whether the step was taken back once, with post-validation.
+        stop: Whether a rank has asked to stop (`stop=True`).
+        layers: Number of layers on each stage.
+        frozen: Number of frozen layers.
+    """
+
+    step: int
+    loss: float
+    norm: float
+    rate: float
+    seconds: float
+    busy: Sequence[float]
+    idle_ratio: float
+    skipped: bool
+    rolled_back: bool
+    stop: bool
+    layers: tuple[int, ...]
+    frozen: int
+
+    def __repr__(self) -> str:
+        skipped = ", skipped=True" if self.skipped else ""
+        return (
+            f"StepResult(step={self.step}, loss={self.loss:.6g}, norm={self.norm:.6g}, "
+            f"idle_ratio={self.idle_ratio:.2f}{skipped})"
+        )
+
+    @property
+    def imbalance(self) -> float:
+        """(max - min) / mean of the ranks' busy seconds."""
+        return imbalance(self.busy)

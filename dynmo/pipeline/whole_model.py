@@ -1,0 +1,292 @@
+"""The weights of the whole model as one dict, and the outputs of a whole batch.
+
+    rank 0   layers 0 1 ──┐                                    ┌──> rank 0: {"0.weight": ...}
+    rank 1   layers 2 3 ──┴── one tensor at a time, all ranks ─┴──> rank 1: {}, or the same
+
+A tensor travels as a sum of bytes over all ranks. One rank gives the bytes, and the others give 0.
+It travels in host memory (gloo): the wait has a limit, and no GPU needs room for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.balance.partition import Move
+from dynmo.errors import CheckpointError, RunError
+from dynmo.kernels.sparse_linear import (
+    MaskedLinear,
+    SparseLinear,
+    dense_parameters,
+    encodes_sparsity,
+)
+from dynmo.kernels.split import LOW
+from dynmo.models.model import Model
+from dynmo.models.sequential import Sequential
+from dynmo.runtime.comm.agreement import share_failures
+from dynmo.runtime.comm.headers import as_bytes
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.post_validation import PostValidation
+from dynmo.runtime.layer.buffers import has_same_bits
+from dynmo.runtime.optim.zero import cut_state
+from dynmo.runtime.state.layer_store import LayerStore
+from dynmo.runtime.state.migration import describe, unpack
+
+_SECTION = "state"
+
+
+class WholeModel:
+    """Gathers and replaces the weights and persistent buffers of all layers.
+
+    All ranks call every method together.
+
+    Args:
+        layer_store: Holds this rank's layers.
+        pending: Knows whether the last step is final.
+    """
+
+    def __init__(self, layer_store: LayerStore, pending: PostValidation) -> None:
+        self._layer_store, self._pending = layer_store, pending
+        self._prefixes = _prefixes(layer_store.model)
+        # Second name of a tied weight -> first name.
+        self._tied = {
+            f"{self._prefixes[user]}.{name}": f"{self._prefixes[owner]}.{owner_name}"
+            for (owner, owner_name), (user, name) in layer_store.model.tied
+        }
+
+    def state_dict(self, everywhere: bool = False) -> dict[str, Tensor]:
+        """Returns the whole model's state, as `Pipeline.state_dict` does."""
+        everyone = self._pending.final.world.everyone
+        receives = everywhere or everyone.rank == 0
+        keys, tensors = list[str](), dict[str, Tensor]()
+        for index in range(self._layer_store.model.layers):
+            own = self._own_state(index, exact=True)
+            for key, like in self._announce(index, own).items():
+                keys.append(key)
+                if key not in self._tied:
+                    tensor = self._broadcast(key, like, None if own is None else own[key])
+                    if receives:
+                        tensors[key] = tensor
+        return {key: tensors[self._tied.get(key, key)] for key in keys} if receives else {}
+
+    def load_state_dict(self, state: object) -> None:
+        """Replaces the whole model's state, as `Pipeline.load_state_dict` does."""
+        layer_store = self._pending.final
+        world, layers = layer_store.world, range(layer_store.model.layers)
+        announced = [self._announce(i, self._own_state(i, exact=False)) for i in layers]
+        given = self._check(state, announced) if world.everyone.rank == 0 else None
+        failure = given if isinstance(given, CheckpointError) else None
+        failures = share_failures(world, failure, "rank 0 to check the state")
+        if failures:
+            raise failure or CheckpointError(next(iter(failures.values())))
+        values = None if given is None else cast("Mapping[str, Tensor]", given)
+        for index, announcement in enumerate(announced):
+            arrived = {
+                key: self._broadcast(key, like, None if values is None else values[key])
+                for key, like in announcement.items()
+                if key not in self._tied
+            }
+            if index in layer_store.layers:
+                self._replace(index, arrived)
+        layer_store.tied.publish(())
+        layer_store.outputs.forget(layers)
+
+    def _own_state(self, index: int, exact: bool) -> dict[str, Tensor] | None:
+        """Returns a layer's state on the rank that gives it, and None on the others.
+
+        Args:
+            index: Index of the layer.
+            exact: Whether weights of low precision come from their masters. If not, only shapes
+                and dtypes are right, and ZeRO-1 gathers nothing.
+        """
+        layer_store = self._layer_store
+        if index not in layer_store.layers:
+            return None
+        with layer_store.whole(index) as module:
+            masters = layer_store.masters(index) if exact else {}
+            named = dict(module.named_parameters())
+            floats = {n: m for n, m in masters.items() if named[n].is_floating_point()}
+            dense = {
+                id(named[name]): t.float() if t.dtype in LOW else t
+                for name, t in dense_parameters(module, floats)
+            }
+            own = {
+                f"{self._prefixes[index]}.{name}": dense.get(id(tensor), tensor.detach())
+                for name, _, tensor in _entries(module)
+            }
+        return own if layer_store.world.replica == 0 else None
+
+    def _announce(self, index: int, own: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Tells all ranks the shapes and dtypes of a layer's state. Returns them on "meta".
+
+        Args:
+            index: Index of the layer.
+            own: The state, on the rank that gives it.
+        """
+        everyone, what = self._layer_store.world.everyone, f"what layer {index} has"
+        text = b""
+        if own is not None:
+            tensors = {(_SECTION, key): tensor for key, tensor in own.items()}
+            text = describe(index, nn.Module(), tensors).model_dump_json().encode()
+        length = int(everyone.sum(torch.tensor([len(text)]), what))
+        table = torch.zeros(length, dtype=torch.uint8)
+        if text:
+            table.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        everyone.sum(table, what)
+        move = Move(index, self._layer_store.rank_of(index), 0)
+        announced = unpack(table.numpy().tobytes(), move, torch.device("meta"))
+        return {key: like for (_, key), like in announced.tensors.items()}
+
+    def _broadcast(self, key: str, like: Tensor, value: Tensor | None) -> Tensor:
+        """Returns `value` on the CPU of all ranks. It is None on all ranks but one."""
+        tensor = torch.zeros(like.shape, dtype=like.dtype)
+        if value is not None:
+            tensor.copy_(value.detach())
+        self._layer_store.world.everyone.sum(as_bytes(tensor), f"the values of {key}")
+        return tensor
+
+    def _replace(self, index: int, values: Mapping[str, Tensor]) -> None:
+        """Sets the state of one of this rank's layers.
+
+        Parameters and masters keep their memory, so that optimizers and tied weights see the new
+        values.
+
+        Args:
+            index: Index of the layer.
+            values: Dense values by key. Experts of other replicas are skipped.
+        """
+        module = self._layer_store.modules[index]
+        optimizer = self._layer_store.optimizers[index]
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for key, owner, tensor in _entries(module):
+            value = values.get(f"{self._prefixes[index]}.{key}")
+            if value is None:  # a tied weight that another layer owns
+                continue
+            value = value.to(tensor.device)
+            name = names.get(id(tensor))
+            if name is not None and key.rpartition(".")[2] == "weight":
+                value = _surviving(owner, value)
+            with torch.no_grad():
+                tensor.copy_(value)
+            if name is not None and name in optimizer.masters:
+                optimizer.load(cut_state(optimizer, {f"{name}/master": value}))
+
+    def _check(
+        self, state: object, announced: list[dict[str, Tensor]]
+    ) -> Mapping[str, Tensor] | CheckpointError:
+        """Returns the state that rank 0 was given, or the error that says why it does not fit."""
+        if not isinstance(state, Mapping):
+            what = "None" if state is None else f"a {type(state).__name__}"
+            return CheckpointError(
+                f"the state is {what} on rank 0; give rank 0 the dict that state_dict returned"
+            )
+        wanted = {key: like for layer in announced for key, like in layer.items()}
+        given = cast("Mapping[str, object]", state)
+        missing = next((key for key in wanted if key not in given), None)
+        if missing is not None:
+            return CheckpointError(
+                f"the state lacks {missing!r}; give the state of this model's layers"
+            )
+        unknown = next((key for key in given if key not in wanted), None)
+        if unknown is not None:
+            return CheckpointError(
+                f"the state has {unknown!r}, which this model has not; leave it out"
+            )
+        for key, like in wanted.items():
+            value = given[key]
+            if not isinstance(value, Tensor):
+                return CheckpointError(
+                    f"{key!r} of the state is a {type(value).__name__}, no tensor"
+                )
+            if value.is_meta or value.layout != torch.strided:
+                return CheckpointError(f"{key!r} of the state has no values or is sparse")
+            if value.shape != like.shape:
+                return CheckpointError(
+                    f"{key!r} is {list(value.shape)} in the state, {list(like.shape)} in this model"
+                )
+        tensors = cast("Mapping[str, Tensor]", state)
+        for key, owner in self._tied.items():
+            if not has_same_bits(tensors[key].detach().cpu(), tensors[owner].detach().cpu()):
+                return CheckpointError(
+                    f"{owner!r} and {key!r} are one weight of this model, but differ in the state"
+                )
+        return tensors
+
+
+def _prefixes(model: Model) -> tuple[str, ...]:
+    """Returns what stands before the keys of each layer.
+
+    It is the index, as in `torch.nn.Sequential`. A model of dynmo's own has the layer's name, such
+    as "blocks.0.attention".
+    """
+    indices = tuple(map(str, range(model.layers)))
+    # A model from a user's function has names such as "0.Linear".
+    listed = all(name.startswith(f"{i}.") for i, name in enumerate(model.names))
+    if isinstance(model, Sequential) or listed or len(set(model.names)) < model.layers:
+        return indices
+    return model.names
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Yields key, owner and tensor of what `module.state_dict()` has, in its order.
+
+    Buffers that encode the sparsity of pruned weights are left out.
+    """
+    for path, owner in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield prefix + name, owner, parameter
+        for name, buffer in owner._buffers.items():
+            is_saved = name not in owner._non_persistent_buffers_set
+            if buffer is not None and is_saved and not encodes_sparsity(owner, name):
+                yield prefix + name, owner, buffer
+
+
+def _surviving(owner: nn.Module, dense: Tensor) -> Tensor:
+    """Returns a dense weight in the form that its owner has. Pruned weights stay 0."""
+    if isinstance(owner, SparseLinear):
+        return dense.reshape(-1)[owner.csr.positions()].reshape(1, -1)
+    return dense.masked_fill(~owner.kept_mask, 0) if isinstance(owner, MaskedLinear) else dense
+
+
+def join_outputs(
+    world: World, microbatches: Mapping[int, object]
+) -> Tensor | tuple[Tensor, ...] | None:
+    """Concatenates the outputs of the microbatches along the first dimension.
+
+    All ranks call it together.
+
+    Args:
+        world: World of this rank.
+        microbatches: Outputs of the last layer by microbatch: a tensor, or a tuple of tensors.
+            Empty on ranks without the last stage.
+
+    Returns:
+        A tensor, or a tuple of tensors. None on ranks without the last stage.
+
+    Raises:
+        RunError: The outputs cannot be concatenated. Every rank raises it.
+    """
+    outputs = [microbatches[number] for number in sorted(microbatches)]
+    joined: Tensor | tuple[Tensor, ...] | None = None
+    failure: RunError | None = None
+    try:
+        if outputs and isinstance(outputs[0], tuple):
+            several = zip(*cast("list[tuple[Tensor, ...]]", outputs), strict=True)
+            joined = tuple(torch.cat(parts) for parts in several)
+        elif outputs:
+            joined = torch.cat(cast("list[Tensor]", outputs))
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        failure = RunError(
+            f"the last layer's outputs of a batch cannot be concatenated ({reason}); call "
+            "evaluate without outputs=True"
+        )
+    failures = share_failures(world, failure, "the outputs of the batch")
+    if failures:
+        raise failure or RunError(next(iter(failures.values())))
+    return joined
