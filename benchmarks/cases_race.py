@@ -41,7 +41,6 @@ CASES = (
     "mixture_of_depths",
     "moe",
 )
-# Several cases have one section of the configuration.
 # Cases of the paper that some cases here are variants of.
 _VARIANTS = {"autofreeze": "freezing", "egeria": "freezing"}
 # A model of so few steps is unsure of most tokens. The default of 0.9 would let none exit.

@@ -37,7 +37,7 @@ class StepEvent(Event):
 
     Attributes:
         loss: Mean loss of the step.
-        tokens_per_s: Tokens per second.
+        tokens_per_s: Tokens per second. 0 if the size of a sample is unknown.
         idle_ratio: Measured share of idle time.
         imbalance: Measured imbalance of the ranks.
         seconds: Wall time of the step.
@@ -82,7 +82,7 @@ class EvalEvent(Event):
 
     Attributes:
         loss: Mean loss.
-        tokens_per_s: Tokens per second.
+        tokens_per_s: Tokens per second. 0 if the size of a sample is unknown.
         dense_loss: Mean loss of the run without exits.
         dense_tokens_per_s: Tokens per second of the run without exits.
     """

@@ -41,6 +41,8 @@ _BYTE_SIZE = TypeAdapter(ByteSize)
 
 class _OneLine(ModelMetaclass):
     def __call__(cls, *args: Any, **options: Any) -> Any:
+        if args:
+            raise ConfigError(f"dynmo.{cls.__name__} takes its options by name, like lr=1e-3")
         try:
             return super().__call__(*args, **options)
         except ValidationError as error:
@@ -70,7 +72,7 @@ class Options(BaseModel, metaclass=_OneLine):
 
 _SAY = {
     "tuple_type": 'must be a list, like [1, 2] or ["freezing"]',
-    "missing": "missing; the list is too short",
+    "missing": "missing",
     "too_long": "the list is too long",
     "extra_forbidden": "there is no such option",
 }

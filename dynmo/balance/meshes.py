@@ -87,3 +87,12 @@ def divisors(total: int) -> list[int]:
     return sorted(
         {d for i in range(1, math.isqrt(total) + 1) if total % i == 0 for d in (i, total // i)}
     )
+
+
+def nearest_divisors(value: int, total: int) -> str:
+    """Returns the divisors of `total` next to `value`, for an error message."""
+    all_divisors = divisors(total)
+    below, above = [d for d in all_divisors if d < value], [d for d in all_divisors if d > value]
+    return ", ".join(
+        str(d) for d in ([max(below)] if below else []) + ([min(above)] if above else [])
+    )

@@ -37,7 +37,7 @@ class Elastic(Options):
     reshape: bool = False
     """Whether the run may choose another mesh of the same ranks when the work has changed."""
     reshape_at: ShapesAt = ()
-    """`[[step, pipeline, data], ...]`: from each step on, the mesh has these sizes. With fewer
+    """`[[step, pipeline, replicas], ...]`: from each step on, the mesh has these sizes. With fewer
     ranks the others leave. With more ranks the run waits for newcomers."""
     releaser: Annotated[str, word(RELEASERS)] = "auto"
     """Who takes ranks back and gives others. `auto` is dynmo's launcher if it started the ranks,

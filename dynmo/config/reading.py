@@ -227,6 +227,9 @@ def _keys(parts: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         yield from _keys((*parts, key))
 
 
+_RENAMED = {"parallel.data": "parallel.replicas", "dynamism.moe": "dynamism.experts"}
+
+
 def _unknown(parts: tuple[str, ...]) -> str:
     """Says that a key is unknown, and suggests the nearest key.
 
@@ -234,6 +237,9 @@ def _unknown(parts: tuple[str, ...]) -> str:
     section, compares the whole path.
     """
     key, section = ".".join(parts), parts[:-1]
+    for old, new in _RENAMED.items():
+        if key == old or key.startswith(f"{old}."):
+            return f"unknown key {key}; its name is {key.replace(old, new, 1)}"
     siblings, known = _fields(section), [".".join(path) for path in _keys()]
     near = [
         ".".join((*section, word))

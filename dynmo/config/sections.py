@@ -46,6 +46,8 @@ def _check_source(value: str) -> str:
 
 
 def _check_case(value: str) -> str:
+    if value == "moe":
+        raise ValueError('its name is "experts"')
     if not value.startswith("python:"):
         return check_word(value, tuple(CASES), (), "python:package.module:Class")
     return check_own(value, "a case", "python:package.module:Class")

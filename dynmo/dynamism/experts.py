@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -25,6 +25,7 @@ from dynmo.balance.expert_search import place_experts
 from dynmo.dynamism.case import Change, Dynamism, Layers, Signals, TokenShares, layers_that
 from dynmo.dynamism.counts import Counts, Numbers, counts_of
 from dynmo.dynamism.options import Experts, RunFacts
+from dynmo.errors import ConfigError
 from dynmo.models.options import ModelOptions
 
 
@@ -50,7 +51,7 @@ class ExpertsCase(Dynamism):
     """Counts tokens by expert.
 
     Args:
-        experts: Number of experts of a layer.
+        experts: Number of experts of a layer. None: as many as the model has.
         bias_rate: Change of a bias in a step. 0 changes none.
         record_every: Steps between two records.
         places: How experts are placed on replicas. None: they stay.
@@ -59,21 +60,45 @@ class ExpertsCase(Dynamism):
     name = "experts"
 
     def __init__(
-        self, experts: int, bias_rate: float, record_every: int, places: PlacingRule | None = None
+        self,
+        experts: int | None,
+        bias_rate: float,
+        record_every: int,
+        places: PlacingRule | None = None,
     ) -> None:
-        self._experts, self._rate, self._every = experts, bias_rate, record_every
+        self._rate, self._every = bias_rate, record_every
         self._layers: Layers | None = None
         # Tokens by replica of the group and by expert. The first counts begin anew at each record,
         # the second at each decision.
         self._places = places
         self._ranks = places.ranks if places is not None else 1
+        self._count(experts or 0)
+
+    def _count(self, experts: int) -> None:
+        self._experts = experts
         self._recorded, self._by_source = (
             Counts(experts * self._ranks),
             Counts(experts * self._ranks),
         )
 
     def check(self, modules: Sequence[nn.Module]) -> None:
-        experts_of(modules)
+        layers = experts_of(modules)
+        if self._experts:
+            return
+        # The model says how many experts a layer has, and whether biases keep their load even.
+        weights = [getattr(_router(modules[index]), "weight", None) for index in layers]
+        sizes = {len(weight) for weight in weights if isinstance(weight, Tensor)}
+        if len(sizes) != 1:
+            raise ConfigError(
+                "experts: every router needs a weight [experts, ...] with equally many experts"
+            )
+        (experts,) = sizes
+        self._count(experts)
+        if self._places is not None:
+            most = min(experts, experts // self._ranks + self._places.most_experts)
+            self._places = replace(self._places, most_experts=most)
+        if any(hasattr(_router(modules[index]), "bias") for index in layers):
+            self._rate = ModelOptions().bias_rate
 
     def act(self, step: int, layers: Layers) -> Change | None:
         """Places the experts, if a decision is due.
@@ -249,12 +274,16 @@ def most_experts(run: RunFacts) -> int:
 
 
 def make(options: Experts, run: RunFacts) -> Dynamism:
-    """Makes the case."""
-    model = run.model or ModelOptions()
-    rate = model.bias_rate if model.kind == "moe" and model.routing == "bias" else 0.0
+    """Makes the case. Of a model of the user's own, `check` finds the number of experts."""
+    model = run.model
+    # Without a known number of experts, only the redundant ones are known.
+    most = options.redundant if model is None else most_experts(run)
     places = (
-        PlacingRule(run.expert, most_experts(run), options.place_every, options.least_gain)
+        PlacingRule(run.expert, most, options.place_every, options.least_gain)
         if run.expert > 1
         else None
     )
+    if model is None:
+        return ExpertsCase(None, 0.0, options.record_every, places)
+    rate = model.bias_rate if model.kind == "moe" and model.routing == "bias" else 0.0
     return ExpertsCase(model.experts, rate, options.record_every, places)

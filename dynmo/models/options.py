@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, TypeAlias, cast
 
 from pydantic import (
@@ -12,6 +12,7 @@ from pydantic import (
     model_serializer,
 )
 
+from dynmo.balance.meshes import nearest_divisors
 from dynmo.options import (
     BelowOne,
     Count,
@@ -144,3 +145,36 @@ class ModelOptions(Options):
             # Each block is two layers. Embedding and head are one layer each.
             return 2 * self.blocks + 2
         return self.layers if self.kind == "emulated" else None
+
+    def problems(self) -> Iterator[str]:
+        """Yields why the options do not fit together, a line each."""
+        if self.is_gpt:
+            if self.hidden % self.heads:
+                near = nearest_divisors(self.heads, self.hidden)
+                yield (
+                    f"model.heads = {self.heads} does not divide model.hidden = {self.hidden}; "
+                    f"nearest that do: {near}"
+                )
+            elif self.hidden // self.heads % 2:
+                yield (
+                    f"model.hidden / model.heads = {self.hidden // self.heads} is odd, but rotary "
+                    f"positions turn pairs; use hidden = {self.hidden + self.heads}, or other heads"
+                )
+        if self.kind == "emulated":
+            for key, times in (("f", self.f), ("b", self.b), ("w", self.w)):
+                if isinstance(times, tuple) and len(times) != self.layers:
+                    yield (
+                        f"model.{key} lists {len(times)} layers, model.layers = {self.layers}; "
+                        "give one number, or one per layer"
+                    )
+        if self.kind == "moe":
+            if self.top_k > self.experts:
+                yield (
+                    f"model.top_k = {self.top_k} is more than model.experts = {self.experts}; use "
+                    f"{self.experts} or less"
+                )
+            if self.moe_every > self.blocks:
+                yield (
+                    f"model.moe_every = {self.moe_every} gives none of the {self.blocks} blocks "
+                    f"experts; use {self.blocks} or less"
+                )

@@ -114,19 +114,25 @@ class RunPlan:
         return table
 
 
-def dry_run(model: Model, options: PipelineOptions, own_cases: Sequence[Dynamism] = ()) -> RunPlan:
+def dry_run(
+    model: Model,
+    options: PipelineOptions,
+    own_cases: Sequence[Dynamism] = (),
+    on_cuda: bool = False,
+) -> RunPlan:
     """Plans a training from shapes alone: placement, schedule, and memory of each rank.
 
     Args:
         model: The model to train.
         options: Options of the pipeline. `pipeline` is the number of ranks of a pipeline.
         own_cases: The user's own dynamic cases.
+        on_cuda: Whether the ranks will compute on CUDA.
 
     Raises:
         NoRoomError: A rank's memory at the schedule's peak is over the limit.
         ConfigError: An option is wrong. `dynmo.Pipeline` would raise the same error.
     """
-    limit, facts = options.memory_limit, options.facts(model.layers, model.options, on_cuda=False)
+    limit, facts = options.memory_limit, options.facts(model.layers, model.options, on_cuda)
     cases = make_cases([*options.cases, *own_cases], facts)
     modules = meta_layers(model) if cases else []
     for case in cases:

@@ -109,7 +109,7 @@ class Elasticity:
         self._postponed: tuple[int, int] | None = None
         self._wanted: int | None = None  # number of ranks that the planner would like
         self._refused = 0  # newcomers that would not make the run faster
-        self._most = max(options.pipeline * options.replicas, self._everyone.size)
+        self._most = max(options.world_size, self._everyone.size)
         # GPU-seconds that ranks were away, until `_since`.
         self._returned, self._since = 0.0, time.monotonic()
         self._events: list[Event] = []

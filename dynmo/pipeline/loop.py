@@ -18,6 +18,7 @@ from dynmo.events import (
     PostValidationEvent,
     RollbackEvent,
     SkippedEvent,
+    StepEvent,
     TokensEvent,
     now,
 )
@@ -148,9 +149,9 @@ class Loop:
         for case, change in self.cases.act(step):
             self.emit(self.rebalancer.on_workload_change(step))
             self._keep_trace()
-            self.emit(
-                ChangeEvent(step, now(), case.name, change.layers, change.what, change.options)
-            )
+            own = case.name not in {each.name for each in self.options.cases}
+            options = {} if own else change.options
+            self.emit(ChangeEvent(step, now(), case.name, change.layers, change.what, options))
         self._begin = time.perf_counter()
         return results
 
@@ -250,6 +251,8 @@ class Loop:
             The results that have become final.
         """
         engine, step = self._engine, self.step
+        if self._adapted != step:
+            self._begin = time.perf_counter()
         started = _Started(rate, engine.partition.counts, len(engine.frozen))
         flag = STOP * stop + (0 if self.elastic is None else self.elastic.call())
         records = engine.advance(
@@ -297,6 +300,8 @@ class Loop:
         if self.tracer is not None:
             self.tracer.observe(step, record.step_output.intervals)
         self.emit(self.rebalancer.observe(step, started.seconds, record.busy))
+        result = self._result(record, started)
+        self.emit(self._step_event(result))
         if record.rollback is not None:
             self.emit(RollbackEvent(step, now(), record.rollback.what, record.rollback.seconds))
         if record.switch is not None:
@@ -305,8 +310,31 @@ class Loop:
             self.emit(SkippedEvent(step, now(), record.loss_scale, self._engine.scaler.scale))
         if self.elastic is not None:
             self.elastic.hear(record.flags)
+        return result
+
+    def _step_event(self, result: StepResult) -> StepEvent:
+        model, samples = self._engine.model.options, self.options.micro_batch
+        tokens = 0
+        if model is not None and samples is not None:
+            tokens = self.options.global_batch * model.sequence
+        return StepEvent(
+            result.step,
+            now(),
+            result.loss,
+            tokens_per_s=tokens / result.seconds,
+            idle_ratio=result.idle_ratio,
+            imbalance=result.imbalance,
+            seconds=result.seconds,
+            gradient_norm=result.norm if math.isfinite(result.norm) else None,
+            learning_rate=result.rate,
+            layers=result.layers,
+            frozen=result.frozen,
+        )
+
+    @staticmethod
+    def _result(record: StepRecord, started: _Started) -> StepResult:
         return StepResult(
-            step,
+            record.step,
             record.loss,
             record.norm,
             started.rate,

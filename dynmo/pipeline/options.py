@@ -203,7 +203,7 @@ class LearningRate(Options):
             return peak * (step + 1) / self.warmup
         if self.decay == "constant" or steps <= self.warmup + 1:
             return peak
-        done = (step - self.warmup) / (steps - 1 - self.warmup)
+        done = min(1.0, (step - self.warmup) / (steps - 1 - self.warmup))
         left = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return peak * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
 
@@ -231,8 +231,15 @@ class PipelineOptions(ScheduleOptions, MeshOptions, TrainingOptions):
     """Where layers live, or the name of a balancer."""
     elastic: Elastic = Elastic()
     """Changes of the mesh."""
-    cases: tuple[CaseOptions, ...] = ()
+    cases: Annotated[tuple[CaseOptions, ...], Lax] = ()
     """Options of dynmo's own dynamic cases."""
+    total_microbatches: Count | None = None
+    """Microbatches of all replicas, if the batch is cut otherwise than at first."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the mesh. A pipeline of slices is one."""
+        return (1 if self.slices else self.pipeline) * self.replicas
 
     @property
     def end(self) -> int:
@@ -242,7 +249,7 @@ class PipelineOptions(ScheduleOptions, MeshOptions, TrainingOptions):
     @property
     def all_microbatches(self) -> int:
         """Microbatches per step of all replicas."""
-        return self.microbatches * self.replicas
+        return self.total_microbatches or self.microbatches * self.replicas
 
     @property
     def accumulation_groups(self) -> int:
@@ -266,13 +273,7 @@ class PipelineOptions(ScheduleOptions, MeshOptions, TrainingOptions):
     def with_microbatches(self, count: int) -> PipelineOptions:
         """Returns the options with so many microbatches of all replicas, and the same batch."""
         return self.model_copy(
-            update={
-                "microbatches": count,
-                "micro_batch": self.global_batch // count,
-                "reduction_slots": self.accumulation_groups,
-                "pipeline": self.pipeline * self.replicas,
-                "replicas": 1,
-            }
+            update={"total_microbatches": count, "micro_batch": self.global_batch // count}
         )
 
     def shape_at(self, step: int) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from dynmo.pipeline.assembly import join_engine, make_engine
 from dynmo.pipeline.case_context import agree_on_cases
 from dynmo.pipeline.loop import Loop
 from dynmo.pipeline.optimizers import OptimizerHandle
+from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import SGD, AdamW, LearningRate, PipelineOptions
 from dynmo.pipeline.placing import check_meshes, first_partition, first_shape, memory_limit
 from dynmo.pipeline.rebalance import Rebalancer
@@ -125,6 +126,7 @@ class Pipeline:
         deterministic: On CUDA, whether to use only kernels that give the same bits in each run.
         listen: Called on every rank with each event: moves, changes, rollbacks, faults.
         trace: Steps around each change that `save_trace` writes. 0 records nothing.
+        check_memory: Whether the first placement must fit `memory_limit`.
         resume: Folder of checkpoints to go on from, as `save` wrote them. The placement and the
             mesh are then those of the checkpoint, if the options allow them.
         invitation: Rank 0's message to a process that joins a running training.
@@ -180,16 +182,28 @@ class Pipeline:
         deterministic: bool = _DEFAULT.deterministic,
         listen: Callable[[Event], None] | None = None,
         trace: int = 0,
+        check_memory: bool = True,
         resume: str | Path | None = None,
         invitation: str | None = None,
     ) -> None:
         keys = PipelineOptions.model_fields
         given = {key: value for key, value in locals().items() if key in keys}
         ranks = _check_kinds(model, world, optimizer)
-        given["pipeline"] = pipeline or max(1, world.size // replicas)
+        if not isinstance(cases, Sequence):
+            raise ConfigError(f"cases is {_kind(cases)}; give a list of cases")
         given["cases"] = tuple(each for each in cases if isinstance(each, CaseOptions))
-        given["elastic"] = elastic or Elastic()
+        given["elastic"] = Elastic() if elastic is None else elastic
+        given["pipeline"] = 1 if pipeline is None else pipeline
         options = PipelineOptions(**given)
+        if pipeline is None:
+            options = options.model_copy(update={"pipeline": max(1, world.size // replicas)})
+        if invitation is None and options.world_size != world.size and not world.size % replicas:
+            raise ConfigError(
+                f"{options.pipeline} ranks of a pipeline and {replicas} replicas need "
+                f"{options.world_size} ranks, but the world has {world.size}"
+            )
+        for problem in problems(options, model.layers, model.options):
+            raise ConfigError(problem)
         if learning_rate is not None and steps is None:
             raise ConfigError("learning_rate needs the steps of the training; give steps")
         if deterministic and world.device.type == "cuda":
@@ -197,6 +211,7 @@ class Pipeline:
         on_cuda = world.device.type == "cuda"
         self._cases = make_cases(cases, options.facts(model.layers, model.options, on_cuda))
         self._world, self._optimizer = ranks, OptimizerHandle(optimizer.lr)
+        self._check_memory = check_memory
         reference = (
             self._start(model, options, listen, resume)
             if invitation is None
@@ -250,10 +265,10 @@ class Pipeline:
         listen: Callable[[Event], None] | None,
     ) -> None:
         """Restores a checkpoint, and makes the loop that goes on from it."""
+        restore_engine(self._engine, saved.path, saved.raw, self._cases)
         state = saved.state
         loss = math.nan if state.loss is None else state.loss
         self._loop = self._make_loop(options, listen, saved.step, loss, state.moves)
-        restore_engine(self._engine, saved.path, saved.raw, self._cases)
         if state.lr is not None and options.learning_rate is None:
             self._optimizer.param_groups[0]["lr"] = state.lr
 
@@ -274,9 +289,9 @@ class Pipeline:
         summons = summons_from(invitation)
         if summons.microbatches != options.all_microbatches:
             options = options.with_microbatches(summons.microbatches)
-        self._shapes = None
-        self._engine = join_engine(options, self._world, model, self._cases, summons)
+        # First, because all other ranks wait while this one joins.
         self._shapes = self._known_shapes(model, options, is_new=False)
+        self._engine = join_engine(options, self._world, model, self._cases, summons)
         state = summons.state
         self._loop = self._make_loop(
             options, listen, summons.step, state["loss"], state["moves"], joined=True
@@ -327,15 +342,15 @@ class Pipeline:
             NoRoomError: The first placement, or a planned one, does not fit `memory_limit`.
         """
         limit = memory_limit(options, self._world)
-        if limit is None or (options.memory_limit is None and options.micro_batch is None):
-            return None
+        if limit is None or options.micro_batch is None or model.options is None:
+            return None  # nothing limits the memory, or no shapes are known
         from dynmo.pipeline.dry_run import check_later_ranks, first_plan
         from dynmo.pipeline.shape_costs import known_costs
 
         costs, unknown = known_costs(options, model)
         if unknown is not None and self._world.everyone.rank == 0:
             _logger.warning(unknown)
-        if options.memory_limit is not None and is_new:
+        if options.memory_limit is not None and is_new and self._check_memory:
             check_later_ranks(options, model, costs, limit)
             first_plan(options, model, costs, limit, unknown)
         return costs if unknown is None else None
@@ -375,9 +390,15 @@ class Pipeline:
         Raises:
             InputError: The batch is missing or cannot be cut, or ranks of one replica pass
                 different batches. No weight was changed.
-            RunError: The loss or a gradient is not finite, or no target of a microbatch counts.
+            RunError: The loss or a gradient is not finite, no target of a microbatch counts, or
+                this rank has left the training.
         """
         results = self.advance(inputs, targets, keys=keys, stop=stop, adapt=adapt)
+        if self.left:
+            raise RunError(
+                "this rank has left the training; call adapt() before a step, and stop if "
+                "pipeline.left is true"
+            )
         return (results + self.drain())[-1]
 
     def advance(
@@ -411,6 +432,8 @@ class Pipeline:
                 was updated.
         """
         before = self.adapt() if adapt else ()
+        if self.left:
+            return before
         cut_inputs, cut_targets = self._cut_both(inputs, targets)
         results = self._loop.advance(cut_inputs, cut_targets, self._rate(), keys, stop)
         self._optimizer.step()
@@ -448,6 +471,7 @@ class Pipeline:
         dense: bool = False,
         outputs: Literal[False] = False,
         microbatches: int | None = None,
+        shared: bool = False,
         keys: Keys | None = None,
     ) -> float: ...
 
@@ -460,6 +484,7 @@ class Pipeline:
         dense: bool = False,
         outputs: Literal[True],
         microbatches: int | None = None,
+        shared: bool = False,
         keys: Keys | None = None,
     ) -> tuple[float, Tensor | tuple[Tensor, ...] | None]: ...
 
@@ -471,6 +496,7 @@ class Pipeline:
         dense: bool = False,
         outputs: bool = False,
         microbatches: int | None = None,
+        shared: bool = False,
         keys: Keys | None = None,
     ) -> float | tuple[float, Tensor | tuple[Tensor, ...] | None]:
         """Computes the mean loss of one batch without training.
@@ -482,6 +508,7 @@ class Pipeline:
             outputs: Whether to return the model's outputs too. Targets may then be left out on all
                 ranks, and the loss is NaN.
             microbatches: Number of microbatches of the batch. The default is that of a step.
+            shared: Whether all replicas pass the same batch. The first one's loss then counts.
             keys: Key of each microbatch, like those of `step`.
 
         Returns:
@@ -494,14 +521,16 @@ class Pipeline:
                 different batches.
             RunError: The outputs of the microbatches cannot be concatenated.
         """
-        count = microbatches or self.microbatches
+        count = self.microbatches if microbatches is None else microbatches
+        if not isinstance(count, int) or count < 1:
+            raise InputError(f"microbatches = {count!r}; an evaluation needs 1 or more")
         cut_inputs, cut_targets = self._cut_both(inputs, targets, count)
         collected = dict[int, object]() if outputs else None
         with ExitStack() as off:
             for context in self._loop.cases.dense() if dense else ():
                 off.enter_context(context)
             loss = self._engine.evaluate(
-                cut_inputs, cut_targets, count, keys, shares=True, outputs=collected
+                cut_inputs, cut_targets, count, keys, shares=not shared, outputs=collected
             )
         if collected is None:
             return loss
@@ -579,6 +608,10 @@ class Pipeline:
             RunError: Some ranks differ. All ranks raise it.
         """
         agree(self._world, digest, what)
+
+    def largest(self, value: float) -> float:
+        """Returns the largest of the ranks' values. All ranks call it together."""
+        return self._engine.largest(value)
 
     @property
     def microbatches(self) -> int:

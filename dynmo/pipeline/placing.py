@@ -89,7 +89,7 @@ def memory_limit(options: PipelineOptions, world: World) -> int | None:
         return options.memory_limit
     parts = options.pipeline if options.slices else 1
     if world.staged:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.everyone.size))
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", options.world_size))
         parts *= -(-ranks // torch.cuda.device_count())
     return (
         max(1, torch.cuda.get_device_properties(device).total_memory * 92 // 100 - (1 << 30))

@@ -34,7 +34,7 @@ def profile_of(
         first_trainable=pipeline.first_trainable,
         links=tuple(pipeline.schedule_keeper.links.items()),
         model=None if pipeline.model.options is None else pipeline.model.options.kind,
-        microbatch=options.samples,
+        microbatch=options.micro_batch,
         microbatches=options.all_microbatches // pipeline.world.replicas,
         ranks=pipeline.shape[0],
         partition=pipeline.partition.counts,

@@ -145,10 +145,14 @@ class Rebalancer:
         elastic = options.elastic.reshape or options.elastic.changes_ranks
         acts = options.balance.balancer != "none" or entry(options.schedule).from_costs or elastic
         every = self._options.balance.every
-        return acts and (
-            step % every == 0
-            if isinstance(every, int)
-            else self._watch is not None and self._watch.is_due
+        return (
+            acts
+            and step < options.end
+            and (
+                step % every == 0
+                if isinstance(every, int)
+                else self._watch is not None and self._watch.is_due
+            )
         )
 
     @property

@@ -112,8 +112,8 @@ def init(
             else torch.device("cpu")
         )
     device = torch.device(device)
-    if options.staged and device.type == "cuda" and device.index is not None:
-        device = torch.device("cuda", device.index % torch.cuda.device_count())
+    if options.staged and device.type == "cuda" and torch.cuda.is_available():
+        device = torch.device("cuda", (device.index or 0) % torch.cuda.device_count())
     if device.type == "cuda":
         _prepare_cuda(device, place.size)
     if ranks is not None:

@@ -63,15 +63,14 @@ class DataLoader:
         if model.kind != "emulated":
             check_vocab(model.vocab)
         digest, length = None, 0
-        if pipeline.needs_data or pipeline.caches:
+        if pipeline.needs_data:
             corpus = open_corpus(config.data.source)
             length = len(corpus)
-            if pipeline.needs_data:
-                self._batches = Batches(corpus, *order)
-                ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
-                digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
+            self._batches = Batches(corpus, *order)
+            ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
+            digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
         pipeline.agree(digest, "the data (data.source)")
-        self._order = Order(length, *order) if pipeline.caches else None
+        self._order = Order(int(pipeline.largest(length)), *order) if pipeline.caches else None
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
             freezing = config.dynamism.named["freezing"]

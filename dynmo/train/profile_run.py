@@ -65,8 +65,13 @@ def measure(
     Returns:
         The profile, the same on every rank.
     """
-    options: dict[str, Any] = {**config.pipeline_options(), "learning_rate": None, "elastic": None}
-    options["optimizer"] = options["optimizer"].model_copy(update={"lr": 0.0})
+    options: dict[str, Any] = config.pipeline_options() | {
+        "optimizer": config.optimizer.model_copy(update={"lr": 0.0}),
+        "learning_rate": None,
+        "elastic": None,
+        "max_grad_norm": 0.0,
+        "check_memory": False,
+    }
     cases = [*config.dynamism.named.values(), *own_cases(config)]
     pipeline = Pipeline(model, world, cases=cases, **options)
     loader = DataLoader(config, pipeline)

@@ -208,7 +208,8 @@ def plan_run(config: Config) -> RunPlan:
     if config.model.kind != "emulated":
         check_vocab(config.model.vocab)
     open_corpus(config.data.source)
-    return dry_run(model, config.options, own_cases(config))
+    on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
+    return dry_run(model, config.options, own_cases(config), on_cuda)
 
 
 def warnings_of(config: Config) -> list[str]:

@@ -6,7 +6,6 @@ It is the same on every rank, but only rank 0 writes. `dynmo.Pipeline` does the 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from dynmo import Pipeline, StepResult, World
 from dynmo.config import Config, with_options
 from dynmo.errors import InputError, RunError
-from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, StepEvent, now
+from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, now
 from dynmo.models.model import Model
 from dynmo.train.loader import DataLoader
 from dynmo.train.run_log import Listener, RunLog
@@ -232,25 +231,8 @@ class Trainer:
         )
 
     def _finish(self, results: Sequence[StepResult]) -> bool:
-        """Logs the results of steps. Returns True if a rank wants to stop."""
-        for result in results:
-            self._stepped = True
-            tokens = self.config.train.global_batch * self.config.model.sequence
-            self._tell(
-                StepEvent(
-                    result.step,
-                    now(),
-                    result.loss,
-                    tokens_per_s=tokens / result.seconds,
-                    idle_ratio=result.idle_ratio,
-                    imbalance=result.imbalance,
-                    seconds=result.seconds,
-                    gradient_norm=result.norm if math.isfinite(result.norm) else None,
-                    learning_rate=result.rate,
-                    layers=result.layers,
-                    frozen=result.frozen,
-                )
-            )
+        """Takes the results of steps. Returns True if a rank wants to stop."""
+        self._stepped = self._stepped or bool(results)
         return any(result.stop for result in results)
 
     def _evaluate(self) -> None:
@@ -265,6 +247,7 @@ class Trainer:
                 targets,
                 dense=dense,
                 microbatches=train.eval_batches,
+                shared=True,
                 keys=None if dense else keys,  # the cache belongs to the other evaluation
             )
             return loss, tokens / (time.perf_counter() - start)

@@ -1,0 +1,324 @@
+"""Checks of a pipeline's options that must fit together, and fit the model.
+
+Each problem is one line that names its keys as the configuration file has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from dynmo.balance.meshes import accumulation_problem, divisors
+from dynmo.dynamism.options import Freezing
+from dynmo.errors import ScheduleError
+from dynmo.models.options import ModelOptions
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.schedule.catalogue import check_microbatches, chunks_of
+
+
+class _Now(NamedTuple):
+    options: PipelineOptions
+    layers: int | None
+    model: ModelOptions | None
+
+
+Rule = Callable[[_Now], Iterator[str]]
+
+
+def problems(
+    options: PipelineOptions, layers: int | None, model: ModelOptions | None
+) -> Iterator[str]:
+    """Yields why options do not fit together, a line each. A line may rely on those before it.
+
+    Args:
+        options: Options of the pipeline.
+        layers: Number of layers of the model. None if it is not made yet.
+        model: Options of the model, if known.
+    """
+    now = _Now(options, layers, model)
+    for rule in _RULES:
+        yield from rule(now)
+
+
+def _loss_scale(now: _Now) -> Iterator[str]:
+    options = now.options
+    if options.precision == "float16" and options.loss_scale == 1:
+        yield (
+            'train.loss_scale = 1 with train.precision = "float16": small gradients vanish; '
+            'use "dynamic", or precision = "bfloat16"'
+        )
+
+
+def _recompute(now: _Now) -> Iterator[str]:
+    options = now.options
+    recompute, layers = options.recompute, now.layers
+    last = max(recompute, default=0) if isinstance(recompute, tuple) else 0
+    if layers is not None and last >= layers:
+        yield (
+            f"train.recompute names layer {last}, but the model has {layers}, from 0 to "
+            f"{layers - 1}"
+        )
+
+
+def _accumulation_groups(now: _Now) -> Iterator[str]:
+    options = now.options
+    replicas, groups = options.replicas, options.accumulation_groups
+    problem = accumulation_problem(groups, replicas, options.all_microbatches)
+    if problem:
+        near = options.mesh_rule(now.layers).suggest_groups((replicas,))
+        yield (
+            f"train.reduction_slots = {groups} {problem}; leave it out for one per replica, "
+            f"or use {near}"
+        )
+
+
+def _schedule(now: _Now) -> Iterator[str]:
+    options = now.options
+    name = options.schedule
+    try:
+        chunks_of(name, options.chunks)
+    except ScheduleError as error:
+        yield f"pipeline.chunks: {error}"
+    try:
+        check_microbatches(name, options.pipeline, max(1, options.microbatches))
+    except ScheduleError as error:
+        yield (
+            f"pipeline.schedule: {error} (train.global_batch / train.micro_batch / "
+            "parallel.replicas)"
+        )
+
+
+def _placement(now: _Now) -> Iterator[str]:
+    options = now.options
+    layers, ranks, chunks, stages = (
+        now.layers,
+        options.pipeline,
+        options.stages_per_rank,
+        options.pipeline * options.stages_per_rank,
+    )
+    initial = options.balance.initial
+    if initial is not None and len(initial) != stages:
+        if chunks == 1:
+            yield (
+                f"balance.initial has {len(initial)} entries, parallel.pipeline = {ranks}; "
+                "give one layer count per rank"
+            )
+        else:
+            has = f"{options.schedule} has {stages} stages"
+            yield (
+                f"balance.initial has {len(initial)} entries, but {has}; give one layer count "
+                "per stage"
+            )
+    if layers is not None:
+        if stages > layers:
+            per_rank = f" x {chunks} stages a rank" if chunks > 1 else ""
+            yield (
+                f"parallel.pipeline = {ranks}{per_rank} is more than the model's {layers} "
+                "layers; use fewer ranks or more layers"
+            )
+        if initial is not None and sum(initial) != layers:
+            yield (
+                f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; "
+                f"make it sum to {layers}"
+            )
+
+
+def _slices(now: _Now) -> Iterator[str]:
+    options = now.options
+    if not options.slices:
+        return
+    if options.pipeline == 1:
+        yield (
+            "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU "
+            "anyway; use 2 or more, or leave slices out"
+        )
+    if options.post_validation:
+        yield (
+            "parallel.slices = true: one process ends the steps of all slices together, so "
+            "pipeline.post_validation cannot be true"
+        )
+    if options.elastic.reshape or options.elastic.reshape_at:
+        yield (
+            "parallel.slices = true: slices cannot be reshaped; leave out elastic.reshape and "
+            "elastic.reshape_at"
+        )
+    if options.elastic.changes_ranks:
+        yield (
+            "parallel.slices = true: slices of one GPU cannot leave; leave out elastic.repack "
+            "and elastic.target_ranks"
+        )
+
+
+def _repack(now: _Now) -> Iterator[str]:
+    options = now.options
+    elastic = options.elastic
+    if elastic.changes_ranks:
+        which = (
+            "elastic.repack = true"
+            if elastic.repack
+            else f"elastic.target_ranks = {elastic.target_ranks}"
+        )
+        if elastic.reshape or elastic.reshape_at:
+            other = "elastic.reshape" if elastic.reshape else "elastic.reshape_at"
+            yield f"{which} chooses the mesh, too; leave out {other}"
+    if elastic.repack and elastic.min_ranks > options.world_size:
+        yield (
+            f"elastic.min_ranks = {elastic.min_ranks} is more than the run's {options.world_size} "
+            f"ranks; use at most {options.world_size}"
+        )
+    if elastic.retune and not elastic.changes_ranks:
+        yield (
+            "elastic.retune = true is for elastic.repack or elastic.target_ranks; set one of "
+            "them, or leave retune out"
+        )
+    if elastic.algorithm != "fewest":
+        key = f'elastic.algorithm = "{elastic.algorithm}"'
+        if not elastic.repack:
+            yield f"{key} is for elastic.repack = true; set that, or leave the algorithm out"
+        if options.memory_limit is None:
+            yield (
+                f"{key} merges ranks by memory and needs pipeline.memory_limit; set the bytes "
+                "of a rank"
+            )
+        if options.stages_per_rank > 1:
+            yield (
+                f"{key} merges ranks of one stage, but {options.schedule} has "
+                f"{options.stages_per_rank} a rank; use another schedule"
+            )
+    target = elastic.target_ranks
+    if target is not None and target < elastic.min_ranks:
+        yield (
+            f"elastic.target_ranks = {target} is less than elastic.min_ranks = "
+            f"{elastic.min_ranks}; use at least that many"
+        )
+    if target is not None and not options.mesh_rule(now.layers).shapes(target):
+        yield (
+            f"elastic.target_ranks = {target}: no mesh of so many ranks fits the model's layers, "
+            f"pipeline.schedule, {options.all_microbatches} microbatches and train.reduction_slots "
+            f"= {options.accumulation_groups}; use another number"
+        )
+    if elastic.releaser == "command" and not (elastic.release_command or elastic.grow_command):
+        yield 'elastic.releaser = "command" needs elastic.release_command or elastic.grow_command'
+    if elastic.releaser != "command" and (elastic.release_command or elastic.grow_command):
+        key = "release_command" if elastic.release_command else "grow_command"
+        yield (
+            f'elastic.{key} is for elastic.releaser = "command"; set that, or leave the command out'
+        )
+
+
+def _reshape(now: _Now) -> Iterator[str]:
+    options = now.options
+    if not options.elastic.reshape:
+        return
+    if options.elastic.reshape_at:
+        yield (
+            "elastic.reshape = true decides when to reshape, and elastic.reshape_at says "
+            "when; leave one of them out"
+        )
+    elif len(options.mesh_rule(now.layers).shapes(options.pipeline * options.replicas)) == 1:
+        microbatches = options.all_microbatches
+        replicas = divisors(math.gcd(options.world_size, microbatches))
+        if replicas == [options.replicas]:
+            ranks = "1 rank" if options.world_size == 1 else f"{options.world_size} ranks"
+            yield (
+                f"elastic.reshape = true: {ranks} and {microbatches} microbatches allow no other "
+                "mesh; leave it out, or change parallel.pipeline, parallel.replicas or "
+                "train.global_batch"
+            )
+        else:
+            yield (
+                f"elastic.reshape = true: no other mesh of {options.world_size} ranks fits "
+                f"train.reduction_slots = {options.accumulation_groups}; use "
+                f"{options.mesh_rule(now.layers).suggest_groups(replicas)}"
+            )
+
+
+def _reshape_at(now: _Now) -> Iterator[str]:
+    """Every mesh that the run takes must pass the checks of the first one."""
+    options = now.options
+    layers, microbatches = now.layers, options.all_microbatches
+    replicas = (options.replicas, *(data for _, _, data in options.elastic.reshape_at))
+    for step, pipeline, data in options.elastic.reshape_at:
+        key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
+        if options.steps is not None and step >= options.steps:
+            yield (
+                f"{key} is at step {step}, but the run has {options.steps} steps; reshape sooner"
+            )
+        if microbatches % data:
+            yield f"{key}: {data} replicas do not divide the {microbatches} microbatches of a step"
+        problem = accumulation_problem(options.accumulation_groups, data, microbatches)
+        if problem:
+            near = options.mesh_rule(now.layers).suggest_groups(replicas)
+            groups = options.accumulation_groups
+            yield f"{key}: train.reduction_slots = {groups} {problem}; use {near}"
+        stages = pipeline * options.stages_per_rank
+        if layers is not None and stages > layers:
+            yield (
+                f"{key} has {stages} stages, more than the model's {layers} layers; use fewer "
+                "ranks in a pipeline"
+            )
+        try:
+            check_microbatches(options.schedule, pipeline, microbatches // data)
+        except ScheduleError as error:
+            yield f"{key}: {error} (train.global_batch / train.micro_batch / replicas)"
+
+
+def _expert_parallelism(now: _Now) -> Iterator[str]:
+    """Checks experts that are spread over replicas, and options that exclude them."""
+    options = now.options
+    ranks, data, model = options.expert, options.replicas, now.model
+    if ranks == 1:
+        return
+    key = f"parallel.expert = {ranks}"
+    if model is not None and model.kind != "moe" and not model.kind.startswith("python:"):
+        yield (
+            f'{key}, but model.kind = "{model.kind}" has no experts; use model.kind = "moe", '
+            "or leave it out"
+        )
+    if data % ranks:
+        yield (
+            f"{key} does not divide parallel.replicas = {data}; the replicas of a stage share its "
+            "experts in groups, so use a divisor"
+        )
+    if model is not None and model.kind == "moe" and model.experts % ranks:
+        yield (
+            f"{key} does not divide model.experts = {model.experts}; each replica of a group "
+            "holds as many, so use a divisor"
+        )
+    if options.elastic.reshape or any(each != data for _, _, each in options.elastic.reshape_at):
+        yield (
+            f"{key}: a reshape changes the replicas that share experts; leave out "
+            "elastic.reshape, and keep parallel.replicas in reshape_at"
+        )
+    if options.slices:
+        yield (
+            f"{key}: slices of one GPU cannot send rows to other replicas; leave out "
+            "parallel.slices"
+        )
+    freezing = next((x for x in options.cases if isinstance(x, Freezing)), None)
+    if isinstance(freezing, Freezing):
+        if freezing.policy == "egeria":
+            yield (
+                f'{key}: dynamism.freezing.policy = "egeria" runs layers of one replica '
+                'alone; use "autofreeze" or a schedule'
+            )
+        if freezing.cache_bytes:
+            yield (
+                f"{key}: a replica that finds an output in its cache sends no rows; use "
+                "dynamism.freezing.cache_bytes = 0"
+            )
+
+
+_RULES: tuple[Rule, ...] = (
+    _loss_scale,
+    _recompute,
+    _accumulation_groups,
+    _schedule,
+    _placement,
+    _slices,
+    _repack,
+    _reshape,
+    _reshape_at,
+    _expert_parallelism,
+)
