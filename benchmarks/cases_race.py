@@ -23,8 +23,9 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent, TokensEvent
 from dynmo.kernels.sparse_linear import linears
 from dynmo.models.model import Model
-from dynmo.pipeline.engine import Engine, StepRecord
+from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.executor import SEND, WAIT
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
@@ -237,7 +238,7 @@ class RacingSide:
     def finish(self) -> None:
         """Ends the run, and closes its channels."""
         self.trainer.finish(sum(self.seconds))
-        self.trainer.pipeline._engine.on_workload_change(())
+        Actions(self.trainer.pipeline._engine).on_workload_change(())
 
     def account(self, drifts: Sequence[int]) -> dict[str, Any]:
         """See `account`."""

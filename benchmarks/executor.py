@@ -41,9 +41,11 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model, next_token_loss
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
+from dynmo.pipeline.actions import Actions
+from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import chunks_of, placement_of
@@ -105,7 +107,7 @@ def without_barrier(
             busy.extend(max(result.busy) for result in results)
             ends.append(time.perf_counter())
         busy.extend(max(result.busy) for result in pipeline.drain())
-        return pipeline.largest((ends[-1] - ends[0]) / (STEPS - 1))
+        return maxima(pipeline.store.world, ((ends[-1] - ends[0]) / (STEPS - 1),))[0]
 
     return run
 
@@ -144,7 +146,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     predicted = {
         name: makespan(name, world.size, microbatches, seconds, link) for name in pipelines
     }
-    predicted["zb-2p"] = zb_2p.predict(layers, zb_2p.partition).span
+    predicted["zb-2p"] = zb_2p.schedule_keeper.predict(layers, zb_2p.store.layout.partition).span
     best, others, own = fastest(measured, [f"dynmo {name}" for name in pipelines])
     work = 3 * seconds * microbatches
     return {
@@ -214,7 +216,7 @@ def zb_2p_pipeline(
     layers = tuple(
         replace(layer, f=seconds, b=seconds, w=seconds, **memory) for layer in pipeline.costs()
     )
-    pipeline.actions.replan(layers)
+    Actions(pipeline).replan(layers)
     return pipeline, layers
 
 
@@ -310,8 +312,8 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
     cuts = {name: exact(weights, count) for name, count in stages.items()}
     sides: dict[str, Callable[[], float]] = {}
     for name, pipeline in pipelines.items():
-        pipeline.move(cuts[name])
-        pipeline.actions.replan(layers)
+        Actions(pipeline).move(cuts[name])
+        Actions(pipeline).replan(layers)
         sides[f"dynmo {name}"] = timed(world, pipeline, inputs, targets)
     sides |= torch_sides(model, weights, inputs, targets)
     measured = medians(alternate(sides, rounds, warmup=2))
@@ -323,7 +325,7 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
         "layers_per_rank": list(cuts["zb-h1"].counts),
         "measured": measured,
         "predicted": {
-            name: pipeline.predict(costs, cuts[name]).makespan
+            name: pipeline.schedule_keeper.predict(costs, cuts[name]).makespan
             for name, pipeline in pipelines.items()
         },
         "best_peer": best,

@@ -25,6 +25,7 @@ from dynmo.kernels.split import WeightTape
 from dynmo.models.experts import halves
 from dynmo.models.gpt import AttentionHalf
 from dynmo.models.model import Model
+from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
@@ -187,7 +188,7 @@ def race(world: World, steps: int, scale: float = 1.0) -> dict[str, Any]:
             seconds[name].append(time.perf_counter() - start)
     for name, trainer in trainers.items():
         trainer.finish(sum(seconds[name]))
-        trainer.pipeline._engine.on_workload_change(())  # closes its channels
+        Actions(trainer.pipeline._engine).on_workload_change(())  # closes its channels
     world.sum(slept, "what the ranks slept")
     if world.rank:
         return {}  # events are told on rank 0

@@ -23,9 +23,10 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import Costs, LayerCost
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.schedule.simulator import simulate
 from dynmo.train.setup import model_of
 
@@ -64,7 +65,7 @@ class TimedPipeline:
             partition: Number of layers on each rank.
             count: Number of steps that count.
         """
-        migration = self.pipeline.move(partition)
+        migration = Actions(self.pipeline).move(partition)
         self.moves.append({"bytes": migration.moved_bytes, "seconds": migration.seconds})
         return median(self.run(count + 1)[1:])  # the first step after a move opens channels
 
@@ -76,7 +77,7 @@ class TimedPipeline:
             partition: Number of layers on each rank.
         """
         stages = self.pipeline.schedule_keeper.stage_costs(costs, partition)
-        schedule = self.pipeline.schedule_for(partition)
+        schedule = self.pipeline.schedule_keeper.on(partition)
         return simulate(schedule, Costs(stages.stages, (0.0,) * len(stages.links))).makespan
 
 
@@ -106,7 +107,7 @@ def balanced(
     pipeline = Engine(world, model, static, StepOptions("zb-h1", microbatches=microbatches))
     timed = TimedPipeline(world, pipeline, batches)
     timed.run(2)
-    pipeline.freeze(range(model.layers // 2))
+    Actions(pipeline).freeze(range(model.layers // 2))
     timed.run(3)
     target = exact([cost.seconds for cost in pipeline.costs()], world.size, current=static)
     costs = pipeline.costs()
@@ -115,10 +116,10 @@ def balanced(
     for _ in range(pairs):
         fast = timed.run_on(target, steps)
         costs = pipeline.costs()
-        idle_fast = pipeline.predict(costs, target).idle_ratio
+        idle_fast = pipeline.schedule_keeper.predict(costs, target).idle_ratio
         slow = timed.run_on(static, steps)
         sides.append((slow, fast))
-        idle.append((pipeline.predict(costs, static).idle_ratio, idle_fast))
+        idle.append((pipeline.schedule_keeper.predict(costs, static).idle_ratio, idle_fast))
     ratios = [slow / fast for slow, fast in sides]
     return {
         "speedup": median(ratios),

@@ -34,10 +34,11 @@ from benchmarks.output import main
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.models.emulated import EmulatedLayer, mean_loss, precise_timers
 from dynmo.models.model import Model, from_factories
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Kind
@@ -232,7 +233,7 @@ def real(
     figures: dict[str, Any] = {}
     for name, cut in (("zb-h1, even", even), ("zb-h1, uneven", uneven)):
         for pipeline in pipelines.values():
-            pipeline.move(cut)
+            Actions(pipeline).move(cut)
         figures[name] = compare(world, pipelines, inputs, targets, rounds) | {
             "layers_per_rank": list(cut.counts)
         }

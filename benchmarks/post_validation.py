@@ -36,9 +36,11 @@ from benchmarks.output import main
 from benchmarks.published import table_5
 from dynmo.balance.partition import uniform
 from dynmo.models.emulated import make_layers
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
+from dynmo.pipeline.actions import Actions
+from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 
 MESSAGE_BYTES = 16384
 SCHEDULES = ("zb-auto", "zb-h2")
@@ -57,7 +59,7 @@ def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Call
     Returns:
         A function that runs the steps and returns the seconds per step on the slowest rank.
     """
-    microbatches = pipeline.schedule_for(pipeline.partition).microbatches
+    microbatches = pipeline.schedule_keeper.on(pipeline.store.layout.partition).microbatches
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
 
     def run() -> float:
@@ -79,8 +81,8 @@ def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Call
             taken_back += sum(result.rollback is not None for result in results)
             ends.append(time.perf_counter())
         taken_back += sum(result.rollback is not None for result in pipeline.drain())
-        assert taken_back == (steps // every if every and pipeline.post_validates else 0)
-        return pipeline.largest((ends[-1] - ends[0]) / (steps - 1))
+        assert taken_back == (steps // every if every and pipeline.pending.validates else 0)
+        return maxima(pipeline.store.world, ((ends[-1] - ends[0]) / (steps - 1),))[0]
 
     return run
 
@@ -126,8 +128,10 @@ def sleeping_pipeline(
     # memory is that of the paper's model.
     memory = {"activation_bytes": 1_000_000, "stash_bytes": round(1_000_000 * op.stash)}
     costs = tuple(replace(x, f=op.f, b=op.b, w=op.w, **memory) for x in pipeline.costs())
-    pipeline.actions.replan(costs)
-    predicted = pipeline.predict(costs, pipeline.partition).length(pipeline.objective)
+    Actions(pipeline).replan(costs)
+    predicted = pipeline.schedule_keeper.predict(costs, pipeline.store.layout.partition).length(
+        pipeline.schedule_keeper.objective
+    )
     return pipeline, predicted
 
 

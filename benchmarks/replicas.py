@@ -30,10 +30,11 @@ from benchmarks.harness import alternate, run_ranks
 from benchmarks.output import main
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.state.layer_options import ReplicaOptions
 from dynmo.train.setup import model_of
 
@@ -91,10 +92,10 @@ class ReplicatedPipeline:
     def step(self) -> float:
         """Runs one step, and returns its seconds."""
         pipeline, text, count = self.pipeline, self._text, len(self._reductions)
-        before, start = pipeline.measurements.reduction_seconds, time.perf_counter()
+        before, start = pipeline.store.replicas.seconds, time.perf_counter()
         pipeline.step(count, text[..., :-1], text[..., 1:], lr=1e-3, max_norm=1.0)
         end = time.perf_counter()
-        worked, waited = pipeline.measurements.reduction_seconds
+        worked, waited = pipeline.store.replicas.seconds
         self._reductions.append((worked - before[0], waited - before[1]))
         return end - start
 
@@ -106,20 +107,20 @@ class ReplicatedPipeline:
         """
         pipeline = self.pipeline
         worked, waited = (median(x) for x in zip(*self._reductions[WARMUP:], strict=True))
-        state = sum(optimizer.state_bytes for _, optimizer in pipeline.own_layers.values())
+        state = sum(optimizer.state_bytes for _, optimizer in pipeline.store.own.values())
         costs = pipeline.costs()
-        own = [costs[index] for index in sorted(pipeline.own_layers, reverse=True)]
+        own = [costs[index] for index in sorted(pipeline.store.own, reverse=True)]
         bytes_each = [layer.gradient_bytes for layer in own]
         exposed = 1 - could_hide(
             [layer.w for layer in own], [worked * size / sum(bytes_each) for size in bytes_each]
         )
         return {
-            "step_seconds": pipeline.largest(median(times)),
-            "reduction_seconds": pipeline.largest(worked),
-            "waited_seconds": pipeline.largest(waited),
-            "hidden": 1 - pipeline.largest(waited / worked),
-            "could_hide": 1 - pipeline.largest(exposed),
-            "optimizer_bytes": int(pipeline.largest(state)),
+            "step_seconds": maxima(pipeline.store.world, (median(times),))[0],
+            "reduction_seconds": maxima(pipeline.store.world, (worked,))[0],
+            "waited_seconds": maxima(pipeline.store.world, (waited,))[0],
+            "hidden": 1 - maxima(pipeline.store.world, (waited / worked,))[0],
+            "could_hide": 1 - maxima(pipeline.store.world, (exposed,))[0],
+            "optimizer_bytes": int(maxima(pipeline.store.world, (state,))[0]),
         }
 
 

@@ -19,9 +19,11 @@ from benchmarks.output import markdown
 from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.models.emulated import make_layers
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.actions import Actions
+from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 
 MOMENT = 18  # of 24
 
@@ -106,7 +108,7 @@ def measure(world: World, given: Emulation) -> dict[str, Any]:
         for i, (x, y) in enumerate(zip(layers, full, strict=True))
     )
     pipeline = sleeping_pipeline(world, slept, unit, given.size, even)
-    pipeline.freeze(range(frozen))
+    Actions(pipeline).freeze(range(frozen))
     sides = {"uniform": (pipeline, even), "ours": (pipeline, target)}
     if given.with_dense:
         sides["dense"] = (sleeping_pipeline(world, full, unit, given.size, even), even)
@@ -181,17 +183,19 @@ def in_turn(
     counter = 0
     for _ in range(pairs):
         for name, (pipeline, placement) in sides.items():
-            pipeline.move(placement)
+            Actions(pipeline).move(placement)
             for turn in range(steps + 1):
                 world.barrier("the step to start")
                 start = time.perf_counter()
                 result = pipeline.step(counter, data, data, lr=0.0)
                 counter += 1
                 if turn:  # the first step after a move opens channels
-                    times[name].append(pipeline.largest(time.perf_counter() - start))
+                    times[name].append(
+                        maxima(pipeline.store.world, (time.perf_counter() - start,))[0]
+                    )
                     idle[name].append(result.idle_ratio)
     for pipeline, _ in sides.values():
-        pipeline.on_workload_change(())  # closes its channels
+        Actions(pipeline).on_workload_change(())  # closes its channels
     return medians(times), medians(idle)
 
 

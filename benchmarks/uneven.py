@@ -27,9 +27,10 @@ from benchmarks.torch_peer import PEERS, EmulatedStage, TorchPeer
 from dynmo.balance.balancers import balancer
 from dynmo.balance.partition import Partition, uniform
 from dynmo.models.emulated import make_layers
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
 LAYERS = 32
@@ -70,14 +71,14 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
         )
         sides[name] = timed(world, pipelines[name], batch, batch)
         sides[name]()
-        pipelines[name].actions.replan(pipelines[name].costs())
+        Actions(pipelines[name]).replan(pipelines[name].costs())
     start = time.perf_counter()
     chosen, target = choose(pipelines)
     planning = time.perf_counter() - start
     plan = Engine(world, model, target, StepOptions(chosen, microbatches=microbatches))
     sides["plan"] = timed(world, plan, batch, batch)
     sides["plan"]()
-    plan.actions.replan(plan.costs())
+    Actions(plan).replan(plan.costs())
     pipelines["plan"] = plan
 
     def build(stage: int, stages: int) -> nn.Module:
@@ -91,7 +92,9 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
         ).step
     measured = medians(alternate(sides, rounds, warmup=1))
     predicted = {
-        name: pipeline.predict(pipeline.costs(), pipeline.partition).makespan
+        name: pipeline.schedule_keeper.predict(
+            pipeline.costs(), pipeline.store.layout.partition
+        ).makespan
         for name, pipeline in pipelines.items()
     }
     promised = predicted["zb-h1"] / predicted["plan"]
@@ -127,7 +130,10 @@ def choose(pipelines: dict[str, Engine]) -> tuple[str, Partition]:
         )
         for name in ("zb-auto", "zb-v")
     }
-    chosen = min(targets, key=lambda name: pipelines[name].predict(layers, targets[name]).makespan)
+    chosen = min(
+        targets,
+        key=lambda name: pipelines[name].schedule_keeper.predict(layers, targets[name]).makespan,
+    )
     return chosen, targets[chosen]
 
 

@@ -68,7 +68,7 @@ def train_and_weights(world: World, config: dict[str, Any]) -> dict[str, Any]:
     events: list[Event] = []
     trainer = Trainer(loaded, world, model_of(loaded), None, listen=events.append)
     trainer.run()
-    layers = trainer.pipeline._engine.own_layers
+    layers = trainer.pipeline._engine.store.own
     return {
         "losses": [e.loss for e in events if isinstance(e, StepEvent)],
         "weights": {
@@ -123,10 +123,10 @@ def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict
     trainer = Trainer(loaded, world, model_of(loaded), None, listen=told.append)
     if not fits:
 
-        def refuse(partition: Partition, is_agreed: bool = False) -> Migration:
+        def refuse(partition: Partition) -> Migration:
             raise NoRoomError(f"{partition.counts} does not fit")
 
-        trainer.pipeline._engine.actions.move = refuse
+        trainer.pipeline._loop.rebalancer._actions.move = refuse
     trainer.run()
     return [to_json(event) for event in told]
 
@@ -139,7 +139,7 @@ def costs_beside_a_slow_replica(world: World, config: dict[str, Any]) -> list[fl
     loaded = parsed(config)
     trainer = Trainer(loaded, world, model_of(loaded), None)
     if world.rank == world.size - 1:
-        (module, _), *_ = trainer.pipeline._engine.own_layers.values()
+        (module, _), *_ = trainer.pipeline._engine.store.own.values()
         assert isinstance(module, EmulatedLayer)
         module.f *= 3
     for _ in range(3):

@@ -213,12 +213,18 @@ def test_checkpoint_exports_weights_and_a_model_loads_them(
     trained = pipeline(model_of(config))
     trained.step(0, *tokens(0, sequence=64), lr=0.1)
     layers = [
-        (i, (module, optimizer.state())) for i, (module, optimizer) in trained.own_layers.items()
+        (i, (module, optimizer.state())) for i, (module, optimizer) in trained.store.own.items()
     ]
     checkpoint.save(
-        trained.world, Path("runs/my-run/checkpoints"), 1, trained.model.names, layers, {}, keep=1
+        trained.store.world,
+        Path("runs/my-run/checkpoints"),
+        1,
+        trained.model.names,
+        layers,
+        {},
+        keep=1,
     )
-    wanted = nn.Sequential(*trained.modules).state_dict()
+    wanted = nn.Sequential(*trained.store.modules).state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         weights = nn.Sequential(*model_of(own).build(range(8))).state_dict()

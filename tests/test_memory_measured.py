@@ -23,12 +23,13 @@ from dynmo.balance.partition import uniform
 from dynmo.config import Config, parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
+from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.schedule.catalogue import SCHEDULES, entry, placement_of
@@ -109,12 +110,16 @@ def peak(
     most = _most_allocated(pipeline, batch, loaded.pipeline.post_validation)
     held = sum(
         t.nbytes
-        for module, optimizer in pipeline.own_layers.values()
+        for module, optimizer in pipeline.store.own.values()
         for t in (*module.parameters(), *optimizer.state().values())
     )
     layers = recompute_as_workspace(shape_costs(loaded.options, model_of(loaded)), recompute)
     predicted = rank_memory(
-        *(layers, pipeline.partition.counts, pipeline.schedule_for(pipeline.partition)),
+        *(
+            layers,
+            pipeline.store.layout.partition.counts,
+            pipeline.schedule_keeper.on(pipeline.store.layout.partition),
+        ),
         post_validation=loaded.pipeline.post_validation,
         replicas=loaded.parallel.replicas,
         accumulation_groups=groups,
@@ -143,7 +148,7 @@ def _replan(pipeline: Engine, seconds: Seconds) -> None:
         replace(cost, f=f[i % len(f)], b=b[i % len(b)], w=w[i % len(w)])
         for i, cost in enumerate(pipeline.costs())
     )
-    pipeline.actions.replan(tuple(costs))
+    Actions(pipeline).replan(tuple(costs))
 
 
 def _end_workers(pipeline: Engine) -> None:
@@ -151,10 +156,9 @@ def _end_workers(pipeline: Engine) -> None:
 
     The allocator tells of one thread alone.
     """
-    executor = pipeline._programs.training
-    assert executor is not None
+    executor = pipeline.programs.executor()
     transport = executor.transport
-    reducer = pipeline._layer_store.replicas._reducer
+    reducer = pipeline.store.replicas._reducer
     for worker in (
         *(transport._poster, *(outbox.worker for outbox in transport._outboxes.values())),
         *([] if reducer is None else [reducer._worker]),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
+from dynmo.pipeline.actions import Actions
 from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.train.setup import model_of
 from tests.pool import JobFailed, Pool
@@ -260,6 +261,6 @@ def test_training_leaves_the_callers_random_state_unchanged() -> None:
         pipe.step(step, ids, ids, lr=0.1)
         drawn.append(torch.rand(1))
         pipe.evaluate(ids, ids, MICROBATCHES)
-        pipe.move(Partition((pipe.count,)))
+        Actions(pipe).move(Partition((pipe.model.layers,)))
     assert torch.equal(torch.cat(drawn), expected)
     assert alone().size == 1

@@ -18,9 +18,10 @@ from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost import profile_file
 from dynmo.events import ReshapeEvent, read
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.state.layer_options import ReplicaOptions
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
@@ -345,7 +346,7 @@ def after_a_reshape(world: World, data: int) -> None:
     )
     ids = torch.zeros(4, 1, 8, dtype=torch.int64)
     pipeline.step(0, ids, ids, lr=0.0)
-    pipeline.reshape(pipeline=2 // data, data=data)
+    Actions(pipeline).reshape(pipeline=2 // data, data=data)
     pipeline.step(1, ids[::data], ids[::data], lr=0.0)
 
 

@@ -19,9 +19,9 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.model import from_factories, next_token_loss
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.train.setup import model_of
 from tests.jobs import SOURCE
 from tests.pool import Pool
@@ -158,7 +158,10 @@ def tied(world: World) -> list[float]:
     for step in range(2):
         engine.step(step, ids, ids, lr=0.1)
     return [
-        x for p in engine.modules[0].parameters() if not p.is_meta for x in p.flatten().tolist()
+        x
+        for p in engine.store.modules[0].parameters()
+        if not p.is_meta
+        for x in p.flatten().tolist()
     ]
 
 

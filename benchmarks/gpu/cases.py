@@ -34,9 +34,11 @@ from benchmarks.cases_race import model_for
 from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progress, seconds
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import Config, parse
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.case_context import CaseContext
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.train.setup import cases_of
@@ -139,7 +141,7 @@ class Run:
         times: dict[Partition, list[float]] = {self.even: [], balanced: []}
         for _ in range(self._options.pairs):
             for partition in (balanced, self.even):
-                pipeline.move(partition)
+                Actions(pipeline).move(partition)
                 times[partition].append(self.steps(self._options.steps))
         even, fast = median(times[self.even]), median(times[balanced])
         tokens = self._options.microbatches * self._options.batch * self._options.sequence
@@ -148,8 +150,8 @@ class Run:
             "balanced_seconds": fast,
             "balanced_layers": list(balanced.counts),
             "speedup": even / fast,
-            "ideal": pipeline.predict(costs, self.even).makespan
-            / pipeline.predict(costs, balanced).makespan,
+            "ideal": pipeline.schedule_keeper.predict(costs, self.even).makespan
+            / pipeline.schedule_keeper.predict(costs, balanced).makespan,
             "tokens_per_second": tokens / fast,
         }
 
@@ -165,20 +167,23 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     config = config_of(options, blocks)
     run = Run(device, config, options)
     pipeline = run.pipeline
-    pruning, sparse = sorted(cases_of(config, pipeline.count), key=lambda case: case.name)
-    half = range(pipeline.count // 2)
+    pruning, sparse = sorted(cases_of(config, pipeline.model.layers), key=lambda case: case.name)
+    half = range(pipeline.model.layers // 2)
 
     def act(case: Any, step: int) -> None:
-        case.check(pipeline.modules)
-        change = case.act(step, pipeline.case_context)
+        case.check(pipeline.store.modules)
+        change = case.act(step, CaseContext(pipeline))
         assert change is not None, f"{case.name} changed nothing"
-        pipeline.on_workload_change(change.layers)
+        Actions(pipeline).on_workload_change(change.layers)
 
     progress("the model is built")
     parameters = sum(cost.parameters for cost in pipeline.costs())
     rows: dict[str, Any] = {"dense": {"even_seconds": run.steps(options.steps)}}
     changes: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-        "freezing": (lambda: pipeline.freeze(half), lambda: pipeline.unfreeze(half)),
+        "freezing": (
+            lambda: Actions(pipeline).freeze(half),
+            lambda: Actions(pipeline).unfreeze(half),
+        ),
         "sparse attention": (lambda: act(sparse, SPARSE), lambda: act(sparse, DENSE)),
         "pruning": (lambda: act(pruning, PRUNE), lambda: None),
     }

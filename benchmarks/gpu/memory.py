@@ -29,11 +29,13 @@ from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progre
 from benchmarks.harness import run_ranks
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.planner.recompute import recompute_as_workspace
+from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.runtime.state.migration import Migration
@@ -84,14 +86,14 @@ class Run:
             synchronize(self._world.device)
             seconds = time.perf_counter() - start
             self._count += 1
-        return self.pipeline.largest(seconds)
+        return maxima(self.pipeline.store.world, (seconds,))[0]
 
     def peaks(self) -> list[float]:
         """Returns the peak memory of each rank, in bytes."""
         world, device = self._world, self._world.device
         held = sum(
             t.nbytes
-            for module, optimizer in self.pipeline.own_layers.values()
+            for module, optimizer in self.pipeline.store.own.values()
             for t in (*module.parameters(), *optimizer.state().values())
         )
         table = torch.zeros(world.size, dtype=torch.float64)
@@ -102,7 +104,7 @@ class Run:
 
     def accounts(self) -> tuple[list[int], list[int]]:
         """Returns the account of each rank, by measured costs and by shapes alone, in bytes."""
-        schedule, counts = self.pipeline.schedule_for(self.partition), self.partition.counts
+        schedule, counts = self.pipeline.schedule_keeper.on(self.partition), self.partition.counts
         shapes = recompute_as_workspace(shape_costs(self._config.options, self._model), ())
         measured = rank_memory(self.pipeline.costs(), counts, schedule)
         return list(measured), list(rank_memory(shapes, counts, schedule))
@@ -115,7 +117,7 @@ class Run:
         """
         first, second = self.partition.counts
         before = self.pipeline.digest()
-        migration = self.pipeline.move(Partition((first - layers, second + layers)))
+        migration = Actions(self.pipeline).move(Partition((first - layers, second + layers)))
         after = self.pipeline.digest()
         if before != after:
             raise RuntimeError(f"the move changed the weights: {before} before, {after} after")

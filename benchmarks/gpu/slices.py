@@ -43,9 +43,10 @@ from benchmarks.torch_peer import PEERS, PeerSchedule, TorchPeer
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.models.model import Model, next_token_loss
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.engine.sm_slices import cut
 from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.schedule.automatic.make import make
@@ -83,8 +84,8 @@ class Sides:
 
         def step() -> float:
             if schedule is not None:
-                pipeline._programs.relower()
-                pipeline._programs.lower(schedule, None)
+                pipeline.programs.relower()
+                pipeline.programs.executor(schedule)
             return seconds(self._device, lambda: self.run(pipeline))
 
         self.steps[name] = step
@@ -122,14 +123,14 @@ def on_slices(
         )
         for _ in range(2):  # the first loads kernels
             sides.run(pipeline)
-        pipeline.actions.replan(pipeline.costs())
+        Actions(pipeline).replan(pipeline.costs())
         for name in names:
             if name.startswith("torch "):
                 schedule = torch_order(
                     PEERS[name.removeprefix("torch ")], count, microbatches, name
                 )
             elif name == own:
-                schedule = pipeline.schedule_for(partition)
+                schedule = pipeline.schedule_keeper.on(partition)
             else:
                 schedule = make(name, count, microbatches)
             rows[name] = (pipeline, schedule)
@@ -235,7 +236,7 @@ def figures(pipeline: Engine, schedule: Schedule, seconds: float) -> dict[str, f
         schedule: The schedule that it ran.
         seconds: Measured seconds of the step.
     """
-    costs = pipeline.schedule_keeper.stage_costs(pipeline.costs(), pipeline.partition)
+    costs = pipeline.schedule_keeper.stage_costs(pipeline.costs(), pipeline.store.layout.partition)
     simulated = simulate(schedule, costs)
     return {
         "seconds": seconds,

@@ -60,6 +60,11 @@ class Layout:
         """The rank of the world that holds each stage."""
         return (0,) * len(self.placement) if self.sliced else self.placement
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The mesh: ranks (or slices) of a pipeline, and number of replicas."""
+        return self.ranks, self.replicas
+
     def stages_of(self, process: int) -> tuple[int, ...]:
         return tuple(stage for stage, holder in enumerate(self.processes) if holder == process)
 

@@ -1,66 +1,92 @@
-"""Changes what the ranks hold or run, between steps.
+"""Changes what the ranks hold or run, and which ranks there are, between steps.
 
-Such changes are freezing, moves, other meshes and other schedules.
+    freeze, unfreeze, place_experts    other work
+    move, replan                       the same mesh: layers move, another schedule
+    reshape                            the same ranks, another mesh
+    shrink, grow, arrive               other ranks
+
+    shrink   4 ranks: layers go to those that stay -> the leaving ranks go -> 2 ranks meet anew
+    grow     2 ranks and 2 newcomers meet anew -> layers go where they now belong
+
+Layers travel with weights, gradients, optimizer state and flags, so the numbers stay the same. A
+shrink moves them in the old generation of process groups, a growth in the new one. Until the layers
+have arrived everywhere, every rank still holds what it held.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from dynmo.balance.expert_placement import ExpertPlacement
-from dynmo.balance.layout import Layouts, moves_between_ranks
-from dynmo.balance.partition import Partition
+from dynmo.balance.layout import Layout, Layouts, moves_between_ranks
+from dynmo.balance.partition import Move, Partition
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.errors import ConfigError, PartitionError
-from dynmo.pipeline.schedule_keeper import ScheduleKeeper
-from dynmo.pipeline.step_inputs import check_partition
+from dynmo.errors import ConfigError, PartitionError, RankDied, RunError, WaitTimeout
 from dynmo.runtime.comm.agreement import agree
-from dynmo.runtime.engine.post_validation import PostValidation
-from dynmo.runtime.engine.profiler import Profiler, measure_links
-from dynmo.runtime.engine.programs import Programs
-from dynmo.runtime.state.layer_store import LayerStore
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import check_partition
+from dynmo.runtime.engine.profiler import measure_links
 from dynmo.runtime.state.migration import Arrival, Migration, exchange
-from dynmo.runtime.state.reshape import holders, transfers
+from dynmo.runtime.state.reshape import Holders, holders, transfers
+
+
+class ResizeFailed(RunError):
+    """Newcomers did not come, or a rank could not give or take a layer.
+
+    The run goes on as it was.
+    """
 
 
 @dataclass(frozen=True)
-class EngineParts:
-    """The parts of an engine that a change between steps acts on.
+class NextMesh:
+    """The mesh in which the run goes on.
 
     Attributes:
-        layouts: Makes the possible layouts.
-        layer_store: Holds this rank's layers, and knows where all others are.
-        schedule_keeper: Knows the schedule and the costs.
-        programs: Run the schedule. They are lowered again after a change.
-        profiler: Drops its measurements of layers that change.
-        pending: Knows the step that is not final yet, with post-validation.
+        pipeline: Number of ranks of a pipeline.
+        data: Number of replicas.
+        partition: Layers on each new stage.
+        microbatches: Number of microbatches of all replicas, if the batch is cut otherwise from
+            now on. The numbers then change. None means as many as before.
     """
 
-    layouts: Layouts
-    layer_store: LayerStore
-    schedule_keeper: ScheduleKeeper
-    programs: Programs
-    profiler: Profiler
-    pending: PostValidation
+    pipeline: int
+    data: int
+    partition: Partition
+    microbatches: int | None = None
+
+    def layout(self, layouts: Layouts, before: Layout) -> Layout:
+        """Returns the layout of this mesh.
+
+        Args:
+            layouts: Makes the possible layouts.
+            before: The layout until now.
+
+        Raises:
+            InputError: The sizes do not fit the model, the batch or the schedule.
+        """
+        return layouts.resized(before, self.pipeline, self.data, self.partition, self.microbatches)
 
 
 class Actions:
-    """Carries out decisions.
+    """Carries out decisions on an engine.
 
     All ranks call every method but `rebuild` together, with equal arguments. Each method first
     waits until the last step is final.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._layouts, self._layer_store = parts.layouts, parts.layer_store
-        self._schedule_keeper, self._programs = parts.schedule_keeper, parts.programs
-        self._profiler, self._pending = parts.profiler, parts.pending
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._store, self._pending = engine.store, engine.pending
+        self._programs, self._profiler = engine.programs, engine.profiler
+        self._schedule_keeper = engine.schedule_keeper
 
     def freeze(self, layers: Collection[int]) -> None:
         """Stops training these layers. Their optimizer state stays.
@@ -100,7 +126,7 @@ class Actions:
         self.on_workload_change({*layers, *range(frozen.first_trainable, before + 1)})
 
     def _check_layers(self, layers: Collection[int]) -> None:
-        count = self._layer_store.model.layers
+        count = self._store.model.layers
         outside = next((index for index in layers if not 0 <= index < count), None)
         if outside is not None:
             raise PartitionError(
@@ -115,21 +141,20 @@ class Actions:
         Args:
             layers: Indices in the model.
         """
-        layer_store, layers = self._pending.final, list(layers)
+        store, layers = self._pending.final, list(layers)
         self._profiler.forget(layers)
-        layer_store.outputs.forget(layers)
+        store.outputs.forget(layers)
         self._schedule_keeper.elide()
         for index in layers:
-            if index in layer_store.layers:
-                layer_store.layers[index].forget_sizes()
+            if index in store.layers:
+                store.layers[index].forget_sizes()
         self._programs.relower()
 
-    def move(self, partition: Partition, is_agreed: bool = False) -> Migration:
+    def move(self, partition: Partition) -> Migration:
         """Moves layers with weights, gradients, optimizer state and flags. All or nothing.
 
         Args:
             partition: Number of layers on each stage, first stage first.
-            is_agreed: Whether the ranks have compared `partition` already.
 
         Returns:
             The bytes that have moved, and the seconds that it took.
@@ -139,27 +164,25 @@ class Actions:
             NoRoomError: The layers do not fit the memory there. Nothing has moved.
         """
         check_partition(partition)
-        layer_store = self._pending.final
-        world, before = layer_store.world, layer_store.layout
-        layout = self._layouts.moved(before, partition)
+        store = self._pending.final
+        world, before = store.world, store.layout
+        layout = self.engine.layouts.moved(before, partition)
         plan = moves_between_ranks(before.partition, partition, before.processes)
-        if not is_agreed:
-            agree(
-                world,
-                hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(),
-                "the new placement",
-            )
-
+        agree(
+            world,
+            hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(),
+            "the new placement",
+        )
         migration = exchange(
             world,
             plan,
-            lambda i: (layer_store.modules[i], layer_store.state(i)),
-            partial(layer_store.moved, layout, plan),
+            lambda i: (store.modules[i], store.state(i)),
+            partial(store.moved, layout, plan),
         )
-        layer_store.tied.join()
+        store.tied.join()
         self._profiler.forget(move.layer for move in plan)
         self._programs.relower()
-        self.on_recompute_change(before.recomputed ^ layout.recomputed)
+        self._on_recompute_change(before.recomputed ^ layout.recomputed)
         return migration
 
     def reshape(self, *, pipeline: int, data: int, partition: Partition | None = None) -> Migration:
@@ -180,16 +203,16 @@ class Actions:
                 fit. All ranks raise it.
             ConfigError: The pipeline's ranks are slices of one GPU.
         """
-        layer_store = self._pending.final
-        everyone, before = layer_store.world.everyone, layer_store.layout
+        store = self._pending.final
+        everyone, before = store.world.everyone, store.layout
         if before.sliced:
             raise ConfigError("a pipeline of slices cannot be reshaped; make another")
-        if layer_store.experts is not None:
+        if store.experts is not None:
             raise ConfigError(
                 "replicas that share experts (parallel.expert) cannot be reshaped; make another "
                 "pipeline"
             )
-        layout = self._layouts.reshaped(before, pipeline, data, partition)
+        layout = self.engine.layouts.reshaped(before, pipeline, data, partition)
         agree(
             everyone,
             hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(),
@@ -197,25 +220,25 @@ class Actions:
         )
         after = holders(layout.partition, layout.placement, data)
         plan = transfers(holders(before.partition, before.placement, before.replicas), after)
-        whole = {i: layer_store.state(i, whole=True) for i in sorted(layer_store.layers)}
+        whole = {i: store.state(i, whole=True) for i in sorted(store.layers)}
 
         def adopt(arrivals: list[Arrival]) -> None:
             self._programs.relower()
-            layer_store.reshaped(
+            store.reshaped(
                 layout,
-                [i for i in layer_store.layers if everyone.rank not in after[i]],
+                [i for i in store.layers if everyone.rank not in after[i]],
                 whole,
                 arrivals,
             )
             self._pending.reshaped()
 
-        migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), adopt)
+        migration = exchange(everyone, plan, lambda i: (store.modules[i], whole[i]), adopt)
         self._profiler.forget(move.layer for move in plan)
-        self._schedule_keeper.reshaped(measure_links(layer_store.world, layout.pairs))
-        self.on_recompute_change(before.recomputed ^ layout.recomputed)
+        self._schedule_keeper.reshaped(measure_links(store.world, layout.pairs))
+        self._on_recompute_change(before.recomputed ^ layout.recomputed)
         return migration
 
-    def on_recompute_change(self, layers: frozenset[int]) -> None:
+    def _on_recompute_change(self, layers: frozenset[int]) -> None:
         """Takes note of layers that begin or cease to be recomputed.
 
         Their new costs are not measured yet.
@@ -255,7 +278,7 @@ class Actions:
             RunError: The last step may still be taken back.
         """
         self._pending.assert_final()
-        self._layer_store.rebuild(layer, moments)
+        self._store.rebuild(layer, moments)
         self._programs.relower()
 
     def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
@@ -270,17 +293,246 @@ class Actions:
         Raises:
             ConfigError: Every replica holds every expert.
         """
-        layer_store = self._pending.final
-        if layer_store.experts is None:
+        store = self._pending.final
+        if store.experts is None:
             raise ConfigError(
                 "experts cannot be placed where every replica holds all of them; set "
                 "parallel.expert"
             )
         holders = {index: placement.holders for index, placement in sorted(placements.items())}
-        everyone = layer_store.world.everyone
+        everyone = store.world.everyone
         agree(
             everyone, hashlib.sha256(repr(holders).encode()).digest(), "the new places of experts"
         )
-        moved = torch.tensor([layer_store.place_experts(placements)])
+        moved = torch.tensor([store.place_experts(placements)])
         self._programs.relower()
         return int(everyone.sum(moved, "all experts to arrive"))
+
+    # -- other ranks -------------------------------------------------------------------------------
+
+    def shrink(
+        self,
+        kept: Sequence[int],
+        mesh: NextMesh,
+    ) -> Migration:
+        """Goes on with some of the ranks.
+
+        The others hold nothing afterwards, and are alone.
+
+        Args:
+            kept: Global ranks that stay, ascending. They become ranks 0, 1, ...
+            mesh: The mesh of these ranks.
+
+        Returns:
+            The bytes that have moved, and the seconds during which the ranks stood still.
+
+        Raises:
+            InputError: The sizes do not fit the model, the batch or the schedule.
+            NoRoomError: The layers do not fit the memory there. Nothing has moved.
+            ResizeFailed: A rank could not give or take a layer. Nothing has moved.
+        """
+        start, store = time.perf_counter(), self._pending.final
+        everyone, before = store.world.everyone, store.layout
+        self._check_size(len(kept), mesh)
+        layout = mesh.layout(self.engine.layouts, before)
+        self._agree_on_ranks(tuple(kept), mesh)
+        after = tuple(tuple(kept[rank] for rank in ranks) for ranks in _holders(layout))
+        plan, whole = transfers(_holders(before), after, store.shares_experts), self._states()
+        arrivals: list[Arrival] = []
+        try:
+            migration = exchange(
+                everyone, plan, lambda i: (store.modules[i], whole[i]), arrivals.extend
+            )
+        except (WaitTimeout, RankDied):
+            raise
+        except RunError as error:
+            raise ResizeFailed(f"{error}; the run goes on with {everyone.size} ranks") from error
+        rank = everyone.rank
+        gone = [i for i in store.layers if rank not in after[i]]
+        self._part()
+        if rank not in kept:
+            store.empty()
+            everyone.park()
+            return migration
+        everyone.renew(kept.index(rank), len(kept), everyone.generation + 1, everyone.timeout)
+        self._take_up(layout, gone, whole, arrivals)
+        self._pending.reshaped()
+        self._finish(before, layout, plan)
+        return replace(migration, seconds=time.perf_counter() - start)
+
+    def grow(
+        self,
+        newcomers: int,
+        mesh: NextMesh,
+        join_timeout: float,
+    ) -> Migration:
+        """Goes on with more ranks. The newcomers call `arrive` meanwhile.
+
+        Args:
+            newcomers: Number of ranks that join. They get the numbers after those of the present
+                ranks.
+            mesh: The mesh of all these ranks.
+            join_timeout: Seconds to wait for them.
+
+        Returns:
+            The bytes that have moved, and the seconds during which the ranks stood still.
+
+        Raises:
+            InputError: The sizes do not fit the model, the batch or the schedule.
+            ResizeFailed: The newcomers did not come or could not take their layers. The ranks go on
+                as before, and nothing is lost.
+        """
+        start, store = time.perf_counter(), self._pending.final
+        everyone, before = store.world.everyone, store.layout
+        rank, size = everyone.rank, everyone.size
+        self._check_size(size + newcomers, mesh)
+        layout = mesh.layout(self.engine.layouts, before)
+        self._agree_on_ranks(newcomers, mesh)
+        whole = self._states()
+        self._part()
+        plan = transfers(_holders(before), _holders(layout), store.shares_experts)
+        try:
+            everyone.renew(rank, size + newcomers, everyone.generation + 1, join_timeout)
+            migration = self._exchange(layout, plan, whole)
+        except RunError as error:
+            self._go_back(rank, size, before, whole, error)
+        self._finish(before, layout, plan)
+        return replace(migration, seconds=time.perf_counter() - start)
+
+    def arrive(
+        self,
+        rank: int,
+        size: int,
+        generation: int,
+        mesh: NextMesh,
+        *,
+        join_timeout: float,
+        experts: Mapping[int, ExpertPlacement] | None = None,
+    ) -> Migration:
+        """Joins a run, as a newcomer whose layer store is bare. The others call `grow`.
+
+        Args:
+            rank: This process's number from now on.
+            size: Number of ranks from now on.
+            generation: Number of the meeting.
+            mesh: The mesh from now on.
+            join_timeout: Seconds to wait for the others.
+            experts: Replicas that hold each expert, by layer.
+
+        Returns:
+            The bytes that have moved.
+
+        Raises:
+            RunError: The ranks did not meet, or a rank could not give or take a layer.
+        """
+        store, before = self._store, self._store.layout
+        layout = mesh.layout(self.engine.layouts, before)
+        store.world.everyone.renew(rank, size, generation, join_timeout)
+        plan = transfers(_holders(before), _holders(layout), store.shares_experts)
+        migration = self._exchange(layout, plan, {}, experts)
+        self._finish(before, layout, plan)
+        return migration
+
+    def _exchange(
+        self,
+        layout: Layout,
+        plan: Sequence[Move],
+        whole: Mapping[int, dict[str, Tensor]],
+        experts: Mapping[int, ExpertPlacement] | None = None,
+    ) -> Migration:
+        """Moves layers among the ranks of the new generation, and goes on there."""
+        store = self._store
+        everyone, after = store.world.everyone, _holders(layout)
+
+        def take_up(arrivals: list[Arrival]) -> None:
+            gone = [i for i in store.layers if everyone.rank not in after[i]]
+            self._take_up(layout, gone, whole, arrivals, experts)
+            self._pending.renewed()
+
+        return exchange(everyone, plan, lambda i: (store.modules[i], whole[i]), take_up)
+
+    def _go_back(
+        self,
+        rank: int,
+        size: int,
+        before: Layout,
+        whole: Mapping[int, dict[str, Tensor]],
+        error: RunError,
+    ) -> NoReturn:
+        """Goes on with the ranks that were here before newcomers failed to join."""
+        everyone = self._store.world.everyone
+        if self._store.layout is not before:
+            # A rank was lost after the exchange, so layers are elsewhere already.
+            raise error
+        everyone.renew(rank, size, everyone.generation + 1, everyone.timeout)
+        self._take_up(before, (), whole, ())
+        self._pending.reshaped()
+        self._finish(before, before, ())
+        raise ResizeFailed(f"{error}; the run goes on with {size} ranks") from error
+
+    def _check_size(self, size: int, mesh: NextMesh) -> None:
+        store, pipeline, data = self._store, mesh.pipeline, mesh.data
+        if store.layout.sliced:
+            raise ConfigError("a pipeline of slices cannot get other ranks; make another")
+        if store.shares_experts and data != store.layout.replicas:
+            raise ConfigError(
+                "replicas that share experts (parallel.expert) stay as many; change the ranks of "
+                "a pipeline only"
+            )
+        if store.world.everyone.home is None:
+            raise ConfigError("ranks within a program's own process groups cannot become others")
+        if pipeline * data != size:
+            raise ConfigError(
+                f"{size} ranks cannot be {data} replicas of {pipeline} ranks; their product must "
+                "be the number of ranks"
+            )
+
+    def _agree_on_ranks(self, ranks: tuple[int, ...] | int, mesh: NextMesh) -> None:
+        """Compares the ranks that stay, or the number of newcomers, and their mesh."""
+        decision = (ranks, mesh.pipeline, mesh.data, mesh.partition.counts, mesh.microbatches)
+        agree(
+            self._store.world,
+            hashlib.sha256(repr(decision).encode()).digest(),
+            "which ranks go on",
+        )
+
+    def _states(self) -> dict[int, dict[str, Tensor]]:
+        """Returns the states of this rank's layers, before ranks leave.
+
+        With ZeRO-1 they have the shares of all replicas, which must still be here. Replicas that
+        share experts keep their own part each.
+        """
+        store = self._store
+        return {i: store.state(i, whole=not store.shares_experts) for i in sorted(store.layers)}
+
+    def _part(self) -> None:
+        """Ends all use of the process groups on this rank."""
+        self._programs.relower()
+        self._store.replicas.close()
+        self._pending.part()
+
+    def _take_up(
+        self,
+        layout: Layout,
+        gone: Collection[int],
+        whole: Mapping[int, dict[str, Tensor]],
+        arrivals: Sequence[Arrival],
+        experts: Mapping[int, ExpertPlacement] | None = None,
+    ) -> None:
+        self._programs.relower()
+        self._store.reshaped(layout, gone, whole, arrivals, experts)
+
+    def _finish(self, before: Layout, layout: Layout, plan: Sequence[Move]) -> None:
+        self._profiler.forget(move.layer for move in plan)
+        self._schedule_keeper.reshaped(measure_links(self._store.world, layout.pairs))
+        if layout.microbatches * layout.replicas != before.microbatches * before.replicas:
+            self._schedule_keeper.forget()
+            # The costs of all layers change.
+            self._on_recompute_change(frozenset(range(layout.partition.layers)))
+        else:
+            self._on_recompute_change(before.recomputed ^ layout.recomputed)
+
+
+def _holders(layout: Layout) -> Holders:
+    """Returns the global ranks that hold each layer."""
+    return holders(layout.partition, layout.placement, layout.replicas)

@@ -11,22 +11,22 @@ from dynmo.balance.partition import Partition
 from dynmo.dynamism.case import Dynamism
 from dynmo.dynamism.options import Freezing
 from dynmo.models.model import Model
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
-from dynmo.pipeline.membership import NextMesh
+from dynmo.pipeline.actions import Actions, NextMesh
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import memory_limit
 from dynmo.pipeline.saving import restore_state
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.layer.precision import dtype_for
 from dynmo.runtime.optim.loss_scale import make_scaler
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 
 if TYPE_CHECKING:
     from dynmo.balance.layout import RecomputeRule
-    from dynmo.pipeline.engine_options import Shapes
     from dynmo.pipeline.summons import Summons
+    from dynmo.runtime.engine.options import Shapes
 
 
 def make_engine(
@@ -131,7 +131,7 @@ def join_engine(
     )
     restore_state(engine, summons.state, cases)
     engine.schedule_keeper.known = summons.known_costs
-    engine.membership.arrive(
+    Actions(engine).arrive(
         summons.rank,
         summons.size,
         summons.generation,

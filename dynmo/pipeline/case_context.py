@@ -16,8 +16,7 @@ from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.engine.post_validation import PostValidation
-from dynmo.runtime.state.layer_store import LayerStore
+from dynmo.runtime.engine.engine import Engine
 
 
 def agree_on_cases(world: World, cases: Sequence[Dynamism]) -> None:
@@ -38,44 +37,42 @@ def agree_on_cases(world: World, cases: Sequence[Dynamism]) -> None:
 class CaseContext:
     """The model as a dynamic case sees it.
 
-    Args:
-        layer_store: Holds this rank's layers, and all others without memory.
-        actions: Carries out the decisions of the case.
-        pending: Knows whether the last step is final.
+    A decision of the case is carried out by `Actions`.
     """
 
-    def __init__(self, layer_store: LayerStore, actions: Actions, pending: PostValidation) -> None:
-        self._layer_store, self._actions, self._pending = layer_store, actions, pending
+    def __init__(self, engine: Engine) -> None:
+        self._store, self._pending = engine.store, engine.pending
+        self._actions = Actions(engine)
 
     @property
     def count(self) -> int:
         """Number of layers of the model."""
-        return self._layer_store.model.layers
+        return self._store.model.layers
 
     @property
     def names(self) -> tuple[str, ...]:
         """Name of each layer."""
-        return self._layer_store.model.names
+        return self._store.model.names
 
     @property
     def frozen(self) -> frozenset[int]:
         """Layers that do not train."""
-        return self._layer_store.frozen.layers
+        return self._store.frozen.layers
 
     @property
     def modules(self) -> Sequence[nn.Module]:
         """All layers. Those of other ranks are on the meta device."""
-        return self._layer_store.modules
+        return self._store.modules
 
     @property
     def own(self) -> list[int]:
         """The layers of this rank, ascending. A move changes them."""
-        return sorted(self._layer_store.layers)
+        return sorted(self._store.layers)
 
     @property
     def collective(self) -> FirstReplica:
         """Sums over the ranks."""
-        return FirstReplica(self._layer_store.world)
+        return FirstReplica(self._store.world)
 
     def freeze(self, layers: Collection[int]) -> None:
         """Stops training these layers. See `Actions.freeze`."""
@@ -90,7 +87,7 @@ class CaseContext:
 
         They move and are saved with the layer.
         """
-        return self._layer_store.kept[layer]
+        return self._store.kept[layer]
 
     def moments(self, layer: int) -> dict[str, Tensor]:
         """The optimizer state of one of this rank's layers, `parameter/moment` -> tensor.
@@ -99,7 +96,7 @@ class CaseContext:
             RunError: The last step may still be taken back. See `Dynamism.acts`.
         """
         self._pending.assert_final()
-        return self._layer_store.moments(layer)
+        return self._store.moments(layer)
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
         """Trains the new parameters of one of this rank's layers. See `Actions.rebuild`.
@@ -113,13 +110,13 @@ class CaseContext:
     @property
     def expert_place(self) -> int:
         """This rank's place among the replicas that share experts."""
-        experts = self._layer_store.experts
+        experts = self._store.experts
         return 0 if experts is None else experts.group.place
 
     @property
     def expert_placements(self) -> Mapping[int, ExpertPlacement]:
         """The replicas that hold each expert, by layer."""
-        experts = self._layer_store.experts
+        experts = self._store.experts
         return {} if experts is None else experts.placements
 
     def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from dynmo.dynamism.case import Change, Dynamism, Forecast, Signals, TokenShares, checked, named
-from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.case_context import CaseContext
+from dynmo.runtime.engine.engine import Engine
 
 
 class Cases:
@@ -21,9 +23,10 @@ class Cases:
     """
 
     def __init__(self, cases: Sequence[Dynamism], engine: Engine) -> None:
-        self._cases, self._engine = cases, engine
+        self._cases, self._model = cases, engine.model
+        self._context, self._actions = CaseContext(engine), Actions(engine)
         for case in cases:
-            case.check(engine.modules)
+            case.check(engine.store.modules)
 
     def collect(self, step: int) -> Iterator[tuple[Dynamism, TokenShares]]:
         """Collects what layers have counted in the step before. For use before layers move.
@@ -36,7 +39,7 @@ class Cases:
         """
         for case in self._cases:
             with named(case, "collect", step):
-                shares = case.collect(step, self._engine.case_context)
+                shares = case.collect(step, self._context)
             if shares is not None:
                 yield case, shares
 
@@ -51,11 +54,9 @@ class Cases:
         """
         for case in self._cases:
             with named(case, "act", step):
-                change = checked(
-                    case, case.act(step, self._engine.case_context), self._engine.count
-                )
+                change = checked(case, case.act(step, self._context), self._model.layers)
             if change is not None:
-                self._engine.on_workload_change(change.layers)
+                self._actions.on_workload_change(change.layers)
                 yield case, change
 
     def observe(self, signals: Signals) -> None:
@@ -67,7 +68,7 @@ class Cases:
     def dense(self) -> Iterator[AbstractContextManager[None]]:
         """Yields a context for each case that can be switched off for an evaluation."""
         for case in self._cases:
-            dense = case.dense(self._engine.case_context)
+            dense = case.dense(self._context)
             if dense is not None:
                 yield dense
 

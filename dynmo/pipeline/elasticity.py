@@ -30,8 +30,8 @@ from dynmo.cluster.members import (
 from dynmo.cluster.releaser import Member
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent, now
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.membership import NextMesh, ResizeFailed
+from dynmo.pipeline.actions import Actions, NextMesh, ResizeFailed
+from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import first_partition
 from dynmo.pipeline.rank_question import RankLimits
@@ -40,6 +40,7 @@ from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.summons import Summons, cost_records
 from dynmo.runtime.comm.lobby import read_all, tell_all
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
 
 # Bit of a step's flag: rank 0 wants all ranks to decide.
 LOOK = 2
@@ -123,7 +124,7 @@ class Elasticity:
 
     @property
     def _everyone(self) -> World:
-        return self._pipeline.world.everyone
+        return self._pipeline.store.world.everyone
 
     def enroll(self) -> None:
         """Sends this rank's place to the others. Called when the ranks have met anew."""
@@ -248,7 +249,7 @@ class Elasticity:
             self._postponed = shape
             return None
         self._postponed = None
-        partition = first_partition(self.options, self._pipeline.count, shape[0])
+        partition = first_partition(self.options, self._pipeline.model.layers, shape[0])
         return _Plan(shape, partition, self.options.all_microbatches, "planned")
 
     def _ask_planner(self, step: int, there: int) -> _Plan | None:
@@ -327,12 +328,17 @@ class Elasticity:
 
     def _shrink(self, step: int, plan: _Plan) -> bool:
         pipeline, world, start = self._pipeline, self._everyone, time.perf_counter()
-        rank, before, shape, members = world.rank, world.size, pipeline.shape, self._members()
+        rank, before, shape, members = (
+            world.rank,
+            world.size,
+            pipeline.store.layout.shape,
+            self._members(),
+        )
         kept = self._kept([member.node for member in members], plan)
         left = [member for member in members if member.rank not in kept]
         generation = world.generation + 1
         try:
-            migration = pipeline.membership.shrink(
+            migration = Actions(pipeline).shrink(
                 kept, NextMesh(*plan.shape, plan.partition, plan.microbatches)
             )
         except (NoRoomError, ResizeFailed) as error:
@@ -380,11 +386,11 @@ class Elasticity:
 
     def _grow(self, step: int, plan: _Plan, state: Callable[[], dict[str, Any]]) -> bool:
         pipeline, start = self._pipeline, time.perf_counter()
-        before, shape = self._everyone.size, pipeline.shape
+        before, shape = self._everyone.size, pipeline.store.layout.shape
         newcomers = plan.ranks - before
         joined = self._invite(step, plan, newcomers, state())
         try:
-            migration = pipeline.membership.grow(
+            migration = Actions(pipeline).grow(
                 newcomers,
                 NextMesh(*plan.shape, plan.partition, plan.microbatches),
                 self.options.elastic.join_timeout,
@@ -422,7 +428,7 @@ class Elasticity:
         if self._source is None:
             return []
         pipeline, size = self._pipeline, self._everyone.size
-        experts = pipeline.case_context.expert_placements
+        experts = CaseContext(pipeline).expert_placements
         summons = [
             Summons(
                 rank=size + place,
@@ -431,8 +437,8 @@ class Elasticity:
                 step=step,
                 shape=plan.shape,
                 layers=plan.partition.counts,
-                shape_before=(pipeline.shape[0], pipeline.shape[1]),
-                layers_before=pipeline.partition.counts,
+                shape_before=(pipeline.store.layout.shape[0], pipeline.store.layout.shape[1]),
+                layers_before=pipeline.store.layout.partition.counts,
                 state=state,
                 costs=cost_records(pipeline.schedule_keeper.known),
                 reference=self.reference,

@@ -23,12 +23,12 @@ from dynmo.events import (
     now,
 )
 from dynmo.pipeline.cases import Cases
-from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import first_partition
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import state_of
 from dynmo.pipeline.step_result import StepResult
+from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.schedule.bounds import Objective
@@ -184,10 +184,10 @@ class Loop:
                 extra={},
             )
 
-        size = self._engine.world.everyone.size
+        size = self._engine.store.world.everyone.size
         if elastic.change(step, state) and not elastic.left:
             self.options = elastic.options
-            if self.tracer is not None and self._engine.world.everyone.size > size:
+            if self.tracer is not None and self._engine.store.world.everyone.size > size:
                 self.tracer.renew()
             self._keep_trace()
             self.tell_barrier()
@@ -201,18 +201,18 @@ class Loop:
             wanted = self.rebalancer.mesh(step) if self.rebalancer.is_due(step) else None
         elif (
             options.elastic.reshape_at
-            and shape != engine.shape
-            and shape[0] * shape[1] == engine.world.everyone.size
+            and shape != engine.store.layout.shape
+            and shape[0] * shape[1] == engine.store.world.everyone.size
         ):
-            wanted = (*shape, first_partition(options, engine.count, shape[0]))
+            wanted = (*shape, first_partition(options, engine.model.layers, shape[0]))
         if wanted is not None:
             self.reshape(*wanted)
 
     def reshape(self, pipeline: int, replicas: int, partition: Partition) -> None:
         """Makes the same ranks `replicas` pipelines of `pipeline` ranks."""
-        before = self._engine.shape
+        before = self._engine.store.layout.shape
         self.emit(*self.rebalancer.reshape(self.step, pipeline, replicas, partition))
-        if self._engine.shape != before:
+        if self._engine.store.layout.shape != before:
             self._keep_trace()
             self.tell_barrier()
 
@@ -226,7 +226,10 @@ class Loop:
         A weight tied over two ranks gets its gradient from both, so the barrier stays. A mesh that
         has the weight on one rank needs no barrier.
         """
-        stays = self.options.post_validation and self._engine.objective is Objective.MAKESPAN
+        stays = (
+            self.options.post_validation
+            and self._engine.schedule_keeper.objective is Objective.MAKESPAN
+        )
         if stays != self._barrier_stays:
             self._barrier_stays = stays
             reason = (
@@ -253,7 +256,9 @@ class Loop:
         engine, step = self._engine, self.step
         if self._adapted != step:
             self._begin = time.perf_counter()
-        started = _Started(rate, engine.partition.counts, len(engine.frozen))
+        started = _Started(
+            rate, engine.store.layout.partition.counts, len(engine.store.frozen.layers)
+        )
         flag = STOP * stop + (0 if self.elastic is None else self.elastic.call())
         records = engine.advance(
             step,
@@ -307,7 +312,11 @@ class Loop:
         if record.switch is not None:
             self.emit(PostValidationEvent(step, now(), record.switch.on, record.switch.reason))
         if record.skipped:
-            self.emit(SkippedEvent(step, now(), record.loss_scale, self._engine.scaler.scale))
+            self.emit(
+                SkippedEvent(
+                    step, now(), record.loss_scale, self._engine.optimizer_step.scaler.scale
+                )
+            )
         if self.elastic is not None:
             self.elastic.hear(record.flags)
         return result

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.profile import profile_of
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.mesh_search import MeshRequest
 from dynmo.planner.reshape import Reshape, reshape
+from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.profiler import measure_links
 
 # Bytes per second between ranks, if there is one rank and nothing to measure.
@@ -28,7 +28,7 @@ def current_mesh(options: PipelineOptions, engine: Engine) -> Mesh:
         options: Options of the pipeline.
         engine: Holds the layers.
     """
-    world = engine.world
+    world = engine.store.world
     return Mesh(
         world.size,
         world.replicas,
@@ -56,7 +56,7 @@ def mesh_request(
         memory_limit: Bytes of a rank. None means unlimited.
         replicas: The numbers of replicas that are allowed.
     """
-    everyone = engine.world.everyone
+    everyone = engine.store.world.everyone
     # Links between replicas count like links between stages: as the slowest measured link.
     links = engine.schedule_keeper.links or measure_links(
         everyone, [(0, 1)] if everyone.size > 1 else []
@@ -72,7 +72,7 @@ def mesh_request(
         memory_limit=memory_limit,
         zero=options.zero,
         bandwidth=slowest,
-        objective=engine.objective,
+        objective=engine.schedule_keeper.objective,
         replicas=replicas,
         accumulation_groups=options.accumulation_groups,
     )
@@ -97,7 +97,7 @@ def mesh_question(
         memory_limit: Bytes of a rank. None means unlimited.
     """
     current, balance = current_mesh(options, engine), options.balance
-    shapes = options.mesh_rule(engine.count).shapes(engine.world.everyone.size)
+    shapes = options.mesh_rule(engine.model.layers).shapes(engine.store.world.everyone.size)
     request = mesh_request(
         options, engine, costs, memory_limit, tuple(replicas for _, replicas in shapes)
     )
@@ -106,7 +106,7 @@ def mesh_question(
         return reshape(
             with_costs(request, options, engine, layers),
             current,
-            engine.partition,
+            engine.store.layout.partition,
             horizon_steps=steps,
             seconds_per_byte=1 / request.bandwidth,
             margin=balance.margin,

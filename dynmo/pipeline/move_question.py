@@ -22,8 +22,8 @@ from dynmo.balance.trigger import (
     worth_moving_through,
 )
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.options import PipelineOptions
+from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.simulator import simulate
 
 Forecasts = Callable[[int], Sequence[Sequence[Expected]]]
@@ -86,7 +86,7 @@ def ask_move(situation: MoveSituation) -> MoveChoice | None:
         costs, cast(Cost, balance.cost), situation.options.seed, situation.step
     )
     target = balancer(balance.balancer)(request)
-    if target == engine.partition:
+    if target == engine.store.layout.partition:
         return None
     on_the_way = _on_the_way(engine, costs, target)
 
@@ -118,12 +118,14 @@ def _outlook(situation: MoveSituation, request: BalanceRequest, target: Partitio
 
     def seconds(layers: tuple[LayerCost, ...], partition: Partition) -> float:
         if layers == costs or request.make is None:
-            return engine.predict(layers, partition).length(engine.objective)
+            return engine.schedule_keeper.predict(layers, partition).length(
+                engine.schedule_keeper.objective
+            )
         stages = engine.schedule_keeper.stage_costs(layers, partition)
-        return simulate(request.make(stages), stages).length(engine.objective)
+        return simulate(request.make(stages), stages).length(engine.schedule_keeper.objective)
 
     ahead = forecast_intervals(costs, situation.forecasts(step - 1), step, situation.options.end)
-    both = (engine.partition, target)
+    both = (engine.store.layout.partition, target)
     return [
         Outlook(x.start, x.stop, *(seconds(x.layers, placement) for placement in both))
         for x in ahead
@@ -134,7 +136,9 @@ def _on_the_way(engine: Engine, costs: tuple[LayerCost, ...], target: Partition)
     """Returns the seconds of a move's layers, in sequence, over the slowest link."""
     sizes = [
         costs[move.layer].moved_bytes
-        for move in moves_between_ranks(engine.partition, target, engine.placement)
+        for move in moves_between_ranks(
+            engine.store.layout.partition, target, engine.store.layout.placement
+        )
     ]
     return sum(
         max(

@@ -25,6 +25,7 @@ from dynmo.events import CheckpointEvent, Event, now
 from dynmo.models.identity import Identity
 from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
+from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import join_engine, make_engine
 from dynmo.pipeline.case_context import agree_on_cases
 from dynmo.pipeline.loop import Loop
@@ -43,12 +44,14 @@ from dynmo.pipeline.saving import (
 )
 from dynmo.pipeline.start import World
 from dynmo.pipeline.step_result import StepResult
+from dynmo.pipeline.whole_model import WholeModel
 from dynmo.runtime.comm import world as comm
-from dynmo.runtime.comm.agreement import agree, first_difference
+from dynmo.runtime.comm.agreement import agree, first_difference, maxima
 from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.runtime.state.digest import buffers_digest
 from dynmo.schedule.op import Schedule
 
 if TYPE_CHECKING:
@@ -223,7 +226,7 @@ class Pipeline:
             from dynmo.pipeline.trace import Tracer
 
             engine = self._engine
-            of_slices = engine.placement if engine.sliced else None
+            of_slices = engine.store.layout.placement if engine.store.layout.sliced else None
             self._loop.tracer = Tracer(ranks.everyone, engine.clock, trace, of_slices)
 
     def _start(
@@ -314,7 +317,7 @@ class Pipeline:
             self.costs,
             moves,
             lambda step: self._loop.cases.forecasts(step),
-            memory_limit(options, engine.world),
+            memory_limit(options, engine.store.world),
         )
         return Loop(
             options, engine, self._cases, rebalancer, listen, step=step, loss=loss, joined=joined
@@ -536,7 +539,7 @@ class Pipeline:
             return loss
         from dynmo.pipeline.whole_model import join_outputs
 
-        return loss, join_outputs(self._engine.world, collected)
+        return loss, join_outputs(self._engine.store.world, collected)
 
     @property
     def has_dense(self) -> bool:
@@ -584,12 +587,12 @@ class Pipeline:
     @property
     def shape(self) -> tuple[int, int]:
         """The mesh: ranks (or slices) of a pipeline, and number of replicas."""
-        return self._engine.shape
+        return self._engine.store.layout.shape
 
     @property
     def replica(self) -> int:
         """Number of this rank's replica."""
-        return self._engine.world.replica
+        return self._engine.store.world.replica
 
     @property
     def device(self) -> torch.device:
@@ -611,33 +614,34 @@ class Pipeline:
 
     def largest(self, value: float) -> float:
         """Returns the largest of the ranks' values. All ranks call it together."""
-        return self._engine.largest(value)
+        return maxima(self._engine.store.world, (value,))[0]
 
     @property
     def microbatches(self) -> int:
         """Microbatches of a step on each replica."""
-        return self._loop.options.all_microbatches // self._engine.world.replicas
+        return self._loop.options.all_microbatches // self._engine.store.world.replicas
 
     @property
     def needs_data(self) -> bool:
         """Whether this rank holds the first or the last stage, and needs batches."""
-        placement = self._engine.placement
-        return self._engine.sliced or self._engine.world.rank in (placement[0], placement[-1])
+        layout = self._engine.store.layout
+        ends = layout.placement[0], layout.placement[-1]
+        return layout.sliced or self._engine.store.world.rank in ends
 
     @property
     def caches(self) -> bool:
         """Whether outputs of frozen layers are kept, so that microbatches need keys."""
-        return self._engine.measurements.caches
+        return self._engine.store.outputs.limit > 0
 
     @property
     def partition(self) -> Partition:
         """Number of layers on each stage."""
-        return self._engine.partition
+        return self._engine.store.layout.partition
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of the next step."""
-        return self._engine.schedule_for(self._engine.partition)
+        return self._engine.schedule_keeper.on(self._engine.store.layout.partition)
 
     @property
     def modules(self) -> Mapping[int, nn.Module]:
@@ -645,7 +649,7 @@ class Pipeline:
 
         A move changes them.
         """
-        return {index: self._engine.modules[index] for index in self._engine.own_layers}
+        return {index: self._engine.store.modules[index] for index in self._engine.store.own}
 
     def costs(self) -> tuple[LayerCost, ...]:
         """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
@@ -654,11 +658,11 @@ class Pipeline:
             return costs
         from dynmo.pipeline.shape_costs import with_workspace
 
-        return with_workspace(costs, shapes, self._engine.recomputed)
+        return with_workspace(costs, shapes, self._engine.store.layout.recomputed)
 
     def forget_costs(self) -> None:
         """Drops all measurements. The next step measures anew."""
-        self._engine.profiler.forget(range(self._engine.count))
+        self._engine.profiler.forget(range(self._engine.model.layers))
 
     def profile(
         self, steps: int | None = None, costs: Sequence[LayerCost] | None = None
@@ -680,7 +684,7 @@ class Pipeline:
                 if self.options.micro_batch is None
                 else shapes_of(self.options, self._engine.model, level=level)
             )
-            measured = with_workspace(measured, shapes, self._engine.recomputed)
+            measured = with_workspace(measured, shapes, self._engine.store.layout.recomputed)
         return profile_of(self.options, self._engine, measured, steps)
 
     def rebalance(self) -> bool:
@@ -698,9 +702,9 @@ class Pipeline:
             raise RunError(
                 "rebalance was called before a step was measured; train at least one step first"
             )
-        before = self._engine.partition
+        before = self._engine.store.layout.partition
         self._loop.consider()
-        return self._engine.partition != before
+        return self._engine.store.layout.partition != before
 
     def move(self, partition: Partition | Sequence[int]) -> None:
         """Moves layers to `partition`, with gradients and optimizer state.
@@ -711,7 +715,7 @@ class Pipeline:
         Raises:
             PartitionError: It has another number of layers or stages.
         """
-        self._engine.move(
+        Actions(self._engine).move(
             partition if isinstance(partition, Partition) else Partition(tuple(partition))
         )
 
@@ -726,7 +730,7 @@ class Pipeline:
         Raises:
             PartitionError: There is no such layer, or none would train.
         """
-        self._engine.freeze(layers)
+        Actions(self._engine).freeze(layers)
         self._loop.emit(self._loop.rebalancer.on_workload_change(self.steps))
 
     def unfreeze(self, layers: Collection[int]) -> None:
@@ -738,7 +742,7 @@ class Pipeline:
         Raises:
             PartitionError: There is no such layer.
         """
-        self._engine.unfreeze(layers)
+        Actions(self._engine).unfreeze(layers)
         self._loop.emit(self._loop.rebalancer.on_workload_change(self.steps))
 
     # -- saving ------------------------------------------------------------------------------------
@@ -762,7 +766,7 @@ class Pipeline:
         loop.settle()
         extra = kept_settings(loop.options, engine.model) | {
             "lr": self._optimizer.lr,
-            "shape": list(engine.shape),
+            "shape": list(engine.store.layout.shape),
             "reference": None if loop.elastic is None else loop.elastic.reference,
         }
         saved = save_engine(
@@ -818,7 +822,7 @@ class Pipeline:
         Returns:
             Tensors on the CPU. Empty on ranks that get nothing.
         """
-        return self._engine.whole_model.state_dict(everywhere)
+        return WholeModel(self._engine).state_dict(everywhere)
 
     def load_state_dict(self, state: Mapping[str, Tensor] | None = None) -> None:
         """Replaces the weights and persistent buffers of all layers.
@@ -834,7 +838,7 @@ class Pipeline:
             CheckpointError: A key is missing or unknown, or a tensor has another shape. Every rank
                 raises it, and nothing has changed.
         """
-        self._engine.whole_model.load_state_dict(state)
+        WholeModel(self._engine).load_state_dict(state)
 
     def digest(self) -> str:
         """Returns the SHA-256 of all weights. It is equal exactly if all weights are."""
@@ -842,24 +846,30 @@ class Pipeline:
 
     def buffers_digest(self) -> str:
         """Returns the SHA-256 of all persistent buffers, such as running means."""
-        return self._engine.layer_states.buffers_digest()
+        return buffers_digest(self._engine.pending.final)
 
     @property
     def identity(self) -> Identity:
         """What decides the numbers of the training: versions, code, layers."""
-        return self._engine.layer_states.identity.with_code(self._cases)
+        return self._engine.store.identity.with_code(self._cases)
 
     # -- end ---------------------------------------------------------------------------------------
 
     def account(self) -> Account:
         """Returns what changes have cost and saved so far. All ranks call it together."""
         engine, elastic = self._engine, self._loop.elastic
-        overhead, measurements = self._loop.rebalancer.overhead, engine.measurements
+        overhead, outputs = self._loop.rebalancer.overhead, engine.store.outputs
+        spared, cached = 0, 0
+        if self.caches:
+            table = torch.tensor([outputs.spared, outputs.bytes], dtype=torch.int64)
+            everyone = engine.store.world.everyone
+            spared, cached = everyone.sum(table, "what the caches hold").tolist()
         return Account(
             engine.profiler.spent + overhead.measure,
             overhead.decide,
             overhead.move,
-            *(measurements.cached() if measurements.caches else (0, 0)),
+            spared,
+            cached,
             0.0 if elastic is None else elastic.gpu_seconds_returned,
         )
 

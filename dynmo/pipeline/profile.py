@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
-from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
+from dynmo.runtime.engine.engine import Engine
 
 
 def profile_of(
@@ -31,13 +31,13 @@ def profile_of(
     return Profile(
         layers=tuple(_whole(options, pipeline, cost) for cost in costs) if options.zero else costs,
         names=pipeline.model.names,
-        first_trainable=pipeline.first_trainable,
+        first_trainable=pipeline.store.frozen.first_trainable,
         links=tuple(pipeline.schedule_keeper.links.items()),
         model=None if pipeline.model.options is None else pipeline.model.options.kind,
         microbatch=options.micro_batch,
-        microbatches=options.all_microbatches // pipeline.world.replicas,
-        ranks=pipeline.shape[0],
-        partition=pipeline.partition.counts,
+        microbatches=options.all_microbatches // pipeline.store.world.replicas,
+        ranks=pipeline.store.layout.shape[0],
+        partition=pipeline.store.layout.partition.counts,
         schedule=options.schedule,
         steps=steps,
     )
@@ -50,7 +50,7 @@ def _whole(options: PipelineOptions, pipeline: Engine, cost: LayerCost) -> Layer
     """
     moments, masters = settings_of(options.optimizer).moments, options.precision != "float32"
     if not cost.gradient_bytes:
-        return replace(cost, optimizer_bytes=pipeline.world.replicas * cost.optimizer_bytes)
+        return replace(cost, optimizer_bytes=pipeline.store.world.replicas * cost.optimizer_bytes)
     copies = (1 + moments) * cost.gradient_bytes if cost.rollback_bytes else 0
     return replace(
         cost, optimizer_bytes=(moments + masters) * cost.gradient_bytes, rollback_bytes=copies

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from dynmo.balance.meshes import accumulation_problem, divisors
 from dynmo.balance.trigger import ForecastInterval
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.mesh_question import current_mesh, mesh_request, with_costs
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.planner.rank_baselines import merge_ranks
 from dynmo.planner.rank_choice import RankChoice, RankQuestion, choose_ranks, confirmed_ranks
+from dynmo.runtime.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RankSituation:
     def question(self) -> RankQuestion:
         """Returns a question that allows the present number of ranks alone."""
         options, engine = self.options, self.engine
-        size, replicas = engine.world.everyone.size, self._replicas()
+        size, replicas = engine.store.world.everyone.size, self._replicas()
         request = mesh_request(
             options, engine, self.forecast[0].layers, self.memory_limit, replicas
         )
@@ -100,7 +100,7 @@ class RankSituation:
         return RankQuestion(
             request,
             current_mesh(options, engine),
-            engine.partition,
+            engine.store.layout.partition,
             least=size,
             most=size,
             limit_seconds=float("inf"),
@@ -122,7 +122,7 @@ class RankSituation:
 
         A model may not allow more replicas than now. Replicas that share experts stay together.
         """
-        options, now = self.options, self.engine.world.replicas
+        options, now = self.options, self.engine.store.world.replicas
         batch, groups = options.all_microbatches, options.accumulation_groups
         fewer = [each for each in divisors(batch) if each <= now]
         allowed = fewer if options.expert == 1 else [now]

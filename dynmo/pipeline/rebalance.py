@@ -21,10 +21,11 @@ from dynmo.events import (
     ScheduleEvent,
     now,
 )
-from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.move_gain import MoveGain
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.runtime.comm.agreement import agree
+from dynmo.runtime.comm.agreement import agree, maxima
+from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.catalogue import entry
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Rebalancer:
         memory_limit: int | None = None,
     ) -> None:
         self._options, self._pipeline = options, pipeline
+        self._actions = Actions(pipeline)
         self._costs, self._memory_limit = costs, memory_limit
         # True if the work has changed since the last decision about another mesh.
         self._unshaped = options.elastic.reshape
@@ -186,8 +188,8 @@ class Rebalancer:
         options, pipeline, gathering = self._options, self._pipeline, time.perf_counter()
         costs = self._costs()
         halves, preempted = (
-            pipeline.measurements.halves(costs),
-            pipeline.largest(pipeline.measurements.preempted),
+            pipeline.halves(costs),
+            maxima(pipeline.store.world, (pipeline.profiler.preempted,))[0],
         )
         start = time.perf_counter()
         self.overhead.measure += start - gathering
@@ -207,7 +209,7 @@ class Rebalancer:
             pass  # the mesh stays, because it trains
         self.overhead.decide += time.perf_counter() - start
         agree(
-            pipeline.world,
+            pipeline.store.world,
             hashlib.sha256(repr((chosen, self._unshaped)).encode()).digest(),
             "whether to reshape",
         )
@@ -230,10 +232,10 @@ class Rebalancer:
             NoRoomError: The layers do not fit a mesh that the config names.
         """
         engine, start = self._pipeline, time.perf_counter()
-        before, result = engine.shape, self._gain.close(step)
+        before, result = engine.store.layout.shape, self._gain.close(step)
         told: list[Event] = [] if result is None else [result]
         try:
-            migration = engine.reshape(pipeline=pipeline, data=data, partition=partition)
+            migration = self._actions.reshape(pipeline=pipeline, data=data, partition=partition)
         except NoRoomError:
             if not self._options.elastic.reshape:
                 raise
@@ -279,10 +281,8 @@ class Rebalancer:
 
         options, pipeline, gathering = self._options, self._pipeline, time.perf_counter()
         costs = self._costs()
-        halves = pipeline.measurements.halves(costs)
-        preempted, pause = pipeline.measurements.maxima(
-            (pipeline.measurements.preempted, self._pause)
-        )
+        halves = pipeline.halves(costs)
+        preempted, pause = maxima(pipeline.store.world, (pipeline.profiler.preempted, self._pause))
         start = time.perf_counter()
         self.overhead.measure += start - gathering
         forecast = forecast_intervals(costs, self._forecasts(step - 1), step, options.end)
@@ -307,7 +307,9 @@ class Rebalancer:
             wish.ranks,
         )
         agree(
-            pipeline.world, hashlib.sha256(repr(decided).encode()).digest(), "how many ranks go on"
+            pipeline.store.world,
+            hashlib.sha256(repr(decided).encode()).digest(),
+            "how many ranks go on",
         )
         return wish
 
@@ -356,28 +358,26 @@ class Rebalancer:
             self._watch.decided()
         pipeline, overhead, start = self._pipeline, self.overhead, time.perf_counter()
         costs = self._costs()
-        halves = pipeline.measurements.halves(costs)
+        halves = pipeline.halves(costs)
         # Every rank takes part before any rank decides. Ranks that decide differently must not
         # wait for each other here.
-        fixed, doubt, preempted = pipeline.measurements.maxima(
-            (self._fixed, self._gain.doubt, pipeline.measurements.preempted)
+        fixed, doubt, preempted = maxima(
+            pipeline.store.world, (self._fixed, self._gain.doubt, pipeline.profiler.preempted)
         )
         measured, moved = time.perf_counter(), overhead.move
         overhead.measure += measured - start
         situation = MoveSituation(
             self._options, pipeline, step, costs, halves, self._forecasts, fixed, doubt, preempted
         )
-        recomputed = pipeline.recomputed
+        recomputed = pipeline.store.layout.recomputed
         choice, done = self._choose(situation)
         moves = choice is not None and choice.decision.move
         if choice is not None and moves:
             self._agree(choice, None)
             done += self._move(step, choice, measured - start, time.perf_counter() - measured)
         # Costs change if the move has switched recomputation. One reading alone proves nothing.
-        steady = bool(halves) and pipeline.recomputed == recomputed
-        gain = (
-            pipeline.actions.replan(costs, self._options.balance.hysteresis / 4) if steady else None
-        )
+        steady = bool(halves) and pipeline.store.layout.recomputed == recomputed
+        gain = self._actions.replan(costs, self._options.balance.hysteresis / 4) if steady else None
         if not moves:
             self._agree(choice, gain)
         overhead.decide += time.perf_counter() - measured - (overhead.move - moved)
@@ -418,7 +418,7 @@ class Rebalancer:
             else (choice.target.counts, choice.decision.move, choice.decision.uncertain)
         )
         agree(
-            self._pipeline.world,
+            self._pipeline.store.world,
             hashlib.sha256(repr((where, gain is not None)).encode()).digest(),
             "whether to move layers",
         )
@@ -439,9 +439,9 @@ class Rebalancer:
             the layers do not fit the memory of their target.
         """
         pipeline, start = self._pipeline, time.perf_counter()
-        source = pipeline.partition
+        source = pipeline.store.layout.partition
         try:
-            migration = pipeline.actions.move(choice.target, is_agreed=True)
+            migration = self._actions.move(choice.target)
         except NoRoomError:
             # With "recompute" = "auto" the largest possible bytes count, not the measured bytes.
             # All ranks fail alike.

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
 
 from dynmo.dynamism.case import Dynamism
 from dynmo.errors import CheckpointError, DynmoError, RunError, place
 from dynmo.models.identity import Identity, first_of, identity_from
 from dynmo.models.model import Model
-from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.options import SGD, PipelineOptions
 from dynmo.runtime.comm.agreement import agree, share_failures
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.checkpoint import Saved
 from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED
@@ -57,11 +59,11 @@ def state_of(
         extra: Further state of the caller.
     """
     return {
-        "partition": list(engine.partition.counts),
-        "frozen": sorted(engine.frozen),
+        "partition": list(engine.store.layout.partition.counts),
+        "frozen": sorted(engine.store.frozen.layers),
         "loss": loss,
         "moves": moves,
-        "loss_scale": engine.scaler.state(),
+        "loss_scale": engine.optimizer_step.scaler.state(),
         "cases": {case.name: case.state() for case in cases},
         **extra,
     }
@@ -98,14 +100,57 @@ def save_engine(
     Raises:
         RunError: A rank could not write its part. Older checkpoints are untouched.
     """
-    identity = engine.layer_states.identity.with_code(cases).model_dump()
+    identity = engine.store.identity.with_code(cases).model_dump()
     extra = {**extra, "identity": identity}
     state = state_of(engine, cases, loss=loss, moves=moves, extra=extra)
-    if engine.world.replicas > 1:
+    if engine.store.world.replicas > 1:
         engine.digest()  # raises if replicas differ: the first replica's weights are saved for all
     return checkpoint.save(
-        engine.world.everyone, folder, step, engine.names, engine.layer_states.saved(), state, keep
+        engine.store.world.everyone,
+        folder,
+        step,
+        engine.model.names,
+        saved_layers(engine),
+        state,
+        keep,
     )
+
+
+def saved_layers(
+    engine: Engine,
+) -> Iterator[tuple[int, tuple[nn.Module, dict[str, Tensor]]]]:
+    """Yields this rank's layers as a checkpoint has them, one whole layer at a time.
+
+    The ranks of the first replica write for all.
+    """
+    store = engine.pending.final
+    for index in sorted(store.layers):
+        state = store.state(index, whole=True)
+        with store.whole(index) as module:
+            if store.world.replica == 0:
+                yield index, (module, state)
+
+
+def restore_layer(
+    engine: Engine, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]
+) -> None:
+    """Replaces one of this rank's layers by its tensors in a checkpoint.
+
+    Args:
+        engine: Holds the layer.
+        index: One of this rank's layers.
+        tensors: Tensors by section and name, from `checkpoint.load_layer`.
+        flags: Flags, likewise.
+
+    Raises:
+        CheckpointError: The layer has another shape.
+    """
+    engine.pending.assert_final()
+    store = engine.store
+    tensors = store.own_part(index, tensors)
+    tensors = checkpoint.fit(index, store.model.names[index], store.modules[index], tensors)
+    store.replace(index, tensors, flags)
+    engine.programs.relower()
 
 
 @dataclass(frozen=True)
@@ -201,19 +246,21 @@ def restore_engine(
         CheckpointError: A layer does not fit the model. Every rank raises it.
     """
     agree(
-        engine.world, hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from"
+        engine.store.world,
+        hashlib.sha256(path.name.encode()).digest(),
+        "which checkpoint to resume from",
     )
     _restore_frozen(engine, state)
     failure: CheckpointError | None = None
     try:
-        if engine.world.everyone.rank == 0 and "identity" in state:
-            _warn_of_changes(engine.layer_states.identity.with_code(cases), path, state["identity"])
-        for index in engine.own_layers:
-            layer = checkpoint.load_layer(path, index, engine.world.device)
-            engine.layer_states.restore(index, *layer)
+        if engine.store.world.everyone.rank == 0 and "identity" in state:
+            _warn_of_changes(engine.store.identity.with_code(cases), path, state["identity"])
+        for index in engine.store.own:
+            layer = checkpoint.load_layer(path, index, engine.store.world.device)
+            restore_layer(engine, index, *layer)
     except CheckpointError as error:
         failure = error
-    failures = share_failures(engine.world, failure, "the checkpoint's layers to be read")
+    failures = share_failures(engine.store.world, failure, "the checkpoint's layers to be read")
     if failures:
         raise failure or CheckpointError(next(iter(failures.values())))
     _restore_cases(engine, state, cases)
@@ -244,9 +291,9 @@ def restore_state(engine: Engine, state: Mapping[str, Any], cases: Sequence[Dyna
 
 
 def _restore_frozen(engine: Engine, state: Mapping[str, Any]) -> None:
-    if engine.frozen - set(state["frozen"]):
-        engine.unfreeze(engine.frozen - set(state["frozen"]))
-    engine.freeze(state["frozen"])
+    if engine.store.frozen.layers - set(state["frozen"]):
+        Actions(engine).unfreeze(engine.store.frozen.layers - set(state["frozen"]))
+    Actions(engine).freeze(state["frozen"])
 
 
 def _restore_cases(engine: Engine, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
@@ -256,7 +303,7 @@ def _restore_cases(engine: Engine, state: Mapping[str, Any], cases: Sequence[Dyn
                 case.load(state["cases"][case.name])
     if "loss_scale" in state:
         with _usable("the state of the loss scale"):
-            engine.scaler.load(state["loss_scale"])
+            engine.optimizer_step.scaler.load(state["loss_scale"])
 
 
 @contextmanager

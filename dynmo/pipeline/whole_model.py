@@ -29,10 +29,9 @@ from dynmo.models.sequential import Sequential
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.engine.post_validation import PostValidation
+from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.buffers import has_same_bits
 from dynmo.runtime.optim.zero import cut_state
-from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.runtime.state.migration import describe, unpack
 
 _SECTION = "state"
@@ -42,19 +41,15 @@ class WholeModel:
     """Gathers and replaces the weights and persistent buffers of all layers.
 
     All ranks call every method together.
-
-    Args:
-        layer_store: Holds this rank's layers.
-        pending: Knows whether the last step is final.
     """
 
-    def __init__(self, layer_store: LayerStore, pending: PostValidation) -> None:
-        self._layer_store, self._pending = layer_store, pending
-        self._prefixes = _prefixes(layer_store.model)
+    def __init__(self, engine: Engine) -> None:
+        self._layer_store, self._pending = engine.store, engine.pending
+        self._prefixes = _prefixes(engine.model)
         # Second name of a tied weight -> first name.
         self._tied = {
             f"{self._prefixes[user]}.{name}": f"{self._prefixes[owner]}.{owner_name}"
-            for (owner, owner_name), (user, name) in layer_store.model.tied
+            for (owner, owner_name), (user, name) in engine.model.tied
         }
 
     def state_dict(self, everywhere: bool = False) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import os
 import signal
 
 from dynmo.dynamism.case import Dynamism
-from dynmo.pipeline import membership
+from dynmo.pipeline import actions
 
 
 def die(*_):
@@ -19,4 +19,4 @@ class Dying(Dynamism):
 
     def act(self, step, layers):
         if os.environ.get("RANK") == os.environ.get("DIES"):
-            membership.exchange = die
+            actions.exchange = die

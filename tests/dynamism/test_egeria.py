@@ -32,6 +32,8 @@ from dynmo.dynamism.egeria import (
 from dynmo.errors import ConfigError
 from dynmo.events import ChangeEvent, StepEvent, read
 from dynmo.kernels.seeds import seed_forward
+from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.case_context import CaseContext
 from tests.dynamism.kept import Kept
 from tests.pool import Pool
 from tests.runtime import alone
@@ -359,23 +361,24 @@ def test_thawed_layers_keep_their_optimizer_state() -> None:
     pipeline = alone.gpt()
     for step in range(3):
         pipeline.step(step, *alone.tokens(step), lr=1e-2)
-    before = {name: t.clone() for name, t in pipeline.case_context.moments(1).items()}
-    weights = [p.detach().clone() for p in pipeline.modules[1].parameters()]
+    before = {name: t.clone() for name, t in CaseContext(pipeline).moments(1).items()}
+    weights = [p.detach().clone() for p in pipeline.store.modules[1].parameters()]
     assert float(before["qkv.weight/step"]) == 3
-    pipeline.case_context.kept(1)["mine"] = torch.arange(3)
-    pipeline.freeze([0, 1])
+    CaseContext(pipeline).kept(1)["mine"] = torch.arange(3)
+    Actions(pipeline).freeze([0, 1])
     pipeline.step(3, *alone.tokens(3), lr=1e-2)
-    pipeline.unfreeze([0, 1])
-    assert all(torch.equal(t, before[name]) for name, t in pipeline.case_context.moments(1).items())
+    Actions(pipeline).unfreeze([0, 1])
+    assert all(torch.equal(t, before[name]) for name, t in CaseContext(pipeline).moments(1).items())
     assert all(
-        torch.equal(a, b) for a, b in zip(pipeline.modules[1].parameters(), weights, strict=True)
+        torch.equal(a, b)
+        for a, b in zip(pipeline.store.modules[1].parameters(), weights, strict=True)
     )
-    assert pipeline.case_context.kept(1)["mine"].tolist() == [0, 1, 2]
+    assert CaseContext(pipeline).kept(1)["mine"].tolist() == [0, 1, 2]
     pipeline.step(4, *alone.tokens(4), lr=1e-2)
-    assert float(pipeline.case_context.moments(1)["qkv.weight/step"]) == 4
-    pipeline.case_context.rebuild(
-        1, {name: 2 * t for name, t in pipeline.case_context.moments(1).items()}
+    assert float(CaseContext(pipeline).moments(1)["qkv.weight/step"]) == 4
+    CaseContext(pipeline).rebuild(
+        1, {name: 2 * t for name, t in CaseContext(pipeline).moments(1).items()}
     )
-    assert float(pipeline.case_context.moments(1)["qkv.weight/step"]) == 8
-    assert pipeline.case_context.kept(1)["mine"].tolist() == [0, 1, 2]
-    assert pipeline.case_context.own == [*range(pipeline.count)]
+    assert float(CaseContext(pipeline).moments(1)["qkv.weight/step"]) == 8
+    assert CaseContext(pipeline).kept(1)["mine"].tolist() == [0, 1, 2]
+    assert CaseContext(pipeline).own == [*range(pipeline.model.layers)]

@@ -22,8 +22,11 @@ from dynmo.dynamism.case import Change, Layers
 from dynmo.dynamism.pruning import Alone, Cubic, PruningCase, cut, masters
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, dense_weight, linears
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.saving import restore_layer, saved_layers
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.runtime.state.migration import contents
@@ -201,10 +204,10 @@ def case(steps: int = 10, **options: Any) -> PruningCase:
 def train(pipeline: Any, pruning: PruningCase, steps: int, first: int = 0) -> list[Change | None]:
     done: list[Change | None] = []
     for step in range(first, first + steps):
-        change = pruning.act(step, pipeline.case_context)
+        change = pruning.act(step, CaseContext(pipeline))
         done.append(change)
         if change is not None:
-            pipeline.on_workload_change(change.layers)
+            Actions(pipeline).on_workload_change(change.layers)
         pipeline.step(step, *alone.tokens(step), lr=1e-2, max_norm=1.0)
     return done
 
@@ -213,7 +216,7 @@ def zeros(pipeline: Any) -> dict[tuple[int, str], Tensor]:
     return {
         (i, name): dense_weight(linear) == 0
         for i in range(6)
-        for name, linear in linears(pipeline.modules[i])
+        for name, linear in linears(pipeline.store.modules[i])
     }
 
 
@@ -238,7 +241,7 @@ def test_pruned_weights_never_return(criterion: str) -> None:
         )
         assert all(bool((now[key] >= gone[key]).all()) for key in now), "a pruned weight came back"
         gone = now
-        forms.append({type(x) for i in range(1, 5) for _, x in linears(pipeline.modules[i])})
+        forms.append({type(x) for i in range(1, 5) for _, x in linears(pipeline.store.modules[i])})
         if criterion == "local":
             for layer in range(1, 5):
                 held = [now[key] for key in now if key[0] == layer]
@@ -251,12 +254,12 @@ def test_pruned_weights_never_return(criterion: str) -> None:
     assert not any(
         isinstance(x, SparseLinear | MaskedLinear)
         for i in (0, 5)
-        for x in pipeline.modules[i].modules()
+        for x in pipeline.store.modules[i].modules()
     )
     for index in range(1, 5):
-        for key, moment in pipeline.case_context.moments(index).items():
+        for key, moment in CaseContext(pipeline).moments(index).items():
             if "exp_avg" in key:
-                parameter = pipeline.modules[index].get_parameter(key.rpartition("/")[0])
+                parameter = pipeline.store.modules[index].get_parameter(key.rpartition("/")[0])
                 assert moment.shape == parameter.shape
     costs = pipeline.costs()
     whole = alone.gpt().costs()
@@ -281,8 +284,8 @@ def test_both_forms_train_like_a_masked_dense_model(dense_below: float) -> None:
         )
         # The masks of this step, read off after it: what stayed is not 0.
         for index in range(6):
-            moments = plain.case_context.moments(index)
-            for name, linear in linears(plain.modules[index]):
+            moments = CaseContext(plain).moments(index)
+            for name, linear in linears(plain.store.modules[index]):
                 mask = masks.get((index, name))
                 if mask is not None:
                     linear.weight.data.mul_(mask)
@@ -290,14 +293,14 @@ def test_both_forms_train_like_a_masked_dense_model(dense_below: float) -> None:
                         moments[f"{name}.weight/{key}"].mul_(mask)
         outcome = plain.forward_backward(step, *alone.tokens(step))
         for (index, name), mask in masks.items():
-            weight = plain.modules[index].get_submodule(name).weight
+            weight = plain.store.modules[index].get_submodule(name).weight
             assert isinstance(weight, nn.Parameter)
             assert weight.grad is not None
             weight.grad.mul_(mask)
         plain.update(step, outcome, lr=1e-2, max_norm=1.0)
     for index in range(6):
-        theirs = dict(linears(plain.modules[index]))
-        for name, linear in linears(pipeline.modules[index]):
+        theirs = dict(linears(plain.store.modules[index]))
+        for name, linear in linears(pipeline.store.modules[index]):
             torch.testing.assert_close(
                 dense_weight(linear), theirs[name].weight.detach(), rtol=1e-3, atol=2e-5
             )
@@ -305,13 +308,13 @@ def test_both_forms_train_like_a_masked_dense_model(dense_below: float) -> None:
 
 def test_frozen_layers_are_not_pruned() -> None:
     pipeline, pruning = alone.gpt(), case(start=0, end=2, every=1)
-    pipeline.freeze([0, 1, 2])
+    Actions(pipeline).freeze([0, 1, 2])
     changes = train(pipeline, pruning, 3)
     assert [c.layers for c in changes if c is not None] == [(3, 4), (3, 4)]
     assert not any(
         isinstance(x, SparseLinear | MaskedLinear)
         for i in (1, 2)
-        for x in pipeline.modules[i].modules()
+        for x in pipeline.store.modules[i].modules()
     )
 
 
@@ -335,7 +338,9 @@ def test_measured_threshold_is_saved() -> None:
     later.load(state | {"measured": dict.fromkeys(state["measured"], 0.0)})
     train(pipeline, later, 1, first=2)
     assert all(
-        isinstance(x, SparseLinear) for i in range(1, 5) for _, x in linears(pipeline.modules[i])
+        isinstance(x, SparseLinear)
+        for i in range(1, 5)
+        for _, x in linears(pipeline.store.modules[i])
     ), "it measured again"
 
 
@@ -356,7 +361,7 @@ def test_a_configured_threshold_is_not_measured() -> None:
     forms = {
         (x.out_features, x.in_features): isinstance(x, SparseLinear)
         for i in range(1, 5)
-        for _, x in linears(pipeline.modules[i])
+        for _, x in linears(pipeline.store.modules[i])
     }
     assert forms == {(128, 16): True, (16, 16): False, (16, 64): True, (48, 16): False}
     pruning.load({"sparsity": 0.9, "measured": {"128x16": 0.5, "7x7": 0.5}})
@@ -404,14 +409,14 @@ def test_pruning_gathers_masters_only_in_low_precision(
     )
     pipeline.step(0, *alone.tokens(0), lr=0.1)
     asked: list[int] = []
-    whole = pipeline.case_context.moments
+    whole = CaseContext(pipeline).moments
 
     def moments(layer: int) -> dict[str, Tensor]:
         asked.append(layer)
         return whole(layer)
 
-    monkeypatch.setattr(pipeline.case_context, "moments", moments)
-    kept = masters(2, pipeline.case_context)
+    monkeypatch.setattr(CaseContext(pipeline), "moments", moments)
+    kept = masters(2, CaseContext(pipeline))
     if dtype == torch.float32:
         assert not kept
         assert not asked
@@ -423,12 +428,12 @@ def test_pruning_gathers_masters_only_in_low_precision(
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     pipeline, other = alone.gpt(), alone.gpt(hidden=32)
     train(pipeline, case(start=0, end=1, every=1), 2)
-    tensors = contents(pipeline.modules[1], pipeline.case_context.moments(1))
+    tensors = contents(pipeline.store.modules[1], CaseContext(pipeline).moments(1))
     with pytest.raises(
         CheckpointError,
         match=r"layer 1 \(blocks\.0\.attention\): qkv\.weight is sparse, but not of 96 x 32",
     ):
-        other.layer_states.restore(1, tensors, {})
+        restore_layer(other, 1, tensors, {})
 
 
 def test_restored_pruned_model_is_equal(tmp_path: Path) -> None:
@@ -437,17 +442,17 @@ def test_restored_pruned_model_is_equal(tmp_path: Path) -> None:
         pipeline, other = alone.gpt(), alone.gpt()
         train(pipeline, case(start=0, end=1, every=1, dense_below=dense_below), 3)
         saved = checkpoint.save(
-            pipeline.world,
+            pipeline.store.world,
             tmp_path / str(dense_below),
             3,
-            pipeline.names,
-            pipeline.layer_states.saved(),
+            pipeline.model.names,
+            saved_layers(pipeline),
             {},
             1,
         )
         for index in range(6):
-            other.layer_states.restore(
-                index, *checkpoint.load_layer(saved.path, index, torch.device("cpu"))
+            restore_layer(
+                other, index, *checkpoint.load_layer(saved.path, index, torch.device("cpu"))
             )
         assert other.digest() == pipeline.digest()
         for each in (pipeline, other):

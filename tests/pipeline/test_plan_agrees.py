@@ -11,12 +11,13 @@ from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, elide
 from dynmo.cost.profile_file import Profile
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.actions import Actions
 from dynmo.planner.evaluate import PlanRequest, TooFullError, evaluate_partition
 from dynmo.planner.stage_schedule import plan_stages
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.schedule.bounds import Objective
 from dynmo.train.setup import model_of
 from tests.pool import Pool
@@ -86,7 +87,7 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
             partition,
             StepOptions(name, microbatches=microbatches, slices=ranks, memory_limit=limit),
         )
-        engine.freeze(range(frozen))
+        Actions(engine).freeze(range(frozen))
         run = engine.schedule_keeper.stage_plan(partition, costs)
         request = PlanRequest(
             Profile(costs, model.names, frozen),
@@ -102,7 +103,7 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
             "case": f"{name} {partition.counts} x {microbatches}, {frozen} frozen, limit {limit}",
             "limited": limit is not None,
             "fits": fits,
-            "run": (str(engine.schedule_for(partition, costs)), run.caps, run.memory),
+            "run": (str(engine.schedule_keeper.on(partition, costs)), run.caps, run.memory),
         }
         try:
             plan = evaluate_partition(request, partition)

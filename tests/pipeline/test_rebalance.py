@@ -192,8 +192,8 @@ def switching(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
     def recompute(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
         return frozenset({1, 2} if partition.counts == (4, 4) else ())
 
-    actions = trainer.pipeline._engine.actions
-    actions._layouts = replace(actions._layouts, recompute=recompute)
+    engine = trainer.pipeline._engine
+    engine.layouts = replace(engine.layouts, recompute=recompute)
     trainer.run()
     return [to_json(event) for event in told]
 
@@ -358,7 +358,7 @@ def read(
         take(layers)
 
     def finish(step: int, seconds: float, busy: Sequence[float]) -> RebalanceResultEvent | None:
-        stages = [pipeline.partition.range_of(stage) for stage in range(2)]
+        stages = [pipeline.store.layout.partition.range_of(stage) for stage in range(2)]
         return seen(
             step, 0.1, [sum(0.002 + weight(step, layer) for layer in stage) for stage in stages]
         )

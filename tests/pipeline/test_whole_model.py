@@ -12,6 +12,9 @@ from torch import nn
 import dynmo
 from dynmo.errors import CheckpointError
 from dynmo.kernels.sparse_linear import dense_weight, prune
+from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.whole_model import WholeModel
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.layer_options import LayerOptions
 from tests.pipeline.whole_model import SMALL, layers, same, trained
@@ -90,32 +93,32 @@ def test_state_of_models_with_other_options(pool: Pool, kind: str) -> None:
 def test_pruned_weights_are_dense_and_stay_pruned(sparse: bool, dtype: torch.dtype) -> None:
     engine = pipeline(gpt(**SMALL).model, layers=LayerOptions(dtype=dtype))
     engine.step(0, *tokens(0), lr=0.1)
-    whole = engine.whole_model.state_dict()
-    key, linear = "blocks.0.attention.proj.weight", engine.modules[1].get_submodule("proj")
+    whole = WholeModel(engine).state_dict()
+    key, linear = "blocks.0.attention.proj.weight", engine.store.modules[1].get_submodule("proj")
     assert isinstance(linear, nn.Linear)
     keep = whole[key].flatten() > 0
-    moments = engine.case_context.moments(1)
+    moments = CaseContext(engine).moments(1)
     own = {name.rpartition("/")[2]: t for name, t in moments.items() if name.startswith("proj.")}
     rest = {name: t for name, t in moments.items() if not name.startswith("proj.")}
     pruned = prune(linear, keep, sparse, own)
-    engine.actions.rebuild(1, rest | {f"proj.weight/{name}": t for name, t in pruned.items()})
-    state = engine.whole_model.state_dict()
+    Actions(engine).rebuild(1, rest | {f"proj.weight/{name}": t for name, t in pruned.items()})
+    state = WholeModel(engine).state_dict()
     assert same(state, whole | {key: whole[key] * keep.view(8, 8)})
     ones = {name: torch.ones_like(value) for name, value in state.items()}
-    engine.whole_model.load_state_dict(ones)
+    WholeModel(engine).load_state_dict(ones)
     kept = keep.view(8, 8).float()
-    assert same(engine.whole_model.state_dict(), ones | {key: kept})
+    assert same(WholeModel(engine).state_dict(), ones | {key: kept})
     assert torch.equal(dense_weight(linear).float(), kept)
     engine.step(1, *tokens(1), lr=0.1)
 
 
 def test_cached_outputs_of_frozen_layers_are_dropped() -> None:
     engine = pipeline(gpt(**SMALL).model, layers=LayerOptions(cache_bytes=1 << 20))
-    engine.freeze([0, 1])
+    Actions(engine).freeze([0, 1])
     keys = list(range(MICROBATCHES))
     before = [engine.evaluate(*tokens(0), MICROBATCHES, keys) for _ in range(2)]
-    state = {name: 2 * value for name, value in engine.whole_model.state_dict().items()}
-    engine.whole_model.load_state_dict(state)
+    state = {name: 2 * value for name, value in WholeModel(engine).state_dict().items()}
+    WholeModel(engine).load_state_dict(state)
     after = engine.evaluate(*tokens(0), MICROBATCHES, keys)
     assert before[0] == before[1] != after == engine.evaluate(*tokens(0), MICROBATCHES)
 

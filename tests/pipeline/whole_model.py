@@ -14,10 +14,11 @@ from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.errors import CheckpointError
 from dynmo.models.model import Model
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
+from dynmo.pipeline.whole_model import WholeModel
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.train.setup import model_of
 from tests.pipeline.jobs import batch
@@ -110,13 +111,13 @@ def loaded(world: World, replicas: int = 1, **options: Any) -> dict[str, bool]:
     wanted = plain.state_dict()
     before = {
         key: value.clone()
-        for _, optimizer in engine.own_layers.values()
+        for _, optimizer in engine.store.own.values()
         for key, value in optimizer.state().items()
         if not key.endswith("/master")
     }
     pipeline.load_state_dict(wanted if world.rank == 0 else None)
     after = {
-        key: value for _, own in engine.own_layers.values() for key, value in own.state().items()
+        key: value for _, own in engine.store.own.values() for key, value in own.state().items()
     }
     seen = {
         "own": own_is(pipeline, wanted),
@@ -257,26 +258,26 @@ def special(world: World, kind: str) -> dict[str, Any]:
         "pending": {"post": True},
     }[kind]
     ours = engine(world, model, **options)
-    state = ours.whole_model.state_dict(everywhere=True)
+    state = WholeModel(ours).state_dict(everywhere=True)
     plain = {"replicas": options["replicas"]} if "replicas" in options else {}
     expected = engine(world if plain else alone(), model, **plain)
     added = {key: value + 1 for key, value in state.items()}
     seen: dict[str, Any] = {
-        "state": same(state, expected.whole_model.state_dict(everywhere=True)),
+        "state": same(state, WholeModel(expected).state_dict(everywhere=True)),
         "keys": list(state),
     }
-    ours.whole_model.load_state_dict(added if world.rank == 0 else None)
-    seen["loaded"] = same(ours.whole_model.state_dict(everywhere=True), added)
+    WholeModel(ours).load_state_dict(added if world.rank == 0 else None)
+    seen["loaded"] = same(WholeModel(ours).state_dict(everywhere=True), added)
     seen["weights"] = all(
         torch.equal(weight, added[f"{model.names[index]}.{name}"].to(weight.dtype))
-        for index, (module, _) in ours.own_layers.items()
+        for index, (module, _) in ours.store.own.items()
         for name, weight in module.named_parameters()
     )
     ours.step(2, *tokens(world.rank if plain else 0), lr=0.01)
     ours.digest()
     if kind == "tied":
         try:
-            ours.whole_model.load_state_dict(
+            WholeModel(ours).load_state_dict(
                 {**added, "head.logits.weight": added["head.logits.weight"] + 1}
             )
         except CheckpointError as error:

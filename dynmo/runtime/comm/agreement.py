@@ -23,6 +23,12 @@ def _short_digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
+def maxima(world: World, values: Sequence[float]) -> list[float]:
+    """Returns the largest of the ranks' first values, of their second, and so on."""
+    table = torch.tensor(values, dtype=torch.float64)
+    return world.everyone.largest(table, "a measurement of every rank").tolist()
+
+
 def agree(world: World, digest: bytes | None, what: str) -> None:
     """Compares a decision over all ranks of all replicas.
 

@@ -1,4 +1,4 @@
-"""Finds ranks of one replica that were given different batches.
+"""Checks what ranks are given for a step, and finds ranks that were given different batches.
 
 The inputs are used on the first stage and the targets on the last. If they are of different
 batches, the model trains on pairs that do not belong together. So each rank hashes what it was
@@ -7,14 +7,17 @@ given, and the ranks compare the hashes with the table of a step's end.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from dynmo.errors import InputError
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.state.layer_store import LayerStore
 
 # A hash is at most 2**51, so that float64 holds it exactly.
 _BITS = 51
@@ -102,3 +105,67 @@ def find_difference(
                 "DistributedSampler over the ranks"
             )
     return None
+
+
+def check_batch(
+    layer_store: LayerStore,
+    inputs: object,
+    targets: object,
+    microbatches: int,
+    needs_targets: bool = True,
+) -> None:
+    """Refuses a batch that this rank's stages cannot take.
+
+    Args:
+        layer_store: Knows this rank's stages.
+        inputs: [microbatches, ...] on the rank of the first stage.
+        targets: [microbatches, ...] on the rank of the last stage.
+        microbatches: Number of expected microbatches.
+        needs_targets: Whether the rank of the last stage must give targets.
+
+    Raises:
+        InputError: A tensor is missing, or has another first dimension.
+    """
+    stages, world = layer_store.own_stages, layer_store.world
+    last = len(layer_store.layout.placement) - 1
+    for name, batch, stage, holder in (
+        ("inputs", inputs, 0, "first"),
+        ("targets", targets, last, "last"),
+    ):
+        if batch is None:
+            if stage in stages and (needs_targets or name == "inputs"):
+                raise InputError(
+                    f"{name} is None, but rank {world.rank} holds the {holder} stage; give it a "
+                    "tensor [microbatches, ...]"
+                )
+            continue
+        if not isinstance(batch, Tensor):
+            raise InputError(
+                f"{name} is a {type(batch).__name__}; give one tensor [microbatches, ...] "
+                "(torch.stack, torch.as_tensor)"
+            )
+        if batch.dim() == 0 or len(batch) != microbatches:
+            own = " of this replica's own" if world.replicas > 1 else ""
+            count = len(batch) if batch.dim() else "no"
+            raise InputError(
+                f"{name}: {count} microbatches, shape {list(batch.shape)}, where "
+                f"{microbatches}{own} are expected; the first dimension counts microbatches"
+            )
+
+
+def check_rates(lr: object, max_norm: object) -> None:
+    """Checks the rates of a step.
+
+    Args:
+        lr: Learning rate. A finite number of at least 0.
+        max_norm: Norm to clip to. A number of at least 0.
+
+    Raises:
+        InputError: One of them is not such a number.
+    """
+    if not isinstance(lr, Real) or not 0 <= float(lr) < math.inf:
+        raise InputError(f"lr = {lr!r}; give a finite number of at least 0")
+    if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
+        raise InputError(
+            f"max_norm = {max_norm!r}; give a number of at least 0, where 0 clips nothing"
+        )

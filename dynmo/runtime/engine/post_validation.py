@@ -245,10 +245,6 @@ class PostValidation:
             else result
         )
 
-    def add(self, result: StepRecord) -> None:
-        """Adds the result of a step that is final."""
-        self._done.append(result)
-
     def take_done(self) -> tuple[StepRecord, ...]:
         """Returns the results of final steps that were not given before, in order."""
         done, self._done = tuple(self._done), []

@@ -7,12 +7,20 @@ They are lowered when they are first needed, and again after layers have moved, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from dynmo.errors import ConfigError
+from dynmo.kernels.seeds import generators_kept
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.engine.executor import Executor, mean_loss
+from dynmo.runtime.engine.batch_check import hashes_to_compare
+from dynmo.runtime.engine.executor import Executor, StepOutput, mean_loss
+from dynmo.runtime.engine.profiler import Profiler
+from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
 from dynmo.runtime.engine.stage_streams import StageStreams
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.layer.stage import Stage
@@ -25,50 +33,101 @@ _EVALUATORS = 2
 
 
 class Programs:
-    """Lowers schedules to programs and keeps their executors.
+    """Lowers the schedule to programs, and runs them.
 
     Args:
         layer_store: Layers of this rank.
+        schedule_keeper: Knows the schedule.
+        profiler: Takes the interval of each op.
         clock: Marks the ops.
         streams: Streams on which the stages compute.
         post_validation: Whether programs have a place for the verdict on the step before.
+        partial_weights: Whether a part of a W may run while a message is late.
+        replicates: Whether there are replicas, or a reshape may make some.
     """
 
     def __init__(
-        self, layer_store: LayerStore, clock: Clock, streams: StageStreams, *, post_validation: bool
+        self,
+        layer_store: LayerStore,
+        schedule_keeper: ScheduleKeeper,
+        profiler: Profiler,
+        clock: Clock,
+        streams: StageStreams,
+        *,
+        post_validation: bool,
+        partial_weights: bool,
+        replicates: bool,
     ) -> None:
-        self._layer_store, self._clock, self._streams = layer_store, clock, streams
-        self._post_validation = post_validation
-        self.training: Executor | None = None
+        self._layer_store, self._schedule_keeper = layer_store, schedule_keeper
+        self._profiler, self._clock, self._streams = profiler, clock, streams
+        self._post_validation, self._partial_weights = post_validation, partial_weights
+        self._replicates = replicates
+        self._training: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
 
     def relower(self) -> None:
         """Drops programs and channels. They are made anew at the next step."""
-        for executor in (self.training, *self._evaluators.values()):
+        for executor in (self._training, *self._evaluators.values()):
             if executor is not None:
                 executor.close()
-        self.training = None
+        self._training = None
         self._evaluators.clear()
 
-    def lower(self, schedule: Schedule, timeout: float | None) -> Executor:
-        """Lowers a schedule to the program that trains.
+    def executor(self, schedule: Schedule | None = None) -> Executor:
+        """Returns the executor of the training program.
+
+        After a change the program is lowered again, and the ranks compare the schedule.
 
         Args:
-            schedule: Schedule of all ranks. The same on every rank.
-            timeout: As in `Executor`.
-
-        Returns:
-            The executor of this rank's program.
+            schedule: Runs instead of the pipeline's own, the same on every rank.
         """
-        schedule = fold(schedule) if self._layer_store.layout.sliced else schedule
-        programs = lower(schedule, self._post_validation, self._varying())
-        self.training = self._execute(
-            programs,
-            self._layer_store.frozen.first_trainable,
-            self._layer_store.layout.microbatches,
-            timeout,
-        )
-        return self.training
+        if self._training is None:
+            store, keeper = self._layer_store, self._schedule_keeper
+            schedule = keeper.agreed() if schedule is None else schedule
+            schedule = fold(schedule) if store.layout.sliced else schedule
+            self._training = self._execute(
+                lower(schedule, self._post_validation, self._varying()),
+                store.frozen.first_trainable,
+                store.layout.microbatches,
+                keeper.message_timeout if self._partial_weights else None,
+            )
+        return self._training
+
+    def train(
+        self,
+        executor: Executor,
+        step: int,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        keys: Keys | None,
+        scale: float,
+        is_validated: Callable[[], bool] | None = None,
+    ) -> StepOutput:
+        """Runs the program that trains, until this rank's gradients are complete.
+
+        Args:
+            executor: From `executor`.
+            step: Number of the step.
+            inputs: [microbatches, ...] on the rank of the first stage.
+            targets: [microbatches, ...] on the rank of the last stage.
+            keys: Key of each microbatch, for the cache of outputs.
+            scale: Scale of the loss.
+            is_validated: Takes the verdict on the step before, in the middle of the program.
+        """
+        layer_store = self._layer_store
+        for layer in layer_store.layers.values():
+            layer.module.train()
+        executor.scale_loss(scale)
+        layer_store.outputs.begin(keys, training=True)
+        hashes = hashes_to_compare(layer_store.world, inputs, targets)
+        with generators_kept(layer_store.world.device), self._buffers_as_they_were():
+            step_output = executor.run(step, inputs, targets, is_validated=is_validated)
+        step_output.hashes = hashes
+        layer_store.replicas.await_gradients()
+        self._clock.settle()
+        if layer_store.world.device.type == "cpu":  # no other process has a part of a GPU's time
+            self._profiler.observe_ops(step_output.intervals)
+        return step_output
 
     def evaluate(
         self,
@@ -78,43 +137,74 @@ class Programs:
         keys: Keys | None = None,
         outputs: dict[int, object] | None = None,
     ) -> float:
-        """Evaluates the mean loss.
+        """Runs the forward only.
 
         Args:
             inputs: [microbatches, ...] on the rank of the first stage.
             targets: [microbatches, ...] on the rank of the last stage.
             microbatches: Number of microbatches.
-            keys: Key of each microbatch for the output cache, as in `Engine.step`.
+            keys: Key of each microbatch, for the cache of outputs.
             outputs: Takes the model's output of each microbatch on the rank of the last stage.
 
         Returns:
             The mean loss on the rank of the last stage, 0 elsewhere.
         """
         layer_store = self._layer_store
-        if microbatches not in self._evaluators:
-            # The oldest goes. Each has channels and threads of its own.
-            while len(self._evaluators) >= _EVALUATORS:
-                self._evaluators.pop(next(iter(self._evaluators))).close()
-            programs = lower_forward(
-                layer_store.layout.processes, layer_store.world.size, microbatches, self._varying()
-            )
-            self._evaluators[microbatches] = self._execute(
-                programs, layer_store.model.layers, microbatches
-            )
+        executor = self._evaluator(microbatches)
         for layer in layer_store.layers.values():
             layer.module.eval()
         layer_store.outputs.begin(keys, training=False)
-        executor = self._evaluators[microbatches]
         for stage in executor.stages.values():
             stage.collected = outputs
         # A stage chooses for itself what keeps a graph. Here nothing does.
-        with torch.enable_grad():
+        with (
+            generators_kept(layer_store.world.device),
+            self._buffers_as_they_were(),
+            torch.enable_grad(),
+        ):
             step_output = executor.run(0, inputs, targets, training=False)
         for stage in executor.stages.values():
             stage.collected = None
         for layer in layer_store.layers.values():
             layer.marks.clear()
         return mean_loss(step_output.losses)
+
+    def _evaluator(self, microbatches: int) -> Executor:
+        if microbatches not in self._evaluators:
+            # The oldest goes. Each has channels and threads of its own.
+            while len(self._evaluators) >= _EVALUATORS:
+                self._evaluators.pop(next(iter(self._evaluators))).close()
+            store = self._layer_store
+            programs = lower_forward(
+                store.layout.processes, store.world.size, microbatches, self._varying()
+            )
+            self._evaluators[microbatches] = self._execute(
+                programs, store.model.layers, microbatches
+            )
+        return self._evaluators[microbatches]
+
+    @contextmanager
+    def _buffers_as_they_were(self) -> Generator[None]:
+        """Rejects a forward within the context that writes to a persistent buffer.
+
+        Checks only if there are or may be replicas.
+
+        Raises:
+            ConfigError: A forward has written to a persistent buffer.
+        """
+        self._replicates = self._replicates or self._layer_store.world.replicas > 1
+        layers = sorted(self._layer_store.layers.items()) if self._replicates else []
+        before = [layer.buffers.copies(persistent=True) for _, layer in layers]
+        yield
+        for (index, layer), copies in zip(layers, before, strict=True):
+            name = layer.buffers.first_persistent(layer.buffers.written(copies))
+            if name is not None:
+                raise ConfigError(
+                    f"layer {index} ({type(layer.module).__name__}): its forward writes to its "
+                    f"buffer {name!r} (running statistics, say), of which every replica would "
+                    "have its own; use parallel.replicas = 1 without [elastic] reshape, or a layer "
+                    "that keeps none"
+                )
 
     def _varying(self) -> list[int]:
         """Returns the boundaries behind stages whose outputs vary in shape.
@@ -136,23 +226,16 @@ class Programs:
         microbatches: int,
         timeout: float | None = None,
     ) -> Executor:
-        layer_store, world, last = (
-            self._layer_store,
-            self._layer_store.world,
-            len(self._layer_store.layout.placement) - 1,
-        )
-        frozen, cache = (
-            layer_store.frozen.first_trainable,
-            layer_store.outputs if layer_store.outputs.limit else None,
-        )
+        layer_store, world = self._layer_store, self._layer_store.world
+        last = len(layer_store.layout.placement) - 1
+        frozen = layer_store.frozen.first_trainable
+        cache = layer_store.outputs if layer_store.outputs.limit else None
         layer_store.outputs.hold({i for i in layer_store.layers if i < frozen})
         stages: dict[int, Stage] = {}
         for stage in layer_store.own_stages:
             own = [layer_store.layers[i] for i in layer_store.layout.partition.range_of(stage)]
-            share, kept = (
-                1 / (microbatches * world.replicas),
-                sum(layer.index < frozen for layer in own),
-            )
+            share = 1 / (microbatches * world.replicas)
+            kept = sum(layer.index < frozen for layer in own)
             loss = layer_store.model.loss if stage == last else None
             stages[stage] = Stage(own, first, loss, share, cache, kept, world.device)
         return Executor(

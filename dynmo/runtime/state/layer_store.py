@@ -133,6 +133,11 @@ class LayerStore:
     def own_stages(self) -> tuple[int, ...]:
         return self.layout.stages_of(self.world.rank)
 
+    @property
+    def own(self) -> dict[int, tuple[nn.Module, LayerOptimizer]]:
+        """This rank's layers by their index in the model, each with its optimizer."""
+        return {i: (layer.module, self.optimizers[i]) for i, layer in self.layers.items()}
+
     def rank_of(self, layer: int) -> int:
         """Returns the rank that holds the layer."""
         return self.layout.rank_of(layer)

@@ -18,9 +18,11 @@ from torch import Tensor
 from dynmo.config import parse
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import RunError
-from dynmo.pipeline.engine import Engine, StepRecord
-from dynmo.pipeline.engine_options import UpdateOptions
+from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.case_context import CaseContext
+from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
+from dynmo.runtime.engine.options import UpdateOptions
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import SCHEDULES
@@ -193,7 +195,7 @@ def weights(pipeline: Engine) -> Tensor:
     return torch.cat(
         [
             p.detach().flatten()
-            for module, _ in pipeline.own_layers.values()
+            for module, _ in pipeline.store.own.values()
             for p in module.parameters()
         ]
     )
@@ -201,7 +203,7 @@ def weights(pipeline: Engine) -> Tensor:
 
 def step_anyway(pipeline: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as the first of many ranks does, whose own gradient is small."""
-    step_end, pending = pipeline._optimizer_step, pipeline._pending  # pyright: ignore[reportPrivateUsage]
+    step_end, pending = pipeline.optimizer_step, pipeline.pending  # pyright: ignore[reportPrivateUsage]
     failed, end = step_end.failed, pending.end
 
     def unseeing(*args: Any) -> None:
@@ -233,7 +235,7 @@ def test_non_finite_loss_raises_one_step_late() -> None:
     A run that continues with better data ends like a run without the failed step.
     """
     one, twin = own_pipeline(post_validation=True), own_pipeline()
-    weight = one.own_layers[3][0].get_parameter("logits.weight").data
+    weight = one.store.own[3][0].get_parameter("logits.weight").data
     trained(one, 2, 0.0)
     trained(twin, 2, 0.0)
     kept = weight[0, 0].item()
@@ -268,9 +270,9 @@ def test_unannounced_case_access_is_refused() -> None:
     one = own_pipeline(post_validation=True)
     one.advance(0, *tokens(0, 4), lr=0.1)
     with pytest.raises(RunError, match=r"step 0 .*drain\(\)"):
-        one.case_context.moments(0)
-    one.freeze([0])
-    assert one.case_context.moments(1)["qkv.weight/step"] == 1
+        CaseContext(one).moments(0)
+    Actions(one).freeze([0])
+    assert CaseContext(one).moments(1)["qkv.weight/step"] == 1
 
 
 def test_barrier_policy_returns_if_many_steps_fail() -> None:
@@ -298,12 +300,12 @@ def test_many_rollbacks_switch_the_barrier_on() -> None:
         "the seventh had begun already"
     )
     assert [(r.step, r.switch.on) for r in results if r.switch] == [(5, False)]
-    assert not one.post_validates
+    assert not one.pending.validates
     trained(twin, 12, 0.1)
     assert one.digest() == twin.digest()
     results = [r for step in range(12, 40) for r in one.advance(step, *tokens(step, 4), lr=0.003)]
     assert [(r.step, r.switch.on) for r in results if r.switch] == [(30, True)]
-    assert one.post_validates
+    assert one.pending.validates
 
 
 def test_local_clipping_scales_each_layer_separately() -> None:
@@ -311,16 +313,14 @@ def test_local_clipping_scales_each_layer_separately() -> None:
     one, by_hand = own_pipeline(clip_scope="local"), own_pipeline()
     step_output = by_hand.forward_backward(0, *tokens(0, 4))
     norms: list[float] = []
-    for module, _ in by_hand.own_layers.values():
+    for module, _ in by_hand.store.own.values():
         norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.3)))
     assert min(norms) < 0.3 < max(norms)
     by_hand.update(0, step_output, lr=0.1)
     result = one.step(0, *tokens(0, 4), lr=0.1, max_norm=0.3)
     assert [math.sqrt(n) for n in result.squared_norms] == pytest.approx(norms, rel=1e-5)
-    for index, (module, _) in one.own_layers.items():
-        for a, b in zip(
-            module.parameters(), by_hand.own_layers[index][0].parameters(), strict=True
-        ):
+    for index, (module, _) in one.store.own.items():
+        for a, b in zip(module.parameters(), by_hand.store.own[index][0].parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 

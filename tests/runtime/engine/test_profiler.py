@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.clock import HostClock, Mark
 from dynmo.runtime.engine.executor import Interval
 from dynmo.runtime.engine.profiler import Profiler
@@ -221,7 +222,7 @@ def test_frozen_layers_have_no_time_for_skipped_ops() -> None:
     Frozen layers above a trainable layer run F and B.
     """
     pipeline = emulated(f=[0.008] * 4, b=[0.008] * 4, w=[0.008] * 4)
-    pipeline.freeze([0, 1, 3])
+    Actions(pipeline).freeze([0, 1, 3])
     for step in range(2):
         pipeline.step(step, ids(), ids(), lr=0.0)
     costs = pipeline.costs()
@@ -242,13 +243,13 @@ def test_measurements_follow_freezing() -> None:
     Its old costs are dropped then.
     """
     pipeline = emulated(f=[0.0] * 3, b=[0.001] * 3, w=[0.0] * 3)
-    pipeline.freeze([1])
+    Actions(pipeline).freeze([1])
     for frozen, runs_b in (((), [True, True, True]), ((0,), [False, False, True])):
-        pipeline.freeze(frozen)
+        Actions(pipeline).freeze(frozen)
         for step in range(3):
             pipeline.step(step, ids(), ids(), lr=0.0)
         assert [cost.b > 0 for cost in pipeline.costs()] == runs_b
-    pipeline.unfreeze([0, 1])
+    Actions(pipeline).unfreeze([0, 1])
     for step in range(3):
         pipeline.step(step, ids(), ids(), lr=0.0)
     costs = pipeline.costs()

@@ -16,8 +16,9 @@ import torch
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
+from dynmo.pipeline.actions import Actions
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.engine.sm_slices import cut, sizes
 from dynmo.train.setup import check_world, device_for, model_of
 from tests.pool import Pool
@@ -85,13 +86,17 @@ def test_slices_cannot_be_reshaped_or_post_validated() -> None:
         Partition((2, 2, 2)),
         StepOptions("zb-h1", microbatches=MICROBATCHES, slices=3),
     )
-    assert (pipeline.shape, pipeline.placement, pipeline._layer_store.own_stages) == (
+    assert (
+        pipeline.store.layout.shape,
+        pipeline.store.layout.placement,
+        pipeline.store.own_stages,
+    ) == (
         (3, 1),
         (0, 1, 2),
         (0, 1, 2),
     )
     with pytest.raises(ConfigError, match="cannot be reshaped"):
-        pipeline.reshape(pipeline=1, data=3)
+        Actions(pipeline).reshape(pipeline=1, data=3)
     with pytest.raises(ConfigError, match="without post_validation"):
         Engine(
             alone(),

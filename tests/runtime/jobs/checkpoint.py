@@ -14,9 +14,11 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.errors import ConfigError, RunError
 from dynmo.models.model import from_factories, next_token_loss
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
+from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.saving import restore_layer
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.train.setup import model_of
@@ -66,13 +68,19 @@ def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
     """
     pipe = pipeline(world, counts)
     steps(pipe, 0, 1)
-    pipe.freeze([0, 1])
+    Actions(pipe).freeze([0, 1])
     steps(pipe, 1, 2)
-    held = [(i, (m, o.state())) for i, (m, o) in pipe.own_layers.items()]
+    held = [(i, (m, o.state())) for i, (m, o) in pipe.store.own.items()]
     saved = checkpoint.save(
-        world, Path(folder), 2, pipe.model.names, held, {"frozen": sorted(pipe.frozen)}, keep=2
+        world,
+        Path(folder),
+        2,
+        pipe.model.names,
+        held,
+        {"frozen": sorted(pipe.store.frozen.layers)},
+        keep=2,
     )
-    layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in pipe.own_layers.items()}
+    layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in pipe.store.own.items()}
     return {
         "layers": layers,
         "losses": steps(pipe, 2, 4),
@@ -84,7 +92,7 @@ def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
 def save_on_a_full_disk(world: World, folder: str, full: int) -> str:
     """The error message if one rank can write nothing."""
     pipe = pipeline(world, [3, 3])
-    held = [(i, (m, o.state())) for i, (m, o) in pipe.own_layers.items()]
+    held = [(i, (m, o.state())) for i, (m, o) in pipe.store.own.items()]
     try:
         with full_at(0 if world.rank == full else -1):
             checkpoint.save(world, Path(folder), 1, pipe.model.names, held, {}, keep=2)
@@ -96,10 +104,10 @@ def save_on_a_full_disk(world: World, folder: str, full: int) -> str:
 def load_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, Any]:
     path, manifest, _ = checkpoint.find(Path(folder), world)
     pipe = pipeline(world, counts)
-    pipe.freeze(manifest.state["frozen"])
-    for index in pipe.own_layers:
-        pipe.layer_states.restore(index, *checkpoint.load_layer(path, index, world.device))
-    layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in pipe.own_layers.items()}
+    Actions(pipe).freeze(manifest.state["frozen"])
+    for index in pipe.store.own:
+        restore_layer(pipe, index, *checkpoint.load_layer(path, index, world.device))
+    layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in pipe.store.own.items()}
     return {"layers": layers, "losses": steps(pipe, manifest.step, 4), "digest": pipe.digest()}
 
 
@@ -123,7 +131,7 @@ def moving(world: World, config: dict[str, Any], placements: list[list[int]]) ->
     losses: list[float] = []
     digests: list[str] = []
     for turn, counts in enumerate(placements):
-        pipe.move(Partition(tuple(counts)))
+        Actions(pipe).move(Partition(tuple(counts)))
         losses += steps(pipe, 2 * turn, 2 * turn + 2)
         digests.append(pipe.digest())
     return {"losses": losses, "digests": digests}
@@ -140,8 +148,8 @@ def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> 
         uniform(6, world.size),
         StepOptions("zb-h1", microbatches=3, w_granularity=w_granularity),
     )
-    waits = pipeline._runner.executor().timeout
-    pipeline.on_workload_change(())  # closes its channels
+    waits = pipeline.programs.executor().timeout
+    Actions(pipeline).on_workload_change(())  # closes its channels
     return [waits, [link.latency for link in pipeline.schedule_keeper.links.values()]]
 
 

@@ -32,7 +32,7 @@ def holdings(world: World, config: dict[str, Any]) -> dict[str, Any]:
     trainer.run()
     held = {
         index: [expert for expert, weight in enumerate(half.gate_up.weights) if weight is not None]
-        for index, (module, _) in trainer.pipeline._engine.own_layers.items()
+        for index, (module, _) in trainer.pipeline._engine.store.own.items()
         for half in halves(module)
     }
     costs = trainer.pipeline.costs()

@@ -11,10 +11,11 @@ from torch import Tensor
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.errors import DynmoError
-from dynmo.pipeline.engine import Engine, StepRecord
-from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
+from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.norm_ring import NON_FINITE
+from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.schedule.catalogue import placement_of
 from dynmo.train.setup import model_of
@@ -28,14 +29,14 @@ def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
 
     The faults are [step, layer, what]. `what` is "inf" or a factor.
     """
-    table = pipeline._optimizer_step.table  # pyright: ignore[reportPrivateUsage]
+    table = pipeline.optimizer_step.table  # pyright: ignore[reportPrivateUsage]
     own = table.own
 
     def spoil(*args: Any) -> Tensor:
         for step, layer, what in faults:
-            if step == now[0] and layer in pipeline.own_layers:
+            if step == now[0] and layer in pipeline.store.own:
                 gradients = [
-                    p.grad for p in pipeline.own_layers[layer][0].parameters() if p.grad is not None
+                    p.grad for p in pipeline.store.own[layer][0].parameters() if p.grad is not None
                 ]
                 if not gradients:  # it is frozen
                     continue
@@ -56,7 +57,7 @@ def _made(world: World, schedule: str, kind: str, update: UpdateOptions) -> Engi
     pipeline = Engine(
         world, model, uniform(model.layers, stages), StepOptions(schedule, 12), update
     )
-    pipeline.scaler = LossScaler(2.0**16, window=1 << 30)
+    pipeline.optimizer_step.scaler = LossScaler(2.0**16, window=1 << 30)
     return pipeline
 
 
@@ -75,7 +76,7 @@ def validated(
     gradients are clipped to, and `update` the rest of `UpdateOptions`.
     """
     pipeline = _made(world, schedule, kind, UpdateOptions(**update))
-    layers, stages = pipeline.count, len(pipeline.placement)
+    layers, stages = pipeline.model.layers, len(pipeline.store.layout.placement)
     now = [0]
     _spoiled(pipeline, faults, now)
     random = Random(stages)
@@ -84,8 +85,8 @@ def validated(
     for step in range(PV_STEPS):
         if changes and step % 3 == 2:
             if step == 5:
-                pipeline.freeze([0, 1])
-            pipeline.move(any_partition(layers, stages, random))
+                Actions(pipeline).freeze([0, 1])
+            Actions(pipeline).move(any_partition(layers, stages, random))
             seen.append(pipeline.digest())
         now[0] = step
         tokens = torch.randint(256, (12, 1, 5), generator=torch.Generator().manual_seed(step))
@@ -95,7 +96,7 @@ def validated(
         if changes and step % 3 == 1:
             seen.append(pipeline.evaluate(tokens[..., :-1], tokens[..., 1:], 12))
     results += pipeline.drain()
-    failed = pipeline._optimizer_step.failed  # pyright: ignore[reportPrivateUsage]
+    failed = pipeline.optimizer_step.failed  # pyright: ignore[reportPrivateUsage]
     return {
         "steps": [r.step for r in results],
         "losses": [r.loss for r in results],

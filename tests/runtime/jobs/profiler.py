@@ -8,9 +8,9 @@ import torch
 
 from dynmo.balance.partition import Partition
 from dynmo.models.emulated import make_layers
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.engine.profiler import measure_links
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dynmo.errors import RunError
 from dynmo.models.model import Model, from_factories, next_token_loss
-from dynmo.pipeline.engine_options import UpdateOptions
+from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.engine.options import UpdateOptions
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 from dynmo.runtime.state.layer_options import LayerOptions
@@ -277,9 +278,9 @@ def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[in
     losses: list[float] = []
     for step in range(10):
         if step in (0, 6):
-            engine.freeze(range(4))
+            Actions(engine).freeze(range(4))
         if step == 4:
-            engine.unfreeze(range(1, 4))
+            Actions(engine).unfreeze(range(1, 4))
         keys = [(step % 2, j) for j in range(MICROBATCHES)]
         engine.advance(step, *tokens(step % 2), lr=1e-2, keys=keys)
         losses.append(
@@ -287,8 +288,8 @@ def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[in
         )
     return (
         losses,
-        [getattr(module, "calls", 0) for module in engine.modules],
-        engine.measurements.cached(),
+        [getattr(module, "calls", 0) for module in engine.store.modules],
+        (engine.store.outputs.spared, engine.store.outputs.bytes),
     )
 
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, RunError
 from dynmo.models.model import Model, from_factories, next_token_loss
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import UpdateOptions
+from dynmo.pipeline.saving import restore_layer
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import UpdateOptions
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state import checkpoint
 from dynmo.train.setup import model_of
@@ -37,9 +38,9 @@ JOBS = "tests.runtime.jobs.checkpoint:"
 def save(
     pipeline: Engine, folder: Path, step: int, keep: int = 9, state: dict[str, Any] | None = None
 ) -> Path:
-    layers = [(i, (m, o.state())) for i, (m, o) in pipeline.own_layers.items()]
+    layers = [(i, (m, o.state())) for i, (m, o) in pipeline.store.own.items()]
     return checkpoint.save(
-        pipeline.world, folder, step, pipeline.model.names, layers, state or {}, keep
+        pipeline.store.world, folder, step, pipeline.model.names, layers, state or {}, keep
     ).path
 
 
@@ -234,7 +235,7 @@ def test_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     pipeline.step(0, *tokens(0), lr=0.1)
     path = save(pipeline, tmp_path, 2)
     tensors, _ = checkpoint.load_layer(path, 5, torch.device("cpu"))
-    weight = pipeline.own_layers[5][0].get_parameter("logits.weight")
+    weight = pipeline.store.own[5][0].get_parameter("logits.weight")
     assert torch.equal(tensors["parameter", "logits.weight"], weight)
     assert tensors["optimizer", "logits.weight/step"] == 1
 
@@ -256,7 +257,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other = gpt(hidden=24)
     before = other.digest()
     with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): tokens.weight is .*16.*24"):
-        other.layer_states.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
+        restore_layer(other, 0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
     assert other.digest() == before
 
 
@@ -283,8 +284,8 @@ def test_buffer_made_in_a_forward_is_restored(tmp_path: Path) -> None:
     arrived = checkpoint.load_layer(save(pipe, tmp_path, 1), 1, torch.device("cpu"))
     for registers in (True, False):
         other = pipeline(model(True, registers))
-        other.layer_states.restore(1, *arrived)
-        assert dict(other.own_layers[1][0].named_buffers())["1.seen"].tolist() == [1.0]
+        restore_layer(other, 1, *arrived)
+        assert dict(other.store.own[1][0].named_buffers())["1.seen"].tolist() == [1.0]
     tensors = {
         (section, key.removeprefix("1.") if section == "parameter" else key): t
         for (section, key), t in arrived[0].items()
@@ -399,9 +400,9 @@ def test_layers_with_no_or_complex_tensors_are_restored(tmp_path: Path, function
     pipe.step(0, *tokens(0), lr=0.1)
     path = save(pipe, tmp_path, 1)
     checkpoint.verify(path)
-    for index in other.own_layers:
-        other.layer_states.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
-        assert fingerprint(*other.own_layers[index]) == fingerprint(*pipe.own_layers[index])
+    for index in other.store.own:
+        restore_layer(other, index, *checkpoint.load_layer(path, index, torch.device("cpu")))
+        assert fingerprint(*other.store.own[index]) == fingerprint(*pipe.store.own[index])
 
 
 def test_restored_tied_weights_stay_tied(tmp_path: Path) -> None:
@@ -410,14 +411,14 @@ def test_restored_tied_weights_stay_tied(tmp_path: Path) -> None:
     pipeline.step(0, *tokens(0), lr=0.1)
     path = save(pipeline, tmp_path, 1)
     other = gpt(tied=True)
-    for index in other.own_layers:
-        other.layer_states.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
+    for index in other.store.own:
+        restore_layer(other, index, *checkpoint.load_layer(path, index, torch.device("cpu")))
     for each in (pipeline, other):
         for step in (1, 2):
             each.step(step, *tokens(step), lr=0.1)
-    for index, (module, optimizer) in pipeline.own_layers.items():
-        assert fingerprint(*other.own_layers[index]) == fingerprint(module, optimizer)
-    modules = other.own_layers
+    for index, (module, optimizer) in pipeline.store.own.items():
+        assert fingerprint(*other.store.own[index]) == fingerprint(module, optimizer)
+    modules = other.store.own
     assert torch.equal(
         modules[0][0].get_parameter("tokens.weight"), modules[5][0].get_parameter("logits.weight")
     )
@@ -438,7 +439,7 @@ def test_checkpoint_of_another_optimizer_is_refused(
     first.step(0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): .*tokens.weight/"):
-        built(resumed).layer_states.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
+        restore_layer(built(resumed), 0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
 
 
 def test_weight_tied_after_the_save_is_refused(tmp_path: Path) -> None:
@@ -446,7 +447,7 @@ def test_weight_tied_after_the_save_is_refused(tmp_path: Path) -> None:
     first.step(0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"layer 5 .*logits.weight/step .*model.tied"):
-        gpt(tied=True).layer_states.restore(5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
+        restore_layer(gpt(tied=True), 5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
 
 
 def test_derived_buffers_of_another_shape_are_not_loaded(
@@ -458,13 +459,13 @@ def test_derived_buffers_of_another_shape_are_not_loaded(
     """
     path = save(gpt(), tmp_path, 1)
     longer = gpt(sequence=16)
-    tables = {name: buffer.clone() for name, buffer in longer.modules[1].named_buffers()}
+    tables = {name: buffer.clone() for name, buffer in longer.store.modules[1].named_buffers()}
     layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
-    longer.layer_states.restore(1, *layer)
-    for name, buffer in longer.modules[1].named_buffers():
+    restore_layer(longer, 1, *layer)
+    for name, buffer in longer.store.modules[1].named_buffers():
         assert torch.equal(buffer, tables[name])
         assert buffer.shape != layer[0]["buffer", name].shape, "the saved one is shorter"
-    for name, parameter in longer.modules[1].named_parameters():
+    for name, parameter in longer.store.modules[1].named_parameters():
         assert torch.equal(parameter, layer[0]["parameter", name])
     longer.step(0, *tokens(0, sequence=16), lr=0.1)
 
@@ -488,10 +489,10 @@ def test_checkpoint_restores_known_and_extra_buffers(tmp_path: Path) -> None:
     path = save(built(["mean", "own"], 3.0), tmp_path, 1)
     layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
     same = built(["mean", "own"])
-    same.layer_states.restore(1, *layer)
-    assert all((buffer == 3).all() for buffer in same.modules[1].buffers())
+    restore_layer(same, 1, *layer)
+    assert all((buffer == 3).all() for buffer in same.store.modules[1].buffers())
     less = built([])
-    less.layer_states.restore(1, *layer)
-    assert dict(less.modules[1].named_buffers())["mean"].tolist() == [3.0] * 8
+    restore_layer(less, 1, *layer)
+    assert dict(less.store.modules[1].named_buffers())["mean"].tolist() == [3.0] * 8
     with pytest.raises(CheckpointError, match="buffer scale"):
-        built(["mean", "scale"]).layer_states.restore(1, *layer)
+        restore_layer(built(["mean", "scale"]), 1, *layer)

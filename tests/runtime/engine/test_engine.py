@@ -16,8 +16,10 @@ from dynmo.config import parse
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model, from_factories, next_token_loss
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
+from dynmo.pipeline.actions import Actions
+from dynmo.runtime.comm.agreement import maxima
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.train.setup import model_of
@@ -30,7 +32,7 @@ JOBS = "tests.runtime.jobs.checkpoint:"
 def weights(pipeline: Engine) -> dict[int, list[Tensor]]:
     return {
         i: [p.detach().clone() for p in module.parameters()]
-        for i, (module, _) in pipeline.own_layers.items()
+        for i, (module, _) in pipeline.store.own.items()
     }
 
 
@@ -43,7 +45,7 @@ def changed(pipeline: Engine, before: dict[int, list[Tensor]]) -> list[int]:
 def test_step_equals_a_plain_backward_and_update() -> None:
     """Loss, norm and update equal those of a plain backward on the same modules."""
     pipeline = gpt()
-    (inputs, targets), layers = tokens(0), pipeline.model.build(range(pipeline.count))
+    (inputs, targets), layers = tokens(0), pipeline.model.build(range(pipeline.model.layers))
     plain = 0.0
     for x, y in zip(inputs, targets, strict=True):
         for layer in layers:
@@ -70,7 +72,7 @@ def test_step_equals_a_plain_backward_and_update() -> None:
 def test_float16_has_a_dynamic_loss_scale_by_default(dtype: torch.dtype) -> None:
     model = make_layers([0.0], [0.0], [0.0], size=4)
     engine = pipeline(model, layers=LayerOptions(dtype=dtype))
-    assert engine.scaler.dynamic == (dtype == torch.float16)
+    assert engine.optimizer_step.scaler.dynamic == (dtype == torch.float16)
 
 
 def test_wrong_number_of_microbatches_is_refused() -> None:
@@ -138,7 +140,7 @@ def test_weight_used_twice_in_a_layer_has_the_whole_gradient(dtype: torch.dtype)
     )
 
     def gradients(pipeline: Engine) -> dict[str, Tensor]:
-        modules = {i: module for i, (module, _) in pipeline.own_layers.items()}
+        modules = {i: module for i, (module, _) in pipeline.store.own.items()}
         return {
             f"{i}.{n}": p.grad.clone()
             for i, m in modules.items()
@@ -259,7 +261,7 @@ def test_evaluation_works_under_no_grad() -> None:
 def test_tied_embedding_has_the_sum_of_both_gradients() -> None:
     """The gradient is the sum of the head's and the embedding's, as in plain torch."""
     pipeline = gpt(tied=True)
-    layers = nn.ModuleList(pipeline.model.build(range(pipeline.count)))
+    layers = nn.ModuleList(pipeline.model.build(range(pipeline.model.layers)))
     owner = layers[0].get_submodule("tokens")
     layers[5].get_submodule("logits").weight = owner.weight  # pyright: ignore[reportAttributeAccessIssue]
     groups = [
@@ -278,7 +280,7 @@ def test_tied_embedding_has_the_sum_of_both_gradients() -> None:
         adamw.step()
         result = pipeline.step(step, inputs, targets, lr=0.01, max_norm=0.5)
         assert result.norm == pytest.approx(expected, rel=1e-5)
-    first, last = (pipeline.own_layers[i][0] for i in (0, 5))
+    first, last = (pipeline.store.own[i][0] for i in (0, 5))
     assert torch.equal(first.get_parameter("tokens.weight"), last.get_parameter("logits.weight"))
     torch.testing.assert_close(
         first.get_parameter("tokens.weight"), owner.weight, rtol=1e-4, atol=1e-5
@@ -304,61 +306,61 @@ def test_tied_weight_frozen_by_its_owner_never_trains() -> None:
     )
     norms = {pipe.step(step, *tokens(0), lr=0.0).norm for step in range(3)}
     assert len(norms) == 1
-    assert not pipe.own_layers[2][0].get_parameter("weight").requires_grad
+    assert not pipe.store.own[2][0].get_parameter("weight").requires_grad
 
 
 def test_a_tied_weight_freezes_with_its_owner() -> None:
     pipeline = gpt(tied=True)
-    pipeline.freeze([0])
+    Actions(pipeline).freeze([0])
     before = weights(pipeline)
     pipeline.step(0, *tokens(0), lr=0.1)
     assert changed(pipeline, before) == [1, 2, 3, 4, 5], "the head's norm still trains"
-    head = pipeline.own_layers[5][0]
+    head = pipeline.store.own[5][0]
     assert torch.equal(head.get_parameter("logits.weight"), before[0][0])
-    pipeline.unfreeze([0])
+    Actions(pipeline).unfreeze([0])
     pipeline.step(1, *tokens(1), lr=0.1)
     assert not torch.equal(head.get_parameter("logits.weight"), before[0][0])
     assert torch.equal(
         head.get_parameter("logits.weight"),
-        pipeline.own_layers[0][0].get_parameter("tokens.weight"),
+        pipeline.store.own[0][0].get_parameter("tokens.weight"),
     )
 
 
 def test_frozen_layers_do_not_change() -> None:
     pipeline = gpt()
     before = weights(pipeline)
-    pipeline.freeze([0, 1, 3])
-    assert pipeline.frozen == {0, 1, 3}
-    assert pipeline.first_trainable == 2
+    Actions(pipeline).freeze([0, 1, 3])
+    assert pipeline.store.frozen.layers == {0, 1, 3}
+    assert pipeline.store.frozen.first_trainable == 2
     result = pipeline.step(0, *tokens(0), lr=0.1)
     assert changed(pipeline, before) == [2, 4, 5]
     assert [x > 0 for x in result.squared_norms] == [False, False, True, False, True, True]
-    pipeline.unfreeze([1, 3])
+    Actions(pipeline).unfreeze([1, 3])
     pipeline.step(1, *tokens(1), lr=0.1)
     assert changed(pipeline, before) == [1, 2, 3, 4, 5]
-    assert pipeline.first_trainable == 1
+    assert pipeline.store.frozen.first_trainable == 1
 
 
 def test_a_frozen_layer_keeps_its_moments() -> None:
     pipeline = gpt()
     pipeline.step(0, *tokens(0), lr=0.1)
-    kept = {k: v.clone() for k, v in pipeline.own_layers[1][1].state().items()}
-    pipeline.freeze([0, 1])
+    kept = {k: v.clone() for k, v in pipeline.store.own[1][1].state().items()}
+    Actions(pipeline).freeze([0, 1])
     pipeline.step(1, *tokens(1), lr=0.1)
-    state = pipeline.own_layers[1][1].state()
+    state = pipeline.store.own[1][1].state()
     assert kept.keys() == state.keys()
     assert all(torch.equal(kept[k], state[k]) for k in kept)
-    pipeline.unfreeze([0, 1])
+    Actions(pipeline).unfreeze([0, 1])
     pipeline.step(2, *tokens(2), lr=0.1)
-    assert pipeline.own_layers[1][1].state()["qkv.weight/step"] == 2
+    assert pipeline.store.own[1][1].state()["qkv.weight/step"] == 2
 
 
 def test_freezing_all_layers_is_refused() -> None:
     pipeline = gpt()
-    pipeline.freeze([0, 1, 2])
+    Actions(pipeline).freeze([0, 1, 2])
     with pytest.raises(PartitionError, match=r"freezing layers \[3, 4, 5\]"):
-        pipeline.freeze([5, 3, 4])
-    assert pipeline.frozen == {0, 1, 2}
+        Actions(pipeline).freeze([5, 3, 4])
+    assert pipeline.store.frozen.layers == {0, 1, 2}
     pipeline.step(0, *tokens(0), lr=0.1)
 
 
@@ -366,7 +368,7 @@ def test_freezing_all_layers_is_refused() -> None:
 def test_non_finite_loss_updates_no_weight(bad: float) -> None:
     """A run that continues with better data ends like a run without the failed step."""
     pipeline, twin = gpt(), gpt()
-    weight = pipeline.own_layers[5][0].get_parameter("logits.weight").data
+    weight = pipeline.store.own[5][0].get_parameter("logits.weight").data
     kept = weight[0, 0].item()
     weight[0, 0] = bad
     with pytest.raises(RunError, match="step 0: loss"):
@@ -398,7 +400,7 @@ def test_evaluation_is_the_mean_loss_and_leaves_no_trace() -> None:
     pipeline, twin = gpt(dropout=0.3), gpt(dropout=0.3)
     inputs, targets = tokens(5)
     expected = 0.0
-    layers = pipeline.model.build(range(pipeline.count))
+    layers = pipeline.model.build(range(pipeline.model.layers))
     for x, y in zip(inputs, targets, strict=True):
         for layer in layers:
             x = layer.eval()(x)
@@ -443,8 +445,8 @@ def test_reshape_drops_costs_of_newly_recomputed_layers() -> None:
     pipeline.step(0, ids(), ids(), lr=0.0)
     assert all(cost.f > 0 for cost in pipeline.costs())
     recomputed.add(1)
-    pipeline.reshape(pipeline=1, data=1)
-    assert pipeline.recomputed == {1}
+    Actions(pipeline).reshape(pipeline=1, data=1)
+    assert pipeline.store.layout.recomputed == {1}
     assert [cost.f > 0 for cost in pipeline.costs()] == [True, False, True]
 
 
@@ -452,7 +454,7 @@ def test_the_digest_covers_every_bit() -> None:
     """The digest also covers a parameter without dimensions."""
     pipe = pipeline(model_of(parse({"model": {"kind": "python:tests.models.user_model:layers"}})))
     first = pipe.digest()
-    scale = pipe.own_layers[2][0].get_parameter("scale")
+    scale = pipe.store.own[2][0].get_parameter("scale")
     for change in (lambda: scale.data.add_(1e-6), lambda: scale.data.neg_()):
         change()
         assert pipe.digest() != first
@@ -464,7 +466,7 @@ def test_placements_of_another_size_are_refused() -> None:
     pipeline = gpt()
     for counts in ((3, 3), (5,), (7,)):
         with pytest.raises(PartitionError, match="a placement of"):
-            pipeline.move(Partition(counts))
+            Actions(pipeline).move(Partition(counts))
         with pytest.raises(PartitionError, match="a placement of"):
             Engine(alone(), pipeline.model, Partition(counts), StepOptions("1f1b", microbatches=2))
     pipeline.step(0, *tokens(0), lr=0.1)
@@ -501,10 +503,10 @@ def test_a_predicted_step_of_one_rank_is_the_sum_of_its_costs() -> None:
     for step in range(2):
         pipeline.step(step, ids(), ids(), lr=0.0)
     costs = pipeline.costs()
-    assert pipeline.predict(costs, Partition((3,))).makespan == pytest.approx(
+    assert pipeline.schedule_keeper.predict(costs, Partition((3,))).makespan == pytest.approx(
         MICROBATCHES * sum(c.seconds for c in costs)
     )
-    assert pipeline.largest(2.5) == 2.5
+    assert maxima(pipeline.store.world, (2.5,))[0] == 2.5
     assert isinstance(pipeline.model, Model)
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from dynmo.balance.partition import Cost, Partition
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
-from dynmo.pipeline.engine_options import StepOptions
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.stage_schedule import (
     StagePlan,
@@ -24,6 +23,7 @@ from dynmo.planner.stage_schedule import (
     schedule_for_balancers,
 )
 from dynmo.runtime.comm.agreement import agree
+from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.bounds import Objective

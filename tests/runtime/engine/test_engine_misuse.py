@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from dynmo.balance.partition import Partition
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.model import from_factories, next_token_loss
-from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.engine_options import StepOptions, UpdateOptions
+from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, gpt, pipeline, tokens
 
@@ -40,10 +41,10 @@ def test_second_forward_backward_in_a_step_is_refused() -> None:
 def test_unknown_layers_are_refused(layers: list[int]) -> None:
     pipeline = gpt()
     with pytest.raises(PartitionError, match=r"no layer -?\d+"):
-        pipeline.freeze(layers)
+        Actions(pipeline).freeze(layers)
     with pytest.raises(PartitionError, match="there is no layer"):
-        pipeline.unfreeze(layers)
-    assert pipeline.frozen == frozenset()
+        Actions(pipeline).unfreeze(layers)
+    assert pipeline.store.frozen.layers == frozenset()
 
 
 def test_batches_that_are_not_tensors_are_refused() -> None:
@@ -86,7 +87,7 @@ def test_wrong_arguments_of_an_engine_are_refused() -> None:
             Engine(alone(), model_, partition, StepOptions("1f1b", microbatches=2, **options))
     unplaced: Any = (6,)
     with pytest.raises(ConfigError, match="partition is a tuple"):
-        gpt().move(unplaced)
+        Actions(gpt()).move(unplaced)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +121,12 @@ def test_tied_weight_unused_by_its_owner_trains() -> None:
             ["tokens", "head"], factories, 0, next_token_loss, tied=[((0, "table"), (1, "weight"))]
         )
     )
-    before = pipe.own_layers[0][0].get_parameter("table").detach().clone()
+    before = pipe.store.own[0][0].get_parameter("table").detach().clone()
     for step in range(2):
         pipe.step(step, *tokens(step), lr=0.1)
-    table = pipe.own_layers[0][0].get_parameter("table")
+    table = pipe.store.own[0][0].get_parameter("table")
     assert not torch.equal(table, before)
-    assert torch.equal(table, pipe.own_layers[1][0].get_parameter("weight"))
+    assert torch.equal(table, pipe.store.own[1][0].get_parameter("weight"))
 
 
 def threads(world: World, times: int) -> list[int]:
@@ -160,7 +161,7 @@ def test_ranks_with_different_models_are_refused(pool: Pool) -> None:
 
 
 def test_threads_end_with_their_pipeline(pool: Pool) -> None:
-    for counts in pool.run("tests.pipeline.test_engine_misuse:threads", 2, times=8):
+    for counts in pool.run("tests.runtime.engine.test_engine_misuse:threads", 2, times=8):
         assert max(counts[4:]) <= max(counts[:4])
 
 
@@ -176,5 +177,5 @@ def evaluated(world: World) -> list[int]:
 
 
 def test_threads_do_not_grow_with_evaluations(pool: Pool) -> None:
-    for counts in pool.run("tests.pipeline.test_engine_misuse:evaluated", 2):
+    for counts in pool.run("tests.runtime.engine.test_engine_misuse:evaluated", 2):
         assert counts[-1] == counts[2]

@@ -5,13 +5,14 @@ The options of layers and replicas are in `runtime/state/layer_options.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from dynmo.balance.layout import Layouts, RecomputeRule
+from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.pipeline.step_inputs import check_choice
+from dynmo.errors import ConfigError
 from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 
@@ -98,3 +99,52 @@ class UpdateOptions:
     def __post_init__(self) -> None:
         check_choice("rollback", self.rollback, ("exact", "in-place"))
         check_choice("clip_scope", self.clip_scope, ("global", "local"))
+
+
+def check_partition(partition: object) -> None:
+    """Raises ConfigError if this is no Partition."""
+    if not isinstance(partition, Partition):
+        raise ConfigError(
+            f"partition is a {type(partition).__name__}; give a Partition, such as Partition((4, "
+            "4))"
+        )
+
+
+def check_recompute(recompute: object, layers: int) -> None:
+    """Checks the layers that recompute.
+
+    Args:
+        recompute: A function, or indices of layers.
+        layers: Number of layers of the model.
+
+    Raises:
+        ConfigError: It is neither a function nor a collection of such indices.
+    """
+    if callable(recompute):
+        return
+    if isinstance(recompute, str) or not isinstance(recompute, Collection):
+        raise ConfigError(
+            f"recompute = {recompute!r}; give the indices of layers, range({layers}) for all, or "
+            "a function"
+        )
+    outside = [index for index in cast(Collection[object], recompute) if index not in range(layers)]
+    if outside:
+        raise ConfigError(
+            f"recompute names layer {outside[0]!r}, but the model has {layers}, from 0 to "
+            f"{layers - 1}"
+        )
+
+
+def check_choice(option: str, value: object, allowed: Collection[str]) -> None:
+    """Checks the value of an option.
+
+    Args:
+        option: Name of the option, for the message.
+        value: Its value.
+        allowed: The values that are allowed.
+
+    Raises:
+        ConfigError: The value is not allowed.
+    """
+    if value not in allowed:
+        raise ConfigError(f"{option} = {value!r}; choose from {', '.join(allowed)}")

@@ -10,6 +10,7 @@ import pytest
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, elide
+from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import make_engine
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.planner.recompute import recompute_as_workspace
@@ -40,17 +41,17 @@ def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
     shapes = recompute_as_workspace(shape_costs(loaded.options, model), ())
 
     def say(layers: tuple[LayerCost, ...]) -> list[Any]:
-        schedule: Schedule = pipeline.schedule_for(pipeline.partition)
+        schedule: Schedule = pipeline.schedule_keeper.on(pipeline.store.layout.partition)
         return [
             resident(schedule),
-            rank_memory(layers, pipeline.partition.counts, schedule),
+            rank_memory(layers, pipeline.store.layout.partition.counts, schedule),
             str(schedule),
         ]
 
     out = [say(shapes)]
-    pipeline.freeze(range(3))
+    Actions(pipeline).freeze(range(3))
     out.append(say(elide(shapes, 3, range(3))))
-    pipeline.unfreeze([0, 1, 2])
+    Actions(pipeline).unfreeze([0, 1, 2])
     out.append(say(shapes))
     return out
 
@@ -60,7 +61,7 @@ def test_schedule_is_within_memory_from_the_first_step(pool: Pool, over: float) 
     least = max(plan_run(parse(CONFIG | {"pipeline": {"schedule": "1f1b"}})).memory)
     config = CONFIG | {"pipeline": {"schedule": "zb-auto", "memory_limit": int(over * least)}}
     first, frozen, thawed = pool.run(
-        "tests.pipeline.test_schedule_keeper:schedules", 2, config=config
+        "tests.runtime.engine.test_schedule_keeper:schedules", 2, config=config
     )[0]
     for _, memory, _ in (first, frozen, thawed):
         assert max(memory) <= over * least
@@ -69,7 +70,7 @@ def test_schedule_is_within_memory_from_the_first_step(pool: Pool, over: float) 
 
 
 def test_unlimited_schedule_keeps_at_most_twice_1f1b_memory(pool: Pool) -> None:
-    first, _, last = pool.run("tests.pipeline.test_schedule_keeper:schedules", 2, config=CONFIG)[0]
+    first, _, last = pool.run("tests.runtime.engine.test_schedule_keeper:schedules", 2, config=CONFIG)[0]
     assert first == last
     most = max(alive for pairs in resident(make("1f1b", 2, 32)) for alive, _ in pairs)
     # A microbatch between B and W counts half.
@@ -88,14 +89,14 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
         pipeline = make_engine(loaded.options, world, model, uniform(model.layers, world.size))
         if measured:
             shapes = recompute_as_workspace(shape_costs(loaded.options, model), ())
-            pipeline.actions.replan(
+            Actions(pipeline).replan(
                 tuple(
                     replace(layer, activation_bytes=2 * layer.activation_bytes) for layer in shapes
                 )
             )
-            out.append(str(pipeline.schedule_for(pipeline.partition)))
-        pipeline.reshape(pipeline=2, data=2)
-        out.append(str(pipeline.schedule_for(pipeline.partition)))
+            out.append(str(pipeline.schedule_keeper.on(pipeline.store.layout.partition)))
+        Actions(pipeline).reshape(pipeline=2, data=2)
+        out.append(str(pipeline.schedule_keeper.on(pipeline.store.layout.partition)))
     return out
 
 
@@ -115,6 +116,6 @@ def test_bytes_after_a_reshape_are_those_of_the_new_mesh(pool: Pool) -> None:
     least = max(plan_run(parse(config | after)).memory)
     config["pipeline"] = {"schedule": "zb-auto", "memory_limit": int(1.3 * least)}
     for unmeasured, before, after in pool.run(
-        "tests.pipeline.test_schedule_keeper:reshaped", 4, config=config
+        "tests.runtime.engine.test_schedule_keeper:reshaped", 4, config=config
     ):
         assert after == unmeasured != before

@@ -1,0 +1,352 @@
+"""The engine runs the steps of one model over a world of ranks.
+
+world = World.join(store, rank, size)
+engine = Engine(world, model, Partition((9, 9)), StepOptions("zb-h1", microbatches=8))
+for step in range(steps):
+    result = engine.step(step, inputs, targets, lr=3e-4, max_norm=1.0)
+    costs = engine.costs()                    # measured, the same on every rank
+
+What changes between steps is in `dynmo.pipeline.actions`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dynmo.balance.partition import Partition
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.errors import ConfigError, InputError, RunError
+from dynmo.models.model import Model
+from dynmo.runtime.comm.clock import clock_for
+from dynmo.runtime.comm.process_mesh import FirstReplica
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.batch_check import (
+    check_batch,
+    check_rates,
+    find_difference,
+    hashes_to_compare,
+)
+from dynmo.runtime.engine.executor import StepOutput
+from dynmo.runtime.engine.optimizer_step import OptimizerStep
+from dynmo.runtime.engine.options import (
+    StepOptions,
+    UpdateOptions,
+    check_partition,
+    check_recompute,
+)
+from dynmo.runtime.engine.post_validation import PostValidation
+from dynmo.runtime.engine.profiler import Profiler, measure_links
+from dynmo.runtime.engine.programs import Programs
+from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
+from dynmo.runtime.engine.sm_slices import make_streams
+from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
+from dynmo.runtime.layer.output_cache import Keys
+from dynmo.runtime.optim.loss_scale import make_scaler
+from dynmo.runtime.state.digest import weights_digest
+from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
+from dynmo.runtime.state.layer_store import LayerStore
+
+
+class Engine:
+    """Runs the steps of a model whose layers are spread over a world of ranks.
+
+    All ranks call every method together, with equal arguments.
+
+    Args:
+        world: The ranks of one pipeline. It may be one of several in a mesh (`arrange`).
+        model: The model to train.
+        partition: Number of layers on each stage. The schedule says which rank holds which stage.
+        steps: The ops of a step: schedule, microbatches, recomputation.
+        update: The end of a step: clipping, optimizer, post-validation.
+        layers: How the layers compute: precision, seed, compilation.
+        replicas: What the replicas share.
+        elsewhere: Ranks of a pipeline and number of replicas of a run that this process is still
+            outside of. The engine then holds nothing until `Actions.arrive`.
+
+    Attributes:
+        model: The model that it trains.
+        layouts: Makes the possible layouts.
+        clock: Gives the marks of ops.
+        profiler: Holds this rank's readings.
+        store: Holds this rank's layers, and knows where all others are.
+        schedule_keeper: Knows the schedule of the ranks, and the costs.
+        programs: Run the schedule. They are lowered again after a change.
+        optimizer_step: Ends a step: norms, clipping, the optimizer.
+        pending: Knows the step that is not final yet, with post-validation.
+
+    Raises:
+        ConfigError: An option is wrong, or it does not allow some layer of the model.
+        PartitionError: The placement does not fit the model or the schedule.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: Model,
+        partition: Partition,
+        steps: StepOptions,
+        update: UpdateOptions | None = None,
+        layers: LayerOptions | None = None,
+        replicas: ReplicaOptions | None = None,
+        elsewhere: tuple[int, int] | None = None,
+    ) -> None:
+        update, layers = update or UpdateOptions(), layers or LayerOptions()
+        replicas, is_bare = replicas or ReplicaOptions(), elsewhere is not None
+        post_validation = update.post_validation
+        _check(world, model, partition, steps, update)
+        self.model = model
+        self.layouts = steps.layouts(model.layers, replicas.groups(world.replicas))
+        mesh = elsewhere or (steps.slices or world.size, world.replicas)
+        layout = self.layouts.make(*mesh, steps.microbatches, partition)
+        streams = make_streams(world.device, steps.slices, layout.placement)
+        self.clock = clock_for(world.device)
+        self.profiler = Profiler(self.clock)
+        self.store = store = LayerStore(
+            world, model, layout, self.clock, layers, update.optimizer, replicas, is_bare
+        )
+        links = {} if is_bare else measure_links(world, layout.pairs)
+        self.schedule_keeper = ScheduleKeeper(store, steps, links, post_validation=post_validation)
+        self.programs = Programs(
+            store,
+            self.schedule_keeper,
+            self.profiler,
+            self.clock,
+            streams,
+            post_validation=post_validation,
+            partial_weights=steps.w_granularity == "linear",
+            replicates=replicas.replicates or world.replicas > 1,
+        )
+        # Gradients wait for `update` or `discard`.
+        self._halfway = False
+        scaler = update.scaler or make_scaler(layers.dtype)
+        table = StepReduction(store, self.clock)
+        self.optimizer_step = OptimizerStep(store, table, self.profiler, scaler, update.clip_scope)
+        self.pending = PostValidation(
+            store,
+            self.optimizer_step,
+            validates=post_validation,
+            copies=update.rollback == "exact",
+        )
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def step(
+        self,
+        step: int,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        *,
+        lr: float,
+        max_norm: float = 0.0,
+        flag: int = 0,
+        keys: Keys | None = None,
+    ) -> StepRecord:
+        """Trains on one batch: forward, backward, clipping, update.
+
+        Args:
+            step: Number of the step.
+            inputs: This replica's microbatches, [microbatches, ...], on the rank of the first
+                stage. Every replica has as many. They follow those of the replica before it in the
+                batch.
+            targets: Likewise, on the rank of the last stage.
+            lr: Learning rate.
+            max_norm: Norm to clip the gradients to. 0 clips nothing.
+            flag: Number that every rank gets in `StepRecord.flags`, such as a wish to stop.
+            keys: Key of each microbatch, on every rank, for the cache of outputs. Two keys are
+                equal only if the inputs are, such as the numbers of the sequences. None if no
+                microbatch comes again.
+
+        Returns:
+            The result of this step.
+
+        Raises:
+            InputError: Ranks of a replica were given different batches. Nothing was updated.
+            RunError: The loss or a gradient is not finite. Under a dynamic loss scale such a
+                gradient skips the step.
+        """
+        results = (
+            self.advance(step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag, keys=keys)
+            + self.drain()
+        )
+        return results[-1]
+
+    def advance(
+        self,
+        step: int,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        *,
+        lr: float,
+        max_norm: float = 0.0,
+        flag: int = 0,
+        keys: Keys | None = None,
+    ) -> tuple[StepRecord, ...]:
+        """Trains like `step`, but without a barrier at its end under post-validation.
+
+        The next step then begins before this one is final. `drain` waits for the last step. Every
+        method that reads or changes the model waits for it too.
+
+        An error of a step is raised one step late without a barrier, and nothing was updated.
+
+        Returns:
+            The results that have become final and were not returned before, in order. With a
+            barrier the last is that of this step, and without one that of the step before.
+        """
+        check_rates(lr, max_norm)
+        pending = self.pending
+        if not pending.validates:
+            step_output = self.forward_backward(step, inputs, targets, keys)
+            record = self.update(step, step_output, lr=lr, max_norm=max_norm, flag=flag)
+            return *pending.take_done(), record
+        check_batch(self.store, inputs, targets, self.store.layout.microbatches)
+        executor = self.programs.executor()
+        pending.begin()
+        is_validated = partial(pending.is_validated, executor) if pending.is_out else None
+        step_output = self.programs.train(
+            executor, step, inputs, targets, keys, self.optimizer_step.scaler.scale, is_validated
+        )
+        pending.end(step, step_output, lr, max_norm, flag)
+        return pending.take_done()
+
+    def drain(self) -> tuple[StepRecord, ...]:
+        """Waits until the last step is final, if `advance` has not.
+
+        Returns:
+            The results that were not returned before.
+        """
+        return self.pending.drain()
+
+    def forward_backward(
+        self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None
+    ) -> StepOutput:
+        """Runs the first half of `step`: the program. Gradients stay on the parameters.
+
+        Raises:
+            RunError: The gradients of an earlier call still wait for `update` or `discard`.
+        """
+        layer_store = self.pending.final
+        check_batch(layer_store, inputs, targets, layer_store.layout.microbatches)
+        if self._halfway:
+            raise RunError(
+                "forward_backward was called again before update or discard; a step's "
+                "microbatches are given all at once"
+            )
+        step_output = self.programs.train(
+            self.programs.executor(), step, inputs, targets, keys, self.optimizer_step.scaler.scale
+        )
+        self._halfway = True
+        return step_output
+
+    def update(
+        self, step: int, step_output: StepOutput, *, lr: float, max_norm: float = 0.0, flag: int = 0
+    ) -> StepRecord:
+        """Runs the second half of `step`: agreement of the ranks, clipping, the optimizer."""
+        check_rates(lr, max_norm)
+        self._halfway = False
+        return self.pending.observed(
+            *self.optimizer_step.update(step, step_output, lr, max_norm, flag)
+        )
+
+    def discard(self) -> None:
+        """Drops the gradients instead of `update`, and keeps the measurements."""
+        self._halfway = False
+        self.optimizer_step.discard()
+
+    def evaluate(
+        self,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        microbatches: int,
+        keys: Keys | None = None,
+        *,
+        shares: bool = False,
+        outputs: dict[int, object] | None = None,
+    ) -> float:
+        """Computes the mean loss over microbatches without training.
+
+        Args:
+            inputs: [microbatches, ...] on the rank of the first stage.
+            targets: [microbatches, ...] on the rank of the last stage.
+            microbatches: Number of microbatches.
+            keys: Key of each microbatch, for the cache of outputs.
+            shares: Whether each replica has microbatches of its own. If not, the first replica's
+                loss counts, because all have the same.
+            outputs: Takes the model's output of each microbatch on the ranks of the last stage.
+                These then need no targets, and the loss is NaN without.
+
+        Returns:
+            The mean loss, the same on every rank.
+
+        Raises:
+            InputError: Ranks of a replica were given different batches.
+        """
+        if microbatches < 1:
+            raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
+        check_batch(self.pending.final, inputs, targets, microbatches, outputs is None)
+        hashes = hashes_to_compare(self.store.world, inputs, targets)
+        loss = self.programs.evaluate(inputs, targets, microbatches, keys, outputs)
+        world, ranks = self.store.world, self.store.world.everyone.size
+        table = torch.zeros(1 + 2 * ranks, dtype=torch.float64)
+        table[0], rows = loss, table[1:].view(2, ranks)
+        for row, value in zip(rows, hashes, strict=True):
+            if value is not None:
+                row[world.everyone.rank] = value
+        (world.everyone if shares else FirstReplica(world)).sum(table, "the evaluation to end")
+        difference = find_difference("the evaluation", rows.tolist(), world.replicas)
+        if difference is not None:
+            raise difference
+        return float(table[0]) / (world.replicas if shares else 1)
+
+    # -- measurements ------------------------------------------------------------------------------
+
+    def costs(self) -> tuple[LayerCost, ...]:
+        """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
+        store = self.store
+        pairs = [(layer, store.optimizers[index]) for index, layer in store.layers.items()]
+        return self.profiler.gather(
+            store.world,
+            pairs,
+            store.model.layers,
+            copies=self.pending.copies,
+            accumulation_groups=store.accumulation_groups,
+        )
+
+    def halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
+        """Returns `costs` from the earlier and from the later readings alone.
+
+        Args:
+            costs: Cost of each layer from all readings.
+
+        Returns:
+            The costs of both halves. Empty if some time has one reading only.
+        """
+        return self.profiler.gather_halves(self.store.world, self.store.layers, costs)
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of all weights, once the last step is final.
+
+        Raises:
+            RunError: The replicas' weights differ.
+        """
+        return weights_digest(self.pending.final)
+
+
+def _check(
+    world: World, model: object, partition: object, steps: StepOptions, update: UpdateOptions
+) -> None:
+    """Raises ConfigError if the arguments of an engine do not fit each other."""
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; make a Model of it with "
+            "dynmo.models.model.from_factories"
+        )
+    check_partition(partition)
+    check_recompute(steps.recompute, model.layers)
+    if steps.slices is not None and (world.size > 1 or update.post_validation):
+        raise ConfigError(
+            "slices of one GPU are one process, whose steps end together: use one rank a "
+            "replica, without post_validation"
+        )
