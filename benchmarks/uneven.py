@@ -24,10 +24,14 @@ from benchmarks.executor import timed
 from benchmarks.harness import alternate, medians, run_ranks
 from benchmarks.output import main
 from benchmarks.torch_peer import PEERS, EmulatedStage, TorchPeer
-from dynmo.balance.balancers import balancer
+from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.partition import Partition, uniform
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.gathering import gather
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.planner.decide_move import balance_request
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
@@ -125,9 +129,7 @@ def choose(pipelines: dict[str, Engine]) -> tuple[str, Partition]:
     """
     layers = pipelines["zb-h1"].costs()
     targets = {
-        name: balancer("schedule-aware")(
-            pipelines[name].schedule_keeper.request(layers, "time", 0, 0)
-        )
+        name: balancer("schedule-aware")(_request(name, pipelines[name], layers))
         for name in ("zb-auto", "zb-v")
     }
     chosen = min(
@@ -135,6 +137,14 @@ def choose(pipelines: dict[str, Engine]) -> tuple[str, Partition]:
         key=lambda name: pipelines[name].schedule_keeper.predict(layers, targets[name]).makespan,
     )
     return chosen, targets[chosen]
+
+
+def _request(name: str, pipeline: Engine, layers: tuple[LayerCost, ...]) -> BalanceRequest:
+    layout = pipeline.store.layout
+    options = PipelineOptions(
+        microbatches=layout.microbatches, pipeline=layout.ranks, schedule=name
+    )
+    return balance_request(gather(options, pipeline, layers, step=0), layers)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

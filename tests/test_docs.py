@@ -241,7 +241,7 @@ def test_engine_joins_the_listed_objects() -> None:
     text = (ROOT / "docs" / "how-it-works.md").read_text()
     rows = text.split("**Objects.**")[1].split("\n\n")[1].splitlines()[2:]
     listed = [re.findall(r"`(\w+(?:/\w+)*)/?`", row)[:2] for row in rows]
-    engine = ast.parse((ROOT / "dynmo" / "pipeline" / "engine.py").read_text())
+    engine = ast.parse((ROOT / "dynmo" / "runtime" / "engine" / "engine.py").read_text())
     home = {
         name.name: node.module.split(".")[1:-1]
         for node in ast.walk(engine)
@@ -251,7 +251,7 @@ def test_engine_joins_the_listed_objects() -> None:
     constructed = [
         call.func.id
         for method in ast.walk(engine)
-        if isinstance(method, ast.FunctionDef) and method.name in ("__init__", "_make_views")
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
         for call in sorted(
             (node for node in ast.walk(method) if isinstance(node, ast.Call)),
             key=lambda node: node.lineno,

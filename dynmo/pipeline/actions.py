@@ -250,22 +250,12 @@ class Actions:
             self._schedule_keeper.forget()
             self.on_workload_change(layers)
 
-    def replan(self, layers: tuple[LayerCost, ...], least: float = 0.0) -> float | None:
-        """Makes the schedule anew from these costs, if that is predicted to save enough.
-
-        Args:
-            layers: Cost of each layer, the same on every rank.
-            least: Share of a step that must be saved.
-
-        Returns:
-            The predicted share of a step that is saved. None if the schedule stays. Schedules that
-            are not made from costs always stay.
-        """
-        self._pending.settle()
-        gain = self._schedule_keeper.replan(layers, least)
-        if gain is not None:
+    def replan(self, layers: tuple[LayerCost, ...]) -> None:
+        """Makes the schedule of the next steps from these costs, the same on every rank."""
+        if self._schedule_keeper.from_costs:
+            self._pending.settle()
+            self._schedule_keeper.known = layers
             self._programs.relower()
-        return gain
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
         """Trains the new parameters of one of this rank's layers. Only its rank calls it.

@@ -14,7 +14,6 @@ from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions, NextMesh
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.pipeline.placing import memory_limit
 from dynmo.pipeline.saving import restore_state
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
@@ -34,6 +33,7 @@ def make_engine(
     world: World,
     model: Model,
     partition: Partition,
+    limit: int | None,
     elsewhere: tuple[int, int] | None = None,
 ) -> Engine:
     """Makes the engine of a pipeline.
@@ -43,10 +43,11 @@ def make_engine(
         world: One pipeline of the mesh (`arrange`), which need not be the first mesh.
         model: The model to train.
         partition: Number of layers on each stage.
+        limit: Bytes of a rank. None means unlimited.
         elsewhere: The mesh of the run, if this process is still outside of it.
     """
     replicas = world.replicas if elsewhere is None else elsewhere[1]
-    dtype, limit = dtype_for(options.precision, world.device), memory_limit(options, world)
+    dtype = dtype_for(options.precision, world.device)
     recompute, shapes = _from_shapes(options, model, limit)
     freezing = next((each for each in options.cases if isinstance(each, Freezing)), None)
     return Engine(
@@ -108,6 +109,7 @@ def join_engine(
     model: Model,
     cases: Sequence[Dynamism],
     summons: Summons,
+    limit: int | None,
 ) -> Engine:
     """Makes this process a rank of a running pipeline.
 
@@ -119,6 +121,7 @@ def join_engine(
         model: The model to train.
         cases: The dynamic cases, which take up the run's state.
         summons: Rank 0's message to this process.
+        limit: Bytes of a rank. None means unlimited.
 
     Returns:
         The engine, with the layers that belong here.
@@ -127,7 +130,7 @@ def join_engine(
         RunError: The ranks did not meet.
     """
     engine = make_engine(
-        options, world, model, Partition(summons.layers_before), summons.shape_before
+        options, world, model, Partition(summons.layers_before), limit, summons.shape_before
     )
     restore_state(engine, summons.state, cases)
     engine.schedule_keeper.known = summons.known_costs

@@ -34,7 +34,6 @@ from dynmo.pipeline.actions import Actions, NextMesh, ResizeFailed
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import first_partition
-from dynmo.pipeline.rank_question import RankLimits
 from dynmo.pipeline.rank_source import RankSource
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.summons import Summons, cost_records
@@ -263,7 +262,9 @@ class Elasticity:
         nodes = [member.node for member in self._members()]
         try:
             wish = self._rebalancer.ranks(
-                step, RankLimits(nodes, there, self._most), self.reference
+                self._rebalancer.situation(
+                    step, nodes=nodes, there=there, most=self._most, reference=self.reference
+                )
             )
         except NoRoomError as error:
             self._tell(FaultEvent(step, now(), f"the run keeps its {size} ranks: {error}"))

@@ -32,7 +32,12 @@ from dynmo.pipeline.loop import Loop
 from dynmo.pipeline.optimizers import OptimizerHandle
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import SGD, AdamW, LearningRate, PipelineOptions
-from dynmo.pipeline.placing import check_meshes, first_partition, first_shape, memory_limit
+from dynmo.pipeline.placing import (
+    check_meshes,
+    first_partition,
+    first_shape,
+    rank_memory_limit,
+)
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import (
     SavedPipeline,
@@ -215,6 +220,7 @@ class Pipeline:
         self._cases = make_cases(cases, options.facts(model.layers, model.options, on_cuda))
         self._world, self._optimizer = ranks, OptimizerHandle(optimizer.lr)
         self._check_memory = check_memory
+        self._memory_limit = rank_memory_limit(options, ranks)
         reference = (
             self._start(model, options, listen, resume)
             if invitation is None
@@ -253,7 +259,9 @@ class Pipeline:
         check_meshes(options, model.layers)
         if saved is not None and len(saved.state.partition) == partition.ranks:
             partition = Partition(tuple(saved.state.partition))
-        self._engine = make_engine(options, arrange(world, replicas), model, partition)
+        self._engine = make_engine(
+            options, arrange(world, replicas), model, partition, self._memory_limit
+        )
         agree_on_cases(world, self._cases)
         if saved is None:
             self._loop = self._make_loop(options, listen)
@@ -294,7 +302,9 @@ class Pipeline:
             options = options.with_microbatches(summons.microbatches)
         # First, because all other ranks wait while this one joins.
         self._shapes = self._known_shapes(model, options, is_new=False)
-        self._engine = join_engine(options, self._world, model, self._cases, summons)
+        self._engine = join_engine(
+            options, self._world, model, self._cases, summons, self._memory_limit
+        )
         state = summons.state
         self._loop = self._make_loop(
             options, listen, summons.step, state["loss"], state["moves"], joined=True
@@ -317,7 +327,7 @@ class Pipeline:
             self.costs,
             moves,
             lambda step: self._loop.cases.forecasts(step),
-            memory_limit(options, engine.store.world),
+            self._memory_limit,
         )
         return Loop(
             options, engine, self._cases, rebalancer, listen, step=step, loss=loss, joined=joined
@@ -344,7 +354,7 @@ class Pipeline:
         Raises:
             NoRoomError: The first placement, or a planned one, does not fit `memory_limit`.
         """
-        limit = memory_limit(options, self._world)
+        limit = self._memory_limit
         if limit is None or options.micro_batch is None or model.options is None:
             return None  # nothing limits the memory, or no shapes are known
         from dynmo.pipeline.dry_run import check_later_ranks, first_plan

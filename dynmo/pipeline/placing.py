@@ -73,7 +73,7 @@ def check_meshes(options: PipelineOptions, layers: int) -> None:
         first_partition(options, layers, pipeline)
 
 
-def memory_limit(options: PipelineOptions, world: World) -> int | None:
+def rank_memory_limit(options: PipelineOptions, world: World) -> int | None:
     """Returns the bytes that the tensors of a rank may use.
 
     The default is a part of the CUDA device's memory. Its slices, or the ranks that share it, get

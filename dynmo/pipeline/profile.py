@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
+from dynmo.planner.situation import with_all_shares
 from dynmo.runtime.engine.engine import Engine
 
 
@@ -28,8 +27,12 @@ def profile_of(
     Returns:
         The profile. Its layers have the optimizer state of all replicas, even if ZeRO divides it.
     """
+    if options.zero:
+        replicas, masters = pipeline.store.world.replicas, options.precision != "float32"
+        moments = settings_of(options.optimizer).moments
+        costs = tuple(with_all_shares(cost, replicas, moments, masters) for cost in costs)
     return Profile(
-        layers=tuple(_whole(options, pipeline, cost) for cost in costs) if options.zero else costs,
+        layers=costs,
         names=pipeline.model.names,
         first_trainable=pipeline.store.frozen.first_trainable,
         links=tuple(pipeline.schedule_keeper.links.items()),
@@ -40,18 +43,4 @@ def profile_of(
         partition=pipeline.store.layout.partition.counts,
         schedule=options.schedule,
         steps=steps,
-    )
-
-
-def _whole(options: PipelineOptions, pipeline: Engine, cost: LayerCost) -> LayerCost:
-    """Returns the layer's cost with all replicas' shares of its optimizer state.
-
-    For a frozen layer only an upper bound is known: no share is larger than this one.
-    """
-    moments, masters = settings_of(options.optimizer).moments, options.precision != "float32"
-    if not cost.gradient_bytes:
-        return replace(cost, optimizer_bytes=pipeline.store.world.replicas * cost.optimizer_bytes)
-    copies = (1 + moments) * cost.gradient_bytes if cost.rollback_bytes else 0
-    return replace(
-        cost, optimizer_bytes=(moments + masters) * cost.gradient_bytes, rollback_bytes=copies
     )

@@ -1,15 +1,18 @@
-"""Connects deciding and acting: measure, decide (pure), act, resume."""
+"""Measures, decides and acts between two steps.
+
+gather --> Situation --> decide (pure) --> all ranks agree --> act
+"""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynmo.balance.partition import Partition
-from dynmo.balance.trigger import Decision, RebalanceWatch, confirmed, forecast_intervals
+from dynmo.balance.trigger import Expected, RebalanceWatch
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.events import (
@@ -29,8 +32,13 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.catalogue import entry
 
 if TYPE_CHECKING:
-    from dynmo.pipeline.move_question import Forecasts, MoveChoice, MoveSituation
-    from dynmo.pipeline.rank_question import RankLimits, RankWish
+    from dynmo.planner.decide_mesh import MeshChoice
+    from dynmo.planner.decide_move import MoveChoice
+    from dynmo.planner.decide_ranks import RankWish
+    from dynmo.planner.situation import DecisionRecord, Kind, Situation
+
+Forecasts = Callable[[int], Sequence[Sequence[Expected]]]
+"""Returns the actions that each dynamic case expects after a step, the same on every rank."""
 
 # Assumed seconds of the first change of ranks.
 _FIRST_PAUSE = 1.0
@@ -69,7 +77,7 @@ class Rebalancer:
 
     Args:
         options: Options of the pipeline.
-        pipeline: Holds the layers.
+        engine: Holds the layers.
         costs: Returns the cost of every layer, as measured so far.
         moves: Number of moves of an earlier part of the run, so that the numbers go on.
         forecasts: Returns the actions that each dynamic case expects after a step.
@@ -79,14 +87,14 @@ class Rebalancer:
     def __init__(
         self,
         options: PipelineOptions,
-        pipeline: Engine,
+        engine: Engine,
         costs: Callable[[], tuple[LayerCost, ...]],
         moves: int = 0,
         forecasts: Forecasts | None = None,
         memory_limit: int | None = None,
     ) -> None:
-        self._options, self._pipeline = options, pipeline
-        self._actions = Actions(pipeline)
+        self._options, self._engine = options, engine
+        self._actions = Actions(engine)
         self._costs, self._memory_limit = costs, memory_limit
         # True if the work has changed since the last decision about another mesh.
         self._unshaped = options.elastic.reshape
@@ -102,6 +110,8 @@ class Rebalancer:
         self._pause = _FIRST_PAUSE
         self._told = False  # that the memory allows no decision
         self.overhead = Overhead()
+        # The decisions before the next step, with what they rested on.
+        self.records: list[DecisionRecord] = []
 
     def observe(
         self, step: int, seconds: float, busy: Sequence[float]
@@ -166,13 +176,74 @@ class Rebalancer:
         # A run that was just resumed has measured nothing to decide on.
         return self.should_check(step) and self.measured
 
+    # -- measuring ---------------------------------------------------------------------------------
+
+    def situation(
+        self,
+        step: int,
+        *,
+        nodes: Sequence[str] = (),
+        there: int = 1,
+        most: int = 1,
+        reference: float | None = None,
+    ) -> Situation:
+        """Gathers what is known before `step`. All ranks call it together, and get the same.
+
+        Args:
+            step: The next step.
+            nodes: Name of the machine of each rank.
+            there: Number of ranks, newcomers included.
+            most: The largest number of ranks that the run has had.
+            reference: Seconds that a step took at first. None means the best predicted seconds now.
+        """
+        from dynmo.pipeline.gathering import gather
+
+        start = time.perf_counter()
+        costs, world = self._costs(), self._engine.store.world
+        fixed, doubt, preempted, pause = maxima(
+            world,
+            (self._fixed, self._gain.doubt, self._engine.profiler.preempted, self._pause),
+        )
+        situation = gather(
+            self._options,
+            self._engine,
+            costs,
+            step=step,
+            forecasts=self._forecasts(step - 1),
+            memory_limit=self._memory_limit,
+            fixed_seconds=fixed,
+            doubt=doubt,
+            preempted=preempted,
+            pause=pause,
+            nodes=tuple(nodes),
+            there=there,
+            most=most,
+            reference=reference,
+        )
+        self.overhead.measure += time.perf_counter() - start
+        return situation
+
+    def _record(self, kind: Kind, situation: Situation, answer: dict[str, Any]) -> None:
+        from dynmo.planner.situation import DecisionRecord
+
+        if self.records and self.records[0].situation.step != situation.step:
+            self.records.clear()
+        self.records.append(DecisionRecord(kind, situation, answer))
+
+    def _agree(self, decision: object, what: str) -> None:
+        """Compares a decision with those of the other ranks.
+
+        Floats decide nothing more and are left out. Their last bit may differ between kinds of CPU.
+        """
+        digest = hashlib.sha256(repr(decision).encode()).digest()
+        agree(self._engine.store.world, digest, what)
+
+    # -- mesh and ranks ----------------------------------------------------------------------------
+
     def mesh(self, step: int) -> tuple[int, int, Partition] | None:
         """Decides before `step` whether another mesh repays its reshape.
 
         It decides once after each change of the work.
-
-        Args:
-            step: The next step.
 
         Returns:
             Ranks of a pipeline, replicas, and placement. None if the mesh stays.
@@ -182,47 +253,23 @@ class Rebalancer:
         """
         if not self._unshaped:
             return None
-        from dynmo.pipeline.mesh_question import current_mesh, mesh_question
+        from dynmo.planner.answers import answer_mesh
+        from dynmo.planner.decide_mesh import decide_mesh
 
-        self._unshaped = False
-        options, pipeline, gathering = self._options, self._pipeline, time.perf_counter()
-        costs = self._costs()
-        halves, preempted = (
-            pipeline.halves(costs),
-            maxima(pipeline.store.world, (pipeline.profiler.preempted,))[0],
-        )
-        start = time.perf_counter()
-        self.overhead.measure += start - gathering
-        current, chosen = current_mesh(options, pipeline), None
-        decide = mesh_question(options, pipeline, costs, options.end - step, self._memory_limit)
-        try:
-            best = decide(costs)
-            decision, target = best.decision, best.plan.mesh
-            if decision.move and target != current:
-                decision = self._confirmed(
-                    decision, (decide(layers).decision for layers in halves), preempted
-                )
-            self._unshaped = decision.uncertain
-            if decision.move and target != current:
-                chosen = target.pipeline, target.replicas, best.plan.plan.partition
-        except NoRoomError:
-            pass  # the mesh stays, because it trains
+        situation, start = self.situation(step), time.perf_counter()
+        choice: MeshChoice = decide_mesh(situation)
+        self._record("mesh", situation, answer_mesh(choice))
+        self._unshaped = choice.decision.uncertain
+        if choice.decision.uncertain and self._watch is not None:
+            self._watch.check_later()
         self.overhead.decide += time.perf_counter() - start
-        agree(
-            pipeline.store.world,
-            hashlib.sha256(repr((chosen, self._unshaped)).encode()).digest(),
-            "whether to reshape",
-        )
-        return chosen
+        self._agree(answer_mesh(choice), "whether to reshape")
+        if choice.mesh is None:
+            return None
+        return choice.mesh.pipeline, choice.mesh.replicas, choice.partition
 
     def reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> list[Event]:
         """Makes the same ranks another mesh, before `step`.
-
-        Args:
-            step: The next step.
-            pipeline: Number of ranks of a pipeline.
-            data: Number of replicas.
-            partition: Layers on each new stage.
 
         Returns:
             The reshape, and before it the gain of the last move, if it is not reported yet. No
@@ -231,7 +278,7 @@ class Rebalancer:
         Raises:
             NoRoomError: The layers do not fit a mesh that the config names.
         """
-        engine, start = self._pipeline, time.perf_counter()
+        engine, start = self._engine, time.perf_counter()
         before, result = engine.store.layout.shape, self._gain.close(step)
         told: list[Event] = [] if result is None else [result]
         try:
@@ -261,56 +308,23 @@ class Rebalancer:
         """Goes on under options with other sizes of microbatches."""
         self._options = options
 
-    def ranks(self, step: int, limits: RankLimits, reference: float | None) -> RankWish:
-        """Asks before `step` for the number of ranks on which the run should go on.
-
-        Args:
-            step: The next step.
-            limits: Number of ranks that there are and may be.
-            reference: Seconds that a step took at first. None takes the best predicted seconds of
-                now.
-
-        Returns:
-            The choice, and the number of ranks that the run would like.
+    def ranks(self, situation: Situation) -> RankWish:
+        """Asks for the number of ranks on which the run should go on.
 
         Raises:
             NoRoomError: The target cannot hold the model.
             RunError: The ranks have decided differently.
         """
-        from dynmo.pipeline.rank_question import RankSituation, ask_ranks
+        from dynmo.planner.answers import answer_ranks
+        from dynmo.planner.decide_ranks import decide_ranks
 
-        options, pipeline, gathering = self._options, self._pipeline, time.perf_counter()
-        costs = self._costs()
-        halves = pipeline.halves(costs)
-        preempted, pause = maxima(pipeline.store.world, (pipeline.profiler.preempted, self._pause))
         start = time.perf_counter()
-        self.overhead.measure += start - gathering
-        forecast = forecast_intervals(costs, self._forecasts(step - 1), step, options.end)
-        situation = RankSituation(
-            options,
-            pipeline,
-            limits,
-            tuple(forecast),
-            halves,
-            preempted,
-            pause,
-            self._memory_limit,
-        )
-        wish = ask_ranks(situation, reference)
+        wish = decide_ranks(situation)
+        self._record("ranks", situation, answer_ranks(wish))
         if wish.choice.decision.uncertain and self._watch is not None:
             self._watch.check_later()
         self.overhead.decide += time.perf_counter() - start
-        decided = (
-            wish.choice.mesh,
-            wish.choice.partition.counts,
-            wish.choice.decision.move,
-            wish.ranks,
-        )
-        agree(
-            pipeline.store.world,
-            hashlib.sha256(repr(decided).encode()).digest(),
-            "how many ranks go on",
-        )
+        self._agree(answer_ranks(wish), "how many ranks go on")
         return wish
 
     def on_resize(
@@ -342,6 +356,8 @@ class Rebalancer:
         self.overhead.move += seconds
         return self.moves, result
 
+    # -- placement and schedule --------------------------------------------------------------------
+
     def consider(self, step: int) -> list[Event]:
         """Decides before `step`, and acts if that pays.
 
@@ -352,45 +368,40 @@ class Rebalancer:
             RunError: The ranks have decided differently, for example because their cases forecast
                 differently.
         """
-        from dynmo.pipeline.move_question import MoveSituation
+        from dynmo.planner.answers import answer_move, answer_schedule
+        from dynmo.planner.decide_move import decide_schedule
 
         if self._watch is not None:
             self._watch.decided()
-        pipeline, overhead, start = self._pipeline, self.overhead, time.perf_counter()
-        costs = self._costs()
-        halves = pipeline.halves(costs)
-        # Every rank takes part before any rank decides. Ranks that decide differently must not
-        # wait for each other here.
-        fixed, doubt, preempted = maxima(
-            pipeline.store.world, (self._fixed, self._gain.doubt, pipeline.profiler.preempted)
-        )
-        measured, moved = time.perf_counter(), overhead.move
-        overhead.measure += measured - start
-        situation = MoveSituation(
-            self._options, pipeline, step, costs, halves, self._forecasts, fixed, doubt, preempted
-        )
-        recomputed = pipeline.store.layout.recomputed
+        layout, overhead, begun = self._engine.store.layout, self.overhead, time.perf_counter()
+        situation, moved = self.situation(step), overhead.move
+        start = time.perf_counter()
         choice, done = self._choose(situation)
         moves = choice is not None and choice.decision.move
+        self._record("move", situation, answer_move(choice))
         if choice is not None and moves:
-            self._agree(choice, None)
-            done += self._move(step, choice, measured - start, time.perf_counter() - measured)
-        # Costs change if the move has switched recomputation. One reading alone proves nothing.
-        steady = bool(halves) and pipeline.store.layout.recomputed == recomputed
-        gain = self._actions.replan(costs, self._options.balance.hysteresis / 4) if steady else None
+            self._agree(answer_move(choice), "whether to move layers")
+            done += self._move(step, choice, start - begun, time.perf_counter() - start)
+        # Costs change if the move has switched recomputation.
+        after = self._engine.store.layout
+        gain = None
+        if after.recomputed == layout.recomputed:
+            gain = decide_schedule(situation, after.partition)
+            self._record("schedule", situation, answer_schedule(after.partition, gain))
+        if gain is not None:
+            self._actions.replan(situation.layers)
         if not moves:
-            self._agree(choice, gain)
-        overhead.decide += time.perf_counter() - measured - (overhead.move - moved)
+            # After a move the ranks compare the schedule of the new placement.
+            self._agree((answer_move(choice), gain is not None), "whether to move layers")
+        overhead.decide += time.perf_counter() - start - (overhead.move - moved)
         return [*done, ScheduleEvent(step, now(), self._options.schedule, gain)] if gain else done
 
-    def _choose(self, situation: MoveSituation) -> tuple[MoveChoice | None, list[Event]]:
+    def _choose(self, situation: Situation) -> tuple[MoveChoice | None, list[Event]]:
         """Returns the possible move, and an event if there is no placement for the first time."""
-        if self._options.balance.balancer == "none":
-            return None, []
-        from dynmo.pipeline.move_question import ask_move
+        from dynmo.planner.decide_move import decide_move
 
         try:
-            choice = ask_move(situation)
+            choice = decide_move(situation)
         except PartitionError as error:
             # No room, or the baseline has no placement for such layers.
             why = f"layers stay where they are: {error}"
@@ -400,28 +411,6 @@ class Rebalancer:
         if choice is not None and choice.decision.uncertain and self._watch is not None:
             self._watch.check_later()
         return choice, []
-
-    def _agree(self, choice: MoveChoice | None, gain: float | None) -> None:
-        """Compares the decision with the other ranks'.
-
-        Args:
-            choice: The move. None means that the balancer leaves the layers where they are.
-            gain: Share of a step that another schedule saves. None means that the schedule stays,
-                or that the layers move. After a move the ranks compare the schedule of the new
-                placement.
-        """
-        # Floats are left out. They decide nothing more, and their last bit may differ between
-        # kinds of CPU.
-        where = (
-            None
-            if choice is None
-            else (choice.target.counts, choice.decision.move, choice.decision.uncertain)
-        )
-        agree(
-            self._pipeline.store.world,
-            hashlib.sha256(repr((where, gain is not None)).encode()).digest(),
-            "whether to move layers",
-        )
 
     def _move(
         self, step: int, choice: MoveChoice, measuring: float, deciding: float
@@ -438,8 +427,8 @@ class Rebalancer:
             The move, and before it the gain of the last move, if it is not reported yet. Empty if
             the layers do not fit the memory of their target.
         """
-        pipeline, start = self._pipeline, time.perf_counter()
-        source = pipeline.store.layout.partition
+        start = time.perf_counter()
+        source = self._engine.store.layout.partition
         try:
             migration = self._actions.move(choice.target)
         except NoRoomError:
@@ -465,20 +454,3 @@ class Rebalancer:
             deciding,
         )
         return [done] if result is None else [result, done]
-
-    def _confirmed(
-        self, decision: Decision, parts: Iterable[Decision], preempted: float
-    ) -> Decision:
-        """Returns the decision to move if it is certain enough.
-
-        Otherwise plans to look again.
-
-        Args:
-            decision: Decision from all readings.
-            parts: Decisions from parts of the readings.
-            preempted: Share of the ops' time that other processes take.
-        """
-        decision = confirmed(decision, list(parts), preempted)
-        if decision.uncertain and self._watch is not None:
-            self._watch.check_later()
-        return decision

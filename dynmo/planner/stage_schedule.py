@@ -180,6 +180,29 @@ def plan_stages(
     return plan(caps, _fitting(request, layers, partition, costs, caps, one, first))
 
 
+def schedule_on(
+    request: StageRequest,
+    layers: tuple[LayerCost, ...] | None,
+    partition: Partition,
+    links: Sequence[LinkCost] | None,
+    first_trainable: int,
+) -> Schedule:
+    """Returns the schedule of a placement.
+
+    Args:
+        request: The name of the schedule, and what it must fit.
+        layers: Costs that it is made from. None, or a schedule that is not made from costs: all
+            stages count as equal, with activations of 1 and caps of twice those of 1F1B.
+        partition: Number of layers on each stage.
+        links: One for each boundary between stages.
+        first_trainable: Index of the first layer that trains.
+    """
+    if layers is None or not entry(request.schedule).from_costs:
+        caps = (2.0 * len(request.placement),) * request.ranks
+        return request.make(None, caps, partition.owner(first_trainable))
+    return plan_stages(request, layers, partition, links, first_trainable).schedule
+
+
 def _fitting(
     request: StageRequest,
     layers: Sequence[LayerCost],

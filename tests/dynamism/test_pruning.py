@@ -409,14 +409,15 @@ def test_pruning_gathers_masters_only_in_low_precision(
     )
     pipeline.step(0, *alone.tokens(0), lr=0.1)
     asked: list[int] = []
-    whole = CaseContext(pipeline).moments
+    context = CaseContext(pipeline)
+    whole = context.moments
 
     def moments(layer: int) -> dict[str, Tensor]:
         asked.append(layer)
         return whole(layer)
 
-    monkeypatch.setattr(CaseContext(pipeline), "moments", moments)
-    kept = masters(2, CaseContext(pipeline))
+    monkeypatch.setattr(context, "moments", moments)
+    kept = masters(2, context)
     if dtype == torch.float32:
         assert not kept
         assert not asked

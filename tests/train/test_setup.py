@@ -11,7 +11,7 @@ import torch
 
 from dynmo.config import Config, load, parse
 from dynmo.errors import ConfigError
-from dynmo.pipeline.placing import first_partition, memory_limit
+from dynmo.pipeline.placing import first_partition, rank_memory_limit
 from dynmo.runtime.comm.world import World
 from dynmo.train.setup import device_for, warnings_of
 
@@ -22,7 +22,7 @@ def limit_of(config: Config, device: torch.device) -> int | None:
     world = SimpleNamespace(
         device=device, staged=staged, everyone=SimpleNamespace(size=config.ranks)
     )
-    return memory_limit(config.options, cast(World, world))
+    return rank_memory_limit(config.options, cast(World, world))
 
 
 def test_first_partition_follows_the_config() -> None:

@@ -1,38 +1,22 @@
-"""Makes a pipeline's schedule, and the requests to balancers. Nothing moves here.
-
-layers' measured costs, links, layout --> stages' costs --> schedule --simulator--> seconds of a
-step
-                                                        --> request of a balancer
-"""
+"""Makes a pipeline's schedule from the costs that it knows. Nothing moves here."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from dynmo.balance.partition import Cost, Partition
+from dynmo.balance.partition import Partition
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
 from dynmo.planner.recompute import recompute_as_workspace
-from dynmo.planner.stage_schedule import (
-    StagePlan,
-    StageRequest,
-    plan_stages,
-    schedule_for_balancers,
-)
+from dynmo.planner.situation import links_behind
+from dynmo.planner.stage_schedule import StagePlan, StageRequest, plan_stages, schedule_on
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.state.layer_store import LayerStore
-from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.op import Schedule
-from dynmo.schedule.simulator import Timeline, resident, simulate
-
-if TYPE_CHECKING:
-    from dynmo.balance.balancers import BalanceRequest
+from dynmo.schedule.simulator import Timeline, simulate
 
 Links = dict[tuple[int, int], LinkCost]
 """Link of each pair of ranks that hold neighbouring stages. The lower rank comes first."""
@@ -75,7 +59,7 @@ class ScheduleKeeper:
     def agreed(self) -> Schedule:
         """Returns the schedule of the next steps, after all ranks have compared it."""
         schedule = self.on(self._layer_store.layout.partition)
-        if entry(self._steps.schedule).from_costs:
+        if self.from_costs:
             agree(
                 self._layer_store.world,
                 hashlib.sha256(str(schedule).encode()).digest(),
@@ -88,18 +72,20 @@ class ScheduleKeeper:
 
         Args:
             partition: Number of layers on each stage.
-            layers: Costs to make it for. The default is the known costs.
+            layers: Costs to make it for. The default is those of the present schedule.
         """
-        from_costs = entry(self._steps.schedule).from_costs
-        layers = (layers or self.known or self._guess()) if from_costs else None
-        if layers is None:
-            # All stages count as equal, with activations of 1. The cap is twice that of 1F1B.
-            placement = self._layer_store.layout.placement
-            caps = (2.0 * len(placement),) * self._layer_store.layout.ranks
-            return self._request.make(
-                None, caps, partition.owner(self._layer_store.frozen.first_trainable)
-            )
-        return self.stage_plan(partition, layers).schedule
+        first, links = self._layer_store.frozen.first_trainable, self._boundary_links()
+        return schedule_on(self._request, layers or self.scheduled, partition, links, first)
+
+    @property
+    def scheduled(self) -> tuple[LayerCost, ...] | None:
+        """Costs that the present schedule is made from: the known ones, or those of the shapes."""
+        return (self.known or self._guess()) if self.from_costs else None
+
+    @property
+    def from_costs(self) -> bool:
+        """Whether the schedule depends on costs."""
+        return entry(self._steps.schedule).from_costs
 
     def stage_plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> StagePlan:
         """Returns the schedule of a placement at these costs, with its caps and memory.
@@ -145,18 +131,6 @@ class ScheduleKeeper:
             )
         )
 
-    def full(self) -> Schedule:
-        """Returns the schedule with every stage training.
-
-        Its memory is an upper bound for any frozen prefix.
-        """
-        return full_schedule(
-            self._steps.schedule,
-            self._layer_store.layout.ranks,
-            self._layer_store.layout.microbatches,
-            self._steps.chunks,
-        )
-
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         """Simulates one step with the schedule made for these costs and this placement.
 
@@ -168,29 +142,6 @@ class ScheduleKeeper:
             The simulated timeline.
         """
         return simulate(self.on(partition, layers), self.stage_costs(layers, partition))
-
-    def replan(self, layers: tuple[LayerCost, ...], least: float) -> float | None:
-        """Takes these costs for the next schedule, if that saves enough.
-
-        Args:
-            layers: Cost of each layer.
-            least: Share of a step that the new schedule must save more than.
-
-        Returns:
-            The predicted share of a step that is saved. None if the schedule stays. Schedules that
-            are not made from costs always stay.
-        """
-        if not entry(self._steps.schedule).from_costs:
-            return None
-        partition = self._layer_store.layout.partition
-        costs = self.stage_costs(layers, partition)
-        before = simulate(self.on(partition), costs).length(self.objective)
-        after = simulate(self.on(partition, layers), costs).length(self.objective)
-        gain = 1 - after / before if before else 0.0
-        if self.known is not None and gain <= least:
-            return None
-        self.known = layers
-        return max(0.0, gain)
 
     def reshaped(self, links: Links) -> None:
         """Takes note of another mesh.
@@ -225,43 +176,6 @@ class ScheduleKeeper:
         """
         return 2 * max((link.latency for link in self.links.values()), default=0.0)
 
-    # -- requests to a balancer --------------------------------------------------------------------
-
-    def request(
-        self, layers: tuple[LayerCost, ...], cost: Cost, seed: int, step: int
-    ) -> BalanceRequest:
-        """Returns the request to a balancer for a placement of these layers.
-
-        It has this pipeline's schedule, links and memory limit.
-
-        Args:
-            layers: Cost of each layer.
-            cost: Figure of a layer that the balancer goes by.
-            seed: Seed of balancers that draw.
-            step: The next step.
-        """
-        limit, layout = self._steps.memory_limit, self._layer_store.layout
-        # Each stage is given its rank's whole limit. A balancer that knows the placement adds up
-        # the bytes of a rank's stages.
-        limits = None if limit is None else (limit,) * len(layout.placement)
-        from dynmo.balance.balancers import BalanceRequest
-
-        return BalanceRequest(
-            layers,
-            layout.partition,
-            cost,
-            resident(self.full()),
-            limits,
-            seed,
-            step,
-            self._layer_store.model.names,
-            schedule_for_balancers(self._request, layers),
-            self._boundary_links(),
-            self.objective,
-            self._layer_store.frozen.first_trainable,
-            placement=layout.placement,
-        )
-
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
         """Returns the stages' costs, with the link seconds of the messages between them.
 
@@ -272,12 +186,4 @@ class ScheduleKeeper:
         return pipeline_costs(layers, partition, links=self._boundary_links())
 
     def _boundary_links(self) -> tuple[LinkCost, ...]:
-        """Returns the link behind each stage but the last.
-
-        A link between two stages of one rank costs nothing.
-        """
-        here = LinkCost(0.0, math.inf)
-        return tuple(
-            self.links.get((min(pair), max(pair)), here)
-            for pair in pairwise(self._layer_store.layout.placement)
-        )
+        return links_behind(self._layer_store.layout.placement, self.links)

@@ -37,7 +37,9 @@ def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
     """
     loaded = parse(config)
     model = model_of(loaded)
-    pipeline = make_engine(loaded.options, world, model, uniform(model.layers, 2))
+    pipeline = make_engine(
+        loaded.options, world, model, uniform(model.layers, 2), loaded.options.memory_limit
+    )
     shapes = recompute_as_workspace(shape_costs(loaded.options, model), ())
 
     def say(layers: tuple[LayerCost, ...]) -> list[Any]:
@@ -70,7 +72,9 @@ def test_schedule_is_within_memory_from_the_first_step(pool: Pool, over: float) 
 
 
 def test_unlimited_schedule_keeps_at_most_twice_1f1b_memory(pool: Pool) -> None:
-    first, _, last = pool.run("tests.runtime.engine.test_schedule_keeper:schedules", 2, config=CONFIG)[0]
+    first, _, last = pool.run(
+        "tests.runtime.engine.test_schedule_keeper:schedules", 2, config=CONFIG
+    )[0]
     assert first == last
     most = max(alive for pairs in resident(make("1f1b", 2, 32)) for alive, _ in pairs)
     # A microbatch between B and W counts half.
@@ -86,7 +90,13 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
     model = model_of(loaded)
     out: list[str] = []
     for measured in (False, True):
-        pipeline = make_engine(loaded.options, world, model, uniform(model.layers, world.size))
+        pipeline = make_engine(
+            loaded.options,
+            world,
+            model,
+            uniform(model.layers, world.size),
+            loaded.options.memory_limit,
+        )
         if measured:
             shapes = recompute_as_workspace(shape_costs(loaded.options, model), ())
             Actions(pipeline).replan(

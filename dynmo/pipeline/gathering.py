@@ -1,0 +1,78 @@
+"""Gathers what is known before a step, from an engine and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dynmo.balance.trigger import Expected
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.pipeline.optimizers import settings_of
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.planner.mesh_plan import Mesh
+from dynmo.planner.situation import ExpectedCost, Situation
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.profiler import measure_links
+
+
+def gather(
+    options: PipelineOptions,
+    engine: Engine,
+    costs: tuple[LayerCost, ...],
+    *,
+    step: int,
+    forecasts: Sequence[Sequence[Expected]] = (),
+    **known: Any,
+) -> Situation:
+    """Gathers a situation. All ranks call it together, and get the same.
+
+    Args:
+        options: Options of the pipeline.
+        engine: Holds the layers.
+        costs: Cost of each layer from all readings.
+        step: The next step.
+        forecasts: What each dynamic case expects.
+        known: Further fields of `Situation`.
+    """
+    layout, keeper, elastic = engine.store.layout, engine.schedule_keeper, options.elastic
+    links = mesh_links = tuple(keeper.links.items())
+    everyone = engine.store.world.everyone
+    if not links and everyone.size > 1 and (elastic.reshape or known.get("nodes")):
+        mesh_links = tuple(measure_links(everyone, [(0, 1)]).items())
+    return Situation(
+        step=step,
+        end=options.end,
+        layers=costs,
+        halves=engine.halves(costs),
+        names=engine.model.names,
+        first_trainable=engine.store.frozen.first_trainable,
+        links=links,
+        mesh=Mesh(
+            layout.ranks,
+            layout.replicas,
+            layout.microbatches,
+            options.samples,
+            options.schedule,
+        ),
+        partition=layout.partition,
+        scheduled=keeper.scheduled,
+        is_measured=keeper.known is not None,
+        forecasts=tuple(
+            tuple(ExpectedCost(x.step, tuple(x.layers), x.f, x.b, x.w) for x in case)
+            for case in forecasts
+        ),
+        chunks=options.chunks,
+        objective=keeper.objective,
+        post_validation=options.post_validation,
+        zero=options.zero,
+        expert=options.expert,
+        accumulation_groups=engine.store.accumulation_groups,
+        moments=settings_of(options.optimizer).moments,
+        masters=options.precision != "float32",
+        shapes=options.mesh_rule(engine.model.layers).shapes(everyone.size),
+        mesh_links=mesh_links,
+        balance=options.balance,
+        elastic=elastic,
+        seed=options.seed,
+        **known,
+    )

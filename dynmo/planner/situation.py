@@ -1,0 +1,264 @@
+"""What is known before a step. Every decision is a pure function of it.
+
+    measured costs, links, limits --> Situation --> decide_move       where the layers live
+                                                --> decide_schedule   the order of the ops
+                                                --> decide_mesh       pipeline x replicas
+                                                --> decide_ranks      how many ranks
+
+A run gathers a `Situation`, the same on every rank, and writes it with the answer to
+`decisions.jsonl`. `dynmo simulate` asks the same functions again, without ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from dynmo.balance.options import Balance
+from dynmo.balance.partition import Partition
+from dynmo.balance.stage_costs import pipeline_costs
+from dynmo.balance.trigger import ForecastInterval, forecast_intervals
+from dynmo.cluster.options import Elastic
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.profile_file import Pair, Profile
+from dynmo.errors import InputError
+from dynmo.planner.mesh_plan import Mesh
+from dynmo.planner.stage_schedule import StageRequest, schedule_on
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.op import Schedule
+from dynmo.schedule.simulator import simulate
+
+Layers = tuple[LayerCost, ...]
+Kind = Literal["move", "schedule", "mesh", "ranks"]
+
+
+@dataclass(frozen=True)
+class ExpectedCost:
+    """From `step` on, these layers take `f`, `b`, `w` times the time that they take now."""
+
+    step: int
+    layers: tuple[int, ...]
+    f: float = 1.0
+    b: float = 1.0
+    w: float = 1.0
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known before a step, the same on every rank.
+
+    Attributes:
+        step: The next step.
+        end: The step after the last.
+        layers: Cost of each layer from all readings: seconds per microbatch, and bytes.
+        halves: The costs from the earlier and from the later readings alone. Empty if some time has
+            one reading only.
+        names: Name of each layer.
+        first_trainable: The layers before it are frozen.
+        scheduled: Costs that the present schedule was made from. None if it knows no costs.
+        is_measured: Whether `scheduled` was measured.
+        forecasts: What each dynamic case expects.
+        links: Link of each pair of neighbouring ranks of a pipeline, the lower rank first.
+        mesh: The mesh as it is.
+        partition: Number of layers on each stage.
+        chunks: Stages per rank. None means the schedule's own number.
+        objective: The time that the schedule keeps short.
+        post_validation: Whether a step begins before the one before is final.
+        memory_limit: Bytes of a rank. None means unlimited.
+        zero: 1 if ZeRO divides the optimizer state over the replicas, else 0.
+        expert: Number of replicas that share experts.
+        accumulation_groups: Number of accumulation groups of the whole mesh.
+        moments: Optimizer moments of a parameter.
+        masters: Whether parameters have a float32 master.
+        shapes: The meshes that the present ranks can form.
+        mesh_links: `links`. If there are none, the link of some other pair of ranks.
+        fixed_seconds: Seconds of a move beyond its layers' way over the links.
+        seconds_per_byte: Seconds of a move per byte, instead of those of the links.
+        doubt: Factor of the usual gain that a move must promise.
+        preempted: Share of the ops' time that other processes take.
+        pause: Seconds that a change of ranks takes beyond its bytes.
+        nodes: Name of the machine of each rank.
+        there: Number of ranks, newcomers included.
+        most: The largest number of ranks that the run has had.
+        reference: Seconds that a step took at first. None means the best predicted seconds now.
+        balance: How layers are placed, and what a move must bring.
+        elastic: How mesh and ranks may change.
+        seed: Seed of balancers that draw.
+    """
+
+    step: int
+    end: int
+    layers: Layers
+    halves: tuple[Layers, ...]
+    names: tuple[str, ...]
+    first_trainable: int
+    links: tuple[tuple[Pair, LinkCost], ...]
+    mesh: Mesh
+    partition: Partition
+    scheduled: Layers | None = None
+    is_measured: bool = False
+    forecasts: tuple[tuple[ExpectedCost, ...], ...] = ()
+    chunks: int | None = None
+    objective: Objective = Objective.SPAN
+    post_validation: bool = False
+    memory_limit: int | None = None
+    zero: int = 0
+    expert: int = 1
+    accumulation_groups: int = 1
+    moments: int = 2
+    masters: bool = False
+    shapes: tuple[tuple[int, int], ...] = ()
+    mesh_links: tuple[tuple[Pair, LinkCost], ...] = ()
+    fixed_seconds: float = 0.0
+    seconds_per_byte: float | None = None
+    doubt: float = 1.0
+    preempted: float = 0.0
+    pause: float = 0.0
+    nodes: tuple[str, ...] = ()
+    there: int = 1
+    most: int = 1
+    reference: float | None = None
+    balance: Balance = field(default_factory=Balance)
+    elastic: Elastic = field(default_factory=Elastic)
+    seed: int = 0
+
+    @cached_property
+    def stages(self) -> StageRequest:
+        """The request for a schedule on the present mesh."""
+        return StageRequest(
+            self.mesh.schedule,
+            self.mesh.pipeline,
+            self.mesh.microbatches,
+            self.chunks,
+            self.memory_limit,
+            self.objective,
+            self.post_validation,
+            self.mesh.replicas,
+            self.accumulation_groups // self.mesh.replicas,
+        )
+
+    @cached_property
+    def boundary_links(self) -> tuple[LinkCost, ...]:
+        """The link behind each stage but the last."""
+        return links_behind(self.stages.placement, dict(self.links))
+
+    def schedule_on(self, partition: Partition, layers: Layers | None) -> Schedule:
+        """Returns the schedule that these costs give on a placement."""
+        links, first = self.boundary_links, self.first_trainable
+        return schedule_on(self.stages, layers, partition, links, first)
+
+    def seconds_of(self, layers: Layers, partition: Partition) -> float:
+        """Predicts the seconds of a step on a placement, with the schedule of these costs."""
+        return _seconds(self.stages, layers, partition, self.boundary_links, self.first_trainable)
+
+    def intervals(self, layers: Layers) -> tuple[ForecastInterval, ...]:
+        """Returns the costs from the next step on, cut where they are expected to change."""
+        return forecast_intervals(layers, self.forecasts, self.step, self.end)
+
+    def profile(self, layers: Layers) -> Profile:
+        """Returns these costs as a costs file has them, without ZeRO's division."""
+        return Profile(
+            layers=tuple(map(self._whole, layers)) if self.zero else layers,
+            names=self.names,
+            first_trainable=self.first_trainable,
+            links=self.mesh_links or self.links,
+            microbatch=self.mesh.micro_batch,
+            microbatches=self.mesh.microbatches,
+            ranks=self.mesh.pipeline,
+            partition=self.partition.counts,
+            schedule=self.mesh.schedule,
+        )
+
+    def _whole(self, cost: LayerCost) -> LayerCost:
+        return with_all_shares(cost, self.mesh.replicas, self.moments, self.masters)
+
+
+@lru_cache(maxsize=256)
+def _seconds(
+    stages: StageRequest,
+    layers: Layers,
+    partition: Partition,
+    links: tuple[LinkCost, ...],
+    first_trainable: int,
+) -> float:
+    schedule = schedule_on(stages, layers, partition, links, first_trainable)
+    costs = pipeline_costs(layers, partition, links=links)
+    return simulate(schedule, costs).length(stages.objective)
+
+
+def links_behind(placement: tuple[int, ...], links: dict[Pair, LinkCost]) -> tuple[LinkCost, ...]:
+    """Returns the link behind each stage but the last.
+
+    A link between two stages of one rank costs nothing.
+
+    Args:
+        placement: Rank of each stage.
+        links: Link of each pair of neighbouring ranks, the lower rank first.
+    """
+    here = LinkCost(0.0, math.inf)
+    return tuple(links.get((min(pair), max(pair)), here) for pair in pairwise(placement))
+
+
+def with_all_shares(cost: LayerCost, replicas: int, moments: int, masters: bool) -> LayerCost:
+    """Returns a layer's cost with all replicas' shares of its optimizer state.
+
+    For a frozen layer only an upper bound is known: no share is larger than this one.
+    """
+    if not cost.gradient_bytes:
+        return replace(cost, optimizer_bytes=replicas * cost.optimizer_bytes)
+    copies = (1 + moments) * cost.gradient_bytes if cost.rollback_bytes else 0
+    state = (moments + masters) * cost.gradient_bytes
+    return replace(cost, optimizer_bytes=state, rollback_bytes=copies)
+
+
+# -- records of decisions --------------------------------------------------------------------------
+
+IN_RUN = "decisions.jsonl"  # name of the records' file in a run's folder
+
+
+@dataclass(frozen=True)
+class DecisionRecord:
+    """One decision: what was asked, what was known, and the answer.
+
+    Attributes:
+        kind: What was decided.
+        situation: What was known.
+        answer: The answer, as JSON.
+    """
+
+    kind: Kind
+    situation: Situation
+    answer: dict[str, Any]
+
+    def to_text(self) -> str:
+        """Returns the record as one line of JSON. Floats read back exactly."""
+        return json.dumps(_RECORD.dump_python(self, mode="json"))
+
+
+_RECORD = TypeAdapter(DecisionRecord)
+
+
+def read_records(path: Path) -> Iterator[DecisionRecord]:
+    """Reads the decisions that a run wrote.
+
+    Raises:
+        InputError: The file cannot be read, or a line is no record.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield _RECORD.validate_python(json.loads(line))
+        except (json.JSONDecodeError, ValidationError) as error:
+            first = str(error).splitlines()[0]
+            raise InputError(f"{path}, line {number} is no decision of a run: {first}") from None
