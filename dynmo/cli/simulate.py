@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dynmo.cli import ranks
+from dynmo.cli import decisions, ranks
 from dynmo.cli.compiling import compilation_told
 from dynmo.cli.options import command
 from dynmo.errors import InputError, needs_extra
@@ -29,7 +29,11 @@ class SimulateOptions:
     """The options of `dynmo simulate`."""
 
     workload: Annotated[
-        Path, typer.Argument(help="The workload and the policy, as TOML.", show_default=False)
+        Path,
+        typer.Argument(
+            help="The workload and the policy, as TOML. Or decisions.jsonl of a run.",
+            show_default=False,
+        ),
     ]
     plot: Annotated[
         Path | None,
@@ -52,7 +56,10 @@ class SimulateOptions:
 @command
 @compilation_told()
 def simulate(options: SimulateOptions) -> None:
-    """Replay a changing workload under a balancing policy."""
+    """Replay a changing workload under a balancing policy, or the decisions of a run."""
+    if options.workload.suffix == ".jsonl":
+        decisions.run(options.workload, options.as_json)
+        return
     from dynmo.planner.ranks_needed import ranks_needed
     from dynmo.planner.workload import replay
     from dynmo.planner.workload_file import read

@@ -135,6 +135,7 @@ class Loop:
             return ()
         results = self.drain() if self._must_drain(step) else ()
         self._adapted = step
+        self.rebalancer.records.clear()
         if step != self._joins_at:
             for case, shares in self.cases.collect(step):
                 self.token_shares[case.name] = shares

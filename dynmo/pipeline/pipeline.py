@@ -61,6 +61,7 @@ from dynmo.schedule.op import Schedule
 
 if TYPE_CHECKING:
     from dynmo.cost.profile_file import Profile
+    from dynmo.planner.situation import DecisionRecord
 
 _logger = logging.getLogger(__name__)
 _DEFAULT = PipelineOptions(microbatches=1)
@@ -470,6 +471,14 @@ class Pipeline:
             The results of steps that had to become final before.
         """
         return self._loop.adapt()
+
+    @property
+    def decisions(self) -> tuple[DecisionRecord, ...]:
+        """What `adapt` decided last, each with the measurements that it rests on.
+
+        `DecisionRecord.to_text` is a line for a file that `dynmo simulate` reads.
+        """
+        return tuple(self._loop.rebalancer.records)
 
     def _rate(self) -> float:
         rule, peak = self._loop.options.learning_rate, self._optimizer.lr

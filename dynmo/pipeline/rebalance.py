@@ -110,7 +110,7 @@ class Rebalancer:
         self._pause = _FIRST_PAUSE
         self._told = False  # that the memory allows no decision
         self.overhead = Overhead()
-        # The decisions before the next step, with what they rested on.
+        # The decisions before the step, with what they rested on.
         self.records: list[DecisionRecord] = []
 
     def observe(
@@ -226,8 +226,6 @@ class Rebalancer:
     def _record(self, kind: Kind, situation: Situation, answer: dict[str, Any]) -> None:
         from dynmo.planner.situation import DecisionRecord
 
-        if self.records and self.records[0].situation.step != situation.step:
-            self.records.clear()
         self.records.append(DecisionRecord(kind, situation, answer))
 
     def _agree(self, decision: object, what: str) -> None:

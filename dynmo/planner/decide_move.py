@@ -43,9 +43,16 @@ def decide_move(now: Situation) -> MoveChoice | None:
     Raises:
         PartitionError: The balancer has no placement.
     """
-    if now.balance.balancer == "none":
-        return None
-    return weigh_move(now, balancer(now.balance.balancer)(balance_request(now, now.layers)))
+    return None if now.balance.balancer == "none" else weigh_move(now, propose(now))
+
+
+def propose(now: Situation) -> Partition:
+    """Returns the balancer's placement.
+
+    Raises:
+        PartitionError: It has none.
+    """
+    return balancer(now.balance.balancer)(balance_request(now, now.layers))
 
 
 def weigh_move(now: Situation, target: Partition) -> MoveChoice | None:

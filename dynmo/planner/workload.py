@@ -7,10 +7,10 @@ The replay says what balancing would bring, on any number of ranks.
 
 A decision rests on the costs up to the step before.
 
-A decision is what a run would do. The profiler condenses the newest steps' costs (`readings`), the
-balancer proposes, and the simulator predicts. Layers move if that is worth it and both halves of
-the readings say so (`trigger`). If a dynamic case announces that costs change, the profiler drops
-the readings that no longer hold. Costs that differ with the tokens of each step are not announced.
+A decision is that of a run: `decide_move` is asked with what a run would know. The profiler
+condenses the newest steps' costs (`readings`). If a dynamic case announces that costs change, the
+profiler drops the readings that no longer hold. Costs that differ with the tokens of each step are
+not announced.
 
 Two others run beside the policy. `static` leaves the layers where they started, evenly spread. In
 `perfect` every stage has the same part of every F, B and W, as if layers could be cut anywhere. If
@@ -32,15 +32,17 @@ from itertools import pairwise
 from typing import final
 
 from dynmo.balance.layout import moves_between_ranks
+from dynmo.balance.options import Balance
 from dynmo.balance.partition import Cost, Partition, uniform
 from dynmo.balance.stage_costs import frozen_stages
-from dynmo.balance.trigger import FORCED, Decision, confirmed, worth_moving
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
 from dynmo.cost.profile_file import TIMES, Profile
-from dynmo.errors import InputError
+from dynmo.errors import InputError, PartitionError
+from dynmo.planner.decide_move import propose, weigh_move
 from dynmo.planner.evaluate import Plan, PlanRequest, evaluate_partition
+from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.simulated_profiler import SimulatedProfiler
-from dynmo.planner.stage_plan import make_plan
+from dynmo.planner.situation import Situation
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry, placement_of
@@ -264,6 +266,10 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+def _first_trainable(layers: Sequence[LayerCost]) -> int:
+    return next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
+
+
 def replay(workload: Workload, listen: Callable[[int], None] | None = None) -> ReplayResult:
     """Replays a workload.
 
@@ -301,7 +307,9 @@ class Replayer:
         self.numbers = {layers: number for number, layers in reversed(list(enumerate(self.costs)))}
         self.profiler = SimulatedProfiler(workload.layers, 2 if workload.announced else 1)
         self.plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
-        self.proposals: dict[tuple[int, tuple[int, ...]], Plan] = {}
+        self.targets: dict[tuple[int, tuple[int, ...]], Partition] = {}
+        pairs = {(min(a, b), max(a, b)) for a, b in pairwise(self.placement) if a != b}
+        self.links = tuple((pair, workload.link) for pair in sorted(pairs))
         self.known: dict[tuple[int, int, tuple[int, ...]], StepTime] = {}
 
     def run(self, listen: Callable[[int], None] | None) -> ReplayResult:
@@ -369,21 +377,22 @@ class Replayer:
             else [index for index, (old, new) in enumerate(pairs) if old != new]
         )
 
-    def request(self, moment: int, current: Partition, step: int = 0) -> PlanRequest:
+    def request(self, moment: int, current: Partition) -> PlanRequest:
         """The request for a plan with some costs.
 
         Args:
             moment: Number of the costs.
             current: The placement now.
-            step: For the balancer that is random.
         """
         workload = self.workload
         layers = self.costs[moment]
-        first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
-        pairs = {(min(a, b), max(a, b)) for a, b in pairwise(self.placement) if a != b}
-        links = tuple((pair, workload.link) for pair in sorted(pairs))
         profile = Profile(
-            layers, workload.names, first, links, partition=current.counts, ranks=workload.ranks
+            layers,
+            workload.names,
+            _first_trainable(layers),
+            self.links,
+            partition=current.counts,
+            ranks=workload.ranks,
         )
         return PlanRequest(
             profile,
@@ -395,73 +404,72 @@ class Replayer:
             workload.memory_limit,
             workload.objective,
             cost=workload.policy.cost,
-            seed=workload.policy.seed,
-            step=step,
         )
 
     # -- deciding, as a run does -------------------------------------------------------------------
 
-    def consider(self, step: int, measured: int, current: Partition) -> Rebalance | None:
-        """Decides if layers move, as a run does.
+    def situation(self, step: int, measured: int, current: Partition) -> Situation:
+        """Returns what a run would know before a step.
 
         Args:
             step: The step that follows.
             measured: Number of the costs that the profiler knows.
             current: The placement now.
-
-        Returns:
-            The decision. None if the balancer proposes the current placement.
         """
-        policy = self.workload.policy
-        proposed = self.propose(step, measured, current)
-        if proposed.partition == current:
-            return None
-        left = self.workload.steps - step
-        price = self.price(proposed)
-
-        def decide(costs: int) -> Decision:
-            plans = self.plan(costs, current), self.plan(costs, proposed.partition)
-            now, then = (self.finish(x.timeline, x).seconds for x in plans)
-            return worth_moving(now, then, left, price, policy.margin, policy.hysteresis)
-
-        forced = policy.balancer in FORCED
-        decision = decide(measured)
-        if not forced:
-            decision = confirmed(decision, [decide(self.number(x)) for x in self.profiler.halves()])
-        return Rebalance(
-            step,
-            decision.move or forced,
-            current.counts,
-            proposed.partition.counts,
-            len(proposed.moves),
-            proposed.moved_bytes,
-            price,
-            decision.predicted_gain,
-            f"{policy.balancer}: forced" if forced else decision.reason,
+        workload, policy, layers = self.workload, self.workload.policy, self.costs[measured]
+        return Situation(
+            step=step,
+            end=workload.steps,
+            layers=layers,
+            halves=self.profiler.halves(),
+            names=workload.names,
+            first_trainable=_first_trainable(layers),
+            links=self.links,
+            mesh=Mesh(
+                workload.ranks, workload.replicas, workload.microbatches, 1, workload.schedule
+            ),
+            partition=current,
+            chunks=workload.chunks,
+            objective=workload.objective,
+            memory_limit=workload.memory_limit,
+            accumulation_groups=workload.replicas,
+            seconds_per_byte=policy.seconds_per_byte,
+            balance=Balance(
+                balancer=policy.balancer,
+                cost=policy.cost,
+                margin=policy.margin,
+                hysteresis=policy.hysteresis,
+            ),
+            seed=policy.seed,
         )
 
-    def propose(self, step: int, measured: int, current: Partition) -> Plan:
-        """The plan that the balancer proposes.
+    def consider(self, step: int, measured: int, current: Partition) -> Rebalance | None:
+        """Decides if layers move, by the function that a run calls.
 
-        Args:
-            step: The step that follows.
-            measured: Number of the costs that the profiler knows.
-            current: The placement now.
+        Returns:
+            The decision. None if the balancer proposes the current placement, or has none.
         """
-        if self.workload.policy.balancer == "random":
-            return make_plan(self.request(measured, current, step))
+        now = self.situation(step, measured, current)
         key = measured, current.counts
-        if key not in self.proposals:
-            self.proposals[key] = make_plan(self.request(measured, current))
-        return self.proposals[key]
-
-    def price(self, plan: Plan) -> float:
-        """Seconds of a move, its layers one after another."""
-        rate, layers = self.workload.policy.seconds_per_byte, plan.request.profile.layers
-        if rate is not None:
-            return rate * plan.moved_bytes
-        return math.fsum(
-            self.workload.link.seconds(layers[move.layer].moved_bytes) for move in plan.moves
+        if key not in self.targets or now.balance.balancer == "random":
+            try:
+                self.targets[key] = propose(now)
+            except PartitionError:  # no placement fits the memory
+                self.targets[key] = current
+        choice = weigh_move(now, self.targets[key])
+        if choice is None:
+            return None
+        moves = moves_between_ranks(current, choice.target, self.placement)
+        return Rebalance(
+            step,
+            choice.decision.move,
+            current.counts,
+            choice.target.counts,
+            len(moves),
+            sum(now.layers[move.layer].moved_bytes for move in moves),
+            choice.on_the_way,
+            choice.decision.predicted_gain,
+            choice.decision.reason,
         )
 
     # -- how long a step takes ---------------------------------------------------------------------

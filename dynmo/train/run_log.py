@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError
 from dynmo.events import Event, EventLog
 from dynmo.files import write_whole
+from dynmo.planner import situation
+from dynmo.planner.situation import DecisionRecord
 
 _logger = logging.getLogger(__name__)
 
@@ -91,6 +93,17 @@ class RunLog:
             profile_file.write(self._folder / profile_file.IN_RUN, profile)
         except InputError as error:  # missing costs must not end the run
             _logger.warning(str(error))
+
+    def record_decisions(self, decisions: Sequence[DecisionRecord]) -> None:
+        """Adds decisions, with what they rest on, for `dynmo simulate`."""
+        if self._folder is None or not decisions:
+            return
+        path = self._folder / situation.IN_RUN
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{each.to_text()}\n" for each in decisions)
+        except OSError as error:  # missing records must not end the run
+            _logger.warning(f"{path} cannot be written: {error.strerror}")
 
     def close(self) -> None:
         if self._events is not None:

@@ -154,6 +154,8 @@ class Trainer:
         """
         train, pipeline = self.config.train, self.pipeline
         interrupted = self._finish(pipeline.adapt())
+        if self._log is not None:
+            self._log.record_decisions(pipeline.decisions)
         if pipeline.left:
             return False
         self._follow_mesh()
