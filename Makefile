@@ -35,7 +35,8 @@ test: $(READY)
 
 quick: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 tests/schedule tests/cost tests/config tests/balance \
-	    tests/planner tests/report tests/cluster/test_command.py tests/cluster/test_kubernetes.py
+	    tests/planner tests/report \
+	    tests/elastic/managers/test_command.py tests/elastic/managers/test_kubernetes.py
 
 matrix: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m matrix

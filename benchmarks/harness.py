@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from dynmo.launch.rank_side import enter_rank, report_failure
-from dynmo.launch.supervisor import spawn
+from dynmo.elastic.launcher.rank_side import enter_rank, report_failure
+from dynmo.elastic.launcher.supervisor import spawn
 
 Taken = TypeVar("Taken")
 

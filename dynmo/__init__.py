@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dynmo.balance.options import Balance as Balance
     from dynmo.balance.partition import Partition as Partition
-    from dynmo.cluster.options import Elastic as Elastic
     from dynmo.cost.layer_cost import LayerCost as LayerCost
     from dynmo.dynamism.case import Change as Change
     from dynmo.dynamism.case import Dynamism as Dynamism
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from dynmo.pipeline.start import World as World
     from dynmo.pipeline.start import init as init
     from dynmo.pipeline.step_result import StepResult as StepResult
+    from dynmo.planner.options import Elastic as Elastic
 
 __version__: str
 
@@ -58,7 +58,7 @@ _HOMES = {
     "Dynamism": "dynmo.dynamism.case",
     "DynmoError": "dynmo.errors",
     "EarlyExit": "dynmo.dynamism.options",
-    "Elastic": "dynmo.cluster.options",
+    "Elastic": "dynmo.planner.options",
     "Experts": "dynmo.dynamism.options",
     "Forecast": "dynmo.dynamism.case",
     "Freezing": "dynmo.dynamism.options",

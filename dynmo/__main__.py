@@ -4,7 +4,7 @@ import sys
 from typing import NoReturn
 
 from dynmo.cli import main
-from dynmo.launch.ending import end_process
+from dynmo.elastic.launcher.ending import end_process
 
 
 def run() -> NoReturn:

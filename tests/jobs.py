@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dynmo.balance.partition import Partition
-from dynmo.cluster.choose import parks
 from dynmo.config import Config, parse
+from dynmo.elastic.managers.choose import parks
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, StepEvent, to_json
 from dynmo.models.emulated import EmulatedLayer

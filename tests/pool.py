@@ -23,7 +23,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from dynmo.launch.environment import rank_environment
+from dynmo.elastic.launcher.environment import process_environment
+from dynmo.elastic.managers.local import local_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 20.0
@@ -49,7 +50,8 @@ class Pool:
         self._generation = 0
         self._ranks: list[subprocess.Popen[str]] = []
         for rank in range(size):
-            env = rank_environment(rank, size, Path(self._folder.name), threads=1)
+            env = process_environment(rank, size, Path(self._folder.name), threads=1)
+            env |= local_environment()
             env["PYTHONWARNINGS"] = "error"
             # Kernels for AMX take scratch memory that no account has: tests of memory hold on any
             # CPU.

@@ -65,7 +65,7 @@ class ProfileOptions:
 def profile(options: ProfileOptions) -> None:
     """Measure a model's layers and write a costs file."""
     from dynmo.config import load
-    from dynmo.launch.rank_side import is_local_rank
+    from dynmo.elastic.launcher.rank_side import is_local_rank
 
     import_from_working_folder()
     if is_local_rank():
@@ -116,7 +116,7 @@ def _spawn(config: Config, measurement: _Measurement) -> int:
 
     Keeps their logs only if a rank fails and says why there.
     """
-    from dynmo.launch.supervisor import spawn
+    from dynmo.elastic.launcher.supervisor import spawn
 
     folder = Path(tempfile.mkdtemp(prefix="dynmo-profile-"))
     try:

@@ -43,14 +43,14 @@ def rank_command(*arguments: str) -> list[str]:
 
 def check_input(config: Config) -> None:
     """Checks the config without torch, before anything is made or overwritten."""
-    from dynmo.cluster.choose import make_releaser
     from dynmo.data.corpus import check_vocab, open_corpus
+    from dynmo.elastic.managers.choose import make_manager
 
     if config.model.kind != "emulated":
         check_vocab(config.model.vocab)
     if config.data.source.startswith("file:"):
         open_corpus(config.data.source)
-    make_releaser(config.elastic, {})
+    make_manager(config.elastic, {})
 
 
 def run_local_rank(path: Path, run: Callable[[Config, Rendezvous], int]) -> int:
@@ -81,7 +81,7 @@ def report_to_launcher(log: Path, run: Callable[[], int]) -> int:
         log: The process's log, which takes up all that it prints.
         run: Runs the process, and returns its exit status.
     """
-    from dynmo.launch.rank_side import enter_rank, report_failure
+    from dynmo.elastic.launcher.rank_side import enter_rank, report_failure
 
     enter_rank(log)
     try:
@@ -92,7 +92,7 @@ def report_to_launcher(log: Path, run: Callable[[], int]) -> int:
 
 def prepare_joined_rank(rendezvous: Rendezvous) -> None:
     """Sets up a process that torchrun or Slurm started, before it imports torch."""
-    from dynmo.launch.rank_side import quiet_torch
+    from dynmo.elastic.launcher.rank_side import quiet_torch
 
     quiet_torch()
     if rendezvous.loopback and sys.platform == "linux":
@@ -106,7 +106,7 @@ def described_errors(rank: int | None) -> Iterator[None]:
     Args:
         rank: The rank. None if the process has none yet.
     """
-    from dynmo.launch.rank_side import describe
+    from dynmo.elastic.launcher.rank_side import describe
 
     try:
         yield

@@ -35,8 +35,8 @@ from dynmo.errors import ConfigError
 
 if TYPE_CHECKING:
     from dynmo.config import Config
+    from dynmo.elastic.managers.manager import Starter
     from dynmo.events import Event
-    from dynmo.launch.starter import Starter
     from dynmo.runtime.comm.rendezvous import Rendezvous
 
 _logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class TrainOptions:
 @command
 def train(options: TrainOptions) -> None:
     """Train a model over pipeline ranks, rebalancing as it changes."""
-    from dynmo.launch.rank_side import is_local_rank
+    from dynmo.elastic.launcher.rank_side import is_local_rank
 
     import_from_working_folder()
     if is_local_rank():
@@ -129,21 +129,23 @@ def train(options: TrainOptions) -> None:
 
 
 def _spawn(config: Config, folder: Path, options: TrainOptions) -> int:
-    from dynmo.launch.supervisor import spawn
+    from dynmo.elastic.launcher.supervisor import spawn
 
     flags = [*["--resume"] * options.resume, *["--json"] * options.as_json]
     line = rank_command("train", str(folder / "config.toml"), *flags)
     launcher = options.launcher or Launcher.local
-    meeting = folder / "meeting.json"  # for joiners
-    meeting.unlink(missing_ok=True)  # of a run that was killed
+    rendezvous_file = folder / "rendezvous.json"  # for joiners
+    rendezvous_file.unlink(missing_ok=True)  # of a run that was killed
     try:
         if launcher is Launcher.local:
             return spawn(line, config.ranks, config.parallel.threads, folder)
         shared = folder / ".launch"
         starter = _starter(launcher, config, shared)
-        return spawn(line, config.ranks, config.parallel.threads, folder, starter, shared, meeting)
+        return spawn(
+            line, config.ranks, config.parallel.threads, folder, starter, shared, rendezvous_file
+        )
     finally:
-        meeting.unlink(missing_ok=True)
+        rendezvous_file.unlink(missing_ok=True)
         if sys.stderr.isatty():
             # A killed rank 0 leaves its live line there, and no cursor.
             print("\r\x1b[K\x1b[?25h", end="", file=sys.stderr, flush=True)
@@ -151,10 +153,10 @@ def _spawn(config: Config, folder: Path, options: TrainOptions) -> int:
 
 def _starter(launcher: Launcher, config: Config, shared: Path) -> Starter:
     if launcher is Launcher.slurm:
-        from dynmo.launch.slurm import SlurmStarter
+        from dynmo.elastic.managers.slurm import SlurmStarter
 
         return SlurmStarter(config.ranks, shared, config.elastic.job_options)
-    from dynmo.launch.ray_actors import RayStarter
+    from dynmo.elastic.managers.ray import RayStarter
 
     return RayStarter()
 
@@ -260,11 +262,11 @@ def _join(config: Config, may_start: bool) -> int | None:
         The exit status. None if the run does not go on. This process is then one of its first
         ranks.
     """
-    from dynmo.launch.rank_side import quiet_torch
+    from dynmo.elastic.launcher.rank_side import quiet_torch
 
     quiet_torch()
     folder = RUNS / config.name
-    if may_start and not (folder / "meeting.json").is_file():
+    if may_start and not (folder / "rendezvous.json").is_file():
         return None
     with described_errors(None):
         from dynmo.train.joining import RunGone, join_run

@@ -13,7 +13,6 @@ from pydantic import AfterValidator, Field, create_model
 
 from dynmo.balance.meshes import MeshRule
 from dynmo.balance.options import Balance
-from dynmo.cluster.options import Elastic
 from dynmo.dynamism.options import CASES, CaseOptions, EarlyExit, RunFacts
 from dynmo.models.options import ModelOptions
 from dynmo.options import NOT_SERVED, Count, Lax, Options, Seed, Whole, check_own, check_word, word
@@ -27,6 +26,7 @@ from dynmo.pipeline.options import (
     TrainingOptions,
     WorldOptions,
 )
+from dynmo.planner.options import Elastic
 from dynmo.schedule.catalogue import chunks_of
 
 

@@ -342,7 +342,7 @@ class Actions:
         self._part()
         if rank not in kept:
             store.empty()
-            everyone.park()
+            everyone.leave()
             return migration
         everyone.renew(kept.index(rank), len(kept), everyone.generation + 1, everyone.timeout)
         self._take_up(layout, gone, whole, arrivals)
@@ -404,7 +404,7 @@ class Actions:
         Args:
             rank: This process's number from now on.
             size: Number of ranks from now on.
-            generation: Number of the meeting.
+            generation: Number of the generation of process groups.
             mesh: The mesh from now on.
             join_timeout: Seconds to wait for the others.
             experts: Replicas that hold each expert, by layer.

@@ -24,7 +24,7 @@ from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 
 if TYPE_CHECKING:
     from dynmo.balance.layout import RecomputeRule
-    from dynmo.pipeline.summons import Summons
+    from dynmo.elastic.grant import Grant
     from dynmo.runtime.engine.options import Shapes
 
 
@@ -108,7 +108,7 @@ def join_engine(
     world: World,
     model: Model,
     cases: Sequence[Dynamism],
-    summons: Summons,
+    grant: Grant,
     limit: int | None,
 ) -> Engine:
     """Makes this process a rank of a running pipeline.
@@ -120,7 +120,7 @@ def join_engine(
         world: This process alone (`World.outside`).
         model: The model to train.
         cases: The dynamic cases, which take up the run's state.
-        summons: Rank 0's message to this process.
+        grant: Rank 0's message to this process.
         limit: Bytes of a rank. None means unlimited.
 
     Returns:
@@ -130,18 +130,18 @@ def join_engine(
         RunError: The ranks did not meet.
     """
     engine = make_engine(
-        options, world, model, Partition(summons.layers_before), limit, summons.shape_before
+        options, world, model, Partition(grant.layers_before), limit, grant.shape_before
     )
-    restore_state(engine, summons.state, cases)
-    engine.schedule_keeper.known = summons.known_costs
+    restore_state(engine, grant.state, cases)
+    engine.schedule_keeper.known = grant.known_costs
     Actions(engine).arrive(
-        summons.rank,
-        summons.size,
-        summons.generation,
-        NextMesh(*summons.shape, Partition(summons.layers), summons.microbatches),
+        grant.rank,
+        grant.size,
+        grant.generation,
+        NextMesh(*grant.shape, Partition(grant.layers), grant.microbatches),
         join_timeout=options.elastic.join_timeout,
         experts={
-            layer: ExpertPlacement(holders, options.expert) for layer, holders in summons.experts
+            layer: ExpertPlacement(holders, options.expert) for layer, holders in grant.experts
         },
     )
     return engine

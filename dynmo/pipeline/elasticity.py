@@ -1,6 +1,6 @@
 """Decides before a step how many ranks a run has, and changes the ranks.
 
-    rank 0    looks for processes that wait to join, and asks the manager (`rank_source.py`)
+    rank 0    looks for processes that wait to join, and asks the manager (`elastic/rank_source.py`)
     all       see in a step's flags that rank 0 wants a decision, decide alike, shrink or grow
 
 A planned mesh (`elastic.reshape_at`) is followed at its step. `elastic.repack` and
@@ -19,25 +19,25 @@ import torch
 
 from dynmo.balance.partition import Partition
 from dynmo.balance.repack import kept_ranks
-from dynmo.cluster.members import (
+from dynmo.elastic.grant import Grant, cost_records
+from dynmo.elastic.launcher.launch_folder import tell_launcher
+from dynmo.elastic.member import (
+    Member,
     count_text,
     describe,
     member_from,
     member_text,
     own_member,
-    tell_launcher,
 )
-from dynmo.cluster.releaser import Member
+from dynmo.elastic.rank_source import RankSource
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent, now
 from dynmo.pipeline.actions import Actions, NextMesh, ResizeFailed
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import first_partition
-from dynmo.pipeline.rank_source import RankSource
 from dynmo.pipeline.rebalance import Rebalancer
-from dynmo.pipeline.summons import Summons, cost_records
-from dynmo.runtime.comm.lobby import read_all, tell_all
+from dynmo.runtime.comm.store import read_all, tell_all
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 
@@ -430,8 +430,8 @@ class Elasticity:
             return []
         pipeline, size = self._pipeline, self._everyone.size
         experts = CaseContext(pipeline).expert_placements
-        summons = [
-            Summons(
+        grants = [
+            Grant(
                 rank=size + place,
                 size=plan.ranks,
                 generation=self._everyone.generation + 1,
@@ -450,7 +450,7 @@ class Elasticity:
             )
             for place in range(newcomers)
         ]
-        return self._source.invite([each.to_text() for each in summons])
+        return self._source.grant([each.to_text() for each in grants])
 
     def _account(self, before: int, plan: _Plan) -> None:
         """Counts the GPU-seconds of absent ranks so far, and takes up the plan's microbatches."""

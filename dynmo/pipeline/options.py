@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from dynmo.balance.meshes import MeshRule
 from dynmo.balance.options import Balance
-from dynmo.cluster.options import Elastic
 from dynmo.dynamism.options import CaseOptions, RunFacts
 from dynmo.models.options import ModelOptions
 from dynmo.options import (
@@ -30,6 +29,7 @@ from dynmo.options import (
     check_word,
     word,
 )
+from dynmo.planner.options import Elastic
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
 

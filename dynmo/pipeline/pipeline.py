@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from dynmo.balance.options import Balance
 from dynmo.balance.partition import Partition
-from dynmo.cluster.options import Elastic
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.dynamism.case import Dynamism, TokenShares
 from dynmo.dynamism.options import CaseOptions
@@ -50,6 +49,7 @@ from dynmo.pipeline.saving import (
 from dynmo.pipeline.start import World
 from dynmo.pipeline.step_result import StepResult
 from dynmo.pipeline.whole_model import WholeModel
+from dynmo.planner.options import Elastic
 from dynmo.runtime.comm import world as comm
 from dynmo.runtime.comm.agreement import agree, first_difference, maxima
 from dynmo.runtime.comm.messages import ranks_text
@@ -296,21 +296,21 @@ class Pipeline:
         Returns:
             Seconds that a step took at first.
         """
-        from dynmo.pipeline.summons import summons_from
+        from dynmo.elastic.grant import grant_from
 
-        summons = summons_from(invitation)
-        if summons.microbatches != options.all_microbatches:
-            options = options.with_microbatches(summons.microbatches)
+        grant = grant_from(invitation)
+        if grant.microbatches != options.all_microbatches:
+            options = options.with_microbatches(grant.microbatches)
         # First, because all other ranks wait while this one joins.
         self._shapes = self._known_shapes(model, options, is_new=False)
         self._engine = join_engine(
-            options, self._world, model, self._cases, summons, self._memory_limit
+            options, self._world, model, self._cases, grant, self._memory_limit
         )
-        state = summons.state
+        state = grant.state
         self._loop = self._make_loop(
-            options, listen, summons.step, state["loss"], state["moves"], joined=True
+            options, listen, grant.step, state["loss"], state["moves"], joined=True
         )
-        return summons.reference
+        return grant.reference
 
     def _make_loop(
         self,
@@ -335,8 +335,8 @@ class Pipeline:
         )
 
     def _watch_ranks(self, reference: float | None) -> None:
+        from dynmo.elastic.rank_source import make_source
         from dynmo.pipeline.elasticity import Elasticity
-        from dynmo.pipeline.rank_source import make_source
 
         loop = self._loop
         source = make_source(loop.options.elastic, self._world, self.identity)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dynmo.elastic.launcher.environment import FOR_RANKS_ON_CUDA
 from dynmo.errors import ConfigError
-from dynmo.launch.environment import FOR_RANKS_ON_CUDA
 from dynmo.pipeline.options import WorldOptions
 from dynmo.pipeline.uncaught import report_uncaught
 from dynmo.runtime.comm import world as comm

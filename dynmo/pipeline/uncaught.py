@@ -12,8 +12,8 @@ import sys
 import threading
 from types import TracebackType
 
+from dynmo.elastic.launcher.ending import end_process
 from dynmo.errors import DynmoError, place
-from dynmo.launch.ending import end_process
 from dynmo.runtime.comm.world import World
 
 

@@ -26,11 +26,11 @@ from dynmo.balance.options import Balance
 from dynmo.balance.partition import Partition
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.balance.trigger import ForecastInterval, forecast_intervals
-from dynmo.cluster.options import Elastic
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Pair, Profile
 from dynmo.errors import InputError
 from dynmo.planner.mesh_plan import Mesh
+from dynmo.planner.options import Elastic
 from dynmo.planner.stage_schedule import StageRequest, schedule_on
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.op import Schedule

@@ -10,16 +10,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dynmo.cluster.choose import parks
-from dynmo.cluster.launch_folder import launch_folder
-from dynmo.cluster.members import describe, own_member
 from dynmo.config import Config, load
+from dynmo.elastic.join_requests import Newcomer, join_request_text
+from dynmo.elastic.launcher.launch_folder import launch_folder
+from dynmo.elastic.managers.choose import parks
+from dynmo.elastic.member import describe, own_member
 from dynmo.errors import ConfigError, InputError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity, identity_of
 from dynmo.models.model import Model
-from dynmo.runtime.comm.announcement import announcement
-from dynmo.runtime.comm.lobby import Newcomer
-from dynmo.runtime.comm.store import find_missing, open_meeting, read_meeting
+from dynmo.runtime.comm.store import find_missing, open_rendezvous, read_rendezvous
 from dynmo.runtime.comm.world import World
 from dynmo.train.setup import cases_of, device_for, model_of
 from dynmo.train.stop_flag import stop_flag
@@ -28,11 +27,11 @@ from dynmo.train.trainer import RunResult, Trainer
 _logger = logging.getLogger(__name__)
 
 # File in the folder of a running run. It says where the ranks meet.
-MEETING = "meeting.json"
+RENDEZVOUS_FILE = "rendezvous.json"
 
 
 class RunGone(InputError):
-    """The meeting place of the run's ranks is empty."""
+    """No run answers at the rendezvous."""
 
 
 def join_run(folder: Path) -> int:
@@ -50,30 +49,30 @@ def join_run(folder: Path) -> int:
         RunGone: The run was killed.
         RunError: The run failed.
     """
-    config_file, meeting = folder / "config.toml", folder / MEETING
+    config_file, rendezvous_file = folder / "config.toml", folder / RENDEZVOUS_FILE
     if not config_file.is_file():
         raise ConfigError(
             f"{folder} does not exist, so there is nothing to join; start the run first, in the "
             "same folder"
         )
-    if not meeting.is_file():
+    if not rendezvous_file.is_file():
         raise ConfigError(
             f"{folder} is not being trained now, so there is nothing to join; start it, or go on "
             "with --resume"
         )
-    record = read_meeting(meeting)
+    record = read_rendezvous(rendezvous_file)
     config = load(config_file)
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, int(os.environ.get("LOCAL_RANK", "0")))
     model = model_of(config)
     identity = newcomer_identity(config, model)
     try:
-        store = open_meeting(record, config.parallel.timeout)
+        store = open_rendezvous(record, config.parallel.timeout)
     except RunError as error:
-        raise RunGone(f"{meeting}: {error}") from None
+        raise RunGone(f"{rendezvous_file}: {error}") from None
     home = dist.PrefixStore("gen/0", store)
     if find_missing(home, ["here/0"]):
-        raise RunGone(f"{meeting}: no run meets where it says")
+        raise RunGone(f"{rendezvous_file}: no run meets where it says")
     world = World.outside(
         home, device=device, timeout=config.parallel.timeout, staged=config.parallel.staged
     )
@@ -133,7 +132,7 @@ def _wait_and_train(
     """Returns None if the run ended without this process."""
     assert world.home is not None
     member = own_member(-1)
-    text, limit = announcement(member, identity), config.parallel.timeout
+    text, limit = join_request_text(member, identity), config.parallel.timeout
     newcomer = Newcomer(world.home, text, limit, describe(member))
     while True:
         # Nothing is lost if a signal ends a process that waits.
@@ -146,7 +145,7 @@ def _wait_and_train(
         except (WaitTimeout, RankDied) as error:
             # The others go on without this process, and may call it again.
             _logger.warning(f"{error}; waiting again")
-            world.park()
+            world.leave()
             continue
         if member.process is not None and (launcher := launch_folder()) is not None:
             launcher.become_member(member.process, world.generation)

@@ -7,13 +7,13 @@ import json
 from collections.abc import Generator
 from pathlib import Path
 
-from dynmo.cluster.choose import parks
 from dynmo.config import Config
+from dynmo.elastic.managers.choose import parks
 from dynmo.errors import RunError
 from dynmo.files import write_whole
 from dynmo.runtime.comm.rendezvous import Rendezvous
-from dynmo.runtime.comm.store import meeting_of
-from dynmo.train.joining import MEETING, come_back
+from dynmo.runtime.comm.store import rendezvous_record
+from dynmo.train.joining import RENDEZVOUS_FILE, come_back
 from dynmo.train.run_log import Listener
 from dynmo.train.setup import start
 from dynmo.train.trainer import RunResult, Trainer
@@ -62,9 +62,9 @@ def _open_for_newcomers(rendezvous: Rendezvous, folder: Path | None) -> Generato
     if folder is None:
         yield
         return
-    path = folder / MEETING
+    path = folder / RENDEZVOUS_FILE
     try:
-        record = meeting_of(rendezvous)
+        record = rendezvous_record(rendezvous)
     except RunError:  # a world of one process, which nobody can reach
         yield
         return

@@ -19,8 +19,8 @@ from dynmo.config import Config
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.data.file_kind import kind_of
 from dynmo.dynamism.registry import from_class, make_cases
+from dynmo.elastic.launcher.environment import FOR_RANKS_ON_CUDA
 from dynmo.errors import ConfigError
-from dynmo.launch.environment import FOR_RANKS_ON_CUDA
 from dynmo.models.model import Model
 from dynmo.options import value_text
 from dynmo.runtime.comm.agreement import first_difference

@@ -33,7 +33,7 @@ LEFT_OUT = {
     ". .venv/bin/activate": "is for a shell",
     "python -m tests.fuzz --cases 1000": "takes an hour; tests/fuzz/test_fuzz.py has 24 cases",
     "dynmo train run.toml --launcher slurm": "needs Slurm",
-    "dynmo train run.toml --join": "needs a run that goes on; tests/launch/test_elastic.py has one",
+    "dynmo train run.toml --join": "needs a run that goes on; tests/cli/test_elastic.py has one",
 }
 # Names of commands in the text. Their help is shown.
 NAMES = (

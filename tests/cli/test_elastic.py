@@ -82,7 +82,7 @@ def test_rank_started_by_hand_joins_the_run(work: Path) -> None:
     ranks = [
         train(work, "--join", sets=given, env={**names, "RANK": str(rank)}) for rank in range(2)
     ]
-    wait_until(lambda: (work / "runs/main/meeting.json").is_file(), 30)
+    wait_until(lambda: (work / "runs/main/rendezvous.json").is_file(), 30)
     third = train(work, "--join", sets=given, env={**names, "RANK": "2"})
     wait_until(lambda: bool(of_kind(work, "main", "repack")), 40)
     (grow,) = of_kind(work, "main", "grow")
@@ -95,7 +95,7 @@ def test_rank_started_by_hand_joins_the_run(work: Path) -> None:
     wait_until(lambda: steps(work, "main") > before + 5)
     ranks[0].send_signal(signal.SIGTERM)
     assert [end(rank).status for rank in ranks] == [130, 130]
-    assert not (work / "runs/main/meeting.json").exists()
+    assert not (work / "runs/main/rendezvous.json").exists()
 
 
 @pytest.mark.matrix

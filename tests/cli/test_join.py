@@ -72,25 +72,27 @@ DAMAGED: dict[str, bytes] = {
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """`meeting.json` of a run that goes on, as far as its folder shows. It is not there yet."""
+    """`rendezvous.json` of a run that goes on, as far as its folder shows. It is not there yet."""
     fill(tmp_path)
     config = load(tmp_path / "run.toml", [f"parallel.timeout={TIMEOUT}"])
     folder = tmp_path / "runs/main"
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(config.to_toml())
-    return folder / "meeting.json"
+    return folder / "rendezvous.json"
 
 
-def test_damaged_meeting_file_is_refused(tmp_path: Path, place: Path, run: Run) -> None:
+def test_damaged_rendezvous_file_is_refused(tmp_path: Path, place: Path, run: Run) -> None:
     assert len(DAMAGED) >= 33
     for name, content in DAMAGED.items():
         place.write_bytes(content)
         done = run(tmp_path, "run.toml", "--join")
-        assert_refused(done, "runs/main/meeting.json is damaged")
+        assert_refused(done, "runs/main/rendezvous.json is damaged")
         assert done.line.isprintable(), name
 
 
-def test_meeting_file_that_cannot_be_read_is_refused(tmp_path: Path, place: Path, run: Run) -> None:
+def test_rendezvous_file_that_cannot_be_read_is_refused(
+    tmp_path: Path, place: Path, run: Run
+) -> None:
     for target in (tmp_path, place, tmp_path / "nowhere"):
         place.symlink_to(target)
         assert_refused(run(tmp_path, "run.toml", "--join"), "is not being trained now")
@@ -116,10 +118,10 @@ def test_place_where_no_run_meets_is_refused(
     tmp_path: Path, place: Path, run: Run, record: dict[str, Any]
 ) -> None:
     place.write_text(json.dumps(record))
-    assert_refused(run(tmp_path, "run.toml", "--join"), "runs/main/meeting.json")
+    assert_refused(run(tmp_path, "run.toml", "--join"), "runs/main/rendezvous.json")
 
 
-def test_meeting_file_of_another_user_is_refused(tmp_path: Path, place: Path, run: Run) -> None:
+def test_rendezvous_file_of_another_user_is_refused(tmp_path: Path, place: Path, run: Run) -> None:
     place.write_text(GOOD)
     place.chmod(0o666)
     assert_refused(run(tmp_path, "run.toml", "--join"), "can be written by other users")
@@ -134,7 +136,7 @@ def test_meeting_file_of_another_user_is_refused(tmp_path: Path, place: Path, ru
 
 
 def joined_at(tmp_path: Path, place: Path, store: bytes) -> Path:
-    """Makes the store of local ranks, and names it in the meeting file."""
+    """Makes the store of local ranks, and names it in the rendezvous file."""
     folder = tmp_path / "met"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -174,4 +176,4 @@ def test_join_at_a_file_that_is_no_store_ends_in_time(
     start = time.monotonic()
     done = run(tmp_path, "run.toml", "--join")
     assert time.monotonic() - start < TIMEOUT + 5
-    assert_refused(done, "runs/main/meeting.json")
+    assert_refused(done, "runs/main/rendezvous.json")

@@ -60,7 +60,7 @@ def test_newcomer_with_other_code_is_refused(tmp_path: Path) -> None:
     run = train(folder, sets=(*SETS, "train.steps=100000", "train.eval_every=0"))
     started = [run]
     try:
-        wait_until(lambda: (folder / "runs/main/meeting.json").is_file(), 120)
+        wait_until(lambda: (folder / "runs/main/rendezvous.json").is_file(), 120)
         waiting = {
             name: train(make_folder(tmp_path, name, folder), "--join")
             for name in NEWCOMERS

@@ -130,7 +130,7 @@ def test_resume_names_the_changed_keys(
     (tmp_path / "runs/main/checkpoints/step-000005").mkdir(parents=True)
     (tmp_path / "runs/main/checkpoints/step-000005/manifest.json").write_text("")
     (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml").to_toml())
-    monkeypatch.setattr("dynmo.launch.supervisor.spawn", lambda *arguments: 0)
+    monkeypatch.setattr("dynmo.elastic.launcher.supervisor.spawn", lambda *arguments: 0)
     assert run(tmp_path, "run.toml", "--resume") == (0, "", "")
     told = (
         "dynmo: resumed; the configs differ in parallel.timeout (30.0, 9.0), train.lr (0.01, 0.5)\n"
@@ -171,7 +171,7 @@ def test_failed_run_says_how_to_go_on(
     def fails(*arguments: object) -> int:
         raise kind(text)
 
-    monkeypatch.setattr("dynmo.launch.supervisor.spawn", fails)
+    monkeypatch.setattr("dynmo.elastic.launcher.supervisor.spawn", fails)
     kind, text = RunError, "rank 1 was ended by SIGKILL; out of memory?"
     none = "runs/main has no checkpoint to go on from (checkpoint.every); --overwrite starts anew"
     assert run(tmp_path, "run.toml") == (1, "", f"dynmo: {text}; {none}\n")
@@ -216,7 +216,7 @@ def test_failed_overwrite_restores_the_old_run(
         (tmp_path / "runs/main/rank-0.log").write_text("why")
         raise RunError("rank 0 was ended by SIGKILL")
 
-    monkeypatch.setattr("dynmo.launch.supervisor.spawn", fail)
+    monkeypatch.setattr("dynmo.elastic.launcher.supervisor.spawn", fail)
     for _ in range(2):
         assert run(tmp_path, "run.toml", "--overwrite").status == 1
         assert set(tree(tmp_path / "runs/main")) == {"config.toml", "rank-0.log"}
@@ -242,13 +242,13 @@ def test_run_of_another_process_is_not_touched(
         assert tree(tmp_path) == before
         return 0
 
-    monkeypatch.setattr("dynmo.launch.supervisor.spawn", meanwhile)
+    monkeypatch.setattr("dynmo.elastic.launcher.supervisor.spawn", meanwhile)
     (tmp_path / "runs/main").mkdir(parents=True)
     (tmp_path / "runs/main/config.toml").write_text("")
     assert run(tmp_path, "run.toml", "--overwrite").status == 0
     assert len(attempts) == 3
     assert not list((tmp_path / "runs").glob(".*.lock")), "it ends with the run"
-    monkeypatch.setattr("dynmo.launch.supervisor.spawn", lambda *_: 0)
+    monkeypatch.setattr("dynmo.elastic.launcher.supervisor.spawn", lambda *_: 0)
     assert run(tmp_path, "run.toml", "--overwrite").status == 0
 
 
@@ -408,16 +408,16 @@ def test_launcher_gets_the_run_folder_for_rendezvous(
     fill(tmp_path)
     given: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
-        "dynmo.launch.supervisor.spawn", lambda *arguments: given.append(arguments) or 0
+        "dynmo.elastic.launcher.supervisor.spawn", lambda *arguments: given.append(arguments) or 0
     )
-    monkeypatch.setattr("dynmo.launch.slurm.SlurmStarter", lambda *arguments: arguments)
+    monkeypatch.setattr("dynmo.elastic.managers.slurm.SlurmStarter", lambda *arguments: arguments)
     options = ("elastic.job_options=['--partition=p']",)
     assert run(tmp_path, "run.toml", "--launcher", "slurm", sets=options).status == 0
-    ((command, ranks, _, folder, starter, shared, meeting),) = given
+    ((command, ranks, _, folder, starter, shared, rendezvous_file),) = given
     assert command[-2:] == ["train", "runs/main/config.toml"]
     assert (ranks, str(folder)) == (2, "runs/main")
     assert starter == (2, shared, ("--partition=p",))
-    assert [str(path) for path in (shared, meeting)] == [
+    assert [str(path) for path in (shared, rendezvous_file)] == [
         "runs/main/.launch",
-        "runs/main/meeting.json",
+        "runs/main/rendezvous.json",
     ]

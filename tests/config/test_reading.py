@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from dynmo.balance import balancers, repack
 from dynmo.balance.options import BALANCERS, Balance
-from dynmo.cluster.options import RANK_ALGORITHMS
 from dynmo.config import Config, load, parse
 from dynmo.errors import ConfigError
 from dynmo.models.options import ModelOptions
 from dynmo.options import parse_bytes, value_text
+from dynmo.planner.options import RANK_ALGORITHMS
 from tests.config.refusal import refusal
 
 

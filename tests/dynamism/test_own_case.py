@@ -14,8 +14,8 @@ from dynmo.config import parse
 from dynmo.dynamism.case import Change, Dynamism, Signals, checked, named
 from dynmo.dynamism.freezing import ScheduledFreezing
 from dynmo.dynamism.registry import from_class
+from dynmo.elastic.launcher.rank_side import describe
 from dynmo.errors import ConfigError, RunError
-from dynmo.launch.rank_side import describe
 from dynmo.train.setup import cases_of
 from tests.dynamism.own_case import LayerDrop
 from tests.pool import Pool

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynmo.cluster.members import own_member
+from dynmo.elastic.join_requests import Newcomer, join_request_text
+from dynmo.elastic.member import own_member
 from dynmo.errors import ConfigError, RunError
-from dynmo.runtime.comm.announcement import announcement
-from dynmo.runtime.comm.lobby import Newcomer
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import migration
 from dynmo.train.joining import come_back, newcomer_identity
@@ -31,17 +30,17 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
     if world.rank < last:
         world.renew(world.rank, last, world.generation + 1, 20)
         return train_elastic(world, config)
-    world.park()
+    world.leave()
     assert world.home is not None
     loaded = parsed(config)
     identity = newcomer_identity(loaded, model_of(loaded))
     if newcomer == "stays away":
-        Newcomer(world.home, announcement(own_member(-1), identity), 20).wait()
+        Newcomer(world.home, join_request_text(own_member(-1), identity), 20).wait()
         return {"left": True}
     if newcomer == "has other code":
         other = identity.model_copy(update={"code": {"own.py": "other"}})
         try:
-            Newcomer(world.home, announcement(own_member(-1), other), 20).wait()
+            Newcomer(world.home, join_request_text(own_member(-1), other), 20).wait()
         except ConfigError as error:
             return {"left": True, "error": str(error)}
     if newcomer == "joins":

@@ -38,7 +38,7 @@ def form_default_group(
     """Makes torch's default group. All its ranks call it.
 
     Args:
-        store: Shared by the ranks, and used by no other meeting.
+        store: Shared by the ranks, and used for no other group.
         rank: This rank's number.
         size: Number of ranks.
         backend: Torch's name of the backends.

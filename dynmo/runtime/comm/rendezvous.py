@@ -30,7 +30,7 @@ class Rendezvous:
         port: The port of the address.
         loopback: The address is the loopback's and every rank is on this machine. Nothing needs
             to be open to the network.
-        meeting: The file into which rank 0 writes its address and port.
+        file: The file into which rank 0 writes its address and port.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class Rendezvous:
     address: str | None = None
     port: int | None = None
     loopback: bool = False
-    meeting: str | None = None
+    file: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -98,8 +98,8 @@ def _of_launcher(environ: Mapping[str, str]) -> Rendezvous:
     """Reads the variables of torchrun, or of dynmo's own launcher."""
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local = _number(environ, "LOCAL_RANK" if "LOCAL_RANK" in environ else "RANK")
-    if "DYNMO_MEETING" in environ:
-        return Rendezvous(rank, size, local, meeting=environ["DYNMO_MEETING"])
+    if "DYNMO_RENDEZVOUS_FILE" in environ:
+        return Rendezvous(rank, size, local, file=environ["DYNMO_RENDEZVOUS_FILE"])
     if "DYNMO_RENDEZVOUS" in environ:
         return Rendezvous(rank, size, local, folder=environ["DYNMO_RENDEZVOUS"])
     if "MASTER_ADDR" not in environ:

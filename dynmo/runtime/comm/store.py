@@ -29,6 +29,8 @@ _SLACK = 2.0
 _POLL = 0.05
 # Most bytes of the file that says where ranks meet.
 _MOST = 1 << 16
+# A store in a file that something else has written to raises these.
+LOST = (RuntimeError, ValueError, MemoryError)
 # Bytes of the length of a key or a value in a file store.
 _LENGTH = 4
 
@@ -57,8 +59,8 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
         store: dist.Store = dist.FileStore(str(Path(rendezvous.folder) / "store"), rendezvous.size)
         store.set_timeout(timedelta(seconds=timeout))
         return store
-    if rendezvous.meeting is not None:
-        return _meet(rendezvous, Path(rendezvous.meeting), timeout)
+    if rendezvous.file is not None:
+        return _meet(rendezvous, Path(rendezvous.file), timeout)
     where = f"{rendezvous.address}:{rendezvous.port}"
     try:
         with _native_stderr_dropped():
@@ -80,33 +82,33 @@ def _attempt() -> str:
     return f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def meeting_of(rendezvous: Rendezvous) -> dict[str, Any]:
+def rendezvous_record(rendezvous: Rendezvous) -> dict[str, Any]:
     """Returns what a process that joins the run needs to open the same store.
 
     Args:
         rendezvous: Where the ranks of the run have met.
 
     Returns:
-        A record for `open_meeting`. It can be written as JSON.
+        A record for `open_rendezvous`. It can be written as JSON.
 
     Raises:
         RunError: No other process can reach the store.
     """
     if rendezvous.folder is not None:
         return {"folder": rendezvous.folder}
-    if rendezvous.meeting is not None:
-        return read_meeting(Path(rendezvous.meeting))
+    if rendezvous.file is not None:
+        return read_rendezvous(Path(rendezvous.file))
     if rendezvous.address is not None:
         where = {"address": rendezvous.address, "port": rendezvous.port}
         return {**where, "prefix": _attempt()}
     raise RunError("this run has one rank that no launcher started: no other process can join it")
 
 
-def read_meeting(path: Path) -> dict[str, Any]:
+def read_rendezvous(path: Path) -> dict[str, Any]:
     """Reads the file that says where the ranks of a run meet.
 
     Args:
-        path: The file, which has a result of `meeting_of` as JSON.
+        path: The file, which has a result of `rendezvous_record` as JSON.
 
     Raises:
         ConfigError: It is damaged, cannot be read, or comes from another user.
@@ -122,7 +124,7 @@ def read_meeting(path: Path) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError):
         pass
-    if not _is_meeting(record):
+    if not _is_rendezvous_record(record):
         raise ConfigError(
             f"{path} is damaged and does not say where the run meets: nobody can join this run; "
             "stop it, and go on with --resume"
@@ -145,8 +147,8 @@ def _check_source(file: os.stat_result, path: Path) -> None:
     )
 
 
-def _is_meeting(record: object) -> bool:
-    """Returns whether a record has what `open_meeting` needs, and nothing else."""
+def _is_rendezvous_record(record: object) -> bool:
+    """Returns whether a record has what `open_rendezvous` needs, and nothing else."""
     if not isinstance(record, dict):
         return False
     values: dict[str, Any] = record
@@ -163,11 +165,11 @@ def _is_meeting(record: object) -> bool:
     )
 
 
-def open_meeting(record: Mapping[str, Any], timeout: float) -> dist.Store:
+def open_rendezvous(record: Mapping[str, Any], timeout: float) -> dist.Store:
     """Opens the store of a run that goes on.
 
     Args:
-        record: Result of `meeting_of` in a rank of the run.
+        record: Result of `rendezvous_record` in a rank of the run.
         timeout: Seconds that each wait may take.
 
     Raises:
@@ -252,30 +254,30 @@ def _stay_on_loopback(address: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _meet(rendezvous: Rendezvous, meeting: Path, timeout: float) -> dist.Store:
+def _meet(rendezvous: Rendezvous, file: Path, timeout: float) -> dist.Store:
     """Opens a store on rank 0, and joins it on the others.
 
     Rank 0 takes a free port and writes its address. The others wait for the file.
     """
     if rendezvous.rank == 0:
-        return _serve(meeting, timeout)
+        return _serve(file, timeout)
     end = time.monotonic() + timeout
     # A listing shows a new file of another machine at once. A network file system may keep the
     # answer that one file does not exist.
-    while meeting.name not in (path.name for path in meeting.parent.iterdir()):
+    while file.name not in (path.name for path in file.parent.iterdir()):
         if time.monotonic() >= end:
             late = f"rank {rendezvous.rank} waited {timeout:g} s for rank 0"
-            raise WaitTimeout(f"{late}, which has not written its address to {meeting}", [0])
+            raise WaitTimeout(f"{late}, which has not written its address to {file}", [0])
         time.sleep(_POLL)
     try:
-        return open_meeting(meeting_of(rendezvous), timeout)
+        return open_rendezvous(rendezvous_record(rendezvous), timeout)
     except WaitTimeout as error:
         raise WaitTimeout(f"rank {rendezvous.rank} {error}", [0]) from None
     except RunError as error:
         raise RankDied(f"rank {rendezvous.rank} lost rank 0 as it joined ({error})") from None
 
 
-def _serve(meeting: Path, timeout: float) -> dist.Store:
+def _serve(file: Path, timeout: float) -> dist.Store:
     address = os.environ.get("MASTER_ADDR") or socket.gethostname()
     port, listener = 0, None
     try:
@@ -302,7 +304,7 @@ def _serve(meeting: Path, timeout: float) -> dist.Store:
         raise RunError(f"rank 0 could not open a store at {address}: {why}; {advice}") from None
     _stay_on_loopback(address)
     record = {"address": address, "port": store.port}
-    write_whole(meeting, json.dumps(record), mode=0o600)
+    write_whole(file, json.dumps(record), mode=0o600)
     return store
 
 
@@ -389,6 +391,64 @@ def claim(store: dist.Store, rank: int, timeout: float) -> None:
     if claims > 1:
         advice = "give each process a RANK of its own, and each run a MASTER_PORT of its own"
         raise RunError(f"another process is rank {rank} of this run, too; {advice}")
+
+
+def no_answer(seconds: float) -> WaitTimeout:
+    """Returns the error of a store that does not answer in time."""
+    late = f"waited {seconds:g} s for the store of the run, which does not answer"
+    return WaitTimeout(f"{late}; has something else written to it?", [0])
+
+
+def tell_all(store: dist.Store, key: str, rank: int, text: str, timeout: float) -> None:
+    """Leaves a text of this rank for the others.
+
+    Args:
+        store: Store of this generation.
+        key: Name under which the ranks leave their texts.
+        rank: This rank.
+        text: Its text.
+        timeout: Seconds to wait for the store.
+
+    Raises:
+        WaitTimeout: The store does not answer.
+    """
+    try:
+        call_with_limit(timeout, lambda: store.set(f"{key}/{rank}", text))
+    except TimeoutError:
+        raise no_answer(timeout) from None
+
+
+def read_all(store: dist.Store, key: str, size: int, timeout: float) -> list[str]:
+    """Returns the texts of all ranks, in order.
+
+    Args:
+        store: Store of this generation.
+        key: As in `tell_all`.
+        size: Number of ranks.
+        timeout: Seconds to wait for a text that is not there yet.
+
+    Raises:
+        WaitTimeout: A rank left none, or the store does not answer.
+        RunError: The store is damaged.
+    """
+    keys = [f"{key}/{rank}" for rank in range(size)]
+
+    def read() -> list[str]:
+        store.wait(keys, timedelta(seconds=timeout))
+        return [store.get(each).decode() for each in keys]
+
+    try:
+        return call_with_limit(timeout + _SLACK, read)
+    except TimeoutError:
+        raise no_answer(timeout) from None
+    except LOST as error:
+        absent = find_missing(store, keys)
+        if not absent:
+            why = reason(error) or type(error).__name__
+            raise RunError(f"the store of the run cannot be read ({why})") from None
+        raise WaitTimeout(
+            f"waited {timeout:g} s for ranks {absent} to say where they run", absent
+        ) from None
 
 
 def find_missing(store: dist.Store, keys: Sequence[str]) -> list[int]:

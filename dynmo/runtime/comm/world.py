@@ -166,7 +166,7 @@ class World:
         Args:
             rank: This rank's new number.
             size: The new number of ranks. All of them call it.
-            generation: Number of the new meeting. A number can be used once.
+            generation: Number of the new generation. A number can be used once.
             join_timeout: Seconds to wait for the other ranks to come.
 
         Raises:
@@ -181,7 +181,7 @@ class World:
         self.store, self.waits = dist.PrefixStore(f"again/{generation}", self.home), DeviceWaits()
         self._meet(join_timeout)
 
-    def park(self) -> None:
+    def leave(self) -> None:
         """Leaves the ranks. This process is alone until `renew`."""
         self.close()
         self._peers = None

@@ -139,18 +139,18 @@ def test_the_first_host_of_a_list_is_read(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 
-def test_meeting_file_takes_precedence_over_the_folder() -> None:
+def test_rendezvous_file_takes_precedence_over_the_folder() -> None:
     """Ranks on several machines have a launch folder too, but cannot meet in it."""
     environ = {
         "RANK": "1",
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
         "DYNMO_RENDEZVOUS": "/some/folder",
-        "DYNMO_MEETING": "/runs/a/meeting.json",
+        "DYNMO_RENDEZVOUS_FILE": "/runs/a/rendezvous.json",
     }
     assert seen(environ) == {
         "rank": 1,
         "size": 2,
         "local_rank": 0,
-        "meeting": "/runs/a/meeting.json",
+        "file": "/runs/a/rendezvous.json",
     }

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,13 @@ import torch.distributed as dist
 
 from dynmo.errors import RunError, WaitTimeout
 from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, from_environment
-from dynmo.runtime.comm.store import meeting_of, open_meeting, open_store
+from dynmo.runtime.comm.store import (
+    open_rendezvous,
+    open_store,
+    read_all,
+    rendezvous_record,
+    tell_all,
+)
 from dynmo.runtime.comm.world import World
 from tests.cli.runs import free_port
 
@@ -36,7 +43,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def place(rank: int, file: Path) -> Rendezvous:
-    return Rendezvous(rank, 2, 0, meeting=str(file))
+    return Rendezvous(rank, 2, 0, file=str(file))
 
 
 def listening_addresses(port: int) -> list[str]:
@@ -48,7 +55,7 @@ def listening_addresses(port: int) -> list[str]:
 
 def test_ranks_meet_through_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 may come first. Only this user can read the file and reach the port."""
-    file = tmp_path / "meeting.json"
+    file = tmp_path / "rendezvous.json"
     stores: list[dist.Store] = []
     thread = threading.Thread(target=lambda: stores.append(open_store(place(1, file), TIMEOUT)))
     thread.start()
@@ -57,18 +64,18 @@ def test_ranks_meet_through_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first.set("a", "1")
     assert stores[0].get("a") == b"1"
     record = json.loads(file.read_text())
-    assert record == meeting_of(place(0, file))
+    assert record == rendezvous_record(place(0, file))
     assert record["address"] == "127.0.0.1"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert listening_addresses(record["port"]) == ["0100007F"]
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    assert open_meeting(record, TIMEOUT).get("a") == b"1"
+    assert open_rendezvous(record, TIMEOUT).get("a") == b"1"
 
 
 def test_missing_rank_0_times_out(tmp_path: Path) -> None:
-    said = r"rank 1 waited 0.1 s for rank 0, which has not written its address to .*/meeting.json"
+    said = r"rank 1 waited 0.1 s for rank 0, which has not written its address to .*rendezvous.json"
     with pytest.raises(WaitTimeout, match=said) as raised:
-        open_store(place(1, tmp_path / "meeting.json"), 0.1)
+        open_store(place(1, tmp_path / "rendezvous.json"), 0.1)
     assert raised.value.ranks == (0,)
 
 
@@ -77,7 +84,7 @@ def test_unusable_address_of_rank_0_is_refused(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1.nowhere.invalid")
     with pytest.raises(RunError, match="MASTER_ADDR"):
-        open_store(place(0, tmp_path / "meeting.json"), 0.5)
+        open_store(place(0, tmp_path / "rendezvous.json"), 0.5)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -85,7 +92,7 @@ def test_a_joiner_opens_the_store_of_local_ranks(tmp_path: Path) -> None:
     local = Rendezvous(0, 1, 0, folder=str(tmp_path))
     store = open_store(local, TIMEOUT)
     store.set("a", "1")
-    joiner = open_meeting(meeting_of(local), TIMEOUT)
+    joiner = open_rendezvous(rendezvous_record(local), TIMEOUT)
     assert joiner.get("a") == b"1"
     joiner.set("b", "2")
     del joiner
@@ -98,7 +105,7 @@ def test_a_joiner_opens_the_store_of_torchrun_ranks() -> None:
     first = Rendezvous(0, 1, 0, address="127.0.0.1", port=port, loopback=True)
     store = open_store(first, TIMEOUT)
     store.set("a", "1")
-    assert open_meeting(meeting_of(first), TIMEOUT).get("a") == b"1"
+    assert open_rendezvous(rendezvous_record(first), TIMEOUT).get("a") == b"1"
 
 
 def test_finished_run_cannot_be_joined(tmp_path: Path) -> None:
@@ -109,13 +116,13 @@ def test_finished_run_cannot_be_joined(tmp_path: Path) -> None:
         ({"folder": str(tmp_path)}, f"in {tmp_path}"),
     ):
         with pytest.raises(RunError, match=where):
-            open_meeting(record, TIMEOUT)
+            open_rendezvous(record, TIMEOUT)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_run_without_a_shared_store_cannot_be_joined() -> None:
     with pytest.raises(RunError, match="no other process can join it"):
-        meeting_of(ALONE)
+        rendezvous_record(ALONE)
 
 
 def test_process_without_a_launcher_can_run_alone() -> None:
@@ -189,3 +196,13 @@ def test_loopback_store_listens_on_the_loopback_only(monkeypatch: pytest.MonkeyP
     named = from_environment(environ | {"MASTER_ADDR": "localhost"})
     assert named is not None
     assert not named.loopback
+
+
+def test_ranks_exchange_messages() -> None:
+    home = dist.HashStore()
+    home.set_timeout(timedelta(seconds=5))
+    for rank in range(3):
+        tell_all(home, "member", rank, f"host {rank}", 1)
+    assert read_all(home, "member", 3, 1) == ["host 0", "host 1", "host 2"]
+    with pytest.raises(WaitTimeout, match=r"ranks \[3\]"):
+        read_all(home, "member", 4, 0.1)

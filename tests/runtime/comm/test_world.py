@@ -37,8 +37,8 @@ def test_late_rank_is_named_after_the_timeout(pool: Pool, what: str, text: str) 
     assert away == []
 
 
-def test_ranks_can_meet_after_a_failed_meeting(pool: Pool) -> None:
-    assert pool.run(JOBS + "after_a_failed_meeting", 3) == [[3.0]] * 3
+def test_ranks_can_meet_after_a_failed_rendezvous(pool: Pool) -> None:
+    assert pool.run(JOBS + "after_a_failed_rendezvous", 3) == [[3.0]] * 3
 
 
 def test_dead_rank_is_named_at_once(pool: Pool) -> None:

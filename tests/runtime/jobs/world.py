@@ -39,7 +39,7 @@ def all_are_rank_0(world: World) -> str:
     return ""
 
 
-def after_a_failed_meeting(world: World) -> list[float]:
+def after_a_failed_rendezvous(world: World) -> list[float]:
     """Rank 0 waits in vain for a group of two. Then all meet."""
     world.barrier("all to be here")
     world.close()

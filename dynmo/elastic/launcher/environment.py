@@ -1,0 +1,53 @@
+"""The environment in which a rank starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# A posted receive is a kernel that spins until its message is there. A kernel that is loaded at its
+# first launch may wait until the device is idle, which such a receive prevents. Streams that share
+# a connection wait for each other. CUDA reads both settings as it starts.
+FOR_RANKS_ON_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def most_local_ranks() -> int:
+    """Returns the number of ranks that one machine may start.
+
+    A process of torch takes some 200 MB, and many ranks share a core poorly.
+    """
+    return max(64, 4 * (os.cpu_count() or 1))
+
+
+def process_environment(process: int, size: int, folder: Path, threads: int) -> dict[str, str]:
+    """Returns the environment of one process, on whatever machine.
+
+    glibc returns each large block to the system when it is freed. Stashes are freed all the time.
+    The page faults cost several percent. The MALLOC_ settings therefore keep the memory. 32 MiB is
+    the largest threshold that glibc takes.
+
+    Args:
+        process: The launcher's number of the process. One of the first processes is the rank of
+            this number.
+        size: The number of ranks at the start of the run.
+        folder: The launch folder.
+        threads: Threads of the process.
+    """
+    env = dict(os.environ)
+    env.update(
+        RANK=str(process),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(process),
+        DYNMO_PROCESS=str(process),
+        DYNMO_RENDEZVOUS=str(folder),
+        OMP_NUM_THREADS=str(threads),
+        MKL_NUM_THREADS=str(threads),
+        MALLOC_MMAP_THRESHOLD_=str(32 << 20),
+        MALLOC_TRIM_THRESHOLD_=str(1 << 40),
+        MALLOC_TOP_PAD_=str(64 << 20),
+        PYTHONUNBUFFERED="1",
+    )
+    if size > 1:
+        for name, value in FOR_RANKS_ON_CUDA.items():
+            env.setdefault(name, value)
+    return env

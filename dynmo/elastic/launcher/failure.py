@@ -1,0 +1,147 @@
+"""Finds the cause of a failed run in the reports of its ranks."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dynmo.elastic.launcher.launch_folder import LaunchFolder
+from dynmo.errors import InputError, Interrupted, RunError
+
+# The exit status of a rank that stopped on request. It is no failure, and other ranks may still
+# have to write their files.
+STOPPED = 130
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure report of a rank.
+
+    Attributes:
+        weight: Distance from the cause. Causes have lower weights than consequences.
+        status: Exit status of the rank.
+        message: The reason in one line.
+        waits_for: Ranks that did not come.
+        trace: The traceback, for DYNMO_TRACEBACK=1.
+    """
+
+    weight: int
+    status: int
+    message: str
+    waits_for: tuple[int, ...] = ()
+    trace: str = ""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a rank's process.
+
+    Attributes:
+        code: Its exit status. None if it had to be killed.
+        reason: The resource manager's message about it.
+    """
+
+    code: int | None
+    reason: str = ""
+
+
+def read_failures(folder: LaunchFolder, resized: bool = False) -> dict[int, Failure]:
+    """Returns the failure reports of processes, by process.
+
+    Args:
+        folder: The launch folder.
+        resized: Whether ranks have left or joined. The numbers of ranks in the reports are then not
+            those of the processes, and `waits_for` is left out.
+    """
+    reports = {process: Failure(**report) for process, report in folder.failures().items()}
+    if resized:
+        return {process: replace(report, waits_for=()) for process, report in reports.items()}
+    return reports
+
+
+def verdict(
+    endings: Mapping[int, Ending],
+    reports: Mapping[int, Failure],
+    log_folder: Path,
+    asked: int,
+) -> int:
+    """Judges a run whose ranks have ended.
+
+    Args:
+        endings: End of each rank, by process.
+        reports: Failure reports of the ranks, by process.
+        log_folder: Has `rank-N.log` of each process.
+        asked: Number of signals that asked the run to stop.
+
+    Returns:
+        0, or 130 if all ranks stopped because a signal asked.
+
+    Raises:
+        RunError: A rank failed. The message is the cause, not a consequence.
+        InputError: A rank found that the input is wrong.
+        Interrupted: A signal ended ranks that were not training.
+    """
+    codes = [ending.code for ending in endings.values()]
+    # A rank that was ended on request has not failed, and its peers' reports are consequences. Such
+    # a rank was not training, or was asked twice. If one rank returned 130, all had agreed to stop,
+    # and a late signal met the others on their way out.
+    ours = (None, -signal.SIGTERM, -signal.SIGKILL) if asked else ()
+    ended = STOPPED not in codes and (not codes or any(code in ours for code in codes))
+    failures: dict[int, Failure] = {}
+    for rank, ending in endings.items():
+        if rank in reports:
+            if not (ended and reports[rank].weight > 1):
+                failures[rank] = reports[rank]
+        elif ending.code not in (None, 0, STOPPED) and ending.code not in ours:
+            log = log_folder / f"rank-{rank}.log"
+            failures[rank] = Failure(1, 1, f"rank {rank} {how_it_ended(ending, log, rank == 0)}")
+    if failures:
+        raise _error(failures)
+    if not ended:
+        return STOPPED if STOPPED in codes else 0
+    if asked > 1:
+        raise Interrupted("interrupted twice, so the ranks were ended at once")
+    if None in codes:
+        raise Interrupted("interrupted; not every rank came to a stop in time, so they were ended")
+    raise Interrupted("interrupted while starting or finishing")
+
+
+def how_it_ended(ending: Ending, log: Path, on_terminal: bool = False) -> str:
+    """Describes the end of a process without a report, such as "was ended by SIGABRT".
+
+    Args:
+        ending: Its status, and the manager's message.
+        log: Its log.
+        on_terminal: Whether its output went to the terminal. The log then has crashes only.
+    """
+    code = ending.code
+    assert code is not None
+    logged = log.is_file() and log.stat().st_size
+    if ending.reason:
+        return f"ended with status {code}: {ending.reason}"
+    if code == -signal.SIGKILL:
+        return "was ended by SIGKILL; out of memory?"
+    if code < 0:
+        where = f"; see {log}" if logged else ""
+        return f"was ended by {signal.Signals(-code).name}{where}"
+    return f"ended with status {code}{'' if on_terminal else f'; see {log}'}"
+
+
+def _error(failures: Mapping[int, Failure]) -> RunError | InputError:
+    cause = failures[min(failures, key=lambda rank: _distance(rank, failures))]
+    error = (InputError if cause.status == 2 else RunError)(cause.message)
+    if cause.trace:
+        error.add_note(f"The rank's own traceback:\n{cause.trace}")
+    return error
+
+
+def _distance(rank: int, failures: Mapping[int, Failure]) -> tuple[int, bool, int]:
+    """Orders failures from cause to consequence.
+
+    A rank that waited for ranks with reports of their own is further from the cause.
+    """
+    failure = failures[rank]
+    waited = bool(failure.waits_for) and failures.keys() >= set(failure.waits_for)
+    return failure.weight, waited, rank

@@ -1,0 +1,141 @@
+"""The rank's side of its launcher.
+
+A rank enters, and leaves the reason if it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from dynmo.elastic.launcher.failure import Failure
+from dynmo.elastic.launcher.launch_folder import LaunchFolder
+from dynmo.elastic.managers.local import STOP_SIGNALS
+from dynmo.errors import DynmoError, RankDied, WaitTimeout, place
+
+_logger = logging.getLogger(__name__)
+
+
+def is_local_rank() -> bool:
+    """Returns True if a launcher of dynmo started this process."""
+    return "DYNMO_RENDEZVOUS" in os.environ
+
+
+def enter_rank(log: Path | None = None) -> None:
+    """Prepares a process that a launcher of dynmo started. Must be called first.
+
+    The process says that it runs, leaves Ctrl-C to its launcher, and logs the place of a crash. A
+    local process dies with its launcher.
+
+    Args:
+        log: Takes the stack of a crash, and the output of torch's C++ to stderr. None means stderr.
+    """
+    if log is not None:
+        with contextlib.suppress(OSError):  # as on a full disk; the terminal then has it
+            _native_stderr_to(log)
+    faulthandler.enable(2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if sys.platform == "linux" and "DYNMO_LAUNCHER" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(os.environ["DYNMO_LAUNCHER"]):  # the launcher died before prctl
+            os._exit(1)
+    _say_that_it_runs()
+
+
+def _say_that_it_runs() -> None:
+    about: dict[str, object] = {"host": socket.gethostname(), "pid": os.getpid()}
+    if "SLURM_STEP_ID" in os.environ:
+        about["step"] = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+        about["host"] = os.environ.get("SLURMD_NODENAME", about["host"])
+    with contextlib.suppress(OSError):  # as on a full disk, and the launcher then knows less
+        _launch_folder().enter(_process_number(), about)
+
+
+def _launch_folder() -> LaunchFolder:
+    return LaunchFolder(Path(os.environ["DYNMO_RENDEZVOUS"]))
+
+
+def _process_number() -> int:
+    return int(os.environ.get("DYNMO_PROCESS", os.environ["RANK"]))
+
+
+def _native_stderr_to(log: Path) -> None:
+    """Redirects stderr to the log, except for Python's own `sys.stderr`."""
+    with log.open("ab") as file:
+        terminal = os.dup(2)
+        os.dup2(file.fileno(), 2)
+    own = open(  # noqa: SIM115
+        terminal, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
+    sys.stderr = own
+
+
+def report_failure(error: BaseException, log: Path | None = None) -> int:
+    """Leaves the reason for the launcher.
+
+    Args:
+        error: The error that ended the rank.
+        log: Takes the traceback.
+
+    Returns:
+        The exit status.
+    """
+    rank, trace = _process_number(), "".join(traceback.format_exception(error))
+    logged = log is not None and _log_traceback(error, log)
+    if isinstance(error, DynmoError):
+        # If a rank has lost a peer or has waited in vain, the failure is elsewhere.
+        weight = 3 if isinstance(error, RankDied) else 2 if isinstance(error, WaitTimeout) else 0
+        waits_for = error.ranks if isinstance(error, WaitTimeout) else ()
+        message = " ".join(str(error).split())
+        failure = Failure(weight, error.exit_status, message, waits_for, trace)
+    else:
+        where = f"; the traceback is in {log}" if logged else ""
+        failure = Failure(0, 1, describe(error, rank) + where, trace=trace)
+    try:
+        _launch_folder().write_failure(rank, vars(failure))
+    except OSError:  # the launcher then knows the status only
+        _logger.error(failure.message)
+    return failure.status
+
+
+def quiet_torch() -> None:
+    """Silences the warnings of torch's C++ about every lost connection.
+
+    It is for a rank that reports its errors itself, in one line. It works before torch is imported.
+    """
+    if os.environ.get("DYNMO_TRACEBACK") != "1":
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _log_traceback(error: BaseException, log: Path) -> bool:
+    """Writes the traceback to the log. Returns False if that fails, as on a full disk."""
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exception(error, file=file)
+    except OSError:
+        return False
+    return True
+
+
+def describe(error: BaseException, rank: int | None) -> str:
+    """Returns one line for an error that is not dynmo's own: rank, error, place.
+
+    The error's notes may name the layer.
+
+    Args:
+        error: The error.
+        rank: The rank that it ended. None if the process is not a rank yet.
+    """
+    notes = "".join(f", {' '.join(note.split())}" for note in getattr(error, "__notes__", ()))
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    who = "the process that joins" if rank is None else f"rank {rank}"
+    return f"{who}: {what}{place(error, own=True)}{notes}"

@@ -1,0 +1,71 @@
+"""Starts ranks as processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from dynmo.elastic.managers.manager import RankCommand, RankProcess
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class LocalProcess(subprocess.Popen[bytes]):
+    """A child process."""
+
+    def reason(self) -> str:
+        return ""
+
+
+class LocalStarter:
+    """Starts child processes.
+
+    A joiner gets the lowest local rank that no living process has.
+    """
+
+    def __init__(self) -> None:
+        self._by_local_rank: dict[int, LocalProcess] = {}
+
+    def start(self, rank: RankCommand) -> RankProcess:
+        # A terminal sends Ctrl-C to all processes. The process inherits the blocked signals, so
+        # Ctrl-C does not break into its imports. `enter_rank` unblocks them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            local_rank = self._free_local_rank() if rank.joins else rank.process
+            env = {**rank.environment, **local_environment(), "LOCAL_RANK": str(local_rank)}
+            with contextlib.nullcontext() if rank.log is None else rank.log.open("ab") as out:
+                process = LocalProcess(
+                    rank.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    env=env,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self._by_local_rank[local_rank] = process
+        return process
+
+    def _free_local_rank(self) -> int:
+        taken = {at for at, process in self._by_local_rank.items() if process.poll() is None}
+        return next(at for at in range(len(taken) + 1) if at not in taken)
+
+    def released(self, processes: Sequence[RankProcess]) -> str:
+        count = len(processes)
+        what = "1 process" if count == 1 else f"{count} processes"
+        return f"{what} of this machine ended; memory and device are free"
+
+    def close(self) -> None:
+        pass
+
+
+def local_environment() -> dict[str, str]:
+    """Returns the further variables of a process on the launcher's own machine."""
+    env = {"DYNMO_LAUNCHER": str(os.getpid())}
+    if sys.platform == "linux":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env

@@ -1,0 +1,157 @@
+"""The protocols of resource managers and of starters of processes.
+
+A `Manager` is rank 0's side of a resource manager. It gives ranks back, and asks for more.
+
+    rank 0       release(left, stay)         request(2)                      reports()
+    manager        frees their nodes           starts `dynmo train --join`     results of both
+
+Rank 0 calls every method between two steps. No method waits for the manager. Longer work runs
+beside the training, and its end is a report.
+
+A `Starter` is the launcher's side. It starts processes on this machine, under Slurm or under Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from dynmo.elastic.member import Member
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a release or a request.
+
+    Attributes:
+        kind: "released", "started" (ranks that may join soon), or "failed".
+        what: One line about the result. After a failure it says what went wrong and what to do.
+        ranks: Number of ranks of the release or the request.
+        seconds: Seconds that the manager took.
+    """
+
+    kind: Literal["released", "started", "failed"]
+    what: str
+    ranks: int = 0
+    seconds: float = 0.0
+
+
+class Manager(Protocol):
+    """Gives ranks back to a resource manager, and asks it for others."""
+
+    @property
+    def name(self) -> str:
+        """Name of the manager in `elastic.releaser`."""
+        ...
+
+    @property
+    def can_request(self) -> bool:
+        """True if `request` starts ranks. If not, the user starts `dynmo train --join`."""
+        ...
+
+    def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
+        """Begins to give ranks back.
+
+        Args:
+            left: Ranks that hold nothing any more. Their processes have ended, end now, or are
+                parked.
+            stay: The ranks that go on.
+        """
+        ...
+
+    def request(self, count: int) -> None:
+        """Begins to ask for more ranks.
+
+        Args:
+            count: Number of ranks. Each is a process that runs `dynmo train CONFIG --join`.
+        """
+        ...
+
+    def reports(self) -> list[Report]:
+        """Returns the reports since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Ends the work beside the training. Called at the end of the run."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """One process to start.
+
+    Attributes:
+        process: Number of the process. The first processes are the ranks of the same numbers.
+        command: The argument list.
+        environment: The environment, without the variables that only the starter knows.
+        log: Takes the output. None means the launcher's own output (rank 0).
+        entered: The file that the process writes as it enters the run.
+        joins: True if the process joins a running run. False for the first ranks.
+    """
+
+    process: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path | None
+    entered: Path
+    joins: bool = False
+
+
+class RankProcess(Protocol):
+    """A started process.
+
+    Its statuses are those of `subprocess.Popen`: -9 after SIGKILL.
+    """
+
+    def poll(self) -> int | None:
+        """Returns its exit status, or None while it runs or waits for its resources."""
+        ...
+
+    def send_signal(self, sig: int, /) -> None:
+        """Sends a signal. Ends a process that still waits for its resources."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        ...
+
+    def wait(self) -> int:
+        """Waits for its end after `kill`, and returns its exit status."""
+        ...
+
+    def reason(self) -> str:
+        """Returns the manager's message about its end: one line, or an empty string."""
+        ...
+
+
+class Starter(Protocol):
+    """Starts processes, and gives their resources back."""
+
+    def start(self, rank: RankCommand) -> RankProcess:
+        """Begins to start a process. Does not wait for its resources.
+
+        Raises:
+            OSError: The program cannot be started.
+            RunError: The manager refuses.
+        """
+        ...
+
+    def released(self, processes: Sequence[RankProcess]) -> str:
+        """Gives back the resources of processes that have left a running run. May block.
+
+        Args:
+            processes: Processes that left together and have ended.
+
+        Returns:
+            One line about the resources that were given back.
+
+        Raises:
+            RunError: Nothing was given back. The message is one line with the manager's words.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees the starter's own resources. Called after all processes have ended."""
+        ...

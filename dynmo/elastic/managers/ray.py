@@ -1,0 +1,234 @@
+"""Starts ranks through Ray, with an actor and a placement group per rank.
+
+    launcher ── actor of rank 0 (1 GPU) ── process of rank 0
+             ├─ actor of rank 1 (1 GPU) ── process of rank 1
+             └─ actor of a joiner, pending until Ray has resources for it
+
+The actor ends with its process. The bundle is then free for others. A placement group has one
+bundle, because a bundle cannot be released out of a larger group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from dynmo.elastic.managers.manager import RankCommand, RankProcess
+from dynmo.errors import ConfigError, needs_extra
+
+# Seconds between two looks for new output of rank 0.
+_TAIL = 0.1
+
+
+class RankActor:
+    """Runs the process of one rank, on whatever machine Ray puts it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked: list[int] = []
+
+    def run(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: str,
+        out: str,
+        err: str,
+    ) -> int:
+        """Runs the command in a folder until it ends, and returns its status.
+
+        Args:
+            command: The argument list.
+            environment: All of its environment, except for the devices that Ray gives.
+            folder: Its working folder.
+            out: The file that takes its output.
+            err: The file that takes its errors. It may be the same.
+        """
+        env = {**environment, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        env.pop("CUDA_VISIBLE_DEVICES", None)
+        if devices := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            env["CUDA_VISIBLE_DEVICES"] = devices
+        # `enter_rank` lets the process die with this one.
+        env["DYNMO_LAUNCHER"] = str(os.getpid())
+        with Path(out).open("ab") as stdout, Path(err).open("ab") as stderr:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=env,
+                cwd=folder,
+            )
+        for number in self._asked:
+            self._process.send_signal(number)
+        return self._process.wait()
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process."""
+        if self._process is None:
+            self._asked.append(number)
+        else:
+            self._process.send_signal(number)
+
+
+class RayProcess:
+    """A rank in its actor.
+
+    Args:
+        ray: The module `ray`, connected to a cluster.
+        rank: The process to start.
+        resources: Resources of the rank by Ray's names, such as {"GPU": 1}.
+    """
+
+    def __init__(self, ray: Any, rank: RankCommand, resources: Mapping[str, float]) -> None:
+        self._ray = ray
+        self._entered = rank.entered
+        self._code: int | None = None
+        self._reason = ""
+        self._killed: int | None = None
+        self._group = ray.util.placement_group([dict(resources)])
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group)
+        # `signal` must come through while `run` waits.
+        self._actor = (
+            ray.remote(RankActor)
+            .options(
+                num_cpus=resources.get("CPU", 0),
+                num_gpus=resources.get("GPU", 0),
+                max_concurrency=2,
+                scheduling_strategy=strategy,
+            )
+            .remote()
+        )
+        out = err = rank.log
+        if out is None or err is None:
+            out, err = (rank.entered.with_name(f"output-0.{name}") for name in ("out", "err"))
+        files = [str(out.absolute()), str(err.absolute())]
+        arguments = [list(rank.command), dict(rank.environment), str(Path.cwd()), *files]
+        self._status = self._actor.run.remote(*arguments)
+        self._waiter = threading.Thread(target=self._wait, daemon=True)
+        self._waiter.start()
+        self._tails: list[threading.Thread] = []
+        if rank.log is None:
+            for path, file in ((out, sys.stdout.buffer), (err, sys.stderr.buffer)):
+                tail = threading.Thread(target=self._copy, args=(path, file), daemon=True)
+                self._tails.append(tail)
+                tail.start()
+
+    def _wait(self) -> None:
+        """Waits for the end, and frees the resources."""
+        try:
+            code = self._ray.get(self._status)
+        except self._ray.exceptions.RayError as error:
+            code = 1 if self._killed is None else self._killed
+            # The first line has the error, and the others have the process and the place.
+            self._reason = "" if self._killed else f"Ray: {str(error).splitlines()[0]}"
+        self._free()
+        self._code = code
+
+    def _free(self) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+            self._ray.kill(self._actor)
+        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+            self._ray.util.remove_placement_group(self._group)
+
+    def _copy(self, path: Path, file: IO[bytes]) -> None:
+        """Passes on the output of rank 0 until it has ended."""
+        at = 0
+        ended = False
+        while not ended:
+            ended = self._code is not None
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as source:
+                source.seek(at)
+                while chunk := source.read(65536):
+                    at += len(chunk)
+                    file.write(chunk)
+                file.flush()
+            if not ended:
+                time.sleep(_TAIL)
+
+    def reason(self) -> str:
+        return self._reason
+
+    def poll(self) -> int | None:
+        for tail in self._tails if self._code is not None else ():
+            tail.join(5.0)
+        return self._code
+
+    def send_signal(self, sig: int, /) -> None:
+        if self._entered.exists():
+            self._actor.signal.remote(sig)
+        else:  # a pending actor would get the signal only much later
+            self._end(-sig)
+
+    def kill(self) -> None:
+        self._end(-signal.SIGKILL)
+
+    def _end(self, code: int) -> None:
+        if self._killed is None:
+            self._killed = code
+        self._free()
+
+    def wait(self) -> int:
+        self._waiter.join(10.0)
+        code = self.poll()
+        return -signal.SIGKILL if code is None else code
+
+
+class RayStarter:
+    """Starts ranks in the Ray cluster of RAY_ADDRESS, or of this machine."""
+
+    def __init__(self) -> None:
+        """Connects to the cluster.
+
+        Raises:
+            ConfigError: Ray is not installed, or there is no cluster.
+        """
+        try:
+            ray: Any = importlib.import_module("ray")
+            for name in ("placement_group", "scheduling_strategies"):
+                importlib.import_module(f"ray.util.{name}")
+        except ImportError:
+            raise ConfigError(f"--launcher ray: {needs_extra('Ray', 'ray')}") from None
+        self._ray = ray
+        address = os.environ.get("RAY_ADDRESS") or "auto"
+        try:
+            _check_that_it_listens(address)
+            # The output of ranks goes to the logs of the run.
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, RuntimeError, ValueError) as error:
+            said = str(error).strip().split("\n")[0].removesuffix(".")
+            advice = "start one with ray start --head, or set RAY_ADDRESS"
+            what = f"--launcher ray: no Ray cluster answers at {address}: {said}"
+            raise ConfigError(f"{what}; {advice}") from None
+        self._kind = "GPU" if ray.cluster_resources().get("GPU", 0) >= 1 else "CPU"
+
+    def start(self, rank: RankCommand) -> RankProcess:
+        return RayProcess(self._ray, rank, {self._kind: 1})
+
+    def released(self, processes: Sequence[RankProcess]) -> str:
+        # The thread of each process has removed its actor and its placement group.
+        count = len(processes)
+        what = "1 actor and its placement group" if count == 1 else f"{count} actors and their"
+        group = "" if count == 1 else " placement groups"
+        return f"Ray removed {what}{group}: {count} {self._kind} free"
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+def _check_that_it_listens(address: str) -> None:
+    """Raises OSError at once if no server listens. Ray would retry for a minute."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), 10).close()

@@ -1,0 +1,280 @@
+"""The local launcher, with ranks that run short scripts instead of a training.
+
+The tests check which failure is reported, how signals travel, and that no process is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dynmo.elastic.launcher import environment, supervisor
+from dynmo.errors import Interrupted, RunError
+from tests.processes import gone, wait_until
+
+# A launcher as the command line is one, with a short grace.
+LAUNCHER = """
+import sys
+from pathlib import Path
+from dynmo.errors import DynmoError
+from dynmo.elastic.launcher import supervisor
+
+supervisor._GRACE = 0.5
+try:
+    sys.exit(supervisor.spawn([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]), \
+2, Path.cwd()))
+except DynmoError as error:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    sys.exit(error.exit_status)
+"""
+
+# A rank: enters, says that it is up, does as told. The second argument is run before it enters.
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from dynmo.errors import ConfigError, RankDied, WaitTimeout
+from dynmo.elastic.launcher.rank_side import enter_rank, report_failure
+
+rank = int(os.environ["RANK"])
+exec(sys.argv[2])
+enter_rank()
+heard = []
+signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+
+def up():
+    Path(f"up-{rank}").write_text(str(os.getpid()))
+
+def train():
+    up()
+    while not heard:
+        time.sleep(0.01)
+    sys.exit(130)
+
+def fail(error):
+    sys.exit(report_failure(error, Path(f"rank-{rank}.log")))
+
+exec(sys.argv[1])
+"""
+
+Launch = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def go(start_here: Launch) -> Launch:
+    """Starts the launcher on ranks that do `body`."""
+
+    def call(body: str, ranks: int = 2, before: str = "") -> subprocess.Popen[str]:
+        return start_here([sys.executable, "-c", LAUNCHER, str(ranks), RANK, body, before])
+
+    return call
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=20)
+    return process.returncode, out, err
+
+
+def up(folder: Path, ranks: int = 2) -> None:
+    wait_until(lambda: all((folder / f"up-{rank}").exists() for rank in range(ranks)))
+
+
+def test_rank_gets_its_environment(go: Launch, tmp_path: Path) -> None:
+    """A rank gets its rank numbers, its threads and a rendezvous folder.
+
+    Only this user can read the folder. Rank 0 prints to the terminal, and the others write logs.
+    """
+    body = """
+folder = Path(os.environ["DYNMO_RENDEZVOUS"])
+keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", \
+"GLOO_SOCKET_IFNAME")
+import json
+print(json.dumps([folder.stat().st_mode, sys.stdin.read(), \
+signal.getsignal(signal.SIGINT) == signal.SIG_IGN]
+    + [os.environ.get(key) for key in keys]))
+"""
+    status, out, err = end(go(body))
+    assert (status, err) == (0, "")
+    interface = "lo" if sys.platform == "linux" else None
+    for rank, text in enumerate((out, (tmp_path / "rank-1.log").read_text())):
+        mode, stdin, ignores, *given = json.loads(text)
+        assert stat.S_IMODE(mode) == 0o700
+        assert (stdin, ignores) == ("", True)
+        assert given == [str(rank), "2", str(rank), "2", "2", interface]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "body", "status", "line"),
+    [
+        (
+            2,
+            "train() if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)",
+            1,
+            "RunError: rank 1 was ended by SIGKILL",
+        ),
+        (
+            2,
+            "train() if rank == 1 else os.kill(os.getpid(), signal.SIGABRT)",
+            1,
+            "RunError: rank 0 was ended by SIGABRT",
+        ),
+        (
+            2,
+            "train() if rank == 0 else sys.exit(3)",
+            1,
+            "RunError: rank 1 ended with status 3; see {}/rank-1.log",
+        ),
+        (
+            3,
+            (
+                "fail(RankDied('a peer is gone') if rank < 2 else AssertionError('it')) if rank "
+                "else train()"
+            ),
+            1,
+            "RunError: rank 2: AssertionError: it; the traceback is in rank-2.log",
+        ),
+        # Rank 2 hangs. Rank 1 waits for it, and rank 0 waits for rank 1.
+        (
+            3,
+            (
+                "train() if rank == 2 else fail(WaitTimeout(f'rank {rank} waited 1 s for rank "
+                "{rank + 1}', [rank + 1]))"
+            ),
+            1,
+            "RunError: rank 1 waited 1 s for rank 2",
+        ),
+        (2, "fail(ConfigError('the same\\n on both'))", 2, "InputError: the same on both"),
+    ],
+    ids=["killed", "crashed", "exited", "cause", "hung", "input"],
+)
+def test_cause_of_a_failure_is_printed_once(
+    go: Launch, tmp_path: Path, ranks: int, body: str, status: int, line: str
+) -> None:
+    got, _, err = end(go(body, ranks))
+    # A crash's stack (of rank 0, by faulthandler) may come before.
+    assert got == status
+    assert err.splitlines()[-1].startswith(line.format(tmp_path))
+    assert err.count("Error:") == line.count("Error:")
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "group"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_all_ranks(
+    go: Launch, tmp_path: Path, number: signal.Signals, to_all: bool
+) -> None:
+    """The signal goes to the launcher, or to every process as from a terminal."""
+    process = go("train()")
+    up(tmp_path)
+    (os.killpg if to_all else os.kill)(process.pid, number)
+    status, out, err = end(process)
+    assert (status, out) == (130, "")
+    # The launcher passes on a SIGTERM that the ranks had, too. Steps as short as these may be over
+    # before it comes.
+    late = "Interrupted: interrupted while starting or finishing\n"
+    assert err == "" or (to_all and number is signal.SIGTERM and err == late)
+
+
+def test_last_rank_to_stop_may_write_its_files(go: Launch, tmp_path: Path) -> None:
+    """A rank that stops on request has not failed.
+
+    The other ranks get more time than after a failure, which is half a second here.
+    """
+    process = go("""
+if rank:
+    train()
+up()
+while not heard:
+    time.sleep(0.01)
+time.sleep(1.5)
+Path("trace").write_text("whole")
+sys.exit(130)
+""")
+    up(tmp_path)
+    os.kill(process.pid, signal.SIGINT)
+    assert end(process)[0] == 130
+    assert (tmp_path / "trace").read_text() == "whole"
+
+
+def test_second_signal_ends_all_ranks_at_once(go: Launch, tmp_path: Path) -> None:
+    process = go("up(); [time.sleep(0.01) for _ in range(3000)]")
+    up(tmp_path)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.2)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGINT)
+    status, _, err = end(process)
+    assert status == 130
+    assert err.startswith("Interrupted: interrupted twice")
+    assert err.count("\n") == 1
+
+
+def test_signal_during_start_gives_no_traceback(go: Launch, tmp_path: Path) -> None:
+    """Ctrl-C does not interrupt the imports of a rank."""
+    process = go("train()", before="Path(f'up-{rank}').touch(); time.sleep(1)")
+    up(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    assert end(process) == (130, "", "Interrupted: interrupted while starting or finishing\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+@pytest.mark.parametrize(
+    "before", ["", "Path(f'up-{rank}').touch(); time.sleep(0.5)"], ids=["running", "starting"]
+)
+def test_ranks_die_with_their_launcher(go: Launch, tmp_path: Path, before: str) -> None:
+    process = go("train()", before=before)
+    up(tmp_path)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: gone(tmp_path), 3)
+    for folder in (tmp_path / "tmp").iterdir():  # nobody was there to remove it
+        shutil.rmtree(folder)
+
+
+def test_command_that_cannot_start_raises_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"rank 0 .*No such file"):
+        supervisor.spawn([str(tmp_path / "nothing")], 1, 1, tmp_path)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def test_signal_before_the_first_rank_starts_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank started after the signal would never be stopped."""
+    original = supervisor.process_environment
+
+    def interrupted(rank: int, size: int, folder: Path, threads: int) -> dict[str, str]:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(rank, size, folder, threads)
+
+    monkeypatch.setattr(supervisor, "process_environment", interrupted)
+    with pytest.raises(Interrupted):
+        supervisor.spawn([sys.executable, "-c", RANK, "train()", ""], 2, 1, tmp_path)
+
+
+def test_cuda_variables_are_set_for_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Values that the user has set stay."""
+    for name in environment.FOR_RANKS_ON_CUDA:
+        monkeypatch.delenv(name, raising=False)
+    assert (
+        not environment.FOR_RANKS_ON_CUDA.keys()
+        & environment.process_environment(0, 1, tmp_path, 1).keys()
+    )
+    assert (
+        environment.FOR_RANKS_ON_CUDA.items()
+        <= environment.process_environment(0, 2, tmp_path, 1).items()
+    )
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    assert environment.process_environment(0, 2, tmp_path, 1)["CUDA_MODULE_LOADING"] == "LAZY"

@@ -1,0 +1,492 @@
+"""Checks the Kubernetes manager against a real API server, by hand.
+
+It checks the manager's manifests too.
+
+    python -m tests.elastic.managers.kubernetes_check --bin FOLDER
+
+FOLDER has kube-apiserver, kube-controller-manager, kube-scheduler and kubectl, and etcd is in PATH.
+Debian's source package `kubernetes` builds the four, and its package `etcd-server` has etcd. The
+script starts them on 127.0.0.1, in a temporary folder. A stub takes the kubelet's place: it says of
+each pod that it runs, and removes it when it is deleted. No container is started.
+
+The server decides what can be checked. Before 1.27 `completions` cannot change, and before 1.21
+there is no Indexed Job. The script prints what it left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dynmo.elastic.managers.kubernetes import KubernetesManager, _JobApi
+from dynmo.elastic.managers.manager import Report
+from dynmo.elastic.member import Member
+from dynmo.errors import RunError
+
+MANIFESTS = Path(__file__).parents[3] / "examples" / "kubernetes"
+NAMESPACE, JOB, NODE, GPUS = "training", "dynmo", "stub-node", 4
+GPU = "nvidia.com/gpu"
+
+
+def main() -> None:
+    """Runs the check, and stops everything that it started."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--bin", type=Path, required=True, help="folder of the programs")
+    programs = parser.parse_args().bin.resolve()
+    with tempfile.TemporaryDirectory(prefix="dynmo-kubernetes-") as folder:
+        cluster = Cluster(programs, Path(folder))
+        try:
+            cluster.start()
+            check(cluster)
+        except BaseException:
+            cluster.print_logs()
+            raise
+        finally:
+            cluster.stop()
+    print("all checks passed")
+
+
+class Cluster:
+    """A control plane with one node of four GPUs, and a stub instead of its kubelet.
+
+    Args:
+        programs: Folder of kube-apiserver and its relatives.
+        folder: For data, keys and logs.
+    """
+
+    def __init__(self, programs: Path, folder: Path) -> None:
+        self._programs, self._folder = programs, folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ports = {name: free_port() for name in ("etcd", "peer", "api")}
+        self._stop = threading.Event()
+        self._kubelet = threading.Thread(target=self._run_kubelet)
+        self.client: Any = importlib.import_module("kubernetes.client")
+        self.admin = folder / "admin.yaml"
+        self.version: tuple[int, int] = (0, 0)
+
+    def start(self) -> None:
+        """Starts etcd, the API server, the Job controller, the scheduler and the stub."""
+        keys = self._folder / "keys"
+        keys.mkdir()
+        self._run("openssl", "genrsa", "-out", str(keys / "accounts.key"), "2048")
+        with (keys / "tokens.csv").open("w", newline="") as file:
+            csv.writer(file).writerow(["admin-token", "admin", "1", "system:masters"])
+        urls = {name: f"http://127.0.0.1:{self._ports[name]}" for name in ("etcd", "peer")}
+        self._launch(
+            "etcd",
+            shutil.which("etcd") or "etcd",
+            f"--data-dir={self._folder / 'etcd'}",
+            f"--listen-client-urls={urls['etcd']}",
+            f"--advertise-client-urls={urls['etcd']}",
+            f"--listen-peer-urls={urls['peer']}",
+            f"--initial-advertise-peer-urls={urls['peer']}",
+            f"--initial-cluster=default={urls['peer']}",
+        )
+        self.start_api()
+        self.write_kubeconfig(self.admin, "admin-token")
+        config = importlib.import_module("kubernetes.config")
+        api = config.new_client_from_config(str(self.admin))
+        self.core: Any = self.client.CoreV1Api(api)
+        self.batch: Any = self.client.BatchV1Api(api)
+        version = self.client.VersionApi(api).get_code()
+        self.version = (int(version.major), int(version.minor.rstrip("+")))
+        print(f"API server {version.git_version}, client {self._client_version()}")
+        insecure_off = ["--port=0"] if self.version < (1, 24) else []
+        common = [f"--kubeconfig={self.admin}", "--leader-elect=false", "--secure-port=0"]
+        self._launch(
+            "controller-manager",
+            str(self._programs / "kube-controller-manager"),
+            *common,
+            *insecure_off,
+            "--controllers=job,garbagecollector,persistentvolume-binder,serviceaccount,serviceaccount-token",
+            f"--service-account-private-key-file={keys / 'accounts.key'}",
+            f"--root-ca-file={keys / 'apiserver.crt'}",
+        )
+        self._launch("scheduler", str(self._programs / "kube-scheduler"), *common, *insecure_off)
+        self._add_node()
+        self._kubelet.start()
+
+    def start_api(self) -> None:
+        """Starts the API server, and waits until it is ready."""
+        keys = self._folder / "keys"
+        self._launch(
+            "apiserver",
+            str(self._programs / "kube-apiserver"),
+            f"--etcd-servers=http://127.0.0.1:{self._ports['etcd']}",
+            "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1",
+            "--endpoint-reconciler-type=none",
+            f"--secure-port={self._ports['api']}",
+            f"--cert-dir={keys}",
+            f"--token-auth-file={keys / 'tokens.csv'}",
+            "--authorization-mode=RBAC",
+            "--service-cluster-ip-range=10.0.0.0/24",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={keys / 'accounts.key'}",
+            f"--service-account-signing-key-file={keys / 'accounts.key'}",
+        )
+        kubectl = [str(self._programs / "kubectl"), f"--kubeconfig={self.admin}", "get", "--raw"]
+
+        def is_ready() -> bool:
+            if not (keys / "apiserver.crt").exists():
+                return False
+            self.write_kubeconfig(self.admin, "admin-token")
+            return subprocess.run([*kubectl, "/readyz"], capture_output=True).stdout == b"ok"
+
+        wait_until(is_ready, "the API server is ready", 60)
+
+    def stop_api(self) -> None:
+        """Stops the API server."""
+        self._end(self._processes.pop("apiserver"))
+
+    def stop(self) -> None:
+        """Stops everything, last started first."""
+        self._stop.set()
+        if self._kubelet.ident is not None:
+            self._kubelet.join()
+        for process in reversed(list(self._processes.values())):
+            self._end(process)
+
+    def print_logs(self) -> None:
+        """Prints the end of each program's log."""
+        for log in sorted(self._folder.glob("*.log")):
+            print(f"--- {log.name}", *log.read_text().splitlines()[-15:], sep="\n")
+
+    def kubectl(self, *arguments: str, stdin: str = "") -> str:
+        """Runs kubectl as administrator, in the namespace of the run."""
+        kubectl = [str(self._programs / "kubectl"), f"--kubeconfig={self.admin}"]
+        return self._run(*kubectl, "--namespace", NAMESPACE, *arguments, stdin=stdin)
+
+    def write_kubeconfig(self, path: Path, token: str, trusts: bool = True) -> None:
+        """Writes a file to connect with.
+
+        Args:
+            path: The file.
+            token: Token of the user.
+            trusts: Whether the file names the authority of the server's certificate.
+        """
+        cluster = {"server": f"https://127.0.0.1:{self._ports['api']}"}
+        if trusts:
+            cluster["certificate-authority"] = str(self._folder / "keys" / "apiserver.crt")
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "c", "cluster": cluster}],
+            "users": [{"name": "u", "user": {"token": token}}],
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+            "current-context": "x",
+        }
+        path.write_text(yaml.safe_dump(content))
+
+    def account_token(self) -> str:
+        """Returns a token of the service account of rbac.yaml."""
+        spec = self.client.V1TokenRequestSpec(
+            audiences=["https://kubernetes.default.svc"], expiration_seconds=3600
+        )
+        request = self.core.create_namespaced_service_account_token(
+            "dynmo", NAMESPACE, self.client.AuthenticationV1TokenRequest(spec=spec)
+        )
+        return str(request.status.token)
+
+    def enter_pod(self) -> None:
+        """Gives this process what a pod of job.yaml has: its variables and its token."""
+        token = self._folder / "token"
+        token.write_text(self.account_token())
+        pod: Any = importlib.import_module("kubernetes.config.incluster_config")
+        pod.SERVICE_TOKEN_FILENAME = str(token)
+        pod.SERVICE_CERT_FILENAME = str(self._folder / "keys" / "apiserver.crt")
+        os.environ.update(
+            KUBERNETES_SERVICE_HOST="127.0.0.1",
+            KUBERNETES_SERVICE_PORT=str(self._ports["api"]),
+            JOB_NAME=JOB,
+            POD_NAMESPACE=NAMESPACE,
+        )
+
+    def pods(self, job: str, phase: str) -> list[str]:
+        """Names of a job's pods in a phase. Pods that are being deleted do not count."""
+        pods = self.core.list_namespaced_pod(NAMESPACE, label_selector=f"job-name={job}").items
+        return sorted(
+            pod.metadata.name
+            for pod in pods
+            if pod.status.phase == phase and pod.metadata.deletion_timestamp is None
+        )
+
+    def _add_node(self) -> None:
+        resources = {"cpu": "8", "memory": "32Gi", "pods": "20", GPU: str(GPUS)}
+        self.core.create_node({"metadata": {"name": NODE}})
+        ready = {"type": "Ready", "status": "True", "reason": "Stub"}
+        status = {"capacity": resources, "allocatable": resources, "conditions": [ready]}
+        self.core.patch_node_status(NODE, {"status": status})
+        self.core.patch_node(NODE, {"spec": {"taints": []}})  # "not ready" is set on creation
+        volume = {
+            "metadata": {"name": "runs"},
+            "spec": {
+                "capacity": {"storage": "100Gi"},
+                "accessModes": ["ReadWriteMany"],
+                "hostPath": {"path": str(self._folder)},
+            },
+        }
+        self.core.create_persistent_volume(volume)
+
+    def _run_kubelet(self) -> None:
+        """The stub of the kubelet.
+
+        Pods on the node run at once, and end half a second after their deletion.
+        """
+        ending: dict[str, float] = {}
+        ready = {"type": "Ready", "status": "True"}
+        while not self._stop.wait(0.1):
+            try:
+                pods = self.core.list_pod_for_all_namespaces(
+                    field_selector=f"spec.nodeName={NODE}"
+                ).items
+                for pod in pods:
+                    name, namespace = pod.metadata.name, pod.metadata.namespace
+                    if pod.metadata.deletion_timestamp is not None:
+                        if time.monotonic() > ending.setdefault(name, time.monotonic() + 0.5):
+                            self.core.delete_namespaced_pod(name, namespace, grace_period_seconds=0)
+                    elif pod.status.phase == "Pending":
+                        status = {"phase": "Running", "conditions": [ready]}
+                        self.core.patch_namespaced_pod_status(name, namespace, {"status": status})
+            except Exception:  # the API server is away, or a pod went in between
+                continue
+
+    def _launch(self, name: str, *command: str) -> None:
+        with (self._folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder
+            )
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _run(self, *command: str, stdin: str = "") -> str:
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, env={**os.environ}
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def _client_version(self) -> str:
+        return str(importlib.import_module("kubernetes").__version__)
+
+
+def check(cluster: Cluster) -> None:
+    """Applies the manifests, shrinks and grows the job, and provokes each error."""
+    running = start_jobs(cluster)
+    check_sizes(cluster, running)
+    check_errors(cluster)
+
+
+def start_jobs(cluster: Cluster) -> list[str]:
+    """Starts the run and another job that waits for a GPU. Returns the pods of the run."""
+    cluster.core.create_namespace({"metadata": {"name": NAMESPACE}})
+    wait_until(
+        lambda: bool(cluster.core.list_namespaced_service_account(NAMESPACE).items),
+        "the namespace has a service account",
+    )
+    apply_manifests(cluster)
+    running = wait_for_pods(cluster, JOB, "Running", 4)
+    apply(cluster, [other_job(cluster)])
+    wait_for_pods(cluster, "other", "Pending", 1)
+    print("4 pods run, and a pod of another job waits for a GPU")
+    return running
+
+
+def check_sizes(cluster: Cluster, running: list[str]) -> None:
+    """Shrinks the job, grows it, and shrinks it while the API server is away.
+
+    Args:
+        cluster: The cluster, where another job waits for a GPU.
+        running: The pods of the run.
+    """
+    is_elastic = cluster.version >= (1, 27)
+    cluster.enter_pod()
+    stay, left = running[2:], running[:2]
+    if is_elastic:  # names of Indexed pods sort by index: dynmo-0-x, dynmo-1-x
+        stay, left = running[:2], running[2:]
+    gone, staying = members(left, 2), members(stay, 0)
+    manager = KubernetesManager(timeout=30)
+    manager.check()
+    if not is_elastic:
+        print("left out: completions change together with parallelism (needs 1.27)")
+        manager.release(gone, staying)
+        expect(manager, "failed", "forbids it")
+        apply(cluster, rbac_documents(with_pods=True))
+        expect_immutable(cluster)
+
+    began = time.monotonic()
+    manager.release(gone, staying)
+    wait_for_pods(cluster, "other", "Running", 1)
+    print(f"the waiting pod ran {time.monotonic() - began:.2f} s after release()")
+    expect(manager, "released", "gave 2 of 4 pods back")
+    assert wait_for_pods(cluster, JOB, "Running", 2) == stay
+    print("the pods that stay are the same as before")
+
+    manager.request(2)
+    if is_elastic:
+        wait_for_pods(cluster, JOB, "Pending", 1)
+    else:
+        print("left out: pending pods are told from running ones (needs 1.24)")
+        expect(manager, "started", "2 of them new")
+    cluster.kubectl("delete", "job", "other")
+    if is_elastic:
+        expect(manager, "started", "2 of them new")
+    now = wait_for_pods(cluster, JOB, "Running", 4)
+    assert set(stay) <= set(now)
+
+    cluster.stop_api()
+    manager.release(members(sorted(set(now) - set(stay)), 2), staying)
+    time.sleep(2)
+    assert not manager.reports()
+    cluster.start_api()
+    print("the API server was away for a while during the release")
+    expect(manager, "released", "gave 2 of 4 pods back")
+    assert wait_for_pods(cluster, JOB, "Running", 2) == stay
+    manager.close()
+
+
+def check_errors(cluster: Cluster) -> None:
+    """Provokes each error. The API server is stopped at the end."""
+    expect_failure("another", None, "forbids it")
+    expect_failure("another", cluster.admin, "there is no job training/another")
+    wrong = cluster.admin.with_name("wrong.yaml")
+    cluster.write_kubeconfig(wrong, "no-such-token")
+    expect_failure(JOB, wrong, "rejects the credentials")
+    cluster.write_kubeconfig(wrong, "admin-token", trusts=False)
+    expect_failure(JOB, wrong, "no TLS connection")
+    cluster.stop_api()
+    expect_failure(JOB, None, "does not answer")
+
+
+def apply_manifests(cluster: Cluster) -> None:
+    """Applies examples/kubernetes.
+
+    kubectl checks each key against the server's schema.
+    """
+    apply(cluster, rbac_documents())
+    apply(cluster, documents("volume.yaml"))
+    job = documents("job.yaml")
+    if cluster.version < (1, 21):
+        for document in job:
+            document["spec"].pop("completionMode", None)
+        print("left out: completionMode (needs 1.21)")
+    apply(cluster, job)
+
+
+def apply(cluster: Cluster, content: Sequence[Any]) -> None:
+    text = yaml.safe_dump_all(content)
+    print(cluster.kubectl("apply", "--validate=true", "-f", "-", stdin=text), end="")
+
+
+def documents(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((MANIFESTS / name).read_text()))
+
+
+def rbac_documents(with_pods: bool = False) -> list[Any]:
+    """The documents of rbac.yaml.
+
+    With the rule that is commented out, if `with_pods`.
+    """
+    text = (MANIFESTS / "rbac.yaml").read_text()
+    if with_pods:
+        rule, nested = "  # - apiGroups", "  #   "
+        lines = [
+            line.replace("  # ", "  ", 1) if line.startswith((rule, nested)) else line
+            for line in text.splitlines()
+        ]
+        text = "\n".join(lines)
+    return list(yaml.safe_load_all(text))
+
+
+def other_job(cluster: Cluster) -> dict[str, Any]:
+    """A job of one pod that needs a GPU."""
+    container = {"name": "c", "image": "none", "resources": {"limits": {GPU: "1"}}}
+    pod = {"restartPolicy": "Never", "containers": [container]}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "other"},
+        "spec": {"template": {"spec": pod}},
+    }
+
+
+def members(pods: Sequence[str], first: int) -> list[Member]:
+    return [Member(first + i, f"host-{pod}", 1, pod) for i, pod in enumerate(pods)]
+
+
+def expect(manager: KubernetesManager, kind: str, says: str) -> None:
+    """Waits for one report, prints it and compares it."""
+    reports: list[Report] = []
+    wait_until(lambda: bool(reports.extend(manager.reports()) or reports), f"a {kind} report")
+    (report,) = reports
+    print(f"{report.kind} after {report.seconds:.2f} s: {report.what}")
+    assert report.kind == kind
+    assert says in report.what
+
+
+def expect_failure(job: str, kubeconfig: Path | None, says: str) -> None:
+    """A request fails.
+
+    Without a kubeconfig, it is made with the pod's service account.
+    """
+    manager = KubernetesManager(NAMESPACE, job, 2, str(kubeconfig or ""))
+    manager.request(1)
+    expect(manager, "failed", says)
+    manager.close()
+
+
+def expect_immutable(cluster: Cluster) -> None:
+    """A server before 1.27 refuses to change completions, as the manager expects."""
+    api = _JobApi(cluster.batch.api_client, NAMESPACE, JOB, "nothing")
+    try:
+        api.patch_job({"parallelism": 3, "completions": 3})
+    except RunError as error:
+        if "cannot change so" not in str(error):
+            raise
+        print(f"as expected, this server refuses the patch of newer ones: {error}")
+        return
+    raise AssertionError("completions changed")
+
+
+def wait_for_pods(cluster: Cluster, job: str, phase: str, count: int) -> list[str]:
+    wait_until(lambda: len(cluster.pods(job, phase)) == count, f"{count} pods of {job} are {phase}")
+    return cluster.pods(job, phase)
+
+
+def wait_until(is_done: Callable[[], bool], what: str, limit: float = 40.0) -> None:
+    end = time.monotonic() + limit
+    while not is_done():
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {limit:g} s until {what}")
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

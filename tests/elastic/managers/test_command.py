@@ -1,0 +1,216 @@
+"""CommandManager with real commands.
+
+The tests cover the input of commands and the handling of failed commands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dynmo.elastic.managers.command import CommandManager
+from dynmo.elastic.managers.manager import Manager, Report
+from dynmo.elastic.member import Member
+from dynmo.errors import ConfigError
+
+LEFT = (Member(2, "b", 12, "n2"), Member(3, "b", 13))
+STAY = (Member(0, "a", 10), Member(1, "a", 11))
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@contextmanager
+def open_manager(
+    release: Sequence[str], request: Sequence[str] = (), timeout: float = 30.0
+) -> Iterator[CommandManager]:
+    manager = CommandManager(release, request, timeout)
+    try:
+        yield manager
+    finally:
+        manager.close()
+
+
+def wait_for(manager: Manager, count: int = 1) -> list[Report]:
+    reports: list[Report] = []
+    end = time.monotonic() + 30
+    while len(reports) < count and time.monotonic() < end:
+        reports += manager.reports()
+        time.sleep(0.01)
+    assert len(reports) == count, reports
+    assert all("\n" not in report.what for report in reports)
+    return reports
+
+
+def test_release_command_gets_who_left_and_who_stays(tmp_path: Path) -> None:
+    out = tmp_path / "got.json"
+    code = (
+        "import json, os, pathlib, sys;"
+        f"pathlib.Path({str(out)!r}).write_text(json.dumps(dict(os.environ)));"
+        "assert sys.stdin.read() == '';"
+        "print('first'); print('2 nodes are free'); print()"
+    )
+    with open_manager(python(code)) as manager:
+        assert isinstance(manager.name, str)
+        manager.release(LEFT, STAY)
+        (report,) = wait_for(manager)
+    assert (report.kind, report.ranks) == ("released", 2)
+    assert report.what.startswith("elastic.release_command (")
+    assert report.what.endswith(": 2 nodes are free")
+    assert 0 < report.seconds < 30
+    env = json.loads(out.read_text())
+    assert json.loads(env["DYNMO_LEFT"]) == [
+        {"rank": 2, "host": "b", "pid": 12, "node": "n2"},
+        {"rank": 3, "host": "b", "pid": 13, "node": "b"},
+    ]
+    assert [m["rank"] for m in json.loads(env["DYNMO_STAY"])] == [0, 1]
+    assert env["PATH"] == os.environ["PATH"]
+
+
+def test_request_command_gets_a_count_and_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = ("DYNMO_RENDEZVOUS", "DYNMO_RENDEZVOUS_FILE", "DYNMO_PROCESS", "DYNMO_JOIN")
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", *launched, "TORCHELASTIC_X"):
+        monkeypatch.setenv(variable, "7")
+    code = (
+        "import os;print(os.environ['DYNMO_COUNT'], [k for k, v in os.environ.items() if v == '7'])"
+    )
+    with open_manager(["true"], python(code)) as manager:
+        assert manager.can_request
+        manager.request(2)
+        (report,) = wait_for(manager)
+    assert (report.kind, report.ranks) == ("started", 2)
+    assert report.what.endswith(": 2 []")
+
+
+def test_commands_run_in_order() -> None:
+    with open_manager(["sleep", "0.3"], ["true"]) as manager:
+        began = time.monotonic()
+        manager.release(LEFT, STAY)
+        manager.request(1)
+        assert time.monotonic() - began < 0.2
+        assert [report.kind for report in wait_for(manager, 2)] == ["released", "started"]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (python("print('no such node'); raise SystemExit(3)"), "status 3: no such node"),
+        (python("import os; os.kill(os.getpid(), 9)"), "SIGKILL"),
+        (["/nowhere/give-back"], "No such file or directory"),
+        (["/"], "Permission denied"),
+        (["true", "\0"], "null byte"),
+        ([], "empty"),
+    ],
+)
+def test_failure_gives_a_one_line_error(command: list[str], says: str) -> None:
+    with open_manager(command) as manager:
+        manager.release(LEFT, STAY)
+        (report,) = wait_for(manager)
+    assert (report.kind, report.ranks) == ("failed", 2)
+    assert says in report.what
+    assert "elastic.release_command" in report.what
+
+
+def test_output_of_any_size_and_encoding() -> None:
+    code = (
+        "import sys;sys.stdout.buffer.write(b'x' * 10_000_000 + b'\\n\\xff\\x1b[1m' + b'y' * 1000)"
+    )
+    with open_manager(python(code)) as manager:
+        manager.release(LEFT, STAY)
+        (report,) = wait_for(manager)
+    assert report.kind == "released"
+    assert len(report.what) < 400
+    assert report.what.isprintable()
+
+
+def test_timeout_kills_the_process_group(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    command = ["sh", "-c", f"echo $$ > {pids}; sleep 60 & echo $! >> {pids}; echo begun; wait"]
+    with open_manager(command, timeout=0.5) as manager:
+        manager.release(LEFT, STAY)
+        (report,) = wait_for(manager)
+    assert report.kind == "failed"
+    assert "0.5 s" in report.what
+    assert report.what.endswith(": begun")
+    assert 0.5 <= report.seconds < 10
+    for pid in pids.read_text().split():
+        assert_ended(int(pid))
+
+
+def test_processes_in_the_background_live_on(tmp_path: Path) -> None:
+    """Ranks that a command starts hold its output open.
+
+    They are neither awaited nor ended.
+    """
+    command = ["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; echo one rank"]
+    with open_manager(["true"], command) as manager:
+        manager.request(1)
+        (report,) = wait_for(manager)
+    assert report.kind == "started"
+    assert report.seconds < 10
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, 0)
+    os.kill(pid, 9)
+
+
+def test_close_waits_for_short_commands_and_kills_slow_commands(tmp_path: Path) -> None:
+    short = CommandManager(["sleep", "0.3"], [], 30)
+    short.release(LEFT, STAY)
+    short.close()
+    assert [report.kind for report in short.reports()] == ["released"]
+
+    long = CommandManager(["sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 60"], ["true"], 30)
+    long.release(LEFT, STAY)
+    long.request(1)
+    began = time.monotonic()
+    long.close()
+    assert time.monotonic() - began < 8
+    long.release(LEFT, STAY)
+    killed, dropped, late = long.reports()
+    assert {killed.kind, dropped.kind, late.kind} == {"failed"}
+    assert "killed" in killed.what
+    assert all("the run has ended" in report.what for report in (killed, dropped, late))
+    assert_ended(int((tmp_path / "pid").read_text()))
+
+
+def test_close_without_any_call() -> None:
+    manager = CommandManager(["true"], [], 30)
+    assert not manager.can_request
+    manager.close()
+    manager.close()
+    assert manager.reports() == []
+
+
+def test_check(tmp_path: Path) -> None:
+    plain = tmp_path / "give-back"
+    plain.write_text("#!/bin/sh\n")
+    with pytest.raises(ConfigError, match=r"elastic.release_command: .*give-back"):
+        CommandManager([str(plain)], [], 1).check()
+    plain.chmod(0o755)
+    CommandManager([str(plain)], [], 1).check()
+    CommandManager([str(plain)], ["true", "x"], 1).check()
+    with pytest.raises(ConfigError, match=r"elastic.grow_command: .*'nowhere-x'"):
+        CommandManager([str(plain)], ["nowhere-x"], 1).check()
+    with pytest.raises(ConfigError, match=r"elastic.release_command"):
+        CommandManager([], ["true"], 1).check()
+
+
+def assert_ended(pid: int) -> None:
+    """A killed process that nobody has reaped yet is a zombie."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z"):
+                return
+        except OSError:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"process {pid} lives")

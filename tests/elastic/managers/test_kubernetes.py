@@ -1,0 +1,488 @@
+"""KubernetesManager against a local server that answers like the Kubernetes API.
+
+`FakeKubernetes` models one job and its pods. It knows which keys of a job may change, and which
+pods the Job controller deletes. `kubernetes_check.py` runs the manager against a real API server,
+by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynmo.elastic.managers import kubernetes
+from dynmo.elastic.managers.kubernetes import KubernetesManager
+from dynmo.elastic.managers.manager import Manager, Report
+from dynmo.elastic.member import Member
+from dynmo.errors import ConfigError
+from tests.elastic.managers.test_command import wait_for
+
+client: Any = pytest.importorskip("kubernetes.client")
+yaml: Any = pytest.importorskip("yaml")
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "kubernetes"
+
+
+class FakeKubernetes:
+    """Answers like the API server, the Job controller and the kubelet.
+
+    It knows the job training/run.
+
+    Attributes:
+        minor: The server is version 1.`minor`.
+        spec: The job's `spec`.
+        free: Places for further pods. Others stay pending.
+        failures: Status and message of the next answers to a request with a given method.
+        patches: Bodies of the patches that were accepted.
+        ends_after: Seconds between the deletion of a pod and its end.
+    """
+
+    def __init__(self, minor: int = 30, pods: int = 4) -> None:
+        self.minor, self.free = minor, 100
+        self.spec = {"parallelism": pods, "completions": pods, "completionMode": "Indexed"}
+        self.failures: list[tuple[str, int, str]] = []
+        self.patches: list[dict[str, Any]] = []
+        self.ends_after = 0.05
+        self._ends: dict[str, float] = {}
+        self._made = 0
+        self._pods: dict[str, int] = {}  # name -> index
+        self._lock = threading.Lock()
+        self._control()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                with fake._lock:
+                    status, content = fake._answer(self.command, self.path, body)
+                data = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_PATCH = do_DELETE = answer
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    @property
+    def indexes(self) -> list[int]:
+        """Indexes of the pods that are not ending."""
+        with self._lock:
+            return sorted(i for name, i in self._pods.items() if name not in self._ends)
+
+    def pod(self, index: int) -> str:
+        """Name of the pod of an index."""
+        with self._lock:
+            return next(n for n, i in self._pods.items() if i == index and n not in self._ends)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self._thread.join()
+        self.server.server_close()
+
+    def _answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        path = path.partition("?")[0].rstrip("/")
+        for i, (failing, status, message) in enumerate(self.failures):
+            if failing == method and path != "/version":
+                del self.failures[i]
+                return status, {"kind": "Status", "message": message}
+        self._control()
+        if path == "/version":
+            return 200, dict.fromkeys(_VERSION, "") | {"major": "1", "minor": f"{self.minor}+"}
+        if path == "/apis/batch/v1/namespaces/training/jobs/run":
+            if method == "PATCH":
+                patch = json.loads(body)["spec"]
+                changed = self.spec | patch
+                if changed["completions"] != self.spec["completions"] and (
+                    self.minor < 27
+                    or self.spec["completionMode"] != "Indexed"
+                    or changed["completions"] != changed["parallelism"]
+                ):
+                    return 422, {"message": 'Job "run" is invalid:\n field is immutable'}
+                self.spec = changed
+                self.patches.append(patch)
+            return 200, self._job()
+        pods = "/api/v1/namespaces/training/pods"
+        if path == pods:
+            return 200, {"items": [self._pod(name) for name in self._pods]}
+        if path.startswith(pods) and method == "DELETE":
+            self._ends[path.rpartition("/")[2]] = time.monotonic() + self.ends_after
+            return 200, {"metadata": {}}
+        return 404, {"message": f"{path} not found"}
+
+    def _control(self) -> None:
+        """Acts as the Job controller: deletes surplus pods and makes missing ones."""
+        now = time.monotonic()
+        for name in [name for name, end in self._ends.items() if end < now]:
+            del self._ends[name], self._pods[name]
+        active = {name: i for name, i in self._pods.items() if name not in self._ends}
+        too_many = [name for name, i in active.items() if i >= self.spec["completions"]]
+        # An older controller looks at age, not at indexes.
+        too_many += list(active)[self.spec["parallelism"] :] if not too_many else []
+        for name in too_many:
+            self._ends[name] = now + self.ends_after
+        for index in range(int(self.spec["completions"])):
+            active = {name: i for name, i in self._pods.items() if name not in self._ends}
+            if index not in active.values() and len(active) < int(self.spec["parallelism"]):
+                self._pods[f"run-{index}-x{self._made}"] = index
+                self._made += 1
+
+    def _pod(self, name: str) -> dict[str, Any]:
+        spec = {"hostname": f"run-{self._pods[name]}", "containers": [{"name": "c"}]}
+        return {"metadata": {"name": name}, "spec": spec}
+
+    def _job(self) -> dict[str, Any]:
+        active = len(self._pods) - len(self._ends)
+        status: dict[str, Any] = {"active": active}
+        if self.minor >= 24:
+            status["ready"] = min(active, 4 + self.free)
+        if self.minor >= 29:
+            status["terminating"] = len(self._ends)
+        template = {"spec": {"containers": [{"name": "c"}]}}
+        return {
+            "metadata": {"name": "run"},
+            "spec": {**self.spec, "template": template},
+            "status": status,
+        }
+
+
+_VERSION = (
+    "buildDate",
+    "compiler",
+    "gitCommit",
+    "gitTreeState",
+    "gitVersion",
+    "goVersion",
+    "platform",
+)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeKubernetes]:
+    server = FakeKubernetes()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def old_fake() -> Iterator[FakeKubernetes]:
+    server = FakeKubernetes(minor=20)
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "_INTERVAL", 0.02)
+    for variable in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG", "JOB_NAME", "POD_NAMESPACE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def connect(url: str, folder: Path, timeout: float = 10.0, job: str = "run") -> KubernetesManager:
+    return KubernetesManager("training", job, timeout, str(kubeconfig(url, folder)))
+
+
+def kubeconfig(url: str, folder: Path) -> Path:
+    content = {
+        "clusters": [{"name": "c", "cluster": {"server": url}}],
+        "users": [{"name": "u", "user": {"token": "secret"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    path = folder / "kubeconfig"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def members(*indexes: int) -> list[Member]:
+    return [Member(i, f"run-{i}", 1) for i in indexes]
+
+
+def one(manager: Manager) -> Report:
+    (report,) = wait_for(manager)
+    return report
+
+
+def wait_for_patch(fake: FakeKubernetes, parallelism: int) -> None:
+    end = time.monotonic() + 20
+    while fake.spec["parallelism"] != parallelism:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_release_and_request_scale_the_job(fake: FakeKubernetes, tmp_path: Path) -> None:
+    manager = connect(fake.url, tmp_path)
+    manager.check()
+    assert manager.can_request
+    assert manager.releases_highest
+    before = [fake.pod(0), fake.pod(1)]
+    manager.release(members(2, 3), members(0, 1))
+    report = one(manager)
+    assert (report.kind, report.ranks) == ("released", 2), report
+    assert report.what == "job training/run gave 2 of 4 pods back"
+    assert report.seconds >= fake.ends_after  # waits until the pods are gone
+    assert fake.indexes == [0, 1]
+    manager.request(3)
+    report = one(manager)
+    assert (report.kind, report.ranks) == ("started", 3)
+    assert report.what == "job training/run has 5 pods, 3 of them new"
+    assert fake.indexes == [0, 1, 2, 3, 4]
+    assert before == [fake.pod(0), fake.pod(1)]
+    assert fake.patches == [{"parallelism": n, "completions": n} for n in (2, 5)]
+    manager.close()
+
+
+def test_released_pods_are_deleted_before_kubernetes_1_27(
+    old_fake: FakeKubernetes, tmp_path: Path
+) -> None:
+    """The Job controller of an older server would delete the wrong pods.
+
+    This server deletes the youngest pods.
+    """
+    manager = connect(old_fake.url, tmp_path)
+    before = [old_fake.pod(2), old_fake.pod(3)]
+    left = [Member(0, "elsewhere", 1, old_fake.pod(0)), Member(1, "run-1", 1)]
+    stay = [Member(2, "a", 1), Member(3, "b", 1)]
+    manager.release(left, stay)
+    assert one(manager).kind == "released"
+    assert before == [old_fake.pod(2), old_fake.pod(3)]
+    manager.request(2)
+    assert one(manager).kind == "started"
+    manager.request(1)
+    report = one(manager)
+    assert report.kind == "failed"
+    assert "4 pods" in report.what
+    assert old_fake.patches == [{"parallelism": 2}, {"parallelism": 4}]
+    manager.close()
+
+
+def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, tmp_path: Path) -> None:
+    manager = connect(fake.url, tmp_path)
+    manager.release(members(1, 2), members(0, 3))
+    report = one(manager)
+    assert report.kind == "failed"
+    assert "run-3" in report.what
+    assert "rank 3" in report.what
+    assert fake.patches == []
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "word"),
+    [
+        ("GET", 401, "credentials"),
+        ("GET", 403, "service account"),
+        ("PATCH", 403, "forbids"),
+        ("GET", 404, "JOB_NAME"),
+        ("PATCH", 422, "completionMode: Indexed"),
+        ("PATCH", 400, "400"),
+    ],
+)
+def test_server_error_gives_a_one_line_error(
+    fake: FakeKubernetes, tmp_path: Path, method: str, status: int, word: str
+) -> None:
+    fake.failures = [(method, status, "why\n")]
+    manager = connect(fake.url, tmp_path)
+    manager.request(2)
+    report = one(manager)
+    assert (report.kind, report.ranks) == ("failed", 2)
+    assert word in report.what
+    assert "(why)" in report.what
+    assert fake.spec["parallelism"] == 4
+    manager.close()
+
+
+@pytest.mark.parametrize("status", [409, 429, 500, 503])
+def test_busy_server_is_retried(fake: FakeKubernetes, tmp_path: Path, status: int) -> None:
+    fake.failures = [("PATCH", status, "later")] * 2 + [("GET", status, "later")] * 2
+    manager = connect(fake.url, tmp_path)
+    manager.request(1)
+    assert one(manager).kind == "started"
+    assert fake.failures == []
+    fake.failures = [("PATCH", status, "later")] * 1000
+    hurried = connect(fake.url, tmp_path, timeout=0.1)
+    hurried.release(members(3), members(0, 1, 2))
+    report = one(hurried)
+    assert report.kind == "failed"
+    assert f"{status} (later)" in report.what
+    manager.close()
+    hurried.close()
+
+
+def test_job_without_indexes_fails_with_the_server_message(
+    fake: FakeKubernetes, tmp_path: Path
+) -> None:
+    fake.spec["completionMode"] = "NonIndexed"
+    manager = connect(fake.url, tmp_path)
+    manager.release(members(3), members(0, 1, 2))
+    report = one(manager)
+    assert report.kind == "failed"
+    assert "field is immutable" in report.what, "the server's own words"
+    assert fake.indexes == [0, 1, 2, 3]
+    manager.close()
+
+
+def test_missing_server_gives_a_one_line_error(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    manager = connect(f"http://127.0.0.1:{port}", tmp_path, timeout=0.1)
+    manager.release(members(3), members(0, 1, 2))
+    report = one(manager)
+    assert report.kind == "failed"
+    assert f"http://127.0.0.1:{port}" in report.what
+    assert "parallelism = completions = 3" in report.what
+    manager.close()
+
+
+def test_pending_pods_stay_requested(fake: FakeKubernetes, tmp_path: Path) -> None:
+    """A later release does not wait for pending pods."""
+    fake.free = 1
+    manager = connect(fake.url, tmp_path, timeout=0.2)
+    manager.request(2)
+    report = one(manager)
+    assert report.kind == "failed"
+    assert "6 pods are active, 5 ready, 0 ending after 0.2 s" in report.what
+    assert fake.spec["parallelism"] == 6
+    manager.close()
+
+    patient = connect(fake.url, tmp_path, timeout=60)
+    patient.request(1)
+    wait_for_patch(fake, parallelism=7)
+    patient.release(members(3), members(0, 1, 2))
+    given_up, released = wait_for(patient, 2)
+    assert given_up.kind == "failed"
+    assert "newer" in given_up.what
+    assert released.kind == "released"
+    assert fake.indexes == [0, 1, 2]
+    patient.close()
+
+
+def test_close_does_not_wait_for_pods(fake: FakeKubernetes, tmp_path: Path) -> None:
+    fake.ends_after = 60
+    manager = connect(fake.url, tmp_path, timeout=60)
+    manager.release(members(3), members(0, 1, 2))
+    wait_for_patch(fake, parallelism=3)
+    began = time.monotonic()
+    manager.close()
+    assert time.monotonic() - began < 8
+    (report,) = manager.reports()
+    assert report.kind == "failed"
+    assert "the run ended" in report.what
+
+
+def test_check_names_the_missing_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="needs POD_NAMESPACE: set it in the pod as in examples"):
+        KubernetesManager().check()
+    monkeypatch.setenv("POD_NAMESPACE", "training")
+    with pytest.raises(ConfigError, match="needs JOB_NAME"):
+        KubernetesManager().check()
+    monkeypatch.setenv("JOB_NAME", "run")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match=r"no credentials for Kubernetes .*: give the pod a"):
+        KubernetesManager().check()
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig("http://127.0.0.1:1", tmp_path)))
+    KubernetesManager().check()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    with pytest.raises(ConfigError, match="no credentials for Kubernetes"):
+        KubernetesManager().check()
+
+
+def test_check_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes.client", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dynmo\[kubernetes\]'") as caught:
+        KubernetesManager("training", "run").check()
+    assert "\n" not in str(caught.value)
+    manager = KubernetesManager("training", "run")
+    manager.request(1)
+    assert "pip install" in one(manager).what
+    manager.close()
+
+
+MANIFESTS = {
+    "Job": "V1Job",
+    "PersistentVolumeClaim": "V1PersistentVolumeClaim",
+    "Role": "V1Role",
+    "RoleBinding": "V1RoleBinding",
+    "Service": "V1Service",
+    "ServiceAccount": "V1ServiceAccount",
+}
+
+
+def example(kind: str) -> Any:
+    """The object of a kind in examples/kubernetes."""
+    files = sorted(EXAMPLES.glob("*.yaml"))
+    objects = [o for file in files for o in yaml.safe_load_all(file.read_text())]
+    assert {o["kind"] for o in objects} == set(MANIFESTS)
+    (manifest,) = (o for o in objects if o["kind"] == kind)
+    return manifest
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_example_manifests_have_only_api_keys(kind: str) -> None:
+    assert unknown_keys(example(kind), MANIFESTS[kind], kind) == []
+
+
+def unknown_keys(value: Any, type_name: str, at: str) -> list[str]:
+    """Keys that the client's models do not have."""
+    if type_name.startswith("list["):
+        return [u for item in value for u in unknown_keys(item, type_name[5:-1], at)]
+    model: Any = getattr(client, type_name, None)
+    if not hasattr(model, "attribute_map"):
+        return []
+    types = {key: model.openapi_types[name] for name, key in model.attribute_map.items()}
+    unknown = [f"{at}.{key}" for key in value if key not in types]
+    for key in value.keys() & types.keys():
+        unknown += unknown_keys(value[key], types[key], f"{at}.{key}")
+    return unknown
+
+
+def test_example_manifests_are_consistent() -> None:
+    job, service, role = example("Job"), example("Service"), example("Role")
+    name, spec, pod = job["metadata"]["name"], job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert spec["completionMode"] == "Indexed"
+    assert str(spec["completions"]) == str(spec["parallelism"]) == env["WORLD_SIZE"]
+    assert env["JOB_NAME"] == name
+    assert role["rules"] == [
+        {
+            "apiGroups": ["batch"],
+            "resources": ["jobs"],
+            "resourceNames": [name],
+            "verbs": ["get", "patch"],
+        }
+    ]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert env["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
+    account = example("ServiceAccount")["metadata"]["name"]
+    assert pod["serviceAccountName"] == account
+    assert example("RoleBinding")["subjects"][0]["name"] == account
+    claims = [
+        v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if v["name"] == "runs"
+    ]
+    assert claims == [example("PersistentVolumeClaim")["metadata"]["name"]]

@@ -1,0 +1,290 @@
+"""Ranks under a real Slurm cluster.
+
+Other jobs use the released nodes. New ranks join as jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from dynmo.elastic.managers.slurm import LineSplitter, SlurmStarter, own_job_environment
+from dynmo.errors import ConfigError
+from tests.elastic.run_launcher import (
+    LENDS_TWO,
+    PATHS,
+    STOPS_WHEN_ASKED,
+    has_stopped,
+    launcher_command,
+    reports_of,
+)
+from tests.elastic.slurm import SlurmCluster, slurm_cluster, why_no_slurm
+from tests.processes import gone, wait_until
+
+needs_slurm = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SlurmCluster]:
+    with slurm_cluster() as cluster:
+        yield cluster
+
+
+def launcher(folder: Path, *scripts: str, join: str = "") -> list[str]:
+    """The command of a launcher whose ranks run these scripts."""
+    return launcher_command("slurm", folder, *scripts, join=join)
+
+
+def outside(
+    slurm: SlurmCluster,
+    folder: Path,
+    command: list[str],
+    options: Sequence[str] = (),
+) -> subprocess.Popen[str]:
+    """Starts a launcher outside of any allocation.
+
+    Args:
+        slurm: The cluster.
+        folder: Working folder.
+        command: The launcher's command.
+        options: Options of the jobs that the launcher submits.
+    """
+    return slurm.start(command, folder, {**PATHS, "JOB_OPTIONS": json.dumps(options)})
+
+
+@needs_slurm
+def test_another_job_uses_released_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Two of four ranks leave, and a pending job starts on their nodes.
+
+    Two ranks join as separate jobs when that job has ended.
+    """
+    command = launcher(
+        tmp_path,
+        *LENDS_TWO,
+        join="""
+become_member()
+keys = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "LOCAL_RANK")
+(here / f"env-{process}").write_text(" ".join(os.environ[key] for key in keys))
+say(f"member-{process}")
+heard("done")
+""",
+    )
+    job = slurm.submit(command, 4, "train", tmp_path / "out", PATHS, [f"--chdir={tmp_path}"])
+    slurm.wait_for_state("train", "RUNNING")
+    wait = "import pathlib, time\nwhile not pathlib.Path('end').exists(): time.sleep(0.05)"
+    options = [f"--chdir={tmp_path}"]
+    other_command = [sys.executable, "-c", wait]
+    other = slurm.submit(other_command, 2, "another", tmp_path / "out2", options=options)
+    assert slurm.states()["another"] == "PENDING"
+    (tmp_path / "another-waits").touch()
+    slurm.wait_for_state("another", "RUNNING")
+    assert slurm.nodes_of(other) == ["n3", "n4"]
+    assert slurm.nodes_of(job) == ["n1", "n2"]
+    (tmp_path / "end").touch()
+    slurm.wait_for_state("another", None)
+    (tmp_path / "another-is-over").touch()
+    slurm.wait_for_state("train", None)
+    assert (tmp_path / "out").read_text() == "result\n"
+    assert reports_of(tmp_path)[0] == f"released 2: job {job} gave back n3, n4"
+    started = [line.split() for line in reports_of(tmp_path)[1:]]
+    assert {fields[3] for fields in started} == {"4", "5"}
+    assert {fields[-1] for fields in started} == {"n3", "n4"}, "in any order"
+    jobs = {(tmp_path / f"env-{number}").read_text() for number in (4, 5)}
+    assert jobs == {f"{other + 1} dynmo-join 0", f"{other + 2} dynmo-join 0"}
+    assert (tmp_path / "rank-1.log").read_text() == ""
+    wait_until(lambda: not slurm.states())
+    assert gone(tmp_path)
+
+
+@needs_slurm
+def test_shared_node_is_free_once_both_ranks_left(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Four ranks run on two nodes.
+
+    The second node is free once both of its ranks have left. The launcher's node is never free.
+    """
+    command = launcher(
+        tmp_path,
+        """
+release(3)
+say("leave-3")
+reports(1)
+release(1)
+say("leave-1")
+reports(2)
+release(2)
+say("leave-2")
+reports(3)
+print(os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
+""",
+        "heard('leave-1')",
+        "heard('leave-2')",
+        "print(os.environ['LOCAL_RANK'], file=sys.stderr)\nheard('leave-3')",
+    )
+    options = [f"--chdir={tmp_path}", "--nodelist=n1,n2"]
+    job = slurm.submit(command, 2, "shared", tmp_path / "out", PATHS, options)
+    slurm.wait_for_state("shared", None)
+    assert reports_of(tmp_path) == [
+        "failed 1: n2 cannot be given back until its last rank leaves",
+        "failed 1: n1 cannot be given back until its last rank leaves",
+        f"released 1: job {job} gave back n2",
+    ]
+    assert (tmp_path / "out").read_text() == "0 2\n"
+    assert (tmp_path / "rank-3.log").read_text() == "1\n"
+
+
+@needs_slurm
+def test_ranks_outside_an_allocation_are_jobs(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Each rank is a job and frees its node when it ends.
+
+    A joiner may wait for its job until the run ends.
+    """
+    command = launcher(
+        tmp_path,
+        """
+heard("up")
+release(1)
+say("leave")
+reports(1)
+manager.request(4)
+reports(4)
+heard("pending")
+print("result")
+""",
+        "say('up')\nheard('leave')",
+        join="until(lambda: signals, 'a signal')",
+    )
+    process = outside(slurm, tmp_path, command)
+    running = {"dynmo RUNNING": 1, "dynmo-join RUNNING": 3, "dynmo-join PENDING": 1}
+    lines = ["squeue", "--noheader", "--format=%j %T"]
+    wait_until(lambda: Counter(slurm.run(*lines).splitlines()) == running)
+    (tmp_path / "pending").touch()
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "result\n", "")
+    assert reports_of(tmp_path)[0] == "released 1: 1 job ended"
+    assert [line.partition(" runs")[0] for line in reports_of(tmp_path)[1:]]
+    wait_until(lambda: not slurm.states())
+
+
+@needs_slurm
+def test_job_refused_by_slurm_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = "manager.request(1)\nreports(1)"
+    process = outside(slurm, tmp_path, launcher(tmp_path, script), ["--gres=gpu:1"])
+    assert process.communicate(timeout=30)[1] == ""
+    (line,) = reports_of(tmp_path)[:1]
+    assert line.startswith("started 1: process 1 runs on n")
+    command = launcher(tmp_path, script)
+    process = outside(slurm, tmp_path, command, ["--gres=gpu:2"])
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err.count("\n")) == (1, 1)
+    assert err.startswith("RunError: rank 0 ended with status 1: ")
+    assert "Requested node configuration is not available" in err, "Slurm's own words"
+
+
+@needs_slurm
+def test_joiner_refused_by_slurm_does_not_stop_the_run(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The run is in an allocation and continues."""
+    command = launcher(tmp_path, "manager.request(1)\nreports(1)\nprint('goes on')")
+    env = {**PATHS, "JOB_OPTIONS": '["--partition=none"]'}
+    slurm.submit(command, 1, "refused", tmp_path / "out", env, [f"--chdir={tmp_path}"])
+    slurm.wait_for_state("refused", None)
+    assert (tmp_path / "out").read_text() == "goes on\n"
+    (line,) = reports_of(tmp_path)
+    assert line.startswith("failed 1: process 1 did not join: it ended with status 1: ")
+    assert "invalid partition specified: none" in line
+
+
+@needs_slurm
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["asked", "killed"])
+def test_ranks_end_with_their_launcher(slurm: SlurmCluster, tmp_path: Path, number: int) -> None:
+    """Ctrl-C lets the ranks finish their step.
+
+    Ranks end if their launcher is killed.
+    """
+    process = outside(slurm, tmp_path, launcher(tmp_path, *[STOPS_WHEN_ASKED] * 2))
+    wait_until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=30)
+    assert has_stopped(tmp_path) == [number == signal.SIGINT] * 2
+    if number == signal.SIGINT:
+        assert (process.returncode, err) == (130, "")
+    wait_until(lambda: gone(tmp_path), 15)
+    wait_until(lambda: not slurm.states(), 15)
+
+
+@needs_slurm
+@pytest.mark.matrix
+def test_failed_rank_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The launcher prints the error of the rank.
+
+    If the rank reported no error, the launcher prints its exit status and its log file.
+    """
+    for body, line in (
+        ("raise RunError('no luck')", "RunError: no luck"),
+        ("sys.exit(3)", f"RunError: rank 1 ended with status 3; see {tmp_path}/rank-1.log"),
+        ("os.kill(os.getpid(), 9)", "RunError: rank 1 was ended by SIGKILL"),
+    ):
+        process = outside(slurm, tmp_path, launcher(tmp_path, "heard('never')", body))
+        _, err = process.communicate(timeout=30)
+        assert (process.returncode, err.count("\n")) == (1, 1)
+        assert err.startswith(line)
+        wait_until(lambda: not slurm.states(), 15)
+
+
+def test_missing_slurm_gives_a_one_line_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="--launcher slurm: Slurm is not installed"):
+        SlurmStarter(2, tmp_path)
+
+
+def test_unreachable_controller_gives_a_one_line_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("srun", "scancel", "scontrol"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'no\n configuration' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ConfigError, match=r"no configuration$"):
+        SlurmStarter(2, tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    with pytest.raises(ConfigError, match=r"job 5: .*: no configuration$"):
+        SlurmStarter(2, tmp_path)
+
+
+def test_separate_job_drops_variables_of_the_allocation() -> None:
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin"}
+    devices = {"CUDA_VISIBLE_DEVICES": "1"}
+    inside = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "4", "SLURMD_NODENAME": "n1"}
+    assert own_job_environment(kept | devices | inside) == kept
+    assert own_job_environment(kept | devices) == kept | devices, "they are the user's"
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_lines_of_srun_are_split_from_lines_of_a_rank(size: int) -> None:
+    """The bytes may arrive in chunks of any size."""
+    rank = b"step 1\rstep 2\nsrun is a word\nlast srun: "
+    text = b"srun: error: no\nstep 1\rstep 2\nslurmstepd: error: 2\n"
+    text += b"srun is a word\nlast srun: "
+    split = LineSplitter()
+    pieces: list[tuple[bool, bytes]] = []
+    for at in range(0, len(text), size):
+        pieces += split.add(text[at : at + size])
+    pieces += split.rest()
+    assert b"".join(piece for own, piece in pieces if not own) == rank
+    srun = [piece for own, piece in pieces if own]
+    assert srun == [b"srun: error: no\n", b"slurmstepd: error: 2\n"]
+
+
+def test_unfinished_line_of_a_rank_is_passed_on_at_once() -> None:
+    """A progress line has no newline."""
+    assert LineSplitter().add(b"step 1") == [(False, b"step 1")]

@@ -1,0 +1,105 @@
+"""A launcher as a process, over ranks that run scripts (`rank_program.py`).
+
+Usage: `python -m tests.elastic.run_launcher local|slurm|ray SIZE FOLDER`. It says how the run ended
+as the command line does. `launcher_command` writes the scripts and returns this command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from dynmo.elastic.launcher.supervisor import spawn
+from dynmo.elastic.managers.manager import Starter
+from dynmo.errors import DynmoError
+
+ROOT = Path(__file__).parents[2]
+# Variables of a launcher that works in another folder.
+PATHS = {"PYTHONPATH": str(ROOT)}
+
+# A rank that ends half a second after it was asked to.
+STOPS_WHEN_ASKED = """
+say(f"up-{process}")
+until(lambda: signals, "a signal")
+time.sleep(0.5)
+say(f"stopped-{process}")
+sys.exit(130)
+"""
+
+# Four ranks, of which the last two leave. Rank 0 asks for two others when another job of the
+# cluster has waited for their resources, has got them and has ended.
+LENDS_TWO = (
+    """
+say("up")
+heard("another-waits")
+release(2, 3)
+say("leave")
+reports(1)
+heard("another-is-over")
+manager.request(2)
+heard("member-4")
+heard("member-5")
+reports(3)
+print("result")
+say("done")
+""",
+    "heard('done')",
+    "heard('leave')",
+    "heard('leave')",
+)
+
+
+def launcher_command(name: str, folder: Path, *scripts: str, join: str = "") -> list[str]:
+    """Writes the scripts of a run, and returns the command of its launcher.
+
+    Args:
+        name: "local", "slurm" or "ray".
+        folder: Folder of the scripts.
+        *scripts: Python text for each rank, rank 0 first.
+        join: Python text for a rank that joins.
+    """
+    for number, script in enumerate(scripts):
+        (folder / f"script-{number}.py").write_text(script)
+    (folder / "script-join.py").write_text(join)
+    module = [sys.executable, "-m", "tests.elastic.run_launcher"]
+    return [*module, name, str(len(scripts)), str(folder)]
+
+
+def reports_of(folder: Path) -> list[str]:
+    """The reports of the launcher, as rank 0 has written them down."""
+    return (folder / "reports").read_text().splitlines()
+
+
+def has_stopped(folder: Path) -> list[bool]:
+    """Whether each of two ranks that run `STOPS_WHEN_ASKED` has ended by itself."""
+    return [(folder / f"stopped-{rank}").exists() for rank in range(2)]
+
+
+def starter(name: str, size: int, folder: Path) -> Starter | None:
+    options = json.loads(os.environ.get("JOB_OPTIONS", "[]"))
+    if name == "slurm":
+        from dynmo.elastic.managers.slurm import SlurmStarter
+
+        return SlurmStarter(size, folder / ".launch", options)
+    if name == "ray":
+        from dynmo.elastic.managers.ray import RayStarter
+
+        return RayStarter()
+    return None
+
+
+def main(name: str, size: int, folder: Path) -> int:
+    program = Path(__file__).with_name("rank_program.py")
+    command = [sys.executable, str(program), str(folder)]
+    shared = None if name == "local" else folder / ".launch"
+    try:
+        return spawn(command, size, 1, folder, starter(name, size, folder), shared)
+    except DynmoError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))

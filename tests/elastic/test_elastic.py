@@ -1,0 +1,125 @@
+"""Training on ranks that leave and come back, under a real Slurm and a real Ray.
+
+Another job uses the ranks that the run releases. Then the run uses them again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynmo.config import parse
+from dynmo.events import EndEvent, GrowEvent, ReleaseEvent, RepackEvent, read
+from tests.elastic.ray_cluster import ray_cluster, why_no_ray
+from tests.elastic.slurm import slurm_cluster, why_no_slurm
+from tests.jobs import SOURCE
+from tests.pool import Pool
+from tests.processes import wait_until
+
+ROOT = Path(__file__).parents[2]
+NO_SLURM, NO_RAY = why_no_slurm(), why_no_ray()
+PATHS = {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
+
+# Layers that sleep: the ranks share two cores.
+RUN: dict[str, Any] = {
+    "name": "run",
+    "model": {"kind": "emulated", "layers": 8, "f": 0.002, "b": 0.002, "w": 0.002},
+    "train": {"steps": 40, "global_batch": 4, "micro_batch": 1},
+    "parallel": {"pipeline": 4, "timeout": 60.0},
+    "data": {"source": SOURCE},
+    "balance": {"balancer": "none"},
+    "elastic": {"reshape_at": [[8, 2, 1], [16, 4, 1]], "join_timeout": 45.0},
+}
+
+
+def command(folder: Path, launcher: str) -> list[str]:
+    (folder / "run.toml").write_text(parse(RUN).to_toml())
+    return [sys.executable, "-m", "dynmo", "train", "run.toml", "--launcher", launcher]
+
+
+def check(folder: Path, pool: Pool) -> list[ReleaseEvent]:
+    """Checks a run that has shrunk and grown, in processes that are gone and new.
+
+    The run ends with the weights of a run that did not. Returns what its launcher has told.
+    """
+    events = list(read(folder / "runs/run/events.jsonl"))
+    (repack,) = [e for e in events if isinstance(e, RepackEvent)]
+    (grow,) = [e for e in events if isinstance(e, GrowEvent)]
+    assert (repack.step, repack.ranks_before, repack.ranks_after) == (8, 4, 2)
+    assert (grow.ranks_before, grow.ranks_after) == (2, 4)
+    assert grow.step >= 16
+    assert len(repack.left) == len(grow.joined) == 2
+    assert not {*repack.left} & {*grow.joined}
+    (end,) = [e for e in events if isinstance(e, EndEvent)]
+    assert end.reason == "done"
+    assert end.gpu_seconds_returned > 0
+    still = RUN | {"parallel": {}, "elastic": {}, "model": {**RUN["model"], "f": 0, "b": 0, "w": 0}}
+    assert end.weights_digest == pool.run("train", 1, config=still)[0]["digest"]
+    return [e for e in events if isinstance(e, ReleaseEvent)]
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(NO_SLURM is not None, reason=str(NO_SLURM))
+def test_slurm_run_releases_and_regains_ranks(tmp_path: Path, pool: Pool) -> None:
+    with slurm_cluster() as slurm:
+        options = [f"--chdir={tmp_path}"]
+        job = slurm.submit(command(tmp_path, "slurm"), 4, "train", tmp_path / "out", PATHS, options)
+        slurm.wait_for_state("train", "RUNNING")
+        other = slurm.submit(["sleep", "1.5"], 2, "another", tmp_path / "out2", options=options)
+        assert slurm.states()["another"] == "PENDING"
+        try:
+            slurm.wait_for_state("another", "RUNNING")
+            assert slurm.states()["train"] == "RUNNING"
+            assert slurm.nodes_of(other) == ["n3", "n4"]
+            assert slurm.nodes_of(job) == ["n1", "n2"]
+            slurm.wait_for_state("another", None)
+            slurm.wait_for_state("train", None, 50)
+        finally:
+            print((tmp_path / "out").read_text())
+        told = check(tmp_path, pool)
+        assert told[0].what == f"job {job} gave back n3, n4"
+        assert {event.what.rpartition(" ")[2] for event in told[1:]} == {"n3", "n4"}
+        wait_until(lambda: not slurm.states())
+
+
+# A second job of the cluster. It asks for two GPUs once none is free, and prints when it ended.
+OTHER = """
+import time, ray
+ray.init(address="auto", log_to_driver=False)
+
+@ray.remote(num_cpus=0, num_gpus=2)
+def work():
+    time.sleep(1.5)
+    return time.time()
+
+while ray.available_resources().get("GPU", 0) > 0:
+    time.sleep(0.05)
+print(ray.get(work.remote()), flush=True)
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(NO_RAY is not None, reason=str(NO_RAY))
+def test_ray_run_releases_and_regains_ranks(tmp_path: Path, pool: Pool) -> None:
+    with ray_cluster(gpus=4) as cluster:
+        other = cluster.start([sys.executable, "-c", OTHER], tmp_path)
+        run = cluster.start(command(tmp_path, "ray"), tmp_path, PATHS)
+        log = tmp_path / "runs/run/events.jsonl"
+        out, _ = other.communicate(timeout=80)
+        ended = float(out.split()[-1])
+        assert run.wait(50) == 0, run.communicate()
+        told = check(tmp_path, pool)
+        assert told[0].ranks == 2
+        events = [json.loads(line) for line in log.read_text().splitlines()]
+        times = {
+            event["event"]: event["time"]
+            for event in events
+            if event["event"] in ("repack", "grow")
+        }
+        assert times["repack"] < ended < times["grow"], "it ran on what the run gave back"
+        assert time.time() > ended

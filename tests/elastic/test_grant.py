@@ -1,0 +1,42 @@
+"""The message to a joining rank."""
+
+import json
+import math
+
+import pytest
+
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.elastic.grant import Grant, cost_records, grant_from
+from dynmo.errors import RunError
+
+COSTS = (LayerCost(0.1 + 0.2, 1 / 3, 5e-324, parameters=7),)
+GRANT = Grant(
+    rank=2,
+    size=3,
+    generation=1,
+    step=5,
+    shape=(3, 1),
+    layers=(2, 2, 2),
+    shape_before=(2, 1),
+    layers_before=(3, 3),
+    state={"loss": math.nan, "frozen": [0]},
+    costs=cost_records(COSTS),
+    reference=1 / 3,
+    microbatches=2,
+    experts=((1, ((0,), (0, 1))),),
+)
+
+
+def test_grant_keeps_floats_exactly():
+    read = grant_from(GRANT.to_text())
+    assert read.known_costs == COSTS
+    assert math.isnan(read.state["loss"])
+    assert read.model_copy(update={"state": {}}) == GRANT.model_copy(update={"state": {}})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", json.dumps({**json.loads(GRANT.to_text()), "more": 1})]
+)
+def test_unreadable_grant_is_refused(text):
+    with pytest.raises(RunError, match="a grant that cannot be read"):
+        grant_from(text)

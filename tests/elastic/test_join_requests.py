@@ -1,0 +1,145 @@
+"""Newcomers that wait, are called, are dismissed, or vanish."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dynmo.elastic import join_requests
+from dynmo.elastic.join_requests import JoinRequests, Newcomer, join_request_from
+from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.runtime.comm.store import read_all
+from tests.processes import wait_until
+
+
+@pytest.fixture
+def home() -> dist.Store:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    return store
+
+
+class Waiting:
+    """A newcomer in a thread."""
+
+    def __init__(self, home: dist.Store, text: str) -> None:
+        self.heard: list[str | None] = []
+        self.told_to_go = False
+        self._newcomer = Newcomer(home, text, 5)
+        self.thread = threading.Thread(target=self._wait)
+        self.thread.start()
+
+    def _wait(self) -> None:
+        self.heard.append(self._newcomer.wait(lambda: self.told_to_go))
+
+    def end(self) -> str | None:
+        self.thread.join(5)
+        (heard,) = self.heard
+        return heard
+
+
+def present(requests: JoinRequests, count: int) -> list[int]:
+    wait_until(lambda: len(requests.present()) == count, 5)
+    return requests.present()
+
+
+def test_newcomers_are_called_in_order_of_arrival(home: dist.Store) -> None:
+    requests = JoinRequests(home, 5)
+    assert requests.present() == []
+    first = Waiting(home, "a")
+    tickets = present(requests, 1)
+    second = Waiting(home, "b")
+    tickets = present(requests, 2)
+    assert [requests.text(ticket) for ticket in tickets] == ["a", "b"]
+    requests.grant(tickets[:1], ["rank 2 of 3"])
+    assert first.end() == "rank 2 of 3"
+    assert requests.present() == tickets[1:]
+    requests.close()
+    assert second.end() is None, "the run is over"
+
+
+def test_dismissed_newcomer_returns_none(home: dist.Store) -> None:
+    waiting = Waiting(home, "a")
+    present(JoinRequests(home, 5), 1)
+    waiting.told_to_go = True
+    assert waiting.end() is None
+
+
+def test_vanished_newcomer_is_removed(home: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_requests, "_GONE", 0.2)
+    requests, waiting = JoinRequests(home, 5), Waiting(home, "a")
+    tickets = present(requests, 1)
+    waiting.told_to_go = True
+    waiting.end()
+    wait_until(lambda: requests.present() == [], 5)
+    assert requests.take_gone() == tickets
+    assert requests.take_gone() == []
+
+
+def test_silent_rank_0_times_out(home: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_requests, "_BEAT", 0.05)
+    start = time.monotonic()
+    with pytest.raises(WaitTimeout, match=r"b:7 waited 0\.3 s for rank 0"):
+        Newcomer(home, "a", 0.3, "b:7").wait()
+    assert time.monotonic() - start < 3
+
+
+def test_newcomer_waits_while_rank_0_is_busy(home: dist.Store) -> None:
+    """Rank 0 gives signs of life in a step that takes longer than the limit."""
+    requests, newcomer = JoinRequests(home, 1), Newcomer(home, "a", 1)
+    end = time.monotonic() + 1.5
+    assert newcomer.wait(lambda: time.monotonic() > end) is None
+    requests.close()
+
+
+def test_damaged_store_stops_neither_side(tmp_path: Path) -> None:
+    """torch reads on and on in a file that ends within a value."""
+    file = tmp_path / "store"
+    store = dist.FileStore(str(file), 1)
+    requests, newcomer = JoinRequests(store, 0.4), Newcomer(store, "a", 0.4)
+    with file.open("ab") as other:
+        other.write(b"\x08\0\0\0half")
+    with pytest.raises(WaitTimeout, match="rank 0"):
+        newcomer.wait()
+    wait_until(lambda: requests.take_problem() is not None, 5)
+    assert requests.take_problem() is None, "once"
+    assert requests.present() == []
+    with pytest.raises(WaitTimeout, match="the store of the run"):
+        requests.close()
+    with pytest.raises(WaitTimeout, match="the store of the run"):
+        read_all(store, "member", 1, 0.1)
+    file.write_bytes(b"")
+
+
+def test_newcomer_with_an_unreadable_text_disturbs_no_other(home: dist.Store) -> None:
+    store: Any = dist.PrefixStore("join", home)  # it takes bytes, which its types deny
+    store.set("beat/1", "0")
+    store.set("here/1", b"\xff\x1b[31m")
+    store.add("tickets", 1)
+    requests, waiting = JoinRequests(home, 5), Waiting(home, "a")
+    first, second = present(requests, 2)
+    requests.refuse(first, "it is none")
+    assert requests.text(second) == "a"
+    requests.close()
+    assert waiting.end() is None
+
+
+def test_closed_store_is_an_error() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    newcomer = Newcomer(client, "a", 5)
+    del server
+    with pytest.raises(RankDied, match="rank 0"):
+        newcomer.wait()
+
+
+@pytest.mark.parametrize("text", ["", "\x1b[31m", "[]", "3", '{"rank": 1}', "{}"])
+def test_text_that_is_no_join_request_is_an_error(text: str) -> None:
+    with pytest.raises(RunError, match="what it says of itself"):
+        join_request_from(text)
