@@ -156,9 +156,9 @@ def train_elastic(world: World, config: dict[str, Any]) -> dict[str, Any]:
     events: list[Event] = []
     model = model_of(loaded)
     trainer = Trainer(loaded, world, model, None, listen=events.append)
-    result, identity = trainer.run(), trainer.pipeline.identity
+    result = trainer.run()
     if result.left and parks(loaded.elastic):
-        result = come_back(loaded, world, model, identity, None, result)
+        result = come_back(trainer) or result
     return {
         "left": result.left,
         "digest": result.weights_digest,

@@ -269,7 +269,8 @@ def _join(config: Config, may_start: bool) -> int | None:
     if may_start and not (folder / "rendezvous.json").is_file():
         return None
     with described_errors(None):
-        from dynmo.train.joining import RunGone, join_run
+        from dynmo.elastic.joining import RunGone
+        from dynmo.train.joining import join_run
 
         try:
             return join_run(folder)

@@ -101,6 +101,7 @@ class Loop:
         self.step, self.loss = step, loss
         self.elastic: Elasticity | None = None
         self.tracer: Tracer | None = None
+        self.rate: Callable[[], float] = lambda: 0.0  # learning rate of the next step
         self.token_shares: dict[str, TokenShares] = {}
         # A newcomer takes part from the cases' own part of its first step on.
         self._joins_at = step if joined else None
@@ -182,7 +183,7 @@ class Loop:
                 self._own_cases,
                 loss=self.loss,
                 moves=self.rebalancer.moves + 1,
-                extra={},
+                extra={"lr": self.rate()},
             )
 
         size = self._engine.store.world.everyone.size

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -138,7 +140,6 @@ class Pipeline:
         check_memory: Whether the first placement must fit `memory_limit`.
         resume: Folder of checkpoints to go on from, as `save` wrote them. The placement and the
             mesh are then those of the checkpoint, if the options allow them.
-        invitation: Rank 0's message to a process that joins a running training.
 
     Raises:
         ConfigError: An option is wrong, or the ranks have different modules or code.
@@ -193,7 +194,6 @@ class Pipeline:
         trace: int = 0,
         check_memory: bool = True,
         resume: str | Path | None = None,
-        invitation: str | None = None,
     ) -> None:
         keys = PipelineOptions.model_fields
         given = {key: value for key, value in locals().items() if key in keys}
@@ -206,7 +206,8 @@ class Pipeline:
         options = PipelineOptions(**given)
         if pipeline is None:
             options = options.model_copy(update={"pipeline": max(1, world.size // replicas)})
-        if invitation is None and options.world_size != world.size and not world.size % replicas:
+        outside = ranks.is_outside
+        if not outside and options.world_size != world.size and not world.size % replicas:
             raise ConfigError(
                 f"{options.pipeline} ranks of a pipeline and {replicas} replicas need "
                 f"{options.world_size} ranks, but the world has {world.size}"
@@ -218,23 +219,18 @@ class Pipeline:
         if deterministic and world.device.type == "cuda":
             torch.use_deterministic_algorithms(True)  # CPU kernels are, with fixed threads
         on_cuda = world.device.type == "cuda"
-        self._cases = make_cases(cases, options.facts(model.layers, model.options, on_cuda))
+        facts = options.facts(model.layers, model.options, on_cuda)
+        self._make_cases = partial(make_cases, cases, facts)
+        self._cases = self._make_cases()
         self._world, self._optimizer = ranks, OptimizerHandle(optimizer.lr)
-        self._check_memory = check_memory
+        self._model, self._options, self._listen = model, options, listen
+        self._check_memory, self._trace = check_memory, trace
+        self._watches_ranks = elastic is not None
         self._memory_limit = rank_memory_limit(options, ranks)
-        reference = (
-            self._start(model, options, listen, resume)
-            if invitation is None
-            else self._join(model, options, listen, invitation)
-        )
-        if elastic is not None:
-            self._watch_ranks(reference)
-        if trace:
-            from dynmo.pipeline.trace import Tracer
-
-            engine = self._engine
-            of_slices = engine.store.layout.placement if engine.store.layout.sliced else None
-            self._loop.tracer = Tracer(ranks.everyone, engine.clock, trace, of_slices)
+        # Steps and loss of the time before this process was outside. None while it is a rank.
+        self._before: tuple[int, float] | None = (0, math.nan) if outside else None
+        if not outside:
+            self._watch(self._start(model, options, listen, resume))
 
     def _start(
         self,
@@ -284,21 +280,12 @@ class Pipeline:
         if state.lr is not None and options.learning_rate is None:
             self._optimizer.param_groups[0]["lr"] = state.lr
 
-    def _join(
-        self,
-        model: Model,
-        options: PipelineOptions,
-        listen: Callable[[Event], None] | None,
-        invitation: str,
-    ) -> float | None:
-        """Makes the parts of a pipeline that this process joins.
-
-        Returns:
-            Seconds that a step took at first.
-        """
+    def _take_up(self, text: str) -> None:
+        """Becomes a rank of a running training, by rank 0's grant."""
         from dynmo.elastic.grant import grant_from
 
-        grant = grant_from(invitation)
+        grant, model, options = grant_from(text), self._model, self._options
+        self._cases = self._make_cases()
         if grant.microbatches != options.all_microbatches:
             options = options.with_microbatches(grant.microbatches)
         # First, because all other ranks wait while this one joins.
@@ -308,9 +295,19 @@ class Pipeline:
         )
         state = grant.state
         self._loop = self._make_loop(
-            options, listen, grant.step, state["loss"], state["moves"], joined=True
+            options, self._listen, grant.step, state["loss"], state["moves"], joined=True
         )
-        return grant.reference
+        if options.learning_rate is None:
+            self._optimizer.param_groups[0]["lr"] = state["lr"]
+        self._before = None
+        self._watch(grant.reference)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_engine", "_loop", "_shapes"):
+            raise RunError(
+                "this process is no rank of the training; call join(), and go on if it returns True"
+            )
+        raise AttributeError(name)
 
     def _make_loop(
         self,
@@ -330,17 +327,27 @@ class Pipeline:
             lambda step: self._loop.cases.forecasts(step),
             self._memory_limit,
         )
-        return Loop(
+        loop = Loop(
             options, engine, self._cases, rebalancer, listen, step=step, loss=loss, joined=joined
         )
+        loop.rate = self._rate
+        return loop
 
-    def _watch_ranks(self, reference: float | None) -> None:
-        from dynmo.elastic.rank_source import make_source
-        from dynmo.pipeline.elasticity import Elasticity
+    def _watch(self, reference: float | None) -> None:
+        """Watches ranks and ops, if that is wanted."""
+        loop, engine = self._loop, self._engine
+        if self._watches_ranks:
+            from dynmo.elastic.rank_source import make_source
+            from dynmo.pipeline.elasticity import Elasticity
 
-        loop = self._loop
-        source = make_source(loop.options.elastic, self._world, self.identity)
-        loop.elastic = Elasticity(loop.options, self._engine, loop.rebalancer, source, reference)
+            source = make_source(loop.options.elastic, self._world, self.identity)
+            loop.elastic = Elasticity(loop.options, engine, loop.rebalancer, source, reference)
+        if self._trace:
+            from dynmo.pipeline.trace import Tracer
+
+            layout = engine.store.layout
+            of_slices = layout.placement if layout.sliced else None
+            loop.tracer = Tracer(self._world.everyone, engine.clock, self._trace, of_slices)
 
     def _known_shapes(
         self, model: Model, options: PipelineOptions, is_new: bool
@@ -405,13 +412,13 @@ class Pipeline:
             InputError: The batch is missing or cannot be cut, or ranks of one replica pass
                 different batches. No weight was changed.
             RunError: The loss or a gradient is not finite, no target of a microbatch counts, or
-                this rank has left the training.
+                this process is no rank of the training (`left`).
         """
         results = self.advance(inputs, targets, keys=keys, stop=stop, adapt=adapt)
         if self.left:
             raise RunError(
-                "this rank has left the training; call adapt() before a step, and stop if "
-                "pipeline.left is true"
+                "this rank has left the training; call adapt() before a step. If pipeline.left is "
+                "true then, stop or call join()"
             )
         return (results + self.drain())[-1]
 
@@ -470,7 +477,7 @@ class Pipeline:
         Returns:
             The results of steps that had to become final before.
         """
-        return self._loop.adapt()
+        return self._loop.adapt() if self._before is None else ()
 
     @property
     def decisions(self) -> tuple[DecisionRecord, ...]:
@@ -581,17 +588,50 @@ class Pipeline:
     @property
     def steps(self) -> int:
         """Number of steps that are done, those of a loaded checkpoint included."""
-        return self._loop.step
+        return self._loop.step if self._before is None else self._before[0]
 
     @property
     def loss(self) -> float:
         """Loss of the last final step. NaN before the first."""
-        return self._loop.loss
+        return self._loop.loss if self._before is None else self._before[1]
 
     @property
     def left(self) -> bool:
-        """True if this rank has left the training, which goes on without it."""
-        return self._loop.left
+        """True if this process is no rank of the training, which goes on without it.
+
+        It has left (`adapt`), or has not joined yet. `join` waits until it is a rank.
+        """
+        return self._before is not None or self._loop.left
+
+    def join(self, stopping: Callable[[], bool] | None = None) -> bool:
+        """Waits until the training needs this process, and becomes a rank of it (again).
+
+        For a process whose pipeline has `left`: it has left, or `dynmo.init(join=True)` made its
+        world. Its parts of the model and of the optimizer are dropped. It then gets the layers and
+        the state of the running training, and goes on at step `steps`.
+
+        Args:
+            stopping: Returns whether this process shall end instead.
+
+        Returns:
+            True if this process is a rank now. False if the training is over.
+
+        Raises:
+            ConfigError: This process differs from the training in its model, code or versions.
+            WaitTimeout: Rank 0 gives no sign of life.
+        """
+        from dynmo.elastic.joining import join
+
+        if not self.left:
+            raise RunError("this process is a rank already; call join() if pipeline.left is true")
+        identity = self.identity
+        if self._before is None:
+            self._before = self.steps, self.loss
+            del self._engine, self._loop
+            gc.collect()
+            if self._world.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return join(self._world, identity, self._take_up, stopping or (lambda: False))
 
     @property
     def token_shares(self) -> Mapping[str, TokenShares]:
@@ -870,7 +910,11 @@ class Pipeline:
     @property
     def identity(self) -> Identity:
         """What decides the numbers of the training: versions, code, layers."""
-        return self._engine.store.identity.with_code(self._cases)
+        if self._before is None:
+            return self._engine.store.identity.with_code(self._cases)
+        from dynmo.models.identity import identity_of
+
+        return identity_of(self._model, self._model.build(())).with_code(self._cases)
 
     # -- end ---------------------------------------------------------------------------------------
 
@@ -915,7 +959,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Tells processes that wait to join that the training is over."""
-        if self._loop.elastic is not None:
+        if self._before is None and self._loop.elastic is not None:
             self._loop.elastic.close()
 
     # -- helpers -----------------------------------------------------------------------------------

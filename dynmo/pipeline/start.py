@@ -7,21 +7,23 @@ rank.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
-import os
+from pathlib import Path
 from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dynmo.elastic.launcher.environment import FOR_RANKS_ON_CUDA
+from dynmo.elastic.launcher.environment import prepare_cuda
 from dynmo.errors import ConfigError
+from dynmo.files import write_whole
 from dynmo.pipeline.options import WorldOptions
 from dynmo.pipeline.uncaught import report_uncaught
 from dynmo.runtime.comm import world as comm
 from dynmo.runtime.comm.rendezvous import ALONE, from_environment
-from dynmo.runtime.comm.store import open_store
+from dynmo.runtime.comm.store import open_store, rendezvous_record
 
 _logger = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ def init(
     backend: str = _DEFAULT.backend,
     timeout: float = _DEFAULT.timeout,
     threads: int = _DEFAULT.threads,
+    rendezvous: str | Path | None = None,
+    join: bool = False,
 ) -> World:
     """Joins the ranks that torchrun, Slurm or dynmo's launcher started.
 
@@ -88,6 +92,10 @@ def init(
         timeout: Seconds that a rank waits for another, at the start and in every message.
         threads: Threads of one rank on CPU. `World.close` restores torch's number. Another number
             of threads gives other last bits, so it is the same on all ranks.
+        rendezvous: File through which processes that start later find this training. Rank 0 writes
+            it. All machines of the training see it, and only this user can read it.
+        join: Whether this process joins the training whose rank 0 wrote `rendezvous`. Its pipeline
+            has `left` until `Pipeline.join`.
 
     Returns:
         The world. It knows `rank`, `size` and `device`.
@@ -115,7 +123,18 @@ def init(
     if options.staged and device.type == "cuda" and torch.cuda.is_available():
         device = torch.device("cuda", (device.index or 0) % torch.cuda.device_count())
     if device.type == "cuda":
-        _prepare_cuda(device, place.size)
+        prepare_cuda(2 if join else place.size)
+        _use_cuda(device)
+    if join:
+        from dynmo.elastic.joining import outside_world
+
+        if rendezvous is None:
+            raise ConfigError("join=True needs the file that rank 0 wrote: rendezvous=FILE")
+        world = outside_world(
+            Path(rendezvous), device=device, timeout=timeout, staged=options.staged
+        )
+        world.take_threads(threads)
+        return _closed_at_exit(world)
     if ranks is not None:
         world = comm.World.adopt(ranks, device=device, timeout=timeout, staged=options.staged)
     else:
@@ -124,6 +143,18 @@ def init(
             store, place.rank, place.size, device=device, timeout=timeout, staged=options.staged
         )
     _take_threads(world, threads)
+    if rendezvous is not None and world.rank == 0:
+        if ranks is not None:
+            raise ConfigError(
+                "rendezvous is set, but ranks of a program's own process groups cannot become "
+                "others"
+            )
+        write_whole(Path(rendezvous), json.dumps(rendezvous_record(place)), mode=0o600)
+        atexit.register(Path(rendezvous).unlink, missing_ok=True)
+    return _closed_at_exit(world)
+
+
+def _closed_at_exit(world: comm.World) -> comm.World:
     atexit.register(world.close, failed=True)
     report_uncaught(world)
     return world
@@ -159,13 +190,8 @@ def _take_threads(world: comm.World, threads: int) -> None:
         )
 
 
-def _prepare_cuda(device: torch.device, ranks: int) -> None:
-    """Sets the variables that CUDA's libraries read, and makes the device torch's current one."""
-    for name, value in {
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        **(FOR_RANKS_ON_CUDA if ranks > 1 else {}),
-    }.items():
-        os.environ.setdefault(name, value)
+def _use_cuda(device: torch.device) -> None:
+    """Makes the device torch's current one."""
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device = {str(device)!r}, but torch sees {torch.cuda.device_count()} CUDA "

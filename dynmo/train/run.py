@@ -47,13 +47,10 @@ def run(
         if world.rank == 0:
             with _open_for_newcomers(rendezvous, folder):
                 return trainer.run()
-        result, identity = trainer.run(), trainer.pipeline.identity
-        del trainer  # its memory
-        return (
-            come_back(config, world, model, identity, folder, result)
-            if result.left and parks(config.elastic)
-            else result
-        )
+        result = trainer.run()
+        if result.left and parks(config.elastic):
+            return come_back(trainer) or result
+        return result
 
 
 @contextlib.contextmanager

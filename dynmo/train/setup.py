@@ -19,7 +19,7 @@ from dynmo.config import Config
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.data.file_kind import kind_of
 from dynmo.dynamism.registry import from_class, make_cases
-from dynmo.elastic.launcher.environment import FOR_RANKS_ON_CUDA
+from dynmo.elastic.launcher.environment import prepare_cuda
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
 from dynmo.options import value_text
@@ -142,14 +142,7 @@ def device_for(config: Config, local_rank: int) -> torch.device:
     """
     wanted = config.parallel.device
     if wanted != "cpu":
-        # CUDA and cuBLAS read these variables once in a process, so they are set before the first
-        # CUDA call. cuBLAS gives the same bits only with workspaces of one size. A run that asks
-        # for the same bits may not be the first of its process.
-        for name, value in {
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            **(FOR_RANKS_ON_CUDA if config.ranks > 1 else {}),
-        }.items():
-            os.environ.setdefault(name, value)
+        prepare_cuda(config.ranks)
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise ConfigError(

@@ -59,7 +59,6 @@ class Trainer:
         folder: `runs/NAME`. None means that nothing is written.
         resume: Whether to go on from the newest checkpoint.
         listen: Called with every event, on rank 0.
-        invitation: Rank 0's message to this process, if it joins a running run.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class Trainer:
         folder: Path | None,
         resume: bool = False,
         listen: Listener | None = None,
-        invitation: str | None = None,
     ) -> None:
         self.config, self._folder = config, folder
         self._checkpoints = None if folder is None else folder / "checkpoints"
         self._log: RunLog | None = None
         self._early: list[Event] = []
-        self._stepped = invitation is not None  # whether a step is done
+        self._stepped = False  # whether a step is done
+        self._world, self._listen = world, listen
         self.pipeline = Pipeline(
             model,
             world,
@@ -84,7 +83,6 @@ class Trainer:
             listen=self._tell,
             trace=config.trace.steps,
             resume=self._checkpoints if resume else None,
-            invitation=invitation,
             **config.pipeline_options(),
         )
         self.first_step = self.pipeline.steps
@@ -95,13 +93,28 @@ class Trainer:
                 f"{self.pipeline.loss:.6f}"
             )
         self._mesh: tuple[int, int] | None = None
-        if invitation is None:
-            self._follow_mesh()  # a newcomer takes part in the others' changes first
+        if not self.pipeline.left:
+            self._follow_mesh()
+            self._open_log()
+
+    def _open_log(self) -> None:
         # The log is opened last, so that earlier errors leave no log.
-        writes = world.rank == 0  # a newcomer has its rank only now
-        self._log = RunLog(config, folder, listen) if writes else RunLog(config, None, None)
+        writes = self._world.rank == 0  # a newcomer has its rank only now
+        folder, listen = (self._folder, self._listen) if writes else (None, None)
+        self._log = RunLog(self.config, folder, listen)
         for event in self._early:
             self._tell(event)
+        self._early.clear()
+
+    def join(self, stopping: Callable[[], bool]) -> bool:
+        """Waits until the run needs this process. Returns False if the run is over."""
+        if not self.pipeline.join(stopping):
+            return False
+        # A newcomer takes part in the others' changes first, and reads its data then.
+        self._stepped, self._mesh = True, None
+        self.first_step = self.pipeline.steps
+        self._open_log()
+        return True
 
     def _tell(self, event: Event) -> None:
         """Writes an event of the pipeline to the log."""

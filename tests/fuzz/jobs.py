@@ -44,10 +44,9 @@ def train(
         path = None if folder is None else Path(folder)
         model = model_of(loaded)
         trainer = Trainer(loaded, world, model, path, resume, listen=events.append)
-        result, identity = trainer.run(), trainer.pipeline.identity
-        del trainer
-        if result.left:
-            result = come_back(loaded, world, model, identity, path, result)
+        result = trainer.run()
+        while result.left and (later := come_back(trainer)) is not None:
+            result = later
     except DynmoError as error:
         return _ended(events, error=type(error).__name__, status=error.exit_status, text=str(error))
     except Exception as error:

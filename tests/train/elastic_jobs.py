@@ -12,8 +12,8 @@ from dynmo.elastic.member import own_member
 from dynmo.errors import ConfigError, RunError
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import migration
-from dynmo.train.joining import come_back, newcomer_identity
-from dynmo.train.trainer import RunResult
+from dynmo.train.joining import come_back
+from dynmo.train.trainer import Trainer
 from tests.jobs import model_of, parsed, train_elastic
 
 
@@ -33,7 +33,7 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
     world.leave()
     assert world.home is not None
     loaded = parsed(config)
-    identity = newcomer_identity(loaded, model_of(loaded))
+    identity = Trainer(loaded, world, model_of(loaded), None).pipeline.identity
     if newcomer == "stays away":
         Newcomer(world.home, join_request_text(own_member(-1), identity), 20).wait()
         return {"left": True}
@@ -61,10 +61,9 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
 
 def _come(world: World, config: dict[str, Any]) -> dict[str, Any]:
     loaded = parsed(config)
-    outside = RunResult(0.0, "", "", 0.0, False, 0, (), left=True)
-    model = model_of(loaded)
-    identity = newcomer_identity(loaded, model)
-    result = come_back(loaded, world, model, identity, None, outside)
+    result = come_back(Trainer(loaded, world, model_of(loaded), None))
+    if result is None:
+        return {"left": True, "digest": ""}
     return {"left": result.left, "digest": result.weights_digest}
 
 

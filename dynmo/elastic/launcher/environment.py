@@ -11,6 +11,17 @@ from pathlib import Path
 FOR_RANKS_ON_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
+def prepare_cuda(ranks: int) -> None:
+    """Sets the variables that CUDA's libraries read, unless the user has set them.
+
+    CUDA and cuBLAS read them once in a process, so this comes before the first CUDA call. cuBLAS
+    gives the same bits only with workspaces of one size.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for name, value in FOR_RANKS_ON_CUDA.items() if ranks > 1 else ():
+        os.environ.setdefault(name, value)
+
+
 def most_local_ranks() -> int:
     """Returns the number of ranks that one machine may start.
 

@@ -55,6 +55,7 @@ class World:
         device: Device on which this rank computes.
         timeout: Limit of every wait, in seconds.
         generation: Number of times that the ranks have met anew.
+        is_outside: Whether this process is no rank of the training that it belongs to.
         store: Store for what no collective can tell, such as who failed.
         home: Store in which later generations of this world meet, and ranks that want to join
             announce themselves. None: within a program's own process groups, which do not change.
@@ -103,6 +104,7 @@ class World:
         default_factory=dict[tuple[int, ...], Any], repr=False, compare=False
     )
     home: dist.Store | None = field(default=None, repr=False, compare=False)
+    is_outside: bool = field(default=False, repr=False, compare=False)
     # torch's number of threads before `take_threads`.
     _threads_before: int | None = field(default=None, repr=False, compare=False)
     # CUDA: waits of the stream for others.
@@ -156,7 +158,7 @@ class World:
             timeout: Limit of every wait, in seconds.
             staged: As the other world has it.
         """
-        return cls(0, 1, device, timeout, 0, home, staged=staged, home=home)
+        return cls(0, 1, device, timeout, 0, home, staged=staged, home=home, is_outside=True)
 
     def renew(self, rank: int, size: int, generation: int, join_timeout: float) -> None:
         """Goes on as another number of ranks, in the same processes.
@@ -176,7 +178,7 @@ class World:
         assert self.home is not None, "process groups of a program's own do not change"
         assert self.everyone is self, "all ranks are renewed at once"
         self.close()
-        self._peers = None
+        self._peers, self.is_outside = None, False
         self._shape, self.rank, self.size, self.generation = 1, rank, size, generation
         self.store, self.waits = dist.PrefixStore(f"again/{generation}", self.home), DeviceWaits()
         self._meet(join_timeout)
@@ -184,7 +186,7 @@ class World:
     def leave(self) -> None:
         """Leaves the ranks. This process is alone until `renew`."""
         self.close()
-        self._peers = None
+        self._peers, self.is_outside = None, True
         self._shape, self.rank, self.size = 1, 0, 1
         if self.home is not None:
             self.store = self.home
