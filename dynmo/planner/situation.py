@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from dynmo.balance.options import Balance
 from dynmo.balance.partition import Partition
@@ -242,6 +242,15 @@ class DecisionRecord:
         """Returns the record as one line of JSON. Floats read back exactly."""
         return json.dumps(_RECORD.dump_python(self, mode="json"))
 
+    @classmethod
+    def from_text(cls, text: str) -> DecisionRecord:
+        """Reads the line of `to_text`.
+
+        Raises:
+            ValueError: It is no record.
+        """
+        return _RECORD.validate_python(json.loads(text))
+
 
 _RECORD = TypeAdapter(DecisionRecord)
 
@@ -258,7 +267,7 @@ def read_records(path: Path) -> Iterator[DecisionRecord]:
         raise InputError(f"{path} cannot be read: {error}") from None
     for number, line in enumerate(lines, start=1):
         try:
-            yield _RECORD.validate_python(json.loads(line))
-        except (json.JSONDecodeError, ValidationError) as error:
+            yield DecisionRecord.from_text(line)
+        except ValueError as error:
             first = str(error).splitlines()[0]
             raise InputError(f"{path}, line {number} is no decision of a run: {first}") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.runs import Run, assert_refused
+from tests.cli.runs import Base, Run, assert_refused
 
 EXAMPLE = Path(__file__).parents[2] / "examples/workload.toml"
 
@@ -137,3 +137,24 @@ def test_fewest_ranks_of_a_workload(run: Run, small: Path) -> None:
     assert needed["mean"] == 2.0
     assert "needs 1.0 of 2 ranks on average" in run(small, "--fewest-ranks", "1").out
     assert "ranks_needed" not in json.loads(run(small, "--json").out)
+
+
+def test_decisions_of_a_run_are_the_same_again(base: Base, run: Run) -> None:
+    """The run moved layers after half of them were frozen. Nothing of it is needed but the file."""
+    path = base.folder / "runs/main/decisions.jsonl"
+    status, out, _ = run(path, "--json")
+    answer = json.loads(out)
+    assert (status, answer["same"]) == (0, True)
+    kinds = {each["kind"] for each in answer["decisions"]}
+    assert kinds == {"move", "schedule"}
+    assert any(each["decided"]["move"] for each in answer["decisions"] if each["kind"] == "move")
+    status, out, _ = run(path)
+    assert status == 0
+    assert "the same" in out
+    assert "differs" not in out
+
+
+def test_file_without_decisions_is_refused(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text("")
+    assert_refused(run(path), "has no decisions")

@@ -48,6 +48,7 @@ def test_run_writes_only_into_its_folder(base: Base) -> None:
     assert {f for f in files if not f.startswith("runs/main/checkpoints/")} == {
         "run.toml",
         "runs/main/costs.json",
+        "runs/main/decisions.jsonl",
         "text",
         "models.py",
         "runs/main/config.toml",
