@@ -135,7 +135,7 @@ def simulated(
 
         out["uniform"].append((stop - start) * seconds(even))
         out["best"].append(
-            (stop - start) * seconds(best(layers, even.ranks, MICROBATCHES, even, SCHEDULE))
+            (stop - start) * seconds(best(layers, even.stages, MICROBATCHES, even, SCHEDULE))
         )
         as_placed = [Partition(tuple(counts)) for counts in partitions[start:stop]]
         known = {partition: seconds(partition) for partition in set(as_placed)}

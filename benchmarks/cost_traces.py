@@ -219,5 +219,5 @@ def bottleneck(layers: Layers, placement: Partition) -> float:
     """
     return max(
         math.fsum(layers[i].seconds for i in placement.range_of(rank))
-        for rank in range(placement.ranks)
+        for rank in range(placement.stages)
     )

@@ -99,7 +99,7 @@ def of_baseline(
     """
     even, memory = uniform(len(layers), RANKS), [float(layer.parameters) for layer in layers]
     merged = {BASELINES[name](even, memory, room, target) for target in range(1, RANKS + 1)}
-    fast = (partition.ranks for partition in merged if seconds(partition) <= limit)
+    fast = (partition.stages for partition in merged if seconds(partition) <= limit)
     return min(fast, default=RANKS)
 
 
@@ -167,7 +167,7 @@ def moment(layers: Layers, limit: float, room: float) -> dict[str, Any]:
     balanced = seconds(best(layers, RANKS, MICROBATCHES))
     ranks, taken = RANKS, balanced  # if no placement is fast enough, the run stays on all ranks
     if choice is not None:
-        ranks, taken = choice.partition.ranks, choice.seconds
+        ranks, taken = choice.partition.stages, choice.seconds
     baselines = {name: of_baseline(name, layers, seconds, limit, room) for name in BASELINES}
     return {
         "ours": ranks,

@@ -131,7 +131,7 @@ def window_seconds(
     Returns:
         Seconds, at most those of any placement with these layers on the ranks of the window.
     """
-    ranks = placement.ranks
+    ranks = placement.stages
     rows = rows_of(zb_h1(ranks, microbatches), low, high)
     bounds, ended = np.array(placement.bounds, np.int64), np.empty((ranks, 2, microbatches))
     return _replay(rows, sums_of(layers), bounds, low, high, ranks, ended)

@@ -92,6 +92,7 @@ LATE = {
     "dynmo.pipeline.pipeline",
     "dynmo.pipeline.assembly",
     "dynmo.pipeline.rebalance",
+    "dynmo.pipeline.start",
     "dynmo.runtime.engine.schedule_keeper",
     "dynmo.runtime.layer.split_backward",
     "dynmo.runtime.state.layer_store",

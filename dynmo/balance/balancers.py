@@ -74,9 +74,9 @@ class BalanceRequest:
             raise PartitionError(
                 f"a placement of {self.current.layers} layers for {len(self.layers)} layer costs"
             )
-        if self.placement is not None and len(self.placement) != self.current.ranks:
+        if self.placement is not None and len(self.placement) != self.current.stages:
             raise PartitionError(
-                f"a placement of {len(self.placement)} stages on ranks for {self.current.ranks} "
+                f"a placement of {len(self.placement)} stages on ranks for {self.current.stages} "
                 "stages of layers"
             )
         if self.names and len(self.names) != len(self.layers):
@@ -94,9 +94,9 @@ class BalanceRequest:
                 ("memory limits", len(self.memory_limit)),
                 ("resident stages", len(self.resident)),
             ):
-                if count != self.current.ranks:
+                if count != self.current.stages:
                     raise PartitionError(
-                        f"{count} {what} for {self.current.ranks} ranks; give one per rank"
+                        f"{count} {what} for {self.current.stages} ranks; give one per rank"
                     )
 
     @property
@@ -132,7 +132,7 @@ def _none(request: BalanceRequest) -> Partition:
 
 
 def _uniform(request: BalanceRequest) -> Partition:
-    return _fitting(request, uniform(len(request.layers), request.current.ranks))
+    return _fitting(request, uniform(len(request.layers), request.current.stages))
 
 
 def _exact(request: BalanceRequest) -> Partition:
@@ -151,7 +151,7 @@ def _exact(request: BalanceRequest) -> Partition:
     sizes = [layer.moved_bytes for layer in request.layers]
     return exact(
         request.weights,
-        request.current.ranks,
+        request.current.stages,
         memory=request.memory,
         current=request.current,
         move_bytes=sizes if any(sizes) else None,
@@ -171,7 +171,7 @@ def _schedule_aware(request: BalanceRequest) -> Partition:
 def _simulated(request: BalanceRequest, make: Make, ties_only: bool) -> Partition:
     problem = PlacementProblem(
         request.layers,
-        len(set(request.several)) or request.current.ranks,
+        len(set(request.several)) or request.current.stages,
         make,
         links=request.links,
         memory=request.memory,
@@ -197,7 +197,7 @@ def _deepspeed_uniform(request: BalanceRequest) -> Partition:
     return _fitting(
         request,
         placement(
-            deepspeed_uniform(len(request.layers), request.current.ranks),
+            deepspeed_uniform(len(request.layers), request.current.stages),
             "DeepSpeed's uniform placement",
         ),
     )
@@ -205,7 +205,7 @@ def _deepspeed_uniform(request: BalanceRequest) -> Partition:
 
 def _deepspeed(cost: Cost) -> Balancer:
     def balance(request: BalanceRequest) -> Partition:
-        bounds = deepspeed_balanced(weigh(request.layers, cost), request.current.ranks)
+        bounds = deepspeed_balanced(weigh(request.layers, cost), request.current.stages)
         return _fitting(request, placement(bounds, f"DeepSpeed's placement by {cost}"))
 
     return balance
@@ -213,7 +213,7 @@ def _deepspeed(cost: Cost) -> Balancer:
 
 def _deepspeed_type(pattern: str) -> Balancer:
     def balance(request: BalanceRequest) -> Partition:
-        bounds = deepspeed_type(request.names, pattern, request.current.ranks)
+        bounds = deepspeed_type(request.names, pattern, request.current.stages)
         return _fitting(request, placement(bounds, f"DeepSpeed's placement by type:{pattern}"))
 
     return balance
@@ -223,7 +223,7 @@ def _megatron(embedding: bool, loss: bool) -> Balancer:
     def balance(request: BalanceRequest) -> Partition:
         names = request.names or ("",) * len(request.layers)
         return _fitting(
-            request, megatron_uniform(names, request.current.ranks, embedding=embedding, loss=loss)
+            request, megatron_uniform(names, request.current.stages, embedding=embedding, loss=loss)
         )
 
     return balance
@@ -248,7 +248,7 @@ def _random(request: BalanceRequest) -> Partition:
     Returns `current` if there is no other. The generator is a hash of (seed, step). It needs no
     state and is the same on every rank.
     """
-    layers, ranks, memory = len(request.layers), request.current.ranks, request.memory
+    layers, ranks, memory = len(request.layers), request.current.stages, request.memory
 
     def room(stage: int, start: int) -> int:
         last = layers - (ranks - 1 - stage)
@@ -298,7 +298,7 @@ def _fitting(request: BalanceRequest, partition: Partition) -> Partition:
     memory = request.memory
     if memory is None:
         return partition
-    for stage in range(partition.ranks):
+    for stage in range(partition.stages):
         span = partition.range_of(stage)
         need, limit = memory.need(stage, span.start, span.stop), memory.limits[stage]
         if need > limit:

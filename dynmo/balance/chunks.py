@@ -160,7 +160,7 @@ class _Chunks:
                 best = math.inf if over else best
         if best == math.inf:
             raise NoRoomError(self.no_memory(proven))
-        if current is not None and current.ranks == self.stages:
+        if current is not None and current.stages == self.stages:
             largest, _, over = self.evaluate_bounds(current.bounds)
             if largest <= best and not over:
                 return current, proven

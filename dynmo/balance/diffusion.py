@@ -171,7 +171,7 @@ def published_diffusion(
             "a memory check needs both layer_bytes and limits; give both or neither"
         )
     weight = [stop - start for start, stop in pairwise(sums)]
-    ranks = [list(current.range_of(rank)) for rank in range(current.ranks)]
+    ranks = [list(current.range_of(rank)) for rank in range(current.stages)]
     load = [sum(weight[layer] for layer in held) for held in ranks]
 
     def has_room(target: int, layer: int) -> bool:
@@ -184,10 +184,10 @@ def published_diffusion(
     for _ in range(iterations):
         accepted = len(done)
         overloaded = [
-            rank for rank in range(current.ranks) if load[rank] * current.ranks > sums[-1]
+            rank for rank in range(current.stages) if load[rank] * current.stages > sums[-1]
         ]
         for source in overloaded:
-            target = min(range(current.ranks), key=lambda rank: load[rank])
+            target = min(range(current.stages), key=lambda rank: load[rank])
             layer = min(ranks[source], key=lambda held: weight[held], default=None)
             if layer is None or target == source:
                 continue

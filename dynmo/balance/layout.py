@@ -199,10 +199,10 @@ class Layouts:
 
     def _check(self, partition: Partition, placement: Sequence[int]) -> None:
         layers, stages = self.layers, len(placement)
-        if (partition.layers, partition.ranks) != (layers, stages):
+        if (partition.layers, partition.stages) != (layers, stages):
             unit = "ranks" if stages == max(placement) + 1 else "stages"
             raise PartitionError(
-                f"a placement of {partition.layers} layers on {partition.ranks} {unit}, for "
+                f"a placement of {partition.layers} layers on {partition.stages} {unit}, for "
                 f"{layers} layers on {stages} {unit}"
             )
 

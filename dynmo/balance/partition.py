@@ -72,7 +72,7 @@ class Partition:
         return self.bounds[-1]
 
     @property
-    def ranks(self) -> int:
+    def stages(self) -> int:
         """Number of stages."""
         return len(self.counts)
 
@@ -86,8 +86,8 @@ class Partition:
 
     def range_of(self, stage: int) -> range:
         """The layers of `stage`."""
-        if not 0 <= stage < self.ranks:
-            raise PartitionError(f"stage {stage} of a placement on {self.ranks} stages")
+        if not 0 <= stage < self.stages:
+            raise PartitionError(f"stage {stage} of a placement on {self.stages} stages")
         return range(self.bounds[stage], self.bounds[stage + 1])
 
     def owner(self, layer: int) -> int:

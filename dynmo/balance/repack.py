@@ -224,5 +224,5 @@ def _loads(partition: Partition, memory: Sequence[float]) -> list[_Load]:
         raise PartitionError(
             f"{len(memory)} sizes for {partition.layers} layers; give one for each layer"
         )
-    ranges: Iterator[range] = map(partition.range_of, range(partition.ranks))
+    ranges: Iterator[range] = map(partition.range_of, range(partition.stages))
     return [_Load(len(layers), sum(memory[layer] for layer in layers)) for layers in ranges]

@@ -212,7 +212,7 @@ class _Search:
         elif self.links is not None and self.stages == self.ranks:
             others += self.with_links(weights, self.links)
         others.append(uniform(len(self.layers), self.stages))
-        if self.current is not None and self.current.ranks == self.stages:
+        if self.current is not None and self.current.stages == self.stages:
             others.append(self.current)
         return [x.bounds for x in least_bottleneck] + [
             x.bounds for x in others if self.allowed(x.bounds)

@@ -42,13 +42,13 @@ def pipeline_costs(
         PartitionError: The number of links or speeds is wrong.
     """
     stages = stage_costs(layers, partition.counts)
-    check_lengths(partition.ranks, links, speeds)
+    check_lengths(partition.stages, links, speeds)
     if speeds is not None:
         stages = tuple(
             replace(x, f=x.f / v, b=x.b / v, w=x.w / v) for x, v in zip(stages, speeds, strict=True)
         )
     if links is None:
-        return Costs(stages, (0.0,) * (partition.ranks - 1))
+        return Costs(stages, (0.0,) * (partition.stages - 1))
     ends = partition.bounds[1:-1]
     return Costs(
         stages,

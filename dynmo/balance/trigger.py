@@ -32,8 +32,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Protocol, final
 
-from dynmo.balance.readings import WINDOW
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.readings import WINDOW
 from dynmo.errors import PartitionError
 
 # These balancers place without looking at costs, so there is no gain to weigh.

@@ -25,7 +25,7 @@ from dynmo.elastic.member import Member
 from dynmo.errors import ConfigError, DynmoError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity, identity_from
 from dynmo.runtime.comm.deadline import call_with_limit
-from dynmo.runtime.comm.messages import reason
+from dynmo.runtime.comm.error_text import reason
 from dynmo.runtime.comm.store import LOST, no_answer
 
 # Most seconds between two signs of life of a newcomer, and seconds without one until it is gone.

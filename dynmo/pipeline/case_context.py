@@ -13,7 +13,7 @@ from dynmo.models.model import defined_in
 from dynmo.models.source_code import code_of
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.agreement import first_difference
-from dynmo.runtime.comm.messages import ranks_text
+from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -23,7 +23,7 @@ from dynmo.pipeline.placing import check_meshes, first_partition
 from dynmo.pipeline.shape_costs import known_costs, meta_layers, recompute_for, stage_request
 from dynmo.planner.mesh_search import MeshRequest, NoMeshFitsError, search
 from dynmo.planner.recompute import recompute_as_workspace
-from dynmo.planner.stage_schedule import plan_stages
+from dynmo.planner.stage_plan import plan_stages
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.bounds import Objective
 
@@ -230,7 +230,7 @@ def first_plan(
         placement=stage_plan.request.placement,
         parameters=tuple(
             sum(costs[layer].parameters for layer in partition.range_of(stage))
-            for stage in range(partition.ranks)
+            for stage in range(partition.stages)
         ),
         memory=stage_plan.memory,
         limit=limit,

@@ -54,7 +54,7 @@ from dynmo.pipeline.whole_model import WholeModel
 from dynmo.planner.options import Elastic
 from dynmo.runtime.comm import world as comm
 from dynmo.runtime.comm.agreement import agree, first_difference, maxima
-from dynmo.runtime.comm.messages import ranks_text
+from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.layer.precision import PRECISIONS
@@ -254,7 +254,7 @@ class Pipeline:
         pipeline, replicas = first_shape(options, model.layers, saved)
         partition = first_partition(options, model.layers, pipeline)
         check_meshes(options, model.layers)
-        if saved is not None and len(saved.state.partition) == partition.ranks:
+        if saved is not None and len(saved.state.partition) == partition.stages:
             partition = Partition(tuple(saved.state.partition))
         self._engine = make_engine(
             options, arrange(world, replicas), model, partition, self._memory_limit

@@ -29,7 +29,7 @@ from dynmo.models.model import Model
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.planner.recompute import choose_recomputed, recompute_as_workspace, recompute_memory
-from dynmo.planner.stage_schedule import StageRequest
+from dynmo.planner.stage_plan import StageRequest
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.watch import Watch
 from dynmo.runtime.engine.profiler import weight_bytes

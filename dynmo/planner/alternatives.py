@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from dynmo.balance.balancers import BALANCERS
 from dynmo.errors import InputError
 from dynmo.planner.evaluate import Plan, PlanRequest
+from dynmo.planner.make_plan import LARGE, make_plan
 from dynmo.planner.microbatches import resize
-from dynmo.planner.stage_plan import LARGE, make_plan
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
 

@@ -13,7 +13,7 @@ from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.balance.trigger import FORCED, Decision, Outlook, confirmed, worth_moving_through
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.planner.situation import Layers, Situation
-from dynmo.planner.stage_schedule import schedule_for_balancers
+from dynmo.planner.stage_plan import schedule_for_balancers
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.simulator import resident, simulate

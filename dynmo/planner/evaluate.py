@@ -20,7 +20,7 @@ from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError
 from dynmo.planner.recompute import with_recompute
-from dynmo.planner.stage_schedule import StageRequest, plan_stages
+from dynmo.planner.stage_plan import StageRequest, plan_stages
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.chunk_bounds import lower_bound_on

@@ -31,8 +31,8 @@ from dynmo.balance.stage_costs import freeze, pipeline_costs
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
 from dynmo.planner.evaluate import PlanRequest, RecomputeMode, memory_needs
+from dynmo.planner.make_plan import make_plan
 from dynmo.planner.mesh_plan import Mesh, MeshPlan, add_reductions, mesh_profile
-from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import check_microbatches, chunks_of

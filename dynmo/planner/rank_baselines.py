@@ -35,10 +35,10 @@ def merge_ranks(question: RankQuestion, algorithm: str) -> RankChoice:
     sizes = [float(layer.static_bytes + layer.activation_bytes) for layer in request.profile.layers]
     least = -(-question.least // current.replicas)
     partition = BASELINES[algorithm](before, sizes, limit, least)
-    mesh = replace(current, pipeline=partition.ranks)
+    mesh = replace(current, pipeline=partition.stages)
     now = plan_as_now(request, current, before)
     plan = now if partition == before else plan_as_now(request, mesh, partition)
-    move = partition.ranks < current.pipeline
+    move = partition.stages < current.pipeline
     if move and max(plan.memory) > limit:
         need = max(plan.memory)
         raise NoRoomError(

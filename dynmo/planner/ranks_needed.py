@@ -15,7 +15,7 @@ from dynmo.balance.balancers import BALANCERS
 from dynmo.balance.partition import Partition
 from dynmo.balance.repack import fewest_ranks
 from dynmo.errors import InputError
-from dynmo.planner.stage_plan import make_plan
+from dynmo.planner.make_plan import make_plan
 from dynmo.planner.workload import Replayer, Workload
 from dynmo.schedule.catalogue import chunks_of
 
@@ -81,7 +81,7 @@ def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...
         ranks = (
             workload.ranks
             if choice is None
-            else partition.ranks // chunks_of(workload.schedule, workload.chunks)
+            else partition.stages // chunks_of(workload.schedule, workload.chunks)
         )
         rows.append(RanksNeeded(start, stop - 1, ranks, seconds, partition.counts))
     return tuple(rows)

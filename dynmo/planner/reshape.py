@@ -130,9 +130,9 @@ def plan_as_now(request: MeshRequest, current: Mesh, partition: Partition) -> Me
         any_links=True,
         replicas=current.replicas,
     )
-    if len(plan_request.placement) != partition.ranks:
+    if len(plan_request.placement) != partition.stages:
         raise PartitionError(
-            f"a placement on {partition.ranks} stages for {current}, which has "
+            f"a placement on {partition.stages} stages for {current}, which has "
             f"{len(plan_request.placement)}"
         )
     return add_reductions(
@@ -173,7 +173,7 @@ def largest_arrival(
 
 def _held(mesh: Mesh, partition: Partition, rank: int) -> set[int]:
     """The layers of a rank. Empty if the mesh has no such rank."""
-    placement = placement_of(mesh.schedule, mesh.pipeline, partition.ranks // mesh.pipeline)
+    placement = placement_of(mesh.schedule, mesh.pipeline, partition.stages // mesh.pipeline)
     return {
         i
         for stage, holder in enumerate(placement)

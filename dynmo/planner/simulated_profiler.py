@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import final
 
-from dynmo.balance.readings import Readings, Times
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.readings import Readings, Times
 
 Layers = tuple[LayerCost, ...]
 

@@ -31,7 +31,7 @@ from dynmo.cost.profile_file import Pair, Profile
 from dynmo.errors import InputError
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.options import Elastic
-from dynmo.planner.stage_schedule import StageRequest, schedule_on
+from dynmo.planner.stage_plan import StageRequest, schedule_on
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import simulate

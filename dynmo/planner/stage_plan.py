@@ -1,370 +1,310 @@
-"""A whole plan from measured costs, without running anything.
+"""The stage planner: from a placement of layers to a schedule within the memory.
 
-A plan says where the layers live, in which order the ranks work, and what that takes:
+    layers + placement -> costs of stages -> caps -> schedule -> bytes of each rank at its peak
 
-    costs of layers -> balancer -> placement -> costs of stages -> schedule -> simulator
-        -> step time, idleness, memory
+Runs, dry runs and plans all call `plan_stages`, so a plan says what a run does.
+
+A schedule is made to keep no more alive than its caps. Three things come on top: messages that
+wait, the bytes that an op needs for itself, and sums over the replicas. Their size is known of a
+whole schedule only. If a rank needs more than it has, the caps are lowered by as much, and the
+schedule is made again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from dynmo.balance.balancers import BalanceRequest, balancer
-from dynmo.balance.partition import Partition, exact
-from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
-from dynmo.cost.layer_cost import uniform_costs
-from dynmo.errors import InputError, PartitionError, ScheduleError
-from dynmo.planner.evaluate import (
-    Plan,
-    PlanRequest,
-    TooFullError,
-    evaluate_partition,
-    memory_needs,
-)
-from dynmo.planner.recompute import choose_recomputed, recompute_memory
-from dynmo.planner.stage_schedule import (
-    one_microbatch,
-    plan_stages,
-    schedule_for_balancers,
-    with_unit_memory,
-)
+from dynmo.balance.partition import Partition
+from dynmo.balance.stage_costs import Make, frozen_stages, pipeline_costs
+from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
+from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import check_microbatches, entry
-from dynmo.schedule.memory import MemoryLimits, Pairs, stage_memory
-from dynmo.schedule.simulator import resident
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import entry, placement_of
+from dynmo.schedule.memory import bare, rank_memory, reduction_bytes, static_bytes
+from dynmo.schedule.op import Schedule
+from dynmo.schedule.simulator import peak_memory
 
-LARGE = 6000  # ops of a kind: a simulation takes a tenth of a second
+_ROUNDS = 8
 
 
-def make_plan(request: PlanRequest) -> Plan:
-    """The plan for exactly this request.
+@dataclass(frozen=True)
+class StageRequest:
+    """The request for a schedule, apart from layers and placement.
+
+    Attributes:
+        schedule: Name of the schedule.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step of one replica.
+        chunks: Stages per rank. None means the schedule's own number.
+        memory_limit: Bytes of a rank. None means unlimited.
+        objective: Whether the span or the makespan should be short.
+        post_validation: Whether a step begins before the previous one is final.
+        replicas: Number of pipelines that sum their gradients.
+        accumulation_groups: In how many groups a replica sums its gradients. None if unknown: the
+            layers' pending gradients then count as always there.
+    """
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    chunks: int | None = None
+    memory_limit: int | None = None
+    objective: Objective = Objective.SPAN
+    post_validation: bool = False
+    replicas: int = 1
+    accumulation_groups: int | None = None
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return placement_of(self.schedule, self.ranks, self.chunks)
+
+    def make(self, costs: Costs | None, caps: Sequence[float], first_trainable: int) -> Schedule:
+        """Makes the schedule.
+
+        Args:
+            costs: Costs of every stage. None means that all are alike.
+            caps: The most live memory of each rank, in the costs' unit.
+            first_trainable: The stages before this one run F only.
+        """
+        return make(
+            self.schedule,
+            self.ranks,
+            self.microbatches,
+            costs=costs,
+            chunks=self.chunks,
+            caps=caps,
+            first_trainable=first_trainable,
+            objective=self.objective,
+        )
+
+    def memory(
+        self, layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule
+    ) -> tuple[int, ...]:
+        """Bytes of each rank at its peak.
+
+        Runs and plans are refused by this account.
+
+        Args:
+            layers: Cost of each layer, recomputation included.
+            counts: Number of layers on each stage.
+            schedule: The schedule that runs.
+        """
+        groups = self.accumulation_groups
+        if groups is None:
+            layers = [
+                replace(x, weight_bytes=x.weight_bytes + x.pending_gradient_bytes)
+                if x.pending_gradient_bytes
+                else x
+                for x in layers
+            ]
+        return rank_memory(
+            layers,
+            counts,
+            schedule,
+            post_validation=self.post_validation,
+            replicas=self.replicas,
+            accumulation_groups=groups or 1,
+        )
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The schedule of one placement.
+
+    Attributes:
+        request: The request that it was made for.
+        layers: Cost of each layer.
+        partition: Number of layers on each stage.
+        costs: Costs of the stages, as the schedule was made for them.
+        caps: The most live memory of each rank that was aimed at first, in the costs' unit.
+        schedule: The schedule. If none fits the memory, the one that needs the least.
+    """
+
+    request: StageRequest
+    layers: tuple[LayerCost, ...]
+    partition: Partition
+    costs: Costs
+    caps: tuple[float, ...]
+    schedule: Schedule
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes of each rank at its peak."""
+        return self.request.memory(self.layers, self.partition.counts, self.schedule)
+
+
+def plan_stages(
+    request: StageRequest,
+    layers: tuple[LayerCost, ...],
+    partition: Partition,
+    links: Sequence[LinkCost] | None,
+    first_trainable: int,
+) -> StagePlan:
+    """Makes the schedule of a placement within the memory of its ranks.
+
+    Args:
+        request: The name of the schedule, and what it must fit.
+        layers: Cost of each layer. A layer of a frozen prefix has no B, no W and no activations. A
+            recomputed layer has its recomputation in B and its activations in the workspaces.
+        partition: Number of layers on each stage.
+        links: One for each boundary between stages. None means that messages take no time.
+        first_trainable: Index of the first layer that trains.
+
+    Returns:
+        The schedule, with costs and caps. If no schedule fits, the one that needs the least memory.
+        The caller must check.
 
     Raises:
-        PartitionError: There is no placement, or it does not fit the memory.
         ScheduleError: The schedule cannot be made.
+        PartitionError: The placement has another number of layers or stages.
     """
-    if request.recompute == "all":
-        return _attempt(
-            replace(request, recompute="none", recomputed=frozenset(range(len(request.kept))))
-        )
-    if request.recompute == "auto" and request.memory_limit is not None:
-        return _recomputing(replace(request, recompute="none"), request.memory_limit)
-    return _attempt(request)
+    costs = with_unit_memory(pipeline_costs(layers, partition, links=links))
+    first = min(partition.owner(first_trainable), partition.stages - 1)
+    limit, placement = request.memory_limit, request.placement
+    one = one_microbatch(costs, placement)
+
+    def plan(caps: Sequence[float], schedule: Schedule) -> StagePlan:
+        return StagePlan(request, layers, partition, costs, tuple(caps), schedule)
+
+    if limit is None:
+        caps = roomy_caps(costs, placement)
+        return plan(caps, request.make(costs, caps, first))
+    held = static_bytes(bare(layers), partition.counts, placement)
+    caps = tuple(max(least, float(limit - own)) for least, own in zip(one, held, strict=True))
+    if not entry(request.schedule).from_costs:
+        return plan(caps, request.make(costs, caps, first))
+    return plan(caps, _fitting(request, layers, partition, costs, caps, one, first))
 
 
-def _recomputing(request: PlanRequest, limit: int) -> Plan:
-    """The best plan with recomputation.
+def schedule_on(
+    request: StageRequest,
+    layers: tuple[LayerCost, ...] | None,
+    partition: Partition,
+    links: Sequence[LinkCost] | None,
+    first_trainable: int,
+) -> Schedule:
+    """Returns the schedule of a placement.
 
-    One candidate fits without recomputing. The other one is the placement that would be best with
-    enough memory, made to fit by recomputing. Recomputing changes the costs. They want another
-    placement, which may want other layers to be recomputed. A few rounds of both are tried.
+    Args:
+        request: The name of the schedule, and what it must fit.
+        layers: Costs that it is made from. None, or a schedule that is not made from costs: all
+            stages count as equal, with activations of 1 and caps of twice those of 1F1B.
+        partition: Number of layers on each stage.
+        links: One for each boundary between stages.
+        first_trainable: Index of the first layer that trains.
     """
-    plans: list[Plan] = []
-    failed = _into(plans, lambda: _attempt(request))
-    # Errors that have nothing to do with memory are raised as they are.
-    free = _attempt(replace(request, memory_limit=None))
-    if plans and plans[0].step <= free.step:
-        return plans[0]
-    for _ in range(3):
-        try:
-            chosen = _chosen(request, free, limit)
-        except PartitionError:
-            # This placement does not fit in any way. A placement that fits with all layers
-            # recomputed then gives back the layers that need not be.
-            every = replace(request, recomputed=frozenset(range(len(request.kept))))
-            problem = _into(plans, lambda every=every: _attempt(every))
-            if problem is not None:
-                failed = failed or problem
-                break
-            free = plans[-1]
-            continue
-        changed_request, partition = replace(request, recomputed=chosen), free.partition
-        _into(
-            plans,
-            lambda changed_request=changed_request, partition=partition: evaluate_partition(
-                changed_request, partition
-            ),
-        )
-        _into(plans, lambda changed_request=changed_request: _attempt(changed_request))
-        nearer = _attempt(replace(changed_request, memory_limit=None))
-        if nearer.partition == free.partition:
-            break
-        free = nearer
-    if not plans:
-        every = replace(request, recomputed=frozenset(range(len(request.kept))))
-        _into(plans, lambda: _attempt(every))
-    if not plans:
-        assert failed is not None
-        raise failed
-    return min(plans, key=lambda plan: plan.step)
+    if layers is None or not entry(request.schedule).from_costs:
+        caps = (2.0 * len(request.placement),) * request.ranks
+        return request.make(None, caps, partition.owner(first_trainable))
+    return plan_stages(request, layers, partition, links, first_trainable).schedule
 
 
-def _chosen(request: PlanRequest, free: Plan, limit: int) -> frozenset[int]:
-    """The layers to recompute for this placement and schedule.
+def _fitting(
+    request: StageRequest,
+    layers: Sequence[LayerCost],
+    partition: Partition,
+    costs: Costs,
+    caps: tuple[float, ...],
+    one: tuple[float, ...],
+    first: int,
+) -> Schedule:
+    """Lowers the caps until the schedule fits the memory.
 
-    `choose_recomputed` does not know of messages that wait and of ops' workspaces. They come on
-    top.
-    """
-    counts, limits = free.partition.counts, [limit] * request.ranks
-    chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
-    for _ in range(_ROUNDS):
-        needs = memory_needs(replace(request, recomputed=chosen), free.partition, free.schedule)
-        known = recompute_memory(request.kept, chosen, counts, free.schedule, request.replicas)
-        if max(needs) <= limit:
-            break
-        each = zip(limits, needs, known, strict=True)
-        limits = [
-            min(own - max(0, need - limit), limit - (need - told)) for own, need, told in each
-        ]
-        chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
-    return chosen
-
-
-def _into(plans: list[Plan], make: Callable[[], Plan]) -> InputError | None:
-    try:
-        plans.append(make())
-    except (PartitionError, ScheduleError) as error:
-        return error
-    return None
-
-
-def _limits(request: PlanRequest) -> tuple[int | None, ...]:
-    """The limits that balancers are told, one try after the other.
-
-    Balancers do not know the bytes that come for a moment only. A second try sets these aside.
-    """
-    if request.memory_limit is None or not request.reserve:
-        return (request.memory_limit,)
-    return (request.memory_limit, max(0, request.memory_limit - request.reserve))
-
-
-def _attempt(request: PlanRequest) -> Plan:
-    check_microbatches(request.schedule, request.ranks, request.microbatches)
-    best: Plan | None = None
-    failed: InputError | None = None
-    for pairs, limit in product(_residents(request), _limits(request)):
-        try:
-            plan = _placed(request, pairs, limit)
-        except (PartitionError, ScheduleError) as error:
-            failed = failed or error
-            continue
-        if best is None or plan.step < best.step:
-            best = plan
-        if request.schedule != "zb-auto":
-            break
-    if best is None and request.memory_limit is not None:
-        best = _repaired(request, failed.partition if isinstance(failed, TooFullError) else None)
-    if best is None:
-        assert failed is not None
-        raise failed
-    return best
-
-
-_ROUNDS = 4  # the most times that a balancer is asked
-
-
-def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | None) -> Plan:
-    """Places by the balancer, and evaluates the placement.
-
-    Balancers do not know of messages that wait. If a rank is too full, they are told of less room
-    there, and asked again.
-    """
-    told = None if limit is None else (limit,) * len(request.placement)
-    balance_request = BalanceRequest(
-        request.layers,
-        request.current,
-        request.cost,
-        resident=pairs,
-        seed=request.seed,
-        step=request.step,
-        names=request.profile.names,
-        make=None
-        if request.quick and request.balancer == "exact"
-        else schedule_for_balancers(request.stages, request.layers),
-        links=request.links,
-        objective=request.objective,
-        first_trainable_layer=request.profile.first_trainable,
-        placement=request.placement,
-    )
-    failed: InputError | None = None
-    for _ in range(_ROUNDS if request.balancer in _CHOOSING else 1):
-        try:
-            return evaluate_partition(
-                request, balancer(request.balancer)(replace(balance_request, memory_limit=told))
-            )
-        except (PartitionError, ScheduleError) as error:
-            failed = failed or error
-            if told is None or pairs is None or not isinstance(error, TooFullError):
-                break
-            told = _less(request, pairs, told, error)
-    assert failed is not None
-    raise failed
-
-
-def _less(
-    request: PlanRequest, pairs: tuple[Pairs, ...], told: tuple[int, ...], refused: TooFullError
-) -> tuple[int, ...]:
-    """Lowers the limits for a balancer that filled some rank beyond the memory.
-
-    `told` are the limits of the stages that it was told before. Returns one limit per stage.
-    """
-    limit, needs = request.memory_limit, refused.needs
-    assert limit is not None
-    known = [max((layer.workspace_bytes for layer in request.layers), default=0)] * request.ranks
-    for need, rank in zip(
-        stage_memory(request.layers, refused.partition.counts, pairs),
-        request.placement,
-        strict=True,
-    ):
-        known[rank] += need
-    return tuple(
-        max(0, min(own - max(0, needs[rank] - limit), limit - max(0, needs[rank] - known[rank])))
-        for own, rank in zip(told, request.placement, strict=True)
-    )
-
-
-def _residents(request: PlanRequest) -> Iterator[tuple[Pairs, ...] | None]:
-    """The microbatches that the schedule keeps alive, as the balancer is told.
-
-    A schedule that is made within limits may keep little or much.
-    """
-    if request.memory_limit is None:
-        yield None
-        return
-    stages = len(request.placement)
-    costs = uniform_costs(stages, 1.0, 1.0, 1.0)
-    # One activation of a stage is 1 here. The caps are 1F1B's memory, and at least that of one
-    # microbatch.
-    caps = (float(max(request.ranks, stages // request.ranks)),) * request.ranks
-    yield resident(
-        make(
-            request.schedule,
-            request.ranks,
-            request.microbatches,
-            costs=costs,
-            chunks=request.chunks,
-            caps=caps,
-        )
-    )
-    if request.schedule == "zb-auto" and request.ranks > 1:
-        yield (((1, 0), (0, 1)),) * stages
-    elif not entry(request.schedule).from_costs and request.profile.first_trainable:
-        # With a frozen prefix the other stages may keep less. Only the placement says how many
-        # stages the prefix fills.
-        for frozen in range(1, stages):
-            yield resident(
-                make(
-                    request.schedule,
-                    request.ranks,
-                    request.microbatches,
-                    chunks=request.chunks,
-                    first_trainable=frozen,
-                )
-            )
-
-
-_TRIES, _QUICK_TRIES = 600_000, 60_000  # the most ops of the plans that are tried
-_CHOOSING = ("exact", "schedule-aware")
-
-
-def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
-    """A plan that fits, found by moving one boundary at a time.
-
-    A rank needs less than its stages' peaks and the largest workspace together. The balancers may
-    therefore refuse a placement that fits. The search starts from the placement that was `refused`
-    after its evaluation, and from the one without a limit. It goes on while the fullest rank gets
-    emptier. It is for balancers that choose. A baseline's placement stays as it is.
+    `one` are the least caps, for one microbatch at a time.
     """
     limit = request.memory_limit
     assert limit is not None
-    if request.balancer not in _CHOOSING or not _may_fit(request, limit):
-        return None
-    free = replace(request, memory_limit=None, quick=True)
-    starts = [] if refused is None else [refused]
-    if not request.quick:
-        try:
-            starts += [_attempt(free).partition, request.current]
-        except InputError:
-            return None
-    ops = 3 * len(request.placement) * request.microbatches
-    tries = min(300, (_QUICK_TRIES if request.quick else _TRIES) // ops)
-    for start in starts:
-        counts, used = _emptied(free, start.counts, limit, tries)
-        tries -= used
-        if counts is not None:
-            try:
-                return evaluate_partition(request, Partition(counts))
-            except (PartitionError, ScheduleError):
-                continue
-    return None
-
-
-def _emptied(
-    free: PlanRequest, counts: tuple[int, ...], limit: int, tries: int
-) -> tuple[tuple[int, ...] | None, int]:
-    """Moves one boundary at a time while the fullest rank gets emptier.
-
-    Returns the first placement whose fullest rank fits the limit, or None, and how many placements
-    were tried besides the first. `free` is the request without a memory limit.
-    """
-    most, used = _fullest_rank(free, counts), 0
-    while most > limit and used < tries:
-        others = {other: _fullest_rank(free, other) for other in _neighbours(counts)}
-        used += len(others)
-        nearer = min(others, key=lambda other: others[other], default=counts)
-        if others.get(nearer, most) >= most:
+    schedule = best = request.make(costs, caps, first)
+    most = float("inf")
+    for turn in range(_ROUNDS):
+        needed = request.memory(layers, partition.counts, schedule)
+        if max(needed) < most:
+            best, most = schedule, max(needed)
+        if most <= limit or caps == one:
             break
-        counts, most = nearer, others[nearer]
-    return (counts if most <= limit else None), used
-
-
-def _fullest_rank(free: PlanRequest, counts: tuple[int, ...]) -> int:
-    """Bytes of the fullest rank. A zb-auto schedule keeps one microbatch alive at a time."""
-    partition = Partition(counts)
-    if free.schedule == "zb-auto":
-        # The planner lowers its caps as far as this if the memory is short.
-        costs = with_unit_memory(pipeline_costs(free.layers, partition, links=free.links))
-        caps = one_microbatch(costs, free.placement)
-        schedule = free.stages.make(costs, caps, frozen_stages(costs))
-        return max(memory_needs(free, partition, schedule))
-    first_trainable = free.profile.first_trainable
-    return max(plan_stages(free.stages, free.layers, partition, free.links, first_trainable).memory)
-
-
-def _may_fit(request: PlanRequest, limit: int) -> bool:
-    """False if it is certain that no placement fits.
-
-    A stage's peaks are known before there is a placement only with one stage per rank and without a
-    frozen prefix.
-    """
-    if (
-        len(request.placement) > request.ranks
-        or request.profile.first_trainable
-        or entry(request.schedule).from_costs
-    ):
-        return True
-    known = resident(make(request.schedule, request.ranks, request.microbatches))
-    try:
-        exact(
-            [layer.seconds for layer in request.layers],
-            request.ranks,
-            memory=MemoryLimits(request.layers, known, (limit,) * request.ranks),
+        alive = peak_memory(schedule, costs)
+        over = [max(0, need - limit) for need in needed]
+        lower = tuple(
+            max(least, min(a, b) - more)
+            for least, a, b, more in zip(one, caps, alive, over, strict=True)
         )
-    except PartitionError:
-        return False
-    return True
+        # One microbatch at a time is the last that there is to try.
+        caps = one if lower == caps or turn == _ROUNDS - 2 else lower
+        try:
+            schedule = request.make(costs, caps, first)
+        except ScheduleError:
+            break
+    return best
 
 
-def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    for boundary in range(len(counts) - 1):
-        for by in (-1, 1):
-            if counts[boundary] + by > 0 and counts[boundary + 1] - by > 0:
-                yield (
-                    *counts[:boundary],
-                    counts[boundary] + by,
-                    counts[boundary + 1] - by,
-                    *counts[boundary + 2 :],
-                )
+def schedule_for_balancers(request: StageRequest, layers: Sequence[LayerCost]) -> Make:
+    """Makes schedules for placements that a balancer compares.
+
+    Every rank is assumed to hold the mean of the static memory. Only the chosen placement gets a
+    schedule within each rank's true limit, from `plan_stages`.
+
+    Args:
+        request: As for `plan_stages`.
+        layers: Cost of each layer, recomputation included.
+    """
+    limit = request.memory_limit
+    if limit is not None:
+        limit -= sum(layer.static_bytes for layer in layers) // request.ranks
+        limit -= max(layer.workspace_bytes for layer in layers)
+        limit -= reduction_bytes(layers) if request.replicas > 1 else 0
+
+    def scheduled(costs: Costs) -> Schedule:
+        costs = with_unit_memory(costs)
+        if limit is None:
+            caps = roomy_caps(costs, request.placement)
+        else:
+            caps = tuple(max(least, limit) for least in one_microbatch(costs, request.placement))
+        return request.make(costs, caps, frozen_stages(costs))
+
+    return scheduled
+
+
+def with_unit_memory(costs: Costs) -> Costs:
+    """Gives every stage activations of 1 if no sizes are known.
+
+    A schedule should not take memory for free.
+    """
+    if any(stage.mem_f for stage in costs.stages):
+        return costs
+    return Costs(
+        tuple(replace(stage, mem_f=1.0, mem_b=-0.5, mem_w=-0.5) for stage in costs.stages),
+        costs.links,
+    )
+
+
+def one_microbatch(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:
+    """The memory that one microbatch keeps alive on each rank, in the costs' unit.
+
+    Args:
+        costs: Costs of every stage.
+        placement: The rank of each stage.
+    """
+    kept = [0.0] * (max(placement) + 1)
+    for stage, rank in zip(costs.stages, placement, strict=True):
+        kept[rank] += stage.held
+    return tuple(kept)
+
+
+def roomy_caps(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:
+    """Caps without a memory limit: twice the most that 1F1B keeps on a rank.
+
+    1F1B keeps p microbatches there (Zero Bubble's ZB-2p). More gains next to nothing.
+
+    Args:
+        costs: Costs of every stage.
+        placement: The rank of each stage.
+
+    Returns:
+        The most live memory of each rank, in the costs' unit.
+    """
+    kept = one_microbatch(costs, placement)
+    return (2.0 * len(kept) * max(kept),) * len(kept)

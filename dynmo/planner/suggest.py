@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from dynmo.errors import InputError, PartitionError, ScheduleError
 from dynmo.planner.evaluate import Plan, PlanRequest
+from dynmo.planner.make_plan import LARGE, make_plan
 from dynmo.planner.microbatches import resize
-from dynmo.planner.stage_plan import LARGE, make_plan
 
 
 def plan_or_suggest(request: PlanRequest) -> Plan:

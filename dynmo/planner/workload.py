@@ -296,11 +296,11 @@ class Replayer:
             even,
             even if workload.initial is None else Partition(workload.initial),
         )
-        if (self.start.layers, self.start.ranks) != (even.layers, even.ranks):
+        if (self.start.layers, self.start.stages) != (even.layers, even.stages):
             raise InputError(
-                f"policy.initial counts {self.start.layers} layers on {self.start.ranks} stages, "
+                f"policy.initial counts {self.start.layers} layers on {self.start.stages} stages, "
                 f"but there are {even.layers} layers "
-                f"on {even.ranks} stages"
+                f"on {even.stages} stages"
             )
         # Costs by number: first those of the moments, then those that the profiler condenses.
         self.costs = [layers for _, layers in workload.moments]

@@ -15,7 +15,7 @@ from dynmo.kernels.crossover import make_pruned, time_linear
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
 from dynmo.planner.evaluate import PlanRequest
-from dynmo.planner.stage_plan import make_plan
+from dynmo.planner.make_plan import make_plan
 
 
 def prepare() -> None:

@@ -24,7 +24,7 @@ from dynmo.errors import ConfigError
 from dynmo.models.model import Model
 from dynmo.options import value_text
 from dynmo.runtime.comm.agreement import first_difference
-from dynmo.runtime.comm.messages import ranks_text
+from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.world import World

@@ -77,7 +77,7 @@ def test_every_balancer_is_pure_and_keeps_the_number_of_ranks(name: str):
         request = replace(REQUEST, step=step)
         partition = balancer(name)(request)
         assert partition == balancer(name)(replace(REQUEST, step=step))
-        assert (partition.layers, partition.ranks) == (6, 2)
+        assert (partition.layers, partition.stages) == (6, 2)
 
 
 def test_random_draws_every_other_placement():

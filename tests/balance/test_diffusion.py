@@ -55,7 +55,7 @@ def test_only_boundary_layers_cross_to_a_neighbour(case: tuple[list[float], Part
         assert abs(source - target) == 1
         owners[layer] = target
     assert owners == [result.partition.owner(layer) for layer in range(current.layers)]
-    assert len(result.moves) <= result.rounds * (current.ranks - 1)
+    assert len(result.moves) <= result.rounds * (current.stages - 1)
 
 
 @many
@@ -126,7 +126,7 @@ def variance(loads: list[float]) -> float:
 def test_algorithm_3_lowers_the_variance_with_every_transfer(case: tuple[list[float], Partition]):
     weights, current = case
     transfers = published_diffusion(weights, current)
-    held = [list(current.range_of(rank)) for rank in range(current.ranks)]
+    held = [list(current.range_of(rank)) for rank in range(current.stages)]
     spread = [variance([sum(weights[layer] for layer in rank) for rank in held])]
     for layer, source, target in transfers.moves:
         held[source].remove(layer)

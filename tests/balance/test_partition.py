@@ -387,7 +387,7 @@ def test_moves_are_in_layer_order():
 
 def test_partition_of_a_small_example():
     partition = Partition((3, 2, 3))
-    assert (partition.layers, partition.ranks, partition.bounds) == (8, 3, (0, 3, 5, 8))
+    assert (partition.layers, partition.stages, partition.bounds) == (8, 3, (0, 3, 5, 8))
     assert [list(partition.range_of(stage)) for stage in range(3)] == [[0, 1, 2], [3, 4], [5, 6, 7]]
     assert [partition.owner(layer) for layer in range(8)] == [0, 0, 0, 1, 1, 2, 2, 2]
     assert Partition.from_bounds(partition.bounds) == partition

@@ -24,7 +24,7 @@ LOADS = st.lists(st.integers(1, 9), min_size=2, max_size=8)
 
 
 def slowest(loads: list[int], partition: Partition) -> float:
-    return max(sum(loads[i] for i in partition.range_of(rank)) for rank in range(partition.ranks))
+    return max(sum(loads[i] for i in partition.range_of(rank)) for rank in range(partition.stages))
 
 
 @given(LOADS, st.integers(1, 40))
@@ -42,15 +42,15 @@ def test_fewest_ranks_equals_a_search_of_all_placements(loads: list[int], limit:
         for ends in combinations(range(1, len(loads)), ranks - 1)
         if slowest(loads, Partition.from_bounds((0, *ends, len(loads)))) <= limit
     ]
-    assert (choice.partition.ranks if choice else None) == min(fast, default=None)
+    assert (choice.partition.stages if choice else None) == min(fast, default=None)
 
 
 def test_rank_counts_without_a_placement_are_skipped() -> None:
     choice = fewest_ranks(
-        lambda ranks: None if ranks < 3 else uniform(6, ranks), lambda p: 6 / p.ranks, 3.0, 6
+        lambda ranks: None if ranks < 3 else uniform(6, ranks), lambda p: 6 / p.stages, 3.0, 6
     )
     assert choice is not None
-    assert choice.partition.ranks == 3
+    assert choice.partition.stages == 3
     assert fewest_ranks(lambda ranks: None, lambda p: 0.0, 1.0, 4) is None
     with pytest.raises(PartitionError, match="at least 5 of 4 ranks"):
         fewest_ranks(lambda ranks: None, lambda p: 0.0, 1.0, 4, least=5)
@@ -65,9 +65,9 @@ def test_baselines_keep_layers_and_memory(
     before = uniform(len(loads), ranks)
     after = BASELINES[name](before, loads, limit, target)
     assert after.layers == before.layers
-    assert target <= after.ranks <= before.ranks
+    assert target <= after.stages <= before.stages
     assert set(after.bounds) <= set(before.bounds), "ranks merge whole"
-    merged = [rank for rank in range(after.ranks) if after.counts[rank] not in before.counts]
+    merged = [rank for rank in range(after.stages) if after.counts[rank] not in before.counts]
     assert all(sum(loads[i] for i in after.range_of(rank)) < limit for rank in merged)
 
 

@@ -61,7 +61,7 @@ def test_no_step_is_under_the_bound_of_a_window(
 
 
 def bound_of_all(layers: Layers, placement: Partition, microbatches: int) -> float:
-    return window_seconds(layers, placement, microbatches, 0, placement.ranks - 1)
+    return window_seconds(layers, placement, microbatches, 0, placement.stages - 1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,8 +15,8 @@ from torch import nn
 import dynmo
 
 
-def main(file: str | None = None, *words: str) -> None:
-    joins = "join" in words
+def main(file: str | None = None, *options: str) -> None:
+    joins = "join" in options
     with dynmo.init(device="cpu", timeout=60, rendezvous=file, join=joins) as world:
         torch.manual_seed(0)
         model = dynmo.Sequential([nn.Linear(8, 8) for _ in range(6)], loss=nn.functional.mse_loss)

@@ -13,7 +13,7 @@ from dynmo.cost.layer_cost import LayerCost, elide
 from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.actions import Actions
 from dynmo.planner.evaluate import PlanRequest, TooFullError, evaluate_partition
-from dynmo.planner.stage_schedule import plan_stages
+from dynmo.planner.stage_plan import plan_stages
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

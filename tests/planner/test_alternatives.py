@@ -10,7 +10,7 @@ from dynmo.planner.alternatives import (
 )
 from dynmo.planner.evaluate import PlanRequest
 from dynmo.schedule.catalogue import SCHEDULES
-from tests.planner.test_stage_plan import profile, replayed
+from tests.planner.test_make_plan import profile, replayed
 
 
 def test_alternatives_of_a_plan() -> None:

@@ -147,9 +147,9 @@ def test_a_written_record_gives_the_same_decision(now: Situation, kind: Kind) ->
     record = DecisionRecord(kind, now, {"partition": list(now.partition.counts)})
     answer, reason = ask_again(record)
     assert reason
-    again = DecisionRecord.from_text(record.to_text())
-    assert again == record, "floats read back exactly"
-    assert ask_again(again) == (answer, reason)
+    copy = DecisionRecord.from_text(record.to_text())
+    assert copy == record, "floats read back exactly"
+    assert ask_again(copy) == (answer, reason)
 
 
 @settings(max_examples=20, deadline=None)

@@ -15,10 +15,10 @@ from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError
 from dynmo.planner.evaluate import PlanRequest, evaluate_partition
+from dynmo.planner.make_plan import make_plan
 from dynmo.planner.mesh_plan import Mesh, MeshPlan, add_reductions, mesh_profile
 from dynmo.planner.mesh_search import MeshRequest, search
 from dynmo.planner.recompute import with_recompute
-from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynmo.planner.alternatives import other_microbatches
 from dynmo.planner.evaluate import PlanRequest
-from tests.planner.test_stage_plan import profile
+from tests.planner.test_make_plan import profile
 
 
 def test_smaller_microbatches_scale_time_and_activations() -> None:

@@ -42,7 +42,7 @@ def test_baselines_keep_all_ranks_if_no_merge_fits(algorithm):
 
 
 def test_baselines_stop_at_the_minimum_of_ranks():
-    assert merge_ranks(replace(ask(10_000), least=3), "first-fit").partition.ranks == 3
+    assert merge_ranks(replace(ask(10_000), least=3), "first-fit").partition.stages == 3
     assert merge_ranks(replace(ask(10_000, replicas=2), least=3), "first-fit").mesh.gpus == 4
 
 

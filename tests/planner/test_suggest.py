@@ -7,7 +7,7 @@ import pytest
 from dynmo.errors import InputError, PartitionError
 from dynmo.planner.evaluate import PlanRequest
 from dynmo.planner.suggest import plan_or_suggest
-from tests.planner.test_stage_plan import profile, replayed
+from tests.planner.test_make_plan import profile, replayed
 
 
 def told(request: PlanRequest) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from dynmo.errors import RunError
-from dynmo.runtime.comm.messages import first_line
+from dynmo.runtime.comm.error_text import first_line
 from dynmo.runtime.comm.world import World
 
 # Most bytes of a rank's reason for a failure that the others get.

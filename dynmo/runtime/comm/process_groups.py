@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dynmo.errors import RankDied, WaitTimeout
 from dynmo.kernels.torch_private import restart_group_names, set_group_timeout
-from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
+from dynmo.runtime.comm.error_text import LATE, first_line, ranks_text, reason
 from dynmo.runtime.comm.store import claim, find_missing
 
 # NCCL counts its limit from when work is enqueued, which may be a step ahead of the device. It then

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
 from dynmo.files import write_whole
 from dynmo.runtime.comm.deadline import call_with_limit
-from dynmo.runtime.comm.messages import first_line, reason
+from dynmo.runtime.comm.error_text import first_line, reason
 from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, is_loopback
 
 # Seconds that a wait may take beyond `parallel.timeout`, its own limit.

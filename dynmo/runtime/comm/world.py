@@ -32,7 +32,7 @@ from dynmo.errors import RankDied, WaitTimeout
 from dynmo.kernels.torch_private import abort_communicators, default_store
 from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
-from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
+from dynmo.runtime.comm.error_text import LATE, first_line, ranks_text, reason
 from dynmo.runtime.comm.process_groups import (
     backend_of,
     form_default_group,

@@ -1,7 +1,7 @@
 """Measured costs of every layer: seconds of F, B and W, condensed once a step.
 
 Every microbatch is timed as it runs. The readings are robust to noise. The clock leaves out time
-that other processes took (`clock.py`). Medians leave out single readings (`balance/readings.py`).
+that other processes took (`clock.py`). Medians leave out single readings (`cost/readings.py`).
 The costs are gathered as one fixed vector. The rank that holds a layer fills in its costs.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynmo.balance.readings import WINDOW, Readings, Times
 from dynmo.cost.layer_cost import LayerCost, LinkCost, most_pending_gradients
+from dynmo.cost.readings import WINDOW, Readings, Times
 from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.kernels.split import gradient_bytes
 from dynmo.runtime.comm.clock import Clock

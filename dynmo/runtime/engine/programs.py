@@ -212,7 +212,7 @@ class Programs:
         The stage's last layer says so.
         """
         modules, partition = self._layer_store.modules, self._layer_store.layout.partition
-        ends = [partition.range_of(stage).stop - 1 for stage in range(partition.ranks - 1)]
+        ends = [partition.range_of(stage).stop - 1 for stage in range(partition.stages - 1)]
         return [
             boundary
             for boundary, end in enumerate(ends)

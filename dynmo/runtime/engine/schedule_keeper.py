@@ -9,7 +9,7 @@ from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.situation import links_behind
-from dynmo.planner.stage_schedule import StagePlan, StageRequest, plan_stages, schedule_on
+from dynmo.planner.stage_plan import StagePlan, StageRequest, plan_stages, schedule_on
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.state.layer_store import LayerStore

@@ -28,8 +28,8 @@ from dynmo.models.identity import Identity, identity_of
 from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.clock import Clock
+from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.headers import DTYPES
-from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import AccumulationGroups

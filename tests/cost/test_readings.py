@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.balance.readings import WINDOW, Readings, Times
+from dynmo.cost.readings import WINDOW, Readings, Times
 
 
 def layer(*steps: tuple[list[float], list[float], list[float]]) -> Readings:

@@ -1,0 +1,370 @@
+"""A whole plan from measured costs, without running anything.
+
+A plan says where the layers live, in which order the ranks work, and what that takes:
+
+    costs of layers -> balancer -> placement -> costs of stages -> schedule -> simulator
+        -> step time, idleness, memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+
+from dynmo.balance.balancers import BalanceRequest, balancer
+from dynmo.balance.partition import Partition, exact
+from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
+from dynmo.cost.layer_cost import uniform_costs
+from dynmo.errors import InputError, PartitionError, ScheduleError
+from dynmo.planner.evaluate import (
+    Plan,
+    PlanRequest,
+    TooFullError,
+    evaluate_partition,
+    memory_needs,
+)
+from dynmo.planner.recompute import choose_recomputed, recompute_memory
+from dynmo.planner.stage_plan import (
+    one_microbatch,
+    plan_stages,
+    schedule_for_balancers,
+    with_unit_memory,
+)
+from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import check_microbatches, entry
+from dynmo.schedule.memory import MemoryLimits, Pairs, stage_memory
+from dynmo.schedule.simulator import resident
+
+LARGE = 6000  # ops of a kind: a simulation takes a tenth of a second
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """The plan for exactly this request.
+
+    Raises:
+        PartitionError: There is no placement, or it does not fit the memory.
+        ScheduleError: The schedule cannot be made.
+    """
+    if request.recompute == "all":
+        return _attempt(
+            replace(request, recompute="none", recomputed=frozenset(range(len(request.kept))))
+        )
+    if request.recompute == "auto" and request.memory_limit is not None:
+        return _recomputing(replace(request, recompute="none"), request.memory_limit)
+    return _attempt(request)
+
+
+def _recomputing(request: PlanRequest, limit: int) -> Plan:
+    """The best plan with recomputation.
+
+    One candidate fits without recomputing. The other one is the placement that would be best with
+    enough memory, made to fit by recomputing. Recomputing changes the costs. They want another
+    placement, which may want other layers to be recomputed. A few rounds of both are tried.
+    """
+    plans: list[Plan] = []
+    failed = _into(plans, lambda: _attempt(request))
+    # Errors that have nothing to do with memory are raised as they are.
+    free = _attempt(replace(request, memory_limit=None))
+    if plans and plans[0].step <= free.step:
+        return plans[0]
+    for _ in range(3):
+        try:
+            chosen = _chosen(request, free, limit)
+        except PartitionError:
+            # This placement does not fit in any way. A placement that fits with all layers
+            # recomputed then gives back the layers that need not be.
+            every = replace(request, recomputed=frozenset(range(len(request.kept))))
+            problem = _into(plans, lambda every=every: _attempt(every))
+            if problem is not None:
+                failed = failed or problem
+                break
+            free = plans[-1]
+            continue
+        changed_request, partition = replace(request, recomputed=chosen), free.partition
+        _into(
+            plans,
+            lambda changed_request=changed_request, partition=partition: evaluate_partition(
+                changed_request, partition
+            ),
+        )
+        _into(plans, lambda changed_request=changed_request: _attempt(changed_request))
+        nearer = _attempt(replace(changed_request, memory_limit=None))
+        if nearer.partition == free.partition:
+            break
+        free = nearer
+    if not plans:
+        every = replace(request, recomputed=frozenset(range(len(request.kept))))
+        _into(plans, lambda: _attempt(every))
+    if not plans:
+        assert failed is not None
+        raise failed
+    return min(plans, key=lambda plan: plan.step)
+
+
+def _chosen(request: PlanRequest, free: Plan, limit: int) -> frozenset[int]:
+    """The layers to recompute for this placement and schedule.
+
+    `choose_recomputed` does not know of messages that wait and of ops' workspaces. They come on
+    top.
+    """
+    counts, limits = free.partition.counts, [limit] * request.ranks
+    chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
+    for _ in range(_ROUNDS):
+        needs = memory_needs(replace(request, recomputed=chosen), free.partition, free.schedule)
+        known = recompute_memory(request.kept, chosen, counts, free.schedule, request.replicas)
+        if max(needs) <= limit:
+            break
+        each = zip(limits, needs, known, strict=True)
+        limits = [
+            min(own - max(0, need - limit), limit - (need - told)) for own, need, told in each
+        ]
+        chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
+    return chosen
+
+
+def _into(plans: list[Plan], make: Callable[[], Plan]) -> InputError | None:
+    try:
+        plans.append(make())
+    except (PartitionError, ScheduleError) as error:
+        return error
+    return None
+
+
+def _limits(request: PlanRequest) -> tuple[int | None, ...]:
+    """The limits that balancers are told, one try after the other.
+
+    Balancers do not know the bytes that come for a moment only. A second try sets these aside.
+    """
+    if request.memory_limit is None or not request.reserve:
+        return (request.memory_limit,)
+    return (request.memory_limit, max(0, request.memory_limit - request.reserve))
+
+
+def _attempt(request: PlanRequest) -> Plan:
+    check_microbatches(request.schedule, request.ranks, request.microbatches)
+    best: Plan | None = None
+    failed: InputError | None = None
+    for pairs, limit in product(_residents(request), _limits(request)):
+        try:
+            plan = _placed(request, pairs, limit)
+        except (PartitionError, ScheduleError) as error:
+            failed = failed or error
+            continue
+        if best is None or plan.step < best.step:
+            best = plan
+        if request.schedule != "zb-auto":
+            break
+    if best is None and request.memory_limit is not None:
+        best = _repaired(request, failed.partition if isinstance(failed, TooFullError) else None)
+    if best is None:
+        assert failed is not None
+        raise failed
+    return best
+
+
+_ROUNDS = 4  # the most times that a balancer is asked
+
+
+def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | None) -> Plan:
+    """Places by the balancer, and evaluates the placement.
+
+    Balancers do not know of messages that wait. If a rank is too full, they are told of less room
+    there, and asked again.
+    """
+    told = None if limit is None else (limit,) * len(request.placement)
+    balance_request = BalanceRequest(
+        request.layers,
+        request.current,
+        request.cost,
+        resident=pairs,
+        seed=request.seed,
+        step=request.step,
+        names=request.profile.names,
+        make=None
+        if request.quick and request.balancer == "exact"
+        else schedule_for_balancers(request.stages, request.layers),
+        links=request.links,
+        objective=request.objective,
+        first_trainable_layer=request.profile.first_trainable,
+        placement=request.placement,
+    )
+    failed: InputError | None = None
+    for _ in range(_ROUNDS if request.balancer in _CHOOSING else 1):
+        try:
+            return evaluate_partition(
+                request, balancer(request.balancer)(replace(balance_request, memory_limit=told))
+            )
+        except (PartitionError, ScheduleError) as error:
+            failed = failed or error
+            if told is None or pairs is None or not isinstance(error, TooFullError):
+                break
+            told = _less(request, pairs, told, error)
+    assert failed is not None
+    raise failed
+
+
+def _less(
+    request: PlanRequest, pairs: tuple[Pairs, ...], told: tuple[int, ...], refused: TooFullError
+) -> tuple[int, ...]:
+    """Lowers the limits for a balancer that filled some rank beyond the memory.
+
+    `told` are the limits of the stages that it was told before. Returns one limit per stage.
+    """
+    limit, needs = request.memory_limit, refused.needs
+    assert limit is not None
+    known = [max((layer.workspace_bytes for layer in request.layers), default=0)] * request.ranks
+    for need, rank in zip(
+        stage_memory(request.layers, refused.partition.counts, pairs),
+        request.placement,
+        strict=True,
+    ):
+        known[rank] += need
+    return tuple(
+        max(0, min(own - max(0, needs[rank] - limit), limit - max(0, needs[rank] - known[rank])))
+        for own, rank in zip(told, request.placement, strict=True)
+    )
+
+
+def _residents(request: PlanRequest) -> Iterator[tuple[Pairs, ...] | None]:
+    """The microbatches that the schedule keeps alive, as the balancer is told.
+
+    A schedule that is made within limits may keep little or much.
+    """
+    if request.memory_limit is None:
+        yield None
+        return
+    stages = len(request.placement)
+    costs = uniform_costs(stages, 1.0, 1.0, 1.0)
+    # One activation of a stage is 1 here. The caps are 1F1B's memory, and at least that of one
+    # microbatch.
+    caps = (float(max(request.ranks, stages // request.ranks)),) * request.ranks
+    yield resident(
+        make(
+            request.schedule,
+            request.ranks,
+            request.microbatches,
+            costs=costs,
+            chunks=request.chunks,
+            caps=caps,
+        )
+    )
+    if request.schedule == "zb-auto" and request.ranks > 1:
+        yield (((1, 0), (0, 1)),) * stages
+    elif not entry(request.schedule).from_costs and request.profile.first_trainable:
+        # With a frozen prefix the other stages may keep less. Only the placement says how many
+        # stages the prefix fills.
+        for frozen in range(1, stages):
+            yield resident(
+                make(
+                    request.schedule,
+                    request.ranks,
+                    request.microbatches,
+                    chunks=request.chunks,
+                    first_trainable=frozen,
+                )
+            )
+
+
+_TRIES, _QUICK_TRIES = 600_000, 60_000  # the most ops of the plans that are tried
+_CHOOSING = ("exact", "schedule-aware")
+
+
+def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
+    """A plan that fits, found by moving one boundary at a time.
+
+    A rank needs less than its stages' peaks and the largest workspace together. The balancers may
+    therefore refuse a placement that fits. The search starts from the placement that was `refused`
+    after its evaluation, and from the one without a limit. It goes on while the fullest rank gets
+    emptier. It is for balancers that choose. A baseline's placement stays as it is.
+    """
+    limit = request.memory_limit
+    assert limit is not None
+    if request.balancer not in _CHOOSING or not _may_fit(request, limit):
+        return None
+    free = replace(request, memory_limit=None, quick=True)
+    starts = [] if refused is None else [refused]
+    if not request.quick:
+        try:
+            starts += [_attempt(free).partition, request.current]
+        except InputError:
+            return None
+    ops = 3 * len(request.placement) * request.microbatches
+    tries = min(300, (_QUICK_TRIES if request.quick else _TRIES) // ops)
+    for start in starts:
+        counts, used = _emptied(free, start.counts, limit, tries)
+        tries -= used
+        if counts is not None:
+            try:
+                return evaluate_partition(request, Partition(counts))
+            except (PartitionError, ScheduleError):
+                continue
+    return None
+
+
+def _emptied(
+    free: PlanRequest, counts: tuple[int, ...], limit: int, tries: int
+) -> tuple[tuple[int, ...] | None, int]:
+    """Moves one boundary at a time while the fullest rank gets emptier.
+
+    Returns the first placement whose fullest rank fits the limit, or None, and how many placements
+    were tried besides the first. `free` is the request without a memory limit.
+    """
+    most, used = _fullest_rank(free, counts), 0
+    while most > limit and used < tries:
+        others = {other: _fullest_rank(free, other) for other in _neighbours(counts)}
+        used += len(others)
+        nearer = min(others, key=lambda other: others[other], default=counts)
+        if others.get(nearer, most) >= most:
+            break
+        counts, most = nearer, others[nearer]
+    return (counts if most <= limit else None), used
+
+
+def _fullest_rank(free: PlanRequest, counts: tuple[int, ...]) -> int:
+    """Bytes of the fullest rank. A zb-auto schedule keeps one microbatch alive at a time."""
+    partition = Partition(counts)
+    if free.schedule == "zb-auto":
+        # The planner lowers its caps as far as this if the memory is short.
+        costs = with_unit_memory(pipeline_costs(free.layers, partition, links=free.links))
+        caps = one_microbatch(costs, free.placement)
+        schedule = free.stages.make(costs, caps, frozen_stages(costs))
+        return max(memory_needs(free, partition, schedule))
+    first_trainable = free.profile.first_trainable
+    return max(plan_stages(free.stages, free.layers, partition, free.links, first_trainable).memory)
+
+
+def _may_fit(request: PlanRequest, limit: int) -> bool:
+    """False if it is certain that no placement fits.
+
+    A stage's peaks are known before there is a placement only with one stage per rank and without a
+    frozen prefix.
+    """
+    if (
+        len(request.placement) > request.ranks
+        or request.profile.first_trainable
+        or entry(request.schedule).from_costs
+    ):
+        return True
+    known = resident(make(request.schedule, request.ranks, request.microbatches))
+    try:
+        exact(
+            [layer.seconds for layer in request.layers],
+            request.ranks,
+            memory=MemoryLimits(request.layers, known, (limit,) * request.ranks),
+        )
+    except PartitionError:
+        return False
+    return True
+
+
+def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for boundary in range(len(counts) - 1):
+        for by in (-1, 1):
+            if counts[boundary] + by > 0 and counts[boundary + 1] - by > 0:
+                yield (
+                    *counts[:boundary],
+                    counts[boundary] + by,
+                    counts[boundary + 1] - by,
+                    *counts[boundary + 2 :],
+                )
