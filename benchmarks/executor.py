@@ -48,7 +48,7 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import chunks_of, placement_of
+from dynmo.schedule.catalogue import chunks_of, stage_ranks_of
 from dynmo.schedule.simulator import simulate
 from dynmo.train.setup import model_of
 
@@ -230,7 +230,7 @@ def makespan(name: str, ranks: int, microbatches: int, seconds: float, link: flo
         seconds: Time of an op of a rank.
         link: Time of a message.
     """
-    placement = placement_of(name, ranks)
+    placement = stage_ranks_of(name, ranks)
     costs = split_costs(uniform_costs(ranks, seconds, seconds, seconds, link), placement)
     schedule = make(name, ranks, microbatches, costs=costs, objective=Objective.MAKESPAN)
     return simulate(schedule, costs).makespan

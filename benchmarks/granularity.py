@@ -40,7 +40,7 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.layer.output_cache import Keys
-from dynmo.schedule.catalogue import placement_of
+from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.schedule.op import Kind
 
 SIDES = ("whole", "linear")
@@ -183,7 +183,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
         pipelines: dict[str, Engine] = {}
         for side in SIDES:
             model = emulated_model(world.size, milliseconds / 1000, spread, slow)
-            cut = uniform(model.layers, len(placement_of(schedule, world.size)))
+            cut = uniform(model.layers, len(stage_ranks_of(schedule, world.size)))
             pipelines[side] = Engine(
                 world,
                 model,

@@ -34,7 +34,7 @@ from benchmarks.published import table_5
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import chunks_of, placement_of
+from dynmo.schedule.catalogue import chunks_of, stage_ranks_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.simulator import simulate
 
@@ -118,7 +118,7 @@ def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict
         for that memory.
     """
     p = setting.ranks
-    placement = placement_of(side.schedule, p, chunks)
+    placement = stage_ranks_of(side.schedule, p, chunks)
     costs = split_costs(setting.costs(), placement)
     caps = None if side.limit is None else [side.limit * p] * p
     schedule = make(side.schedule, p, m, costs=costs, chunks=chunks, caps=caps)

@@ -168,7 +168,7 @@ class Placements:
         return compiled_replay(
             shape.rows,
             shape.counts,
-            shape.placement,
+            shape.stage_ranks,
             self._works(layers),
             self._sends,
             bounds,

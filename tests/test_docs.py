@@ -34,7 +34,7 @@ from dynmo.cost.layer_cost import LayerCost, LinkCost, split_costs, uniform_cost
 from dynmo.cost.profile_file import Profile, to_json
 from dynmo.dynamism.options import CASES as CASES_OF_DYNAMISM
 from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import SCHEDULES, placement_of
+from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
 from dynmo.schedule.simulator import Timeline, simulate
 from tests import figures
 from tests.result_tables import result_tables
@@ -309,7 +309,7 @@ CASES = list(product((2, 3, 5, 8), (1, 2, 3), ((1, 1, 1), (4, 5, 3), (5, 4, 3), 
 
 
 def timeline(name: str, p: int, m: int, f: float, b: float, w: float) -> Timeline:
-    costs = split_costs(uniform_costs(p, f, b, w), placement_of(name, p))
+    costs = split_costs(uniform_costs(p, f, b, w), stage_ranks_of(name, p))
     return simulate(make(name, p, m, costs=costs), costs)
 
 

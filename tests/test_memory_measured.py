@@ -32,7 +32,7 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
-from dynmo.schedule.catalogue import SCHEDULES, entry, placement_of
+from dynmo.schedule.catalogue import SCHEDULES, entry, stage_ranks_of
 from dynmo.schedule.memory import rank_memory
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
@@ -132,7 +132,7 @@ def _engine(config: Config, world: World, recompute: Sequence[int], groups: int)
     return Engine(
         world,
         model,
-        uniform(model.layers, len(placement_of(pipelined.schedule, world.size))),
+        uniform(model.layers, len(stage_ranks_of(pipelined.schedule, world.size))),
         StepOptions(pipelined.schedule, MICROBATCHES, recompute=recompute),
         update=UpdateOptions(
             post_validation=pipelined.post_validation, rollback=cast(Any, pipelined.rollback)

@@ -89,7 +89,7 @@ def test_schedules_of_torch_are_read() -> None:
         read = from_torch_csv(
             "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows)
         )
-        assert (read.ranks, read.microbatches, read.placement) == (2, 4, placement)
+        assert (read.ranks, read.microbatches, read.stage_ranks) == (2, 4, placement)
 
 
 def _stage(index: int) -> nn.Module:

@@ -34,13 +34,13 @@ class Shape:
         schedule: The schedule.
         rows: One row per op. See the top of this file.
         counts: Number of ops of each stage and kind (F, B, W, BW).
-        placement: The rank of each stage.
+        stage_ranks: The rank of each stage.
     """
 
     schedule: Schedule
     rows: Ints
     counts: Ints
-    placement: Ints
+    stage_ranks: Ints
 
 
 def shape_of(schedule: Schedule) -> Shape:
@@ -49,7 +49,7 @@ def shape_of(schedule: Schedule) -> Shape:
     Raises:
         ScheduleError: The schedule can never finish.
     """
-    placement = schedule.placement
+    stage_ranks = schedule.stage_ranks
     row_of: dict[Op, int] = {}
     rows: list[int] = []
     counts = np.zeros((schedule.stages, 4), np.int64)
@@ -58,14 +58,14 @@ def shape_of(schedule: Schedule) -> Shape:
         counts[op.stage, _KINDS[op.kind]] += 1
         waits = 0
         for before, boundary in dependencies(schedule, op):
-            crosses = boundary is not None and placement[boundary] != placement[boundary + 1]
+            crosses = boundary is not None and stage_ranks[boundary] != stage_ranks[boundary + 1]
             rows += (row_of[before], cast(int, boundary) if crosses else -1)
             waits += 1
         assert waits <= 2, "an op waits for two others at most"
         rows += (-1, -1) * (2 - waits)
         row_of[op] = len(row_of)
     return Shape(
-        schedule, np.array(rows, np.int64).reshape(-1, 7), counts, np.array(placement, np.int64)
+        schedule, np.array(rows, np.int64).reshape(-1, 7), counts, np.array(stage_ranks, np.int64)
     )
 
 
@@ -73,7 +73,7 @@ def shape_of(schedule: Schedule) -> Shape:
 def replay(
     rows: Ints,
     counts: Ints,
-    placement: Ints,
+    stage_ranks: Ints,
     works: Floats,
     sends: Floats,
     bounds: Ints,
@@ -85,7 +85,7 @@ def replay(
     Args:
         rows: `Shape.rows`.
         counts: `Shape.counts`.
-        placement: `Shape.placement`.
+        stage_ranks: `Shape.stage_ranks`.
         works: works[k, s, i] is the time of kind k (F, B, W) of the layers before i on the rank of
             stage s. There is one s only if all ranks are alike.
         sends: sends[s, i] is the time of the output of a stage s that stops at i.
@@ -96,7 +96,7 @@ def replay(
     Returns:
         The makespan or the span. Infinity if the replay stopped early.
     """
-    stages, ranks = len(bounds) - 1, placement.max() + 1
+    stages, ranks = len(bounds) - 1, stage_ranks.max() + 1
     cost = np.empty((stages, 4))
     busy = np.zeros(ranks)
     for s in range(stages):
@@ -105,7 +105,7 @@ def replay(
             cost[s, k] = own[bounds[s + 1]] - own[bounds[s]]
         cost[s, 3] = cost[s, 1] + cost[s, 2]
         for k in range(4):
-            busy[placement[s]] += counts[s, k] * cost[s, k]
+            busy[stage_ranks[s]] += counts[s, k] * cost[s, k]
     if busy.max() >= best:
         return np.inf
     ended = np.empty(rows.shape[0])

@@ -50,8 +50,8 @@ class BalanceRequest:
         objective: What the schedule keeps short. Only used with `make`.
         first_trainable_layer: The layers before it are frozen. Only used with `make`.
         speeds: One entry per rank.
-        placement: The rank of each stage, if a rank has several. "exact" and "schedule-aware" take
-            it into account.
+        stage_ranks: The rank of each stage, if a rank has several. "exact" and
+            "schedule-aware" take it into account.
     """
 
     layers: tuple[LayerCost, ...]
@@ -67,16 +67,16 @@ class BalanceRequest:
     objective: Objective = Objective.SPAN
     first_trainable_layer: int = 0
     speeds: tuple[float, ...] | None = None
-    placement: tuple[int, ...] | None = None
+    stage_ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.current.layers:
             raise PartitionError(
                 f"a placement of {self.current.layers} layers for {len(self.layers)} layer costs"
             )
-        if self.placement is not None and len(self.placement) != self.current.stages:
+        if self.stage_ranks is not None and len(self.stage_ranks) != self.current.stages:
             raise PartitionError(
-                f"a placement of {len(self.placement)} stages on ranks for {self.current.stages} "
+                f"a placement of {len(self.stage_ranks)} stages on ranks for {self.current.stages} "
                 "stages of layers"
             )
         if self.names and len(self.names) != len(self.layers):
@@ -106,8 +106,8 @@ class BalanceRequest:
     @property
     def several(self) -> tuple[int, ...]:
         """The rank of each stage if a rank has several stages, else empty."""
-        placement = self.placement or ()
-        return placement if len(set(placement)) < len(placement) else ()
+        ranks = self.stage_ranks or ()
+        return ranks if len(set(ranks)) < len(ranks) else ()
 
     @cached_property
     def memory(self) -> MemoryLimits | None:
@@ -179,7 +179,7 @@ def _simulated(request: BalanceRequest, make: Make, ties_only: bool) -> Partitio
         first_trainable_layer=request.first_trainable_layer,
         objective=request.objective,
         speeds=request.speeds,
-        placement=request.several or None,
+        stage_ranks=request.several or None,
         ties_only=ties_only,
     )
     return search(problem).partition

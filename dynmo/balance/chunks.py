@@ -26,7 +26,7 @@ from dynmo.balance._kernels import Ints
 from dynmo.balance.chains import enough, integer_sums, memory_tables, rank_speeds, same_layers
 from dynmo.balance.partition import Partition, exact, stage_loads
 from dynmo.errors import NoRoomError, PartitionError
-from dynmo.schedule.catalogue import v_placement
+from dynmo.schedule.catalogue import v_stage_ranks
 from dynmo.schedule.memory import MemoryLimits
 
 NODES = 2_000_000  # steps of branch and bound: some hundredths of a second
@@ -52,7 +52,7 @@ class Chunked:
 
 def chunked(
     weights: Sequence[float],
-    placement: Sequence[int],
+    stage_ranks: Sequence[int],
     *,
     memory: MemoryLimits | None = None,
     current: Partition | None = None,
@@ -66,7 +66,7 @@ def chunked(
 
     Args:
         weights: Load of each layer.
-        placement: The rank of each stage (`Schedule.placement`).
+        stage_ranks: The rank of each stage (`Schedule.placement`).
         memory: Limits. The peaks of a rank's stages together must not be more than the least of
             their limits. None: unlimited.
         current: Is returned if nothing takes less time.
@@ -77,10 +77,11 @@ def chunked(
         PartitionError: There are fewer layers than stages, a number is negative or not finite, or
             nothing is found that fits.
     """
-    stages, ranks = len(placement), max(placement, default=-1) + 1
-    if sorted(set(placement)) != list(range(ranks)) or not ranks:
+    stages, ranks = len(stage_ranks), max(stage_ranks, default=-1) + 1
+    if sorted(set(stage_ranks)) != list(range(ranks)) or not ranks:
         raise PartitionError(
-            f"placement {list(placement)} must name the ranks 0 to {ranks - 1}, each at least once"
+            f"placement {list(stage_ranks)} must name the ranks 0 to {ranks - 1}, each at least "
+            "once"
         )
     enough(len(weights), stages)
     for layers in (current.layers if current else None, len(memory.layers) if memory else None):
@@ -93,13 +94,13 @@ def chunked(
         )
     rates = rank_speeds(speeds, ranks) or [Fraction(1)] * ranks
     if stages == ranks:
-        own = [float(rates[rank]) for rank in placement]
+        own = [float(rates[rank]) for rank in stage_ranks]
         partition, proven = exact(weights, ranks, memory=memory, current=current, speeds=own), True
     else:
-        partition, proven = _Chunks(weights, placement, memory, rates).solve(current, nodes)
+        partition, proven = _Chunks(weights, stage_ranks, memory, rates).solve(current, nodes)
     loads = stage_loads(weights, partition)
     times = (
-        math.fsum(x for x, r in zip(loads, placement, strict=True) if r == rank)
+        math.fsum(x for x, r in zip(loads, stage_ranks, strict=True) if r == rank)
         / float(rates[rank])
         for rank in range(ranks)
     )
@@ -111,7 +112,7 @@ class _Chunks:
     def __init__(
         self,
         weights: Sequence[float],
-        placement: Sequence[int],
+        stage_ranks: Sequence[int],
         memory: MemoryLimits | None,
         rates: list[Fraction],
     ) -> None:
@@ -120,19 +121,19 @@ class _Chunks:
         unit = math.gcd(*parts) or 1
         if sums[-1] // unit >= 1 << _BITS:
             unit = -(-sums[-1] // (1 << _BITS))
-        self.weights, self.placement, self.memory = weights, placement, memory
-        self.stages, self.ranks = len(placement), len(rates)
+        self.weights, self.stage_ranks, self.memory = weights, stage_ranks, memory
+        self.stages, self.ranks = len(stage_ranks), len(rates)
         self.sums = np.array([0, *accumulate(x // unit for x in parts)], np.int64)
         self.speeds = np.array([float(x) for x in rates])
         held, pairs, pair_at, _ = memory_tables(memory)
         self.caps: list[int] = []
         if memory is not None:
             of_rank = [
-                [x for x, r in zip(memory.limits, placement, strict=True) if r == rank]
+                [x for x, r in zip(memory.limits, stage_ranks, strict=True) if r == rank]
                 for rank in range(self.ranks)
             ]
             self.caps = [max(-1, min(*limits, 1 << 62)) for limits in of_rank]
-        rank_of, caps = np.array(placement, np.int64), np.array(self.caps, np.int64)
+        rank_of, caps = np.array(stage_ranks, np.int64), np.array(self.caps, np.int64)
         self.tables = (self.sums, rank_of, self.speeds, held, pairs, pair_at, caps)
 
     def solve(self, current: Partition | None, nodes: int) -> tuple[Partition, bool]:
@@ -144,7 +145,7 @@ class _Chunks:
         """
         bounds = np.array(exact(self.weights, self.stages).bounds, np.int64)
         if (
-            tuple(self.placement) == v_placement(self.ranks)
+            tuple(self.stage_ranks) == v_stage_ranks(self.ranks)
             and (self.ranks + 1) * len(self.sums) ** 2 <= _STATES
         ):
             best, proven = self.nested(bounds), True

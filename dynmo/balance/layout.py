@@ -23,7 +23,7 @@ from dynmo.balance.meshes import accumulation_problem
 from dynmo.balance.partition import Move, Partition, moves, uniform
 from dynmo.errors import ConfigError, PartitionError
 from dynmo.schedule.automatic.make import full_schedule
-from dynmo.schedule.catalogue import check_microbatches, placement_of
+from dynmo.schedule.catalogue import check_microbatches, stage_ranks_of
 from dynmo.schedule.op import Schedule
 
 RecomputeRule = Collection[int] | Callable[[Partition, Schedule, int], Collection[int]]
@@ -42,7 +42,7 @@ class Layout:
         replicas: Number of pipelines in the mesh.
         microbatches: Microbatches of one pipeline in a step.
         partition: Number of layers on each stage.
-        placement: The rank of each stage.
+        stage_ranks: The rank of each stage.
         recomputed: The layers that are recomputed in B.
         sliced: The pipeline's ranks are slices of one GPU, in one process.
     """
@@ -51,14 +51,14 @@ class Layout:
     replicas: int
     microbatches: int
     partition: Partition
-    placement: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
     recomputed: frozenset[int]
     sliced: bool = False
 
     @property
     def processes(self) -> tuple[int, ...]:
         """The rank of the world that holds each stage."""
-        return (0,) * len(self.placement) if self.sliced else self.placement
+        return (0,) * len(self.stage_ranks) if self.sliced else self.stage_ranks
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -122,16 +122,16 @@ class Layouts:
                 f"reduction slots: {self.accumulation_groups} {problem}; "
                 "use another number of slots, replicas or microbatches"
             )
-        placement = placement_of(self.schedule, ranks, self.chunks)
-        partition = partition or uniform(self.layers, len(placement))
-        self._check(partition, placement)
+        stage_ranks = stage_ranks_of(self.schedule, ranks, self.chunks)
+        partition = partition or uniform(self.layers, len(stage_ranks))
+        self._check(partition, stage_ranks)
         recompute = self.recompute
         if callable(recompute):
             recompute = recompute(
                 partition, full_schedule(self.schedule, ranks, microbatches, self.chunks), replicas
             )
         return Layout(
-            ranks, replicas, microbatches, partition, placement, frozenset(recompute), self.sliced
+            ranks, replicas, microbatches, partition, stage_ranks, frozenset(recompute), self.sliced
         )
 
     def moved(self, layout: Layout, partition: Partition) -> Layout:
@@ -197,10 +197,10 @@ class Layouts:
             )
         return self.make(ranks, replicas, microbatches, partition)
 
-    def _check(self, partition: Partition, placement: Sequence[int]) -> None:
-        layers, stages = self.layers, len(placement)
+    def _check(self, partition: Partition, stage_ranks: Sequence[int]) -> None:
+        layers, stages = self.layers, len(stage_ranks)
         if (partition.layers, partition.stages) != (layers, stages):
-            unit = "ranks" if stages == max(placement) + 1 else "stages"
+            unit = "ranks" if stages == max(stage_ranks) + 1 else "stages"
             raise PartitionError(
                 f"a placement of {partition.layers} layers on {partition.stages} {unit}, for "
                 f"{layers} layers on {stages} {unit}"
@@ -208,20 +208,20 @@ class Layouts:
 
 
 def moves_between_ranks(
-    old: Partition, new: Partition, placement: Sequence[int]
+    old: Partition, new: Partition, stage_ranks: Sequence[int]
 ) -> tuple[Move, ...]:
     """The layers whose rank changes, in layer order.
 
     Args:
         old: The placement before.
         new: The placement after.
-        placement: The rank of each stage.
+        stage_ranks: The rank of each stage.
 
     Returns:
         Moves whose source and target are ranks, not stages.
     """
     across = (
-        Move(layer, placement[source], placement[target])
+        Move(layer, stage_ranks[source], stage_ranks[target])
         for layer, source, target in moves(old, new)
     )
     return tuple(move for move in across if move.source != move.target)

@@ -75,7 +75,7 @@ class PlacementProblem:
             their costs say.
         objective: Whether the span or the makespan should be short.
         speeds: One per rank. None: all are 1.
-        placement: The rank of each stage in the schedule. None: one stage per rank, in order.
+        stage_ranks: The rank of each stage in the schedule. None: one stage per rank, in order.
         ties_only: Keep to the least bottleneck.
     """
 
@@ -88,7 +88,7 @@ class PlacementProblem:
     first_trainable_layer: int = 0
     objective: Objective = Objective.SPAN
     speeds: Sequence[float] | None = None
-    placement: Sequence[int] | None = None
+    stage_ranks: Sequence[int] | None = None
     ties_only: bool = False
 
 
@@ -124,22 +124,22 @@ class _Candidate:
 class _Search:
     def __init__(self, problem: PlacementProblem) -> None:
         ranks, speeds = problem.ranks, problem.speeds
-        placement = tuple(range(ranks) if problem.placement is None else problem.placement)
-        if max(placement, default=-1) + 1 != ranks:
+        stage_ranks = tuple(range(ranks) if problem.stage_ranks is None else problem.stage_ranks)
+        if max(stage_ranks, default=-1) + 1 != ranks:
             raise PartitionError(
-                f"placement {list(placement)} for {ranks} ranks; "
+                f"placement {list(stage_ranks)} for {ranks} ranks; "
                 f"it must name the ranks 0 to {ranks - 1}"
             )
         if speeds is not None and len(speeds) != ranks:
             raise PartitionError(f"{len(speeds)} speeds for {ranks} ranks; give one per rank")
-        check_lengths(len(placement), problem.links, None)
+        check_lengths(len(stage_ranks), problem.links, None)
         layers = freeze(problem.layers, problem.first_trainable_layer)
         self.layers, self.links, self.memory = layers, problem.links, problem.memory
-        self.placement, self.stages, self.ranks = placement, len(placement), ranks
+        self.stage_ranks, self.stages, self.ranks = stage_ranks, len(stage_ranks), ranks
         self.make, self.current, self.ties_only = problem.make, problem.current, problem.ties_only
         self.objective = problem.objective
         self.rates = speeds
-        self.speeds = None if speeds is None else [speeds[rank] for rank in placement]
+        self.speeds = None if speeds is None else [speeds[rank] for rank in stage_ranks]
         sizes = [layer.moved_bytes for layer in layers]
         self.sizes = sizes if any(sizes) else [1] * len(sizes)
         self.size_sums = [0, *accumulate(self.sizes)]
@@ -194,7 +194,11 @@ class _Search:
         weights = [layer.seconds for layer in self.layers]
         if self.stages > self.ranks:
             best = chunked(
-                weights, self.placement, memory=self.memory, current=self.current, speeds=self.rates
+                weights,
+                self.stage_ranks,
+                memory=self.memory,
+                current=self.current,
+                speeds=self.rates,
             )
             least_bottleneck, others = [best.partition], [exact(weights, self.stages)]
         else:
@@ -252,10 +256,10 @@ class _Search:
             if self.stages > self.ranks:
                 held = [0] * self.ranks
                 for stage, (start, stop) in enumerate(pairwise(bounds)):
-                    held[self.placement[stage]] += self.memory.need(stage, start, stop)
+                    held[self.stage_ranks[stage]] += self.memory.need(stage, start, stop)
                 if any(
                     held[rank] > limit
-                    for rank, limit in zip(self.placement, self.memory.limits, strict=True)
+                    for rank, limit in zip(self.stage_ranks, self.memory.limits, strict=True)
                 ):
                     return False
             elif not all(
@@ -267,7 +271,7 @@ class _Search:
 
     def bottleneck(self, bounds: Bounds) -> float:
         times = [0.0] * self.ranks
-        for rank, time in zip(self.placement, self.loads(bounds), strict=True):
+        for rank, time in zip(self.stage_ranks, self.loads(bounds), strict=True):
             times[rank] += time
         return max(times)
 
@@ -348,7 +352,7 @@ class _Search:
         at = np.array(bounds, np.int64)
         whole = self.objective is Objective.MAKESPAN
         return replay(
-            shape.rows, shape.counts, shape.placement, self.works, self.sends, at, best, whole
+            shape.rows, shape.counts, shape.stage_ranks, self.works, self.sends, at, best, whole
         )
 
     # -- the descent -------------------------------------------------------------------------------

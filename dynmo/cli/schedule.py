@@ -17,7 +17,7 @@ from dynmo.cli.options import command
 from dynmo.cli.schedule_options import ScheduleOptions
 from dynmo.cli.schedule_request import ScheduleRequest, request_of
 from dynmo.errors import InputError, ScheduleError
-from dynmo.schedule.catalogue import SCHEDULES, placement_of
+from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.op import Schedule, to_text
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
@@ -104,7 +104,7 @@ def schedule(options: ScheduleOptions) -> None:
     request = request_of(options)
     named = _make(request, options.exact)
     # The published figures of interleaving do not wait for every message. Measured costs do.
-    several = len(request.placement) > request.ranks > 1
+    several = len(request.stage_ranks) > request.ranks > 1
     published = named.name == "interleaved-1f1b" and options.costs is None and several
     replay = _replay(named.schedule, request, published)
     result = _result(named, request, replay)
@@ -142,7 +142,7 @@ def _replay(schedule: Schedule, request: ScheduleRequest, published: bool) -> _R
 def _result(named: _NamedSchedule, request: ScheduleRequest, replay: _Replay) -> Result:
     timeline, waiting, proof = replay.timeline, replay.waiting, named.proof
     bound = lower_bound_on(
-        named.schedule.placement,
+        named.schedule.stage_ranks,
         request.costs,
         request.microbatches,
         request.first_trainable,
@@ -223,7 +223,7 @@ def _check_memory(schedule: Schedule, request: ScheduleRequest) -> None:
     others = [
         name
         for name in SCHEDULES
-        if name != schedule.name and _fits_all(name, schedule.placement, request)
+        if name != schedule.name and _fits_all(name, schedule.stage_ranks, request)
     ]
     hint = (
         f"{' and '.join(others)} would fit"
@@ -236,9 +236,9 @@ def _check_memory(schedule: Schedule, request: ScheduleRequest) -> None:
     )
 
 
-def _fits_all(name: str, placement: tuple[int, ...], request: ScheduleRequest) -> bool:
+def _fits_all(name: str, stage_ranks: tuple[int, ...], request: ScheduleRequest) -> bool:
     try:
-        if placement_of(name, request.ranks, request.chunks) != placement:
+        if stage_ranks_of(name, request.ranks, request.chunks) != stage_ranks:
             return False
         return all(map(_fits, peak_memory(request.make(name), request.costs), request.caps))
     except ScheduleError:

@@ -14,7 +14,7 @@ from dynmo.cli.schedule_options import ScheduleOptions
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
 from dynmo.errors import InputError, ScheduleError
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import check_microbatches, entry, make_by_hand, placement_of
+from dynmo.schedule.catalogue import check_microbatches, entry, make_by_hand, stage_ranks_of
 from dynmo.schedule.op import Schedule
 
 
@@ -25,7 +25,7 @@ class ScheduleRequest:
     Attributes:
         name: Name of the schedule.
         microbatches: Microbatches of a step.
-        placement: The rank that holds each stage.
+        stage_ranks: The rank that holds each stage.
         costs: Costs of the stages.
         chunks: Stages per rank. None means the schedule's own number.
         caps: Most memory of each rank, in the costs' unit.
@@ -36,7 +36,7 @@ class ScheduleRequest:
 
     name: str
     microbatches: int
-    placement: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
     costs: Costs
     chunks: int | None
     caps: tuple[float, ...]
@@ -83,7 +83,7 @@ class _Shape:
 
     name: str
     microbatches: int
-    placement: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
     read: Schedule | None = None
 
 
@@ -103,11 +103,11 @@ def request_of(options: ScheduleOptions) -> ScheduleRequest:
         InputError: An option is wrong, is missing or excludes another one, or a file is wrong.
     """
     shape = _named(options) if options.from_torch_csv is None else _read(options)
-    ranks = max(shape.placement) + 1
+    ranks = max(shape.stage_ranks) + 1
     if options.costs is None:
-        costs = _StageCosts(_uniform(shape.placement, options), 0, (math.inf,) * ranks)
+        costs = _StageCosts(_uniform(shape.stage_ranks, options), 0, (math.inf,) * ranks)
     else:
-        costs = _from_file(options.costs, shape.placement, options)
+        costs = _from_file(options.costs, shape.stage_ranks, options)
     caps, limit = costs.caps, options.memory_limit
     if limit is not None:
         if not limit >= 0:
@@ -121,7 +121,7 @@ def request_of(options: ScheduleOptions) -> ScheduleRequest:
     return ScheduleRequest(
         shape.name,
         shape.microbatches,
-        shape.placement,
+        shape.stage_ranks,
         costs.costs,
         options.chunks,
         caps,
@@ -149,7 +149,7 @@ def _named(options: ScheduleOptions) -> _Shape:
             f"--ranks {ranks} --microbatches {microbatches}: at least 1 of each is needed"
         )
     check_microbatches(name, ranks, microbatches)
-    return _Shape(name, microbatches, placement_of(name, ranks, options.chunks))
+    return _Shape(name, microbatches, stage_ranks_of(name, ranks, options.chunks))
 
 
 def _read(options: ScheduleOptions) -> _Shape:
@@ -176,13 +176,13 @@ def _read(options: ScheduleOptions) -> _Shape:
         raise InputError(f"torch CSV {path}: cannot be read: {reason}") from None
     except ScheduleError as error:
         raise ScheduleError(f"torch CSV {path}: {error}") from None
-    return _Shape(read.name, read.microbatches, read.placement, read)
+    return _Shape(read.name, read.microbatches, read.stage_ranks, read)
 
 
 # -- costs -----------------------------------------------------------------------------------------
 
 
-def _uniform(placement: tuple[int, ...], options: ScheduleOptions) -> Costs:
+def _uniform(stage_ranks: tuple[int, ...], options: ScheduleOptions) -> Costs:
     """Returns equal costs for all stages.
 
     The times are those of a rank. The stages of a rank share them, and its memory, equally.
@@ -199,10 +199,12 @@ def _uniform(placement: tuple[int, ...], options: ScheduleOptions) -> Costs:
         if not math.isfinite(value) or value < 0:
             raise InputError(f"{option} {value}: a time is a number of at least 0")
     w_memory = 0.5 if options.w_memory is None else options.w_memory
-    return split_costs(uniform_costs(max(placement) + 1, tf, tb, tw, tcomm, w_memory), placement)
+    return split_costs(
+        uniform_costs(max(stage_ranks) + 1, tf, tb, tw, tcomm, w_memory), stage_ranks
+    )
 
 
-def _from_file(path: Path, placement: tuple[int, ...], options: ScheduleOptions) -> _StageCosts:
+def _from_file(path: Path, stage_ranks: tuple[int, ...], options: ScheduleOptions) -> _StageCosts:
     """Returns the costs of a file.
 
     The file's lists have one number per stage, or one per rank. The stages of a rank then share its
@@ -211,28 +213,28 @@ def _from_file(path: Path, placement: tuple[int, ...], options: ScheduleOptions)
     from dynmo.cost.costs_file import read_costs
 
     _check_alone(options)
-    w_memory, ranks = options.w_memory, max(placement) + 1
-    file = read_costs(path, ranks, 0.5 if w_memory is None else w_memory, len(placement))
+    w_memory, ranks = options.w_memory, max(stage_ranks) + 1
+    file = read_costs(path, ranks, 0.5 if w_memory is None else w_memory, len(stage_ranks))
     if file.has_memory and w_memory is not None:
         raise InputError(
             f"--w-memory, but costs file {path} has mem_f, mem_b and mem_w, which say it; use one "
             "of them"
         )
     costs, caps = file.costs, file.caps or (math.inf,) * len(file.costs.stages)
-    if len(placement) == ranks:
+    if len(stage_ranks) == ranks:
         return _StageCosts(costs, file.first_trainable, caps)
-    if len(costs.stages) == len(placement):
+    if len(costs.stages) == len(stage_ranks):
         together = tuple(
-            sum(cap for cap, holder in zip(caps, placement, strict=True) if holder == rank)
+            sum(cap for cap, holder in zip(caps, stage_ranks, strict=True) if holder == rank)
             for rank in range(ranks)
         )
         return _StageCosts(costs, file.first_trainable, together)
     if file.first_trainable:
         raise InputError(
             f"costs file {path}: a frozen prefix and several stages a rank; give one number per "
-            f"stage ({len(placement)})"
+            f"stage ({len(stage_ranks)})"
         )
-    return _StageCosts(split_costs(costs, placement), 0, caps)
+    return _StageCosts(split_costs(costs, stage_ranks), 0, caps)
 
 
 def _check_alone(options: ScheduleOptions) -> None:

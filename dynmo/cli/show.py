@@ -52,7 +52,7 @@ def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
         "microbatches": request.microbatches,
         "objective": str(request.objective),
         "partition": plan.partition.counts,
-        "placement": request.placement,
+        "placement": request.stage_ranks,
         "stage_cost": plan.stage_cost,
         "imbalance": plan.imbalance,
         "span": timeline.span,
@@ -117,10 +117,10 @@ def picture(plan: Plan) -> list[Text]:
 
     request, ranks = plan.request, plan.rank_cost
     longest = max(ranks) or 1.0
-    several = len(request.placement) > request.ranks
+    several = len(request.stage_ranks) > request.ranks
     lines: list[Text] = []
     for rank in range(request.ranks):
-        stages = [stage for stage, holder in enumerate(request.placement) if holder == rank]
+        stages = [stage for stage, holder in enumerate(request.stage_ranks) if holder == rank]
         for stage in stages:
             cost, own = plan.costs.stages[stage], plan.partition.range_of(stage)
             line = Text(f"rank {rank:<3} " + (f"stage {stage:<3} " if several else ""))

@@ -199,7 +199,7 @@ def uniform_costs(
     return Costs((stage,) * stages, (comm,) * max(0, stages - 1))
 
 
-def split_costs(costs: Costs, placement: Sequence[int]) -> Costs:
+def split_costs(costs: Costs, stage_ranks: Sequence[int]) -> Costs:
     """Splits the costs of ranks over several stages on each rank.
 
     Each stage gets an equal part of the times and memory of its rank. The link between two stages
@@ -207,15 +207,15 @@ def split_costs(costs: Costs, placement: Sequence[int]) -> Costs:
 
     Args:
         costs: Costs of ranks, one stage each.
-        placement: Rank of each stage.
+        stage_ranks: Rank of each stage.
 
     Returns:
-        The costs of the stages of `placement`.
+        The costs of the stages of `stage_ranks`.
     """
-    parts = [placement.count(rank) for rank in range(len(costs.stages))]
-    stages = tuple(_part(costs.stages[rank], parts[rank]) for rank in placement)
+    parts = [stage_ranks.count(rank) for rank in range(len(costs.stages))]
+    stages = tuple(_part(costs.stages[rank], parts[rank]) for rank in stage_ranks)
     links = tuple(
-        max(costs.links[min(pair) : max(pair)], default=0.0) for pair in pairwise(placement)
+        max(costs.links[min(pair) : max(pair)], default=0.0) for pair in pairwise(stage_ranks)
     )
     return Costs(stages, links)
 

@@ -99,21 +99,21 @@ class Profile:
     schedule: str | None = None
     steps: int | None = None
 
-    def boundaries(self, placement: Sequence[int], exactly: bool = True) -> tuple[LinkCost, ...]:
+    def boundaries(self, stage_ranks: Sequence[int], exactly: bool = True) -> tuple[LinkCost, ...]:
         """Returns the link behind each stage but the last.
 
         The link between two stages of one rank costs nothing. A pair of ranks that was not measured
         gets the slowest measured link.
 
         Args:
-            placement: Rank of each stage.
+            stage_ranks: Rank of each stage.
             exactly: Whether `comm` must list one number per boundary. If not, its largest number
                 counts for all boundaries.
 
         Raises:
             InputError: `comm` lists another number of boundaries.
         """
-        pairs = [(min(pair), max(pair)) for pair in pairwise(placement)]
+        pairs = [(min(pair), max(pair)) for pair in pairwise(stage_ranks)]
         if self.links:
             known = dict(self.links)
             slowest = LinkCost(
@@ -131,8 +131,8 @@ class Profile:
             seconds = [max(self.comm, default=0.0)] * len(pairs)
         else:
             raise InputError(
-                f"comm has {len(self.comm)} numbers, but {len(placement)} stages have {len(pairs)} "
-                "boundaries; give one per boundary, or one number for all"
+                f"comm has {len(self.comm)} numbers, but {len(stage_ranks)} stages have "
+                f"{len(pairs)} boundaries; give one per boundary, or one number for all"
             )
         return tuple(
             _HERE if low == high else LinkCost(x, math.inf)

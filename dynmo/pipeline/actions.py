@@ -218,8 +218,8 @@ class Actions:
             hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(),
             "the new mesh",
         )
-        after = holders(layout.partition, layout.placement, data)
-        plan = transfers(holders(before.partition, before.placement, before.replicas), after)
+        after = holders(layout.partition, layout.stage_ranks, data)
+        plan = transfers(holders(before.partition, before.stage_ranks, before.replicas), after)
         whole = {i: store.state(i, whole=True) for i in sorted(store.layers)}
 
         def adopt(arrivals: list[Arrival]) -> None:
@@ -525,4 +525,4 @@ class Actions:
 
 def _holders(layout: Layout) -> Holders:
     """Returns the global ranks that hold each layer."""
-    return holders(layout.partition, layout.placement, layout.replicas)
+    return holders(layout.partition, layout.stage_ranks, layout.replicas)

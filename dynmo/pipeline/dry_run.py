@@ -35,7 +35,7 @@ class RunPlan:
     Attributes:
         names: Name of each layer.
         partition: Number of layers on each stage.
-        placement: The rank that holds each stage.
+        stage_ranks: The rank that holds each stage.
         parameters: Number of parameters of each stage.
         memory: Bytes of each rank at the schedule's peak.
         limit: Bytes that a rank may use. None means unlimited.
@@ -48,7 +48,7 @@ class RunPlan:
 
     names: tuple[str, ...]
     partition: tuple[int, ...]
-    placement: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
     parameters: tuple[int, ...]
     memory: tuple[int, ...]
     limit: int | None
@@ -101,13 +101,13 @@ class RunPlan:
         ):
             table.add_column(heading, justify="left" if heading in ("first", "last") else "right")
         start = 0
-        for stage, (count, rank) in enumerate(zip(self.partition, self.placement, strict=True)):
+        for stage, (count, rank) in enumerate(zip(self.partition, self.stage_ranks, strict=True)):
             first, last = self.names[start], self.names[start + count - 1]
             start += count
             # The row of a rank's first stage shows the rank's memory.
             memory = (
                 f"{self.memory[rank] / 2**20:,.1f} MiB"
-                if self.placement.index(rank) == stage
+                if self.stage_ranks.index(rank) == stage
                 else ""
             )
             table.add_row(str(rank), str(count), first, last, f"{self.parameters[stage]:,}", memory)
@@ -219,7 +219,7 @@ def first_plan(
     )
     costs = recompute_as_workspace(costs, recomputed)
     request = stage_request(options, replicas, limit)
-    holder = [request.placement[partition.owner(layer)] for layer in range(model.layers)]
+    holder = [request.stage_ranks[partition.owner(layer)] for layer in range(model.layers)]
     if any(holder[owner] != holder[user] for (owner, _), (user, _) in model.tied):
         # A weight that is tied over two ranks keeps the barrier at the end of a step.
         request = replace(request, objective=Objective.MAKESPAN)
@@ -227,7 +227,7 @@ def first_plan(
     plan = RunPlan(
         names=model.names,
         partition=partition.counts,
-        placement=stage_plan.request.placement,
+        stage_ranks=stage_plan.request.stage_ranks,
         parameters=tuple(
             sum(costs[layer].parameters for layer in partition.range_of(stage))
             for stage in range(partition.stages)

@@ -346,7 +346,7 @@ class Pipeline:
             from dynmo.pipeline.trace import Tracer
 
             layout = engine.store.layout
-            of_slices = layout.placement if layout.sliced else None
+            of_slices = layout.stage_ranks if layout.sliced else None
             loop.tracer = Tracer(self._world.everyone, engine.clock, self._trace, of_slices)
 
     def _known_shapes(
@@ -684,7 +684,7 @@ class Pipeline:
     def needs_data(self) -> bool:
         """Whether this rank holds the first or the last stage, and needs batches."""
         layout = self._engine.store.layout
-        ends = layout.placement[0], layout.placement[-1]
+        ends = layout.stage_ranks[0], layout.stage_ranks[-1]
         return layout.sliced or self._engine.store.world.rank in ends
 
     @property

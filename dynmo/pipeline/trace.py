@@ -52,14 +52,14 @@ class Tracer:
         world: All ranks.
         clock: Clock of this rank.
         steps: Number of steps to keep around a change.
-        placement: The slice of each stage, if each rank of the world is a pipeline on slices of a
+        stage_ranks: The slice of each stage, if each rank of the world is a pipeline on slices of a
             GPU. The trace then shows slices like ranks.
     """
 
     def __init__(
-        self, world: World, clock: Clock, steps: int, placement: tuple[int, ...] | None = None
+        self, world: World, clock: Clock, steps: int, stage_ranks: tuple[int, ...] | None = None
     ) -> None:
-        self._world, self._clock, self._steps, self._placement = world, clock, steps, placement
+        self._world, self._clock, self._steps, self._stage_ranks = world, clock, steps, stage_ranks
         self._recent: deque[list[Row]] = deque(maxlen=steps)
         self._kept: deque[list[Row]] = deque(maxlen=_MOST_STEPS)
         self._coming = 0
@@ -165,12 +165,12 @@ class Tracer:
 
         The index of a slice is slice * replicas + replica.
         """
-        placement = self._placement
-        if placement is None:
+        stage_ranks = self._stage_ranks
+        if stage_ranks is None:
             return tables
         return [
-            [row for row in table if placement[int(row[2])] == each]
-            for each in range(max(placement) + 1)
+            [row for row in table if stage_ranks[int(row[2])] == each]
+            for each in range(max(stage_ranks) + 1)
             for table in tables
         ]
 

@@ -83,7 +83,7 @@ def balance_request(now: Situation, layers: tuple[LayerCost, ...]) -> BalanceReq
     stages, limit = now.stages, now.memory_limit
     # Each stage is given its rank's whole limit. A balancer that knows the placement adds up the
     # bytes of a rank's stages. Memory is that of all stages training, whatever is frozen.
-    limits = None if limit is None else (limit,) * len(stages.placement)
+    limits = None if limit is None else (limit,) * len(stages.stage_ranks)
     full = full_schedule(stages.schedule, stages.ranks, stages.microbatches, stages.chunks)
     return BalanceRequest(
         layers,
@@ -98,7 +98,7 @@ def balance_request(now: Situation, layers: tuple[LayerCost, ...]) -> BalanceReq
         now.boundary_links,
         now.objective,
         now.first_trainable,
-        placement=stages.placement,
+        stage_ranks=stages.stage_ranks,
     )
 
 
@@ -123,7 +123,7 @@ def _outlook(now: Situation, layers: Layers, target: Partition) -> list[Outlook]
 
 def _on_the_way(now: Situation, target: Partition) -> float:
     """Returns the seconds of a move's layers, in sequence, over the slowest link."""
-    moves = moves_between_ranks(now.partition, target, now.stages.placement)
+    moves = moves_between_ranks(now.partition, target, now.stages.stage_ranks)
     sizes = [now.layers[move.layer].moved_bytes for move in moves]
     if now.seconds_per_byte is not None:
         return now.seconds_per_byte * sum(sizes)

@@ -22,7 +22,7 @@ from dynmo.errors import InputError, NoRoomError, PartitionError
 from dynmo.planner.recompute import with_recompute
 from dynmo.planner.stage_plan import StageRequest, plan_stages
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import placement_of
+from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.memory import reduction_bytes
 from dynmo.schedule.op import Schedule
@@ -125,17 +125,17 @@ class PlanRequest:
         )
 
     @cached_property
-    def placement(self) -> tuple[int, ...]:
-        return placement_of(self.schedule, self.ranks, self.chunks)
+    def stage_ranks(self) -> tuple[int, ...]:
+        return stage_ranks_of(self.schedule, self.ranks, self.chunks)
 
     @cached_property
     def links(self) -> tuple[LinkCost, ...]:
-        return self.profile.boundaries(self.placement, not self.any_links)
+        return self.profile.boundaries(self.stage_ranks, not self.any_links)
 
     @cached_property
     def current(self) -> Partition:
         """The placement now: the file's if it has as many stages, else an even one."""
-        known, stages = self.profile.partition, len(self.placement)
+        known, stages = self.profile.partition, len(self.stage_ranks)
         fits = (
             known is not None and len(known) == stages and self.profile.ranks in (None, self.ranks)
         )
@@ -182,7 +182,7 @@ class Plan:
     @property
     def rank_cost(self) -> tuple[float, ...]:
         """Seconds of each rank's stages together."""
-        pairs = list(zip(self.stage_cost, self.request.placement, strict=True))
+        pairs = list(zip(self.stage_cost, self.request.stage_ranks, strict=True))
         return tuple(
             math.fsum(cost for cost, holder in pairs if holder == rank)
             for rank in range(self.request.ranks)
@@ -198,9 +198,9 @@ class Plan:
 
         Source and target are ranks.
         """
-        placement = self.request.placement
+        stage_ranks = self.request.stage_ranks
         across = (
-            Move(layer, placement[a], placement[b])
+            Move(layer, stage_ranks[a], stage_ranks[b])
             for layer, a, b in moves(self.request.current, self.partition)
         )
         return tuple(move for move in across if move.source != move.target)
@@ -266,7 +266,7 @@ def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
     reached = timeline.makespan if request.objective is Objective.MAKESPAN else timeline.span
     limits = None if request.memory_limit is None else stage_plan.caps
     bound = lower_bound_on(
-        request.placement,
+        request.stage_ranks,
         stage_plan.costs,
         request.microbatches,
         schedule.first_trainable,

@@ -172,7 +172,7 @@ def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | 
     Balancers do not know of messages that wait. If a rank is too full, they are told of less room
     there, and asked again.
     """
-    told = None if limit is None else (limit,) * len(request.placement)
+    told = None if limit is None else (limit,) * len(request.stage_ranks)
     balance_request = BalanceRequest(
         request.layers,
         request.current,
@@ -187,7 +187,7 @@ def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | 
         links=request.links,
         objective=request.objective,
         first_trainable_layer=request.profile.first_trainable,
-        placement=request.placement,
+        stage_ranks=request.stage_ranks,
     )
     failed: InputError | None = None
     for _ in range(_ROUNDS if request.balancer in _CHOOSING else 1):
@@ -216,13 +216,13 @@ def _less(
     known = [max((layer.workspace_bytes for layer in request.layers), default=0)] * request.ranks
     for need, rank in zip(
         stage_memory(request.layers, refused.partition.counts, pairs),
-        request.placement,
+        request.stage_ranks,
         strict=True,
     ):
         known[rank] += need
     return tuple(
         max(0, min(own - max(0, needs[rank] - limit), limit - max(0, needs[rank] - known[rank])))
-        for own, rank in zip(told, request.placement, strict=True)
+        for own, rank in zip(told, request.stage_ranks, strict=True)
     )
 
 
@@ -234,7 +234,7 @@ def _residents(request: PlanRequest) -> Iterator[tuple[Pairs, ...] | None]:
     if request.memory_limit is None:
         yield None
         return
-    stages = len(request.placement)
+    stages = len(request.stage_ranks)
     costs = uniform_costs(stages, 1.0, 1.0, 1.0)
     # One activation of a stage is 1 here. The caps are 1F1B's memory, and at least that of one
     # microbatch.
@@ -289,7 +289,7 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
             starts += [_attempt(free).partition, request.current]
         except InputError:
             return None
-    ops = 3 * len(request.placement) * request.microbatches
+    ops = 3 * len(request.stage_ranks) * request.microbatches
     tries = min(300, (_QUICK_TRIES if request.quick else _TRIES) // ops)
     for start in starts:
         counts, used = _emptied(free, start.counts, limit, tries)
@@ -327,7 +327,7 @@ def _fullest_rank(free: PlanRequest, counts: tuple[int, ...]) -> int:
     if free.schedule == "zb-auto":
         # The planner lowers its caps as far as this if the memory is short.
         costs = with_unit_memory(pipeline_costs(free.layers, partition, links=free.links))
-        caps = one_microbatch(costs, free.placement)
+        caps = one_microbatch(costs, free.stage_ranks)
         schedule = free.stages.make(costs, caps, frozen_stages(costs))
         return max(memory_needs(free, partition, schedule))
     first_trainable = free.profile.first_trainable
@@ -341,7 +341,7 @@ def _may_fit(request: PlanRequest, limit: int) -> bool:
     frozen prefix.
     """
     if (
-        len(request.placement) > request.ranks
+        len(request.stage_ranks) > request.ranks
         or request.profile.first_trainable
         or entry(request.schedule).from_costs
     ):

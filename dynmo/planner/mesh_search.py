@@ -243,7 +243,7 @@ class _Search:
                 raise PartitionError(self.nothing(meshes))
             raise NoMeshFitsError(self.nothing(meshes), self.closest(meshes))
         quick.sort(key=lambda x: x.seconds)
-        ops = accumulate(3 * x.mesh.microbatches * len(x.plan.request.placement) for x in quick)
+        ops = accumulate(3 * x.mesh.microbatches * len(x.plan.request.stage_ranks) for x in quick)
         refined = [not only_quick and (done <= _REFINED or i < 3) for i, done in enumerate(ops)]
         best = [self.refine(x) if wanted else x for x, wanted in zip(quick, refined, strict=True)]
         best.sort(
@@ -379,9 +379,9 @@ class _Search:
         )
         plan_request = replace(plan_request, recomputed=chosen)
         weights = [layer.seconds for layer in plan_request.layers]
-        chunked = len(plan_request.placement) > plan_request.ranks
+        chunked = len(plan_request.stage_ranks) > plan_request.ranks
         even = (
-            uniform(len(weights), len(plan_request.placement))
+            uniform(len(weights), len(plan_request.stage_ranks))
             if chunked
             else exact(weights, plan_request.ranks)
         )

@@ -175,7 +175,7 @@ def _ranks(
             f"layers under a schedule of {schedule.stages}"
         )
     bounds = tuple(accumulate(counts, initial=0))
-    held = static_bytes(layers, counts, schedule.placement)
+    held = static_bytes(layers, counts, schedule.stage_ranks)
     out: list[_Rank] = []
     for rank, static in enumerate(held):
         stages = {

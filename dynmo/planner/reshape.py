@@ -29,7 +29,7 @@ from dynmo.errors import PartitionError
 from dynmo.planner.evaluate import PlanRequest, evaluate_partition
 from dynmo.planner.mesh_plan import Mesh, MeshPlan, add_reductions, mesh_profile
 from dynmo.planner.mesh_search import MeshRequest, search
-from dynmo.schedule.catalogue import placement_of
+from dynmo.schedule.catalogue import stage_ranks_of
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ def plan_as_now(request: MeshRequest, current: Mesh, partition: Partition) -> Me
         any_links=True,
         replicas=current.replicas,
     )
-    if len(plan_request.placement) != partition.stages:
+    if len(plan_request.stage_ranks) != partition.stages:
         raise PartitionError(
             f"a placement on {partition.stages} stages for {current}, which has "
-            f"{len(plan_request.placement)}"
+            f"{len(plan_request.stage_ranks)}"
         )
     return add_reductions(
         current, evaluate_partition(plan_request, partition), request.bandwidth, request.zero
@@ -173,10 +173,10 @@ def largest_arrival(
 
 def _held(mesh: Mesh, partition: Partition, rank: int) -> set[int]:
     """The layers of a rank. Empty if the mesh has no such rank."""
-    placement = placement_of(mesh.schedule, mesh.pipeline, partition.stages // mesh.pipeline)
+    stage_ranks = stage_ranks_of(mesh.schedule, mesh.pipeline, partition.stages // mesh.pipeline)
     return {
         i
-        for stage, holder in enumerate(placement)
+        for stage, holder in enumerate(stage_ranks)
         if holder == rank // mesh.replicas
         for i in partition.range_of(stage)
     }

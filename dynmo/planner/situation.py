@@ -148,7 +148,7 @@ class Situation:
     @cached_property
     def boundary_links(self) -> tuple[LinkCost, ...]:
         """The link behind each stage but the last."""
-        return links_behind(self.stages.placement, dict(self.links))
+        return links_behind(self.stages.stage_ranks, dict(self.links))
 
     def schedule_on(self, partition: Partition, layers: Layers | None) -> Schedule:
         """Returns the schedule that these costs give on a placement."""
@@ -194,17 +194,17 @@ def _seconds(
     return simulate(schedule, costs).length(stages.objective)
 
 
-def links_behind(placement: tuple[int, ...], links: dict[Pair, LinkCost]) -> tuple[LinkCost, ...]:
+def links_behind(stage_ranks: tuple[int, ...], links: dict[Pair, LinkCost]) -> tuple[LinkCost, ...]:
     """Returns the link behind each stage but the last.
 
     A link between two stages of one rank costs nothing.
 
     Args:
-        placement: Rank of each stage.
+        stage_ranks: Rank of each stage.
         links: Link of each pair of neighbouring ranks, the lower rank first.
     """
     here = LinkCost(0.0, math.inf)
-    return tuple(links.get((min(pair), max(pair)), here) for pair in pairwise(placement))
+    return tuple(links.get((min(pair), max(pair)), here) for pair in pairwise(stage_ranks))
 
 
 def with_all_shares(cost: LayerCost, replicas: int, moments: int, masters: bool) -> LayerCost:

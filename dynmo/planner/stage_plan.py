@@ -22,7 +22,7 @@ from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import entry, placement_of
+from dynmo.schedule.catalogue import entry, stage_ranks_of
 from dynmo.schedule.memory import bare, rank_memory, reduction_bytes, static_bytes
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import peak_memory
@@ -58,9 +58,9 @@ class StageRequest:
     accumulation_groups: int | None = None
 
     @cached_property
-    def placement(self) -> tuple[int, ...]:
+    def stage_ranks(self) -> tuple[int, ...]:
         """The rank of each stage."""
-        return placement_of(self.schedule, self.ranks, self.chunks)
+        return stage_ranks_of(self.schedule, self.ranks, self.chunks)
 
     def make(self, costs: Costs | None, caps: Sequence[float], first_trainable: int) -> Schedule:
         """Makes the schedule.
@@ -164,16 +164,16 @@ def plan_stages(
     """
     costs = with_unit_memory(pipeline_costs(layers, partition, links=links))
     first = min(partition.owner(first_trainable), partition.stages - 1)
-    limit, placement = request.memory_limit, request.placement
-    one = one_microbatch(costs, placement)
+    limit, stage_ranks = request.memory_limit, request.stage_ranks
+    one = one_microbatch(costs, stage_ranks)
 
     def plan(caps: Sequence[float], schedule: Schedule) -> StagePlan:
         return StagePlan(request, layers, partition, costs, tuple(caps), schedule)
 
     if limit is None:
-        caps = roomy_caps(costs, placement)
+        caps = roomy_caps(costs, stage_ranks)
         return plan(caps, request.make(costs, caps, first))
-    held = static_bytes(bare(layers), partition.counts, placement)
+    held = static_bytes(bare(layers), partition.counts, stage_ranks)
     caps = tuple(max(least, float(limit - own)) for least, own in zip(one, held, strict=True))
     if not entry(request.schedule).from_costs:
         return plan(caps, request.make(costs, caps, first))
@@ -198,7 +198,7 @@ def schedule_on(
         first_trainable: Index of the first layer that trains.
     """
     if layers is None or not entry(request.schedule).from_costs:
-        caps = (2.0 * len(request.placement),) * request.ranks
+        caps = (2.0 * len(request.stage_ranks),) * request.ranks
         return request.make(None, caps, partition.owner(first_trainable))
     return plan_stages(request, layers, partition, links, first_trainable).schedule
 
@@ -260,9 +260,9 @@ def schedule_for_balancers(request: StageRequest, layers: Sequence[LayerCost]) -
     def scheduled(costs: Costs) -> Schedule:
         costs = with_unit_memory(costs)
         if limit is None:
-            caps = roomy_caps(costs, request.placement)
+            caps = roomy_caps(costs, request.stage_ranks)
         else:
-            caps = tuple(max(least, limit) for least in one_microbatch(costs, request.placement))
+            caps = tuple(max(least, limit) for least in one_microbatch(costs, request.stage_ranks))
         return request.make(costs, caps, frozen_stages(costs))
 
     return scheduled
@@ -281,30 +281,30 @@ def with_unit_memory(costs: Costs) -> Costs:
     )
 
 
-def one_microbatch(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:
+def one_microbatch(costs: Costs, stage_ranks: Sequence[int]) -> tuple[float, ...]:
     """The memory that one microbatch keeps alive on each rank, in the costs' unit.
 
     Args:
         costs: Costs of every stage.
-        placement: The rank of each stage.
+        stage_ranks: The rank of each stage.
     """
-    kept = [0.0] * (max(placement) + 1)
-    for stage, rank in zip(costs.stages, placement, strict=True):
+    kept = [0.0] * (max(stage_ranks) + 1)
+    for stage, rank in zip(costs.stages, stage_ranks, strict=True):
         kept[rank] += stage.held
     return tuple(kept)
 
 
-def roomy_caps(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:
+def roomy_caps(costs: Costs, stage_ranks: Sequence[int]) -> tuple[float, ...]:
     """Caps without a memory limit: twice the most that 1F1B keeps on a rank.
 
     1F1B keeps p microbatches there (Zero Bubble's ZB-2p). More gains next to nothing.
 
     Args:
         costs: Costs of every stage.
-        placement: The rank of each stage.
+        stage_ranks: The rank of each stage.
 
     Returns:
         The most live memory of each rank, in the costs' unit.
     """
-    kept = one_microbatch(costs, placement)
+    kept = one_microbatch(costs, stage_ranks)
     return (2.0 * len(kept) * max(kept),) * len(kept)

@@ -51,7 +51,7 @@ def plan_or_suggest(request: PlanRequest) -> Plan:
 def _layers_of(plan: Plan, rank: int) -> str:
     ranges = [
         plan.partition.range_of(stage)
-        for stage, holder in enumerate(plan.request.placement)
+        for stage, holder in enumerate(plan.request.stage_ranks)
         if holder == rank
     ]
     return " and ".join(

@@ -45,7 +45,7 @@ from dynmo.planner.simulated_profiler import SimulatedProfiler
 from dynmo.planner.situation import Situation
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import entry, placement_of
+from dynmo.schedule.catalogue import entry, stage_ranks_of
 from dynmo.schedule.simulator import Timeline, simulate
 
 _FREE = LinkCost(0.0, math.inf)
@@ -289,9 +289,9 @@ class Replayer:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.placement = placement_of(workload.schedule, workload.ranks, workload.chunks)
+        self.stage_ranks = stage_ranks_of(workload.schedule, workload.ranks, workload.chunks)
         self.from_costs = entry(workload.schedule).from_costs
-        even = uniform(workload.layers, len(self.placement))
+        even = uniform(workload.layers, len(self.stage_ranks))
         self.even, self.start = (
             even,
             even if workload.initial is None else Partition(workload.initial),
@@ -308,7 +308,7 @@ class Replayer:
         self.profiler = SimulatedProfiler(workload.layers, 2 if workload.announced else 1)
         self.plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
         self.targets: dict[tuple[int, tuple[int, ...]], Partition] = {}
-        pairs = {(min(a, b), max(a, b)) for a, b in pairwise(self.placement) if a != b}
+        pairs = {(min(a, b), max(a, b)) for a, b in pairwise(self.stage_ranks) if a != b}
         self.links = tuple((pair, workload.link) for pair in sorted(pairs))
         self.known: dict[tuple[int, int, tuple[int, ...]], StepTime] = {}
 
@@ -331,7 +331,7 @@ class Replayer:
                     if rebalance.moved:
                         target = Partition(rebalance.target)
                         self.profiler.forget(
-                            x.layer for x in moves_between_ranks(current, target, self.placement)
+                            x.layer for x in moves_between_ranks(current, target, self.stage_ranks)
                         )
                         current = target
             moment = self.moment(step)
@@ -459,7 +459,7 @@ class Replayer:
         choice = weigh_move(now, self.targets[key])
         if choice is None:
             return None
-        moves = moves_between_ranks(current, choice.target, self.placement)
+        moves = moves_between_ranks(current, choice.target, self.stage_ranks)
         return Rebalance(
             step,
             choice.decision.move,
@@ -519,7 +519,7 @@ class Replayer:
         """
         held = [0] * self.workload.ranks
         for layer, cost in enumerate(plan.request.layers):
-            held[self.placement[plan.partition.owner(layer)]] += (
+            held[self.stage_ranks[plan.partition.owner(layer)]] += (
                 cost.gradient_bytes if cost.w else 0
             )
         return self.until(timeline, [self.reduce(x) for x in held])
@@ -549,7 +549,7 @@ class Replayer:
 
         The links are those of the even placement.
         """
-        workload, stages = self.workload, len(self.placement)
+        workload, stages = self.workload, len(self.stage_ranks)
         even = self.plan(moment, self.even)
         layers = even.request.layers
         f, b, w = (math.fsum(getattr(x, key) for x in layers) / stages for key in TIMES)

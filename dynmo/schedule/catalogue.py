@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from dynmo.errors import ScheduleError
 from dynmo.schedule.generators import GENERATORS, make_schedule
-from dynmo.schedule.interleaved import interleaved, loop_placement
+from dynmo.schedule.interleaved import interleaved, loop_stage_ranks
 from dynmo.schedule.op import Schedule
 
 
@@ -84,7 +84,7 @@ def chunks_of(name: str, asked: int | None = None) -> int:
     return asked
 
 
-def placement_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+def stage_ranks_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
     """Return the rank that holds each stage.
 
     The stages go once through the ranks, round and round (interleaved), or down and up again
@@ -105,11 +105,11 @@ def placement_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int,
     if ranks < 1:
         raise ScheduleError(f"{name}: {ranks} ranks; at least 1 is needed")
     if count == 2 and not SCHEDULES[name].free:
-        return v_placement(ranks)
-    return loop_placement(ranks, count)
+        return v_stage_ranks(ranks)
+    return loop_stage_ranks(ranks, count)
 
 
-def v_placement(ranks: int) -> tuple[int, ...]:
+def v_stage_ranks(ranks: int) -> tuple[int, ...]:
     """Place stages down and up again: 0, 1, .., p - 1, p - 1, .., 1, 0."""
     return (*range(ranks), *reversed(range(ranks)))
 

@@ -23,7 +23,7 @@ from dynmo.schedule.bounds import Objective, lower_bound
 
 
 def lower_bound_on(
-    placement: Sequence[int],
+    stage_ranks: Sequence[int],
     costs: Costs,
     microbatches: int,
     first_trainable: int = 0,
@@ -33,7 +33,7 @@ def lower_bound_on(
     """Bound the time of any schedule that has stage s on rank placement[s].
 
     Args:
-        placement: Rank of each stage.
+        stage_ranks: Rank of each stage.
         costs: Costs of each stage.
         microbatches: Microbatches of a step.
         first_trainable: The stages before this one run F only.
@@ -44,14 +44,14 @@ def lower_bound_on(
     Returns:
         The least time, in the costs' unit.
     """
-    ranks = max(placement) + 1
-    if ranks == len(placement):
-        of_stages = None if caps is None else [caps[rank] for rank in placement]
+    ranks = max(stage_ranks) + 1
+    if ranks == len(stage_ranks):
+        of_stages = None if caps is None else [caps[rank] for rank in stage_ranks]
         return lower_bound(costs, microbatches, first_trainable, objective, of_stages)
-    trip = _trip(placement, costs, first_trainable)
+    trip = _trip(stage_ranks, costs, first_trainable)
     return max(
         _rank_bound(
-            [s for s, holder in enumerate(placement) if holder == rank],
+            [s for s, holder in enumerate(stage_ranks) if holder == rank],
             trip,
             microbatches,
             first_trainable,
@@ -79,12 +79,12 @@ class _Trip(NamedTuple):
     back: list[float]
 
 
-def _trip(placement: Sequence[int], costs: Costs, first_trainable: int) -> _Trip:
+def _trip(stage_ranks: Sequence[int], costs: Costs, first_trainable: int) -> _Trip:
     stages, last = costs.stages, len(costs.stages) - 1
     # Nothing travels between two stages of one rank.
     links = [
         0.0 if here == there else link
-        for link, (here, there) in zip(costs.links, pairwise(placement), strict=True)
+        for link, (here, there) in zip(costs.links, pairwise(stage_ranks), strict=True)
     ]
     f = [stage.f for stage in stages]
     b = [stage.b if s >= first_trainable else 0.0 for s, stage in enumerate(stages)]

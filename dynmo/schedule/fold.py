@@ -34,4 +34,4 @@ def fold(schedule: Schedule) -> Schedule:
         )
     )
     credits = fused.ranks if fused.credits is None else fused.credits
-    return replace(fused, placement=(0,) * fused.stages, ops=(row,), credits=credits)
+    return replace(fused, stage_ranks=(0,) * fused.stages, ops=(row,), credits=credits)

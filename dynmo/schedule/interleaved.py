@@ -20,7 +20,7 @@ from dynmo.schedule.op import Kind, Op, Schedule
 NAME = "interleaved-1f1b"
 
 
-def loop_placement(ranks: int, chunks: int) -> tuple[int, ...]:
+def loop_stage_ranks(ranks: int, chunks: int) -> tuple[int, ...]:
     """Place stage s on rank s % ranks: 0, 1, .., p - 1, 0, 1, ..
 
     Args:
@@ -85,4 +85,6 @@ def interleaved(ranks: int, microbatches: int, chunks: int, first_trainable: int
                 row.append(op(Kind.F, rank, warmup + turn))
             row.append(op(Kind.BW, rank, turn))
         rows.append(tuple(x for x in row if x.kind is Kind.F or x.stage >= first_trainable))
-    return Schedule(NAME, microbatches, loop_placement(ranks, chunks), tuple(rows), first_trainable)
+    return Schedule(
+        NAME, microbatches, loop_stage_ranks(ranks, chunks), tuple(rows), first_trainable
+    )

@@ -203,14 +203,14 @@ def lower(
 
 
 def lower_forward(
-    placement: tuple[int, ...], ranks: int, microbatches: int, varying: Collection[int] = ()
+    stage_ranks: tuple[int, ...], ranks: int, microbatches: int, varying: Collection[int] = ()
 ) -> tuple[Program, ...]:
     """Make the programs of an evaluation, which runs forwards only.
 
     Every stage is a frozen prefix. A rank with several stages runs first what can be there first.
 
     Args:
-        placement: Rank of each stage.
+        stage_ranks: Rank of each stage.
         ranks: Number of ranks.
         microbatches: Number of microbatches.
         varying: As `lower` takes it.
@@ -218,13 +218,14 @@ def lower_forward(
     Returns:
         One program per rank.
     """
-    order = sorted((s + j, j, s) for s in range(len(placement)) for j in range(microbatches))
+    order = sorted((s + j, j, s) for s in range(len(stage_ranks)) for j in range(microbatches))
     rows = tuple(
-        tuple(Op(Kind.F, s, j) for _, j, s in order if placement[s] == rank)
+        tuple(Op(Kind.F, s, j) for _, j, s in order if stage_ranks[s] == rank)
         for rank in range(ranks)
     )
     return _programs(
-        Schedule("forward", microbatches, placement, rows, first_trainable=len(placement)), varying
+        Schedule("forward", microbatches, stage_ranks, rows, first_trainable=len(stage_ranks)),
+        varying,
     )
 
 
@@ -253,7 +254,7 @@ def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ..
 
 
 def _channel(schedule: Schedule, boundary: int, direction: Direction) -> Channel | None:
-    lower_rank, upper_rank = schedule.placement[boundary], schedule.placement[boundary + 1]
+    lower_rank, upper_rank = schedule.stage_ranks[boundary], schedule.stage_ranks[boundary + 1]
     if lower_rank == upper_rank:
         return None
     if direction is Direction.ACTIVATION:
@@ -338,7 +339,7 @@ def check_again(programs: tuple[Program, ...]) -> None:
         ScheduleError: As for `check`.
     """
     depth = _all_depths(programs)
-    down, up = routes(_placement(programs))
+    down, up = routes(_stage_ranks(programs))
     for rolled_back in (False, True):
         rows: list[list[Instruction]] = []
         for program in programs:
@@ -368,7 +369,7 @@ def check_again(programs: tuple[Program, ...]) -> None:
         _play_to_the_end(rows, depth)
 
 
-def routes(placement: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def routes(stage_ranks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the orders in which the prefix and the verdict pass the ranks.
 
     They pass the ranks at a step's end.
@@ -383,10 +384,10 @@ def routes(placement: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]
     Returns:
         The ranks in the order of the prefix, and in the order of the verdict.
     """
-    return tuple(dict.fromkeys(placement)), tuple(dict.fromkeys(reversed(placement)))
+    return tuple(dict.fromkeys(stage_ranks)), tuple(dict.fromkeys(reversed(stage_ranks)))
 
 
-def _placement(programs: tuple[Program, ...]) -> tuple[int, ...]:
+def _stage_ranks(programs: tuple[Program, ...]) -> tuple[int, ...]:
     return tuple(
         rank
         for _, rank in sorted(

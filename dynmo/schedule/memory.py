@@ -118,7 +118,7 @@ def rank_memory(
     return tuple(
         static + peak
         for static, peak in zip(
-            static_bytes(bare(layers), counts, schedule.placement), peaks, strict=True
+            static_bytes(bare(layers), counts, schedule.stage_ranks), peaks, strict=True
         )
     )
 
@@ -190,17 +190,17 @@ class _Inboxes:
     def __init__(
         self, layers: Sequence[LayerCost], bounds: Sequence[int], schedule: Schedule, rank: int
     ) -> None:
-        m, placement = schedule.microbatches, schedule.placement
+        m, stage_ranks = schedule.microbatches, schedule.stage_ranks
         credits = schedule.ranks if schedule.credits is None else schedule.credits
         # Key: (stage, whether the message is a gradient). Value: bytes of a message, and how many
         # receives are kept posted.
         self._kept: dict[tuple[int, bool], tuple[int, int]] = {}
         for s in schedule.stages_of(rank):
-            if s > 0 and placement[s - 1] != rank:
+            if s > 0 and stage_ranks[s - 1] != rank:
                 size = layers[bounds[s] - 1].output_bytes
                 depth = max(1, credits) if s - 1 < schedule.first_trainable else m
                 self._kept[s, False] = size, posted(m, size, depth)
-            above = s + 1 < schedule.stages and placement[s + 1] != rank
+            above = s + 1 < schedule.stages and stage_ranks[s + 1] != rank
             if above and s >= schedule.first_trainable:
                 size = layers[bounds[s + 1] - 1].output_bytes
                 self._kept[s, True] = size, posted(m, size, m)
@@ -329,21 +329,21 @@ def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> 
 
 
 def static_bytes(
-    layers: Sequence[LayerCost], counts: Sequence[int], placement: Sequence[int]
+    layers: Sequence[LayerCost], counts: Sequence[int], stage_ranks: Sequence[int]
 ) -> tuple[int, ...]:
     """Sum the weights, gradients and optimizer state of the layers on each rank.
 
     Args:
         layers: Cost of each layer in model order.
         counts: Number of layers of each stage.
-        placement: Rank of each stage.
+        stage_ranks: Rank of each stage.
 
     Returns:
         Bytes of each rank.
     """
-    held = [0] * (max(placement) + 1)
+    held = [0] * (max(stage_ranks) + 1)
     start = 0
-    for count, rank in zip(counts, placement, strict=True):
+    for count, rank in zip(counts, stage_ranks, strict=True):
         held[rank] += sum(x.static_bytes for x in layers[start : start + count])
         start += count
     return tuple(held)

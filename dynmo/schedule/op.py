@@ -61,7 +61,7 @@ class Schedule:
     Attributes:
         name: Name of the schedule.
         microbatches: Microbatches of a step.
-        placement: Rank that holds each stage.
+        stage_ranks: Rank that holds each stage.
         ops: The ops of each rank, in the order in which the rank runs them.
         first_trainable: The stages before this one run F only.
         credits: How many microbatches a forward-only stage may be ahead of the stage that it
@@ -70,7 +70,7 @@ class Schedule:
 
     name: str
     microbatches: int
-    placement: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
     ops: tuple[tuple[Op, ...], ...]
     first_trainable: int = 0
     credits: int | None = None
@@ -81,7 +81,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        return len(self.placement)
+        return len(self.stage_ranks)
 
     @cached_property
     def fused(self) -> frozenset[tuple[int, int]]:
@@ -100,7 +100,7 @@ class Schedule:
         return Op(Kind.BW if (stage, microbatch) in self.fused else Kind.B, stage, microbatch)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(s for s, r in enumerate(self.placement) if r == rank)
+        return tuple(s for s, r in enumerate(self.stage_ranks) if r == rank)
 
     def __str__(self) -> str:
         return to_text(self)
@@ -151,7 +151,7 @@ def validate(schedule: Schedule) -> None:
     seen = [{Kind.F: 0, Kind.B: 0, Kind.W: 0} for _ in range(schedule.stages)]
     for rank, row in enumerate(schedule.ops):
         for op in row:
-            if not 0 <= op.stage < schedule.stages or schedule.placement[op.stage] != rank:
+            if not 0 <= op.stage < schedule.stages or schedule.stage_ranks[op.stage] != rank:
                 raise ScheduleError(
                     f"{schedule.name}: rank {rank} runs {name(op)}, but the stage is not placed "
                     "there"
@@ -189,14 +189,14 @@ def _check_placement(schedule: Schedule) -> None:
         raise ScheduleError(
             f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed"
         )
-    if any(not 0 <= rank < schedule.ranks for rank in schedule.placement):
+    if any(not 0 <= rank < schedule.ranks for rank in schedule.stage_ranks):
         raise ScheduleError(
-            f"{schedule.name}: placement {schedule.placement} names a rank outside "
+            f"{schedule.name}: placement {schedule.stage_ranks} names a rank outside "
             f"0..{schedule.ranks - 1}"
         )
-    if len(set(schedule.placement)) < schedule.ranks:
+    if len(set(schedule.stage_ranks)) < schedule.ranks:
         raise ScheduleError(
-            f"{schedule.name}: placement {schedule.placement} leaves one of {schedule.ranks} "
+            f"{schedule.name}: placement {schedule.stage_ranks} leaves one of {schedule.ranks} "
             "ranks without a stage"
         )
     if not 0 <= schedule.first_trainable < schedule.stages:
@@ -257,7 +257,7 @@ def to_text(schedule: Schedule) -> str:
     `from_text` reads it back.
     """
     header = f"# {schedule.name}  ranks={schedule.ranks} microbatches={schedule.microbatches}"
-    header += f" placement={','.join(map(str, schedule.placement))}"
+    header += f" placement={','.join(map(str, schedule.stage_ranks))}"
     if schedule.first_trainable:
         header += f" first_trainable={schedule.first_trainable}"
     if schedule.credits is not None:
@@ -285,7 +285,7 @@ def from_text(text: str) -> Schedule:
         )
     try:
         fields = dict(part.split("=", 1) for part in header["fields"].split())
-        placement = tuple(int(x) for x in fields["placement"].split(","))
+        stage_ranks = tuple(int(x) for x in fields["placement"].split(","))
         ranks, microbatches = int(fields["ranks"]), int(fields["microbatches"])
         first_trainable = int(fields.get("first_trainable", "0"))
         credits = int(fields["credits"]) if "credits" in fields else None
@@ -303,7 +303,7 @@ def from_text(text: str) -> Schedule:
             raise ScheduleError(
                 f"line {rank + 2} of a schedule: expected '{rank} | F0 ...', got {line!r}"
             )
-        own = [s for s, r in enumerate(placement) if r == rank]
+        own = [s for s, r in enumerate(stage_ranks) if r == rank]
         row: list[Op] = []
         for cell in cells.split():
             match = _CELL.fullmatch(cell)
@@ -315,4 +315,6 @@ def from_text(text: str) -> Schedule:
             stage = own[0] if match["stage"] is None else int(match["stage"])
             row.append(Op(Kind(match["kind"]), stage, int(match["microbatch"])))
         rows.append(tuple(row))
-    return Schedule(header["name"], microbatches, placement, tuple(rows), first_trainable, credits)
+    return Schedule(
+        header["name"], microbatches, stage_ranks, tuple(rows), first_trainable, credits
+    )

@@ -147,7 +147,7 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
             f"{schedule.name} has {schedule.stages} stages, but costs are given for "
             f"{len(costs.stages)}"
         )
-    placement, links, wrap = schedule.placement, costs.links, (schedule.ranks - 1, 0)
+    stage_ranks, links, wrap = schedule.stage_ranks, costs.links, (schedule.ranks - 1, 0)
     ended: dict[Op, float] = {}
     clock = [0.0] * schedule.ranks
     rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
@@ -155,11 +155,11 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
         start = clock[rank]
         for before, boundary in dependencies(schedule, op):
             arrival = ended[before]
-            if boundary is not None and placement[boundary] != placement[boundary + 1]:
+            if boundary is not None and stage_ranks[boundary] != stage_ranks[boundary + 1]:
                 if (
                     wrap_group
                     and op.microbatch % wrap_group
-                    and (placement[boundary], placement[boundary + 1]) == wrap
+                    and (stage_ranks[boundary], stage_ranks[boundary + 1]) == wrap
                 ):
                     continue
                 arrival += links[boundary]
@@ -207,7 +207,7 @@ def resident(schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
     for stage in range(schedule.stages):
         forward = stashed = 0
         pairs: set[tuple[int, int]] = set()
-        for op in schedule.ops[schedule.placement[stage]]:
+        for op in schedule.ops[schedule.stage_ranks[stage]]:
             if op.stage != stage or stage < schedule.first_trainable:
                 continue
             forward += (op.kind is Kind.F) - (op.kind in (Kind.B, Kind.BW))

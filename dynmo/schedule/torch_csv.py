@@ -51,13 +51,13 @@ def to_torch_csv(schedule: Schedule) -> str:
 
 
 def from_torch_csv(
-    text: str, placement: Sequence[int] | None = None, name: str = "torch"
+    text: str, stage_ranks: Sequence[int] | None = None, name: str = "torch"
 ) -> Schedule:
     """Read torch's CSV, with or without messages, and check it as `validate` does.
 
     Args:
         text: Content of the file.
-        placement: Rank on which the file must have each stage. None takes it from the file.
+        stage_ranks: Rank on which the file must have each stage. None takes it from the file.
         name: Name of the schedule. The file does not have it.
 
     Raises:
@@ -73,13 +73,13 @@ def from_torch_csv(
             where = f"row {rank}, cell {index} of torch's CSV"
             for op in _ops(cell.strip(), where):
                 expected = holds.setdefault(op.stage, rank)
-                if placement is not None:
-                    if op.stage >= len(placement):
+                if stage_ranks is not None:
+                    if op.stage >= len(stage_ranks):
                         raise ScheduleError(
                             f"{where}: {cell.strip()} is on stage {op.stage}, but the placement "
-                            f"has {len(placement)} stages"
+                            f"has {len(stage_ranks)} stages"
                         )
-                    expected = placement[op.stage]
+                    expected = stage_ranks[op.stage]
                 if expected != rank:
                     raise ScheduleError(
                         f"{where}: {cell.strip()} is on rank {rank}, but stage {op.stage} belongs "
@@ -93,7 +93,7 @@ def from_torch_csv(
         rows.append(tuple(row))
     if not rows:
         raise ScheduleError("torch's CSV is empty; it has one row per rank, such as 0F0,0I0,0W0")
-    stages = len(placement) if placement is not None else max(holds) + 1
+    stages = len(stage_ranks) if stage_ranks is not None else max(holds) + 1
     for stage in range(stages):
         if stage not in holds:
             raise ScheduleError(f"torch's CSV has no op of stage {stage} of {stages}")

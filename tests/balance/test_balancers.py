@@ -160,7 +160,7 @@ def test_exact_balances_several_stages_per_rank():
     heavy = BalanceRequest(
         tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1, 1, 1, 1, 1)),
         Partition((3, 2, 2, 2)),
-        placement=(0, 1, 1, 0),
+        stage_ranks=(0, 1, 1, 0),
     )
     partition = balancer("exact")(heavy)
     assert (
@@ -170,7 +170,7 @@ def test_exact_balances_several_stages_per_rank():
         == 7
     )
     with pytest.raises(PartitionError, match="placement of 2 stages on ranks for 4 stages"):
-        replace(heavy, placement=(0, 1))
+        replace(heavy, stage_ranks=(0, 1))
 
 
 def test_exact_breaks_ties_by_the_simulated_time():

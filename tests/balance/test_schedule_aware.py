@@ -275,7 +275,7 @@ def test_search_is_close_to_optimal_with_several_stages_per_rank():
                 make=by_hand,
                 objective=MAKESPAN,
                 links=links,
-                placement=(0, 1, 0, 1),
+                stage_ranks=(0, 1, 0, 1),
                 memory=memory,
             )
         )
@@ -284,14 +284,14 @@ def test_search_is_close_to_optimal_with_several_stages_per_rank():
         limit = sum(x.weight_bytes for x in layers) * 6 // 10
         tight = MemoryLimits(layers, (((0, 0),),) * 4, (limit,) * 4)
         bounds = search(
-            PlacementProblem(layers, 2, make=by_hand, placement=(0, 1, 0, 1), memory=tight)
+            PlacementProblem(layers, 2, make=by_hand, stage_ranks=(0, 1, 0, 1), memory=tight)
         ).partition.bounds
         assert all(
             sum(tight.need(s, bounds[s], bounds[s + 1]) for s in (rank, rank + 2)) <= limit
             for rank in (0, 1)
         )
     with pytest.raises(PartitionError, match=r"placement \[0, 1\] for 3 ranks"):
-        search(PlacementProblem(drawn(draw, 11), 3, make=by_hand, placement=(0, 1)))
+        search(PlacementProblem(drawn(draw, 11), 3, make=by_hand, stage_ranks=(0, 1)))
 
 
 def test_schedule_shape_of_1f1b():

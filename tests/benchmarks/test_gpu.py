@@ -24,7 +24,7 @@ from benchmarks.gpu import attention, checks, device, memory, running, sparse, s
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.torch_orders import torch_order
 from benchmarks.torch_peer import PEERS
-from dynmo.schedule.catalogue import placement_of
+from dynmo.schedule.catalogue import stage_ranks_of
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -276,7 +276,7 @@ def test_sparse_benchmark_finds_a_crossover() -> None:
 @pytest.mark.parametrize(("name", "own"), [("zero-bubble", "zb-h1"), ("zbv", "zb-v")])
 def test_torch_schedules_have_our_placements(name: str, own: str) -> None:
     order = torch_order(PEERS[name], 4, 8, name)
-    assert (order.name, order.microbatches, order.placement) == (name, 8, placement_of(own, 4))
+    assert (order.name, order.microbatches, order.stage_ranks) == (name, 8, stage_ranks_of(own, 4))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def bound(layers: Sequence[LayerCost], counts: tuple[int, ...], schedule: Schedu
     more.
     """
     live = peak_memory(schedule, Costs(stage_costs(layers, counts), (0.0,) * (len(counts) - 1)))
-    static = static_bytes(layers, counts, schedule.placement)
+    static = static_bytes(layers, counts, schedule.stage_ranks)
     counted = [held + round(peak) for held, peak in zip(static, live, strict=True)]
     return max(*counted, *rank_memory(layers, counts, schedule))
 
@@ -79,12 +79,12 @@ def replayed(plan: Plan) -> None:
     assert (timeline.span, timeline.makespan) == (plan.timeline.span, plan.timeline.makespan)
     assert plan.lower_bound <= plan.step
     assert sum(plan.partition.counts) == len(request.layers)
-    assert plan.schedule.placement == request.placement
+    assert plan.schedule.stage_ranks == request.stage_ranks
     stages = stage_costs(request.layers, plan.partition.counts)
     assert plan.costs.stages == stages
     assert plan.memory == rank_memory(request.layers, plan.partition.counts, plan.schedule)
     # By the simulator: never less than what is live beside weights and optimizer state.
-    held = static_bytes(bare(request.layers), plan.partition.counts, request.placement)
+    held = static_bytes(bare(request.layers), plan.partition.counts, request.stage_ranks)
     live = peak_memory(plan.schedule, plan.costs)
     assert all(
         need >= own + peak - 1e-6 for need, own, peak in zip(plan.memory, held, live, strict=True)
@@ -154,7 +154,7 @@ def test_plan_exists_if_a_placement_fits(schedule: str, seed: int) -> None:
     request = PlanRequest(known, 2 + seed % 2, 3, schedule)
     plans = [
         evaluate_partition(request, Partition(counts))
-        for counts in every(7, len(request.placement))
+        for counts in every(7, len(request.stage_ranks))
     ]
     replayed(make_plan(replace(request, memory_limit=min(map(bound_of, plans)))))
     if not SCHEDULES[schedule].from_costs:  # those may be made to keep still less

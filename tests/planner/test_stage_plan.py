@@ -17,7 +17,7 @@ from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.planner.stage_plan import StageRequest, plan_stages
 from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import placement_of
+from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import simulate
@@ -105,7 +105,7 @@ def test_schedule_within_any_feasible_limit_exists(
     of 1F1B.
     """
     partition, ranks = uniform(8, 4), 2 if name == "zb-v" else 4
-    costs, placement = pipeline_costs(layers, partition), placement_of(name, ranks)
+    costs, placement = pipeline_costs(layers, partition), stage_ranks_of(name, ranks)
     one = [
         sum(stage.held for stage, rank in zip(costs.stages, placement, strict=True) if rank == r)
         for r in range(ranks)

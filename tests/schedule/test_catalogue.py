@@ -7,7 +7,7 @@ import pytest
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of, placement_of
+from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of, stage_ranks_of
 from dynmo.schedule.op import validate
 
 
@@ -17,15 +17,15 @@ def test_every_schedule_by_name_is_valid(name: str, ranks: int, microbatches: in
     schedule = make(name, ranks, microbatches)
     validate(schedule)
     assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, ranks, microbatches)
-    assert schedule.placement == placement_of(name, ranks)
+    assert schedule.stage_ranks == stage_ranks_of(name, ranks)
     assert schedule.stages == ranks * chunks_of(name)
 
 
 def test_placements_of_schedules_by_name() -> None:
-    assert placement_of("zb-auto", 3) == (0, 1, 2)
-    assert placement_of("interleaved-1f1b", 3) == (0, 1, 2, 0, 1, 2)
-    assert placement_of("interleaved-1f1b", 2, 3) == (0, 1, 0, 1, 0, 1)
-    assert placement_of("v-min", 3) == (0, 1, 2, 2, 1, 0)
+    assert stage_ranks_of("zb-auto", 3) == (0, 1, 2)
+    assert stage_ranks_of("interleaved-1f1b", 3) == (0, 1, 2, 0, 1, 2)
+    assert stage_ranks_of("interleaved-1f1b", 2, 3) == (0, 1, 0, 1, 0, 1)
+    assert stage_ranks_of("v-min", 3) == (0, 1, 2, 2, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ def test_every_schedule_folds_onto_one_rank(name: str, first: int) -> None:
     schedule = make(name, 3, 6, first_trainable=first)
     folded = fold(schedule)
     validate(folded)
-    assert folded.placement == (0,) * 3 * chunks_of(name)
+    assert folded.stage_ranks == (0,) * 3 * chunks_of(name)
     (row,) = folded.ops
     by_rank: defaultdict[int, list[Op]] = defaultdict(list)
     for op in row:
-        by_rank[schedule.placement[op.stage]].append(op)
+        by_rank[schedule.stage_ranks[op.stage]].append(op)
     assert tuple(tuple(by_rank[rank]) for rank in range(3)) == fuse(schedule).ops
     # Ops that several ranks wait for stand before them, the credits of a frozen prefix too.
     done = set[Op]()

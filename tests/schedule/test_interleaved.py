@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.generators import make_schedule
-from dynmo.schedule.interleaved import interleaved, loop_placement
+from dynmo.schedule.interleaved import interleaved, loop_stage_ranks
 from dynmo.schedule.lowering import lower
 from dynmo.schedule.op import (
     Kind,
@@ -82,7 +82,7 @@ def test_any_schedule_is_valid(p: int, groups: int, v: int, data: st.DataObject)
     schedule = interleaved(p, p * groups, v, first_trainable)
     validate(schedule)
     lower(schedule)
-    assert schedule.placement == loop_placement(p, v)
+    assert schedule.stage_ranks == loop_stage_ranks(p, v)
     assert from_text(to_text(schedule)) == schedule
     assert {op.kind for row in schedule.ops for op in row} == {Kind.F, Kind.BW}
 

@@ -87,7 +87,7 @@ def play(schedule: Schedule, programs: tuple[Program, ...]) -> None:
                         if op.kind is Kind.F and before.stage > op.stage:
                             continue  # a credit, not data
                         elsewhere = (
-                            boundary is not None and schedule.placement[before.stage] != rank
+                            boundary is not None and schedule.stage_ranks[before.stage] != rank
                         )
                         assert (
                             (direction, op.stage, op.microbatch) in taken
@@ -194,7 +194,7 @@ def test_several_stages_per_rank_have_the_expected_channels(text: str, channels:
     by_channel = messages(programs)
     assert len(by_channel) == channels
     assert all(sent == got == [0, 1] for sent, got in by_channel.values())
-    if schedule.placement == (0, 1, 1, 0):
+    if schedule.stage_ranks == (0, 1, 1, 0):
         assert not any(c.boundary == 1 for c in by_channel), "stages 1 and 2 hand over in memory"
 
 
@@ -221,7 +221,7 @@ def test_channel_depths_follow_credits_and_order() -> None:
         Channel(1, Direction.ACTIVATION, 1, 2): 4,
     }
     assert set(lower(schedule)[3].depth.values()) == {9}
-    tight = Schedule(schedule.name, 9, schedule.placement, schedule.ops, 2, credits=1)
+    tight = Schedule(schedule.name, 9, schedule.stage_ranks, schedule.ops, 2, credits=1)
     assert set(lower(tight)[1].depth.values()) == {1}
 
 
@@ -443,7 +443,7 @@ def test_varying_boundary_marks_its_channels(schedule: str) -> None:
         }
         assert program.varying
     assert not any(program.varying for program in lower(one))
-    evaluation = lower_forward(one.placement, 2, 3, varying=[boundary])
+    evaluation = lower_forward(one.stage_ranks, 2, 3, varying=[boundary])
     assert all(
         channel.direction is Direction.ACTIVATION
         for program in evaluation

@@ -163,7 +163,7 @@ def test_op_on_the_wrong_rank_is_refused(schedule: Schedule, data: st.DataObject
     assume(schedule.ranks > 1)
     rank, row = some_row(schedule, data)
     i = data.draw(st.integers(0, len(row) - 1))
-    row[i] = row[i]._replace(stage=schedule.placement.index((rank + 1) % schedule.ranks))
+    row[i] = row[i]._replace(stage=schedule.stage_ranks.index((rank + 1) % schedule.ranks))
     with pytest.raises(ScheduleError, match="not placed there"):
         validate(with_row(schedule, rank, row))
 

@@ -82,7 +82,7 @@ def test_every_op_starts_after_its_dependencies(schedule: Schedule, data: st.Dat
     def arrives(op: Op, boundary: int) -> float:
         return end[op] + (
             costs.links[boundary]
-            if schedule.placement[boundary] != schedule.placement[boundary + 1]
+            if schedule.stage_ranks[boundary] != schedule.stage_ranks[boundary + 1]
             else 0
         )
 

@@ -127,7 +127,7 @@ def check_batch(
         InputError: A tensor is missing, or has another first dimension.
     """
     stages, world = layer_store.own_stages, layer_store.world
-    last = len(layer_store.layout.placement) - 1
+    last = len(layer_store.layout.stage_ranks) - 1
     for name, batch, stage, holder in (
         ("inputs", inputs, 0, "first"),
         ("targets", targets, last, "last"),

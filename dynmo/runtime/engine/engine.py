@@ -101,7 +101,7 @@ class Engine:
         self.layouts = steps.layouts(model.layers, replicas.groups(world.replicas))
         mesh = elsewhere or (steps.slices or world.size, world.replicas)
         layout = self.layouts.make(*mesh, steps.microbatches, partition)
-        streams = make_streams(world.device, steps.slices, layout.placement)
+        streams = make_streams(world.device, steps.slices, layout.stage_ranks)
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
         self.store = store = LayerStore(

@@ -59,13 +59,13 @@ class NormRing:
 
     Args:
         world: World of this rank.
-        placement: Rank of each stage.
+        stage_ranks: Rank of each stage.
         length: Number of entries of the table.
     """
 
-    def __init__(self, world: World, placement: tuple[int, ...], length: int) -> None:
+    def __init__(self, world: World, stage_ranks: tuple[int, ...], length: int) -> None:
         self._world, self._length = world, length
-        down, up = routes(placement)
+        down, up = routes(stage_ranks)
         rank = world.rank
         place = down.index(rank)
         self.completes = completes = place + 1 == len(down)

@@ -227,7 +227,7 @@ class Programs:
         timeout: float | None = None,
     ) -> Executor:
         layer_store, world = self._layer_store, self._layer_store.world
-        last = len(layer_store.layout.placement) - 1
+        last = len(layer_store.layout.stage_ranks) - 1
         frozen = layer_store.frozen.first_trainable
         cache = layer_store.outputs if layer_store.outputs.limit else None
         layer_store.outputs.hold({i for i in layer_store.layers if i < frozen})

@@ -186,4 +186,4 @@ class ScheduleKeeper:
         return pipeline_costs(layers, partition, links=self._boundary_links())
 
     def _boundary_links(self) -> tuple[LinkCost, ...]:
-        return links_behind(self._layer_store.layout.placement, self.links)
+        return links_behind(self._layer_store.layout.stage_ranks, self.links)

@@ -37,7 +37,7 @@ class SmSlice(NamedTuple):
 
 
 def make_streams(
-    device: torch.device, slices: int | None, placement: Sequence[int]
+    device: torch.device, slices: int | None, stage_ranks: Sequence[int]
 ) -> StageStreams:
     """Makes a stream on each slice of a CUDA device.
 
@@ -46,11 +46,11 @@ def make_streams(
     Args:
         device: Device to cut.
         slices: Number of slices. None means that the device stays whole.
-        placement: Slice of each stage.
+        stage_ranks: Slice of each stage.
     """
     if slices is None or device.type != "cuda":
         return DefaultStream()
-    return SliceStreams([each.stream for each in cut(device.index or 0, slices)], placement)
+    return SliceStreams([each.stream for each in cut(device.index or 0, slices)], stage_ranks)
 
 
 def sizes(sms: int, slices: int, least: int, step: int) -> range:

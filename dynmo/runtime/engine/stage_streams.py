@@ -81,11 +81,11 @@ class SliceStreams:
 
     Args:
         streams: Stream of each slice.
-        placement: Lane of each stage.
+        stage_ranks: Lane of each stage.
     """
 
-    def __init__(self, streams: Sequence[torch.cuda.Stream], placement: Sequence[int]) -> None:
-        self._streams, self._placement = streams, placement
+    def __init__(self, streams: Sequence[torch.cuda.Stream], stage_ranks: Sequence[int]) -> None:
+        self._streams, self._stage_ranks = streams, stage_ranks
         self._events: dict[Key, torch.cuda.Event] = {}
 
     def fork(self) -> None:
@@ -98,7 +98,7 @@ class SliceStreams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def of(self, stage: int) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._streams[self._placement[stage]])
+        return torch.cuda.stream(self._streams[self._stage_ranks[stage]])
 
     def need(self, key: Key, tensors: Tensors) -> None:
         """Lets the current slice wait until another has made a result.

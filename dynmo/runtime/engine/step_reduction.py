@@ -140,8 +140,8 @@ class StepReduction:
             mine = losses[world.replica * own :][:own]
             mine.copy_(torch.stack(step_output.losses))
             uncounted = _uncounted(mine, step_output.targets)
-        for rank in {layout.placement[stage] for stage in layer_store.own_stages}:
-            spent = [s for s in step_output.intervals if layout.placement[s.stage] == rank]
+        for rank in {layout.stage_ranks[stage] for stage in layer_store.own_stages}:
+            spent = [s for s in step_output.intervals if layout.stage_ranks[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
             column[0] = sum(
                 seconds_or_elapsed(clock, s.start, s.end)

@@ -19,15 +19,15 @@ Holders = tuple[tuple[int, ...], ...]
 """Global ranks that hold each layer."""
 
 
-def holders(partition: Partition, placement: Sequence[int], replicas: int) -> Holders:
+def holders(partition: Partition, stage_ranks: Sequence[int], replicas: int) -> Holders:
     """Returns the global ranks that hold each layer.
 
     Args:
         partition: Layers of each stage.
-        placement: Pipeline rank of each stage.
+        stage_ranks: Pipeline rank of each stage.
         replicas: Number of replicas.
     """
-    owners = (placement[partition.owner(layer)] for layer in range(partition.layers))
+    owners = (stage_ranks[partition.owner(layer)] for layer in range(partition.layers))
     return tuple(tuple(rank * replicas + replica for replica in range(replicas)) for rank in owners)
 
 

@@ -161,7 +161,7 @@ def _fits(schedule: Schedule, costs: Costs, caps: Sequence[float] | None) -> boo
 
 
 def _one_stage_each(schedule: Schedule) -> bool:
-    return schedule.placement == tuple(range(schedule.ranks))
+    return schedule.stage_ranks == tuple(range(schedule.ranks))
 
 
 def _busiest(schedule: Schedule, costs: Costs) -> float:
@@ -191,9 +191,9 @@ def _check_start(
             f"{len(costs.stages)}"
         )
     validate(start)
-    if set(start.placement[: start.ranks]) != set(range(start.ranks)):
+    if set(start.stage_ranks[: start.ranks]) != set(range(start.ranks)):
         raise ScheduleError(
-            f"start {start.name!r} has placement {start.placement}; the first {start.ranks} "
+            f"start {start.name!r} has placement {start.stage_ranks}; the first {start.ranks} "
             "stages must lie one on each rank"
         )
     if caps is None:
@@ -382,7 +382,7 @@ class _Model:
                 for needed, boundary in dependencies(start, op):
                     crosses = (
                         boundary is not None
-                        and start.placement[boundary] != start.placement[boundary + 1]
+                        and start.stage_ranks[boundary] != start.stage_ranks[boundary + 1]
                     )
                     link = int(ticks.links[boundary]) if boundary is not None and crosses else 0
                     model.add(self.at[op] >= self.at[needed] + self.took[needed] + link)
@@ -428,7 +428,7 @@ class _Model:
 
         It leaves out those that follow from others.
         """
-        own = self.start.stages_of(self.start.placement[op.stage])
+        own = self.start.stages_of(self.start.stage_ranks[op.stage])
         trained = [s for s in own if s >= self.start.first_trainable]
         if op.microbatch:
             yield op._replace(microbatch=op.microbatch - 1)

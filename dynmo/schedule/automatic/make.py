@@ -13,7 +13,7 @@ from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import check_microbatches, entry, make_by_hand, placement_of
+from dynmo.schedule.catalogue import check_microbatches, entry, make_by_hand, stage_ranks_of
 from dynmo.schedule.op import Schedule
 
 _MAKERS: dict[str, Callable[..., Schedule]] = {
@@ -49,15 +49,15 @@ def make(
     Raises:
         ScheduleError: The schedule cannot be made so. The message says which values would do.
     """
-    placement = placement_of(name, ranks, chunks)
+    stage_ranks = stage_ranks_of(name, ranks, chunks)
     if not entry(name).from_costs:
         return make_by_hand(name, ranks, microbatches, chunks, first_trainable)
     check_microbatches(name, ranks, microbatches)
     if costs is None:
-        costs = uniform_costs(len(placement), 1.0, 1.0, 1.0)
-    if len(costs.stages) != len(placement):
+        costs = uniform_costs(len(stage_ranks), 1.0, 1.0, 1.0)
+    if len(costs.stages) != len(stage_ranks):
         raise ScheduleError(
-            f"{name} on {ranks} ranks has {len(placement)} stages, but costs are given for "
+            f"{name} on {ranks} ranks has {len(stage_ranks)} stages, but costs are given for "
             f"{len(costs.stages)}"
         )
     return _MAKERS[name](

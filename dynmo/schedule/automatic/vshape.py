@@ -42,7 +42,7 @@ from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic import _vshape_loops as core
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import v_placement
+from dynmo.schedule.catalogue import v_stage_ranks
 from dynmo.schedule.op import Kind, Op, Schedule
 
 _Floats = NDArray[np.float64]
@@ -405,4 +405,4 @@ def _schedule(name: str, case: _Case) -> Schedule:
             row.append(Op(kinds[code], stages[code], done[code]))
             done[code] += 1
         rows.append(tuple(row))
-    return Schedule(name, case.microbatches, v_placement(p), tuple(rows), case.frozen)
+    return Schedule(name, case.microbatches, v_stage_ranks(p), tuple(rows), case.frozen)

@@ -88,7 +88,7 @@ def test_slices_cannot_be_reshaped_or_post_validated() -> None:
     )
     assert (
         pipeline.store.layout.shape,
-        pipeline.store.layout.placement,
+        pipeline.store.layout.stage_ranks,
         pipeline.store.own_stages,
     ) == (
         (3, 1),

@@ -115,7 +115,7 @@ def execute(
     executor.close()
     own = [layer for stage in stages.values() for layer in stage.layers]
     return {
-        "losses": losses if order.placement[-1] == world.rank else None,
+        "losses": losses if order.stage_ranks[-1] == world.rank else None,
         "gradients": {
             f"{layer.index}.{n}": None if p.grad is None else bits_of(p.grad)
             for layer in own

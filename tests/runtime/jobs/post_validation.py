@@ -17,7 +17,7 @@ from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.norm_ring import NON_FINITE
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.optim.loss_scale import LossScaler
-from dynmo.schedule.catalogue import placement_of
+from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.train.setup import model_of
 from tests.runtime.jobs.migrate import any_partition
 
@@ -53,7 +53,7 @@ def _made(world: World, schedule: str, kind: str, update: UpdateOptions) -> Engi
     """Makes a pipeline with a loss scale, so that an overflow skips its step."""
     gpt = {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4, "dropout": 0.1}
     model = model_of(parse({"model": gpt if kind == "gpt" else {"kind": f"python:{kind}"}}))
-    stages = len(placement_of(schedule, world.size))
+    stages = len(stage_ranks_of(schedule, world.size))
     pipeline = Engine(
         world, model, uniform(model.layers, stages), StepOptions(schedule, 12), update
     )
@@ -76,7 +76,7 @@ def validated(
     gradients are clipped to, and `update` the rest of `UpdateOptions`.
     """
     pipeline = _made(world, schedule, kind, UpdateOptions(**update))
-    layers, stages = pipeline.model.layers, len(pipeline.store.layout.placement)
+    layers, stages = pipeline.model.layers, len(pipeline.store.layout.stage_ranks)
     now = [0]
     _spoiled(pipeline, faults, now)
     random = Random(stages)

@@ -189,7 +189,7 @@ def test_result_is_no_worse_than_the_start_and_within_caps(
     given_ = {"caps": caps, "first_trainable": start.first_trainable, "objective": objective}
     result = exact(costs, start.microbatches, start=start, seconds=0.3, workers=1, **given_)
     validate(result.schedule)
-    assert (result.schedule.name, result.schedule.placement) == (start.name, start.placement)
+    assert (result.schedule.name, result.schedule.stage_ranks) == (start.name, start.stage_ranks)
     assert (
         result.bound <= length(result.schedule, costs, objective) <= length(start, costs, objective)
     )

@@ -11,7 +11,7 @@ from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import v_placement
+from dynmo.schedule.catalogue import v_stage_ranks
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.generators import make_schedule
 from dynmo.schedule.lowering import lower
@@ -93,7 +93,11 @@ def test_any_schedule_is_valid_and_within_memory(
     validate(schedule)
     lower(schedule)
     assert from_text(to_text(schedule)) == schedule
-    assert (schedule.name, schedule.placement, schedule.microbatches) == (name, v_placement(p), m)
+    assert (schedule.name, schedule.stage_ranks, schedule.microbatches) == (
+        name,
+        v_stage_ranks(p),
+        m,
+    )
     timeline = simulate(schedule, costs)
     for rank, peak in enumerate(timeline.peak_memory):
         assert (
@@ -104,7 +108,7 @@ def test_any_schedule_is_valid_and_within_memory(
             + 1e-9
         )
     assert timeline.length(objective) >= lower_bound_on(
-        schedule.placement, costs, m, first_trainable, objective
+        schedule.stage_ranks, costs, m, first_trainable, objective
     ) * (1 - 1e-9)
 
 

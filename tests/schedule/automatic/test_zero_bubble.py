@@ -160,7 +160,7 @@ def test_schedule_is_valid_and_within_caps(
         m,
         first_trainable,
     )
-    assert schedule.placement == tuple(range(len(costs.stages)))
+    assert schedule.stage_ranks == tuple(range(len(costs.stages)))
     assert fits(schedule, costs, caps)
     time = simulate(schedule, costs).length(objective)
     assert lower_bound(costs, m, first_trainable, objective, caps) <= time * (1 + 1e-9)
