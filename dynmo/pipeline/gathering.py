@@ -69,7 +69,9 @@ def gather(
         accumulation_groups=engine.store.accumulation_groups,
         moments=settings_of(options.optimizer).moments,
         masters=options.precision != "float32",
-        shapes=options.mesh_rule(engine.model.layers).shapes(everyone.size),
+        shapes=options.mesh_rule(engine.model.layers).shapes(everyone.size)
+        if elastic.reshape
+        else (),
         mesh_links=mesh_links,
         balance=options.balance,
         elastic=elastic,

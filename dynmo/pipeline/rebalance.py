@@ -251,17 +251,16 @@ class Rebalancer:
         """
         if not self._unshaped:
             return None
-        from dynmo.planner.answers import answer_mesh
         from dynmo.planner.decide_mesh import decide_mesh
 
         situation, start = self.situation(step), time.perf_counter()
         choice: MeshChoice = decide_mesh(situation)
-        self._record("mesh", situation, answer_mesh(choice))
+        self._record("mesh", situation, choice.answer)
         self._unshaped = choice.decision.uncertain
         if choice.decision.uncertain and self._watch is not None:
             self._watch.check_later()
         self.overhead.decide += time.perf_counter() - start
-        self._agree(answer_mesh(choice), "whether to reshape")
+        self._agree(choice.answer, "whether to reshape")
         if choice.mesh is None:
             return None
         return choice.mesh.pipeline, choice.mesh.replicas, choice.partition
@@ -313,16 +312,15 @@ class Rebalancer:
             NoRoomError: The target cannot hold the model.
             RunError: The ranks have decided differently.
         """
-        from dynmo.planner.answers import answer_ranks
         from dynmo.planner.decide_ranks import decide_ranks
 
         start = time.perf_counter()
         wish = decide_ranks(situation)
-        self._record("ranks", situation, answer_ranks(wish))
+        self._record("ranks", situation, wish.answer)
         if wish.choice.decision.uncertain and self._watch is not None:
             self._watch.check_later()
         self.overhead.decide += time.perf_counter() - start
-        self._agree(answer_ranks(wish), "how many ranks go on")
+        self._agree(wish.answer, "how many ranks go on")
         return wish
 
     def on_resize(
@@ -366,8 +364,7 @@ class Rebalancer:
             RunError: The ranks have decided differently, for example because their cases forecast
                 differently.
         """
-        from dynmo.planner.answers import answer_move, answer_schedule
-        from dynmo.planner.decide_move import decide_schedule
+        from dynmo.planner.decide_move import decide_schedule, move_answer, schedule_answer
 
         if self._watch is not None:
             self._watch.decided()
@@ -376,21 +373,21 @@ class Rebalancer:
         start = time.perf_counter()
         choice, done = self._choose(situation)
         moves = choice is not None and choice.decision.move
-        self._record("move", situation, answer_move(choice))
+        self._record("move", situation, move_answer(choice))
         if choice is not None and moves:
-            self._agree(answer_move(choice), "whether to move layers")
+            self._agree(move_answer(choice), "whether to move layers")
             done += self._move(step, choice, start - begun, time.perf_counter() - start)
         # Costs change if the move has switched recomputation.
         after = self._engine.store.layout
         gain = None
         if after.recomputed == layout.recomputed:
             gain = decide_schedule(situation, after.partition)
-            self._record("schedule", situation, answer_schedule(after.partition, gain))
+            self._record("schedule", situation, schedule_answer(after.partition, gain))
         if gain is not None:
             self._actions.replan(situation.layers)
         if not moves:
             # After a move the ranks compare the schedule of the new placement.
-            self._agree((answer_move(choice), gain is not None), "whether to move layers")
+            self._agree((move_answer(choice), gain is not None), "whether to move layers")
         overhead.decide += time.perf_counter() - start - (overhead.move - moved)
         return [*done, ScheduleEvent(step, now(), self._options.schedule, gain)] if gain else done
 

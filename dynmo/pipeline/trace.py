@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from dynmo.files import write_whole
-from dynmo.runtime.comm.announced import check_announced
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.comm.tags import TAG_TRACE
+from dynmo.runtime.comm.headers import TAG_TRACE, check_announced
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT, Interval
 from dynmo.schedule.op import Kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dynmo.balance.partition import Partition
 from dynmo.balance.trigger import Decision, confirmed
@@ -29,6 +30,17 @@ class MeshChoice:
     mesh: Mesh | None
     partition: Partition
     decision: Decision
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The choice as JSON."""
+        if self.mesh is None:
+            return {"move": False, "uncertain": self.decision.uncertain}
+        return {
+            "move": True,
+            "to": [self.mesh.pipeline, self.mesh.replicas],
+            "partition": list(self.partition.counts),
+        }
 
 
 def decide_mesh(now: Situation) -> MeshChoice:

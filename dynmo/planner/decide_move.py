@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.layout import moves_between_ranks
@@ -162,3 +162,21 @@ def schedule_gain(now: Situation, partition: Partition) -> float | None:
         for layers in (now.scheduled, now.layers)
     )
     return 1 - after / before if before else 0.0
+
+
+# -- answers as JSON -------------------------------------------------------------------------------
+
+
+def move_answer(choice: MoveChoice | None) -> dict[str, Any]:
+    if choice is None:
+        return {"move": False}
+    decision = choice.decision
+    return {
+        "move": decision.move,
+        "to": list(choice.target.counts),
+        "uncertain": decision.uncertain,
+    }
+
+
+def schedule_answer(partition: Partition, gain: float | None) -> dict[str, Any]:
+    return {"partition": list(partition.counts), "change": gain is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dynmo.balance.meshes import accumulation_problem, divisors
 from dynmo.planner.decide_mesh import mesh_request
@@ -25,6 +26,18 @@ class RankWish:
     choice: RankChoice
     ranks: int
     reference: float
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The choice as JSON."""
+        mesh, decision = self.choice.mesh, self.choice.decision
+        return {
+            "move": decision.move,
+            "ranks": self.ranks,
+            "to": [mesh.pipeline, mesh.replicas, mesh.microbatches],
+            "partition": list(self.choice.partition.counts),
+            "uncertain": decision.uncertain,
+        }
 
 
 def decide_ranks(now: Situation) -> RankWish:

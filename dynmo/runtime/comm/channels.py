@@ -29,9 +29,9 @@ import weakref
 
 from torch import Tensor
 
+from dynmo.runtime.comm.headers import key_of
 from dynmo.runtime.comm.inbox import Inbox
 from dynmo.runtime.comm.outbox import Outbox
-from dynmo.runtime.comm.tags import key_of
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Begun, Channel, Program

@@ -1,4 +1,4 @@
-"""The dtypes that may travel, and the header of a message.
+"""The tag of a message, the dtypes that may travel, and the header that announces them.
 
 A header announces a message's dtypes and shapes. A header is a lead of fixed size, which needs no
 announcement itself. The lead holds the numbers of a usual message. The numbers that do not fit
@@ -12,13 +12,14 @@ follow in a second tensor, whose length the lead states.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from dynmo.errors import RunError
-from dynmo.runtime.comm.announced import check_announced
+from dynmo.schedule.lowering import Channel, Direction
 
 # The dtypes that may travel, by name. A peer's word for a dtype is looked up here and nowhere else.
 DTYPES = {
@@ -173,3 +174,45 @@ def _damaged(what: str, how: str) -> RunError:
     return RunError(
         f"{what}: the header cannot be read, for {how}; do all ranks run the same dynmo?"
     )
+
+
+def check_announced(size: int, device: torch.device, what: str) -> None:
+    """Refuse a size that was damaged on its way, before any memory is asked for.
+
+    Args:
+        size: Bytes that a peer announces.
+        device: Device that is to hold the memory.
+        what: Name of what is announced and by whom, for an error.
+
+    Raises:
+        RunError: The size is negative, or more than the device or this machine has.
+    """
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not 0 <= size <= room:
+        problem = f"{size} bytes, of which {room} at most can be allocated here"
+        raise RunError(f"{what}: it announces {problem}; do all ranks run the same dynmo?")
+
+
+# Message tags: channels use 2 * boundary + direction. Everything else is above. Headers have tags
+# of their own. Messages of one tag fill the receives posted for it in order. The receives of
+# headers are posted ahead of those of the tensors.
+TAG_HEADERS = 1 << 19
+TAG_LINKS = 1 << 20
+TAG_MIGRATE = 1 << 21
+TAG_TRACE = 1 << 22
+TAG_TIED = 1 << 23
+TAG_PREFIX = 1 << 24
+TAG_VERDICT = 1 << 25
+
+
+def tag_of(channel: Channel) -> int:
+    """Returns the tag of a channel's messages."""
+    return 2 * channel.boundary + (channel.direction is Direction.GRADIENT)
+
+
+def key_of(channel: Channel) -> tuple[int, int, int]:
+    """Returns the key of a channel's communicator: tag, source, target (`World.open_channels`)."""
+    return (tag_of(channel), channel.source, channel.target)

@@ -17,8 +17,16 @@ from torch import Tensor
 
 from dynmo.errors import DynmoError, WaitTimeout
 from dynmo.runtime.comm.device_waits import POLL, WaitLimit
-from dynmo.runtime.comm.headers import LEAD, Spec, decode, on_wire, rest_of
-from dynmo.runtime.comm.tags import TAG_HEADERS, key_of, tag_of
+from dynmo.runtime.comm.headers import (
+    LEAD,
+    TAG_HEADERS,
+    Spec,
+    decode,
+    key_of,
+    on_wire,
+    rest_of,
+    tag_of,
+)
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Channel, describe

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from dynmo.errors import DynmoError, RunError, WaitTimeout
 from dynmo.runtime.comm.device_waits import POLL, WaitLimit
-from dynmo.runtime.comm.headers import Spec, encode, on_wire, spec_of
+from dynmo.runtime.comm.headers import TAG_HEADERS, Spec, encode, key_of, on_wire, spec_of, tag_of
 from dynmo.runtime.comm.inbox import posted_ahead, posted_at_start
-from dynmo.runtime.comm.tags import TAG_HEADERS, key_of, tag_of
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Channel, describe

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.runtime.comm.tags import TAG_PREFIX, TAG_VERDICT
+from dynmo.runtime.comm.headers import TAG_PREFIX, TAG_VERDICT
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import routes
 

@@ -23,7 +23,7 @@ from dynmo.cost.readings import WINDOW, Readings, Times
 from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.kernels.split import gradient_bytes
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.comm.tags import TAG_LINKS
+from dynmo.runtime.comm.headers import TAG_LINKS
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT, Interval

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.kernels.split import zero_gradient
-from dynmo.runtime.comm.tags import TAG_TIED
+from dynmo.runtime.comm.headers import TAG_TIED
 from dynmo.runtime.comm.world import World
 
 # (layer, parameter) of the owner and of the user.

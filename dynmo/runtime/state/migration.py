@@ -28,9 +28,7 @@ from dynmo.balance.partition import Move
 from dynmo.errors import RunError
 from dynmo.kernels.sparse_linear import conform
 from dynmo.runtime.comm.agreement import share_failures
-from dynmo.runtime.comm.announced import check_announced
-from dynmo.runtime.comm.headers import DTYPES, on_wire
-from dynmo.runtime.comm.tags import TAG_MIGRATE
+from dynmo.runtime.comm.headers import DTYPES, TAG_MIGRATE, check_announced, on_wire
 from dynmo.runtime.comm.world import World
 
 

@@ -20,10 +20,10 @@ from dynmo.errors import RunError, WaitTimeout
 from dynmo.runtime.comm import headers
 from dynmo.runtime.comm import inbox as receiving
 from dynmo.runtime.comm.channels import Transport
+from dynmo.runtime.comm.headers import TAG_LINKS
 from dynmo.runtime.comm.inbox import Inbox, posted_ahead
 from dynmo.runtime.comm.outbox import Outbox
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.tags import TAG_LINKS
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine import profiler

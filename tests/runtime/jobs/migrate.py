@@ -14,7 +14,7 @@ from dynmo.balance.partition import Move, Partition, moves
 from dynmo.config import parse
 from dynmo.errors import RunError
 from dynmo.kernels.seeds import mix
-from dynmo.runtime.comm.tags import TAG_MIGRATE
+from dynmo.runtime.comm.headers import TAG_MIGRATE
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.state.migration import Arrival, _receive_text, contents, exchange, fill
