@@ -91,6 +91,7 @@ KNOWN: tuple[tuple[str, str], ...] = ()
 LATE = {
     "dynmo.pipeline.pipeline",
     "dynmo.pipeline.assembly",
+    "dynmo.pipeline.gathering",
     "dynmo.pipeline.rebalance",
     "dynmo.pipeline.start",
     "dynmo.runtime.engine.schedule_keeper",

@@ -23,7 +23,7 @@ class Cases:
     """
 
     def __init__(self, cases: Sequence[Dynamism], engine: Engine) -> None:
-        self._cases, self._model = cases, engine.model
+        self.all, self._model = cases, engine.model
         self._context, self._actions = CaseContext(engine), Actions(engine)
         for case in cases:
             case.check(engine.store.modules)
@@ -37,7 +37,7 @@ class Cases:
         Yields:
             Each case that has something to tell.
         """
-        for case in self._cases:
+        for case in self.all:
             with named(case, "collect", step):
                 shares = case.collect(step, self._context)
             if shares is not None:
@@ -52,7 +52,7 @@ class Cases:
         Yields:
             Each case that has changed something.
         """
-        for case in self._cases:
+        for case in self.all:
             with named(case, "act", step):
                 change = checked(case, case.act(step, self._context), self._model.layers)
             if change is not None:
@@ -61,17 +61,17 @@ class Cases:
 
     def observe(self, signals: Signals) -> None:
         """Hands each case the measurements of a step."""
-        for case in self._cases:
+        for case in self.all:
             with named(case, "observe", signals.step):
                 case.observe(signals)
 
     def dense(self) -> Iterator[AbstractContextManager[None]]:
         """Yields a context for each case that can be switched off for an evaluation."""
-        for case in self._cases:
+        for case in self.all:
             dense = case.dense(self._context)
             if dense is not None:
                 yield dense
 
     def forecasts(self, step: int) -> list[Sequence[Forecast]]:
         """Returns what each case expects to do after a step."""
-        return [case.forecast(step) for case in self._cases]
+        return [case.forecast(step) for case in self.all]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from dynmo.balance.partition import Partition
-from dynmo.dynamism.case import Dynamism, Signals, TokenShares
+from dynmo.dynamism.case import Signals, TokenShares
 from dynmo.events import (
     ChangeEvent,
     Event,
@@ -87,7 +87,7 @@ class Loop:
         self,
         options: PipelineOptions,
         engine: Engine,
-        cases: Sequence[Dynamism],
+        cases: Cases,
         rebalancer: Rebalancer,
         listen: Listener | None,
         *,
@@ -95,9 +95,8 @@ class Loop:
         loss: float = math.nan,
         joined: bool = False,
     ) -> None:
-        self.options, self._engine, self._own_cases = options, engine, cases
+        self.options, self._engine, self.cases = options, engine, cases
         self.rebalancer, self.listen = rebalancer, listen
-        self.cases = Cases(cases, engine)
         self.step, self.loss = step, loss
         self.elastic: Elasticity | None = None
         self.tracer: Tracer | None = None
@@ -165,7 +164,7 @@ class Loop:
         return (
             self.rebalancer.should_check(step)
             or (self.elastic is not None and self.elastic.acts(step))
-            or any(case.acts(step) for case in self._own_cases)
+            or any(case.acts(step) for case in self.cases.all)
         )
 
     def consider(self) -> None:
@@ -180,7 +179,7 @@ class Loop:
         def state() -> dict[str, Any]:
             return state_of(
                 self._engine,
-                self._own_cases,
+                self.cases.all,
                 loss=self.loss,
                 moves=self.rebalancer.moves + 1,
                 extra={"lr": self.rate()},

@@ -29,6 +29,7 @@ from dynmo.models.sequential import Sequential
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import join_engine, make_engine
 from dynmo.pipeline.case_context import agree_on_cases
+from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.loop import Loop
 from dynmo.pipeline.optimizers import OptimizerHandle
 from dynmo.pipeline.option_checks import problems
@@ -318,18 +319,16 @@ class Pipeline:
         moves: int = 0,
         joined: bool = False,
     ) -> Loop:
-        engine = self._engine
+        engine, cases = self._engine, Cases(self._cases, self._engine)
         rebalancer = Rebalancer(
             options,
             engine,
-            self.costs,
+            cases,
+            self._shapes,
             moves,
-            lambda step: self._loop.cases.forecasts(step),
             self._memory_limit,
         )
-        loop = Loop(
-            options, engine, self._cases, rebalancer, listen, step=step, loss=loss, joined=joined
-        )
+        loop = Loop(options, engine, cases, rebalancer, listen, step=step, loss=loss, joined=joined)
         loop.rate = self._rate
         return loop
 
@@ -712,12 +711,9 @@ class Pipeline:
 
     def costs(self) -> tuple[LayerCost, ...]:
         """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
-        costs, shapes = self._engine.costs(), self._shapes
-        if shapes is None:
-            return costs
-        from dynmo.pipeline.shape_costs import with_workspace
+        from dynmo.pipeline.gathering import measured_costs
 
-        return with_workspace(costs, shapes, self._engine.store.layout.recomputed)
+        return measured_costs(self._engine, self._shapes)
 
     def forget_costs(self) -> None:
         """Drops all measurements. The next step measures anew."""

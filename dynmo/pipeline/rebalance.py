@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynmo.balance.partition import Partition
-from dynmo.balance.trigger import Expected, RebalanceWatch
+from dynmo.balance.trigger import RebalanceWatch
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.events import (
@@ -25,6 +25,7 @@ from dynmo.events import (
     now,
 )
 from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.move_gain import MoveGain
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.runtime.comm.agreement import agree, maxima
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from dynmo.planner.decide_move import MoveChoice
     from dynmo.planner.decide_ranks import RankWish
     from dynmo.planner.situation import DecisionRecord, Kind, Situation
-
-Forecasts = Callable[[int], Sequence[Sequence[Expected]]]
-"""Returns the actions that each dynamic case expects after a step, the same on every rank."""
 
 # Assumed seconds of the first change of ranks.
 _FIRST_PAUSE = 1.0
@@ -78,9 +76,9 @@ class Rebalancer:
     Args:
         options: Options of the pipeline.
         engine: Holds the layers.
-        costs: Returns the cost of every layer, as measured so far.
+        cases: The dynamic cases, which expect changes of the work.
+        shapes: Costs by shapes alone. None if they are not known.
         moves: Number of moves of an earlier part of the run, so that the numbers go on.
-        forecasts: Returns the actions that each dynamic case expects after a step.
         memory_limit: Bytes of a rank. None means unlimited.
     """
 
@@ -88,17 +86,16 @@ class Rebalancer:
         self,
         options: PipelineOptions,
         engine: Engine,
-        costs: Callable[[], tuple[LayerCost, ...]],
+        cases: Cases,
+        shapes: tuple[LayerCost, ...] | None,
         moves: int = 0,
-        forecasts: Forecasts | None = None,
         memory_limit: int | None = None,
     ) -> None:
         self._options, self._engine = options, engine
         self._actions = Actions(engine)
-        self._costs, self._memory_limit = costs, memory_limit
+        self._cases, self._shapes, self._memory_limit = cases, shapes, memory_limit
         # True if the work has changed since the last decision about another mesh.
         self._unshaped = options.elastic.reshape
-        self._forecasts: Forecasts = forecasts or (lambda step: ())
         self._watch = (
             RebalanceWatch(options.balance.hysteresis) if options.balance.every == "auto" else None
         )
@@ -196,10 +193,10 @@ class Rebalancer:
             most: The largest number of ranks that the run has had.
             reference: Seconds that a step took at first. None means the best predicted seconds now.
         """
-        from dynmo.pipeline.gathering import gather
+        from dynmo.pipeline.gathering import gather, measured_costs
 
         start = time.perf_counter()
-        costs, world = self._costs(), self._engine.store.world
+        costs, world = measured_costs(self._engine, self._shapes), self._engine.store.world
         fixed, doubt, preempted, pause = maxima(
             world,
             (self._fixed, self._gain.doubt, self._engine.profiler.preempted, self._pause),
@@ -209,7 +206,7 @@ class Rebalancer:
             self._engine,
             costs,
             step=step,
-            forecasts=self._forecasts(step - 1),
+            forecasts=self._cases.forecasts(step - 1),
             memory_limit=self._memory_limit,
             fixed_seconds=fixed,
             doubt=doubt,

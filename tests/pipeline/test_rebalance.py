@@ -221,7 +221,8 @@ def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
     told: list[Event] = []
     trainer = Trainer(loaded, world, model_of(loaded), None, listen=told.append)
     rebalancer, slow = trainer.pipeline._loop.rebalancer, cycle([range(4), range(4, 8)])
-    known, observe = rebalancer._costs, rebalancer.observe
+    engine = trainer.pipeline._engine
+    known, observe = engine.costs, rebalancer.observe
 
     def costs() -> tuple[LayerCost, ...]:
         layers = next(slow)
@@ -230,8 +231,8 @@ def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
             replace(cost, f=2.5 * cost.f) if i in layers else cost for i, cost in enumerate(even)
         )
 
-    trainer.pipeline._engine.schedule_keeper.links = {(0, 1): LinkCost(1e-4, 1e9)}
-    rebalancer._costs = costs
+    engine.schedule_keeper.links = {(0, 1): LinkCost(1e-4, 1e9)}
+    engine.costs = costs
     rebalancer.observe = lambda step, seconds, busy: observe(step, 0.1, busy)
     trainer.run()
     return [to_json(event) for event in told]
