@@ -116,16 +116,7 @@ def simulated(
     costs: Sequence[tuple[LayerCost, ...]],
     partitions: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Simulates each phase under three placements.
-
-    Args:
-        spans: [start, stop) of each phase, in steps.
-        costs: Costs of the layers in each phase.
-        partitions: Number of layers on each rank, at each step.
-
-    Returns:
-        Seconds of each phase, placed uniformly, at its best, and as it was at each step.
-    """
+    """Simulates each phase under three placements."""
     out: dict[str, list[float]] = {"uniform": [], "best": [], "as_placed": []}
     for (start, stop), layers in zip(spans, costs, strict=True):
         even = uniform(len(layers), len(partitions[0]))
@@ -144,35 +135,17 @@ def simulated(
 
 
 def share(speedup: float, ideal: float) -> float | None:
-    """Returns the part of the ideal gain that is reached. None if the ideal is too small.
-
-    Args:
-        speedup: The measured speed-up.
-        ideal: The ideal speed-up.
-    """
+    """Returns the part of the ideal gain that is reached. None if the ideal is too small."""
     return (speedup - 1) / (ideal - 1) if ideal >= LEAST_IDEAL else None
 
 
 def total(side: Side, steps: slice = slice(None)) -> float:
-    """Returns the seconds of some steps of a run, by default all.
-
-    Args:
-        side: The side of a round.
-        steps: The steps.
-    """
+    """Returns the seconds of some steps of a run, by default all."""
     return math.fsum(side["seconds"][steps])
 
 
 def speedups(rounds: Sequence[Round], last: slice) -> dict[str, dict[str, float]]:
-    """Returns the speed-ups of `dynmo` over each other side.
-
-    Args:
-        rounds: The rounds of a case.
-        last: Steps of the last phase.
-
-    Returns:
-        Speed-ups of the whole run and of the last phase, by side.
-    """
+    """Returns the speed-ups of `dynmo` over each other side."""
     return {
         name: {
             "run": median(total(r[name]) / total(r["dynmo"]) for r in rounds),
@@ -189,13 +162,7 @@ def speedups(rounds: Sequence[Round], last: slice) -> dict[str, dict[str, float]
 def speedups_by_phase(
     rounds: Sequence[Round], spans: Sequence[tuple[int, int]], model: dict[str, list[float]]
 ) -> list[dict[str, Any]]:
-    """Returns the speed-ups of `dynmo` over `uniform` in each phase, beside the simulator's.
-
-    Args:
-        rounds: The rounds of a case.
-        spans: [start, stop) of each phase, in steps.
-        model: Seconds of each phase (`simulated`).
-    """
+    """Returns the speed-ups of `dynmo` over `uniform` in each phase, beside the simulator's."""
     return [
         {
             "steps": [start, stop],
@@ -213,28 +180,14 @@ def speedups_by_phase(
 
 
 def late(rounds: Sequence[Round], name: str, key: str, last: slice) -> float:
-    """Returns the median of a figure of each step, in the last phase of a side.
-
-    Args:
-        rounds: The rounds of a case.
-        name: Name of the side.
-        key: Name of the figure.
-        last: Steps of the last phase.
-    """
+    """Returns the median of a figure of each step, in the last phase of a side."""
     return median(median(r[name][key][last]) for r in rounds)
 
 
 def over_simulated(
     rounds: Sequence[Round], last: slice, length: int, simulated: dict[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Compares the last phase of `uniform` and `dynmo` with the simulator.
-
-    Args:
-        rounds: The rounds of a case.
-        last: Steps of the last phase that are measured.
-        length: Number of steps of the last phase.
-        simulated: Simulated seconds of the last phase, by side.
-    """
+    """Compares the last phase of `uniform` and `dynmo` with the simulator."""
     step, program = (
         {name: late(rounds, name, key, last) for name in COMPARED} for key in ("seconds", "program")
     )
@@ -260,12 +213,7 @@ def same_weights(rounds: Sequence[Round]) -> bool:
 
 
 def summarize(case: str, rounds: Sequence[Round]) -> dict[str, Any]:
-    """Returns the row of a case: medians over the rounds, and the simulator's figures.
-
-    Args:
-        case: One of `CASES`.
-        rounds: The rounds of the case, as `cases_race.race` returns them.
-    """
+    """Returns the row of a case: medians over the rounds, and the simulator's figures."""
     first = rounds[0]
     spans = phases(first["dynmo"]["changes"], len(first["dynmo"]["seconds"]))
     last = settled(spans[-1])
@@ -374,25 +322,14 @@ def best_static(row: dict[str, Any]) -> str:
 
 
 def both(values: dict[str, float | None], form: str) -> str:
-    """Formats the figures of the whole run and of the last phase.
-
-    Args:
-        values: Figures by part of the run. A missing figure is None.
-        form: Format of a figure.
-    """
+    """Formats the figures of the whole run and of the last phase."""
     return " / ".join(
         "-" if values[key] is None else form.format(values[key]) for key in ("run", "last_phase")
     )
 
 
 def measure(cases: Sequence[str], steps: int, rounds: int) -> dict[str, Any]:
-    """Measures the cases, and prints the line of each as it ends.
-
-    Args:
-        cases: Some of `CASES`.
-        steps: Steps of each side.
-        rounds: How often each case is repeated.
-    """
+    """Measures the cases, and prints the line of each as it ends."""
     rows: list[dict[str, Any]] = []
     for case in track(cases, "cases", console=Console(stderr=True)):
         given: dict[str, Any] = {"case": case, "steps": steps, "rounds": rounds}

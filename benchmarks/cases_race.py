@@ -61,13 +61,7 @@ def section_of(case: str) -> str:
 
 
 def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the config of the side `uniform`.
-
-    Args:
-        case: One of `CASES`.
-        steps: Steps of the run.
-        sizes: Keys of the section `model`, instead of those that are measured.
-    """
+    """Returns the config of the side `uniform`."""
     model, section = model_section(case) | (sizes or {}), section_of(case)
     return {
         "model": model,
@@ -103,11 +97,6 @@ def case_options(case: str, steps: int, blocks: int) -> dict[str, Any]:
     """Returns the case's options.
 
     The policies that decide for themselves are hurried, to act within so few steps.
-
-    Args:
-        case: One of `CASES`.
-        steps: Steps of the run.
-        blocks: Depth of the model.
     """
     tenth, half = steps // 10, steps // 2
     most = blocks + 1  # of the 2 blocks + 2 layers
@@ -134,13 +123,7 @@ def case_options(case: str, steps: int, blocks: int) -> dict[str, Any]:
 
 
 def sides(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Returns the config of each side.
-
-    Args:
-        case: One of `CASES`.
-        steps: Steps of the run.
-        sizes: Keys of the section `model`, instead of those that are measured.
-    """
+    """Returns the config of each side."""
     base = settings(case, steps, sizes)
     model = model_for(case, parse(base))
     configs = {"uniform": base}
@@ -163,11 +146,6 @@ def dense(case: str, dynamism: dict[str, Any], steps: int) -> dict[str, Any]:
 
     Sparse attention shares queries and keys, and early exit adds exit heads. Their dense sides have
     the same model: the case is named, but acts in the last step only.
-
-    Args:
-        case: One of `CASES`.
-        dynamism: The section of the side `uniform`.
-        steps: Steps of the run.
     """
     if case == "sparse_attention":
         return dynamism | {case: {"start": steps - 1, "blocks": [0]}}
@@ -182,10 +160,6 @@ def model_for(case: str, config: Config) -> Model:
     For pruning the model's linears differ in scale, from 0.6 at the front to 1.6 at the end. One
     threshold for all then prunes the front more, as it does in trained models. Untrained linears
     are alike everywhere, which hides the case.
-
-    Args:
-        case: One of `CASES`.
-        config: Config of the run.
     """
     model = model_of(config)
     if case != "pruning":
@@ -248,18 +222,7 @@ class RacingSide:
 def race(
     world: World, case: str, steps: int, rounds: int, sizes: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Runs on each rank: every side trains, a step of each in turn.
-
-    Args:
-        world: The ranks.
-        case: One of `CASES`.
-        steps: Steps of each side.
-        rounds: How often the training is repeated.
-        sizes: Keys of the section `model`, instead of those that are measured.
-
-    Returns:
-        What happened, by round and side. Only rank 0 has it.
-    """
+    """Runs on each rank: every side trains, a step of each in turn."""
     out: list[dict[str, Any]] = []
     best(
         (LayerCost(1.0, 1.0, 1.0),) * 2 * RANKS, RANKS, MICROBATCHES, schedule=SCHEDULE
@@ -297,22 +260,12 @@ def race(
 
 
 def phases(changes: Sequence[int], steps: int) -> list[tuple[int, int]]:
-    """Returns [start, stop) of the stretches of steps between the changes.
-
-    Args:
-        changes: Steps at which the model changes.
-        steps: Steps of the run.
-    """
+    """Returns [start, stop) of the stretches of steps between the changes."""
     return list(pairwise(sorted({0, *changes, steps})))
 
 
 def noted(pipeline: Engine) -> list[tuple[float, float]]:
-    """Records the seconds of each step on this rank from now on.
-
-    Returns:
-        A list that grows with each step. Its entries are the seconds from the program's first op
-        or wait to its last, and those of its ops together.
-    """
+    """Records the seconds of each step on this rank from now on."""
     advance, seconds = pipeline.advance, list[tuple[float, float]]()
 
     def noting(*args: Any, **options: Any) -> tuple[StepRecord, ...]:
@@ -331,10 +284,6 @@ def drifts(case: str, steps: int) -> tuple[int, ...]:
     """Returns the steps that start a phase although nothing changes there.
 
     The share of tokens that exit drifts, because the model learns. It drifts most at the start.
-
-    Args:
-        case: One of `CASES`.
-        steps: Steps of the run.
     """
     tenth = steps // 10
     return (2 * tenth, 4 * tenth) if case == "early_exit" else ()
@@ -346,17 +295,7 @@ def account(
     events: Sequence[Event],
     drifts: Sequence[int],
 ) -> dict[str, Any]:
-    """Describes one side of one round as plain JSON.
-
-    Args:
-        seconds: Seconds of each step.
-        costs: Costs of each layer, measured until the end of each step.
-        events: Events of the run.
-        drifts: Steps that start a phase although nothing changes there.
-
-    Returns:
-        The measured figures. `costs` has F, B and W of each layer at the end of each phase.
-    """
+    """Describes one side of one round as plain JSON."""
     changes = sorted({e.step for e in events if isinstance(e, ChangeEvent)} | set(drifts))
     steps = [e for e in events if isinstance(e, StepEvent)]
     end = next(e for e in events if isinstance(e, EndEvent))

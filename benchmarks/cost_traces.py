@@ -35,12 +35,7 @@ Layers = tuple[LayerCost, ...]
 
 
 def name_of(case: str, sequence: int) -> str:
-    """Returns the name of a case for people.
-
-    Args:
-        case: Name of the case.
-        sequence: Tokens of a sequence. Named for sparse attention only.
-    """
+    """Returns the name of a case for people."""
     return case.replace("_", " ") + (
         f", {sequence // 1024}k tokens" if case == "sparse_attention" else ""
     )
@@ -51,17 +46,7 @@ def name_of(case: str, sequence: int) -> str:
 
 @cache
 def trace(case: str, blocks: int, sequence: int) -> tuple[Layers, ...]:
-    """Loads the costs of the half blocks at every moment.
-
-    Args:
-        case: Name of the case.
-        blocks: Depth of the model.
-        sequence: Tokens of a sequence.
-
-    Returns:
-        Costs of each half block, by moment. `parameters` counts those that train and are not
-        pruned.
-    """
+    """Loads the costs of the half blocks at every moment."""
     data = json.loads((TRACES / f"{case}-{blocks}-{sequence}.json").read_text())
     densities = (
         pruned(blocks, sequence, data["seed"], len(data["f"])) if case == "pruning" else None
@@ -82,15 +67,6 @@ def pruned(blocks: int, sequence: int, seed: int, moments: int) -> list[list[flo
 
     The model has normal weights of layers that differ in scale. They are cut at one magnitude over
     all, so that 0, 52, 79, 90 % are gone.
-
-    Args:
-        blocks: Depth of the model.
-        sequence: Tokens of a sequence. Part of the seed.
-        seed: Seed of the trace.
-        moments: Number of moments.
-
-    Returns:
-        Shares by moment and half block.
     """
     draw = random.Random(f"{seed} pruning {blocks} {sequence}")
     scales = [math.exp(draw.gauss(0, 0.35)) for _ in range(2 * blocks)]
@@ -117,10 +93,6 @@ def dense(blocks: int, sequence: int) -> Layers:
 
     F = 2P + A, B = 2P + 2A, W = 2P. These are products with the P weights, and the A of the
     attention's pairs.
-
-    Args:
-        blocks: Depth of the model.
-        sequence: Tokens of a sequence.
     """
     linear, attention = 24 * HIDDEN**2, 2 * sequence * HIDDEN
     unit = linear + attention
@@ -140,12 +112,7 @@ def in_blocks(layers: Sequence[LayerCost]) -> Layers:
 
 
 def condensed(moments: Sequence[Layers], middle: Callable[[list[float]], float]) -> Layers:
-    """Condenses each layer's costs over the moments, F, B and W by themselves.
-
-    Args:
-        moments: The layers' costs at each moment.
-        middle: Makes one number of a layer's seconds, such as their mean.
-    """
+    """Condenses each layer's costs over the moments, F, B and W by themselves."""
     layers: list[LayerCost] = []
     for column in zip(*moments, strict=True):
         f, b, w = (middle([getattr(x, key) for x in column]) for key in "fbw")
@@ -164,26 +131,13 @@ def in_halves(placement: Partition) -> Partition:
 def timeline(
     layers: Layers, placement: Partition, microbatches: int, schedule: str = "zb-h1"
 ) -> Timeline:
-    """Simulates a step.
-
-    Args:
-        layers: Costs of each layer.
-        placement: Number of layers on each rank.
-        microbatches: Microbatches of a step.
-        schedule: Name of the schedule.
-    """
+    """Simulates a step."""
     costs = pipeline_costs(layers, placement)
     return simulate(by_name(schedule, microbatches)(costs), costs)
 
 
 def perfect(layers: Layers, ranks: int, microbatches: int) -> Timeline:
-    """Simulates a step whose ranks all have the same part of all work.
-
-    Args:
-        layers: Costs of each layer.
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-    """
+    """Simulates a step whose ranks all have the same part of all work."""
     f, b, w = (math.fsum(getattr(x, key) for x in layers) / ranks for key in "fbw")
     costs = Costs((StageCost(f, b, w),) * ranks, (0.0,) * (ranks - 1))
     return simulate(by_name("zb-h1", microbatches)(costs), costs)
@@ -196,27 +150,14 @@ def best(
     current: Partition | None = None,
     schedule: str = "zb-h1",
 ) -> Partition:
-    """Searches the placement with the shortest makespan.
-
-    Args:
-        layers: Costs of each layer.
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-        current: The placement that is in use, if any.
-        schedule: Name of the schedule.
-    """
+    """Searches the placement with the shortest makespan."""
     make = by_name(schedule, microbatches)
     problem = PlacementProblem(layers, ranks, make, objective=Objective.MAKESPAN, current=current)
     return search(problem).partition
 
 
 def bottleneck(layers: Layers, placement: Partition) -> float:
-    """Returns the busiest rank's time for one microbatch.
-
-    Args:
-        layers: Costs of each layer.
-        placement: Number of layers on each rank.
-    """
+    """Returns the busiest rank's time for one microbatch."""
     return max(
         math.fsum(layers[i].seconds for i in placement.range_of(rank))
         for rank in range(placement.stages)

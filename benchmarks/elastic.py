@@ -86,17 +86,7 @@ class FreezeForAWhile(Dynamism):
 
 
 def train(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Trains in processes of their own.
-
-    Args:
-        config: Configuration of the run.
-
-    Returns:
-        The events of the run.
-
-    Raises:
-        RunError: The run failed.
-    """
+    """Trains in processes of their own."""
     with tempfile.TemporaryDirectory(prefix="dynmo-elastic-") as name:
         folder = Path(name)
         (folder / "run.toml").write_text(tomli_w.dumps({"name": "run", **config}))
@@ -114,12 +104,7 @@ def train(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def last(events: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """Returns the last event of a kind.
-
-    Args:
-        events: The events of a run.
-        kind: The kind of the event.
-    """
+    """Returns the last event of a kind."""
     return next(event for event in reversed(events) if event["event"] == kind)
 
 
@@ -210,12 +195,7 @@ def automatic() -> dict[str, Any]:
 
 
 def change(event: dict[str, Any], measured: float | None) -> dict[str, Any]:
-    """Describes what a change of ranks did.
-
-    Args:
-        event: The event of the change.
-        measured: Share of a step that the change saved.
-    """
+    """Describes what a change of ranks did."""
     grows = event["event"] == "grow"
     return {
         "step": event["step"],

@@ -83,15 +83,7 @@ def uneven_cases(count: int) -> Iterator[Case]:
 
 
 def measure(case: Case, seconds: float) -> dict[str, Any]:
-    """Solves one case.
-
-    Args:
-        case: The case.
-        seconds: Limit of the solver.
-
-    Returns:
-        The spans of zb-auto and of the solver, the bounds, and what was proven.
-    """
+    """Solves one case."""
     given = {"caps": case.caps, "first_trainable": case.first_trainable}
     auto = automatic(case.costs, case.microbatches, **given)
     result = exact(case.costs, case.microbatches, **given, start=auto, seconds=seconds)
@@ -127,7 +119,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    output = Table("case", *("auto", "exact", "gain %", "bound", "room %", "proven", "seconds"))
+    output = Table("case", "auto", "exact", "gain %", "bound", "room %", "proven", "seconds")
     for row in rows:
         gain, room = (f"{abs(100 * row[name]):.2f}" for name in ("gain", "room"))
         proven = "yes" if row["proven"] else f"{row['proven_bound']:.6g}"

@@ -57,17 +57,7 @@ NAMED_PEERS = ("torch 1f1b", "torch zero-bubble", "torch interleaved-zero-bubble
 
 
 def timed(world: World, pipeline: Engine, inputs: Tensor, targets: Tensor) -> Callable[[], float]:
-    """Returns a side that times the forward and backward of one step of ours.
-
-    Args:
-        world: The ranks.
-        pipeline: The engine.
-        inputs: Inputs of a step, [microbatches, micro_batch, ...].
-        targets: Targets of a step, of the same shape.
-
-    Returns:
-        A function that runs a step and returns the seconds of the slowest rank.
-    """
+    """Returns a side that times the forward and backward of one step of ours."""
 
     def step() -> float:
         start = start_together()
@@ -87,17 +77,7 @@ STEPS = 4  # of a run of ZB-2p. The first step fills the pipeline.
 def without_barrier(
     world: World, pipeline: Engine, batch: Tensor, busy: list[float]
 ) -> Callable[[], float]:
-    """Returns a side whose steps begin before the step before is final.
-
-    Args:
-        world: The ranks.
-        pipeline: The engine.
-        batch: Inputs and targets of each step.
-        busy: Takes the busiest rank's seconds in ops, of each step.
-
-    Returns:
-        A function that runs `STEPS` steps and returns the seconds per step of the slowest rank.
-    """
+    """Returns a side whose steps begin before the step before is final."""
 
     def run() -> float:
         world.barrier("the run to start")
@@ -116,12 +96,6 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     """Runs on each rank, with one emulated layer a stage.
 
     A rank's op takes as long whether the rank has one stage or two.
-
-    Args:
-        world: The ranks.
-        microbatches: Microbatches of a step.
-        milliseconds: Time of an op.
-        rounds: Number of counted turns.
     """
     seconds = milliseconds / 1000
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
@@ -181,14 +155,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
 def sleeping_pipeline(
     world: World, seconds: float, step: StepOptions, update: UpdateOptions | None = None
 ) -> Engine:
-    """Makes a pipeline of emulated layers, one on each stage.
-
-    Args:
-        world: The ranks.
-        seconds: Time of an F, a B or a W of a rank.
-        step: The schedule and the number of microbatches.
-        update: Options of a step's end.
-    """
+    """Makes a pipeline of emulated layers, one on each stage."""
     chunks = chunks_of(step.schedule)
     stages = world.size * chunks
     times = [seconds / chunks] * stages
@@ -202,11 +169,6 @@ def zb_2p_pipeline(
     """Makes the pipeline of ZB-2p, and the costs that its schedule is made for.
 
     The costs are the ops' sleeps, and activations of which half stay until W.
-
-    Args:
-        world: The ranks.
-        seconds: Time of an op.
-        microbatches: Microbatches of a step.
     """
     step = StepOptions("zb-auto", microbatches=microbatches)
     pipeline = sleeping_pipeline(world, seconds, step, UpdateOptions(post_validation=True))
@@ -221,15 +183,7 @@ def zb_2p_pipeline(
 
 
 def makespan(name: str, ranks: int, microbatches: int, seconds: float, link: float) -> float:
-    """Returns the simulated seconds of a step of ranks that are alike.
-
-    Args:
-        name: The schedule.
-        ranks: Number of ranks.
-        microbatches: Microbatches of a step.
-        seconds: Time of an op of a rank.
-        link: Time of a message.
-    """
+    """Returns the simulated seconds of a step of ranks that are alike."""
     placement = stage_ranks_of(name, ranks)
     costs = split_costs(uniform_costs(ranks, seconds, seconds, seconds, link), placement)
     schedule = make(name, ranks, microbatches, costs=costs, objective=Objective.MAKESPAN)
@@ -237,12 +191,7 @@ def makespan(name: str, ranks: int, microbatches: int, seconds: float, link: flo
 
 
 def fastest(measured: dict[str, float], own: Iterable[str]) -> tuple[str, str, str]:
-    """Returns the fastest of `NAMED_PEERS`, of all torch's schedules, and of ours.
-
-    Args:
-        measured: Seconds by side.
-        own: The sides of ours to choose from.
-    """
+    """Returns the fastest of `NAMED_PEERS`, of all torch's schedules, and of ours."""
     peers = [name for name in measured if name.startswith("torch ")]
     best, others, ours = (
         min(names, key=measured.__getitem__) for names in (NAMED_PEERS, peers, own)
@@ -254,13 +203,6 @@ def gpt(
     microbatches: int, blocks: int, hidden: int, sequence: int, micro_batch: int
 ) -> tuple[Model, Tensor, Tensor]:
     """Makes a GPT and the batch of one step.
-
-    Args:
-        microbatches: Microbatches of a step.
-        blocks: Depth of the model.
-        hidden: Width of the model.
-        sequence: Tokens of a sequence.
-        micro_batch: Sequences of a microbatch.
 
     Returns:
         The model, the inputs and the targets, both [microbatches, micro_batch, sequence].
@@ -286,12 +228,6 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
     """Runs on each rank: the same GPT layers, cut the same way, under each schedule.
 
     The schedules are ours and torch's.
-
-    Args:
-        world: The ranks.
-        microbatches: Microbatches of a step.
-        rounds: Number of counted turns.
-        hidden: Width of the model.
     """
     model, inputs, targets = gpt(microbatches, blocks=6, hidden=hidden, sequence=128, micro_batch=2)
     stages = {
@@ -339,14 +275,7 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
 def torch_sides(
     model: Model, weights: list[float], inputs: Tensor, targets: Tensor
 ) -> dict[str, Callable[[], float]]:
-    """Returns torch's schedules, each with the stages of the exact partition.
-
-    Args:
-        model: The model.
-        weights: Seconds of each layer.
-        inputs: Inputs of a step, [microbatches, micro_batch, ...].
-        targets: Targets of a step, of the same shape.
-    """
+    """Returns torch's schedules, each with the stages of the exact partition."""
 
     def build(stage: int, stages: int) -> nn.Module:
         own = exact(weights, stages).range_of(stage)

@@ -34,12 +34,7 @@ BLOCKS, EXITS = 8, (2, 4)
 
 
 def limit(config: Config, shares: Sequence[float]) -> float:
-    """Returns the speed-up of a forward by arithmetic.
-
-    Args:
-        config: Config of the run.
-        shares: Share of all tokens that leaves at each exit.
-    """
+    """Returns the speed-up of a forward by arithmetic."""
     head = 2 * config.model.vocab * config.model.hidden
     remaining, total = 1.0, 0.0
     for block in range(BLOCKS):
@@ -51,11 +46,7 @@ def limit(config: Config, shares: Sequence[float]) -> float:
 
 
 class Evaluation:
-    """Evaluates a trained model on its held-out windows, with exits or without.
-
-    Args:
-        trainer: The trainer, at the end of its run.
-    """
+    """Evaluates a trained model on its held-out windows, with exits or without."""
 
     def __init__(self, trainer: Trainer) -> None:
         train, self._pipeline = trainer.config.train, trainer.pipeline
@@ -68,11 +59,7 @@ class Evaluation:
             head.register_forward_hook(self._count)
 
     def run(self, threshold: float | None) -> tuple[float, float, list[float]]:
-        """Returns the loss, the seconds, and the share of the tokens that left at each exit.
-
-        Args:
-            threshold: Confidence from which on a token exits. None evaluates without exits.
-        """
+        """Returns the loss, the seconds, and the share of the tokens that left at each exit."""
         for head in self._heads:
             head.exits = threshold is not None
             head.rule = replace(head.rule, threshold=threshold or 0.0)
@@ -89,15 +76,7 @@ class Evaluation:
 
 
 def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -> dict[str, Any]:
-    """Runs on the one rank: trains, then evaluates.
-
-    Args:
-        world: The one rank.
-        steps: Steps of the run.
-        hidden: Width of the model.
-        sequence: Tokens of a sequence.
-        rounds: Number of counted turns.
-    """
+    """Runs on the one rank: trains, then evaluates."""
     case = {
         "cases": ["early_exit"],
         "early_exit": {"exits": list(EXITS), "threshold": 0.99, "start": steps - 1},

@@ -32,17 +32,7 @@ Counts = list[list[int]]
 def draw_counts(
     blocks: int, skew: float, moments: int = MOMENTS, seed: int = 1
 ) -> list[list[Counts]]:
-    """Draws the tokens by moment and layer.
-
-    Args:
-        blocks: Depth of the model. Every block has one layer of experts.
-        skew: Exponent at the end of the model. 0 makes all experts equally popular.
-        moments: Number of moments.
-        seed: Seed of the draws.
-
-    Returns:
-        counts[moment][block][replica][expert].
-    """
+    """Draws the tokens by moment and layer."""
     draw = random.Random(f"{seed} experts {blocks} {skew}")
     exponents = [
         skew * max(0.0, (block + 0.5) / blocks + draw.uniform(-0.2, 0.2)) for block in range(blocks)

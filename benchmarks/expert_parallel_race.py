@@ -122,13 +122,7 @@ def preference(depth: float) -> Tensor:
 
 
 def settings(steps: int, place_every: int = 0, balancer: str = "none") -> dict[str, Any]:
-    """Returns the config of a side.
-
-    Args:
-        steps: Steps of the run.
-        place_every: Steps between two placements of experts. 0 never moves experts.
-        balancer: The balancer of the layers.
-    """
+    """Returns the config of a side."""
     model = {
         "kind": "moe",
         "blocks": BLOCKS,
@@ -156,16 +150,7 @@ def settings(steps: int, place_every: int = 0, balancer: str = "none") -> dict[s
 
 
 def race(world: World, steps: int, scale: float = 1.0) -> dict[str, Any]:
-    """Runs on each rank: a step of every side in turn.
-
-    Args:
-        world: The ranks.
-        steps: Number of steps of each side.
-        scale: Factor of all sleeps.
-
-    Returns:
-        By side: seconds and idle ratio of each step, seconds slept on each rank, and what happened.
-    """
+    """Runs on each rank: a step of every side in turn."""
     Slept.scale = scale
     trainers: dict[str, Trainer] = {}
     events: dict[str, list[Event]] = {name: [] for name in SIDES}

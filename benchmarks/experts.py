@@ -72,22 +72,12 @@ Experts = list[ExpertPlacement]
 
 
 def groups_of(counts: Counts, replicas: int) -> list[Counts]:
-    """Returns the counts of each group of replicas.
-
-    Args:
-        counts: Tokens by replica and expert.
-        replicas: Size of a group.
-    """
+    """Returns the counts of each group of replicas."""
     return [counts[first : first + replicas] for first in range(0, REPLICAS, replicas)]
 
 
 def busiest(placement: ExpertPlacement, counts: Counts) -> float:
-    """Returns the tokens of the busiest replica of all groups, over the mean.
-
-    Args:
-        placement: Experts of each replica of a group.
-        counts: Tokens by replica and expert.
-    """
+    """Returns the tokens of the busiest replica of all groups, over the mean."""
     loads = [
         load for group in groups_of(counts, placement.ranks) for load in placement.loads(group)
     ]
@@ -95,12 +85,7 @@ def busiest(placement: ExpertPlacement, counts: Counts) -> float:
 
 
 def summed(counts: Counts, replicas: int) -> Counts:
-    """Returns the counts of all groups together, by place in the group.
-
-    Args:
-        counts: Tokens by replica and expert.
-        replicas: Size of a group.
-    """
+    """Returns the counts of all groups together, by place in the group."""
     return [
         [sum(column) for column in zip(*rows, strict=True)]
         for rows in zip(*groups_of(counts, replicas), strict=True)
@@ -111,24 +96,13 @@ def least_busiest(counts: Counts, replicas: int, per_rank: int) -> float:
     """Returns a lower bound of the busiest replica's tokens, over the mean.
 
     It holds for any placement.
-
-    Args:
-        counts: Tokens by replica and expert.
-        replicas: Size of a group.
-        per_rank: Places for experts on each replica.
     """
     total = summed(counts, replicas)
     return load_bound(total, replicas, per_rank) * replicas / sum(map(sum, total))
 
 
 def place(moments: Sequence[Sequence[Counts]], replicas: int, more: int) -> list[Experts]:
-    """Places the experts of each moment by the counts of the moment before.
-
-    Args:
-        moments: Tokens by moment, block, replica and expert.
-        replicas: Size of the groups that hold all experts once.
-        more: Places on each replica beyond those that all experts need once.
-    """
+    """Places the experts of each moment by the counts of the moment before."""
     placements = [[even_placement(EXPERTS, replicas)] * len(moments[0])]
     for counts in moments[:-1]:
         placements.append(replace(placements[-1], counts, more))
@@ -136,13 +110,7 @@ def place(moments: Sequence[Sequence[Counts]], replicas: int, more: int) -> list
 
 
 def replace(current: Experts, counts: Sequence[Counts], more: int) -> Experts:
-    """Places the experts of every block anew, where it pays.
-
-    Args:
-        current: The placements so far.
-        counts: Tokens by block, replica and expert.
-        more: Places on each replica beyond those that all experts need once.
-    """
+    """Places the experts of every block anew, where it pays."""
     replicas = current[0].ranks
     per_rank = EXPERTS // replicas + more
     return [
@@ -158,10 +126,6 @@ def layers_of(placements: Experts, counts: Sequence[Counts]) -> Layers:
     """Returns the costs of the half blocks.
 
     Each layer of experts takes as long as its busiest replica.
-
-    Args:
-        placements: The placement of the experts of each block.
-        counts: Tokens by block, replica and expert.
     """
     layers = list(dense(len(placements), SEQUENCE))
     for block, (placement, tokens) in enumerate(zip(placements, counts, strict=True)):
@@ -171,11 +135,7 @@ def layers_of(placements: Experts, counts: Sequence[Counts]) -> Layers:
 
 
 def balance(expected: Sequence[Layers]) -> list[Partition]:
-    """Places the layers of each moment where it pays.
-
-    Args:
-        expected: The costs of each moment but the first, as far as the moment before tells.
-    """
+    """Places the layers of each moment where it pays."""
     out = [in_halves(uniform(len(expected[0]) // 2, STAGES))]
     for layers in expected:
         proposed = best(layers, STAGES, MICROBATCHES, out[-1])
@@ -185,12 +145,7 @@ def balance(expected: Sequence[Layers]) -> list[Partition]:
 
 
 def time_of(moments: Sequence[Layers], partitions: Sequence[Partition]) -> dict[str, Any]:
-    """Returns the mean seconds of a step, and the mean shares without work.
-
-    Args:
-        moments: Costs of each half block, at each moment.
-        partitions: The placement at each moment.
-    """
+    """Returns the mean seconds of a step, and the mean shares without work."""
     played = [timeline(*x, MICROBATCHES) for x in zip(moments, partitions, strict=True)]
     work = MICROBATCHES * sum(layer.seconds for layer in dense(len(moments[0]) // 2, SEQUENCE))
     result: dict[str, Any] = {
@@ -213,15 +168,7 @@ def time_of(moments: Sequence[Layers], partitions: Sequence[Partition]) -> dict[
 def row(
     skew: float, replicas: int, more: int, blocks: int = BLOCKS, moments: int = 24
 ) -> dict[str, Any]:
-    """Measures one line of the first table.
-
-    Args:
-        skew: Exponent at the end of the model (`benchmarks.expert_loads`).
-        replicas: Size of the groups that hold all experts once.
-        more: Places on each replica beyond those that all experts need once.
-        blocks: Depth of the model.
-        moments: Number of moments.
-    """
+    """Measures one line of the first table."""
     counts = draw_counts(blocks, skew, moments)
     even = [[even_placement(EXPERTS, replicas)] * blocks] * moments
     in_turn = [round_robin_placement(EXPERTS, replicas)] * blocks
@@ -277,12 +224,7 @@ def row(
 def mean_busiest(
     sides: Mapping[str, Sequence[Experts]], counts: Sequence[Sequence[Counts]]
 ) -> dict[str, float]:
-    """Returns the busiest replica's tokens over the mean, by side.
-
-    Args:
-        sides: Placements of the experts, by side and moment.
-        counts: Tokens by moment, block, replica and expert.
-    """
+    """Returns the busiest replica's tokens over the mean, by side."""
     return {
         name: fmean(busiest(*x) for x in zip(chain(*placements), chain(*counts), strict=True))
         for name, placements in sides.items()
@@ -389,12 +331,7 @@ def trace_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the speed-ups of each row beside the paper's range.
-
-    Args:
-        rows: Rows of the first table.
-        path: The file.
-    """
+    """Draws the speed-ups of each row beside the paper's range."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     names = ("experts placed", "layers balanced", "both", "perfect")
@@ -419,13 +356,7 @@ def measure(
     groups: Sequence[tuple[int, int]] = GROUPS,
     depths: Sequence[int] = DEPTHS,
 ) -> dict[str, Any]:
-    """Measures all rows of both tables.
-
-    Args:
-        skews: Exponents at the end of the model.
-        groups: Replicas of a group, and more places for experts on each.
-        depths: Depths of the model in the second table.
-    """
+    """Measures all rows of both tables."""
     rows = [row(skew, *group) for skew in skews for group in groups]
     least = {schedule: rows[0]["sides"]["perfect"]["idle"][schedule] for schedule in SCHEDULES}
     return {

@@ -59,23 +59,13 @@ class TimedPipeline:
         return float(world.sum(seconds, "the step to end").max())
 
     def run_on(self, partition: Partition, count: int) -> float:
-        """Moves the layers, and returns the median seconds of the steps that follow.
-
-        Args:
-            partition: Number of layers on each rank.
-            count: Number of steps that count.
-        """
+        """Moves the layers, and returns the median seconds of the steps that follow."""
         migration = Actions(self.pipeline).move(partition)
         self.moves.append({"bytes": migration.moved_bytes, "seconds": migration.seconds})
         return median(self.run(count + 1)[1:])  # the first step after a move opens channels
 
     def span(self, costs: tuple[LayerCost, ...], partition: Partition) -> float:
-        """Returns the simulated seconds of a step without link times.
-
-        Args:
-            costs: Costs of each layer.
-            partition: Number of layers on each rank.
-        """
+        """Returns the simulated seconds of a step without link times."""
         stages = self.pipeline.schedule_keeper.stage_costs(costs, partition)
         schedule = self.pipeline.schedule_keeper.on(partition)
         return simulate(schedule, Costs(stages.stages, (0.0,) * len(stages.links))).makespan
@@ -84,17 +74,7 @@ class TimedPipeline:
 def balanced(
     world: World, pairs: int, steps: int, blocks: int, hidden: int, sequence: int, microbatches: int
 ) -> dict[str, Any]:
-    """Runs on each rank: the static and the balanced placement, in turn.
-
-    Args:
-        world: The ranks.
-        pairs: Number of turns of both placements.
-        steps: Number of counted steps on a placement in each turn.
-        blocks: Depth of the model.
-        hidden: Width of the model.
-        sequence: Tokens of a sequence.
-        microbatches: Microbatches of a step.
-    """
+    """Runs on each rank: the static and the balanced placement, in turn."""
     config = parse(
         {
             "model": {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": sequence},

@@ -52,14 +52,6 @@ class Jittery(EmulatedLayer):
     """An emulated layer whose times are others at every microbatch.
 
     Each layer draws in its own order, the same for both sides.
-
-    Args:
-        f: Mean seconds of F.
-        b: Mean seconds of B.
-        w: Mean seconds of W.
-        size: Floats of a message.
-        spread: Standard deviation of the logarithm of the times.
-        seed: Seed of the draws.
     """
 
     def __init__(self, f: float, b: float, w: float, size: int, spread: float, seed: int) -> None:
@@ -74,14 +66,7 @@ class Jittery(EmulatedLayer):
 
 
 def emulated_model(ranks: int, seconds: float, spread: float, slow: bool) -> Model:
-    """Makes the emulated model.
-
-    Args:
-        ranks: Number of ranks.
-        seconds: Time of an F, a B or a W of a rank.
-        spread: Standard deviation of the logarithm of the times.
-        slow: Whether the last rank takes SLOW times as long.
-    """
+    """Makes the emulated model."""
     precise_timers()
     times = [
         seconds / LAYERS * (SLOW if slow and i // LAYERS == ranks - 1 else 1)
@@ -117,15 +102,7 @@ def waits(step_output: StepOutput) -> tuple[float, float, float]:
 def compare(
     world: World, pipelines: dict[str, Engine], inputs: Tensor, targets: Tensor, rounds: int
 ) -> dict[str, Any]:
-    """Times both sides in turn.
-
-    Args:
-        world: The ranks.
-        pipelines: An engine for each of `SIDES`.
-        inputs: Inputs of a step, [microbatches, micro_batch, ...].
-        targets: Targets of a step, of the same shape.
-        rounds: Number of counted turns.
-    """
+    """Times both sides in turn."""
     outcomes: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SIDES}
 
     def seen(name: str, pipeline: Engine) -> Callable[[], float]:
@@ -162,14 +139,7 @@ def compare(
 
 
 def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) -> dict[str, Any]:
-    """Runs on each rank: emulated layers under several schedules.
-
-    Args:
-        world: The ranks.
-        microbatches: Microbatches of a step.
-        milliseconds: Mean time of an F, a B or a W of a rank.
-        rounds: Number of counted turns.
-    """
+    """Runs on each rank: emulated layers under several schedules."""
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
     cases = {
         "zb-h1, random times": ("zb-h1", 0.5, False),
@@ -197,16 +167,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
 def real(
     world: World, microbatches: int, rounds: int, blocks: int, hidden: int, sequence: int
 ) -> dict[str, Any]:
-    """Runs on each rank: a GPT, cut evenly and unevenly.
-
-    Args:
-        world: The ranks.
-        microbatches: Microbatches of a step.
-        rounds: Number of counted turns.
-        blocks: Depth of the model.
-        hidden: Width of the model.
-        sequence: Tokens of a sequence.
-    """
+    """Runs on each rank: a GPT, cut evenly and unevenly."""
     model, inputs, targets = gpt(microbatches, blocks, hidden, sequence, micro_batch=4)
 
     def make(schedule: str) -> dict[str, Engine]:

@@ -26,15 +26,6 @@ def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) 
     """Calls a function on several local ranks, one thread each.
 
     Ranks on a CUDA device share it: their messages pass through host memory.
-
-    Args:
-        function: "module:name". It is called as name(world, **arguments) on every rank.
-        ranks: Number of ranks.
-        device: "cpu" or a CUDA device.
-        arguments: Passed on to the function, as JSON.
-
-    Returns:
-        The result of rank 0.
     """
     if device != "cpu":
         # The ranks' kernels do not wait on the device, so modules may be loaded late. Loading all
@@ -60,16 +51,7 @@ def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) 
 def alternate(
     sides: Mapping[str, Callable[[], Taken]], rounds: int, warmup: int
 ) -> dict[str, list[Taken]]:
-    """Calls the sides in turn, round after round, so that all meet the same machine.
-
-    Args:
-        sides: Functions by name. Each returns its seconds, or the seconds of its parts.
-        rounds: How often each side counts.
-        warmup: How often each side is called before.
-
-    Returns:
-        The results of each side, one a round.
-    """
+    """Calls the sides in turn, round after round, so that all meet the same machine."""
     times: dict[str, list[Taken]] = {name: [] for name in sides}
     for turn in range(warmup + rounds):
         for name, side in sides.items():
@@ -83,9 +65,6 @@ def start_together() -> float:
     """Waits on every rank for the others, and then for an agreed moment.
 
     Ranks leave a barrier apart if they share cores.
-
-    Returns:
-        The moment (time.perf_counter, the same clock for all processes of a machine).
     """
     import torch
     import torch.distributed as dist
@@ -110,13 +89,7 @@ def part_medians(times: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, li
 
 
 def bound_of(share: float, lost: dict[str, float], least: float = 0.85) -> dict[str, Any]:
-    """Says what keeps a saving from its ideal.
-
-    Args:
-        share: Share of the ideal that is reached.
-        lost: Measured seconds over the ideal, by where they are spent.
-        least: The largest part of `lost` is named if `share` is under this.
-    """
+    """Says what keeps a saving from its ideal."""
     return {"lost": lost, "bounded_by": max(lost, key=lost.__getitem__) if share < least else None}
 
 

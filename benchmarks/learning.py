@@ -75,14 +75,7 @@ RUNS: dict[str, dict[str, Run]] = {
 
 
 def block_flops(config: Config, kept: float, keys: float, pairs: float) -> float:
-    """Returns the FLOPs of a block's F for one token of the whole batch.
-
-    Args:
-        config: Config of the run.
-        kept: Share of the tokens that the block computes.
-        keys: Share of the tokens that need keys and values.
-        pairs: Share of the attention's pairs.
-    """
+    """Returns the FLOPs of a block's F for one token of the whole batch."""
     hidden, sequence = config.model.hidden, config.model.sequence
     m = config.model
     router, networks = (
@@ -97,10 +90,6 @@ def step_flops(config: Config, shares: Sequence[float]) -> float:
     """Returns the FLOPs of F, B and W for one token.
 
     B of the attention takes twice its F, and it has no W.
-
-    Args:
-        config: Config of the run.
-        shares: Share of all tokens that left at each exit. Empty without early exit.
     """
     m, cases = config.model, config.dynamism.cases
     exits: tuple[int, ...] = (
@@ -121,12 +110,7 @@ def step_flops(config: Config, shares: Sequence[float]) -> float:
 
 
 def compute_of(config: Config, events: Sequence[Event]) -> list[float]:
-    """Returns the compute up to the end of each step, in dense steps.
-
-    Args:
-        config: Config of the run.
-        events: Events of the run.
-    """
+    """Returns the compute up to the end of each step, in dense steps."""
     dense = step_flops(config_of(1, 0, {}, 1, 1, config.model.hidden), ())
     records = [
         (e.step, e.shares["exited"])
@@ -160,20 +144,7 @@ def train(
     batches: int,
     hidden: int,
 ) -> dict[str, Any]:
-    """Runs on the one rank.
-
-    Args:
-        world: The one rank.
-        steps: Steps of the run.
-        dynamism: The section of this name.
-        model: More keys of [model].
-        evaluations: Points of a curve.
-        batches: Held-out microbatches of 4 windows each.
-        hidden: Width of the model.
-
-    Returns:
-        The held-out loss by step and by compute.
-    """
+    """Runs on the one rank."""
     config = config_of(steps, 0, dynamism, evaluations, batches, hidden, model)
     events: list[Event] = []
     Trainer(config, world, model_of(config), None, listen=events.append).run()
@@ -212,16 +183,7 @@ def measure(
     batches: int = 16,
     hidden: int = HIDDEN,
 ) -> dict[str, Any]:
-    """Trains all runs of `RUNS[what]`.
-
-    Args:
-        what: A key of `RUNS`.
-        steps: Steps of each run.
-        jobs: Runs at once, each of one thread in a process of its own.
-        evaluations: Points of a curve.
-        batches: Held-out microbatches of 4 windows each.
-        hidden: Width of the model.
-    """
+    """Trains all runs of `RUNS[what]`."""
     common = {"evaluations": evaluations, "batches": batches, "hidden": hidden}
     plain: Run = ({}, {})
     asked = [
@@ -280,12 +242,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws the held-out loss by compute: a panel a case, the dense run in each.
-
-    Args:
-        result: Result of `measure`.
-        path: The file.
-    """
+    """Draws the held-out loss by compute: a panel a case, the dense run in each."""
     plt = pyplot()
     styles = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."))
     cases = list(dict.fromkeys(row["name"].split(",")[0] for row in result["rows"]))

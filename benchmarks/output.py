@@ -32,13 +32,7 @@ def main(
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     options: Sequence[tuple[str, int, str]] = (),
 ) -> None:
-    """Runs `python -m benchmarks.NAME [--json]` of a benchmark without tables of its own.
-
-    Args:
-        about: The command's description.
-        measure: Returns the figures.
-        options: Name, default and help text of each option. All are integers.
-    """
+    """Runs `python -m benchmarks.NAME [--json]` of a benchmark without tables of its own."""
     parser = parser_of(about)
     for name, default, text in options:
         add_number(parser, name, default, text)
@@ -47,13 +41,7 @@ def main(
 
 
 def parser_of(about: str | None, picture: str = "", reads: bool = False) -> argparse.ArgumentParser:
-    """Returns a parser with the options that benchmarks share.
-
-    Args:
-        about: The command's description. Its lines are kept.
-        picture: Name of a picture in docs/pictures. Adds `--plot FILE`. Empty adds no option.
-        reads: Whether to add `--read FILE`.
-    """
+    """Returns a parser with the options that benchmarks share."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,14 +58,7 @@ def parser_of(about: str | None, picture: str = "", reads: bool = False) -> argp
 def add_number(
     parser: argparse.ArgumentParser, name: str, default: float, text: str
 ) -> argparse.Action:
-    """Adds an option that takes a number. Its help text names the default.
-
-    Args:
-        parser: The parser.
-        name: Name of the option, without dashes.
-        default: The default. The option takes numbers of its type.
-        text: Meaning of the number.
-    """
+    """Adds an option that takes a number. Its help text names the default."""
     text = f"{text} (default {default})"
     return parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
 
@@ -85,12 +66,7 @@ def add_number(
 def figures_of(
     options: argparse.Namespace, measure: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the figures of `--read`. Without `--read`, measures and describes the machine.
-
-    Args:
-        options: Options of a parser with `--read`.
-        measure: Returns the figures.
-    """
+    """Returns the figures of `--read`. Without `--read`, measures and describes the machine."""
     if options.read:
         return json.loads(options.read.read_text())
     return measure() | {"machine": machine()}
@@ -109,12 +85,7 @@ def machine() -> dict[str, Any]:
 
 
 def report(result: dict[str, Any], as_json: bool) -> None:
-    """Prints the figures of a benchmark without tables of its own.
-
-    Args:
-        result: The figures.
-        as_json: Whether to print one JSON object instead of one figure a line.
-    """
+    """Prints the figures of a benchmark without tables of its own."""
     if as_json:
         print(json.dumps(result))
         return
@@ -128,14 +99,7 @@ def report(result: dict[str, Any], as_json: bool) -> None:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
-    """Formats a table in Markdown.
-
-    Args:
-        head: The headings.
-        rows: The cells of each line.
-        align: One letter for each column: "l" aligns left, "r" right. By default all columns but
-            the first hold numbers, which are aligned right.
-    """
+    """Formats a table in Markdown."""
     align = align or "l" + "r" * (len(head) - 1)
     rule = ["---:" if letter == "r" else "---" for letter in align]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
@@ -145,11 +109,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = ""
 
 
 def pyplot(style: Mapping[str, Any] = STYLE) -> Any:
-    """Returns `matplotlib.pyplot`, which then draws the same figures as the same text.
-
-    Args:
-        style: Settings of matplotlib.
-    """
+    """Returns `matplotlib.pyplot`, which then draws the same figures as the same text."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -161,12 +121,7 @@ def pyplot(style: Mapping[str, Any] = STYLE) -> Any:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Saves a figure as SVG without a date, and closes it.
-
-    Args:
-        figure: A figure of matplotlib.
-        path: The file. Its folder is made if it is missing.
-    """
+    """Saves a figure as SVG without a date, and closes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     pyplot({}).close(figure)

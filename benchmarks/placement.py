@@ -51,12 +51,7 @@ WEIGHTS: dict[str, Callable[[random.Random], float]] = {
 
 
 def best_of(run: Callable[[], object], times: int) -> float:
-    """Returns the least milliseconds of several runs.
-
-    Args:
-        run: The function to time.
-        times: Number of runs.
-    """
+    """Returns the least milliseconds of several runs."""
     seconds: list[float] = []
     for _ in range(times):
         start = time.perf_counter()
@@ -95,11 +90,6 @@ def some_memory(draw: random.Random, weights: list[float], ranks: int) -> Memory
     """Draws memory limits of 1.6 times an equal share.
 
     Stage s keeps ranks - s microbatches, as in 1F1B.
-
-    Args:
-        draw: The source of random numbers.
-        weights: Seconds of each layer.
-        ranks: Number of pipeline ranks.
     """
     layers = tuple(
         LayerCost(x, 0, 0, weight_bytes=draw.randint(1, 10), activation_bytes=draw.randint(1, 10))
@@ -114,11 +104,7 @@ def some_memory(draw: random.Random, weights: list[float], ranks: int) -> Memory
 
 
 def cold() -> dict[str, float]:
-    """Measures a new process with the compiled code cached.
-
-    Returns:
-        Seconds of the imports, then of the first call.
-    """
+    """Measures a new process with the compiled code cached."""
     code = (
         "import time; a = time.perf_counter(); "
         "from dynmo.balance.partition import exact; b = time.perf_counter(); "
@@ -240,10 +226,8 @@ def diffusion_table(cases: int) -> list[dict[str, Any]]:
                 if draw.random() < 0.5
                 else Partition.from_bounds([0, *cuts, layers]),
             )
-            best, largest = (
-                max(stage_loads(weights, exact(weights, ranks))),
-                max(stage_loads(weights, diffusion.partition)),
-            )
+            best = max(stage_loads(weights, exact(weights, ranks)))
+            largest = max(stage_loads(weights, diffusion.partition))
             rounds.append(diffusion.rounds)
             distance.append((largest - best) / max(weights))
             share.append(largest / best - 1)

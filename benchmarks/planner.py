@@ -156,12 +156,7 @@ def uneven(cases: int) -> dict[str, Any]:
 
 
 def timed_case(p: int, roomy: bool) -> tuple[Costs, list[float]]:
-    """Draws the costs and memory limits of a pipeline to be timed.
-
-    Args:
-        p: Number of ranks. Also the seed.
-        roomy: Whether a rank has memory for about 2p microbatches. Otherwise it is about p.
-    """
+    """Draws the costs and memory limits of a pipeline to be timed."""
     random = Random(p)
     stages = tuple(
         StageCost(
@@ -176,13 +171,7 @@ def timed_case(p: int, roomy: bool) -> tuple[Costs, list[float]]:
 
 
 def warm(p: int, m: int, runs: int) -> float:
-    """Returns the slower of roomy and tight memory, in seconds.
-
-    Args:
-        p: Number of ranks.
-        m: Number of microbatches.
-        runs: Number of runs. The best one counts.
-    """
+    """Returns the slower of roomy and tight memory, in seconds."""
     worst = 0.0
     for roomy in (True, False):
         costs, caps = timed_case(p, roomy)
@@ -196,13 +185,7 @@ def warm(p: int, m: int, runs: int) -> float:
 
 
 def new_process(p: int, m: int, cache: str | None = None) -> float:
-    """Measures a new process, in seconds from the start of Python to its end.
-
-    Args:
-        p: Number of ranks.
-        m: Number of microbatches.
-        cache: Folder of the compiled code. None leaves the environment as it is.
-    """
+    """Measures a new process, in seconds from the start of Python to its end."""
     costs, caps = timed_case(p, roomy=False)
     code = "from dynmo.cost.layer_cost import Costs, StageCost\n"
     code += (

@@ -48,17 +48,7 @@ WAYS = ("barrier", "post-validation")  # the end of a step
 
 
 def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Callable[[], float]:
-    """Returns a side that runs so many steps.
-
-    Args:
-        world: The ranks.
-        pipeline: The engine.
-        steps: Number of steps of a run.
-        every: Number of steps between two that are rolled back. 0: no step is.
-
-    Returns:
-        A function that runs the steps and returns the seconds per step on the slowest rank.
-    """
+    """Returns a side that runs so many steps."""
     microbatches = pipeline.schedule_keeper.on(pipeline.store.layout.partition).microbatches
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
 
@@ -104,13 +94,6 @@ def sleeping_pipeline(
 ) -> tuple[Engine, float]:
     """Makes a pipeline of emulated layers, with the schedule for their sleeps.
 
-    Args:
-        world: The ranks.
-        op: Seconds and memory of the ops.
-        schedule: Name of the schedule.
-        microbatches: Microbatches of a step.
-        post_validation: Whether steps have no barrier at their end.
-
     Returns:
         The pipeline, and the simulated seconds of a step.
     """
@@ -144,17 +127,7 @@ def emulated(
     every: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Runs on each rank.
-
-    Args:
-        world: The ranks.
-        times: F, B and W in seconds.
-        stash: Share of a forward's activations that stays until W.
-        microbatches: Microbatches of a step.
-        steps: Number of steps of a run.
-        every: Number of steps between two that are rolled back.
-        rounds: Number of runs of each side.
-    """
+    """Runs on each rank."""
     f, b, w = times
     op = Op(f, b, w, stash)
     pipelines: dict[str, Engine] = {}
@@ -188,13 +161,7 @@ def emulated(
 def compare(
     schedule: str, measured: dict[str, float], predicted: dict[str, float]
 ) -> dict[str, float]:
-    """Compares a barrier with post-validation, under one schedule.
-
-    Args:
-        schedule: Name of the schedule.
-        measured: Seconds of a step, by side.
-        predicted: Simulated seconds of a step, by side.
-    """
+    """Compares a barrier with post-validation, under one schedule."""
     barrier, without = (f"{schedule} {way}" for way in WAYS)
     return {
         "barrier_seconds": measured[barrier],

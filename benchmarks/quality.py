@@ -60,9 +60,6 @@ def runs(steps: int) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
     """Returns all runs by name.
 
     Up to half of the ten layers freeze.
-
-    Returns:
-        The run that each is held against, the limit of the distance, and its `[dynamism]`.
     """
     third = steps // 3
     adaptive = {"start": steps // 10, "max_layers": 5}
@@ -98,12 +95,7 @@ def runs(steps: int) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
 
 
 def chosen(steps: int, only: Sequence[str]) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
-    """Selects the named runs of `runs`, and the runs that they are held against.
-
-    Args:
-        steps: Steps of each run.
-        only: Names of runs. Empty selects all.
-    """
+    """Selects the named runs of `runs`, and the runs that they are held against."""
     every = runs(steps)
     wanted = {*only, *(every[name][0] for name in only)} or every.keys()
     # The run with shared keys is itself held against dense.
@@ -120,17 +112,7 @@ def config_of(
     hidden: int = HIDDEN,
     model: dict[str, Any] | None = None,
 ) -> Config:
-    """Returns the config of a technique's run.
-
-    Args:
-        steps: Steps of the run.
-        seed: Seed of weights and data.
-        dynamism: The section of this name.
-        evaluations: Points of a curve.
-        batches: Held-out microbatches of 4 windows each.
-        hidden: Width of the model.
-        model: More keys of [model].
-    """
+    """Returns the config of a technique's run."""
     return parse(
         {
             "seed": seed,
@@ -159,20 +141,7 @@ def train(
     batches: int,
     hidden: int = HIDDEN,
 ) -> dict[str, Any]:
-    """Runs on the one rank.
-
-    Args:
-        world: The one rank.
-        steps: Steps of the run.
-        seed: Seed of weights and data.
-        dynamism: The section of this name.
-        evaluations: Points of a curve.
-        batches: Held-out microbatches of 4 windows each.
-        hidden: Width of the model.
-
-    Returns:
-        The held-out losses by step, and what the case did.
-    """
+    """Runs on the one rank."""
     config = config_of(steps, seed, dynamism, evaluations, batches, hidden)
     events: list[Event] = []
     result = Trainer(config, world, model_of(config), None, listen=events.append).run()
@@ -187,10 +156,6 @@ def compare(by_technique: dict[str, dict[str, Any]], steps: int) -> list[dict[st
     """Returns a row for each run of `runs` that was measured.
 
     A row has the last held-out loss, and its distance to the run that it is held against.
-
-    Args:
-        by_technique: Result of each run, by name.
-        steps: Steps of the run.
     """
     out: list[dict[str, Any]] = []
     for name, (against, limit, dynamism) in runs(steps).items():
@@ -216,17 +181,7 @@ def measure(
     hidden: int = HIDDEN,
     only: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Trains the runs and compares them.
-
-    Args:
-        steps: Steps of each run.
-        seeds: Number of seeds of the dense run.
-        jobs: Runs at once, each of one thread in a process of its own.
-        evaluations: Points of a curve.
-        batches: Held-out microbatches of 4 windows each.
-        hidden: Width of the model.
-        only: Names of `runs`, taken with the runs that they are held against. Empty takes all.
-    """
+    """Trains the runs and compares them."""
     common = {"steps": steps, "evaluations": evaluations, "batches": batches, "hidden": hidden}
     techniques = chosen(steps, only)
     asked: list[dict[str, Any]] = [
@@ -272,12 +227,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the held-out loss by step: a panel for each technique.
-
-    Args:
-        rows: Rows of the result.
-        path: The file.
-    """
+    """Draws the held-out loss by step: a panel for each technique."""
     plt = pyplot()
     panels = (
         ("freezing", "dense", "freezing"),

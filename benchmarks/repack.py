@@ -85,18 +85,7 @@ def of_baseline(
     limit: float,
     room: float,
 ) -> int:
-    """Returns an algorithm's fewest ranks that are fast enough, over all targets.
-
-    Args:
-        name: The algorithm, of `BASELINES`.
-        layers: Costs of each half block.
-        seconds: Returns the seconds of a step, by placement.
-        limit: The most seconds that a step may take.
-        room: Parameters that fit on a rank.
-
-    Returns:
-        The number of ranks. All ranks if no target is fast enough.
-    """
+    """Returns an algorithm's fewest ranks that are fast enough, over all targets."""
     even, memory = uniform(len(layers), RANKS), [float(layer.parameters) for layer in layers]
     merged = {BASELINES[name](even, memory, room, target) for target in range(1, RANKS + 1)}
     fast = (partition.stages for partition in merged if seconds(partition) <= limit)
@@ -104,12 +93,7 @@ def of_baseline(
 
 
 def least_seconds(layers: Layers, ranks: int) -> float:
-    """Returns a lower bound on the step of any placement and schedule, in seconds.
-
-    Args:
-        layers: Costs of each half block.
-        ranks: Number of ranks.
-    """
+    """Returns a lower bound on the step of any placement and schedule, in seconds."""
     before = [0.0, *accumulate(layer.f for layer in layers)]
     work = [0.0, *accumulate(MICROBATCHES * layer.seconds for layer in layers)]
     # Bound by number of layers, on the ranks of the rounds done. Zero ranks hold no layer.
@@ -125,16 +109,7 @@ def least_seconds(layers: Layers, ranks: int) -> float:
 
 
 def search_fewer(layers: Layers, limit: float, ranks: int) -> dict[str, Any]:
-    """Searches the fewest ranks that any placement needs, if fewer than `ranks`.
-
-    Args:
-        layers: Costs of each half block.
-        limit: The most seconds that a step may take.
-        ranks: A number of ranks that is known to be enough.
-
-    Returns:
-        The ranks, whether the searches were complete, and their replays.
-    """
+    """Searches the fewest ranks that any placement needs, if fewer than `ranks`."""
     complete, replays = True, 0
     for fewer in range(1, ranks):
         search = search_placements(layers, fewer, MICROBATCHES, limit)
@@ -147,16 +122,7 @@ def search_fewer(layers: Layers, limit: float, ranks: int) -> dict[str, Any]:
 
 @cache
 def moment(layers: Layers, limit: float, room: float) -> dict[str, Any]:
-    """Compares the sides at one moment.
-
-    Args:
-        layers: Costs of each half block.
-        limit: The most seconds that a step may take.
-        room: Parameters that fit on a rank.
-
-    Returns:
-        The ranks of each side, and how ours compares.
-    """
+    """Compares the sides at one moment."""
     seconds = seconds_of(layers)
 
     def place(ranks: int) -> Partition | None:
@@ -187,17 +153,7 @@ def row(
     stride: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Measures one line of the table.
-
-    Args:
-        case: The trace.
-        blocks: Depth of the model.
-        stride: Takes every so many-th moment.
-        progress: Called with the name of each moment that begins.
-
-    Returns:
-        The line, as in the result file.
-    """
+    """Measures one line of the table."""
     whole, moments = dense(blocks, SEQUENCE), trace(case, blocks, SEQUENCE)[::stride]
     limit = ROUNDED * seconds_of(whole)(uniform(2 * blocks, RANKS))
     room = ROOM / RANKS * math.fsum(layer.parameters for layer in whole)
@@ -267,12 +223,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws throughput per rank and ranks over the run, as the paper's figure 4.
-
-    Args:
-        rows: Rows of the result.
-        path: The file.
-    """
+    """Draws throughput per rank and ranks over the run, as the paper's figure 4."""
     figure, axes = pyplot({}).subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for x in (x for x in rows if x["blocks"] == BLOCKS[0]):
         name = name_of(x["case"], SEQUENCE)

@@ -70,21 +70,7 @@ def search_placements(
     limit: float,
     most: int = _REPLAYS,
 ) -> PlacementSearch:
-    """Searches a placement on `ranks` ranks whose step takes at most `limit` seconds.
-
-    Args:
-        layers: Costs of each layer. The first one must have a B or a W.
-        ranks: Number of ranks. Each gets at least one layer.
-        microbatches: Microbatches of a step.
-        limit: The most seconds that a step may take.
-        most: The most bounds of branches to compute. The search is not complete if it needs more.
-
-    Returns:
-        The first placement in the order of the search that the simulator accepts, or None.
-
-    Raises:
-        ValueError: Layer 0 is frozen.
-    """
+    """Searches a placement on `ranks` ranks whose step takes at most `limit` seconds."""
     if layers[0].b == layers[0].w == 0:
         raise ValueError("layer 0 is frozen; the search is for schedules without a frozen prefix")
     if not 1 <= ranks <= len(layers):
@@ -119,18 +105,7 @@ def window_seconds(
     low: int,
     high: int,
 ) -> float:
-    """Returns the lower bound on a step that knows only the layers of the window.
-
-    Args:
-        layers: Costs of each layer.
-        placement: Layers of each rank. The bound uses those of the window.
-        microbatches: Microbatches of a step.
-        low: The first rank of the window.
-        high: The last rank of the window.
-
-    Returns:
-        Seconds, at most those of any placement with these layers on the ranks of the window.
-    """
+    """Returns the lower bound on a step that knows only the layers of the window."""
     ranks = placement.stages
     rows = rows_of(zb_h1(ranks, microbatches), low, high)
     bounds, ended = np.array(placement.bounds, np.int64), np.empty((ranks, 2, microbatches))
@@ -144,16 +119,7 @@ def sums_of(layers: Layers) -> Floats:
 
 
 def rows_of(schedule: Schedule, low: int, high: int) -> Ints:
-    """Returns the ops of some ranks as rows, each behind what it needs.
-
-    Args:
-        schedule: One stage per rank.
-        low: The first rank.
-        high: The last rank.
-
-    Returns:
-        An array of [ops, 3]: rank, kind and microbatch.
-    """
+    """Returns the ops of some ranks as rows, each behind what it needs."""
     ops = [(rank, op) for rank, op in in_order(schedule) if low <= rank <= high]
     return np.array([(rank, _KINDS[op.kind], op.microbatch) for rank, op in ops], np.int64)
 
@@ -256,10 +222,6 @@ def _advance(
     """Goes on from `bounds` and `state` to the next placement within the bound.
 
     It takes ten arguments because Numba passes arrays one by one.
-
-    Returns:
-        `_PLACED` with the placement in `bounds`, `_DONE` without a further placement, or
-        `_STOPPED` after `most` replays.
     """
     ranks, layers = fits.shape[0], fits.shape[1] - 1
     ended = np.empty((ranks, 2, microbatches))

@@ -43,17 +43,7 @@ MICROBATCHES, WARMUP = 4, 2
 
 
 def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any] | None:
-    """Runs both ways in turn, on the same ranks.
-
-    Args:
-        world: The ranks.
-        rounds: Number of counted turns.
-        hidden: Width of the model.
-        blocks: Depth of the model.
-
-    Returns:
-        For each figure, the median over the steps, on the worst rank. None on ranks other than 0.
-    """
+    """Runs both ways in turn, on the same ranks."""
     model = {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": 64}
     here = arrange(world, 2)
     text = torch.randint(
@@ -100,11 +90,7 @@ class ReplicatedPipeline:
         return end - start
 
     def figures(self, times: list[float]) -> dict[str, float]:
-        """Returns the medians of the counted steps, on the worst rank.
-
-        Args:
-            times: Seconds of each counted step.
-        """
+        """Returns the medians of the counted steps, on the worst rank."""
         pipeline = self.pipeline
         worked, waited = (median(x) for x in zip(*self._reductions[WARMUP:], strict=True))
         state = sum(optimizer.state_bytes for _, optimizer in pipeline.store.own.values())
@@ -128,10 +114,6 @@ def could_hide(weights: list[float], reductions: list[float]) -> float:
     """Returns the share of the reductions that ends before the last W does.
 
     The reductions run one after another.
-
-    Args:
-        weights: Seconds of the last W of each layer, in the order of the W's.
-        reductions: Seconds of the reduction of each layer, in the same order.
     """
     now = free = 0.0
     for weight, reduction in zip(weights, reductions, strict=True):

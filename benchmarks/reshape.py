@@ -67,10 +67,6 @@ def request(layers: Layers, memory: int) -> MeshRequest:
 
     Pruned or frozen layers still count, as they may come back. The limit is just under what the
     next shorter pipeline needs.
-
-    Args:
-        layers: Costs of each half block.
-        memory: Memory of a rank, in multiples of the even share of weights.
     """
     sized = tuple(replace(x, weight_bytes=2 if i % 2 else 1) for i, x in enumerate(layers))
     share = sum(x.weight_bytes for x in sized) // RANKS
@@ -96,13 +92,7 @@ def busiest(plan: MeshPlan) -> float:
 
 
 def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
-    """Measures one line of the table.
-
-    Args:
-        case: Name of the case.
-        sequence: Tokens of a sequence.
-        stride: Takes every so many-th moment.
-    """
+    """Measures one line of the table."""
     moments = trace(case, BLOCKS, sequence)[::stride]
     loads: dict[str, float] = {}
     seconds: dict[str, float] = {}
@@ -139,9 +129,6 @@ def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
 def sides_at(layers: Layers) -> tuple[dict[str, tuple[float, float]], dict[str, Mesh]]:
     """Measures all sides at one moment.
 
-    Args:
-        layers: Costs of each half block.
-
     Returns:
         The busiest rank's work in a step and the simulated step of each side, in seconds. The mesh
         of each reshaped side.
@@ -167,23 +154,13 @@ def sides_at(layers: Layers) -> tuple[dict[str, tuple[float, float]], dict[str, 
 
 
 def load_and_step(layers: Layers, partition: Partition) -> tuple[float, float]:
-    """Returns the busiest rank's work in a step, and the simulated step, in seconds.
-
-    Args:
-        layers: Costs of each layer.
-        partition: Number of layers on each rank.
-    """
+    """Returns the busiest rank's work in a step, and the simulated step, in seconds."""
     load = MICROBATCHES * bottleneck(layers, partition)
     return load, timeline(layers, partition, MICROBATCHES).makespan
 
 
 def decisions(moments: Sequence[Layers], memory: int) -> dict[str, Any]:
-    """Replays the decisions of `balance.reshape` from moment to moment.
-
-    Args:
-        moments: Costs of each half block, at each moment.
-        memory: Memory of a rank, in multiples of the even share of weights.
-    """
+    """Replays the decisions of `balance.reshape` from moment to moment."""
     mesh, partition = Mesh(RANKS, 1, MICROBATCHES, 1, "zb-h1"), in_halves(uniform(BLOCKS, RANKS))
     changes, seconds = 0, 0.0
     for layers in moments:
@@ -197,12 +174,7 @@ def decisions(moments: Sequence[Layers], memory: int) -> dict[str, Any]:
 
 
 def measure(stride: int, cases: int) -> dict[str, Any]:
-    """Measures the lines of the table.
-
-    Args:
-        stride: Takes every so many-th moment.
-        cases: Measures the first so many of `CASES`.
-    """
+    """Measures the lines of the table."""
     rows = [row(case, sequence, stride) for case, sequence in CASES[:cases]]
     least = min(x["shares"]["loads"][f"reshaped, memory x{MEMORY[-1]}"] for x in rows)
     return {
@@ -228,12 +200,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the share of perfect balance that each side reaches.
-
-    Args:
-        rows: Rows of the result.
-        path: The file.
-    """
+    """Draws the share of perfect balance that each side reaches."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
     names = ["blocks", "halves", *(f"reshaped, memory x{m}" for m in MEMORY)]

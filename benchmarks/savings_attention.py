@@ -76,13 +76,7 @@ class ThreadClock:
 
 
 def half(sequence: int, sparse: SparseAttention | None, shared: bool = True) -> AttentionHalf:
-    """Builds an attention half.
-
-    Args:
-        sequence: Tokens of a sequence.
-        sparse: The sparse attention. None is dense.
-        shared: Whether queries and keys are shared. Sparse attention needs that.
-    """
+    """Builds an attention half."""
     torch.manual_seed(0)
     options = AttentionOptions(HIDDEN, HEADS, sequence, 0.02, 0.02, 0.0)
     module = (SharedAttentionHalf if shared else AttentionHalf)(options)
@@ -92,13 +86,7 @@ def half(sequence: int, sparse: SparseAttention | None, shared: bool = True) -> 
 
 
 def once(layer: Layer, x: Tensor, gy: Tensor) -> Seconds:
-    """Times F, B and W of a layer for one microbatch.
-
-    Args:
-        layer: The layer.
-        x: Its input.
-        gy: The gradient of its output.
-    """
+    """Times F, B and W of a layer for one microbatch."""
     layer.marks.clear()
     layer.forward(0, (x,), 0, True, True, None)
     layer.backward_input(0, (gy,), True)
@@ -109,14 +97,7 @@ def once(layer: Layer, x: Tensor, gy: Tensor) -> Seconds:
 
 
 def alone(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor) -> Seconds:
-    """Times F and B of the attention without its projections.
-
-    Args:
-        attend: The attention, called with `x` and `v`.
-        x: The rotated vectors, [batch, sequence, heads, size].
-        v: The values, of the same shape.
-        g: The gradient of the output, of the same shape.
-    """
+    """Times F and B of the attention without its projections."""
     x, v = x.detach().requires_grad_(), v.detach().requires_grad_()
     start = time.thread_time()
     out = attend(x, v)
@@ -129,11 +110,6 @@ def around(x: Tensor, v: Tensor, hashed: Hashed) -> Seconds:
     """Times what the kernel does besides its tiles.
 
     F: hashing, planning, gathering, the keys' lengths, spreading. B: gathering and spreading.
-
-    Args:
-        x: The rotated vectors, [batch, sequence, heads, size].
-        v: The values, of the same shape.
-        hashed: The sparse attention.
     """
     start = time.thread_time()
     directions = kernel.draw_directions(HEADS, x.shape[3], hashed.buckets, hashed.seed)
@@ -163,12 +139,7 @@ def around(x: Tensor, v: Tensor, hashed: Hashed) -> Seconds:
 
 
 def inner(module: AttentionHalf, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the half's inputs of its attention: rotated vectors and values.
-
-    Args:
-        module: The attention half.
-        x: Its input, [batch, sequence, hidden].
-    """
+    """Returns the half's inputs of its attention: rotated vectors and values."""
     handed: list[tuple[Tensor, Tensor]] = []
 
     def listen(both: Tensor, v: Tensor) -> Tensor:
@@ -184,16 +155,9 @@ def inner(module: AttentionHalf, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def length(sequence: int, rounds: int) -> dict[str, Any]:
-    """Measures all kinds at one length, against dense.
-
-    Args:
-        sequence: Tokens of a sequence.
-        rounds: Number of counted turns.
-    """
-    clock, x = (
-        ThreadClock(),
-        torch.randn(BATCH, sequence, HIDDEN, generator=torch.Generator().manual_seed(0)),
-    )
+    """Measures all kinds at one length, against dense."""
+    clock = ThreadClock()
+    x = torch.randn(BATCH, sequence, HIDDEN, generator=torch.Generator().manual_seed(0))
     gy = torch.randn_like(x)
     dense = half(sequence, None)
     both, v = inner(dense, x)
@@ -241,12 +205,10 @@ def _compare(
             both.dtype,
         )
     every = batch * heads * sequence * (sequence - 1) // 2
-    dense, sparse, attention, apart = (
-        medians["dense"],
-        medians[name],
-        medians["attention alone"],
-        medians[f"{name}: alone"],
-    )
+    dense = medians["dense"]
+    sparse = medians[name]
+    attention = medians["attention alone"]
+    apart = medians[f"{name}: alone"]
     ideal = [d - a * (1 - plan.pairs / every) for d, a in zip(dense, attention, strict=True)]
     whole = (sum(dense[:2]) - sum(sparse[:2])) / (sum(dense[:2]) - sum(ideal[:2]))
     result: dict[str, Any] = {
@@ -282,22 +244,12 @@ def _fbw(seconds: list[float]) -> dict[str, float]:
 def lengths(
     rounds: int, sequences: tuple[int, ...] = (512, 1024, 2048, 4096)
 ) -> list[dict[str, Any]]:
-    """Measures several lengths.
-
-    Args:
-        rounds: Number of counted turns.
-        sequences: Tokens of a sequence.
-    """
+    """Measures several lengths."""
     return [length(sequence, rounds) for sequence in sequences]
 
 
 def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
-    """Runs on the one rank.
-
-    Args:
-        world: The one rank.
-        rounds: Number of counted turns.
-    """
+    """Runs on the one rank."""
     return lengths(rounds)
 
 

@@ -35,13 +35,7 @@ SHAPES = ((4, 1), (4, 2), (8, 1), (8, 2), (16, 2))  # experts, top_k
 
 
 def half(experts: int, top_k: int, load: str) -> ExpertsHalf:
-    """Builds a half whose tokens spread evenly, or all choose the same experts.
-
-    Args:
-        experts: Number of experts.
-        top_k: Experts that compute a token.
-        load: "even" or "one".
-    """
+    """Builds a half whose tokens spread evenly, or all choose the same experts."""
     torch.manual_seed(0)
     module = ExpertsHalf(
         HIDDEN,
@@ -57,12 +51,7 @@ def half(experts: int, top_k: int, load: str) -> ExpertsHalf:
 
 
 def rows_to_experts(module: ExpertsHalf, x: Tensor) -> Side:
-    """Returns a side that takes rows to their experts and back, without the experts.
-
-    Args:
-        module: The feed-forward half with experts.
-        x: Its input, [tokens, hidden].
-    """
+    """Returns a side that takes rows to their experts and back, without the experts."""
     with torch.no_grad():
         _, chosen, _, load = module.router(x)
     places, _, order = module.sort_by_expert(chosen, load)
@@ -80,12 +69,7 @@ def rows_to_experts(module: ExpertsHalf, x: Tensor) -> Side:
 
 
 def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
-    """Runs on the one rank.
-
-    Args:
-        world: The one rank.
-        rounds: Number of counted turns.
-    """
+    """Runs on the one rank."""
     return [
         shape_row(experts, top_k, load, rounds)
         for experts, top_k in SHAPES
@@ -94,14 +78,7 @@ def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
 
 
 def shape_row(experts: int, top_k: int, load: str, rounds: int) -> dict[str, Any]:
-    """Measures one shape under one load.
-
-    Args:
-        experts: Number of experts.
-        top_k: Experts that compute a token.
-        load: "even" or "one".
-        rounds: Number of counted turns.
-    """
+    """Measures one shape under one load."""
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     module = half(experts, top_k, load)
     sides = {

@@ -44,18 +44,7 @@ MICROBATCHES, EVERY, REFRESH = 8, 10, 200
 def step(
     layer: Layer, x: torch.Tensor, gy: torch.Tensor, trains: bool, backward: bool
 ) -> dict[str, float]:
-    """Times F, B and W of a layer for one microbatch.
-
-    Args:
-        layer: The layer.
-        x: The input.
-        gy: The gradient of the output.
-        trains: Whether the layer has a W.
-        backward: Whether the layer has a B.
-
-    Returns:
-        Seconds by `f`, `b` and `w`. A missing op takes 0.
-    """
+    """Times F, B and W of a layer for one microbatch."""
     layer.marks.clear()
     layer.forward(0, (x,), 0, backward, backward, None)
     if backward:
@@ -71,14 +60,7 @@ def step(
 
 
 def layers(hidden: int, heads: int, sequence: int, rounds: int) -> list[dict[str, Any]]:
-    """Measures both halves: frozen against one that trains.
-
-    Args:
-        hidden: Width of the model.
-        heads: Number of attention heads.
-        sequence: Tokens of a sequence.
-        rounds: Number of counted turns.
-    """
+    """Measures both halves: frozen against one that trains."""
     out: list[dict[str, Any]] = []
     clock = clock_for(torch.device("cpu"))
     x = torch.randn(1, sequence, hidden)
@@ -133,12 +115,6 @@ def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]
     """Times F of a frozen block: run, run and kept, and taken from the cache.
 
     The three take turns. F is of both halves.
-
-    Args:
-        hidden: Width of the model.
-        heads: Number of attention heads.
-        sequence: Tokens of a sequence.
-        rounds: Number of counted turns.
     """
     clock, x = clock_for(torch.device("cpu")), torch.randn(1, sequence, hidden)
     block = [
@@ -174,13 +150,7 @@ def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]
 
 
 def watching(module: nn.Module, x: torch.Tensor, rounds: int) -> tuple[float, float]:
-    """Returns the seconds of a reading, and of a new reference.
-
-    Args:
-        module: The layer that is watched.
-        x: Its input, [batch, sequence, hidden].
-        rounds: Number of counted turns.
-    """
+    """Returns the seconds of a reading, and of a new reference."""
     reference = quantised(module)
     reading = median_of(
         lambda: plasticity(module, reference, (x,), relations(x), (0, 0, 0)), rounds
@@ -189,12 +159,7 @@ def watching(module: nn.Module, x: torch.Tensor, rounds: int) -> tuple[float, fl
 
 
 def median_of(run: Callable[[], object], rounds: int) -> float:
-    """Returns the median seconds of a function.
-
-    Args:
-        run: The function.
-        rounds: Number of counted turns.
-    """
+    """Returns the median seconds of a function."""
     seconds: list[float] = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -204,12 +169,7 @@ def median_of(run: Callable[[], object], rounds: int) -> float:
 
 
 def measure(sequence: int, rounds: int) -> dict[str, Any]:
-    """Runs on one rank.
-
-    Args:
-        sequence: Tokens of a sequence.
-        rounds: Number of counted turns.
-    """
+    """Runs on one rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return {

@@ -55,28 +55,13 @@ Seconds = tuple[float, float, float]
 
 
 def half(which: int, hidden: int, heads: int, sequence: int) -> nn.Module:
-    """Builds the attention (0) or the feed-forward (1) half of a block.
-
-    Args:
-        which: 0 or 1.
-        hidden: Width of the model.
-        heads: Number of attention heads.
-        sequence: Tokens of a sequence.
-    """
+    """Builds the attention (0) or the feed-forward (1) half of a block."""
     config = parse({"model": {"blocks": 1, "hidden": hidden, "heads": heads, "sequence": sequence}})
     return model_of(config).build([1 + which])[1 + which]
 
 
 def pruned_half(which: int, hidden: int, heads: int, sequence: int, sparsity: float) -> nn.Module:
-    """Builds a half whose linears are pruned by magnitude, in sparse form.
-
-    Args:
-        which: 0 for the attention, 1 for the feed-forward half.
-        hidden: Width of the model.
-        heads: Number of attention heads.
-        sequence: Tokens of a sequence.
-        sparsity: Share of each linear's weights that is pruned.
-    """
+    """Builds a half whose linears are pruned by magnitude, in sparse form."""
     module = half(which, hidden, heads, sequence)
     for _, linear in list(linears(module)):
         weights = survivors(linear)
@@ -87,13 +72,7 @@ def pruned_half(which: int, hidden: int, heads: int, sequence: int, sparsity: fl
 
 
 def time_once(layer: Layer, x: torch.Tensor, gy: torch.Tensor) -> Seconds:
-    """Runs a layer once, and returns the seconds of F, B and W.
-
-    Args:
-        layer: The layer.
-        x: Its input, [batch, sequence, hidden].
-        gy: Gradient of its output, of the same shape.
-    """
+    """Runs a layer once, and returns the seconds of F, B and W."""
     layer.marks.clear()
     layer.forward(0, (x,), 0, True, True, None)
     layer.backward_input(0, (gy,), True)
@@ -106,11 +85,6 @@ def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Secon
     """Returns medians of each layer's F, B and W.
 
     One round of warm-up, in which a layer measures its sizes, is not counted.
-
-    Args:
-        layers: The layers.
-        x: The input.
-        rounds: Number of counted turns.
     """
     gy = torch.randn_like(x)
     rows: list[list[Seconds]] = [[] for _ in layers]
@@ -126,13 +100,7 @@ def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Secon
 
 
 def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
-    """Times a dense module's linears alone.
-
-    Args:
-        module: The half.
-        tokens: Tokens of a microbatch.
-        rounds: Number of counted turns.
-    """
+    """Times a dense module's linears alone."""
     each = [
         time_linear(make_pruned(x.out_features, x.in_features, 0.0, False), tokens, rounds)
         for _, x in linears(module)
@@ -142,16 +110,7 @@ def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
 
 
 def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, float]:
-    """Times a pruned module's sparse linears in one microbatch.
-
-    Args:
-        module: The pruned half.
-        tokens: Tokens of a microbatch.
-        rounds: Number of counted turns.
-
-    Returns:
-        Seconds in the kernels, of F, B and W, and of packing for them.
-    """
+    """Times a pruned module's sparse linears in one microbatch."""
     seconds = {"kernel": 0.0, "packing": 0.0}
 
     def add(key: str, run: Callable[[], object], times: int = 1) -> None:
@@ -182,18 +141,7 @@ def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, flo
 def layers(
     hidden: int, heads: int, sequence: int, sparsities: Sequence[float], rounds: int
 ) -> list[dict[str, Any]]:
-    """Measures a row for each half and sparsity.
-
-    Args:
-        hidden: Width of the model.
-        heads: Number of attention heads.
-        sequence: Tokens of a sequence.
-        sparsities: Share of pruned weights in each row.
-        rounds: Number of counted turns.
-
-    Returns:
-        Rows with the seconds of F, B, W dense and pruned, the ideal, and the share reached.
-    """
+    """Measures a row for each half and sparsity."""
     out: list[dict[str, Any]] = []
     clock = clock_for(torch.device("cpu"))
     x = torch.randn(1, sequence, hidden)
@@ -240,10 +188,6 @@ def curves(tokens: int, rounds: int) -> list[dict[str, Any]]:
     F, B and W are measured each.
 
     The crossover is found by bisection.
-
-    Args:
-        tokens: Tokens of a microbatch.
-        rounds: Number of counted turns.
     """
     out: list[dict[str, Any]] = []
     for rows, columns in MATRICES:
@@ -274,14 +218,7 @@ def curves(tokens: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def on_a_rank(world: World, sequence: int, rounds: int, tokens: int) -> dict[str, Any]:
-    """Runs on one rank as dynmo starts it, with the allocator set as it is there.
-
-    Args:
-        world: The one rank.
-        sequence: Tokens of a sequence.
-        rounds: Number of counted turns.
-        tokens: Tokens for the crossover.
-    """
+    """Runs on one rank as dynmo starts it, with the allocator set as it is there."""
     torch.manual_seed(0)
     return {
         "layers": layers(1024, 32, sequence, PAPER, rounds),

@@ -59,12 +59,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def layer_side(module: nn.Module, inputs: Tensors) -> Side:
-    """Returns a side that times F, B and W of a module as a layer.
-
-    Args:
-        module: The module.
-        inputs: Its inputs for one microbatch.
-    """
+    """Returns a side that times F, B and W of a module as a layer."""
     clock = ThreadClock()
     layer = Layer(0, module, clock, 0)
     outputs = layer.forward(0, inputs, 0, False, True, None)
@@ -98,47 +93,25 @@ def function_side(function: Callable[..., Tensor | Tensors], *inputs: Tensor) ->
 
 
 def places_of(tokens: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Draws random places of the tokens that remain, and of the others, ascending.
-
-    Args:
-        tokens: Number of tokens.
-        share: Share of the tokens that remain.
-        seed: Seed of the draw.
-    """
+    """Draws random places of the tokens that remain, and of the others, ascending."""
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
     count = round(share * tokens)
     return order[:count].sort().values, order[count:].sort().values
 
 
 def pairs_of(index: Tensor, sequence: int) -> float:
-    """Returns the share of the causal pairs that queries at these places have.
-
-    Args:
-        index: Places of the queries in the flattened microbatch.
-        sequence: Tokens of a sequence.
-    """
+    """Returns the share of the causal pairs that queries at these places have."""
     return float((index % sequence + 1).sum()) / (BATCH * sequence * (sequence + 1) / 2)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Computes dense attention.
-
-    Args:
-        q: Queries, [batch, sequence, heads, size].
-        k: Keys, of the same shape.
-        v: Values, of the same shape.
-    """
+    """Computes dense attention."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def exit_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, float]]:
-    """Returns the sides of early exit, and the share of pairs by the share of tokens.
-
-    Args:
-        hidden: Width of the model.
-        sequence: Tokens of a sequence.
-    """
+    """Returns the sides of early exit, and the share of pairs by the share of tokens."""
     tokens, generator = BATCH * sequence, torch.Generator().manual_seed(1)
     stream = torch.randn(tokens, hidden, generator=generator)
     targets = torch.randint(VOCAB, (tokens,), generator=generator)
@@ -171,12 +144,7 @@ def exit_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, f
 
 
 def depth_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, float]]:
-    """Returns the sides of mixture of depths, and the share of pairs by capacity.
-
-    Args:
-        hidden: Width of the model.
-        sequence: Tokens of a sequence.
-    """
+    """Returns the sides of mixture of depths, and the share of pairs by capacity."""
     tokens, generator = BATCH * sequence, torch.Generator().manual_seed(1)
     x = torch.randn(BATCH, sequence, hidden, generator=generator)
     heads = torch.randn(BATCH, sequence, HEADS, hidden // HEADS, generator=generator)
@@ -222,14 +190,7 @@ def depth_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, 
 def compare(
     dense: Sequence[float], ours: Sequence[float], ideal: Sequence[float], lost: dict[str, float]
 ) -> dict[str, Any]:
-    """Returns a row: seconds, speed-up, share of the ideal, and what is lost.
-
-    Args:
-        dense: Seconds of F, B and W of the half with all tokens.
-        ours: Seconds of F, B and W of the half with fewer tokens.
-        ideal: Seconds of F, B and W by arithmetic.
-        lost: Seconds over the ideal, by where they are spent.
-    """
+    """Returns a row: seconds, speed-up, share of the ideal, and what is lost."""
     whole = (sum(dense) - sum(ours)) / (sum(dense) - sum(ideal))
     lost = lost | {"elsewhere": sum(ours) - sum(ideal) - sum(lost.values())}
     return {
@@ -242,14 +203,7 @@ def compare(
 
 
 def size_row(case: str, hidden: int, sequence: int, rounds: int) -> dict[str, Any]:
-    """Measures all shares of one case at one size.
-
-    Args:
-        case: Name of the case.
-        hidden: Width of the model.
-        sequence: Tokens of a sequence.
-        rounds: Number of counted turns.
-    """
+    """Measures all shares of one case at one size."""
     exits = case == "early_exit"
     sides, pairs = (exit_sides if exits else depth_sides)(hidden, sequence)
     seconds = part_medians(alternate(sides, rounds, warmup=2))
@@ -293,12 +247,7 @@ def size_row(case: str, hidden: int, sequence: int, rounds: int) -> dict[str, An
 
 
 def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
-    """Runs on the one rank.
-
-    Args:
-        world: The one rank.
-        rounds: Number of counted turns.
-    """
+    """Runs on the one rank."""
     return [
         size_row(case, *size, rounds)
         for case in ("early_exit", "mixture_of_depths")

@@ -244,12 +244,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws weak scaling, and the gains at equal memory.
-
-    Args:
-        result: Result of `measure`.
-        path: The file.
-    """
+    """Draws weak scaling, and the gains at equal memory."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     ranks = [x["ranks"] for x in result["weak"]]

@@ -39,13 +39,7 @@ def busy_cores(count: int) -> Generator[None]:
 
 
 def settings(name: str, steps: int, blocks: int) -> dict[str, Any]:
-    """Returns the config of a run.
-
-    Args:
-        name: Name of the run.
-        steps: Steps of the run.
-        blocks: Depth of the model.
-    """
+    """Returns the config of a run."""
     return {
         "name": name,
         "model": {"blocks": blocks, "hidden": 64, "heads": 4, "sequence": 64},
@@ -57,14 +51,7 @@ def settings(name: str, steps: int, blocks: int) -> dict[str, Any]:
 
 
 def train(folder: Path, name: str, steps: int, blocks: int) -> dict[str, Any]:
-    """Runs `dynmo train` once, and returns where its layers moved.
-
-    Args:
-        folder: Folder of the run.
-        name: Name of the run.
-        steps: Steps of the run.
-        blocks: Depth of the model.
-    """
+    """Runs `dynmo train` once, and returns where its layers moved."""
     config = folder / f"{name}.toml"
     config.write_text(parse(settings(name, steps, blocks)).to_toml())
     ran = subprocess.run(

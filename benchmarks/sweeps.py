@@ -72,12 +72,7 @@ class Setting(NamedTuple):
 
 
 def published_rows(per_rank: int | None = None) -> list[dict[str, Any]]:
-    """Returns the rows of table 5.
-
-    Args:
-        per_rank: Selects the rows with so many microbatches per rank, one for each model. None
-            selects all rows.
-    """
+    """Returns the rows of table 5."""
     return [
         row
         for row in table_5()
@@ -86,13 +81,7 @@ def published_rows(per_rank: int | None = None) -> list[dict[str, Any]]:
 
 
 def setting_of(row: dict[str, Any], ranks: int | None = None, links: bool = True) -> Setting:
-    """Returns the setting of a row of table 5.
-
-    Args:
-        row: The row. Times are in milliseconds.
-        ranks: Number of ranks, if not the row's own.
-        links: Whether messages take time.
-    """
+    """Returns the setting of a row of table 5."""
     link = row["t_comm_ms"] if links else 0.0
     return Setting(
         ranks or row["ranks"],
@@ -105,18 +94,7 @@ def setting_of(row: dict[str, Any], ranks: int | None = None, links: bool = True
 
 
 def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict[str, float]:
-    """Simulates one schedule.
-
-    Args:
-        side: The schedule and its memory.
-        setting: Times of a rank.
-        m: Number of microbatches.
-        chunks: Number of stages on a rank, if the schedule leaves a choice.
-
-    Returns:
-        The span, the peak memory (in activations of a rank), and figures against the lower bound
-        for that memory.
-    """
+    """Simulates one schedule."""
     p = setting.ranks
     placement = stage_ranks_of(side.schedule, p, chunks)
     costs = split_costs(setting.costs(), placement)
@@ -147,14 +125,7 @@ def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict
 
 
 def attention_setting(ratio: float, ranks: int = 8, hidden: int = 4096, head: int = 128) -> Setting:
-    """Returns the times per token in units of h^2, at s / h = ratio.
-
-    Args:
-        ratio: Length of the sequence over the width, s / h.
-        ranks: Number of ranks.
-        hidden: Width h.
-        head: Width of an attention head.
-    """
+    """Returns the times per token in units of h^2, at s / h = ratio."""
     linear, products = 24.0, 4 * ratio  # 2P = 2 * 12 h^2; A = 4 s h
     heads, sequence = hidden / head, ratio * hidden
     share = 32 * hidden / (34 * hidden + 5 * heads * sequence)
@@ -162,12 +133,7 @@ def attention_setting(ratio: float, ranks: int = 8, hidden: int = 4096, head: in
 
 
 def attention(points: int = 16, m: int = 24) -> list[dict[str, Any]]:
-    """Sweeps s / h from 0.1 to 30.
-
-    Args:
-        points: Number of ratios.
-        m: Number of microbatches.
-    """
+    """Sweeps s / h from 0.1 to 30."""
     out: list[dict[str, Any]] = []
     for i in range(points):
         ratio = 0.1 * 300 ** (i / (points - 1))
@@ -195,12 +161,7 @@ def memory(steps: int = 16) -> list[dict[str, Any]]:
 
 
 def few() -> list[dict[str, Any]]:
-    """Sweeps the number of microbatches from 1 to p.
-
-    Returns:
-        For each model and p, points with `gain` and `of_formula`. `gain` is how much longer 1F1B
-        takes. `of_formula` is the span over (m + p - 1)(F + B) + W, without links.
-    """
+    """Sweeps the number of microbatches from 1 to p."""
     out: list[dict[str, Any]] = []
     for row in published_rows(3):
         for p in (8, 16):

@@ -17,30 +17,15 @@ from dynmo.schedule.torch_csv import from_torch_csv
 
 
 def torch_order(kind: PeerSchedule, ranks: int, microbatches: int, name: str) -> Schedule:
-    """Returns the order in which one of torch's schedules runs its ops.
-
-    Args:
-        kind: The schedule's class, and how many stages a rank has.
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-        name: The name of the result.
-
-    Returns:
-        The schedule on the ranks and stages that torch gives it.
-
-    Raises:
-        ScheduleError: The order is not one that dynmo can run.
-    """
+    """Returns the order in which one of torch's schedules runs its ops."""
     stages = [
         mock.create_autospec(PipelineStage, instance=True) for _ in range(kind.stages_per_rank)
     ]
     for stage in stages:
-        stage.group_rank, stage.group_size, stage.num_stages, stage.submod = (
-            0,
-            ranks,
-            ranks * kind.stages_per_rank,
-            None,
-        )
+        stage.group_rank = 0
+        stage.group_size = ranks
+        stage.num_stages = ranks * kind.stages_per_rank
+        stage.submod = None
     order = kind.build(stages, microbatches).pipeline_order
     rows = [
         ",".join("" if action is None else str(action) for action in order[rank])

@@ -38,24 +38,13 @@ class PeerSchedule:
     v_shape: bool = False  # rank r holds stages r and 2p-1-r, instead of r and p+r
 
     def stages(self, ranks: int, rank: int) -> list[int]:
-        """Returns the indices of the stages that `rank` holds.
-
-        Args:
-            ranks: Number of ranks.
-            rank: One of them.
-        """
+        """Returns the indices of the stages that `rank` holds."""
         if self.v_shape:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + chunk * ranks for chunk in range(self.stages_per_rank)]
 
     def build(self, stages: list[Any], microbatches: int, **options: Any) -> Any:
-        """Makes torch's schedule over this rank's stages.
-
-        Args:
-            stages: Stages of torch, those of this rank.
-            microbatches: Microbatches of a step.
-            options: More arguments of torch's class.
-        """
+        """Makes torch's schedule over this rank's stages."""
         return self.make(
             stages[0] if self.make is Schedule1F1B else stages, microbatches, **options
         )
@@ -94,16 +83,7 @@ class TorchPeer:
         targets: torch.Tensor,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Makes this rank's part, on the device of `inputs`.
-
-        Args:
-            schedule: A name in `PEERS`, or another of torch's schedules.
-            microbatches: Microbatches of a step.
-            build_stage: Called with (stage, stages), makes one stage of so many.
-            inputs: A whole batch.
-            targets: A whole batch.
-            loss_fn: Called with (output, targets) of a microbatch, gives their mean.
-        """
+        """Makes this rank's part, on the device of `inputs`."""
         kind = PEERS[schedule] if isinstance(schedule, str) else schedule
         ranks, rank = dist.get_world_size(), dist.get_rank()
         count = ranks * kind.stages_per_rank
@@ -163,12 +143,6 @@ class EmulatedStage(nn.Module):
 
     The stage that `ends` the model gives the mean, the loss, within its F. `slept` counts the
     sleeps of each kind.
-
-    Args:
-        f: Seconds of F.
-        b: Seconds of B.
-        w: Seconds of W.
-        ends: Whether this is the model's last stage.
     """
 
     def __init__(self, f: float, b: float, w: float, ends: bool = False) -> None:
@@ -192,10 +166,6 @@ class EmulatedStage(nn.Module):
         """Sleeps until the op has taken its seconds since `start`.
 
         Arithmetic is part of these seconds, as in dynmo's own emulated layers.
-
-        Args:
-            kind: F, B or W.
-            start: When the op began (time.perf_counter).
         """
         sleep_until(start + self.seconds[kind])
         self.slept[kind] += 1
@@ -236,14 +206,6 @@ def emulated_peer(
 
     Each of two stages on a rank sleeps half of a rank's time. The loss is the mean of the output,
     so each weight's gradient is 1.
-
-    Args:
-        schedule: A name in `PEERS`.
-        microbatches: Microbatches of a step.
-        f: Seconds of a rank's F of a microbatch.
-        b: Seconds of a rank's B of a microbatch.
-        w: Seconds of a rank's W of a microbatch.
-        message_bytes: Bytes of a message between stages.
     """
     precise_timers()
     share = 1 / PEERS[schedule].stages_per_rank

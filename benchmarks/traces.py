@@ -63,24 +63,12 @@ EVERY, STEPS = 5, 50  # a decision, a moment
 
 
 def static(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Partition]:
-    """Places the layers once, at the first moment.
-
-    Args:
-        cost: "parameters" or "time".
-        moments: Costs of each layer, at each moment.
-        ranks: Number of pipeline ranks.
-    """
+    """Places the layers once, at the first moment."""
     return [exact(weigh(moments[0], cost), ranks)] * len(moments)
 
 
 def partitioned(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Partition]:
-    """Partitions the layers anew at every moment.
-
-    Args:
-        cost: "parameters" or "time".
-        moments: Costs of each layer, at each moment.
-        ranks: Number of pipeline ranks.
-    """
+    """Partitions the layers anew at every moment."""
     out = [uniform(len(moments[0]), ranks)]
     for layers in moments:
         out.append(exact(weigh(layers, cost), ranks, current=out[-1]))
@@ -88,13 +76,7 @@ def partitioned(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Parti
 
 
 def diffused(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Partition]:
-    """Lets the layers diffuse at every moment, from the placement before.
-
-    Args:
-        cost: "parameters" or "time".
-        moments: Costs of each layer, at each moment.
-        ranks: Number of pipeline ranks.
-    """
+    """Lets the layers diffuse at every moment, from the placement before."""
     out = [uniform(len(moments[0]), ranks)]
     for layers in moments:
         out.append(diffuse(weigh(layers, cost), out[-1]).partition)
@@ -115,13 +97,6 @@ def ours(
     case: str, moments: Sequence[Layers], ranks: int, microbatches: int, start: Partition
 ) -> tuple[float, float, int]:
     """Replays a run's own decisions.
-
-    Args:
-        case: Name of the case.
-        moments: Costs of each half block, at each moment.
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-        start: The first placement.
 
     Returns:
         The mean seconds and the mean bottleneck of a step, and how often layers moved.
@@ -150,15 +125,7 @@ def ours(
 
 
 def row(case: str, sequence: int, blocks: int, ranks: int, stride: int = 1) -> dict[str, Any]:
-    """Measures one line of the table.
-
-    Args:
-        case: Name of the case.
-        sequence: Tokens of a sequence.
-        blocks: Depth of the model.
-        ranks: Number of pipeline ranks.
-        stride: Takes every so many-th moment.
-    """
+    """Measures one line of the table."""
     halves, microbatches = trace(case, blocks, sequence)[::stride], 2 * ranks
     wholes = [in_blocks(layers) for layers in halves]
     even = uniform(blocks, ranks)
@@ -215,10 +182,6 @@ def idleness(blocks: int, ranks: int) -> dict[str, Any]:
 
     The shares are means over moments and ranks: placed evenly, balanced by halves, and of the
     dense model. Moments with nothing of the technique yet count as any other.
-
-    Args:
-        blocks: Depth of the model.
-        ranks: Number of pipeline ranks.
     """
     microbatches = 2 * ranks
     even = uniform(blocks, ranks)
@@ -255,12 +218,7 @@ def idleness(blocks: int, ranks: int) -> dict[str, Any]:
 def with_stepwise(
     rows: Sequence[dict[str, Any]], stepwise: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Adds the cases whose costs differ at every step to the idleness.
-
-    Args:
-        rows: Results of `idleness`, one for each depth.
-        stepwise: Results of `traces_stepwise.row`.
-    """
+    """Adds the cases whose costs differ at every step to the idleness."""
     return [
         row
         | {
@@ -273,12 +231,7 @@ def with_stepwise(
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the idleness by depth: a panel for each case.
-
-    Args:
-        rows: Results of `idleness`, one for each depth.
-        path: The file.
-    """
+    """Draws the idleness by depth: a panel for each case."""
     plt = pyplot()
     names = [key for key in rows[0] if isinstance(rows[0][key], dict)]
     figure, axes = plt.subplots(
@@ -352,10 +305,6 @@ def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
     """Returns the short table of docs/cases.md.
 
     It has the best of the static placements and of the paper's dynamic ones beside ours.
-
-    Args:
-        rows: Rows of the result.
-        ranks: Number of pipeline ranks. Other rows are left out.
     """
     head = [
         "24 ranks",

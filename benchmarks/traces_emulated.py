@@ -58,14 +58,7 @@ class Emulation(NamedTuple):
 def emulate(
     world: World, cases: Sequence[tuple[str, int]], pairs: int, steps: int
 ) -> list[dict[str, Any]]:
-    """Runs on each rank: one moment of each case's trace.
-
-    Args:
-        world: The ranks.
-        cases: Name and tokens of a sequence, for each case.
-        pairs: Number of turns of both placements.
-        steps: Number of counted steps on a placement in each turn.
-    """
+    """Runs on each rank: one moment of each case's trace."""
     return [
         measure(world, Emulation(case, sequence, 48, MOMENT, pairs, steps, with_dense=True))
         for case, sequence in cases
@@ -73,12 +66,7 @@ def emulate(
 
 
 def emulated(world: World, **given: Any) -> dict[str, Any]:
-    """Runs `measure` on each rank.
-
-    Args:
-        world: The ranks.
-        **given: The fields of an `Emulation`.
-    """
+    """Runs `measure` on each rank."""
     return measure(world, Emulation(**given))
 
 
@@ -86,10 +74,6 @@ def measure(world: World, given: Emulation) -> dict[str, Any]:
     """Runs on each rank: the uniform placement and ours, in turn.
 
     The layers sleep in proportion to the trace.
-
-    Args:
-        world: The ranks.
-        given: The moment, and how it is run.
     """
     ranks, microbatches = world.size, 2 * world.size
     layers = trace(given.case, given.blocks, given.sequence)[given.moment]
@@ -150,15 +134,7 @@ def measure(world: World, given: Emulation) -> dict[str, Any]:
 def sleeping_pipeline(
     world: World, layers: Layers, unit: float, size: int, placement: Partition
 ) -> Engine:
-    """Makes a pipeline of layers that sleep.
-
-    Args:
-        world: The ranks.
-        layers: Costs of each half block, in units.
-        unit: Seconds of a unit.
-        size: Floats of a message.
-        placement: Number of half blocks on each rank.
-    """
+    """Makes a pipeline of layers that sleep."""
     model = make_layers(*([unit * getattr(x, key) for x in layers] for key in "fbw"), size=size)
     return Engine(world, model, placement, StepOptions("zb-h1", microbatches=2 * world.size))
 
@@ -167,12 +143,6 @@ def in_turn(
     world: World, sides: dict[str, tuple[Engine, Partition]], pairs: int, steps: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Runs all sides in turn.
-
-    Args:
-        world: The ranks.
-        sides: Pipeline and placement of each side.
-        pairs: Number of turns.
-        steps: Number of counted steps of each side in a turn.
 
     Returns:
         The median seconds and the median idle ratio of a step, by side.

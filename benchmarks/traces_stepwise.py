@@ -69,15 +69,6 @@ def pilot(case: str, blocks: int, seed: int = PILOT_SEED, steps: int = 24) -> tu
     Mixture of depths: every second block computes 12.5 % of the tokens, give or take the
     predictor's error. Early exit: from a third of the depth on tokens exit. At first 35 % of them
     reach the end, at last 10 %.
-
-    Args:
-        case: Name of the case.
-        blocks: Depth of the model.
-        seed: Seed of the draws.
-        steps: Number of steps.
-
-    Returns:
-        The cost of every half block at each step.
     """
     draw = random.Random(f"{seed} {case} {blocks} {SEQUENCE}")
     if case == "mixture_of_depths":
@@ -116,14 +107,7 @@ def _costs(shares: Sequence[float], exits: bool) -> Layers:
 
 
 def decide(case: str, moments: Sequence[Layers], ranks: int, start: Partition) -> ReplayResult:
-    """Replays the steps under a run's own decisions, one before each step.
-
-    Args:
-        case: Name of the case.
-        moments: Costs of each half block, at each step.
-        ranks: Number of pipeline ranks.
-        start: The first placement.
-    """
+    """Replays the steps under a run's own decisions, one before each step."""
     workload = Workload(
         case,
         tuple(enumerate(moments)),
@@ -140,12 +124,7 @@ def decide(case: str, moments: Sequence[Layers], ranks: int, start: Partition) -
 
 @final
 class Placements:
-    """Placements of half blocks on ranks, and how long they take.
-
-    Args:
-        blocks: Depth of the model.
-        ranks: Number of pipeline ranks.
-    """
+    """Placements of half blocks on ranks, and how long they take."""
 
     def __init__(self, blocks: int, ranks: int) -> None:
         self.ranks, self.microbatches = ranks, 2 * ranks
@@ -158,12 +137,7 @@ class Placements:
         self._works = cache(self._sums)
 
     def seconds(self, layers: Layers, placement: Partition) -> float:
-        """Returns the makespan of a step.
-
-        Args:
-            layers: Costs of each half block.
-            placement: Number of half blocks on each rank.
-        """
+        """Returns the makespan of a step."""
         shape, bounds = self._shape, np.array(placement.bounds, np.int64)
         return compiled_replay(
             shape.rows,
@@ -177,28 +151,14 @@ class Placements:
         )
 
     def mean(self, steps: Sequence[Layers], placements: Sequence[Partition]) -> float:
-        """Returns the mean makespan of the steps.
-
-        Args:
-            steps: Costs of each step.
-            placements: One for each step, or one for all.
-        """
+        """Returns the mean makespan of the steps."""
         each = list(placements) * (len(steps) if len(placements) == 1 else 1)
         return fmean(self.seconds(layers, x) for layers, x in zip(steps, each, strict=True))
 
     def best_static(
         self, steps: Sequence[Layers], stride: int = 1, others: Sequence[Partition] = ()
     ) -> Partition:
-        """Searches one placement for all steps.
-
-        Args:
-            steps: Costs of each step.
-            stride: The best placement of every so many-th step is a candidate.
-            others: More candidates, beside those for the means, medians and maxima.
-
-        Returns:
-            The candidate with the least mean makespan.
-        """
+        """Searches one placement for all steps."""
         middles = (condensed(steps, middle) for middle in (fmean, median, max))
         candidates = dict.fromkeys(
             [self.even, *others, *map(self.place, (*middles, *steps[::stride]))]
@@ -217,15 +177,7 @@ class Placements:
 def row(
     case: str, blocks: int, ranks: int, steps: int = 24, pilot_steps: int = PILOT_STEPS
 ) -> dict[str, Any]:
-    """Measures one line of the table.
-
-    Args:
-        case: Name of the case.
-        blocks: Depth of the model.
-        ranks: Number of pipeline ranks.
-        steps: Number of steps, from the trace's first.
-        pilot_steps: Length of the pilot run.
-    """
+    """Measures one line of the table."""
     moments, on = trace(case, blocks, SEQUENCE)[:steps], Placements(blocks, ranks)
     start = on.best_static(pilot(case, blocks, steps=pilot_steps), PILOT_STRIDE)
     static = on.best_static(moments, others=[start])
@@ -277,12 +229,7 @@ def row(
 
 
 def table(rows: Sequence[dict[str, Any]], ranks: Sequence[int] = (16, 24)) -> str:
-    """Returns the table in Markdown.
-
-    Args:
-        rows: Results of `row`.
-        ranks: Numbers of pipeline ranks. Other rows are left out.
-    """
+    """Returns the table in Markdown."""
     head = [
         "case",
         "blocks",
@@ -308,13 +255,7 @@ def table(rows: Sequence[dict[str, Any]], ranks: Sequence[int] = (16, 24)) -> st
 def stepwise(
     blocks: Sequence[int], ranks: Sequence[int], cases: Sequence[str] = CASES
 ) -> dict[str, Any]:
-    """Measures all lines of the table, and the least share of best static.
-
-    Args:
-        blocks: Depths of the model.
-        ranks: Numbers of pipeline ranks.
-        cases: Names of the cases.
-    """
+    """Measures all lines of the table, and the least share of best static."""
     rows = [row(case, depth, n) for case in cases for depth in blocks for n in ranks]
     return {
         "stepwise": rows,

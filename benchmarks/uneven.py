@@ -55,14 +55,7 @@ def layer_seconds(milliseconds: int) -> list[list[float]]:
 
 
 def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> dict[str, Any]:
-    """Runs on each rank: every schedule on uneven stages, and the plan.
-
-    Args:
-        world: The ranks.
-        milliseconds: Mean time of a stage's op.
-        microbatches: Microbatches of a step.
-        rounds: Number of counted turns.
-    """
+    """Runs on each rank: every schedule on uneven stages, and the plan."""
     f, b, w = layer_seconds(milliseconds)
     model = make_layers(f, b, w, MESSAGE_BYTES // 4)
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
@@ -123,9 +116,6 @@ def choose(pipelines: dict[str, Engine]) -> tuple[str, Partition]:
 
     It is the better of zb-auto and ZB-V, each with its own placement. Both schedules are made from
     costs and keep no more than 1F1B does.
-
-    Args:
-        pipelines: A pipeline of each schedule.
     """
     layers = pipelines["zb-h1"].costs()
     targets = {

@@ -414,12 +414,6 @@ def from_json(record: dict[str, Any]) -> Event:
 
     Keys that the kind does not know are left out. Fields with a default may be missing, because an
     older version did not write them.
-
-    Args:
-        record: A record as `to_json` returns it.
-
-    Raises:
-        InputError: The kind is unknown, or a field without a default is missing.
     """
     kind = _KINDS.get(str(record.get("event")))
     if kind is None:

@@ -206,10 +206,8 @@ def test_checkpoint_exports_weights_and_a_model_loads_them(
     (folder / "my_start.py").write_text(block(HOW_TO / "checkpoints.md", "python", "# my_start.py"))
     monkeypatch.delitem(sys.modules, "my_start", raising=False)
     given = tomllib.loads(block(TUTORIAL, "toml", "# run.toml"))
-    config, own = (
-        parse(given),
-        parse(given | {"model": given["model"] | {"kind": "python:my_start:layers"}}),
-    )
+    config = parse(given)
+    own = parse(given | {"model": given["model"] | {"kind": "python:my_start:layers"}})
     trained = pipeline(model_of(config))
     trained.step(0, *tokens(0, sequence=64), lr=0.1)
     layers = [

@@ -173,10 +173,8 @@ def test_pipeline_on_slices_has_the_same_digest(pool: Pool, schedule: str) -> No
 
 def test_replicas_on_slices_have_the_same_digest(pool: Pool) -> None:
     """Two processes each run a pipeline of two slices, with tied weights."""
-    one, two = (
-        deeper(1, "1f1b", BALANCERS["none"], True),
-        deeper(2, "zb-h1", BALANCERS["random"], True),
-    )
+    one = deeper(1, "1f1b", BALANCERS["none"], True)
+    two = deeper(2, "zb-h1", BALANCERS["random"], True)
     one["train"]["reduction_slots"] = 2
     two["parallel"] |= {"slices": True, "device": "cpu", "replicas": 2}
     one["model"]["tied"] = two["model"]["tied"] = True

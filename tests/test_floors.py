@@ -56,24 +56,22 @@ ORDER = (
     "dynmo",
 )
 NO_TORCH = {
-    *(
-        "dynmo.errors",
-        "dynmo.events",
-        "dynmo.files",
-        "dynmo.jit",
-        "dynmo.options",
-        "dynmo.cost",
-        "dynmo.schedule",
-        "dynmo.schedule.automatic",
-    ),
-    *("dynmo.config", "dynmo.balance", "dynmo.planner"),
-    *(
-        "dynmo.elastic.member",
-        "dynmo.elastic.managers.manager",
-        "dynmo.elastic.launcher.launch_folder",
-        "dynmo.elastic.managers",
-        "dynmo.elastic.launcher",
-    ),
+    "dynmo.errors",
+    "dynmo.events",
+    "dynmo.files",
+    "dynmo.jit",
+    "dynmo.options",
+    "dynmo.cost",
+    "dynmo.schedule",
+    "dynmo.schedule.automatic",
+    "dynmo.config",
+    "dynmo.balance",
+    "dynmo.planner",
+    "dynmo.elastic.member",
+    "dynmo.elastic.managers.manager",
+    "dynmo.elastic.launcher.launch_folder",
+    "dynmo.elastic.managers",
+    "dynmo.elastic.launcher",
 }
 NO_RANKS = {"dynmo.kernels", "dynmo.data", "dynmo.models", "dynmo.dynamism"}
 MAX_TOP_MODULES = 6
@@ -367,10 +365,8 @@ def test_upward_import_is_detected() -> None:
 
 
 def test_import_cycle_is_detected() -> None:
-    there, back = (
-        Import("dynmo.cost.layer_cost", "dynmo.schedule.op", 1),
-        Import("dynmo.schedule.op", "dynmo.cost.layer_cost", 1),
-    )
+    there = Import("dynmo.cost.layer_cost", "dynmo.schedule.op", 1)
+    back = Import("dynmo.schedule.op", "dynmo.cost.layer_cost", 1)
     assert cycle([there, back]) == [
         "dynmo.cost.layer_cost",
         "dynmo.schedule.op",

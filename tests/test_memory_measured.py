@@ -115,11 +115,9 @@ def peak(
     )
     layers = recompute_as_workspace(shape_costs(loaded.options, model_of(loaded)), recompute)
     predicted = rank_memory(
-        *(
-            layers,
-            pipeline.store.layout.partition.counts,
-            pipeline.schedule_keeper.on(pipeline.store.layout.partition),
-        ),
+        layers,
+        pipeline.store.layout.partition.counts,
+        pipeline.schedule_keeper.on(pipeline.store.layout.partition),
         post_validation=loaded.pipeline.post_validation,
         replicas=loaded.parallel.replicas,
         accumulation_groups=groups,
@@ -160,7 +158,8 @@ def _end_workers(pipeline: Engine) -> None:
     transport = executor.transport
     reducer = pipeline.store.replicas._reducer
     for worker in (
-        *(transport._poster, *(outbox.worker for outbox in transport._outboxes.values())),
+        transport._poster,
+        *(outbox.worker for outbox in transport._outboxes.values()),
         *([] if reducer is None else [reducer._worker]),
     ):
         worker.close()

@@ -103,10 +103,8 @@ def run_in_torch(world: World, text: str, stages: int, microbatches: int) -> dic
     Gradients and loss are held against one process with all stages.
     """
     torch.manual_seed(99)
-    inputs, targets = (
-        torch.randn(2 * microbatches, 6).double(),
-        torch.randn(2 * microbatches, 6).double(),
-    )
+    inputs = torch.randn(2 * microbatches, 6).double()
+    targets = torch.randn(2 * microbatches, 6).double()
     whole = nn.Sequential(*map(_stage, range(stages)))
     expected = functional.mse_loss(whole(inputs), targets)
     expected.backward()

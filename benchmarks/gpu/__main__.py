@@ -30,15 +30,7 @@ DRY_LIMIT = 120.0  # seconds of a part in a dry run: a shared machine may be bus
 
 
 def chosen(parts: Sequence[Part], only: str | None) -> list[Part]:
-    """Returns the parts named in `only`, in their own order.
-
-    Args:
-        parts: All parts.
-        only: Names separated by commas. None chooses all parts.
-
-    Raises:
-        Unfit: A name is unknown.
-    """
+    """Returns the parts named in `only`, in their own order."""
     names = None if only is None else only.split(",")
     unknown = next(
         (name for name in names or () if name not in {part.name for part in parts}), None
@@ -59,19 +51,7 @@ def run_all(
     seconds: float,
     stretch: float = 1.0,
 ) -> list[tuple[Part, Ended]]:
-    """Runs the parts in turn and prints how each ended.
-
-    Args:
-        parts: The parts to run.
-        out: Folder of the result files and of the logs.
-        about: Describes the machine, for the result files.
-        dry: Whether the parts run on CPU with tiny sizes.
-        seconds: Limit of all parts together.
-        stretch: Factor of the limit of each part.
-
-    Returns:
-        How each part ended. It is shorter than `parts` if the user interrupted.
-    """
+    """Runs the parts in turn and prints how each ended."""
     (out / LOGS).mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     rows: list[tuple[Part, Ended]] = []

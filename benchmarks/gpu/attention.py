@@ -23,13 +23,7 @@ BUCKETS = (16, 64)
 
 
 def forward(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor) -> Callable[[], None]:
-    """Returns a side that runs F alone.
-
-    Args:
-        attend: The attention.
-        x: Queries, which are also the keys, [batch, sequence, heads, size].
-        v: Values, of the same shape.
-    """
+    """Returns a side that runs F alone."""
 
     def run() -> None:
         with torch.no_grad():
@@ -41,14 +35,7 @@ def forward(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor) ->
 def both(
     attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor
 ) -> Callable[[], None]:
-    """Returns a side that runs F and B.
-
-    Args:
-        attend: The attention.
-        x: Queries, which are also the keys, [batch, sequence, heads, size].
-        v: Values, of the same shape.
-        g: Gradient of the output, of the same shape.
-    """
+    """Returns a side that runs F and B."""
 
     def run() -> None:
         a, b = x.detach().requires_grad_(), v.detach().requires_grad_()
@@ -58,12 +45,7 @@ def both(
 
 
 def share_of_pairs(x: Tensor, hashed: Hashed) -> float:
-    """Returns the share of all pairs (query, earlier key) that are in one bucket.
-
-    Args:
-        x: Queries, which are also the keys, [batch, sequence, heads, size].
-        hashed: The attention.
-    """
+    """Returns the share of all pairs (query, earlier key) that are in one bucket."""
     buckets = hash_buckets(
         x, draw_directions(x.shape[2], x.shape[3], hashed.buckets, hashed.seed, x.device)
     )
@@ -82,17 +64,7 @@ def length(
     batch: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Measures the attention at one length, against dense attention.
-
-    Args:
-        device: The device.
-        dtype: The precision.
-        sequence: Tokens of a sequence.
-        heads: Number of attention heads.
-        size: Width of a head.
-        batch: Sequences of a microbatch.
-        rounds: Number of counted turns.
-    """
+    """Measures the attention at one length, against dense attention."""
     progress(f"{dtype}, {sequence} tokens")
     generator = torch.Generator().manual_seed(0)
     x, v, g = (
@@ -131,12 +103,7 @@ def wins_from(rows: Sequence[dict[str, Any]]) -> dict[str, int | None]:
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures all lengths in two precisions.
-
-    Args:
-        device: The device.
-        options: Options of the command line.
-    """
+    """Measures all lengths in two precisions."""
     shape = {key: getattr(options, key) for key in ("heads", "size", "batch", "rounds")}
     lengths = [2**i for i in range(10, 16) if 2**i <= options.longest] or [options.longest]
     measured = {

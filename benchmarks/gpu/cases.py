@@ -52,10 +52,6 @@ def config_of(options: argparse.Namespace, blocks: int) -> Config:
     """Returns the config of the run.
 
     The cases act where `measure` calls them, at steps that are names only.
-
-    Args:
-        options: The sizes of the command line.
-        blocks: Depth of the model.
     """
     sparse = [[SPARSE, list(range(max(1, blocks // 2)))], [DENSE, []]]
     return parse(
@@ -92,10 +88,6 @@ def blocks_for(device: torch.device, options: argparse.Namespace) -> int:
 
     It is at most as many as asked for, and at most as many as leave half of the device's memory
     to activations.
-
-    Args:
-        device: The device.
-        options: The sizes of the command line.
     """
     if device.type != "cuda":
         return options.blocks
@@ -157,12 +149,7 @@ class Run:
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures the cases in turn, on one pipeline.
-
-    Args:
-        device: The device.
-        options: Options of the command line.
-    """
+    """Measures the cases in turn, on one pipeline."""
     blocks = blocks_for(device, options)
     config = config_of(options, blocks)
     run = Run(device, config, options)

@@ -67,11 +67,7 @@ def missing() -> list[str]:
 
 
 def check_packages() -> None:
-    """Checks that all needed packages are installed.
-
-    Raises:
-        Unfit: Packages are missing, or torch is too old. The message names all missing packages.
-    """
+    """Checks that all needed packages are installed."""
     names = missing()
     if names:
         raise Unfit(
@@ -84,18 +80,7 @@ def check_packages() -> None:
 
 
 def probe(needs_gpu: bool, commit: str | None = None) -> dict[str, Any]:
-    """Describes this machine's torch and GPU.
-
-    Args:
-        needs_gpu: Whether a GPU is needed.
-        commit: The commit of these files, where git cannot tell it.
-
-    Returns:
-        Versions, the GPU and the commit.
-
-    Raises:
-        Unfit: torch cannot be used, or there is no GPU and one is needed.
-    """
+    """Describes this machine's torch and GPU."""
     done = subprocess.run(
         [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120
     )

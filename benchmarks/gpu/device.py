@@ -97,12 +97,6 @@ def main(
 
     Ends with one line and status 2 without a CUDA device. A dry run says nothing about time, so
     only its end is judged.
-
-    Args:
-        about: The command's description.
-        measure: Returns the figures. Raises if a result is wrong.
-        assess: Says what the figures show.
-        options: The sizes.
     """
     parser = output.parser_of(about)
     parser.add_argument("--dry", action="store_true", help="on CPU, with tiny sizes")
@@ -157,10 +151,6 @@ def built_on(device: torch.device, model: Model) -> Model:
     """Returns the model with weights drawn on the device.
 
     That is faster. The weights are not those of the CPU.
-
-    Args:
-        device: The device that draws.
-        model: The model.
     """
 
     def build(owned: Collection[int]) -> list[nn.Module]:
@@ -179,10 +169,6 @@ def seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Times work from an idle device to an idle device, in seconds.
 
     Launching counts if it takes longest.
-
-    Args:
-        device: The device.
-        work: The function to time.
     """
     synchronize(device)
     start = time.perf_counter()
@@ -202,11 +188,6 @@ def turns(
     """Returns the median seconds of each side, in turn.
 
     The first two of each are not counted.
-
-    Args:
-        device: The device.
-        sides: Functions by name.
-        rounds: Number of counted turns.
     """
     timed = {name: lambda work=work: seconds(device, work) for name, work in sides.items()}
     return harness.medians(harness.alternate(timed, rounds, warmup=2))

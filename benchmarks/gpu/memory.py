@@ -110,11 +110,7 @@ class Run:
         return list(measured), list(rank_memory(shapes, counts, schedule))
 
     def move(self, layers: int) -> Migration:
-        """Moves so many layers from rank 0 to rank 1.
-
-        Raises:
-            RuntimeError: The move changed the weights.
-        """
+        """Moves so many layers from rank 0 to rank 1."""
         first, second = self.partition.counts
         before = self.pipeline.digest()
         migration = Actions(self.pipeline).move(Partition((first - layers, second + layers)))
@@ -125,12 +121,7 @@ class Run:
 
 
 def on_a_rank(world: World, shape: Sequence[int]) -> dict[str, Any]:
-    """Runs on each rank. Both ranks return the same.
-
-    Args:
-        world: The ranks.
-        shape: The fields of a `Shape`.
-    """
+    """Runs on each rank. Both ranks return the same."""
     run = Run(world, Shape(*shape))
     run.steps(2)
     if world.device.type == "cuda":
@@ -155,12 +146,7 @@ def on_a_rank(world: World, shape: Sequence[int]) -> dict[str, Any]:
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs two ranks that share the device.
-
-    Args:
-        device: The device.
-        options: Options of the command line.
-    """
+    """Runs two ranks that share the device."""
     shape = Shape.of(options)
     figures = run_ranks("benchmarks.gpu.memory:on_a_rank", 2, str(device), shape=shape)
     return shape._asdict() | figures

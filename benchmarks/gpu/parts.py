@@ -40,16 +40,7 @@ def benchmark(
     module: str = "",
     needs: tuple[str, ...] = (),
 ) -> Part:
-    """Makes a part of a module of this package.
-
-    Args:
-        name: Name of the part.
-        expected: What the part must show, for a person.
-        limit: Seconds after which the part is ended.
-        *options: Options of the command.
-        module: Name of the module, by default that of the part.
-        needs: Optional packages without which the part cannot run on a GPU.
-    """
+    """Makes a part of a module of this package."""
     command = (f"benchmarks.gpu.{module or name}", "--json", *options)
     return Part(name, expected, limit, command, (*command, "--dry"), needs)
 
@@ -109,7 +100,10 @@ PARTS: tuple[Part, ...] = (
         "compiled",
         "torch.compile: split backward over fused at most 1.02",
         60,
-        *("--precisions", "0", "--compiled", "1"),
+        "--precisions",
+        "0",
+        "--compiled",
+        "1",
         module="split",
         needs=("triton",),
     ),

@@ -24,11 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*arguments: str) -> dict[str, Any]:
-    """Runs a dynmo command and returns the object that it prints.
-
-    Raises:
-        RuntimeError: The command failed.
-    """
+    """Runs a dynmo command and returns the object that it prints."""
     done = subprocess.run(
         [sys.executable, "-m", "dynmo", *arguments, "--json"],
         cwd=ROOT,
@@ -43,12 +39,7 @@ def command(*arguments: str) -> dict[str, Any]:
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Profiles a GPT on slices, and plans on the costs file.
-
-    Args:
-        device: The device.
-        options: Options of the command line.
-    """
+    """Profiles a GPT on slices, and plans on the costs file."""
     config = parse(
         {
             "name": "gpu-profile",

@@ -45,17 +45,7 @@ class Ended:
 def run(
     command: Sequence[str], limit: float, log: Path, environment: Mapping[str, str] | None = None
 ) -> Ended:
-    """Runs `python -m COMMAND` and judges what it printed.
-
-    Args:
-        command: A module and its options.
-        limit: Seconds after which the process and all its descendants are killed.
-        log: Takes the whole output, with a traceback if there is one.
-        environment: Variables that the process gets on top of this one's.
-
-    Returns:
-        How the command ended.
-    """
+    """Runs `python -m COMMAND` and judges what it printed."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     start = time.monotonic()
     with log.open("wb") as errors, log.with_suffix(".out").open("w+b") as output:
@@ -88,12 +78,6 @@ def read_output(code: int, printed: str, log: Path, seconds: float) -> Ended:
     """Reads a part's exit status and its last line.
 
     The last line is one JSON object, or the last line of pytest.
-
-    Args:
-        code: The exit status. Negative: the signal that ended the process.
-        printed: The process's output on stdout.
-        log: The log, with the output on stderr.
-        seconds: How long the part ran.
     """
     lines = [line for line in printed.splitlines() if line.strip()]
     if code:
@@ -141,15 +125,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def write(out: Path, part: Part, ended: Ended, about: Mapping[str, Any], dry: bool) -> None:
-    """Writes a part's result file, whole or not at all.
-
-    Args:
-        out: Folder of the result files.
-        part: The part.
-        ended: How it ended.
-        about: Describes the machine.
-        dry: Whether it was a dry run.
-    """
+    """Writes a part's result file, whole or not at all."""
     record = {
         "part": part.name,
         "expected": part.expected,

@@ -74,13 +74,7 @@ class Sides:
         self.steps: dict[str, Callable[[], float]] = {}
 
     def add(self, name: str, pipeline: Engine, schedule: Schedule | None = None) -> None:
-        """Adds a side.
-
-        Args:
-            name: Name of the side.
-            pipeline: The engine that runs it.
-            schedule: Runs in place of the pipeline's own.
-        """
+        """Adds a side."""
 
         def step() -> float:
             if schedule is not None:
@@ -98,18 +92,7 @@ class Sides:
 def on_slices(
     sides: Sides, world: World, model: Model, count: int, dtype: torch.dtype
 ) -> dict[str, tuple[Engine, Schedule]]:
-    """Adds the schedules on so many slices to `sides`.
-
-    Args:
-        sides: Takes the schedules.
-        world: One rank.
-        model: The model.
-        count: Number of slices.
-        dtype: The precision in which the model computes.
-
-    Returns:
-        For each schedule, the pipeline that runs it and the schedule.
-    """
+    """Adds the schedules on so many slices to `sides`."""
     microbatches = len(sides.inputs)
     rows: dict[str, tuple[Engine, Schedule]] = {}
     for own, stages, names in (("zb-auto", count, FLAT), ("zb-v", 2 * count, V_SHAPED)):
@@ -141,13 +124,7 @@ def on_slices(
 def torch_stages(
     model: Model, device: torch.device, dtype: torch.dtype
 ) -> Callable[[int, int], nn.Module]:
-    """Returns a function that makes torch's stages: the same layers, placed evenly.
-
-    Args:
-        model: The model.
-        device: The device of the stages.
-        dtype: The precision of the stages.
-    """
+    """Returns a function that makes torch's stages: the same layers, placed evenly."""
 
     def build(stage: int, stages: int) -> nn.Module:
         own = uniform(model.layers, stages).range_of(stage)
@@ -166,13 +143,6 @@ def on_all_sms(sides: Sides, world: World, model: Model, count: int, dtype: torc
     """Adds the sides that run on the whole GPU to `sides`.
 
     They are the model as one stage, and as so many stages of one rank in both runtimes.
-
-    Args:
-        sides: Takes the sides.
-        world: One rank.
-        model: The model.
-        count: Number of stages.
-        dtype: The precision in which the model computes.
     """
     microbatches, options = len(sides.inputs), LayerOptions(dtype=dtype)
     one = Partition((model.layers,))
@@ -193,15 +163,7 @@ def on_all_sms(sides: Sides, world: World, model: Model, count: int, dtype: torc
 def pipelines(
     device: torch.device, dtype: torch.dtype, shape: Shape, slices: int, rounds: int
 ) -> dict[str, Any]:
-    """Measures all schedules and runtimes in one precision.
-
-    Args:
-        device: The device.
-        dtype: The precision.
-        shape: Sizes of the model and of a step.
-        slices: Number of slices.
-        rounds: Number of counted turns.
-    """
+    """Measures all schedules and runtimes in one precision."""
     model = built_on(device, model_of(parse({"model": shape.model})))
     sides = Sides(device, *shape.tokens(device))
     with tempfile.TemporaryDirectory() as folder:
@@ -229,13 +191,7 @@ def pipelines(
 
 
 def figures(pipeline: Engine, schedule: Schedule, seconds: float) -> dict[str, float]:
-    """Compares a step with the simulator.
-
-    Args:
-        pipeline: The pipeline that ran the step.
-        schedule: The schedule that it ran.
-        seconds: Measured seconds of the step.
-    """
+    """Compares a step with the simulator."""
     costs = pipeline.schedule_keeper.stage_costs(pipeline.costs(), pipeline.store.layout.partition)
     simulated = simulate(schedule, costs)
     return {
@@ -247,12 +203,7 @@ def figures(pipeline: Engine, schedule: Schedule, seconds: float) -> dict[str, f
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures all schedules and runtimes in bfloat16.
-
-    Args:
-        device: The device.
-        options: Options of the command line.
-    """
+    """Measures all schedules and runtimes in bfloat16."""
     shape = Shape.of(options)
     sizes = {"slices": options.slices, **shape._asdict(), "rounds": options.rounds}
     return sizes | pipelines(device, torch.bfloat16, shape, options.slices, options.rounds)

@@ -29,17 +29,7 @@ def matrix(
     rounds: int,
     bisections: int = 1,
 ) -> dict[str, Any]:
-    """Measures one matrix at several sparsities.
-
-    Args:
-        device: The device.
-        dtype: The precision.
-        rows: Rows of the matrix.
-        columns: Columns of the matrix.
-        tokens: Tokens of a microbatch.
-        rounds: Number of counted turns.
-        bisections: Number of bisections. Their median counts.
-    """
+    """Measures one matrix at several sparsities."""
     progress(f"{dtype}, {rows} x {columns}")
     dense = time_linear(make_pruned(rows, columns, 0.0, False, device, dtype), tokens, rounds)
     points: list[dict[str, float]] = []
@@ -63,12 +53,7 @@ def matrix(
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures all sizes in two precisions.
-
-    Args:
-        device: The device.
-        options: Options of the command line.
-    """
+    """Measures all sizes in two precisions."""
     sizes = [n for n in (1024, 4096) if n <= options.largest] or [options.largest]
     return {
         name: [

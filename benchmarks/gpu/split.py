@@ -32,12 +32,7 @@ from dynmo.train.setup import model_of
 
 
 def halves(device: torch.device, shape: Shape) -> list[nn.Module]:
-    """Builds the halves of so many GPT blocks in float32.
-
-    Args:
-        device: The device. Weights are drawn on it.
-        shape: Sizes of the model.
-    """
+    """Builds the halves of so many GPT blocks in float32."""
     model = model_of(parse({"model": shape.model}))
     with device:
         built = model.build(frozenset(range(1, model.layers - 1)))
@@ -47,15 +42,7 @@ def halves(device: torch.device, shape: Shape) -> list[nn.Module]:
 def plain(
     modules: list[nn.Module], x: Tensor, gy: Tensor, microbatches: int, compiles: bool
 ) -> Callable[[], None]:
-    """Returns a side that runs torch's own backward.
-
-    Args:
-        modules: The halves of the blocks.
-        x: The input of a microbatch, [batch, sequence, hidden].
-        gy: The gradient of the output, of the same shape.
-        microbatches: Microbatches of a step.
-        compiles: Whether torch.compile is used.
-    """
+    """Returns a side that runs torch's own backward."""
     whole: Callable[[Tensor], Tensor] = nn.Sequential(*modules)
     parameters = [p for module in modules for p in module.parameters()]
     if compiles:
@@ -73,15 +60,7 @@ def plain(
 def ours(
     layers: list[Layer], x: Tensor, gy: Tensor, microbatches: int, how: str
 ) -> Callable[[], None]:
-    """Returns a side that runs dynmo's layers.
-
-    Args:
-        layers: The layers.
-        x: The input of a microbatch, [batch, sequence, hidden].
-        gy: The gradient of the output, of the same shape.
-        microbatches: Microbatches of a step.
-        how: "fused", "split" or "deferred".
-    """
+    """Returns a side that runs dynmo's layers."""
 
     def step() -> None:
         for j in range(microbatches):
@@ -109,15 +88,7 @@ def ours(
 def stage(
     device: torch.device, dtype: torch.dtype, compiles: bool, shape: Shape, rounds: int
 ) -> dict[str, Any]:
-    """Measures one precision, eager or compiled.
-
-    Args:
-        device: The device.
-        dtype: The precision.
-        compiles: Whether torch.compile is used.
-        shape: Sizes of the stage and of a step.
-        rounds: Number of counted turns.
-    """
+    """Measures one precision, eager or compiled."""
     generator, microbatches = torch.Generator().manual_seed(0), shape.microbatches
     size = (shape.batch, shape.sequence, shape.hidden)
     x, gy = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(2))
@@ -143,12 +114,7 @@ def stage(
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures all precisions that the options ask for.
-
-    Args:
-        device: The device.
-        options: Options of the command line.
-    """
+    """Measures all precisions that the options ask for."""
     shape = Shape.of(options)
     figures: dict[str, dict[str, Any]] = {}
     for name in list(PRECISIONS)[: options.precisions]:

@@ -32,16 +32,7 @@ Problem = tuple[Ints, Ints, Floats, Ints, Ints, Ints, Ints]
 
 @jit()
 def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: int) -> int:
-    """`MemoryLimits.need`.
-
-    Args:
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        stage: The stage.
-        start: Its first layer.
-        stop: The layer after its last.
-    """
+    """`MemoryLimits.need`."""
     static = held[0, stop] - held[0, start]
     activation = held[1, stop] - held[1, start]
     stash = held[2, stop] - held[2, start]
@@ -58,11 +49,6 @@ def evaluate_bounds(
     scratch: Ints,
 ) -> tuple[float, float, int]:
     """Time and memory of one placement.
-
-    Args:
-        problem: See the top of this file.
-        bounds: See the top of this file.
-        scratch: Room for two numbers per rank.
 
     Returns:
         The largest time of a rank, the sum of squared times, and the bytes over the caps.
@@ -91,13 +77,6 @@ def descend(
     """Moves one layer at a time along the path between two stages.
 
     Goes on while (bytes over, largest time, squares) falls. Changes `bounds`.
-
-    Args:
-        problem: See the top of this file.
-        bounds: The placement to start from. Receives the result.
-
-    Returns:
-        As `evaluate_bounds`, for the result.
     """
     _, rank_of, speeds, _, _, _, _ = problem
     stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
@@ -133,12 +112,6 @@ def wander(
     """Iterated descent: pushes some boundaries by a layer or two, and descends again.
 
     The pushes come from a generator with a fixed seed.
-
-    Args:
-        problem: See the top of this file.
-        bounds: The placement to start from. Receives the best result.
-        kicks: The most pushes.
-        floor: Time below which no placement can be. The descent ends early there.
 
     Returns:
         The largest time of a rank, and the bytes over the caps.
@@ -177,12 +150,6 @@ def branch(
 
     A branch ends if a rank is full. It also ends if the rest weighs as much as the ranks that still
     come can take.
-
-    Args:
-        problem: See the top of this file.
-        bounds: Receives the best placement, if there is one.
-        best: Only placements of less time than this are looked for.
-        nodes: The most steps.
 
     Returns:
         The least time found, and whether everything was seen.
@@ -246,12 +213,6 @@ def nested(problem: Problem, limit: float, reached: Bytes, bounds: Ints) -> tupl
     """Solves the V within `limit`: rank r holds stages r and 2 p - 1 - r.
 
     reached[r, x, y] says that ranks 0 .. r-1 can hold exactly the layers before x and from y on.
-
-    Args:
-        problem: See the top of this file.
-        limit: The largest time of a rank that is allowed.
-        reached: Scratch space: [ranks + 1, boundaries, boundaries].
-        bounds: Receives the placement.
 
     Returns:
         (True, the placement's largest time), or (False, the least limit worth trying next).

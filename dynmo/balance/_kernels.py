@@ -39,14 +39,7 @@ FAILED, FOUND, STUCK = 0, 1, 2
 
 @jit()
 def weighs_at_most(sums: Ints, start: int, stop: int, limit: Ints) -> bool:
-    """Tells if the layers start..stop-1 weigh at most `limit`.
-
-    Args:
-        sums: See the top of this file.
-        start: First layer.
-        stop: The layer after the last.
-        limit: Limbs of the largest load.
-    """
+    """Tells if the layers start..stop-1 weigh at most `limit`."""
     over = 0
     for k in range(sums.shape[1]):
         over = over * 4294967296 + sums[stop, k] - sums[start, k] - limit[k]
@@ -59,15 +52,7 @@ def weighs_at_most(sums: Ints, start: int, stop: int, limit: Ints) -> bool:
 
 @jit()
 def lighter(sums: Ints, start: int, stop: int, other_start: int, other_stop: int) -> bool:
-    """Tells if the layers start..stop-1 weigh less than other_start..other_stop-1.
-
-    Args:
-        sums: See the top of this file.
-        start: First layer of one range.
-        stop: The layer after its last.
-        other_start: First layer of the other range.
-        other_stop: The layer after its last.
-    """
+    """Tells if the layers start..stop-1 weigh less than other_start..other_stop-1."""
     over = 0
     for k in range(sums.shape[1]):
         over = (
@@ -88,17 +73,7 @@ def lighter(sums: Ints, start: int, stop: int, other_start: int, other_stop: int
 def fits(
     held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, stop: int
 ) -> bool:
-    """`MemoryLimits.fits`.
-
-    Args:
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
-        stage: The stage.
-        start: Its first layer.
-        stop: The layer after its last.
-    """
+    """`MemoryLimits.fits`."""
     if caps.size == 0:
         return True
     static = held[0, stop] - held[0, start]
@@ -115,12 +90,6 @@ def farthest(sums: Ints, start: int, limit: Ints, high: int) -> int:
     """The largest stop for which the layers from `start` on weigh at most `limit`.
 
     Searches by doubling, then by halving.
-
-    Args:
-        sums: See the top of this file.
-        start: First layer.
-        limit: Limbs of the largest load. A negative first limb refuses every load.
-        high: The largest stop to consider.
     """
     if limit[0] < 0:
         return start
@@ -145,17 +114,7 @@ def farthest(sums: Ints, start: int, limit: Ints, high: int) -> int:
 def reach(
     held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, high: int
 ) -> int:
-    """The largest stop up to `high` for which the layers from `start` on fit `stage`.
-
-    Args:
-        held: See the top of this file.
-        pairs: See the top of this file.
-        pair_at: See the top of this file.
-        caps: See the top of this file.
-        stage: The stage.
-        start: Its first layer.
-        high: The largest stop to consider.
-    """
+    """The largest stop up to `high` for which the layers from `start` on fit `stage`."""
     if caps.size == 0 or fits(held, pairs, pair_at, caps, stage, start, high):
         return high
     low = start
@@ -179,15 +138,6 @@ def greedy(
     rise: Ints,
 ) -> tuple[int, int]:
     """Fills the stages in order, each as far as possible.
-
-    Args:
-        sums: See the top of this file.
-        limits: See the top of this file.
-        memory: See the top of this file.
-        stages: Number of stages.
-        bounds: Receives the bounds of the placement.
-        rise: Receives for each stage s a pair (start, stop), the least load at which s could have
-            taken one layer more. stop is -1 if memory ended it.
 
     Returns:
         FOUND, FAILED or STUCK, and the number of stages looked at. STUCK: a stage cannot hold the
@@ -213,12 +163,7 @@ def greedy(
 
 @jit()
 def widest(limits: Ints, row: int) -> Ints:
-    """The largest of a row's limits, as limbs.
-
-    Args:
-        limits: See the top of this file.
-        row: The stage, or 0 if there is one row for all.
-    """
+    """The largest of a row's limits, as limbs."""
     best = 0
     for d in range(1, limits.shape[1]):
         for k in range(limits.shape[2]):
@@ -246,19 +191,6 @@ def every(
 
     The layers before stop e weigh and hold the least behind the latest start before e. That start
     alone therefore decides whether e is reached. Starts before low[s] lead nowhere.
-
-    Args:
-        sums: See the top of this file.
-        limits: See the top of this file.
-        classes: See the top of this file.
-        memory: See the top of this file.
-        low: The first start of each stage, from `floors`.
-        high: Receives the latest start of each stage that is reached.
-        bounds: Receives the bounds of the placement.
-        rise: As for `greedy`, with a pair for each of a stage's limits.
-
-    Returns:
-        As `greedy`.
     """
     held, pairs, pair_at, caps = memory
     layers, stages = sums.shape[0] - 1, len(low) - 1
@@ -313,12 +245,7 @@ def every(
 
 @jit()
 def _latest_starts(reached: NDArray[np.uint8], bounds: Ints) -> None:
-    """Writes the placement in which every stage starts as late as it can, from the last stage on.
-
-    Args:
-        reached: Whether a stage can start at a layer: [stage, layer].
-        bounds: Receives the bounds of the placement.
-    """
+    """Writes the placement in which every stage starts as late as it can, last stage first."""
     stages, layers = reached.shape[0] - 1, reached.shape[1] - 1
     bounds[stages] = layers
     for stage in range(stages - 1, -1, -1):
@@ -339,13 +266,6 @@ def floors(
     """Finds the first start of each stage.
 
     The stages from s on would carry or hold too much if s started before low[s].
-
-    Args:
-        sums: See the top of this file.
-        limits: See the top of this file.
-        memory: See the top of this file.
-        stages: Number of stages.
-        low: Receives the first start of each stage.
     """
     held, pairs, pair_at, caps = memory
     low[stages] = sums.shape[0] - 1
@@ -380,21 +300,6 @@ def best_tie(
     Uses dynamic programming over (stage, stop). The best placement has the least (bytes moved,
     squared times, squared counts), then the least stops. A stage's time is
     load * slowness / 2^30 + extra.
-
-    Args:
-        sums: See the top of this file.
-        limits: See the top of this file.
-        classes: See the top of this file.
-        memory: See the top of this file.
-        windows: low, high and offset: see the top of this file.
-        moves: The first layer that each stage holds now and the layer after its last, and the
-            prefix sums of the layers' bytes.
-        times: Prefix sums of rounded weights, the time of each stage for each size sent, and the
-            slowness of each stage, times 2^30.
-        bounds: Receives the bounds of the placement.
-
-    Returns:
-        False if nothing is reached.
     """
     held, pairs, pair_at, caps = memory
     low, high, offset = windows
@@ -450,14 +355,7 @@ def best_tie(
 
 @jit()
 def _best_starts(came: Ints, low: Ints, offset: Ints, bounds: Ints) -> None:
-    """Writes the placement of `best_tie`, from the last stage on.
-
-    Args:
-        came: The start of the stage before, for each state.
-        low: The first start of each stage.
-        offset: See the top of this file.
-        bounds: Receives the bounds of the placement.
-    """
+    """Writes the placement of `best_tie`, from the last stage on."""
     stages = len(low) - 1
     end = low[stages]
     for stage in range(stages, 0, -1):
@@ -478,17 +376,6 @@ def near(
     """Finds a placement whose boundaries are near to `targets`.
 
     Each boundary in turn is as near as the limits and low[s] allow.
-
-    Args:
-        sums: See the top of this file.
-        limits: See the top of this file.
-        memory: See the top of this file.
-        low: The first start of each stage.
-        targets: The bounds to be near to.
-        bounds: Receives the bounds of the placement.
-
-    Returns:
-        False if there is no such placement.
     """
     held, pairs, pair_at, caps = memory
     stages = len(low) - 1

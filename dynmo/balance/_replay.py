@@ -32,7 +32,6 @@ class Shape:
 
     Attributes:
         schedule: The schedule.
-        rows: One row per op. See the top of this file.
         counts: Number of ops of each stage and kind (F, B, W, BW).
         stage_ranks: The rank of each stage.
     """

@@ -35,16 +35,7 @@ TOLERANCE = 1e-3
 
 
 def deepspeed_uniform(items: int, parts: int, *, rest_last: bool = False) -> list[int]:
-    """Bounds with items // parts in each part. The first parts take one more each.
-
-    Args:
-        items: Number of items.
-        parts: Number of parts. The last parts are empty if there are fewer items.
-        rest_last: The last part takes everything that is left, as in older versions.
-
-    Returns:
-        First item of each part, then the number of items.
-    """
+    """Bounds with items // parts in each part. The first parts take one more each."""
     if items <= parts:
         return [min(part, items) for part in range(parts + 1)]
     each, more = divmod(items, parts)
@@ -94,16 +85,8 @@ def deepspeed_balanced(
 def deepspeed_probe(sums: Sequence[float], parts: int, bottleneck: float) -> tuple[list[int], bool]:
     """Fills the parts in order with sums that stay under `bottleneck`.
 
-    Args:
-        sums: Sum of the weights up to and including each item.
-        parts: Number of parts.
-        bottleneck: The load that a part must stay under.
-
     Returns:
         The bounds, and whether the parts were enough.
-
-    Raises:
-        PartitionError: There are fewer items than parts. The published loop never ends then.
     """
     items = len(sums)
     stride = items // parts
@@ -127,19 +110,7 @@ def deepspeed_probe(sums: Sequence[float], parts: int, bottleneck: float) -> tup
 
 
 def deepspeed_type(names: Sequence[str], pattern: str, parts: int) -> list[int]:
-    """Bounds that balance how many layers have a name in which `pattern` is found.
-
-    Args:
-        names: One per layer.
-        pattern: Regular expression. Upper and lower case are alike.
-        parts: Number of parts.
-
-    Returns:
-        First layer of each part, then the number of layers.
-
-    Raises:
-        PartitionError: No name matches, or the pattern is no regular expression.
-    """
+    """Bounds that balance how many layers have a name in which `pattern` is found."""
     try:
         wanted = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
@@ -155,17 +126,7 @@ def deepspeed_type(names: Sequence[str], pattern: str, parts: int) -> list[int]:
 def megatron_uniform(
     names: Sequence[str], stages: int, *, embedding: bool = False, loss: bool = False
 ) -> Partition:
-    """The same number of whole blocks on every stage.
-
-    Args:
-        names: One per layer. See `blocks_of`.
-        stages: Number of stages.
-        embedding: The embedding counts as a block.
-        loss: The loss counts as a block.
-
-    Raises:
-        PartitionError: The blocks do not divide by the stages. Megatron refuses them too.
-    """
+    """The same number of whole blocks on every stage."""
     first, blocks, _ = blocks_of(names)
     counted = len(blocks) + embedding + loss
     each, rest = divmod(counted, stages)
@@ -184,15 +145,7 @@ def megatron_uniform(
 
 
 def placement(bounds: Sequence[int], whose: str) -> Partition:
-    """Converts bounds to a `Partition`.
-
-    Args:
-        bounds: First layer of each stage, then the number of layers.
-        whose: Name of the placement, for the message.
-
-    Raises:
-        PartitionError: A stage is empty, so nothing could run there. The message names the first.
-    """
+    """Converts bounds to a `Partition`."""
     for stage, (start, stop) in enumerate(pairwise(bounds)):
         if stop <= start:
             raise PartitionError(
@@ -203,12 +156,7 @@ def placement(bounds: Sequence[int], whose: str) -> Partition:
 
 
 def in_order(transfers: Transfers) -> Partition:
-    """Converts the result of Algorithm 3 to a `Partition`.
-
-    Raises:
-        PartitionError: A rank's layers do not follow those of the rank before. The message names
-            the first such rank.
-    """
+    """Converts the result of Algorithm 3 to a `Partition`."""
     bounds = [0]
     for rank, held in enumerate(transfers.ranks):
         if sorted(held) != list(range(bounds[-1], bounds[-1] + len(held))) or not held:

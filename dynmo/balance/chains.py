@@ -37,9 +37,6 @@ def integer_sums(weights: Sequence[float]) -> list[int]:
     """Exact prefix sums of the weights.
 
     Every float is an integer over a power of two.
-
-    Returns:
-        One number more than there are weights.
     """
     for layer, weight in enumerate(weights):
         if not math.isfinite(weight) or weight < 0:
@@ -52,15 +49,7 @@ def integer_sums(weights: Sequence[float]) -> list[int]:
 
 
 def enough(layers: int, ranks: int) -> None:
-    """Checks that each rank can have a layer.
-
-    Args:
-        layers: Number of layers.
-        ranks: Number of ranks.
-
-    Raises:
-        PartitionError: There is no rank, or there are fewer layers than ranks.
-    """
+    """Checks that each rank can have a layer."""
     if ranks < 1:
         raise PartitionError(f"a placement on {ranks} ranks; at least 1 is needed")
     if layers < ranks:
@@ -68,15 +57,7 @@ def enough(layers: int, ranks: int) -> None:
 
 
 def same_layers(have: int, want: int) -> None:
-    """Checks that two numbers of layers are equal.
-
-    Args:
-        have: Number of layers found.
-        want: Number of layers expected.
-
-    Raises:
-        PartitionError: The numbers differ.
-    """
+    """Checks that two numbers of layers are equal."""
     if have != want:
         raise PartitionError(
             f"{have} layers where {want} are expected; both must be of the same model"
@@ -84,15 +65,7 @@ def same_layers(have: int, want: int) -> None:
 
 
 def tie_unit(largest: int, stages: int) -> int:
-    """The step in which loads are counted when ties are compared.
-
-    Args:
-        largest: The largest load.
-        stages: Number of stages.
-
-    Returns:
-        A step so coarse that the sum of the squared loads is an int64.
-    """
+    """The step in which loads are counted when ties are compared."""
     if stages * largest * largest < 1 << 62:
         return 1
     bits = (62 - stages.bit_length()) // 2
@@ -106,15 +79,7 @@ def _limbs(values: Sequence[int], limbs: int) -> Ints:
 
 
 def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> list[Fraction] | None:
-    """The speeds as fractions, or None if all are 1.
-
-    Args:
-        speeds: One per rank. None: all are 1.
-        ranks: Number of ranks.
-
-    Raises:
-        PartitionError: There is not one speed per rank, or a speed is not over 0.
-    """
+    """The speeds as fractions, or None if all are 1."""
     if speeds is None:
         return None
     if len(speeds) != ranks:
@@ -126,12 +91,7 @@ def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> list[Fraction] | 
 
 
 def memory_tables(memory: MemoryLimits | None) -> Memory:
-    """The limits as `_kernels` takes them.
-
-    Returns:
-        held, pairs, the index at which each stage's pairs begin, and caps. Without limits, caps is
-        empty.
-    """
+    """The limits as `_kernels` takes them."""
     if memory is None:
         return (
             np.zeros((3, 1), np.int64),
@@ -189,14 +149,6 @@ class Problem:
 
     A time is in units of the weights' own smallest step, divided by a rank's speed. It is an
     integer while all speeds are 1 and no link counts.
-
-    Args:
-        weights: Load of each layer.
-        ranks: Number of ranks. Each has one stage.
-        memory: Limit of each stage. None: unlimited.
-        speeds: One per rank. None: all are 1.
-        links: One per boundary. Needs `output_bytes`. None: messages take no time.
-        output_bytes: Size of each layer's output.
     """
 
     def __init__(
@@ -279,13 +231,7 @@ class Problem:
     # -- times and limits --------------------------------------------------------------------------
 
     def time(self, stage: int, start: int, stop: int) -> Time:
-        """Time of a stage.
-
-        Args:
-            stage: The stage.
-            start: Its first layer.
-            stop: The layer after its last.
-        """
+        """Time of a stage."""
         time: Time = self.sums[stop] - self.sums[start]
         if self.speeds is not None:
             time = time / self.speeds[stage]
@@ -341,10 +287,8 @@ class Problem:
         if self.speeds is None:
             low, high = max(self.heaviest, -(-total // self.ranks)), total
         else:
-            low, high = (
-                max(self.heaviest / max(self.speeds), total / sum(self.speeds, Fraction())),
-                total / min(self.speeds),
-            )
+            low = max(self.heaviest / max(self.speeds), total / sum(self.speeds, Fraction()))
+            high = total / min(self.speeds)
         if self.sends is not None:
             high += max(map(max, self.sends))
         feasible, value = self.probe(high)
@@ -426,11 +370,6 @@ class Problem:
         """The bounds of the best placement with no time above `bottleneck`.
 
         Uses dynamic programming over (stage, end).
-
-        Args:
-            bottleneck: The largest time of a stage.
-            current: Bounds to stay near. None: nothing is placed yet.
-            move_bytes: Cost of moving each layer away from `current`.
         """
         limits = self._table(bottleneck)
         low, high = self._windows(limits, current)
@@ -443,8 +382,14 @@ class Problem:
         sizes = np.array([0, *accumulate(size // unit for size in move_bytes)], np.int64)
         bounds = np.zeros(self.ranks + 1, np.int64)
         reached = kernels.best_tie(
-            *(self.table, limits, self.classes, self.bytes),
-            *((low, high, offset), (own, sizes), self._rounded(limits, bottleneck), bounds),
+            self.table,
+            limits,
+            self.classes,
+            self.bytes,
+            (low, high, offset),
+            (own, sizes),
+            self._rounded(limits, bottleneck),
+            bounds,
         )
         assert reached, "the bottleneck was found, but no placement with it"
         return bounds.tolist()

@@ -137,12 +137,7 @@ class _Chunks:
         self.tables = (self.sums, rank_of, self.speeds, held, pairs, pair_at, caps)
 
     def solve(self, current: Partition | None, nodes: int) -> tuple[Partition, bool]:
-        """Finds the placement, and says whether it is proven to be the best.
-
-        Args:
-            current: Is returned if nothing takes less time.
-            nodes: The most steps of branch and bound.
-        """
+        """Finds the placement, and says whether it is proven to be the best."""
         bounds = np.array(exact(self.weights, self.stages).bounds, np.int64)
         if (
             tuple(self.stage_ranks) == v_stage_ranks(self.ranks)

@@ -110,13 +110,7 @@ class ExpertPlacement:
 
 
 def target_of(holders: Holders, expert: int, source: int) -> int:
-    """`ExpertPlacement.target` of an expert with these holders.
-
-    Args:
-        holders: Ranks that hold the expert.
-        expert: The expert.
-        source: Rank that the tokens come from.
-    """
+    """`ExpertPlacement.target` of an expert with these holders."""
     below = bisect_left(holders, source)
     if below < len(holders) and holders[below] == source:
         return source
@@ -126,16 +120,7 @@ def target_of(holders: Holders, expert: int, source: int) -> int:
 
 
 def tokens_by_holder(holders: Holders, expert: int, tokens: Sequence[float]) -> dict[int, float]:
-    """Divides the tokens of an expert among its holders, as `target_of` does.
-
-    Args:
-        holders: Ranks that hold the expert.
-        expert: The expert.
-        tokens: Tokens of each source.
-
-    Returns:
-        The tokens that each holder computes.
-    """
+    """Divides the tokens of an expert among its holders, as `target_of` does."""
     if len(holders) == 1:
         return {holders[0]: sum(tokens)}
     shares: dict[int, float] = {rank: tokens[rank] for rank in holders}
@@ -209,17 +194,7 @@ def _experts_per_rank(experts: int, ranks: int) -> int:
 
 
 def check_counts(counts: Counts, ranks: int, experts: int) -> None:
-    """Checks that there is one row for each rank with one count for each expert.
-
-    Args:
-        counts: Tokens by source and expert.
-        ranks: Number of ranks of the group.
-        experts: Number of experts.
-
-    Raises:
-        PartitionError: A row or a count is missing or superfluous, or a count is negative or not
-            finite.
-    """
+    """Checks that there is one row for each rank with one count for each expert."""
     if len(counts) != ranks:
         raise PartitionError(
             f"counts of tokens from {len(counts)} sources for {ranks} ranks; give one row per rank"

@@ -212,11 +212,7 @@ class _Search:
         self.loads = placement.loads(counts)
 
     def improve(self) -> bool:
-        """Makes the change after which the largest load of the ranks concerned is least.
-
-        Returns:
-            True if there was a change that leaves all of them below the present largest load.
-        """
+        """Makes the change after which the largest load of the ranks concerned is least."""
         busiest = max(range(self.ranks), key=lambda rank: self.loads[rank])
         least, best = self.loads[busiest], None
         for at_least, change in self._changes(busiest):
@@ -292,12 +288,7 @@ class _Search:
         return after
 
     def shares(self, expert: int, ranks: Holders) -> dict[int, float]:
-        """The tokens of the expert that each of its holders computes.
-
-        Args:
-            expert: The expert.
-            ranks: Ranks that hold the expert.
-        """
+        """The tokens of the expert that each of its holders computes."""
         known = self._known.get((expert, ranks))
         if known is None:
             known = self._known[expert, ranks] = tokens_by_holder(

@@ -140,9 +140,6 @@ class Layouts:
         Args:
             layout: The layout now.
             partition: The new placement.
-
-        Raises:
-            InputError: As `make`.
         """
         return self.make(layout.ranks, layout.replicas, layout.microbatches, partition)
 

@@ -245,23 +245,7 @@ def ties(
     move_bytes: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> list[Partition]:
-    """Some of the placements with the least largest stage time, all different.
-
-    Args:
-        weights: As for `exact`.
-        ranks: As for `exact`.
-        memory: As for `exact`.
-        current: As for `exact`.
-        move_bytes: As for `exact`.
-        speeds: As for `exact`.
-
-    Returns:
-        The placement of `exact`, the one that `exact` would take if nothing were placed yet, and
-        the ones that fill the stages from the front and from the back as far as possible.
-
-    Raises:
-        PartitionError: As for `exact`.
-    """
+    """Some of the placements with the least largest stage time, all different."""
     problem = Problem(weights, ranks, memory, speeds)
     if current is not None:
         same_layers(current.layers, problem.layers)

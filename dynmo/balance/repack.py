@@ -83,15 +83,6 @@ def first_fit(
     """Algorithm 4: merges each rank into the next one if both fit.
 
     It stops when `target` ranks are left.
-
-    Args:
-        partition: The layers of each rank.
-        memory: Bytes of each layer.
-        limit: Bytes of a rank. The sum of two must be under it.
-        target: Number of ranks at which merging stops.
-
-    Returns:
-        The layers of each rank that is left. More than `target` if no more fit.
     """
     left, rank = _loads(partition, memory), 0
     while rank + 1 < len(left) and len(left) > target:
@@ -103,14 +94,7 @@ def first_fit(
 
 
 def best_fit(partition: Partition, memory: Sequence[float], limit: float, target: int) -> Partition:
-    """Merges like `first_fit`, but the neighbours that leave the least room first.
-
-    Args:
-        partition: As for `first_fit`.
-        memory: As for `first_fit`.
-        limit: As for `first_fit`.
-        target: As for `first_fit`.
-    """
+    """Merges like `first_fit`, but the neighbours that leave the least room first."""
     left = _loads(partition, memory)
     while len(left) > target:
         fitting = [
@@ -131,12 +115,6 @@ def round_robin(
     """Merges like `first_fit`, but one pair after the other.
 
     It begins again behind the last pair.
-
-    Args:
-        partition: As for `first_fit`.
-        memory: As for `first_fit`.
-        limit: As for `first_fit`.
-        target: As for `first_fit`.
     """
     left, rank, misses = _loads(partition, memory), 0, 0
     while 1 < len(left) > target and misses < len(left):
@@ -153,12 +131,6 @@ def halving(partition: Partition, memory: Sequence[float], limit: float, target:
     """PipeTransformer: merges all pairs of neighbours at once.
 
     It merges only if every pair fits and at least `target` ranks are left.
-
-    Args:
-        partition: As for `first_fit`.
-        memory: As for `first_fit`.
-        limit: As for `first_fit`.
-        target: As for `first_fit`.
     """
     left = _loads(partition, memory)
     while len(left) % 2 == 0 and len(left) // 2 >= target:

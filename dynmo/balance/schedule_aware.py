@@ -101,7 +101,6 @@ def search(problem: PlacementProblem) -> PlacementSearchResult:
     the fewest bytes is returned.
 
     Raises:
-        PartitionError: As for `exact`.
         ScheduleError: `make` fails for the placement of `exact`.
     """
     return _Search(problem).run()
@@ -223,21 +222,14 @@ class _Search:
         ]
 
     def with_links(self, weights: Sequence[float], links: Sequence[LinkCost]) -> list[Partition]:
-        """The placement of the least bottleneck if stages also send their output.
-
-        Args:
-            weights: Load of each layer.
-            links: One per boundary between stages.
-
-        Returns:
-            One placement. Empty if links take no time.
-        """
+        """The placement of the least bottleneck if stages also send their output."""
         sizes = [layer.output_bytes for layer in self.layers]
         if not any(link.seconds(size) for link in links for size in sizes):
             return []
         return [
             exact(
-                *(weights, self.stages),
+                weights,
+                self.stages,
                 memory=self.memory,
                 current=self.current,
                 move_bytes=self.sizes,
@@ -305,12 +297,7 @@ class _Search:
         return _Candidate(bounds, seconds, self.moved(bounds), schedule)
 
     def better(self, best: _Candidate, bounds: Bounds) -> _Candidate:
-        """The better of the best placement so far and another one.
-
-        Args:
-            best: The best placement so far. Stays if the other one has no schedule.
-            bounds: The other placement.
-        """
+        """The better of the best placement so far and another one."""
         if bounds == best.bounds:
             return best
         try:
@@ -335,15 +322,7 @@ class _Search:
         return self.shapes[frozen]
 
     def replay(self, bounds: Bounds, best: float = math.inf) -> float:
-        """The time of a placement under the round's schedule.
-
-        Args:
-            bounds: The placement.
-            best: The replay may stop once the time cannot be less than this.
-
-        Returns:
-            The time. Infinity if the replay stopped, or if there is no schedule.
-        """
+        """The time of a placement under the round's schedule."""
         shape = self.shape(bounds)
         if shape is None:
             return math.inf

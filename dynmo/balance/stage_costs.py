@@ -62,16 +62,7 @@ def pipeline_costs(
 def check_lengths(
     stages: int, links: Sequence[LinkCost] | None, speeds: Sequence[float] | None
 ) -> None:
-    """Checks that there is one link per boundary and one speed per stage.
-
-    Args:
-        stages: Number of stages.
-        links: None is not checked.
-        speeds: None is not checked.
-
-    Raises:
-        PartitionError: The number of links or speeds is wrong.
-    """
+    """Checks that there is one link per boundary and one speed per stage."""
     if links is not None and len(links) != stages - 1:
         raise PartitionError(
             f"{len(links)} links for {stages} stages; give {stages - 1}, one per boundary"

@@ -213,13 +213,7 @@ def worth_moving_through(
 
     Args:
         outlook: Seconds of a step in each interval, in order.
-        move_seconds: As for `worth_moving`.
-        margin: As for `worth_moving`.
-        hysteresis: As for `worth_moving`.
         soon: The fewest steps for which a gain must last.
-
-    Raises:
-        PartitionError: As for `worth_moving`.
     """
     if len(outlook) < 2:
         first = outlook[0] if outlook else Outlook(0, 0, 0.0, 0.0)

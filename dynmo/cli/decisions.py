@@ -7,11 +7,7 @@ from pathlib import Path
 
 
 def run(path: Path, as_json: bool) -> None:
-    """Prints each decision of a run, its reason, and whether the answer is the same again.
-
-    Raises:
-        InputError: The file has no decisions.
-    """
+    """Prints each decision of a run, its reason, and whether the answer is the same again."""
     from rich.table import Table
 
     from dynmo.cli.console import console_for_tables

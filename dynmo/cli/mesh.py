@@ -25,15 +25,7 @@ if TYPE_CHECKING:
 
 
 def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
-    """Returns the request of a mesh search.
-
-    Args:
-        options: Options of the command line, with GPUs and a global batch.
-        profile: Measured costs of the layers.
-
-    Raises:
-        InputError: An option is wrong, or the costs have no sizes for a memory limit.
-    """
+    """Returns the request of a mesh search."""
     from dynmo.planner.mesh_search import BALANCERS, MeshRequest
 
     assert options.gpus is not None
@@ -94,16 +86,7 @@ def _bandwidth(text: str | None, profile: Profile) -> float:
 
 
 def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
-    """Searches a mesh and prints the result.
-
-    Args:
-        request: The request.
-        as_json: Whether to print one JSON object.
-        exports: Names of other trainers. The plan is also printed in their forms.
-
-    Raises:
-        InputError: The search finds no mesh. See `mesh_search.search`.
-    """
+    """Searches a mesh and prints the result."""
     from dynmo.planner.mesh_search import search
 
     began = time.perf_counter()
@@ -136,11 +119,6 @@ def to_json(request: MeshRequest, result: MeshSearchResult, seconds: float) -> d
 
     It has the keys of `dynmo plan` for one replica of the best mesh. Further keys are `mesh`,
     `candidates` (the best first) and `refused`.
-
-    Args:
-        request: The request.
-        result: Result of the search.
-        seconds: Seconds that the search took.
     """
     best = result.candidates[0]
     return plan_json(best.plan, seconds) | {

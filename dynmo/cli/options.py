@@ -22,10 +22,6 @@ def command(function: Callable[[Options], None]) -> Callable[..., None]:
     typer reads the signature and the annotations of the returned function. They have one parameter
     for each field of the record, in order. A field without a default is required.
 
-    Args:
-        function: The command. Its one argument is annotated with the class of the record. Its
-            docstring is the command's help.
-
     Example:
         >>> @dataclass(frozen=True)
         ... class GreetOptions:

@@ -185,9 +185,6 @@ class PlanOptions:
         """Returns the number of ranks and of microbatches.
 
         Both are the profile's, unless they are given.
-
-        Raises:
-            InputError: A number is missing, or less than 1.
         """
         return (
             _given(self.ranks, profile.ranks, "--ranks"),
@@ -199,11 +196,7 @@ class PlanOptions:
         return self.schedule or profile.schedule or "zb-h1"
 
     def memory_limit_bytes(self) -> int | None:
-        """Returns the memory limit in bytes. None means unlimited.
-
-        Raises:
-            InputError: The limit is 0, or not a number of bytes.
-        """
+        """Returns the memory limit in bytes. None means unlimited."""
         if self.memory_limit is None:
             return None
         from dynmo.options import parse_bytes

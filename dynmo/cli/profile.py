@@ -174,11 +174,7 @@ class _Measurement:
 
 @contextlib.contextmanager
 def _progress(name: str, steps: int) -> Iterator[Callable[[int, float], None]]:
-    """Shows progress on stderr, while it is open.
-
-    Yields:
-        A function of the steps that are done and the seconds of the last one.
-    """
+    """Shows progress on stderr, while it is open."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 

@@ -57,10 +57,6 @@ def run_local_rank(path: Path, run: Callable[[Config, Rendezvous], int]) -> int:
     """Runs a rank that dynmo's launcher started on the config in its run's folder.
 
     Errors go to the launcher, which reports the cause.
-
-    Args:
-        path: The config. The rank's log is beside it.
-        run: Runs the rank, and returns its exit status.
     """
 
     def start() -> int:
@@ -75,12 +71,7 @@ def run_local_rank(path: Path, run: Callable[[Config, Rendezvous], int]) -> int:
 
 
 def report_to_launcher(log: Path, run: Callable[[], int]) -> int:
-    """Runs a process that dynmo's launcher started. Its errors go to the launcher.
-
-    Args:
-        log: The process's log, which takes up all that it prints.
-        run: Runs the process, and returns its exit status.
-    """
+    """Runs a process that dynmo's launcher started. Its errors go to the launcher."""
     from dynmo.elastic.launcher.rank_side import enter_rank, report_failure
 
     enter_rank(log)
@@ -101,11 +92,7 @@ def prepare_joined_rank(rendezvous: Rendezvous) -> None:
 
 @contextlib.contextmanager
 def described_errors(rank: int | None) -> Iterator[None]:
-    """Turns errors of a rank that has no launcher into RunError, with the user's line.
-
-    Args:
-        rank: The rank. None if the process has none yet.
-    """
+    """Turns errors of a rank that has no launcher into RunError, with the user's line."""
     from dynmo.elastic.launcher.rank_side import describe
 
     try:

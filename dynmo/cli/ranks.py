@@ -31,13 +31,7 @@ if TYPE_CHECKING:
 
 
 def run_workload(path: Path, tolerance: float, as_json: bool) -> None:
-    """Prints how many ranks a workload needs, and when.
-
-    Args:
-        path: The workload file.
-        tolerance: Share by which a step may take longer than at first.
-        as_json: Whether to print one JSON object.
-    """
+    """Prints how many ranks a workload needs, and when."""
     from dynmo.planner.ranks_needed import ranks_needed
     from dynmo.planner.workload_file import read
 
@@ -63,12 +57,7 @@ def needed_json(needed: tuple[RanksNeeded, ...]) -> dict[str, Any]:
 
 
 def print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
-    """Prints one row for each moment, and the mean.
-
-    Args:
-        needed: Ranks needed from each moment on.
-        ranks: Number of ranks of the workload.
-    """
+    """Prints one row for each moment, and the mean."""
     from rich.table import Table
 
     from dynmo.cli.console import console_for_tables
@@ -102,13 +91,6 @@ def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
 
     Without `--gpus` it is one for pipelines with the recorded number of microbatches. If the costs
     are those of a run's folder, its config adds the replicas and the global batch.
-
-    Args:
-        options: Options of the command line.
-        profile: Measured costs of the layers. A microbatch without a size is one sequence.
-
-    Raises:
-        InputError: An option is wrong or missing.
     """
     size = profile.microbatch or 1
     profile = replace(profile, microbatch=size)
@@ -126,17 +108,7 @@ def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
 
 
 def _like_run(request: MeshRequest, options: PlanOptions) -> MeshRequest:
-    """Returns a request with the ranks, replicas and batch of a run's folder.
-
-    Args:
-        request: A request for pipelines of the recorded costs.
-        options: Options of the command line, with the run's folder as costs. A given number of
-            ranks takes precedence over the config's.
-
-    Returns:
-        The request. It has only pipelines of one replica if there is no config, or if the command
-        line says how many microbatches a step has.
-    """
+    """Returns a request with the ranks, replicas and batch of a run's folder."""
     from dynmo.balance.meshes import accumulation_problem
     from dynmo.config import load
 
@@ -158,16 +130,7 @@ def _like_run(request: MeshRequest, options: PlanOptions) -> MeshRequest:
 
 
 def run(request: MeshRequest, tolerance: float, as_json: bool) -> None:
-    """Plans every number of ranks up to the request's, and prints the result.
-
-    Args:
-        request: The request.
-        tolerance: Share by which a step may take longer than on all ranks.
-        as_json: Whether to print one JSON object.
-
-    Raises:
-        InputError: All ranks together have no mesh, or none that fits the memory.
-    """
+    """Plans every number of ranks up to the request's, and prints the result."""
     from dynmo.planner.rank_options import rank_table
 
     began = time.perf_counter()
@@ -184,11 +147,6 @@ def to_json(request: MeshRequest, table: RankTable, seconds: float) -> dict[str,
     """Returns the result as JSON, in seconds and bytes.
 
     `fewest_ranks` are the fewest ranks whose step takes `limit_seconds` at most.
-
-    Args:
-        request: The request.
-        table: A row for every number of ranks.
-        seconds: Seconds that planning took.
     """
     return {
         "fewest_ranks": table.fewest,

@@ -71,11 +71,7 @@ def _compare(folders: Sequence[Path]) -> _Comparison:
 
 
 def _summary(folder: Path) -> Summary:
-    """Returns the summary of a run's events.
-
-    Raises:
-        InputError: The folder is not a run, has no steps, or cannot be read.
-    """
+    """Returns the summary of a run's events."""
     from dynmo.report.summary import summarize
 
     log = folder / "events.jsonl"

@@ -33,14 +33,6 @@ def run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
     The ranks may find the input wrong, or be interrupted, before the run writes its first event.
     The folder is then restored, so that it does not block the next attempt. A run that --overwrite
     replaces is deleted only after the first event of the new run, by `forget_replaced`.
-
-    Args:
-        config: Config of the run, with its name.
-        resume: Whether the run must exist and goes on.
-        overwrite: Whether a run of that name is replaced.
-
-    Raises:
-        ConfigError: A run would be lost.
     """
     folder = RUNS / config.name
     with _alone(folder):
@@ -89,11 +81,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keeps other processes from training this run, while it is open.
-
-    Raises:
-        ConfigError: Another process trains the run.
-    """
+    """Keeps other processes from training this run, while it is open."""
     import filelock
 
     path = folder.with_name(f".{folder.name}.lock")
@@ -170,11 +158,7 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> _Be
 
 
 def _resumed_config(folder: Path) -> str:
-    """Returns the text of the config of a run that can be resumed.
-
-    Raises:
-        ConfigError: There is no run, no checkpoint or no readable config.
-    """
+    """Returns the text of the config of a run that can be resumed."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} does not exist, so there is nothing to resume; leave out --resume"
@@ -191,11 +175,7 @@ def _resumed_config(folder: Path) -> str:
 
 
 def _set_aside(folder: Path, overwrite: bool) -> Path:
-    """Renames the folder of a run that is replaced, and returns its new path.
-
-    Raises:
-        ConfigError: The folder may not be replaced.
-    """
+    """Renames the folder of a run that is replaced, and returns its new path."""
     if not overwrite:
         raise ConfigError(
             f"{folder} exists; go on with --resume, replace it with --overwrite, or choose "

@@ -209,11 +209,7 @@ def _prove(schedule: Schedule, request: ScheduleRequest, seconds: float) -> Exac
 
 
 def _check_memory(schedule: Schedule, request: ScheduleRequest) -> None:
-    """Checks that no rank's peak memory is over its cap.
-
-    Raises:
-        ScheduleError: A peak is over the cap. The message has the schedules that would fit.
-    """
+    """Checks that no rank's peak memory is over its cap."""
     peaks, caps = peak_memory(schedule, request.costs), request.caps
     over = [rank for rank in range(schedule.ranks) if not _fits(peaks[rank], caps[rank])]
     if not over:

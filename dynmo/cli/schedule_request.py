@@ -97,11 +97,7 @@ class _StageCosts:
 
 
 def request_of(options: ScheduleOptions) -> ScheduleRequest:
-    """Returns the request of a command line.
-
-    Raises:
-        InputError: An option is wrong, is missing or excludes another one, or a file is wrong.
-    """
+    """Returns the request of a command line."""
     shape = _named(options) if options.from_torch_csv is None else _read(options)
     ranks = max(shape.stage_ranks) + 1
     if options.costs is None:

@@ -19,12 +19,7 @@ _BAR = 60  # columns of the longest rank's bar
 
 
 def waiting(as_json: bool, what: str = "other choices ...") -> AbstractContextManager[object]:
-    """Shows on stderr that other plans may take a while, unless the output is JSON.
-
-    Args:
-        as_json: Whether the output is JSON.
-        what: The text to show.
-    """
+    """Shows on stderr that other plans may take a while, unless the output is JSON."""
     if as_json:
         return nullcontext()
     from rich.console import Console
@@ -36,13 +31,6 @@ def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
     """Returns a plan as JSON.
 
     Times are in seconds, sizes in bytes. A move is [layer, from rank, to rank].
-
-    Args:
-        plan: The plan.
-        seconds: Seconds that the search took.
-
-    Returns:
-        The keys of the stable contract.
     """
     timeline, request = plan.timeline, plan.request
     return {
@@ -152,13 +140,7 @@ def _range(first: str, last: str) -> str:
 
 
 def print_export(console: Console, name: str, plan: Plan) -> None:
-    """Prints a plan in the form of another trainer.
-
-    Args:
-        console: Console to print on.
-        name: One of `EXPORTS`.
-        plan: The plan.
-    """
+    """Prints a plan in the form of another trainer."""
     console.print()
     for key, value in _export(name, plan).items():
         if key == "rounded":

@@ -89,10 +89,6 @@ def to_json(result: ReplayResult, seconds: float) -> dict[str, Any]:
 
     `speedup` is that of the whole run with its moves against a static placement. `perfect_speedup`
     is that of perfect balance.
-
-    Args:
-        result: Result of the replay.
-        seconds: Seconds that the replay took.
     """
     workload = result.workload
     total = {

@@ -75,14 +75,7 @@ class TrainOptions:
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
 
     def check_combination(self, may_start: bool) -> None:
-        """Checks that no option excludes another one.
-
-        Args:
-            may_start: Whether this process may also be one of the run's first ranks.
-
-        Raises:
-            ConfigError: Two options exclude each other.
-        """
+        """Checks that no option excludes another one."""
         if self.resume and self.overwrite:
             raise ConfigError("--resume and --overwrite exclude each other")
         starts = self.overwrite or self.dry_run or self.launcher is not None
@@ -252,15 +245,6 @@ def _join(config: Config, may_start: bool) -> int | None:
     """Joins a run, as a process that the user has started.
 
     It reports its errors itself.
-
-    Args:
-        config: Names the run.
-        may_start: Whether the process has the variables of a rank. All pods of a job have the same
-            command. The first ones start the run, and later ones join it.
-
-    Returns:
-        The exit status. None if the run does not go on. This process is then one of its first
-        ranks.
     """
     from dynmo.elastic.launcher.rank_side import quiet_torch
 

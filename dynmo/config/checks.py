@@ -17,14 +17,7 @@ Rule = Callable[[Config], Iterator[str]]
 
 
 def first_problem(config: Config) -> str | None:
-    """Finds the first reason why the values of a config do not fit together.
-
-    Args:
-        config: A config whose values are valid by themselves.
-
-    Returns:
-        One line that names the keys and says what to do. None if the values fit.
-    """
+    """Finds the first reason why the values of a config do not fit together."""
     # A rule may rely on those before it.
     return next((problem for rule in _RULES for problem in rule(config)), None)
 

@@ -23,16 +23,7 @@ from dynmo.options import Options, explain, value_text
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Reads a config from a TOML file and overrides.
-
-    Args:
-        path: The TOML file. None takes the defaults.
-        overrides: `section.key=value` each. A value is in TOML syntax. A string may go without
-            quotes. The last override of a key wins.
-
-    Raises:
-        ConfigError: One line: the file, the key, what was wrong, what to do.
-    """
+    """Reads a config from a TOML file and overrides."""
     data = {} if path is None else without_unused_keys(_read(Path(path)))
     before = _kind_of(data)
     for text in overrides:
@@ -48,16 +39,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
 def parse(
     data: Mapping[str, Any], where: str = "config", overridden: Collection[str] = ()
 ) -> Config:
-    """Makes a config of nested dicts.
-
-    Args:
-        data: Section -> key -> value.
-        where: Names the source in errors.
-        overridden: Keys that come from `--set`. Errors name `--set` as their source.
-
-    Raises:
-        ConfigError: A key or value is wrong.
-    """
+    """Makes a config of nested dicts."""
     data = without_unused_keys(data)
     try:
         config = Config.model_validate(data)
@@ -132,13 +114,7 @@ def _check_kind(data: Mapping[str, Any], where: str, overridden: Collection[str]
 
 
 def with_options(config: Config, section: tuple[str, ...], options: Mapping[str, Any]) -> Config:
-    """Returns the same config with other options of a section.
-
-    Args:
-        config: The config. It does not change.
-        section: The path of the section, such as ("dynamism", "pruning").
-        options: Key -> new value.
-    """
+    """Returns the same config with other options of a section."""
     data = config.model_dump()
     table = data
     for name in section:

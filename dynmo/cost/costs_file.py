@@ -98,16 +98,7 @@ def read_costs(
 
 
 def parse_costs(data: object, stages: int, w_memory: float = 0.5) -> CostsFile:
-    """Checks costs per stage that are already read from JSON.
-
-    Args:
-        data: The object that JSON gives.
-        stages: Number of stages of the pipeline.
-        w_memory: Share of a forward's activations that stays until W has run.
-
-    Raises:
-        InputError: One line without the file's name.
-    """
+    """Checks costs per stage that are already read from JSON."""
     if not isinstance(data, dict):
         raise InputError(
             'expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}'

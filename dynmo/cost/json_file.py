@@ -9,16 +9,7 @@ from dynmo.errors import InputError
 
 
 def read_json(path: Path, where: str, folder_hint: str = "give a file") -> object:
-    """Reads a JSON file.
-
-    Args:
-        path: The file.
-        where: Names the file in messages.
-        folder_hint: What to do if the path is a folder.
-
-    Raises:
-        InputError: The file cannot be read, or it is not JSON.
-    """
+    """Reads a JSON file."""
     try:
         text = path.read_text(encoding="utf-8")
     except IsADirectoryError:

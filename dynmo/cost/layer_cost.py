@@ -268,10 +268,8 @@ def stage_costs(layers: Sequence[LayerCost], counts: Sequence[int]) -> tuple[Sta
     for count in counts:
         own = layers[start : start + count]
         start += count
-        activation, stash = (
-            float(sum(x.activation_bytes for x in own)),
-            float(sum(x.stash_bytes for x in own)),
-        )
+        activation = float(sum(x.activation_bytes for x in own))
+        stash = float(sum(x.stash_bytes for x in own))
         out.append(
             StageCost(
                 math.fsum(x.f for x in own),

@@ -91,18 +91,7 @@ def open_corpus(source: str) -> Corpus:
 
 
 def stdlib(folder: Path, limit: int = STDLIB_LIMIT) -> NDArray[np.uint8]:
-    """Returns the .py files of a folder, each followed by a separator.
-
-    Args:
-        folder: Its files are read in the order of their relative paths.
-        limit: Most bytes.
-
-    Returns:
-        uint8 [bytes], read-only.
-
-    Raises:
-        ConfigError: There are no sources.
-    """
+    """Returns the .py files of a folder, each followed by a separator."""
     text = bytearray()
     for _, path in sorted((path.relative_to(folder).as_posix(), path) for path in _sources(folder)):
         text += path.read_bytes() + SEPARATOR
@@ -136,11 +125,7 @@ def _named(path: Path) -> str:
 
 
 def file(path: Path) -> FileCorpus:
-    """Returns the bytes of the file at `path`.
-
-    Raises:
-        ConfigError: The file is missing, no regular file, unreadable or empty.
-    """
+    """Returns the bytes of the file at `path`."""
     problem = None
     try:
         info = path.stat()

@@ -57,10 +57,6 @@ class Collective(Protocol):
 
         The result must not depend on the placement. So the tensor has integers, or floats that are
         0 on all ranks but one.
-
-        Args:
-            tensor: Equal shapes on all ranks.
-            what: Names the wait, for messages.
         """
         ...
 
@@ -69,10 +65,6 @@ class Collective(Protocol):
 
         `sum` counts the first replica alone. Give integers, so that the sum is the same for any
         number of replicas.
-
-        Args:
-            tensor: Equal shapes on all ranks.
-            what: Names the wait, for messages.
         """
         ...
 
@@ -338,16 +330,7 @@ def named(case: Dynamism, what: str, step: int) -> Generator[None]:
 def layers_that(
     serve: Callable[[nn.Module], bool], modules: Sequence[nn.Module], problem: str
 ) -> list[int]:
-    """Returns the layers that a case can work on.
-
-    Args:
-        serve: Whether the case can work on a layer.
-        modules: All layers.
-        problem: The error message if there is no such layer.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Returns the layers that a case can work on."""
     indices = [index for index, module in enumerate(modules) if serve(module)]
     if not indices:
         raise ConfigError(f"dynamism.cases: {problem}")

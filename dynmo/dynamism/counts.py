@@ -20,55 +20,28 @@ change a tensor that it has returned."""
 def counts_of(
     layers: Layers, counting: Sequence[int], counted: Counted
 ) -> dict[int, Numbers | Tensor]:
-    """Asks the layers for their counts. Call it before they move.
-
-    Args:
-        layers: The model.
-        counting: The layers that count.
-        counted: Asks a layer.
-
-    Returns:
-        The numbers of this rank's layers.
-    """
+    """Asks the layers for their counts. Call it before they move."""
     numbers = {index: counted(layers.modules[index]) for index in counting}
     own = set(layers.own)
     return {index: each for index, each in numbers.items() if index in own}
 
 
 class Counts:
-    """Numbers per layer, which add up until they are summed over the ranks.
-
-    Args:
-        numbers: How many numbers a layer counts.
-    """
+    """Numbers per layer, which add up until they are summed over the ranks."""
 
     def __init__(self, numbers: int) -> None:
         self._numbers = numbers
         self._own: dict[int, Numbers | Tensor] = {}
 
     def add(self, counted: Mapping[int, Numbers | Tensor]) -> None:
-        """Adds the counts of this rank's layers.
-
-        Args:
-            counted: As many numbers of each layer as a layer counts.
-        """
+        """Adds the counts of this rank's layers."""
         for index, numbers in counted.items():
             self._own[index] = _sum(self._own[index], numbers) if index in self._own else numbers
 
     def total(
         self, layers: Layers, counting: Sequence[int], what: str, all_replicas: bool = False
     ) -> list[list[float]]:
-        """Sums over the ranks, and begins anew. All ranks call it.
-
-        Args:
-            layers: The model.
-            counting: The layers that count.
-            what: Names the wait, for messages.
-            all_replicas: Whether every replica counts. If not, the first one does.
-
-        Returns:
-            The numbers of each of these layers.
-        """
+        """Sums over the ranks, and begins anew. All ranks call it."""
         table = torch.zeros(len(counting), self._numbers, dtype=torch.float64)
         for place, index in enumerate(counting):
             if index in self._own:

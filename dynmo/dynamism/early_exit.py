@@ -20,12 +20,7 @@ from dynmo.dynamism.options import EarlyExit, RunFacts
 
 @final
 class EarlyExitCase(Dynamism):
-    """Lets tokens exit.
-
-    Args:
-        start: First step at which tokens exit.
-        record_every: Steps between two records.
-    """
+    """Lets tokens exit."""
 
     name = "early_exit"
 
@@ -37,15 +32,7 @@ class EarlyExitCase(Dynamism):
         exits_of(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Opens the exits from step `start` on.
-
-        Args:
-            step: Number of the next step.
-            layers: The model.
-
-        Returns:
-            The change. None if nothing has changed. See `Dynamism.act`.
-        """
+        """Opens the exits from step `start` on."""
         before, self._on = self._on, step >= self._start
         exits = exits_of(layers.modules)
         behind = range(exits[0], layers.count)
@@ -64,15 +51,7 @@ class EarlyExitCase(Dynamism):
         return step > self._start and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
-        """Collects how many tokens have exited.
-
-        Args:
-            step: Number of the next step.
-            layers: The model.
-
-        Returns:
-            The shares. None if no record is due. See `Dynamism.collect`.
-        """
+        """Collects how many tokens have exited."""
         exits = exits_of(layers.modules)
         self._counts.add(counts_of(layers, exits, _counted))
         if not self._records(step):
@@ -116,9 +95,6 @@ def exits_of(modules: Sequence[nn.Module]) -> list[int]:
     """Returns the layers at which tokens can exit.
 
     They have the attributes `exits` and `seen`.
-
-    Raises:
-        ConfigError: There is none.
     """
     return layers_that(
         lambda module: hasattr(module, "exits") and hasattr(module, "seen"),

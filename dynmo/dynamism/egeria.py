@@ -51,13 +51,7 @@ _KEPT = "egeria/"
 
 @final
 class Egeria(Dynamism):
-    """Freezes the front module when its plasticity no longer changes.
-
-    Args:
-        options: Those of the policy "egeria".
-        most: Leading layers that may freeze.
-        seed: Seed of the run, for dropout.
-    """
+    """Freezes the front module when its plasticity no longer changes."""
 
     name = "freezing"
 
@@ -81,15 +75,7 @@ class Egeria(Dynamism):
         self._most = min(self._most, last_to_learn(modules))
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Freezes stale modules, or thaws all. Watches a step that is read.
-
-        Args:
-            step: Number of the next step.
-            layers: The model.
-
-        Returns:
-            The change. None if nothing has changed. See `Dynamism.act`.
-        """
+        """Freezes stale modules, or thaws all. Watches a step that is read."""
         self._layers = layers
         thaws = 0 < self._rate <= self._options.thaw * self._frozen_at
         change = self._thawed(layers) if thaws and layers.frozen else self._freeze(layers)
@@ -253,10 +239,8 @@ class Egeria(Dynamism):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        self._rate, self._frozen_at = (
-            float(state.get("rate", 0.0)),
-            float(state.get("frozen_at", 0.0)),
-        )
+        self._rate = float(state.get("rate", 0.0))
+        self._frozen_at = float(state.get("frozen_at", 0.0))
         if "readings" not in state or state.get("unit", self._options.unit) != self._options.unit:
             return  # the state is of another policy or other modules, so begin anew
         self._readings = {int(k): list(v) for k, v in state["readings"]}

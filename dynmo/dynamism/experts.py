@@ -48,14 +48,7 @@ class PlacingRule:
 
 @final
 class ExpertsCase(Dynamism):
-    """Counts tokens by expert.
-
-    Args:
-        experts: Number of experts of a layer. None: as many as the model has.
-        bias_rate: Change of a bias in a step. 0 changes none.
-        record_every: Steps between two records.
-        places: How experts are placed on replicas. None: they stay.
-    """
+    """Counts tokens by expert."""
 
     name = "experts"
 
@@ -76,10 +69,8 @@ class ExpertsCase(Dynamism):
 
     def _count(self, experts: int) -> None:
         self._experts = experts
-        self._recorded, self._by_source = (
-            Counts(experts * self._ranks),
-            Counts(experts * self._ranks),
-        )
+        self._recorded = Counts(experts * self._ranks)
+        self._by_source = Counts(experts * self._ranks)
 
     def check(self, modules: Sequence[nn.Module]) -> None:
         layers = experts_of(modules)
@@ -101,15 +92,7 @@ class ExpertsCase(Dynamism):
             self._rate = ModelOptions().bias_rate
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Places the experts, if a decision is due.
-
-        Args:
-            step: Number of the next step.
-            layers: The model.
-
-        Returns:
-            The change. None if nothing has changed. See `Dynamism.act`.
-        """
+        """Places the experts, if a decision is due."""
         self._layers = layers
         return self._place(layers) if self._decides(step) else None
 
@@ -153,15 +136,7 @@ class ExpertsCase(Dynamism):
         return step > 0 and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
-        """Collects the load of the experts.
-
-        Args:
-            step: Number of the next step.
-            layers: The model.
-
-        Returns:
-            The shares. None if no record is due. See `Dynamism.collect`.
-        """
+        """Collects the load of the experts."""
         indices = experts_of(layers.modules)
         self._take(layers, indices)
         if not self._records(step):
@@ -253,11 +228,7 @@ def _router(module: nn.Module) -> Any:
 
 
 def experts_of(modules: Sequence[nn.Module]) -> list[int]:
-    """Returns the layers with experts: they have an attribute `router` with a `load`.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Returns the layers with experts: they have an attribute `router` with a `load`."""
     return layers_that(
         lambda module: hasattr(_router(module), "load"),
         modules,

@@ -23,11 +23,7 @@ from dynmo.errors import ConfigError
 
 @final
 class ScheduledFreezing(Dynamism):
-    """Freezes the leading layers at given steps.
-
-    Args:
-        schedule: [(step, layers), ...]. From each step on, this number of leading layers is frozen.
-    """
+    """Freezes the leading layers at given steps."""
 
     name = "freezing"
 
@@ -44,15 +40,7 @@ class ScheduledFreezing(Dynamism):
             )
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Freezes the layers that the schedule has for this step.
-
-        Args:
-            step: Number of the next step.
-            layers: The model.
-
-        Returns:
-            The change. None if nothing has changed. See `Dynamism.act`.
-        """
+        """Freezes the layers that the schedule has for this step."""
         return freeze_prefix(layers, self._due(step), f"schedule, step {step}")
 
     def acts(self, step: int) -> bool:
@@ -80,12 +68,6 @@ class AutoFreeze(Dynamism):
     The original adds up the gradients themselves, which costs another copy of the weights. The
     norms are at hand from clipping. Modules with nothing to train have no eta. They freeze with
     those behind them. Steps without any gradient, which an overflow has skipped, do not count.
-
-    Args:
-        every: Steps of an interval.
-        start: First step that counts.
-        most: Leading layers that may freeze.
-        unit: The layers that freeze at once: "half" or "block", see `units`.
     """
 
     name = "freezing"
@@ -114,15 +96,7 @@ class AutoFreeze(Dynamism):
         self._steps += 1
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Freezes the prefix that has settled, if an interval is over.
-
-        Args:
-            step: Number of the next step.
-            layers: The model.
-
-        Returns:
-            The change. None if nothing has changed. See `Dynamism.act`.
-        """
+        """Freezes the prefix that has settled, if an interval is over."""
         self._modules = modules = units(layers.names, self._unit)
         if self._steps < self._every:
             return None
@@ -164,11 +138,9 @@ class AutoFreeze(Dynamism):
     def load(self, state: dict[str, Any]) -> None:
         if "sums" not in state or state.get("unit", self._unit) != self._unit:
             return  # the state is of another policy or other modules, so begin anew
-        self._sums, self._previous, self._steps = (
-            list(state["sums"]),
-            list(state["previous"]),
-            int(state["steps"]),
-        )
+        self._sums = list(state["sums"])
+        self._previous = list(state["previous"])
+        self._steps = int(state["steps"])
 
 
 def make(options: Freezing, run: RunFacts) -> Dynamism:

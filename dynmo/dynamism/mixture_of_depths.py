@@ -19,12 +19,7 @@ from dynmo.dynamism.options import MixtureOfDepths, RunFacts
 
 @final
 class MixtureOfDepthsCase(Dynamism):
-    """Switches the routers.
-
-    Args:
-        threshold_from: First step at which training selects by the predictor. None means never.
-        record_every: Steps between two records.
-    """
+    """Switches the routers."""
 
     name = "mixture_of_depths"
 
@@ -36,15 +31,7 @@ class MixtureOfDepthsCase(Dynamism):
         routed_of(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Switches the routers to or from selection by the predictor.
-
-        Args:
-            step: Number of the next step.
-            layers: The model.
-
-        Returns:
-            The change. None if nothing has changed. See `Dynamism.act`.
-        """
+        """Switches the routers to or from selection by the predictor."""
         before, self._by_threshold = self._by_threshold, self._wanted(step)
         routed = routed_of(layers.modules)
         for index in routed:
@@ -67,15 +54,7 @@ class MixtureOfDepthsCase(Dynamism):
         return step > 0 and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
-        """Collects how many tokens are selected, and predicted right.
-
-        Args:
-            step: Number of the next step.
-            layers: The model.
-
-        Returns:
-            The shares. None if no record is due. See `Dynamism.collect`.
-        """
+        """Collects how many tokens are selected, and predicted right."""
         routed = routed_of(layers.modules)
         self._counts.add(counts_of(layers, routed, _counted))
         if not self._records(step):
@@ -107,11 +86,7 @@ def _counted(module: nn.Module) -> tuple[float, float, float]:
 
 
 def routed_of(modules: Sequence[nn.Module]) -> list[int]:
-    """Returns the layers that select tokens: they have an attribute `router`.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Returns the layers that select tokens: they have an attribute `router`."""
     return layers_that(
         lambda module: hasattr(_router(module), "by_threshold"),
         modules,

@@ -17,15 +17,7 @@ from dynmo.dynamism.case import Change, Layers
 def units(names: Sequence[str], unit: str) -> tuple[range, ...]:
     """Groups the layers that freeze at once.
 
-        embedding | blocks.0.attention  blocks.0.feed_forward | blocks.1.attention  ... | head
-
-    Args:
-        names: Names of all layers.
-        unit: "half" makes each layer a unit. "block" groups the layers that are parts of one block
-            by their names.
-
-    Returns:
-        The layers of each unit, in order.
+    embedding | blocks.0.attention  blocks.0.feed_forward | blocks.1.attention  ... | head
     """
 
     def module(layer: int) -> str:
@@ -37,12 +29,7 @@ def units(names: Sequence[str], unit: str) -> tuple[range, ...]:
 
 
 def learns(modules: Sequence[nn.Module], layers: Iterable[int]) -> bool:
-    """True if any of these layers has something to train.
-
-    Args:
-        modules: All layers.
-        layers: Indices of layers.
-    """
+    """True if any of these layers has something to train."""
     return any(
         parameter.requires_grad for layer in layers for parameter in modules[layer].parameters()
     )
@@ -59,16 +46,7 @@ def front(layers: Layers) -> int:
 
 
 def freeze_prefix(layers: Layers, count: int, why: str) -> Change | None:
-    """Freezes the leading layers. Never thaws.
-
-    Args:
-        layers: The model.
-        count: Layers 0 to count - 1 freeze.
-        why: The reason, for the log.
-
-    Returns:
-        The change. None if the layers are frozen already.
-    """
+    """Freezes the leading layers. Never thaws."""
     new = tuple(i for i in range(count) if i not in layers.frozen)
     if not new:
         return None

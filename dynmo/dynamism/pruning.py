@@ -106,10 +106,6 @@ def masters(layer: int, layers: Layers) -> dict[str, Tensor]:
     """Returns the float32 masters among a layer's moments.
 
     The other moments are not kept. The replicas may have to put them together.
-
-    Args:
-        layer: Index of the layer.
-        layers: The model.
     """
     if not any(linear.weight.dtype in LOW for _, linear in linears(layers.modules[layer])):
         return {}
@@ -120,21 +116,11 @@ class Alone:
     """The collective of a rank that asks no other."""
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """Returns the tensor.
-
-        Args:
-            tensor: Any tensor.
-            what: Not used.
-        """
+        """Returns the tensor."""
         return tensor
 
     def sum_all(self, tensor: Tensor, what: str) -> Tensor:
-        """Returns the tensor.
-
-        Args:
-            tensor: Any tensor.
-            what: Not used.
-        """
+        """Returns the tensor."""
         return tensor
 
 
@@ -151,12 +137,7 @@ class Cut:
     ties: tuple[int, ...]
 
     def keep(self, layer: int, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Returns one bool per candidate of a layer, True for those that stay.
-
-        Args:
-            layer: Index of the layer.
-            tensors: Its candidates, in order.
-        """
+        """Returns one bool per candidate of a layer, True for those that stay."""
         left, out = self.ties[layer], list[Tensor]()
         for tensor in tensors:
             keys = _keys(tensor)
@@ -184,12 +165,6 @@ def cut(parts: Parts, keep: int, layers: int, collective: Collective) -> Cut:
     """Finds the cut that keeps exactly `keep` of the candidates of all ranks.
 
     If there are no more than that, all stay. Works on one tensor at a time.
-
-    Args:
-        parts: The candidates of this rank.
-        keep: Number of weights that stay.
-        layers: Number of layers of the model.
-        collective: Sums over the ranks.
     """
     device = next((t.device for tensors in parts.values() for t in tensors), torch.device("cpu"))
     bits, left = 0, keep
@@ -223,17 +198,7 @@ def cut(parts: Parts, keep: int, layers: int, collective: Collective) -> Cut:
 
 @final
 class PruningCase(Dynamism):
-    """Prunes the linears of all layers but the first and the last.
-
-    Args:
-        schedule: The steps that prune, and their sparsity.
-        criterion: "global" (the largest of all layers stay) or "local" (the largest of each layer).
-        dense_below: A linear that has lost less than this share of its weights stays dense under a
-            mask, which saves nothing. None measures the share once per machine and shape. The rank
-            of the first layer with that shape measures. The state keeps the result.
-        tokens: Tokens of a microbatch, for the measurement.
-        known: The shares of shapes that the config gives.
-    """
+    """Prunes the linears of all layers but the first and the last."""
 
     name = "pruning"
 
@@ -256,15 +221,7 @@ class PruningCase(Dynamism):
         self._targets = _targets(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Prunes the layers that are not frozen, if the schedule has this step.
-
-        Args:
-            step: Number of the next step.
-            layers: The model.
-
-        Returns:
-            The change. None if nothing has changed. See `Dynamism.act`.
-        """
+        """Prunes the layers that are not frozen, if the schedule has this step."""
         self._targets = self._targets or _targets(layers.modules)
         if step not in self._schedule.steps:
             return None
@@ -373,10 +330,8 @@ class PruningCase(Dynamism):
         return {"sparsity": self._sparsity, "measured": self._measured}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._sparsity, self._measured = (
-            float(state["sparsity"]),
-            {**state["measured"], **self._known},
-        )
+        self._sparsity = float(state["sparsity"])
+        self._measured = {**state["measured"], **self._known}
 
 
 def _shape(linear: nn.Linear) -> str:

@@ -33,16 +33,7 @@ Blocks = tuple[int, ...] | None
 
 
 class SparseAttentionCase(Dynamism):
-    """Makes the attention of some blocks sparse.
-
-    Args:
-        schedule: [(step, blocks), ...]. From each step on, these blocks are sparse and the others
-            dense.
-        kind: Makes the computation of a layer from a seed.
-        seed: Seed of the run.
-        ratio: Expected F and B of a sparse half, over those of a dense one. None if it is not
-            known.
-    """
+    """Makes the attention of some blocks sparse."""
 
     name = "sparse_attention"
 
@@ -67,15 +58,7 @@ class SparseAttentionCase(Dynamism):
             )
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Gives each layer its computation for this step.
-
-        Args:
-            step: Number of the next step.
-            layers: The model.
-
-        Returns:
-            The change. None if nothing has changed. See `Dynamism.act`.
-        """
+        """Gives each layer its computation for this step."""
         self._halves = halves_of(layers.modules)
         before, self._sparse = self._sparse, self._wanted(step)
         for index in self._halves:
@@ -141,9 +124,6 @@ def halves_of(modules: Sequence[nn.Module]) -> list[int]:
     """Returns the layers whose attention can be sparse.
 
     They have an attribute `sparse_attention`.
-
-    Raises:
-        ConfigError: There is none.
     """
     return layers_that(
         lambda module: hasattr(module, "sparse_attention"),
@@ -157,11 +137,6 @@ def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, flo
     """Returns F and B of a sparse half, over those of a dense one.
 
     The half has P = 3 hidden^2 weights and A = 2 sequence hidden.
-
-    Args:
-        hidden: Width of the stream.
-        sequence: Tokens of a row.
-        share: Share of the pairs that the attention computes.
     """
     linear, attention = 6 * hidden**2, 2 * sequence * hidden
     return (linear + share * attention) / (linear + attention), (
@@ -184,11 +159,7 @@ def _check_kernels(kind: str) -> None:
 
 
 def make(options: SparseAttentionOptions, run: RunFacts) -> Dynamism:
-    """Makes the case.
-
-    Raises:
-        ConfigError: There is no kernel of this kind for CUDA.
-    """
+    """Makes the case."""
     if run.on_cuda:
         _check_kernels(options.kind)
     schedule = options.schedule or ((options.start, options.blocks),)

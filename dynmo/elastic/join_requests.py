@@ -56,12 +56,7 @@ class _Waiting:
 
 
 class JoinRequests:
-    """Rank 0's side: the newcomers that wait.
-
-    Args:
-        home: The store of the run (`World.home`).
-        timeout: Limit of the run's waits, in seconds.
-    """
+    """Rank 0's side: the newcomers that wait."""
 
     def __init__(self, home: dist.Store, timeout: float) -> None:
         self._store, self._timeout = dist.PrefixStore("join", home), timeout
@@ -133,23 +128,13 @@ class JoinRequests:
         return self._waiting[ticket].text
 
     def grant(self, tickets: Sequence[int], texts: Sequence[str]) -> None:
-        """Lets newcomers join the run.
-
-        Args:
-            tickets: Newcomers that join.
-            texts: The grant of each.
-        """
+        """Lets newcomers join the run."""
         for ticket, text in zip(tickets, texts, strict=True):
             del self._waiting[ticket]
             self._send(f"grant/{ticket}", text)
 
     def refuse(self, ticket: int, why: str) -> None:
-        """Sends a newcomer away.
-
-        Args:
-            ticket: The newcomer.
-            why: What is wrong with it.
-        """
+        """Sends a newcomer away."""
         del self._waiting[ticket]
         self._send(f"refused/{ticket}", why)
 
@@ -166,14 +151,7 @@ class JoinRequests:
 
 
 class Newcomer:
-    """A process that waits to join. It may ask again after it was a rank.
-
-    Args:
-        home: The store of the run.
-        text: Its description of itself.
-        timeout: Limit of the run's waits, in seconds.
-        name: Its name in messages.
-    """
+    """A process that waits to join. It may ask again after it was a rank."""
 
     def __init__(
         self, home: dist.Store, text: str, timeout: float, name: str = "a newcomer"
@@ -183,19 +161,7 @@ class Newcomer:
         self._heard = 0.0  # time of rank 0's last sign of life
 
     def wait(self, stopping: Callable[[], bool] = lambda: False) -> str | None:
-        """Asks to join, and waits until rank 0 grants it.
-
-        Args:
-            stopping: Returns whether this process shall end.
-
-        Returns:
-            The grant. None if the run is over, or this process shall end.
-
-        Raises:
-            ConfigError: Rank 0 has refused it.
-            RankDied: The store of the run is gone.
-            WaitTimeout: Rank 0 gives no sign of life.
-        """
+        """Asks to join, and waits until rank 0 grants it."""
         with _told():
             self._heard = time.monotonic()
             ticket = self._ask(self._request)
@@ -268,11 +234,7 @@ def join_request_text(member: Member, identity: Identity) -> str:
 
 
 def join_request_from(text: str) -> tuple[Member, Identity]:
-    """Reads the text of `join_request_text`.
-
-    Raises:
-        RunError: It is none.
-    """
+    """Reads the text of `join_request_text`."""
     try:
         record = json.loads(text)
         return Member(**record["member"]), identity_from(record["identity"])

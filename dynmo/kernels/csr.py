@@ -60,12 +60,7 @@ class Csr:
 
     @staticmethod
     def at(positions: Tensor, shape: tuple[int, int]) -> Csr:
-        """Make the CSR of these positions.
-
-        Args:
-            positions: row * width + column of each kept weight, ascending.
-            shape: Rows and columns of the matrix.
-        """
+        """Make the CSR of these positions."""
         rows, width = shape
         counts = torch.bincount(positions // width, minlength=rows)
         crow = torch.zeros(rows + 1, dtype=torch.int32, device=positions.device)

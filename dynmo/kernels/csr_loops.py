@@ -188,12 +188,10 @@ def _add_dots(width: int) -> Any:
     return add
 
 
-_columns_64, _columns_16, _dots_64, _dots_16 = (
-    _add_columns(TOKENS),
-    _add_columns(VECTOR),
-    _add_dots(TOKENS),
-    _add_dots(VECTOR),
-)
+_columns_64 = _add_columns(TOKENS)
+_columns_16 = _add_columns(VECTOR)
+_dots_64 = _add_dots(TOKENS)
+_dots_16 = _add_dots(VECTOR)
 
 
 @jit()
@@ -216,15 +214,7 @@ def _blocks(crow: Array, col: Array, columns: int) -> Array:
 
 @jit()
 def spmm(crow: Array, col: Array, values: Array, panels: Array, out: Array) -> None:
-    """Compute out = A x in each panel.
-
-    Args:
-        crow: Row r holds the kept weights crow[r] to crow[r + 1] - 1.
-        col: Column of each kept weight, [kept].
-        values: [kept].
-        panels: x, [panels, columns, tokens of one].
-        out: Receives the product, [panels, rows, tokens of one].
-    """
+    """Compute out = A x in each panel."""
     tokens, starts = panels.shape[2], _blocks(crow, col, panels.shape[1])
     for panel in range(panels.shape[0]):
         x = panels[panel]
@@ -243,15 +233,7 @@ def spmm(crow: Array, col: Array, values: Array, panels: Array, out: Array) -> N
 
 @jit()
 def sddmm(crow: Array, col: Array, left: Array, right: Array, out: Array) -> None:
-    """Add left[row of k] . right[column of k] to out[k], panel by panel.
-
-    Args:
-        crow: Row r holds the kept weights crow[r] to crow[r + 1] - 1.
-        col: Column of each kept weight, [kept].
-        left: [panels, rows, tokens of one].
-        right: [panels, columns, tokens of one].
-        out: [kept].
-    """
+    """Add left[row of k] . right[column of k] to out[k], panel by panel."""
     tokens, starts = left.shape[2], _blocks(crow, col, right.shape[1])
     for panel in range(left.shape[0]):
         x = right[panel]

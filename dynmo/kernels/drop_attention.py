@@ -50,8 +50,6 @@ class KeptPlan:
         queries: Rows of the queries, [batch * heads, kept].
         keys: Rows of the keys, [batch * heads, kept].
         tiles: The tiles.
-        pairs: As in `BucketPlan`.
-        computed: As in `BucketPlan`.
     """
 
     queries: Tensor
@@ -122,12 +120,10 @@ class _DropAttention(torch.autograd.Function):
         plan: KeptPlan = ctx.plan
         q, k, factors, values = ctx.saved_tensors
         n, size = plan.queries.shape[0], q.shape[1]
-        gout, gq, gk, gv = (
-            torch.empty_like(q),
-            torch.empty_like(q),
-            torch.empty_like(k),
-            torch.empty_like(k),
-        )
+        gout = torch.empty_like(q)
+        gq = torch.empty_like(q)
+        gk = torch.empty_like(k)
+        gv = torch.empty_like(k)
         take(gradients[0], plan.queries.view(-1), gout)
         products = (_apart(gq, n), _apart(gk, n), _apart(gv, n))
         attend_backward(
@@ -151,21 +147,7 @@ def _apart(x: Tensor, n: int) -> Tensor:
 
 
 def drop_attention(x: Tensor, v: Tensor, queries: Tensor, keys: Tensor, tile: int = 64) -> Tensor:
-    """Compute the attention of the queries and keys that are kept.
-
-    Args:
-        x: Queries and keys, [batch, sequence, heads, size].
-        v: Values, like x.
-        queries: Positions of the kept queries, [heads, kept], ascending.
-        keys: Positions of the kept keys, [heads, kept], ascending.
-        tile: Queries that are computed together.
-
-    Returns:
-        A tensor like x.
-
-    Raises:
-        RunError: The tensors are not on the CPU.
-    """
+    """Compute the attention of the queries and keys that are kept."""
     if x.device.type != "cpu":
         raise RunError(
             'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; '

@@ -48,17 +48,7 @@ def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
 def grouped_product(
     x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], per_kernel: int
 ) -> Tensor:
-    """Multiply each block of rows with its matrix.
-
-    Args:
-        x: [rows, in].
-        weights: Matrix of each block, [in, out].
-        counts: Rows of each block. Their sum is `rows`.
-        per_kernel: How many blocks one kernel may compute. It divides the number of blocks.
-
-    Returns:
-        [rows, out].
-    """
+    """Multiply each block of rows with its matrix."""
     out = x.new_empty(x.shape[0], weights[0].shape[1])
     if _fused(x, weights[0]):
         start = 0
@@ -94,9 +84,6 @@ def stacked(matrices: Sequence[Tensor]) -> Tensor:
     """Return the matrices as one tensor, [matrices, ...].
 
     It is a view if they lie behind one another.
-
-    Args:
-        matrices: Tensors of one shape, one type and equal strides.
     """
     first = matrices[0]
     step = first.numel()
@@ -124,12 +111,6 @@ def accumulate_groups(
     """Add gy^T x of each block to the gradient of its weight.
 
     A block without rows adds zeros.
-
-    Args:
-        weights: Weight of each block, [out, in].
-        x: [rows, in].
-        gy: [rows, out].
-        counts: Rows of each block.
     """
     for weight in weights:
         if weight.grad is None:

@@ -360,18 +360,7 @@ class _HashAttention(torch.autograd.Function):
 
 
 def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int = 32) -> Tensor:
-    """Compute attention within buckets.
-
-    Args:
-        x: Queries and keys, [batch, sequence, heads, size].
-        v: Values, like x.
-        buckets: [batch, sequence, heads], each of 0..count-1.
-        count: Number of buckets.
-        tile: Queries that are computed together. A long bucket takes a multiple of it.
-
-    Returns:
-        A tensor like x.
-    """
+    """Compute attention within buckets."""
     if x.device.type == "cuda":
         from dynmo.kernels import hash_attention_triton
 

@@ -99,10 +99,8 @@ def _backward_queries(
     at = (base + i)[:, None] * size + column[None, :]
     q, g = tl.load(q_in + at, mask=here, other=0.0), tl.load(gout + at, mask=here, other=0.0)
     begin = tl.load(begins + base + i, mask=i < n, other=n)
-    log, delta = (
-        tl.load(logs + base + i, mask=i < n, other=0.0),
-        tl.load(deltas + base + i, mask=i < n, other=0.0),
-    )
+    log = tl.load(logs + base + i, mask=i < n, other=0.0)
+    delta = tl.load(deltas + base + i, mask=i < n, other=0.0)
     sums = tl.zeros([TILE, WIDTH], tl.float32)
     for first in range(tl.min(begin, 0), tl.minimum((tl.program_id(0) + 1) * TILE, n), TILE):
         j = first + tl.arange(0, TILE)
@@ -149,10 +147,8 @@ def _backward_keys(
         q = tl.load(q_in + (base + i)[:, None] * size + column[None, :], mask=there, other=0.0)
         g = tl.load(gout + (base + i)[:, None] * size + column[None, :], mask=there, other=0.0)
         begin = tl.load(begins + base + i, mask=i < n, other=n)
-        log, delta = (
-            tl.load(logs + base + i, mask=i < n, other=0.0),
-            tl.load(deltas + base + i, mask=i < n, other=0.0),
-        )
+        log = tl.load(logs + base + i, mask=i < n, other=0.0)
+        delta = tl.load(deltas + base + i, mask=i < n, other=0.0)
         seen = (j[None, :] >= begin[:, None]) & (j[None, :] < i[:, None])
         weights = tl.where(
             seen, tl.exp(tl.dot(q, tl.trans(k), input_precision="ieee") - log[:, None]), 0.0
@@ -174,10 +170,8 @@ class _Sorted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
         groups, n, size = q.shape
-        out, logs = (
-            torch.empty_like(q),
-            torch.empty(groups, n, dtype=torch.float32, device=q.device),
-        )
+        out = torch.empty_like(q)
+        logs = torch.empty(groups, n, dtype=torch.float32, device=q.device)
         _forward[triton.cdiv(n, _TILE), groups](
             q, k, v, begins, out, logs, n, size, TILE=_TILE, WIDTH=_width(size)
         )
@@ -202,20 +196,7 @@ def _width(size: int) -> int:
 
 
 def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, shortest: float) -> Tensor:
-    """Compute `dynmo.kernels.hash_attention.hash_attention` on CUDA.
-
-    Args:
-        x: Queries and keys, [batch, sequence, heads, size].
-        v: Values, like x.
-        buckets: Bucket of each vector, [batch, sequence, heads].
-        shortest: A shorter x is divided by this instead of its length.
-
-    Returns:
-        A tensor like x.
-
-    Raises:
-        RunError: Triton is missing.
-    """
+    """Compute `dynmo.kernels.hash_attention.hash_attention` on CUDA."""
     if triton is None:
         raise RunError(
             "sparse attention on CUDA needs Triton; install it, or train on the CPU "

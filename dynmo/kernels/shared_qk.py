@@ -52,11 +52,9 @@ def dense_attention(x: Tensor, v: Tensor) -> Tensor:
     Returns:
         A tensor like x.
     """
-    q, k, values = (
-        x[:, 1:],
-        x[:, :-1] / x[:, :-1].norm(dim=-1, keepdim=True).clamp_min(SHORTEST),
-        v[:, :-1],
-    )
+    q = x[:, 1:]
+    k = x[:, :-1] / x[:, :-1].norm(dim=-1, keepdim=True).clamp_min(SHORTEST)
+    values = v[:, :-1]
     out = functional.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), values.transpose(1, 2), is_causal=True
     )
@@ -95,15 +93,7 @@ def _weights(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, tiles: Sequence[Tile]) -> None:
-    """Compute out = softmax(q k^T) v, tile by tile.
-
-    Args:
-        q: Queries, [n, queries, size].
-        k: Scaled keys, [n, keys, size].
-        v: Values, like k.
-        out: Receives the result, like q.
-        tiles: The tiles.
-    """
+    """Compute out = softmax(q k^T) v, tile by tile."""
     for tile in tiles:
         out[:, tile.start : tile.stop] = torch.bmm(_weights(q, k, tile), v[:, : tile.end])
 
@@ -121,16 +111,6 @@ def attend_backward(
     """Write gq, gk and gv, of the shapes of q, k and v.
 
     The last tile sees all keys that any tile does. It writes gk and gv, and the others add to them.
-
-    Args:
-        q: Queries, [n, queries, size].
-        k: Scaled keys, [n, keys, size].
-        v: Values, like k.
-        gout: Gradient of the result, like q.
-        gq: Receives the gradient of q.
-        gk: Receives the gradient of k.
-        gv: Receives the gradient of v.
-        tiles: The tiles of `attend`.
     """
     for tile in reversed(tiles):
         weights, g = _weights(q, k, tile), gout[:, tile.start : tile.stop]

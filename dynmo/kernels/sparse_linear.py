@@ -91,13 +91,6 @@ def accumulate_sparse(
     """Add the gradients of the kept weights and of the bias.
 
     weight.grad gets gy^T x at the kept positions, and bias.grad the sum of gy.
-
-    Args:
-        csr: Positions of the kept weights.
-        weight: The kept values, [1, kept].
-        bias: [out], or None.
-        columns: x, packed.
-        rows: gy, packed.
     """
     with torch.no_grad():
         if weight.grad is None:
@@ -410,15 +403,7 @@ def _fits(crow: Tensor, col: Tensor, width: int) -> bool:
 
 
 def dense_weight(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
-    """Return the weight in dense form.
-
-    Args:
-        linear: The linear.
-        master: Float32 master of the weight. If given, the values come from it.
-
-    Returns:
-        [out, in], 0 at pruned positions.
-    """
+    """Return the weight in dense form."""
     weight = linear.weight.detach() if master is None else master
     if not isinstance(linear, SparseLinear):
         return weight

@@ -49,13 +49,7 @@ def zero_gradient(parameter: Tensor) -> Tensor:
 
 
 def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
-    """Add an amount to a parameter's gradient.
-
-    Args:
-        parameter: The parameter.
-        amount: A tensor of the parameter's shape. It becomes the gradient itself if it is the
-            first amount and has the gradient's dtype.
-    """
+    """Add an amount to a parameter's gradient."""
     if parameter.grad is None:
         parameter.grad = amount.to(torch.float32) if parameter.dtype in LOW else amount
     else:
@@ -63,13 +57,7 @@ def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
 
 
 def add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to weight.grad.
-
-    Args:
-        weight: The parameter, [m, n].
-        left: [m, k].
-        right: [k, n].
-    """
+    """Add left @ right to weight.grad."""
     if weight.dtype not in LOW:
         if weight.grad is None:
             weight.grad = torch.mm(left, right)
@@ -83,12 +71,7 @@ def add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
 
 
 def add_rows(bias: nn.Parameter, rows: Tensor) -> None:
-    """Add the sum of the rows to bias.grad.
-
-    Args:
-        bias: The parameter, [out].
-        rows: [tokens, out].
-    """
+    """Add the sum of the rows to bias.grad."""
     add_to_gradient(bias, rows.sum(0, dtype=torch.float32) if bias.dtype in LOW else rows.sum(0))
 
 
@@ -172,14 +155,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute functional.linear for an autograd function.
 
     Its result must be no view. Otherwise the caller could not change it in place.
-
-    Args:
-        x: [..., in].
-        weight: [out, in].
-        bias: [out], or None.
-
-    Returns:
-        [..., out].
     """
     if x.dim() == 2:
         return functional.linear(x, weight, bias)
@@ -218,12 +193,6 @@ def accumulate_linear(
     """Add the gradients of a linear's weight and bias.
 
     weight.grad gets gy^T x and bias.grad the sum of gy, over all leading dimensions.
-
-    Args:
-        weight: [out, in].
-        bias: [out], or None.
-        x: [..., in], without a graph behind it.
-        gy: [..., out], without a graph behind it.
     """
     rows = as_rows(gy)
     add_product(weight, rows.t(), as_rows(x))
@@ -237,10 +206,6 @@ def may_split(module: nn.Module, device: torch.device) -> bool:
     They are those of its weight and bias. Autograd must compute them if they are made from other
     parameters (weight_norm, functional_call), if torch.func transforms the call, or if autocast
     chooses the precision of the product.
-
-    Args:
-        module: A module with a weight, and perhaps a bias.
-        device: Device of the module's input.
     """
     if not autograd_may_split(device):
         return False
@@ -317,13 +282,7 @@ def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
 
 
 def accumulate_embedding(weight: nn.Parameter, ids: Tensor, gy: Tensor) -> None:
-    """Add gy to weight.grad[ids], in the order of the tokens.
-
-    Args:
-        weight: [tokens in the vocabulary, hidden].
-        ids: [...].
-        gy: [..., hidden].
-    """
+    """Add gy to weight.grad[ids], in the order of the tokens."""
     with torch.no_grad():
         if weight.grad is None:
             weight.grad = zero_gradient(weight)

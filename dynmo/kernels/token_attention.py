@@ -40,16 +40,7 @@ def row_lengths(index: Tensor, batch: int, sequence: int) -> list[int]:
 
 
 def plan_tiles(positions: Tensor, dtype: torch.dtype, tile: int = _TILE) -> list[Tile]:
-    """Cut the queries of one row into tiles.
-
-    Args:
-        positions: int64 [queries], ascending, within the row.
-        dtype: Type of the scores that the masks are added to.
-        tile: Most queries in a tile.
-
-    Returns:
-        The tiles. The last one sees all keys that any tile does.
-    """
+    """Cut the queries of one row into tiles."""
     places = positions.tolist()
     tiles: list[Tile] = []
     for start in range(0, len(places), tile):

@@ -29,14 +29,7 @@ BELOW = (2, 14)
 
 
 def check_version(version: str) -> None:
-    """Refuse a version of torch that is newer than those that were tried.
-
-    Args:
-        version: As `torch.__version__` has it, such as "2.13.0+cpu".
-
-    Raises:
-        ConfigError: The version is at or above `BELOW`.
-    """
+    """Refuse a version of torch that is newer than those that were tried."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is not None and tuple(map(int, numbers.groups())) >= BELOW:
         limit = ".".join(map(str, BELOW))
@@ -60,25 +53,12 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def reshape_unsafe(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Give another shape to a tensor that has no other user.
-
-    Args:
-        x: The tensor.
-        shape: The new shape, of as many elements.
-
-    Returns:
-        The tensor in its new shape. It is no view for autograd.
-    """
+    """Give another shape to a tensor that has no other user."""
     return torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def softmax_backward(gradient: Tensor, output: Tensor) -> Tensor:
-    """Compute the gradient of the input of a softmax over the last dimension.
-
-    Args:
-        gradient: Gradient of the softmax's output.
-        output: Output of the softmax, of the same shape.
-    """
+    """Compute the gradient of the input of a softmax over the last dimension."""
     return torch._softmax_backward_data(gradient, output, -1, output.dtype)
 
 
@@ -134,13 +114,7 @@ def set_group_timeout(group: Any, device: torch.device, timeout: timedelta) -> N
 
 
 def configure_compiler(device: torch.device, recompile_limit: int) -> None:
-    """Set torch.compile up so that all ranks compile the same arithmetic.
-
-    Args:
-        device: Device that the compiled layers compute on.
-        recompile_limit: How often one function may be compiled. More is an error: a layer that fell
-            back to eager arithmetic would not have the bits of its twin on another rank.
-    """
+    """Set torch.compile up so that all ranks compile the same arithmetic."""
     # Importing these takes a second. Only runs that compile wait for it.
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor

@@ -61,11 +61,7 @@ class TokenState(NamedTuple):
     loss: Tensor
 
     def split(self, leaves: Tensor) -> TokenState:
-        """Lets tokens exit.
-
-        Args:
-            leaves: bool [tokens], True for the tokens that exit.
-        """
+        """Lets tokens exit."""
         stay, gone = (~leaves).nonzero().squeeze(1), leaves.nonzero().squeeze(1)
         if not len(gone):
             return self
@@ -94,15 +90,7 @@ class ExitRule:
     decays: bool
 
     def thresholds(self, places: Tensor, sequence: int) -> Tensor:
-        """Returns the threshold of each token.
-
-        Args:
-            places: int64 [tokens], places in the microbatch.
-            sequence: Tokens of a row.
-
-        Returns:
-            float32 [tokens].
-        """
+        """Returns the threshold of each token."""
         if not self.decays:
             return torch.full(places.shape, self.threshold, device=places.device)
         time = (places % sequence).float() / sequence
@@ -323,28 +311,14 @@ class ExitHead(nn.Module):
 
 
 class FinalHead(Head):
-    """The head of the tokens that remain. Returns the loss.
-
-    Args:
-        hidden: Width of the stream.
-        vocab: Number of different tokens.
-        std: Standard deviation of the initial weights.
-        share: Weight of this head's loss over the sum of all weights.
-    """
+    """The head of the tokens that remain. Returns the loss."""
 
     def __init__(self, hidden: int, vocab: int, std: float, share: float) -> None:
         super().__init__(hidden, vocab, std)
         self.share = share
 
     def forward(self, *tensors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds the loss of the tokens that remain.
-
-        Args:
-            *tensors: The six tensors of a `TokenState`.
-
-        Returns:
-            The loss of the microbatch, without dimensions.
-        """
+        """Adds the loss of the tokens that remain."""
         x, places, _, _, targets, loss = TokenState(*tensors)
         each = functional.cross_entropy(
             super().forward(x).float(), targets[places], reduction="sum"
@@ -353,26 +327,11 @@ class FinalHead(Head):
 
 
 def loss_of_exits(output: Tensor, targets: Tensor) -> Tensor:
-    """Returns the loss that the last layer has put together.
-
-    Args:
-        output: The output of the last layer.
-        targets: Not used. The targets came with the inputs.
-    """
+    """Returns the loss that the last layer has put together."""
     del targets
     return output
 
 
 def exit_weights(blocks: tuple[int, ...], depth: int, by_depth: bool) -> list[float]:
-    """Weights of the losses of the exits, and of the head.
-
-    Args:
-        blocks: The block before each exit.
-        depth: Number of blocks.
-        by_depth: Whether an exit counts by its number of blocks, as in CALM. If not, all count
-            alike.
-
-    Returns:
-        One weight an exit, and one for the head.
-    """
+    """Weights of the losses of the exits, and of the head."""
     return [float(block + 1) if by_depth else 1.0 for block in (*blocks, depth - 1)]

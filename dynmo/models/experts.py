@@ -73,11 +73,6 @@ class ExpertRule:
 class ExpertRouter(nn.Module):
     """Scores the experts, and chooses.
 
-    Args:
-        hidden: Width of the stream.
-        rule: How tokens choose.
-        std: Standard deviation of the initial weights.
-
     Attributes:
         load: Tokens of each expert since it was set to 0, int64 [experts] on the device of x.
     """
@@ -96,9 +91,6 @@ class ExpertRouter(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Chooses the experts of each token.
-
-        Args:
-            x: [tokens, hidden].
 
         Returns:
             Four tensors: `x`, the chosen experts int64 [tokens, top_k], their weights float32
@@ -161,13 +153,7 @@ class _Spread:
 
     @classmethod
     def of(cls, placement: ExpertPlacement, place: int, exchange: RowExchange) -> _Spread:
-        """Makes the plan of one replica.
-
-        Args:
-            placement: See `ExpertsHalf.spread`.
-            place: See `ExpertsHalf.spread`.
-            exchange: See `ExpertsHalf.spread`.
-        """
+        """Makes the plan of one replica."""
 
         def between(source: int, target: int) -> tuple[int, ...]:
             return tuple(
@@ -247,14 +233,7 @@ class ExpertsHalf(nn.Module):
         return x + self.added(x)
 
     def added(self, x: Tensor) -> Tensor:
-        """Returns the part that the half adds to the stream.
-
-        Args:
-            x: [..., hidden].
-
-        Returns:
-            Like `x`.
-        """
+        """Returns the part that the half adds to the stream."""
         flat = self.norm(x.reshape(-1, x.shape[-1]))
         flat, chosen, weights, load = self.router(flat)
         places, counts, order = self.sort_by_expert(chosen, load)
@@ -333,12 +312,7 @@ class ExitExpertsHalf(ExpertsHalf):
     varying_shapes = False
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds the experts to the tokens that remain.
-
-        Args:
-            x: [tokens, hidden].
-            *rest: The other tensors, which are handed on.
-        """
+        """Adds the experts to the tokens that remain."""
         return super().forward(x), *rest
 
 
@@ -349,12 +323,5 @@ class RoutedExpertsHalf(ExpertsHalf):
     """
 
     def forward(self, x: Tensor, attended: Tensor, weights: Tensor, index: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds the routed block to the selected tokens. See `add_selected`.
-
-        Args:
-            x: The stream, [microbatch, sequence, hidden].
-            attended: The output of the attention, [selected, hidden].
-            weights: The router's weights, [selected, 1].
-            index: Places of the selected tokens, int64 [selected].
-        """
+        """Adds the routed block to the selected tokens. See `add_selected`."""
         return add_selected(x, attended, weights, index, self.added)

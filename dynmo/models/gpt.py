@@ -20,14 +20,7 @@ from dynmo.kernels.shared_qk import SparseAttention
 
 
 class Embedding(nn.Module):
-    """[microbatch, sequence] token ids -> [microbatch, sequence, hidden].
-
-    Args:
-        vocab: Number of different tokens.
-        hidden: Width of the stream.
-        std: Standard deviation of the initial weights.
-        dropout: Probability of dropout.
-    """
+    """[microbatch, sequence] token ids -> [microbatch, sequence, hidden]."""
 
     def __init__(self, vocab: int, hidden: int, std: float, dropout: float) -> None:
         super().__init__()
@@ -40,26 +33,13 @@ class Embedding(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Applies rotary positions.
-
-    Args:
-        x: [microbatch, heads, sequence, head_size].
-        cosine: [sequence, head_size / 2].
-        sine: Like `cosine`.
-
-    Returns:
-        Like `x`.
-    """
+    """Applies rotary positions."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
 def rotary_tables(sequence: int, size: int) -> tuple[Tensor, Tensor]:
     """Returns the cosines and sines of the rotary angles.
-
-    Args:
-        sequence: Number of positions.
-        size: Size of a head.
 
     Returns:
         float32 [sequence, size / 2] each.
@@ -199,13 +179,7 @@ class FeedForwardHalf(nn.Module):
 
 
 class Head(nn.Module):
-    """[microbatch, sequence, hidden] -> logits [microbatch, sequence, vocab].
-
-    Args:
-        hidden: Width of the stream.
-        vocab: Number of different tokens.
-        std: Standard deviation of the initial weights.
-    """
+    """[microbatch, sequence, hidden] -> logits [microbatch, sequence, vocab]."""
 
     def __init__(self, hidden: int, vocab: int, std: float) -> None:
         super().__init__()

@@ -29,16 +29,7 @@ Named = tuple[str, Callable[[], nn.Module]]
 
 
 def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
-    """Makes a GPT.
-
-    Args:
-        options: Its sizes.
-        seed: Seed of the initial weights.
-        cases: Options of the dynamic cases that need other layers, by name.
-
-    Returns:
-        The model. Two layers a block, one for the embedding, each exit and the head.
-    """
+    """Makes a GPT."""
     exits = "early_exit" in cases
     layers = _with_exits(options, cases) if exits else _plain(options, cases)
     names, factories = [name for name, _ in layers], [factory for _, factory in layers]

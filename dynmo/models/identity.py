@@ -173,9 +173,6 @@ class _Writer:
     """Writes objects as text that is the same in every process that has equal objects.
 
     An object that says where a process runs is only named by its class.
-
-    Args:
-        own: Ids of the layer's parameters and buffers, whose values only one rank has.
     """
 
     def __init__(self, own: set[int]) -> None:

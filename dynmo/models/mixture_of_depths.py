@@ -34,12 +34,7 @@ _PREDICTOR_SHARE = 8
 
 
 def selected_tokens(capacity: float, sequence: int) -> int:
-    """Returns how many tokens of a row are selected, at least one.
-
-    Args:
-        capacity: Share of the tokens that is selected.
-        sequence: Tokens of a row.
-    """
+    """Returns how many tokens of a row are selected, at least one."""
     return max(1, round(capacity * sequence))
 
 
@@ -184,17 +179,6 @@ class RoutedFeedForwardHalf(FeedForwardHalf):
 def add_selected(
     x: Tensor, attended: Tensor, weights: Tensor, index: Tensor, added: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Adds the output of a routed block to the selected tokens.
-
-    Args:
-        x: The stream, [microbatch, sequence, hidden].
-        attended: The output of the attention, [selected, hidden].
-        weights: The router's weights, [selected, 1].
-        index: Places of the selected tokens, int64 [selected].
-        added: Takes states [selected, hidden] and returns the output of the feed-forward.
-
-    Returns:
-        Like `x`.
-    """
+    """Adds the output of a routed block to the selected tokens."""
     stream, chosen = select(x.flatten(0, 1), index)
     return stream.index_add(0, index, weights * (attended + added(chosen + attended))).view(x.shape)

@@ -175,15 +175,7 @@ def from_factories(
 
 
 def check_layers(where: str, layers: Sequence[nn.Module]) -> None:
-    """Refuses layers that would lose something in a move.
-
-    Args:
-        where: Names the model in the message.
-        layers: All layers.
-
-    Raises:
-        ConfigError: A layer has something that cannot move with it.
-    """
+    """Refuses layers that would lose something in a move."""
     problem = next(_problems(layers), None)
     if problem is not None:
         raise ConfigError(f"{where}: {problem}")

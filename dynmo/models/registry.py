@@ -67,13 +67,6 @@ def from_function(path: str, seed: int) -> Model:
     modules, or functions without arguments that make one module each. Modules are made on every
     rank under a fixed seed, and those of other ranks are dropped at once. Functions are called only
     on the rank that holds the layer.
-
-    Args:
-        path: `package.module:function`. It is called without arguments.
-        seed: Seed of the initial weights.
-
-    Raises:
-        ConfigError: The path leads to no such function.
     """
     function = _find_function(path, seed)
     try:

@@ -63,15 +63,7 @@ class NextMesh:
     microbatches: int | None = None
 
     def layout(self, layouts: Layouts, before: Layout) -> Layout:
-        """Returns the layout of this mesh.
-
-        Args:
-            layouts: Makes the possible layouts.
-            before: The layout until now.
-
-        Raises:
-            InputError: The sizes do not fit the model, the batch or the schedule.
-        """
+        """Returns the layout of this mesh."""
         return layouts.resized(before, self.pipeline, self.data, self.partition, self.microbatches)
 
 
@@ -242,9 +234,6 @@ class Actions:
         """Takes note of layers that begin or cease to be recomputed.
 
         Their new costs are not measured yet.
-
-        Args:
-            layers: Indices in the model.
         """
         if layers:
             self._schedule_keeper.forget()
@@ -399,22 +388,7 @@ class Actions:
         join_timeout: float,
         experts: Mapping[int, ExpertPlacement] | None = None,
     ) -> Migration:
-        """Joins a run, as a newcomer whose layer store is bare. The others call `grow`.
-
-        Args:
-            rank: This process's number from now on.
-            size: Number of ranks from now on.
-            generation: Number of the generation of process groups.
-            mesh: The mesh from now on.
-            join_timeout: Seconds to wait for the others.
-            experts: Replicas that hold each expert, by layer.
-
-        Returns:
-            The bytes that have moved.
-
-        Raises:
-            RunError: The ranks did not meet, or a rank could not give or take a layer.
-        """
+        """Joins a run, as a newcomer whose layer store is bare. The others call `grow`."""
         store, before = self._store, self._store.layout
         layout = mesh.layout(self.engine.layouts, before)
         store.world.everyone.renew(rank, size, generation, join_timeout)

@@ -36,16 +36,7 @@ def make_engine(
     limit: int | None,
     elsewhere: tuple[int, int] | None = None,
 ) -> Engine:
-    """Makes the engine of a pipeline.
-
-    Args:
-        options: Options of the pipeline.
-        world: One pipeline of the mesh (`arrange`), which need not be the first mesh.
-        model: The model to train.
-        partition: Number of layers on each stage.
-        limit: Bytes of a rank. None means unlimited.
-        elsewhere: The mesh of the run, if this process is still outside of it.
-    """
+    """Makes the engine of a pipeline."""
     replicas = world.replicas if elsewhere is None else elsewhere[1]
     dtype = dtype_for(options.precision, world.device)
     recompute, shapes = _from_shapes(options, model, limit)
@@ -114,20 +105,6 @@ def join_engine(
     """Makes this process a rank of a running pipeline.
 
     The present ranks grow meanwhile.
-
-    Args:
-        options: Options of the pipeline.
-        world: This process alone (`World.outside`).
-        model: The model to train.
-        cases: The dynamic cases, which take up the run's state.
-        grant: Rank 0's message to this process.
-        limit: Bytes of a rank. None means unlimited.
-
-    Returns:
-        The engine, with the layers that belong here.
-
-    Raises:
-        RunError: The ranks did not meet.
     """
     engine = make_engine(
         options, world, model, Partition(grant.layers_before), limit, grant.shape_before

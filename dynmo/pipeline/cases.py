@@ -12,15 +12,7 @@ from dynmo.runtime.engine.engine import Engine
 
 
 class Cases:
-    """The dynamic cases of a pipeline.
-
-    Args:
-        cases: The cases.
-        engine: The pipeline.
-
-    Raises:
-        ConfigError: The model lacks what a case needs.
-    """
+    """The dynamic cases of a pipeline."""
 
     def __init__(self, cases: Sequence[Dynamism], engine: Engine) -> None:
         self.all, self._model = cases, engine.model
@@ -29,14 +21,7 @@ class Cases:
             case.check(engine.store.modules)
 
     def collect(self, step: int) -> Iterator[tuple[Dynamism, TokenShares]]:
-        """Collects what layers have counted in the step before. For use before layers move.
-
-        Args:
-            step: Number of the next step.
-
-        Yields:
-            Each case that has something to tell.
-        """
+        """Collects what layers have counted in the step before. For use before layers move."""
         for case in self.all:
             with named(case, "collect", step):
                 shares = case.collect(step, self._context)
@@ -44,14 +29,7 @@ class Cases:
                 yield case, shares
 
     def act(self, step: int) -> Iterator[tuple[Dynamism, Change]]:
-        """Lets each case change the model before a step.
-
-        Args:
-            step: Number of the next step.
-
-        Yields:
-            Each case that has changed something.
-        """
+        """Lets each case change the model before a step."""
         for case in self.all:
             with named(case, "act", step):
                 change = checked(case, case.act(step, self._context), self._model.layers)

@@ -147,17 +147,7 @@ def dry_run(
 def check_later_ranks(
     options: PipelineOptions, model: Model, costs: tuple[LayerCost, ...], limit: int | None
 ) -> None:
-    """Checks that the model fits the later numbers of ranks that `elastic` names.
-
-    Args:
-        options: Options of the pipeline.
-        model: The model.
-        costs: Cost of each layer from shapes.
-        limit: Bytes of a rank. None means unlimited.
-
-    Raises:
-        NoRoomError: No placement on so many ranks fits the memory limit. Nothing has moved.
-    """
+    """Checks that the model fits the later numbers of ranks that `elastic` names."""
     elastic = options.elastic
     if limit is None or options.recompute != "none":
         return
@@ -198,18 +188,7 @@ def first_plan(
     limit: int | None,
     activations_unknown: str | None = None,
 ) -> RunPlan:
-    """Plans the run from the first step on.
-
-    Args:
-        options: Options of the pipeline.
-        model: The model.
-        costs: Cost of each layer from shapes.
-        limit: Bytes of a rank. None means unlimited.
-        activations_unknown: Why `costs` are without activations. None means that they have them.
-
-    Raises:
-        NoRoomError: A rank's memory is over the limit.
-    """
+    """Plans the run from the first step on."""
     partition, replicas = first_partition(options, model.layers), options.replicas
     name, ranks = options.schedule, options.pipeline
     full = full_schedule(name, ranks, options.microbatches, options.stages_per_rank)

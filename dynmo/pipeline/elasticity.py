@@ -70,14 +70,7 @@ class _Plan:
     def change_from(
         self, ranks: int, shape: tuple[int, int], moved_bytes: int, seconds: float
     ) -> tuple[int, int, tuple[int, int], tuple[int, int], tuple[int, ...], int, float]:
-        """Returns the fields of `ResizeEvent` behind its id.
-
-        Args:
-            ranks: Number of ranks before.
-            shape: The mesh before.
-            moved_bytes: Bytes that all ranks received.
-            seconds: How long the ranks stood still.
-        """
+        """Returns the fields of `ResizeEvent` behind its id."""
         return ranks, self.ranks, shape, self.shape, self.partition.counts, moved_bytes, seconds
 
 
@@ -85,13 +78,6 @@ class Elasticity:
     """Changes the number of ranks.
 
     Every rank of a run has one and calls every method alike.
-
-    Args:
-        options: Options of the pipeline. Its microbatches may change.
-        pipeline: Holds the layers.
-        rebalancer: Knows the measurements.
-        source: Brings and takes ranks, on rank 0. None on other ranks, and if ranks cannot change.
-        reference: Seconds that a step took at first, for a resumed run.
     """
 
     def __init__(
@@ -139,11 +125,7 @@ class Elasticity:
         )
 
     def take_events(self, step: int) -> list[Event]:
-        """Returns the events since the last call, on rank 0.
-
-        Args:
-            step: The next step.
-        """
+        """Returns the events since the last call, on rank 0."""
         events, self._events = self._events, []
         return [*(self._source.take_events(step) if self._source is not None else ()), *events]
 
@@ -176,20 +158,13 @@ class Elasticity:
         return waiting > self._refused and self._rebalancer.measured
 
     def hear(self, flags: Sequence[int]) -> None:
-        """Takes the flags of a step's result.
-
-        Args:
-            flags: Flags of all ranks.
-        """
+        """Takes the flags of a step's result."""
         self._called = self._called or any(flag & LOOK for flag in flags)
 
     def acts(self, step: int) -> bool:
         """Returns True if it may change the ranks before a step.
 
         The step before must then be final.
-
-        Args:
-            step: The next step.
         """
         return (
             self._called
@@ -208,15 +183,7 @@ class Elasticity:
     # -- deciding ----------------------------------------------------------------------------------
 
     def change(self, step: int, state: Callable[[], dict[str, Any]]) -> bool:
-        """Changes the ranks before a step, if that is called for.
-
-        Args:
-            step: The next step.
-            state: Returns the run's state as a checkpoint has it, for newcomers.
-
-        Returns:
-            True if the ranks have met anew. `left` says whether this rank is out.
-        """
+        """Changes the ranks before a step, if that is called for."""
         if not self.acts(step):
             return False
         self._called = False
@@ -252,12 +219,7 @@ class Elasticity:
         return _Plan(shape, partition, self.options.all_microbatches, "planned")
 
     def _ask_planner(self, step: int, there: int) -> _Plan | None:
-        """Asks the planner for a mesh.
-
-        Args:
-            step: The next step.
-            there: Number of present ranks, newcomers included.
-        """
+        """Asks the planner for a mesh."""
         elastic, size = self.options.elastic, self._everyone.size
         nodes = [member.node for member in self._members()]
         try:
@@ -329,12 +291,10 @@ class Elasticity:
 
     def _shrink(self, step: int, plan: _Plan) -> bool:
         pipeline, world, start = self._pipeline, self._everyone, time.perf_counter()
-        rank, before, shape, members = (
-            world.rank,
-            world.size,
-            pipeline.store.layout.shape,
-            self._members(),
-        )
+        rank = world.rank
+        before = world.size
+        shape = pipeline.store.layout.shape
+        members = self._members()
         kept = self._kept([member.node for member in members], plan)
         left = [member for member in members if member.rank not in kept]
         generation = world.generation + 1

@@ -16,12 +16,7 @@ from dynmo.runtime.engine.profiler import measure_links
 
 
 def measured_costs(engine: Engine, shapes: tuple[LayerCost, ...] | None) -> tuple[LayerCost, ...]:
-    """Returns the measured cost of every layer: seconds per microbatch, and bytes.
-
-    Args:
-        engine: Holds the layers. All ranks call this function together.
-        shapes: Costs by shapes alone, which tell the workspaces. None if they are not known.
-    """
+    """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
     costs = engine.costs()
     if shapes is None:
         return costs

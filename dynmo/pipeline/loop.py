@@ -63,16 +63,6 @@ class _Started:
 class Loop:
     """Runs the steps of a pipeline, and the changes between them.
 
-    Args:
-        options: Options of the pipeline.
-        engine: Runs the steps.
-        cases: The dynamic cases.
-        rebalancer: Decides on placements, schedules and meshes.
-        listen: Called with every event.
-        step: Number of steps that are done.
-        loss: Loss of the last step.
-        joined: Whether this process has joined a running run just now.
-
     Attributes:
         options: Options of the pipeline as they are now.
         step: Number of steps that are done.
@@ -125,11 +115,7 @@ class Loop:
     # -- changes -----------------------------------------------------------------------------------
 
     def adapt(self) -> tuple[StepResult, ...]:
-        """Changes ranks, mesh and placement, and lets the cases act, before the next step.
-
-        Returns:
-            The results that had to become final before.
-        """
+        """Changes ranks, mesh and placement, and lets the cases act, before the next step."""
         step = self.step
         if self._adapted == step:
             return ()
@@ -249,11 +235,7 @@ class Loop:
         keys: Keys | None,
         stop: bool,
     ) -> tuple[StepResult, ...]:
-        """Trains on the microbatches of one step.
-
-        Returns:
-            The results that have become final.
-        """
+        """Trains on the microbatches of one step."""
         engine, step = self._engine, self.step
         if self._adapted != step:
             self._begin = time.perf_counter()
@@ -278,11 +260,7 @@ class Loop:
         return self._take()
 
     def drain(self) -> tuple[StepResult, ...]:
-        """Waits until the last step is final.
-
-        Returns:
-            The results that were not returned before.
-        """
+        """Waits until the last step is final."""
         self.settle()
         return self._take()
 

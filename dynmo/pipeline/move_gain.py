@@ -50,15 +50,7 @@ class MoveGain:
         return bool(self._recent)
 
     def observe(self, step: int, seconds: float) -> RebalanceResultEvent | None:
-        """Takes the wall time of a step.
-
-        Args:
-            step: Number of the step.
-            seconds: Its wall time.
-
-        Returns:
-            The gain of the last move, once enough steps have followed it.
-        """
+        """Takes the wall time of a step."""
         self._recent.append(seconds)
         if self._measurement is None:
             return None
@@ -68,21 +60,9 @@ class MoveGain:
     def on_move(
         self, step: int, move: int, predicted: float, is_test: bool = True
     ) -> RebalanceResultEvent | None:
-        """Begins to measure a move that was made before `step`.
-
-        Args:
-            step: The next step.
-            move: Number of the move.
-            predicted: Share of a step that it saves.
-            is_test: Whether later moves must promise more if this one disappoints.
-
-        Returns:
-            The gain of the previous move, if it is not reported yet.
-        """
-        result, self._measurement = (
-            self.close(step),
-            _Measurement(move, predicted, median(self._recent), is_test),
-        )
+        """Begins to measure a move that was made before `step`."""
+        result = self.close(step)
+        self._measurement = _Measurement(move, predicted, median(self._recent), is_test)
         self._recent.clear()
         return result
 
@@ -90,12 +70,6 @@ class MoveGain:
         """Takes note that the work has changed before `step`.
 
         Steps before the change do not compare with steps after it.
-
-        Args:
-            step: The next step.
-
-        Returns:
-            The gain of the last move, if it is not reported yet.
         """
         result = self.close(step)
         self._recent.clear()
@@ -106,12 +80,6 @@ class MoveGain:
         """Ends the measurement of the last move.
 
         The first step after a move opens new channels and does not count.
-
-        Args:
-            step: The next step.
-
-        Returns:
-            The gain of the move. None if no measurement is open, or it has too few steps.
         """
         measurement, self._measurement = self._measurement, None
         if measurement is None or len(measurement.after) < 2:

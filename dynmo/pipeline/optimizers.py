@@ -35,11 +35,7 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step.
-
-        Raises:
-            ConfigError: There are other groups, or other options than rates.
-        """
+        """Learning rate of the next step."""
         if len(self.param_groups) > 1:
             raise _one_group()
         # torch's schedulers keep rates beside it, such as `initial_lr`.
@@ -52,11 +48,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         return float(self.param_groups[0]["lr"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses groups beyond the one that holds the learning rate.
-
-        Raises:
-            ConfigError: It is not the first group.
-        """
+        """Refuses groups beyond the one that holds the learning rate."""
         if self.param_groups:
             raise _one_group()
         super().add_param_group(param_group)

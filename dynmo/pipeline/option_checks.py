@@ -91,12 +91,10 @@ def _schedule(now: _Now) -> Iterator[str]:
 
 def _placement(now: _Now) -> Iterator[str]:
     options = now.options
-    layers, ranks, chunks, stages = (
-        now.layers,
-        options.pipeline,
-        options.stages_per_rank,
-        options.pipeline * options.stages_per_rank,
-    )
+    layers = now.layers
+    ranks = options.pipeline
+    chunks = options.stages_per_rank
+    stages = options.pipeline * options.stages_per_rank
     initial = options.balance.initial
     if initial is not None and len(initial) != stages:
         if chunks == 1:

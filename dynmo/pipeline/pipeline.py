@@ -240,11 +240,7 @@ class Pipeline:
         listen: Callable[[Event], None] | None,
         resume: str | Path | None,
     ) -> float | None:
-        """Makes the parts of a pipeline that starts or resumes.
-
-        Returns:
-            Seconds that a step took at first, if a checkpoint says so.
-        """
+        """Makes the parts of a pipeline that starts or resumes."""
         world, saved = self._world, None
         if isinstance(model, Sequential):
             _agree_on_modules(model, world)
@@ -351,16 +347,7 @@ class Pipeline:
     def _known_shapes(
         self, model: Model, options: PipelineOptions, is_new: bool
     ) -> tuple[LayerCost, ...] | None:
-        """Returns the layers' bytes by shapes, if a memory limits them.
-
-        Args:
-            model: The model.
-            options: Options of the pipeline.
-            is_new: Whether the first placement must fit the limit too.
-
-        Raises:
-            NoRoomError: The first placement, or a planned one, does not fit `memory_limit`.
-        """
+        """Returns the layers' bytes by shapes, if a memory limits them."""
         limit = self._memory_limit
         if limit is None or options.micro_batch is None or model.options is None:
             return None  # nothing limits the memory, or no shapes are known

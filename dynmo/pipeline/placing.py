@@ -19,14 +19,6 @@ def first_partition(
     """Returns the first placement: `balance.initial` if set, and uniform otherwise.
 
     Nothing is measured yet, so uniform is the best guess.
-
-    Args:
-        options: Options of the pipeline.
-        layers: Number of layers of the model.
-        pipeline: Number of ranks of a pipeline. The default is that of the options.
-
-    Raises:
-        ConfigError: There are more stages than layers, or `balance.initial` does not fit.
     """
     chunks, initial = options.stages_per_rank, options.balance.initial
     stages = (pipeline or options.pipeline) * chunks
@@ -64,11 +56,7 @@ def first_shape(
 
 
 def check_meshes(options: PipelineOptions, layers: int) -> None:
-    """Checks that every planned mesh can hold the layers.
-
-    Raises:
-        ConfigError: A mesh of `elastic.reshape_at` cannot hold so many layers.
-    """
+    """Checks that every planned mesh can hold the layers."""
     for _, pipeline, _ in options.elastic.reshape_at:
         first_partition(options, layers, pipeline)
 
@@ -80,9 +68,6 @@ def rank_memory_limit(options: PipelineOptions, world: World) -> int | None:
     equal parts. The rest of the memory is for bytes that are in no account of tensors. These are
     the context and its kernels, NCCL's buffers, cuBLAS's workspaces and the allocator's rounding.
     The part depends on the device's size alone, so equal devices have equal limits.
-
-    Returns:
-        Bytes per rank. None on CPU without `memory_limit`, which means unlimited.
     """
     device = world.device
     if options.memory_limit is not None or device.type != "cuda":

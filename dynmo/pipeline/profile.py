@@ -16,17 +16,7 @@ def profile_of(
     costs: tuple[LayerCost, ...],
     steps: int | None = None,
 ) -> Profile:
-    """Returns the costs of a pipeline's layers as a costs file records them.
-
-    Args:
-        options: Options of the pipeline.
-        pipeline: Its pipeline.
-        costs: Cost of each layer, as `Engine.costs` gathers them.
-        steps: The number of measured steps.
-
-    Returns:
-        The profile. Its layers have the optimizer state of all replicas, even if ZeRO divides it.
-    """
+    """Returns the costs of a pipeline's layers as a costs file records them."""
     if options.zero:
         replicas, masters = pipeline.store.world.replicas, options.precision != "float32"
         moments = settings_of(options.optimizer).moments

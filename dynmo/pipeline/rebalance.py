@@ -72,14 +72,6 @@ class Rebalancer:
     Balancers count more than a rank holds at any one time, such as all gradients. The layers stay
     if the balancer says that no placement fits the memory. One event says so, because the run
     trains.
-
-    Args:
-        options: Options of the pipeline.
-        engine: Holds the layers.
-        cases: The dynamic cases, which expect changes of the work.
-        shapes: Costs by shapes alone. None if they are not known.
-        moves: Number of moves of an earlier part of the run, so that the numbers go on.
-        memory_limit: Bytes of a rank. None means unlimited.
     """
 
     def __init__(
@@ -113,16 +105,7 @@ class Rebalancer:
     def observe(
         self, step: int, seconds: float, busy: Sequence[float]
     ) -> RebalanceResultEvent | None:
-        """Takes the measurements of a step.
-
-        Args:
-            step: Number of the step.
-            seconds: Its wall time.
-            busy: Busy seconds of each rank.
-
-        Returns:
-            The gain of the last move, once enough steps have followed it.
-        """
+        """Takes the measurements of a step."""
         if self._watch is not None:
             self._watch.observe(busy)
         return self._gain.observe(step, seconds)
@@ -135,14 +118,7 @@ class Rebalancer:
         return self._gain.close(step)
 
     def on_workload_change(self, step: int) -> RebalanceResultEvent | None:
-        """Takes note that the model's work has changed before `step`.
-
-        Args:
-            step: The next step.
-
-        Returns:
-            The gain of the last move until then, if it is not reported yet.
-        """
+        """Takes note that the model's work has changed before `step`."""
         self._unshaped = self._options.elastic.reshape
         if self._watch is not None:
             self._watch.on_workload_change()
@@ -184,15 +160,7 @@ class Rebalancer:
         most: int = 1,
         reference: float | None = None,
     ) -> Situation:
-        """Gathers what is known before `step`. All ranks call it together, and get the same.
-
-        Args:
-            step: The next step.
-            nodes: Name of the machine of each rank.
-            there: Number of ranks, newcomers included.
-            most: The largest number of ranks that the run has had.
-            reference: Seconds that a step took at first. None means the best predicted seconds now.
-        """
+        """Gathers what is known before `step`. All ranks call it together, and get the same."""
         from dynmo.pipeline.gathering import gather, measured_costs
 
         start = time.perf_counter()
@@ -242,9 +210,6 @@ class Rebalancer:
 
         Returns:
             Ranks of a pipeline, replicas, and placement. None if the mesh stays.
-
-        Raises:
-            RunError: The ranks have decided differently.
         """
         if not self._unshaped:
             return None
@@ -263,15 +228,7 @@ class Rebalancer:
         return choice.mesh.pipeline, choice.mesh.replicas, choice.partition
 
     def reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> list[Event]:
-        """Makes the same ranks another mesh, before `step`.
-
-        Returns:
-            The reshape, and before it the gain of the last move, if it is not reported yet. No
-            reshape if `elastic.reshape` chose a mesh that the layers do not fit.
-
-        Raises:
-            NoRoomError: The layers do not fit a mesh that the config names.
-        """
+        """Makes the same ranks another mesh, before `step`."""
         engine, start = self._engine, time.perf_counter()
         before, result = engine.store.layout.shape, self._gain.close(step)
         told: list[Event] = [] if result is None else [result]
@@ -303,12 +260,7 @@ class Rebalancer:
         self._options = options
 
     def ranks(self, situation: Situation) -> RankWish:
-        """Asks for the number of ranks on which the run should go on.
-
-        Raises:
-            NoRoomError: The target cannot hold the model.
-            RunError: The ranks have decided differently.
-        """
+        """Asks for the number of ranks on which the run should go on."""
         from dynmo.planner.decide_ranks import decide_ranks
 
         start = time.perf_counter()
@@ -326,11 +278,6 @@ class Rebalancer:
         """Takes note that the ranks have changed before `step`.
 
         Step measurements begin anew.
-
-        Args:
-            step: The next step.
-            gain: Predicted share of a step that is saved. None means that nothing was predicted.
-            seconds: Seconds during which the ranks stood still.
 
         Returns:
             The number of the change, and the gain of the last one if it is not reported yet.
@@ -356,10 +303,6 @@ class Rebalancer:
 
         It decides first on the placement, then on the schedule. The ranks compare their decision
         before layers move or stay.
-
-        Raises:
-            RunError: The ranks have decided differently, for example because their cases forecast
-                differently.
         """
         from dynmo.planner.decide_move import decide_schedule, move_answer, schedule_answer
 
@@ -407,18 +350,7 @@ class Rebalancer:
     def _move(
         self, step: int, choice: MoveChoice, measuring: float, deciding: float
     ) -> list[Event]:
-        """Moves layers as all ranks have agreed.
-
-        Args:
-            step: The next step.
-            choice: The move.
-            measuring: Seconds that gathering the costs took.
-            deciding: Seconds that deciding took.
-
-        Returns:
-            The move, and before it the gain of the last move, if it is not reported yet. Empty if
-            the layers do not fit the memory of their target.
-        """
+        """Moves layers as all ranks have agreed."""
         start = time.perf_counter()
         source = self._engine.store.layout.partition
         try:

@@ -49,15 +49,7 @@ class SavedState(BaseModel):
 def state_of(
     engine: Engine, cases: Sequence[Dynamism], *, loss: float, moves: int, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the part of an engine's state that no layer has, as JSON.
-
-    Args:
-        engine: Engine that trains.
-        cases: The dynamic cases.
-        loss: Loss of the last step.
-        moves: Number of times that layers have moved.
-        extra: Further state of the caller.
-    """
+    """Returns the part of an engine's state that no layer has, as JSON."""
     return {
         "partition": list(engine.store.layout.partition.counts),
         "frozen": sorted(engine.store.frozen.layers),
@@ -83,22 +75,6 @@ def save_engine(
     """Saves all layers and the state.
 
     All ranks call it together, after the last result.
-
-    Args:
-        engine: Engine that trains.
-        folder: Holds the checkpoints of this training. All ranks share it.
-        step: Number of steps that are done.
-        keep: Number of checkpoints that stay, this one included.
-        cases: The dynamic cases, whose states are saved too.
-        loss: Loss of the last step.
-        moves: Number of times that layers have moved.
-        extra: Further state of the caller.
-
-    Returns:
-        The folder, bytes and seconds of this checkpoint.
-
-    Raises:
-        RunError: A rank could not write its part. Older checkpoints are untouched.
     """
     identity = engine.store.identity.with_code(cases).model_dump()
     extra = {**extra, "identity": identity}
@@ -134,17 +110,7 @@ def saved_layers(
 def restore_layer(
     engine: Engine, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]
 ) -> None:
-    """Replaces one of this rank's layers by its tensors in a checkpoint.
-
-    Args:
-        engine: Holds the layer.
-        index: One of this rank's layers.
-        tensors: Tensors by section and name, from `checkpoint.load_layer`.
-        flags: Flags, likewise.
-
-    Raises:
-        CheckpointError: The layer has another shape.
-    """
+    """Replaces one of this rank's layers by its tensors in a checkpoint."""
     engine.pending.assert_final()
     store = engine.store
     tensors = store.own_part(index, tensors)
@@ -176,13 +142,6 @@ def find_checkpoint(folder: Path, world: World) -> SavedPipeline:
     """Finds the newest checkpoint that is whole, and warns of newer ones that are not.
 
     All ranks call it together.
-
-    Args:
-        folder: Holds the checkpoints of a training.
-        world: All ranks.
-
-    Raises:
-        CheckpointError: There is none, or its state cannot be used.
     """
     path, manifest, problems = checkpoint.find(folder, world)
     if manifest.version == UNSEALED:
@@ -208,11 +167,7 @@ def kept_settings(options: PipelineOptions, model: Model) -> dict[str, Any]:
 
 
 def check_saved(saved: SavedPipeline, options: PipelineOptions, model: Model) -> None:
-    """Checks that a pipeline can go on from a checkpoint.
-
-    Raises:
-        CheckpointError: It is of another model or optimizer.
-    """
+    """Checks that a pipeline can go on from a checkpoint."""
     if saved.names != model.names:
         raise CheckpointError(
             f"{saved.path} is of another model ({len(saved.names)} layers, this one has "
@@ -234,16 +189,6 @@ def restore_engine(
 
     The state is the frozen layers, the dynamic cases and the loss scale. All ranks call this
     function together. A warning names code that has changed since.
-
-    Args:
-        engine: Engine that goes on training, on any placement.
-        path: The folder of one checkpoint.
-        state: Its state, as `save_engine` wrote it.
-        cases: The dynamic cases. A case that the checkpoint does not have starts anew.
-
-    Raises:
-        RunError: The ranks found different checkpoints.
-        CheckpointError: A layer does not fit the model. Every rank raises it.
     """
     agree(
         engine.store.world,
@@ -279,13 +224,7 @@ def _warn_of_changes(identity: Identity, path: Path, then: object) -> None:
 
 
 def restore_state(engine: Engine, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
-    """Restores the frozen layers, the dynamic cases and the loss scale.
-
-    Args:
-        engine: Engine that goes on training.
-        state: State as `state_of` made it.
-        cases: The dynamic cases. A case that the state does not have starts anew.
-    """
+    """Restores the frozen layers, the dynamic cases and the loss scale."""
     _restore_frozen(engine, state)
     _restore_cases(engine, state, cases)
 

@@ -46,19 +46,7 @@ class ActivationsUnknown(ConfigError):
 
 
 def known_costs(options: PipelineOptions, model: Model) -> tuple[tuple[LayerCost, ...], str | None]:
-    """Returns the bytes of every layer, as far as shapes tell them.
-
-    Args:
-        options: Options of the pipeline.
-        model: The model.
-
-    Returns:
-        The costs, and None. If the activations are unknown: the costs of parameters, gradients and
-        optimizer state alone, and a warning that says why.
-
-    Raises:
-        ConfigError: The user's own model cannot run.
-    """
+    """Returns the bytes of every layer, as far as shapes tell them."""
     try:
         return shape_costs(options, model), None
     except ActivationsUnknown as error:
@@ -78,16 +66,6 @@ def shapes_of(
     """Returns the costs from shapes.
 
     None if the user's own layers do not run on shapes alone.
-
-    Args:
-        options: Options of the pipeline.
-        model: The model.
-        replicas: Number of replicas of the mesh. The default is that of the options.
-        level: Level of the log line that says why the costs are unknown.
-
-    Returns:
-        One cost a layer, or None. Only the user's own model gives None. Another model's error is
-        raised.
     """
     try:
         return shape_costs(options, model, replicas)
@@ -148,10 +126,6 @@ def static_costs(options: PipelineOptions, model: Model) -> tuple[LayerCost, ...
     """Returns bytes of every layer's parameters, gradients and optimizer state.
 
     All else is 0.
-
-    Args:
-        options: Options of the pipeline.
-        model: The model.
     """
     costs: list[LayerCost] = []
     for module in meta_layers(model):
@@ -295,7 +269,9 @@ def _static_cost(options: PipelineOptions, model: Model, module: nn.Module) -> L
         gradient_bytes(p) * (times if p in experts else 1) for p in parameters if p.dtype in LOW
     )
     return LayerCost(
-        *(0.0, 0.0, 0.0),
+        0.0,
+        0.0,
+        0.0,
         parameters=sum(p.numel() for p in parameters),
         weight_bytes=weight_bytes(module),
         gradient_bytes=gradients,
@@ -346,11 +322,6 @@ def with_workspace(
     """Returns measured costs with the workspaces from shapes.
 
     A workspace is memory that an op needs beside the bytes that it keeps. A run cannot measure it.
-
-    Args:
-        costs: Measured cost of each layer.
-        shapes: Cost of each layer from shapes. None returns `costs` as they are.
-        recomputed: Indices of the layers that recompute.
     """
     if shapes is None:
         return costs
@@ -370,18 +341,6 @@ def recompute_for(options: PipelineOptions, model: Model, limit: int | None) -> 
     """Returns `train.recompute` as a pipeline takes it.
 
     "auto" depends on shapes alone. All ranks therefore choose alike, whatever they measure.
-
-    Args:
-        options: Options of the pipeline.
-        model: The model.
-        limit: Bytes of a rank. None means unlimited.
-
-    Returns:
-        Indices of layers, or a rule. The rule raises NoRoomError if the memory is too small even
-        when all layers recompute.
-
-    Raises:
-        ConfigError: `recompute` names a layer that the model does not have.
     """
     wanted = options.recompute
     if isinstance(wanted, tuple):
@@ -420,13 +379,7 @@ def recompute_for(options: PipelineOptions, model: Model, limit: int | None) -> 
 
 
 def stage_request(options: PipelineOptions, replicas: int, limit: int | None) -> StageRequest:
-    """Returns the request to the stage planner.
-
-    Args:
-        options: Options of the pipeline.
-        replicas: Number of pipelines in the mesh.
-        limit: Bytes of a rank. None means unlimited.
-    """
+    """Returns the request to the stage planner."""
     validates = options.post_validation
     return StageRequest(
         options.schedule,

@@ -161,11 +161,7 @@ def _closed_at_exit(world: comm.World) -> comm.World:
 
 
 def _take_threads(world: comm.World, threads: int) -> None:
-    """Computes with so many threads until the world closes.
-
-    Raises:
-        ConfigError: The ranks have different numbers.
-    """
+    """Computes with so many threads until the world closes."""
     try:
         counts = torch.zeros(world.size, dtype=torch.int64)
         counts[world.rank] = threads

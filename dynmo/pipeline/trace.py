@@ -46,13 +46,6 @@ class Tracer:
     """Collects a rank's time intervals.
 
     `finish` sends them to rank 0, which writes the file.
-
-    Args:
-        world: All ranks.
-        clock: Clock of this rank.
-        steps: Number of steps to keep around a change.
-        stage_ranks: The slice of each stage, if each rank of the world is a pipeline on slices of a
-            GPU. The trace then shows slices like ranks.
     """
 
     def __init__(
@@ -100,12 +93,7 @@ class Tracer:
         self._coming = self._steps
 
     def observe(self, step: int, slices: Sequence[Interval]) -> None:
-        """Takes the intervals of a finished step. The clock must be settled.
-
-        Args:
-            step: Number of the step.
-            slices: Intervals of this rank's ops, sends and waits.
-        """
+        """Takes the intervals of a finished step. The clock must be settled."""
         if not self._steps or not slices:
             return
         elapsed = self._clock.elapsed

@@ -22,9 +22,6 @@ def report_uncaught(world: World) -> None:
 
     Other errors keep their traceback, and with DYNMO_TRACEBACK=1 all do. The process ends without
     finalization, as `dynmo train` does. In an interactive shell it goes on.
-
-    Args:
-        world: World of all ranks. A world of one rank changes nothing.
     """
     before, name = sys.excepthook, f"[rank{world.rank}]"
     if world.size == 1:

@@ -90,13 +90,7 @@ class WholeModel:
         layer_store.outputs.forget(layers)
 
     def _own_state(self, index: int, exact: bool) -> dict[str, Tensor] | None:
-        """Returns a layer's state on the rank that gives it, and None on the others.
-
-        Args:
-            index: Index of the layer.
-            exact: Whether weights of low precision come from their masters. If not, only shapes
-                and dtypes are right, and ZeRO-1 gathers nothing.
-        """
+        """Returns a layer's state on the rank that gives it, and None on the others."""
         layer_store = self._layer_store
         if index not in layer_store.layers:
             return None
@@ -115,12 +109,7 @@ class WholeModel:
         return own if layer_store.world.replica == 0 else None
 
     def _announce(self, index: int, own: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Tells all ranks the shapes and dtypes of a layer's state. Returns them on "meta".
-
-        Args:
-            index: Index of the layer.
-            own: The state, on the rank that gives it.
-        """
+        """Tells all ranks the shapes and dtypes of a layer's state. Returns them on "meta"."""
         everyone, what = self._layer_store.world.everyone, f"what layer {index} has"
         text = b""
         if own is not None:
@@ -148,10 +137,6 @@ class WholeModel:
 
         Parameters and masters keep their memory, so that optimizers and tied weights see the new
         values.
-
-        Args:
-            index: Index of the layer.
-            values: Dense values by key. Experts of other replicas are skipped.
         """
         module = self._layer_store.modules[index]
         optimizer = self._layer_store.optimizers[index]
@@ -254,17 +239,6 @@ def join_outputs(
     """Concatenates the outputs of the microbatches along the first dimension.
 
     All ranks call it together.
-
-    Args:
-        world: World of this rank.
-        microbatches: Outputs of the last layer by microbatch: a tensor, or a tuple of tensors.
-            Empty on ranks without the last stage.
-
-    Returns:
-        A tensor, or a tuple of tensors. None on ranks without the last stage.
-
-    Raises:
-        RunError: The outputs cannot be concatenated. Every rank raises it.
     """
     outputs = [microbatches[number] for number in sorted(microbatches)]
     joined: Tensor | tuple[Tensor, ...] | None = None

@@ -75,10 +75,6 @@ def mesh_request(now: Situation, replicas: tuple[int, ...]) -> MeshRequest:
     """Returns the request for a search for another mesh.
 
     Links between replicas count like links between stages: as the slowest measured link.
-
-    Args:
-        now: What is known.
-        replicas: The numbers of replicas that are allowed.
     """
     profile = now.profile(now.layers)
     rates = [link.bytes_per_second for _, link in profile.links]

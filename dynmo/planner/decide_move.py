@@ -47,11 +47,7 @@ def decide_move(now: Situation) -> MoveChoice | None:
 
 
 def propose(now: Situation) -> Partition:
-    """Returns the balancer's placement.
-
-    Raises:
-        PartitionError: It has none.
-    """
+    """Returns the balancer's placement."""
     return balancer(now.balance.balancer)(balance_request(now, now.layers))
 
 

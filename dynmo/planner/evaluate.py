@@ -211,13 +211,7 @@ class Plan:
 
 
 def memory_needs(request: PlanRequest, partition: Partition, schedule: Schedule) -> tuple[int, ...]:
-    """Bytes of each rank at its peak under `schedule`.
-
-    Args:
-        request: The request.
-        partition: Number of layers on each stage.
-        schedule: The schedule that runs.
-    """
+    """Bytes of each rank at its peak under `schedule`."""
     return request.stages.memory(request.layers, partition.counts, schedule)
 
 
@@ -240,24 +234,14 @@ class TooFullError(NoRoomError):
 
 
 def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
-    """Evaluates one placement by the simulator, with the schedule made for it.
-
-    Args:
-        request: The request.
-        partition: Number of layers on each stage.
-
-    Raises:
-        NoRoomError: The placement does not fit the memory.
-    """
+    """Evaluates one placement by the simulator, with the schedule made for it."""
     stage_plan = plan_stages(
         request.stages, request.layers, partition, request.links, request.profile.first_trainable
     )
     if request.memory_limit is not None and max(stage_plan.memory) > request.memory_limit:
         raise TooFullError(request, partition, stage_plan.memory)
-    costs, schedule = (
-        pipeline_costs(request.layers, partition, links=request.links),
-        stage_plan.schedule,
-    )
+    costs = pipeline_costs(request.layers, partition, links=request.links)
+    schedule = stage_plan.schedule
     timeline = simulate(schedule, costs)
     if not math.isfinite(timeline.makespan):
         raise InputError(

@@ -93,7 +93,6 @@ class Modules:
 
     Attributes:
         stages: Names of the modules on each stage.
-        rounded: As in `MegatronLayout`.
     """
 
     stages: list[list[str]]

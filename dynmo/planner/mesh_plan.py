@@ -101,15 +101,7 @@ class MeshPlan:
 def mesh_profile(
     profile: Profile, mesh: Mesh, zero: int, accumulation_groups: int | None = None
 ) -> Profile:
-    """The costs of one replica, for the mesh's microbatches.
-
-    Args:
-        profile: Measured costs.
-        mesh: The mesh.
-        zero: 1 if ZeRO divides the optimizer state over the replicas, else 0.
-        accumulation_groups: Number of accumulation groups of the whole mesh. The gradients that
-            wait in them count. None: the profile's own account stays.
-    """
+    """The costs of one replica, for the mesh's microbatches."""
     assert profile.microbatch is not None
     layers = scale_layers(profile.layers, mesh.micro_batch / profile.microbatch)
     if zero:
@@ -124,17 +116,7 @@ def mesh_profile(
 
 
 def add_reductions(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
-    """Adds the rest of the reductions to the plan's ops. See the top of this file.
-
-    Args:
-        mesh: The mesh.
-        plan: The plan of one replica.
-        bandwidth: Bytes per second between replicas.
-        zero: 1 if ZeRO divides the optimizer state over the replicas, else 0.
-
-    Raises:
-        PartitionError: The bandwidth is so small that the time is not finite.
-    """
+    """Adds the rest of the reductions to the plan's ops."""
     link = LinkCost(0.0, bandwidth)
     ends: list[float] = []
     gathers: list[float] = []

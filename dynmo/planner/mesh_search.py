@@ -183,9 +183,6 @@ def least_seconds(request: MeshRequest) -> float:
     """Returns a bound that no mesh of the request beats.
 
     The bound is the busiest rank's work without any wait.
-
-    Raises:
-        PartitionError: No mesh of so many ranks is possible, whatever the memory.
     """
     search = _Search(request)
     return min(search.bound(mesh) for mesh in search.meshes())
@@ -362,10 +359,8 @@ class _Search:
         most = max(need)
         if most <= limit:
             return RefusedMesh(mesh, str(error))
-        rank, recomputing = (
-            need.index(most),
-            "" if plan_request.recompute == "none" else " with everything recomputed",
-        )
+        rank = need.index(most)
+        recomputing = "" if plan_request.recompute == "none" else " with everything recomputed"
         reason = (
             f"memory: rank {rank} needs {most} bytes{recomputing}, {most - limit} over the limit "
             f"of {limit}"

@@ -13,17 +13,7 @@ from dynmo.cost.profile_file import Profile
 def resize(
     profile: Profile, microbatches: int, factors: Iterable[float]
 ) -> Iterator[tuple[int, Profile]]:
-    """Yields the profile for other numbers of microbatches of the same batch.
-
-    Args:
-        profile: Measured costs.
-        microbatches: Number of microbatches now.
-        factors: Multiply the number of microbatches. A factor by which the batch cannot be split is
-            skipped.
-
-    Yields:
-        The number of microbatches, and the costs of one of them.
-    """
+    """Yields the profile for other numbers of microbatches of the same batch."""
     size = profile.microbatch
     for factor in factors:
         count = round(microbatches * factor)
@@ -43,10 +33,6 @@ def scale_layers(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, 
 
     Seconds, activations and messages are in proportion. Real kernels do less well on small
     microbatches, so a measurement at that size is better.
-
-    Args:
-        layers: Cost of each layer.
-        share: Size of the new microbatch, as a multiple of the measured one.
     """
     return tuple(
         replace(

@@ -16,19 +16,7 @@ from dynmo.planner.reshape import plan_as_now
 
 
 def merge_ranks(question: RankQuestion, algorithm: str) -> RankChoice:
-    """Merges ranks as a published algorithm does.
-
-    Args:
-        question: The costs, the mesh as it is, and `least`, where the algorithm stops. Its request
-            has a memory limit, and its schedule one stage per rank.
-        algorithm: A key of `BASELINES`.
-
-    Returns:
-        The merged placement with as many replicas as now, or the current one if nothing fits.
-
-    Raises:
-        NoRoomError: The merged ranks need more memory than the algorithm counts.
-    """
+    """Merges ranks as a published algorithm does."""
     request, current, before = question.request, question.current, question.partition
     limit = request.memory_limit
     assert limit is not None, "merging goes by memory"

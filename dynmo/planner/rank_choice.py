@@ -140,17 +140,6 @@ def choose_ranks(question: RankQuestion) -> RankChoice:
 
     Equal questions have equal answers, so every rank may ask for itself. More ranks than `most` or
     fewer than `least` are left at once, without regard to time or price.
-
-    Args:
-        question: The costs, the mesh as it is, and what is allowed.
-
-    Returns:
-        The mesh and its placement. If the run stays as it is, these are the current ones.
-
-    Raises:
-        NoRoomError: The target's memory does not suffice, or that of every allowed number of ranks
-            if the current number is not allowed. The message names the ranks and the bytes.
-        PartitionError: The placement is not of the mesh, or the target has no mesh for the batch.
     """
     return _Chooser(question).choose()
 
@@ -164,19 +153,6 @@ def confirmed_ranks(
     """Returns the choice if its measurements are certain enough, or else to stay.
 
     A change to the target, or to a number of ranks that is allowed at all, needs no confirmation.
-
-    Args:
-        question: The question that `choice` answers.
-        choice: The choice by all readings.
-        parts: The same question answered by disjoint parts of the readings. Empty: there is one
-            reading only, which proves nothing.
-        preempted: Share of the ops' time for which a rank lost its core to other processes.
-
-    Returns:
-        `choice` if every part would change in the same direction, a shrink at least as far, and
-        the difference stands out from the disturbance. The difference of a shrink is how far its
-        step stays below the limit. That of a growth is its gain over the best placement on the
-        ranks now. Otherwise an uncertain choice to stay.
     """
     now, ranks = question.current.gpus, choice.mesh.gpus
     free = question.target is None and question.least <= now <= question.most
@@ -350,13 +326,7 @@ class _Chooser:
         )
 
     def weigh(self, plan: MeshPlan, saved: _Saved, ranks: int) -> _Worth:
-        """Compares what a change saves with its pauses, in seconds of so many ranks.
-
-        Args:
-            plan: The plan that the run changes to.
-            saved: Returns the saving of a step in an interval.
-            ranks: Number of ranks that wait during a pause.
-        """
+        """Compares what a change saves with its pauses, in seconds of so many ranks."""
         question = self.question
         fixed, each = question.fixed_seconds, question.seconds_per_byte
         there, back = (ranks * (fixed + each * size) for size in self.arrivals(plan))

@@ -29,12 +29,7 @@ _Found = dict[int, "MeshPlan | InputError"]
 
 @final
 class RankOptions:
-    """Searches the best mesh of a number of ranks on demand, and once only.
-
-    Args:
-        request: The costs, and what a mesh search may vary. Its `gpus` are ignored.
-        quick: Be content with the quick search.
-    """
+    """Searches the best mesh of a number of ranks on demand, and once only."""
 
     def __init__(self, request: MeshRequest, quick: bool = False) -> None:
         self.request = replace(request, keep=1)
@@ -53,19 +48,11 @@ class RankOptions:
         return self._bounds[ranks]
 
     def look(self, ranks: int) -> MeshPlan:
-        """The result of a quick search for so many ranks.
-
-        Raises:
-            InputError: As `plan`.
-        """
+        """The result of a quick search for so many ranks."""
         return self._search(ranks, self._looked, True)
 
     def plan(self, ranks: int) -> MeshPlan:
-        """The fastest mesh of so many ranks.
-
-        Raises:
-            InputError: No mesh is possible, or none fits the memory (`NoMeshFitsError`).
-        """
+        """The fastest mesh of so many ranks."""
         return self._search(ranks, self._plans, self._quick)
 
     @property
@@ -84,15 +71,7 @@ class RankOptions:
         return answer
 
     def find(self, ranks: int, limit: float = math.inf) -> MeshPlan | None:
-        """The fastest mesh of so many ranks, if its step is short enough.
-
-        Args:
-            ranks: Number of ranks.
-            limit: The most seconds that a step may take.
-
-        Returns:
-            None if the step takes longer, if there is no mesh, or if none fits the memory.
-        """
+        """The fastest mesh of so many ranks, if its step is short enough."""
         if self.bound(ranks) > limit:
             return None
         try:
@@ -104,21 +83,12 @@ class RankOptions:
         return plan if plan.seconds <= limit else None
 
     def fewest(self, counts: Iterable[int], limit: float) -> MeshPlan | None:
-        """The first of these numbers of ranks on which a step is fast enough.
-
-        Args:
-            counts: Numbers of ranks, fewest first.
-            limit: The most seconds that a step may take.
-        """
+        """The first of these numbers of ranks on which a step is fast enough."""
         plans = (self.find(ranks, limit) for ranks in counts)
         return next((plan for plan in plans if plan is not None), None)
 
     def fastest(self, counts: Iterable[int]) -> MeshPlan | None:
-        """The number of ranks with the shortest step, the fewest of equally fast ones.
-
-        Args:
-            counts: Numbers of ranks, fewest first.
-        """
+        """The number of ranks with the shortest step, the fewest of equally fast ones."""
         seconds_of = {ranks: self._seconds(ranks) for ranks in counts}
         best: MeshPlan | None = None
         for ranks in sorted(seconds_of, key=lambda ranks: (seconds_of[ranks], ranks)):

@@ -34,10 +34,6 @@ def with_recompute(layers: Sequence[LayerCost], chosen: Collection[int]) -> tupl
     A layer without B (in a frozen prefix) keeps nothing anyway, and stays as it is. The activations
     that recomputing brings back count as workspace of F and B. The first layer's input is assumed
     to be as large as its output. This is a bound, because the layer reads tokens.
-
-    Args:
-        layers: Cost of each layer without recomputing.
-        chosen: Global indices of the layers that are recomputed.
     """
     out = list(layers)
     for index in chosen:
@@ -208,19 +204,10 @@ B now (-1: none), whether it runs W at once, and the bytes of reductions over th
 def _moments(
     schedule: Schedule, rank: int, stages: tuple[int, ...], summed: Sequence[int]
 ) -> Iterator[_Moment]:
-    """Yields the live data of a rank during each B and after each op.
-
-    Args:
-        schedule: The schedule that runs.
-        rank: The rank.
-        stages: Its stages that train.
-        summed: Bytes that the reduction of each of these stages takes from its last W on.
-    """
-    forward, stashed, left = (
-        [0] * len(stages),
-        [0] * len(stages),
-        [schedule.microbatches] * len(stages),
-    )
+    """Yields the live data of a rank during each B and after each op."""
+    forward = [0] * len(stages)
+    stashed = [0] * len(stages)
+    left = [schedule.microbatches] * len(stages)
     reduction = 0
     for op in schedule.ops[rank]:
         if op.stage not in stages:
@@ -286,10 +273,8 @@ class _Rank:
             ranked: list[tuple[float, float, int]] = []
             for index in sorted(left):
                 kept[index] = every[index]
-                saved, own = (
-                    need - self.need(kept),
-                    self.layers[index].activation_bytes - every[index].activation_bytes,
-                )
+                saved = need - self.need(kept)
+                own = self.layers[index].activation_bytes - every[index].activation_bytes
                 kept[index] = self.layers[index]
                 seconds = self.layers[index].f or 1e-30
                 # If two moments are as full, one layer alone may save nothing. The bytes that it

@@ -111,14 +111,6 @@ def plan_as_now(request: MeshRequest, current: Mesh, partition: Partition) -> Me
     """Predicts a step on the mesh and the placement that a run has now.
 
     The memory limit is left out, because the run already trains.
-
-    Args:
-        request: The costs, and what a mesh search may vary.
-        current: The mesh as it is.
-        partition: The layers of each of its stages.
-
-    Raises:
-        PartitionError: The placement has another number of stages than the mesh.
     """
     plan_request = PlanRequest(
         mesh_profile(request.profile, current, request.zero, request.accumulation_groups),
@@ -151,15 +143,6 @@ def largest_arrival(
     """Counts the bytes of the rank that must get most.
 
     A rank must get the layers that its new stages hold and its old ones did not.
-
-    Args:
-        layers: Cost of each layer.
-        old: The mesh before the change.
-        old_partition: The layers of each of its stages.
-        new: The mesh after the change.
-        new_partition: The layers of each of its stages.
-        origins: For each rank of the new mesh, its number in the old one. None for a rank that
-            joins. By default every rank keeps its number.
     """
     return max(
         sum(

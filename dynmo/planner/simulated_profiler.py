@@ -17,11 +17,6 @@ class SimulatedProfiler:
     """Condenses costs of steps as a run's profiler condenses its measurements.
 
     Both use `Readings`.
-
-    Args:
-        layers: Number of layers.
-        readings_per_step: Two microbatches of a step are two readings that agree. One reading
-            stands for a step whose microbatches prove nothing about other steps.
     """
 
     def __init__(self, layers: int, readings_per_step: int = 2) -> None:

@@ -244,11 +244,7 @@ class DecisionRecord:
 
     @classmethod
     def from_text(cls, text: str) -> DecisionRecord:
-        """Reads the line of `to_text`.
-
-        Raises:
-            ValueError: It is no record.
-        """
+        """Reads the line of `to_text`."""
         return _RECORD.validate_python(json.loads(text))
 
 

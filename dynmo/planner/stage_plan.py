@@ -246,10 +246,6 @@ def schedule_for_balancers(request: StageRequest, layers: Sequence[LayerCost]) -
 
     Every rank is assumed to hold the mean of the static memory. Only the chosen placement gets a
     schedule within each rank's true limit, from `plan_stages`.
-
-    Args:
-        request: As for `plan_stages`.
-        layers: Cost of each layer, recomputation included.
     """
     limit = request.memory_limit
     if limit is not None:
@@ -282,12 +278,7 @@ def with_unit_memory(costs: Costs) -> Costs:
 
 
 def one_microbatch(costs: Costs, stage_ranks: Sequence[int]) -> tuple[float, ...]:
-    """The memory that one microbatch keeps alive on each rank, in the costs' unit.
-
-    Args:
-        costs: Costs of every stage.
-        stage_ranks: The rank of each stage.
-    """
+    """The memory that one microbatch keeps alive on each rank, in the costs' unit."""
     kept = [0.0] * (max(stage_ranks) + 1)
     for stage, rank in zip(costs.stages, stage_ranks, strict=True):
         kept[rank] += stage.held
@@ -298,13 +289,6 @@ def roomy_caps(costs: Costs, stage_ranks: Sequence[int]) -> tuple[float, ...]:
     """Caps without a memory limit: twice the most that 1F1B keeps on a rank.
 
     1F1B keeps p microbatches there (Zero Bubble's ZB-2p). More gains next to nothing.
-
-    Args:
-        costs: Costs of every stage.
-        stage_ranks: The rank of each stage.
-
-    Returns:
-        The most live memory of each rank, in the costs' unit.
     """
     kept = one_microbatch(costs, stage_ranks)
     return (2.0 * len(kept) * max(kept),) * len(kept)

@@ -292,10 +292,8 @@ class Replayer:
         self.stage_ranks = stage_ranks_of(workload.schedule, workload.ranks, workload.chunks)
         self.from_costs = entry(workload.schedule).from_costs
         even = uniform(workload.layers, len(self.stage_ranks))
-        self.even, self.start = (
-            even,
-            even if workload.initial is None else Partition(workload.initial),
-        )
+        self.even = even
+        self.start = even if workload.initial is None else Partition(workload.initial)
         if (self.start.layers, self.start.stages) != (even.layers, even.stages):
             raise InputError(
                 f"policy.initial counts {self.start.layers} layers on {self.start.stages} stages, "
@@ -364,12 +362,7 @@ class Replayer:
         return self.numbers[layers]
 
     def changed_layers(self, before: int, after: int) -> list[int]:
-        """Indices of the layers whose costs differ.
-
-        Args:
-            before: Number of some costs.
-            after: Number of other costs.
-        """
+        """Indices of the layers whose costs differ."""
         pairs = zip(self.costs[before], self.costs[after], strict=True)
         return (
             []
@@ -378,12 +371,7 @@ class Replayer:
         )
 
     def request(self, moment: int, current: Partition) -> PlanRequest:
-        """The request for a plan with some costs.
-
-        Args:
-            moment: Number of the costs.
-            current: The placement now.
-        """
+        """The request for a plan with some costs."""
         workload = self.workload
         layers = self.costs[moment]
         profile = Profile(
@@ -409,13 +397,7 @@ class Replayer:
     # -- deciding, as a run does -------------------------------------------------------------------
 
     def situation(self, step: int, measured: int, current: Partition) -> Situation:
-        """Returns what a run would know before a step.
-
-        Args:
-            step: The step that follows.
-            measured: Number of the costs that the profiler knows.
-            current: The placement now.
-        """
+        """Returns what a run would know before a step."""
         workload, policy, layers = self.workload, self.workload.policy, self.costs[measured]
         return Situation(
             step=step,
@@ -444,11 +426,7 @@ class Replayer:
         )
 
     def consider(self, step: int, measured: int, current: Partition) -> Rebalance | None:
-        """Decides if layers move, by the function that a run calls.
-
-        Returns:
-            The decision. None if the balancer proposes the current placement, or has none.
-        """
+        """Decides if layers move, by the function that a run calls."""
         now = self.situation(step, measured, current)
         key = measured, current.counts
         if key not in self.targets or now.balance.balancer == "random":
@@ -475,26 +453,14 @@ class Replayer:
     # -- how long a step takes ---------------------------------------------------------------------
 
     def plan(self, moment: int, partition: Partition) -> Plan:
-        """The plan of a placement at some costs.
-
-        Args:
-            moment: Number of the costs.
-            partition: The placement.
-        """
+        """The plan of a placement at some costs."""
         key = moment, partition.counts
         if key not in self.plans:
             self.plans[key] = evaluate_partition(self.request(moment, partition), partition)
         return self.plans[key]
 
     def step(self, moment: int, measured: int, partition: Partition) -> StepTime:
-        """Time of a step under the schedule made from the last measured costs.
-
-        Args:
-            moment: Number of the costs.
-            measured: Number of the costs that the schedule is made from. Ignored if the schedule is
-                not made from costs.
-            partition: The placement.
-        """
+        """Time of a step under the schedule made from the last measured costs."""
         if not self.from_costs:
             measured = moment
         key = moment, measured, partition.counts
@@ -511,12 +477,7 @@ class Replayer:
         return self.known[key]
 
     def finish(self, timeline: Timeline, plan: Plan) -> StepTime:
-        """Time of a step: the ops, then the reduction of every rank's gradients.
-
-        Args:
-            timeline: The ops.
-            plan: The layers and their placement.
-        """
+        """Time of a step: the ops, then the reduction of every rank's gradients."""
         held = [0] * self.workload.ranks
         for layer, cost in enumerate(plan.request.layers):
             held[self.stage_ranks[plan.partition.owner(layer)]] += (
@@ -525,12 +486,7 @@ class Replayer:
         return self.until(timeline, [self.reduce(x) for x in held])
 
     def until(self, timeline: Timeline, reduce: Sequence[float]) -> StepTime:
-        """Time of a step: the ops, then the reductions.
-
-        Args:
-            timeline: The ops.
-            reduce: Seconds of each rank's reduction.
-        """
+        """Time of a step: the ops, then the reductions."""
         begin = min(row[0].start for row in timeline.ranks)
         makespan = self.workload.objective is Objective.MAKESPAN
         ends = (

@@ -129,16 +129,7 @@ def read(path: Path) -> Workload:
 
 
 def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workload:
-    """Checks a workload that is already read, and reads the trace that it names.
-
-    Args:
-        data: Content of the file.
-        folder: Folder that the trace's name starts from.
-        name: Name of the workload if the data has none.
-
-    Raises:
-        InputError: The data is wrong. The message names the key and what would do.
-    """
+    """Checks a workload that is already read, and reads the trace that it names."""
     try:
         file = _File.model_validate(data)
     except ValidationError as error:

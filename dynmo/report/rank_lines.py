@@ -36,17 +36,7 @@ class RankAccount:
 def rank_account(
     steps: Sequence[StepEvent], events: Sequence[RankEvent], returned: float | None
 ) -> RankAccount | None:
-    """Adds up the ranks of a run.
-
-    Args:
-        steps: Step events in order.
-        events: Rank events in order.
-        returned: GPU-seconds of ranks that were away, from the end of the run. None if the run has
-            not ended.
-
-    Returns:
-        The account. None if the ranks did not change.
-    """
+    """Adds up the ranks of a run."""
     changes = [event for event in events if isinstance(event, ResizeEvent)]
     if not changes or not steps:
         return None
@@ -68,13 +58,7 @@ def account_text(account: RankAccount) -> str:
 
 
 def rank_text(event: RankEvent, measured: float | None = None) -> str:
-    """Returns an event in one line without the step.
-
-    Args:
-        event: The event.
-        measured: Share of a step that the change has saved, negative for a slowdown. None if it is
-            not measured.
-    """
+    """Returns an event in one line without the step."""
     match event:
         case RepackEvent():
             predicted = event.predicted_slowdown

@@ -241,12 +241,7 @@ def _changed(steps: Sequence[StepEvent], changes: Sequence[Changes | RankEvent])
 
 
 def cut_phases(steps: Sequence[StepEvent], changed: Collection[int]) -> tuple[Phase, ...]:
-    """Cuts the steps where the work or the placement changed.
-
-    Args:
-        steps: Steps in order.
-        changed: Steps before which the work changed.
-    """
+    """Cuts the steps where the work or the placement changed."""
     groups: list[list[StepEvent]] = []
     for step in steps:
         if groups and step.step not in changed and groups[-1][-1].layers == step.layers:

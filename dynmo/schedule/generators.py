@@ -41,11 +41,6 @@ def gpipe(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
     """Make GPipe: all forwards, then all backwards.
 
     Every microbatch is in flight at once.
-
-    Args:
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-        first_trainable: The stages before this one run F only.
     """
 
     def row(rank: int) -> list[tuple[Kind, int]]:
@@ -58,11 +53,6 @@ def one_f_one_b(ranks: int, microbatches: int, first_trainable: int = 0) -> Sche
     """Make 1F1B: a warm-up, then one forward and one backward in turn.
 
     The warm-up has p - 1 - rank forwards. At most p - rank microbatches are in flight.
-
-    Args:
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-        first_trainable: The stages before this one run F only.
     """
 
     def row(rank: int) -> list[tuple[Kind, int]]:
@@ -118,13 +108,7 @@ def zb_h1(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
 
 
 def zb_h2(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """Make ZB-H2: no bubble if F = B = W, for up to 2p - 1 activations.
-
-    Args:
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-        first_trainable: The stages before this one run F only.
-    """
+    """Make ZB-H2: no bubble if F = B = W, for up to 2p - 1 activations."""
     return _zero_bubble("zb-h2", 2, ranks, microbatches, first_trainable)
 
 

@@ -21,31 +21,12 @@ NAME = "interleaved-1f1b"
 
 
 def loop_stage_ranks(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Place stage s on rank s % ranks: 0, 1, .., p - 1, 0, 1, ..
-
-    Args:
-        ranks: Number of pipeline ranks.
-        chunks: Stages per rank.
-
-    Returns:
-        Rank of each stage.
-    """
+    """Place stage s on rank s % ranks: 0, 1, .., p - 1, 0, 1, .."""
     return tuple(range(ranks)) * chunks
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int, first_trainable: int = 0) -> Schedule:
-    """Make interleaved 1F1B. One chunk gives the op order of 1F1B under another name.
-
-    Args:
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step. A multiple of `ranks`.
-        chunks: Stages per rank.
-        first_trainable: The stages before this one run F only.
-
-    Raises:
-        ScheduleError: The microbatches are no multiple of the ranks, or another number is out of
-            range.
-    """
+    """Make interleaved 1F1B. One chunk gives the op order of 1F1B under another name."""
     if ranks < 1 or microbatches < 1 or chunks < 1:
         raise ScheduleError(
             f"{NAME}: {ranks} ranks, {microbatches} microbatches and {chunks} chunks; at least 1 "

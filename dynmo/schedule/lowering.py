@@ -213,7 +213,6 @@ def lower_forward(
         stage_ranks: Rank of each stage.
         ranks: Number of ranks.
         microbatches: Number of microbatches.
-        varying: As `lower` takes it.
 
     Returns:
         One program per rank.
@@ -307,12 +306,7 @@ def _depths(schedule: Schedule) -> dict[Channel, int]:
 
 
 def check(programs: tuple[Program, ...]) -> None:
-    """Check the programs by a dry run with channels of their depths.
-
-    Raises:
-        ScheduleError: A channel's messages are out of order, or ranks would wait for each other
-            for ever.
-    """
+    """Check the programs by a dry run with channels of their depths."""
     for program in programs:
         following: dict[tuple[type[Instruction], Channel], int] = {}
         for instruction in program.instructions:
@@ -334,9 +328,6 @@ def check_again(programs: tuple[Program, ...]) -> None:
 
     The checks are those of `check`. One run assumes that the first step stands, the other that it
     is rolled back.
-
-    Raises:
-        ScheduleError: As for `check`.
     """
     depth = _all_depths(programs)
     down, up = routes(_stage_ranks(programs))

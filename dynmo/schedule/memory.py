@@ -305,11 +305,6 @@ def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> 
     """Bound the bytes that an op of a stage needs beside its live memory.
 
     In F the layers above hold nothing yet. In B they hold no more than W needs, in W nothing more.
-
-    Args:
-        layers: Layers of the stage.
-        kind: Kind of the op.
-        fresh: Whether the op makes gradients as it goes.
     """
     most = above = 0
     for layer in reversed(layers):
@@ -358,7 +353,6 @@ class MemoryLimits:
 
     Attributes:
         layers: Cost of each layer in model order.
-        resident: As for `stage_memory`.
         limits: Bytes available to each stage.
     """
 

@@ -272,11 +272,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def from_text(text: str) -> Schedule:
-    """Read the form of `to_text`.
-
-    Raises:
-        ScheduleError: A line does not fit. The message names it.
-    """
+    """Read the form of `to_text`."""
     lines = [line for line in text.splitlines() if line.strip()]
     header = _HEADER.fullmatch(lines[0].strip()) if lines else None
     if header is None:

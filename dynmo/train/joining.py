@@ -66,9 +66,6 @@ def come_back(trainer: Trainer) -> RunResult | None:
     """Waits until a process that is no rank of its run is called, and trains.
 
     Ranks that leave the run then end, or wait to be called back.
-
-    Returns:
-        The result. None if the run ended without this process.
     """
     result: RunResult | None = None
     while result is None or (result.left and parks(trainer.config.elastic)):

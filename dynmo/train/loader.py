@@ -40,13 +40,6 @@ class DataLoader:
 
     Only the ranks that hold the first or the last layer read data. They compare the data that they
     read.
-
-    Args:
-        config: Config of the run.
-        pipeline: Says which data this rank needs.
-
-    Raises:
-        ConfigError: The data does not fit the config.
     """
 
     def __init__(self, config: Config, pipeline: Pipeline) -> None:

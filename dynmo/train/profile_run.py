@@ -31,7 +31,6 @@ def run(
     """Measures as one rank of the world at `rendezvous`.
 
     Args:
-        config: Config of the run.
         rendezvous: Where the ranks meet.
         steps: Number of steps to measure.
         listen: Called after every measured step.
@@ -54,16 +53,6 @@ def measure(
 
     The dynamic cases act before the first step only. They may freeze a prefix, for example. Nothing
     changes later.
-
-    Args:
-        config: Config of the run.
-        world: All ranks.
-        model: The model to measure.
-        steps: Number of steps to measure.
-        listen: Called after every measured step.
-
-    Returns:
-        The profile, the same on every rank.
     """
     options: dict[str, Any] = config.pipeline_options() | {
         "optimizer": config.optimizer.model_copy(update={"lr": 0.0}),

@@ -29,7 +29,6 @@ def run(
     """Trains as one rank of the world at `rendezvous`.
 
     Args:
-        config: Config of the run.
         rendezvous: Where the ranks meet.
         folder: `runs/NAME`, where rank 0 writes. None means that nothing is written.
         resume: Whether to go on from the newest checkpoint.

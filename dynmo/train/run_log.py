@@ -26,14 +26,6 @@ class RunLog:
 
     Every rank has one, so that all ranks run the same code. Only rank 0's is given a folder and a
     listener.
-
-    Args:
-        config: Config of the run.
-        folder: `runs/NAME`. None means that nothing is written.
-        listen: Called with every event.
-
-    Raises:
-        InputError: The log of events cannot be opened.
     """
 
     def __init__(self, config: Config, folder: Path | None, listen: Listener | None) -> None:
@@ -46,11 +38,7 @@ class RunLog:
         return self._folder is not None
 
     def emit(self, event: Event | None) -> None:
-        """Writes an event, and hands it to the listener. None is no event.
-
-        Raises:
-            RunError: The log cannot be written.
-        """
+        """Writes an event, and hands it to the listener. None is no event."""
         if event is None:
             return
         if self._events is not None:
@@ -59,12 +47,7 @@ class RunLog:
             self._listen(event)
 
     def record_options(self, case: str, options: Mapping[str, Any]) -> None:
-        """Adds options that a case has measured by itself to the run's own config.
-
-        Args:
-            case: Name of the case.
-            options: Keys of the case's section, with their values.
-        """
+        """Adds options that a case has measured by itself to the run's own config."""
         self._config = with_options(self._config, ("dynamism", case), options)
         self._write_config(", ".join(options))
 

@@ -31,15 +31,7 @@ from dynmo.runtime.comm.world import World
 
 
 def check_world(config: Config, rendezvous: Rendezvous) -> None:
-    """Checks the number of ranks that the launcher started.
-
-    Args:
-        config: Config of the run.
-        rendezvous: Where the ranks meet.
-
-    Raises:
-        ConfigError: The launcher started more or fewer ranks than the config has.
-    """
+    """Checks the number of ranks that the launcher started."""
     if rendezvous.size != config.ranks:
         sizes = (
             "replicas (each pipeline is slices of one GPU)"
@@ -57,17 +49,6 @@ def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[World, Mode
     """Sets a rank up: threads, device, model, and the world of all ranks.
 
     The world ends with the context.
-
-    Args:
-        config: Config of the run, which must be the same on every rank.
-        rendezvous: Where the ranks meet.
-
-    Yields:
-        The world of all ranks, and the model.
-
-    Raises:
-        ConfigError: The config does not fit the ranks or this machine, or differs between ranks.
-        RunError: The ranks do not meet.
     """
     check_world(config, rendezvous)
     torch.set_num_threads(config.parallel.threads)
@@ -82,20 +63,7 @@ _OWN = {"data.source", "parallel.threads", "parallel.timeout"}
 
 
 def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> World:
-    """Meets the other ranks of the run.
-
-    Args:
-        config: Config of the run, which must be the same on every rank.
-        rendezvous: Where the ranks meet.
-        device: Device of this rank.
-
-    Returns:
-        The world of all ranks.
-
-    Raises:
-        ConfigError: The ranks have different configs. The message names the first such key.
-        RunError: The ranks do not meet.
-    """
+    """Meets the other ranks of the run."""
     timeout = config.parallel.timeout
     store = open_store(rendezvous, timeout)
     rank, size, staged = rendezvous.rank, rendezvous.size, config.parallel.staged
@@ -132,13 +100,6 @@ def device_for(config: Config, local_rank: int) -> torch.device:
     """Returns the device of a local rank, set up as the config asks.
 
     It is the CUDA device of the rank if there is one, and the CPU otherwise.
-
-    Args:
-        config: Config of the run.
-        local_rank: Number of the rank on this machine.
-
-    Raises:
-        ConfigError: The config asks for CUDA, and the rank has no CUDA device.
     """
     wanted = config.parallel.device
     if wanted != "cpu":
@@ -182,7 +143,6 @@ def cases_of(config: Config, layers: int) -> list[Dynamism]:
     """Makes all dynamic cases that a config names.
 
     Args:
-        config: Config of the run.
         layers: Number of layers of the model.
     """
     on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()

@@ -53,7 +53,6 @@ class Trainer:
     """Trains as one rank of one run.
 
     Args:
-        config: Config of the run.
         world: All ranks. The trainer arranges them in a mesh.
         model: The model to train.
         folder: `runs/NAME`. None means that nothing is written.

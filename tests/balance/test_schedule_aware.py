@@ -103,11 +103,9 @@ def test_search_is_close_to_the_best_placement(name: str, objective: Objective):
         result = search(PlacementProblem(layers, 4, make=make, objective=objective))
         assert result.seconds == pytest.approx(time_of(layers, result.partition, make, objective))
         assert result.seconds <= result.started
-        found_sum, best_sum, exactly = (
-            found_sum + result.seconds,
-            best_sum + best,
-            exactly + (result.seconds <= best * (1 + 1e-9)),
-        )
+        found_sum = found_sum + result.seconds
+        best_sum = best_sum + best
+        exactly = exactly + (result.seconds <= best * (1 + 1e-9))
     assert exactly >= 9
     assert found_sum <= best_sum * 1.003
 

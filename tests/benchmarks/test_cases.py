@@ -104,10 +104,8 @@ def side(seconds: list[float], layers: list[list[int]], digest: str = "a") -> di
 
 def test_a_row_compares_every_side_with_dynmo() -> None:
     even = [[3, 3]] * 6
-    uniform, ours = (
-        side([2.0] * 6, even),
-        side([2.0, 2.0, 2.0, 2.0, 1.0, 1.0], even[:4] + [[4, 2]] * 2),
-    )
+    uniform = side([2.0] * 6, even)
+    ours = side([2.0, 2.0, 2.0, 2.0, 1.0, 1.0], even[:4] + [[4, 2]] * 2)
     row = summarize(
         "freezing", [{"uniform": uniform, "dense": side([3.0] * 6, even, "b"), "dynmo": ours}]
     )

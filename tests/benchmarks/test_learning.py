@@ -39,13 +39,11 @@ def test_expert_flops_match_the_formula() -> None:
         config_of(
             STEPS,
             0,
-            *(
-                RUNS["experts"][f"experts, {k} of 8, loss"][0],
-                1,
-                1,
-                64,
-                {"kind": "moe", "top_k": k},
-            ),
+            RUNS["experts"][f"experts, {k} of 8, loss"][0],
+            1,
+            1,
+            64,
+            {"kind": "moe", "top_k": k},
         )
         for k in (1, 2)
     )

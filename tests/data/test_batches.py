@@ -199,18 +199,18 @@ def test_stdlib_corpus_is_deterministic_and_bounded():
 
 def test_stdlib_corpus_excludes_installed_packages(tmp_path):
     for name in (
-        *(
-            "b.py",
-            "a/z.py",
-            "a.py",
-            "c.txt",
-            "site-packages/p/x.py",
-            "test/t.py",
-            "a/tests/t.py",
-            "idlelib/i.py",
-            "__pycache__/a.py",
-        ),
-        *("_sysconfigdata__linux.py", "config-3.11/python-config.py", "sitecustomize.py"),
+        "b.py",
+        "a/z.py",
+        "a.py",
+        "c.txt",
+        "site-packages/p/x.py",
+        "test/t.py",
+        "a/tests/t.py",
+        "idlelib/i.py",
+        "__pycache__/a.py",
+        "_sysconfigdata__linux.py",
+        "config-3.11/python-config.py",
+        "sitecustomize.py",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"<{name}>")

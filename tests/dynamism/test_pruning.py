@@ -346,14 +346,12 @@ def test_measured_threshold_is_saved() -> None:
 
 def test_a_configured_threshold_is_not_measured() -> None:
     """In a resumed run, the config takes precedence over a saved measurement."""
-    pipeline, pruning = (
-        alone.gpt(),
-        case(
-            start=0,
-            end=1,
-            every=1,
-            dense_below={"128x16": 0.0, "16x16": 1.0, "16x64": 0.0, "48x16": 1.0},
-        ),
+    pipeline = alone.gpt()
+    pruning = case(
+        start=0,
+        end=1,
+        every=1,
+        dense_below={"128x16": 0.0, "16x16": 1.0, "16x64": 0.0, "48x16": 1.0},
     )
     change = train(pipeline, pruning, 2)[1]
     assert change is not None

@@ -62,10 +62,8 @@ def hashed(seed: int) -> Hashed:
 
 
 def test_attention_becomes_sparse_by_schedule() -> None:
-    model, case = (
-        layers(),
-        SparseAttentionCase([(1, (0, 2)), (3, (1, 2)), (4, None)], hashed, seed=7),
-    )
+    model = layers()
+    case = SparseAttentionCase([(1, (0, 2)), (3, (1, 2)), (4, None)], hashed, seed=7)
     done = [case.act(step, model) for step in range(6)]
     assert [None if d is None else d.layers for d in done] == [
         None,

@@ -26,10 +26,8 @@ def token_case(random: Random, blocks: int, steps: int) -> Tables:
         return {}
     if blocks > 1 and random.random() < 0.5:
         some = sorted(random.sample(range(blocks - 1), random.randrange(1, blocks)))
-        policy, confidence = (
-            random.choice(["calm", "calm", "adp-c"]),
-            random.choice(list(THRESHOLDS)),
-        )
+        policy = random.choice(["calm", "calm", "adp-c"])
+        confidence = random.choice(list(THRESHOLDS))
         kind = confidence if policy == "calm" else "softmax"
         options: Tables = {
             "policy": policy,

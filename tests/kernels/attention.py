@@ -27,11 +27,9 @@ def reference(x: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     Returns:
         The output, [batch, sequence, heads, size]. A row without any pair gives 0.
     """
-    q, k, values = (
-        x.transpose(1, 2),
-        (x / x.norm(dim=-1, keepdim=True)).transpose(1, 2),
-        v.transpose(1, 2),
-    )
+    q = x.transpose(1, 2)
+    k = (x / x.norm(dim=-1, keepdim=True)).transpose(1, 2)
+    values = v.transpose(1, 2)
     scores = (q @ k.mT / x.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
     some = seen.any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(~some, 0.0), -1) * some

@@ -29,11 +29,9 @@ def test_take_gathers_rows_and_scale_keys_normalizes(
     rows = torch.randint(
         -1, x.numel() // x.shape[-1], (37,), generator=torch.Generator().manual_seed(seed)
     )
-    q, k, factors = (
-        torch.empty(37, x.shape[-1], dtype=x.dtype),
-        torch.empty(37, x.shape[-1], dtype=x.dtype),
-        torch.empty(37, dtype=x.dtype),
-    )
+    q = torch.empty(37, x.shape[-1], dtype=x.dtype)
+    k = torch.empty(37, x.shape[-1], dtype=x.dtype)
+    factors = torch.empty(37, dtype=x.dtype)
     take(source, rows, q)
     assert torch.equal(q, x.reshape(-1, x.shape[-1])[rows] * (rows >= 0)[:, None])
     scale_keys(q, 0.25, k, factors)

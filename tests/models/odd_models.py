@@ -151,12 +151,10 @@ class Normed(nn.Module):
 
     def __init__(self, norm: nn.Module, image: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
-        self.linear, self.norm, self._image, self._checkpointed = (
-            nn.Linear(8, 8),
-            norm,
-            image,
-            checkpointed,
-        )
+        self.linear = nn.Linear(8, 8)
+        self.norm = norm
+        self._image = image
+        self._checkpointed = checkpointed
 
     def _normed(self, x: Tensor) -> Tensor:
         return self.norm(x.reshape(-1, 8, 2, 2) if self._image else x.reshape(-1, 8)).reshape(

@@ -403,10 +403,8 @@ def test_exit_losses_have_the_published_weights() -> None:
         # One exit that is worse than the others shows its weight.
         for place, name in enumerate(losses):
             head: Any = modules[model_of(config).names.index(name)]
-            real, head.logits.forward = (
-                head.logits.forward,
-                lambda x: 9.0 * torch.arange(5.0).expand(len(x), 5),
-            )
+            real = head.logits.forward
+            head.logits.forward = lambda x: 9.0 * torch.arange(5.0).expand(len(x), 5)
             worse = float(run(config, modules, ids, targets).loss.detach())
             head.logits.forward = real
             logits = (9.0 * torch.arange(5.0)).expand(10, 5)

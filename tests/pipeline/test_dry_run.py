@@ -21,12 +21,10 @@ TINY: dict[str, Any] = {
     "pipeline": {"schedule": "1f1b"},
 }
 TOKENS = 2 * 4  # of a microbatch
-EMBEDDING, ATTENTION, FEED_FORWARD, HEAD = (
-    256 * 8,
-    8 + 3 * 64 + 64,
-    8 + 2 * 32 * 8 + 32 * 8,
-    8 + 8 * 256,
-)
+EMBEDDING = 256 * 8
+ATTENTION = 8 + 3 * 64 + 64
+FEED_FORWARD = 8 + 2 * 32 * 8 + 32 * 8
+HEAD = 8 + 8 * 256
 
 
 # Bytes of rotary tables: cosine and sine of a sequence of 4, for 2 heads of 4 numbers, 2 pairs

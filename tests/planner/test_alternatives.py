@@ -15,12 +15,10 @@ from tests.planner.test_make_plan import profile, replayed
 
 def test_alternatives_of_a_plan() -> None:
     request = PlanRequest(profile(12), 3, 6)
-    balancers, schedules, ranks, microbatches = (
-        other_balancers(request),
-        other_schedules(request),
-        other_ranks(request),
-        other_microbatches(request),
-    )
+    balancers = other_balancers(request)
+    schedules = other_schedules(request)
+    ranks = other_ranks(request)
+    microbatches = other_microbatches(request)
     assert {x.choice for x in balancers} >= {
         "uniform",
         "schedule-aware",

@@ -14,10 +14,8 @@ from dynmo.errors import InputError
 from dynmo.planner.ranks_needed import mean_ranks, ranks_needed
 from dynmo.planner.workload import Workload
 
-WHOLE, SMALL = (
-    LayerCost(1.0, 1.0, 1.0, weight_bytes=100),
-    LayerCost(0.3, 0.3, 0.3, weight_bytes=100),
-)
+WHOLE = LayerCost(1.0, 1.0, 1.0, weight_bytes=100)
+SMALL = LayerCost(0.3, 0.3, 0.3, weight_bytes=100)
 GROWING = Workload(
     "w", ((0, (WHOLE,) * 8), (10, (SMALL,) * 8), (30, (WHOLE,) * 8)), tuple("abcdefgh"), 40, 4, 8
 )

@@ -34,10 +34,8 @@ def test_reshape_is_never_predicted_to_be_slower(
 ):
     rng = random.Random(seed)
     given = profile([rng.uniform(0.2, 2.0) for _ in range(8)])
-    current, partition = (
-        Mesh(4 // replicas, replicas, 8 // replicas, 1, "zb-h1"),
-        uniform(8, 4 // replicas),
-    )
+    current = Mesh(4 // replicas, replicas, 8 // replicas, 1, "zb-h1")
+    partition = uniform(8, 4 // replicas)
     request = MeshRequest(given, 4, 8, (1,), ("zb-h1",), memory_limit=limit, bandwidth=100.0)
     result = reshape(
         request, current, partition, horizon_steps=horizon, seconds_per_byte=price, margin=1.0

@@ -24,7 +24,9 @@ from dynmo.schedule.simulator import simulate
 
 MIB = 1 << 20
 LAYER = LayerCost(
-    *(1.0, 1.0, 1.0),
+    1.0,
+    1.0,
+    1.0,
     weight_bytes=MIB,
     gradient_bytes=MIB,
     optimizer_bytes=2 * MIB,

@@ -23,11 +23,9 @@ def test_runs_are_compared_over_the_same_steps() -> None:
     """
     steady = [step(i, 4.0 if i < 6 else 2.0) for i in range(12)]
     moving = [step(i, 4.0 if i < 6 else 1.0, (2, 2) if i < 8 else (3, 1)) for i in range(12)]
-    one, two, without = (
-        summarize(changed(6, steady)),
-        summarize(changed(6, moving)),
-        summarize(steady),
-    )
+    one = summarize(changed(6, steady))
+    two = summarize(changed(6, moving))
+    without = summarize(steady)
     assert [(p.first, p.last) for p in without.phases] == [(0, 11)]
     runs = aligned([without, one, two])
     assert [[(p.first, p.last) for p in run.phases] for run in runs] == [
@@ -60,10 +58,8 @@ def test_balancing_time_counts_in_the_speed_up() -> None:
 
     The time between its steps is as long as the steps.
     """
-    one, two = (
-        summarize([*map(step, range(10)), end(seconds=10.5)]),
-        summarize([*(step(i, 0.5) for i in range(10)), end(seconds=10.0)]),
-    )
+    one = summarize([*map(step, range(10)), end(seconds=10.5)])
+    two = summarize([*(step(i, 0.5) for i in range(10)), end(seconds=10.0)])
     assert (
         two.seconds,
         two.run_seconds,

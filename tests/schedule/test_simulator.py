@@ -134,10 +134,8 @@ def test_higher_costs_never_end_an_op_earlier(schedule: Schedule, data: st.DataO
         links[i % len(links)] += more
     else:
         stages[i] = replace(stages[i], **{field: getattr(stages[i], field) + more})
-    before, after = (
-        ends(simulate(schedule, costs)),
-        ends(simulate(schedule, Costs(tuple(stages), tuple(links)))),
-    )
+    before = ends(simulate(schedule, costs))
+    after = ends(simulate(schedule, Costs(tuple(stages), tuple(links))))
     assert all(before[op] <= after[op] for op in before)
 
 

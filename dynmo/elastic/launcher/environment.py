@@ -36,13 +36,6 @@ def process_environment(process: int, size: int, folder: Path, threads: int) -> 
     glibc returns each large block to the system when it is freed. Stashes are freed all the time.
     The page faults cost several percent. The MALLOC_ settings therefore keep the memory. 32 MiB is
     the largest threshold that glibc takes.
-
-    Args:
-        process: The launcher's number of the process. One of the first processes is the rank of
-            this number.
-        size: The number of ranks at the start of the run.
-        folder: The launch folder.
-        threads: Threads of the process.
     """
     env = dict(os.environ)
     env.update(

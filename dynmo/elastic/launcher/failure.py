@@ -48,13 +48,7 @@ class Ending:
 
 
 def read_failures(folder: LaunchFolder, resized: bool = False) -> dict[int, Failure]:
-    """Returns the failure reports of processes, by process.
-
-    Args:
-        folder: The launch folder.
-        resized: Whether ranks have left or joined. The numbers of ranks in the reports are then not
-            those of the processes, and `waits_for` is left out.
-    """
+    """Returns the failure reports of processes, by process."""
     reports = {process: Failure(**report) for process, report in folder.failures().items()}
     if resized:
         return {process: replace(report, waits_for=()) for process, report in reports.items()}
@@ -67,22 +61,7 @@ def verdict(
     log_folder: Path,
     asked: int,
 ) -> int:
-    """Judges a run whose ranks have ended.
-
-    Args:
-        endings: End of each rank, by process.
-        reports: Failure reports of the ranks, by process.
-        log_folder: Has `rank-N.log` of each process.
-        asked: Number of signals that asked the run to stop.
-
-    Returns:
-        0, or 130 if all ranks stopped because a signal asked.
-
-    Raises:
-        RunError: A rank failed. The message is the cause, not a consequence.
-        InputError: A rank found that the input is wrong.
-        Interrupted: A signal ended ranks that were not training.
-    """
+    """Judges a run whose ranks have ended."""
     codes = [ending.code for ending in endings.values()]
     # A rank that was ended on request has not failed, and its peers' reports are consequences. Such
     # a rank was not training, or was asked twice. If one rank returned 130, all had agreed to stop,
@@ -109,13 +88,7 @@ def verdict(
 
 
 def how_it_ended(ending: Ending, log: Path, on_terminal: bool = False) -> str:
-    """Describes the end of a process without a report, such as "was ended by SIGABRT".
-
-    Args:
-        ending: Its status, and the manager's message.
-        log: Its log.
-        on_terminal: Whether its output went to the terminal. The log then has crashes only.
-    """
+    """Describes the end of a process without a report, such as "was ended by SIGABRT"."""
     code = ending.code
     assert code is not None
     logged = log.is_file() and log.stat().st_size

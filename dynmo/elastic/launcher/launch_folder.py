@@ -66,15 +66,7 @@ class LaunchFolder:
         self._written[kind] = count
 
     def next_note(self, kind: str, names: set[str]) -> dict[str, Any] | None:
-        """Reads the next `kind-<n>.json`.
-
-        Args:
-            kind: "wanted" or "free".
-            names: Result of `names`.
-
-        Returns:
-            The content, or None if it is not there yet.
-        """
+        """Reads the next `kind-<n>.json`."""
         count = self._read.get(kind, 0) + 1
         name = f"{kind}-{count}.json"
         if name not in names:
@@ -83,12 +75,7 @@ class LaunchFolder:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
 
     def enter(self, process: int, content: Mapping[str, object]) -> None:
-        """Writes that a process runs.
-
-        Args:
-            process: The launcher's number of the process.
-            content: Host, pid and Slurm step of the process.
-        """
+        """Writes that a process runs."""
         write_whole(self.entered(process), json.dumps(content))
 
     def entered(self, process: int) -> Path:
@@ -145,12 +132,7 @@ class LaunchFolder:
         return reports
 
     def write_failure(self, process: int, content: Mapping[str, object]) -> None:
-        """Writes why a process ends.
-
-        Args:
-            process: The launcher's number of the process.
-            content: The failure report.
-        """
+        """Writes why a process ends."""
         write_whole(self.path / f"failed-{process}.json", json.dumps(content))
 
     def append_report(self, report: Report) -> None:

@@ -179,17 +179,7 @@ class _Leaving:
 
 
 class Supervisor:
-    """The processes of one run.
-
-    Args:
-        starter: Starts the processes.
-        command: The argument list of a rank.
-        size: The number of ranks at the start.
-        threads: Threads of each rank.
-        folder: The launch folder.
-        log_folder: Takes `rank-N.log`.
-        rendezvous_file: The file through which the ranks meet. None means a file in `folder`.
-    """
+    """The processes of one run."""
 
     def __init__(
         self,
@@ -217,11 +207,7 @@ class Supervisor:
         self._reports = threading.Lock()
 
     def start_ranks(self) -> None:
-        """Starts the first ranks, unless a signal asks for a stop.
-
-        Raises:
-            RunError: One cannot be started.
-        """
+        """Starts the first ranks, unless a signal asks for a stop."""
         for rank in range(self._size):
             if not self.asked:
                 self._start(rank, joins=False)

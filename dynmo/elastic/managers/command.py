@@ -55,9 +55,6 @@ class Worker:
     """Runs calls one after another in a thread, and keeps a report of each.
 
     A call that raises an exception gives a "failed" report. Nothing is raised in the training.
-
-    Args:
-        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,13 +68,7 @@ class Worker:
     def submit(
         self, kind: Literal["released", "started"], ranks: int, call: Callable[[], str]
     ) -> None:
-        """Queues a call.
-
-        Args:
-            kind: Kind of the report if the call succeeds.
-            ranks: Number of ranks of the call.
-            call: Returns the report's line, or raises an exception.
-        """
+        """Queues a call."""
         with self._lock:
             if self._closed:
                 self._reports.append(Report("failed", "the run has ended", ranks))
@@ -105,9 +96,6 @@ class Worker:
         """Waits a little for the queued calls, then asks the current one to stop.
 
         Calls that have not begun by then are dropped. Each gives a "failed" report.
-
-        Args:
-            timeout: Seconds to wait.
         """
         with self._lock:
             self._closed = True
@@ -150,11 +138,6 @@ class CommandManager:
         DYNMO_COUNT  number of further ranks that the run wants (request alone)
 
     A command may leave processes in the background. The report does not wait for them.
-
-    Args:
-        release: Program and arguments that give ranks back.
-        request: Program and arguments that start ranks. Empty if the run cannot ask for ranks.
-        timeout: Seconds that a command may take. Then its process group is killed.
     """
 
     name = "command"
@@ -169,11 +152,7 @@ class CommandManager:
         return bool(self._request)
 
     def check(self) -> None:
-        """Checks that the programs exist.
-
-        Raises:
-            ConfigError: A program is missing or not executable, or none releases.
-        """
+        """Checks that the programs exist."""
         if not self._release:
             raise ConfigError("elastic.release_command is empty: give a program and its arguments")
         for key, command in (
@@ -189,12 +168,7 @@ class CommandManager:
             )
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        """Runs the release command.
-
-        Args:
-            left: Ranks that hold nothing any more.
-            stay: The ranks that go on.
-        """
+        """Runs the release command."""
         variables = {"DYNMO_LEFT": _as_json(left), "DYNMO_STAY": _as_json(stay)}
         self._worker.submit(
             "released",

@@ -43,13 +43,6 @@ class KubernetesManager:
     """Changes the number of pods of the run's own Job.
 
     Connects with the pod's service account. Outside a cluster it connects with a kubeconfig file.
-
-    Args:
-        namespace: Namespace of the job. The default is the environment variable POD_NAMESPACE.
-        job: Name of the job. The default is the environment variable JOB_NAME.
-        timeout: Seconds until the number of pods has changed.
-        kubeconfig: File to connect with. The default is the service account in a pod, and
-            KUBECONFIG or ~/.kube/config elsewhere.
     """
 
     name = "kubernetes"
@@ -66,11 +59,7 @@ class KubernetesManager:
         self._worker = Worker("dynmo-kubernetes-manager")
 
     def check(self) -> None:
-        """Checks for the client, the job's name and the credentials. Calls no server.
-
-        Raises:
-            ConfigError: One of them is missing.
-        """
+        """Checks for the client, the job's name and the credentials. Calls no server."""
         _client()
         for value, variable in ((self._namespace, "POD_NAMESPACE"), (self._job, "JOB_NAME")):
             if not value:
@@ -81,12 +70,7 @@ class KubernetesManager:
         _configuration(self._kubeconfig)
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        """Sets the number of the job's pods to the number of ranks that stay.
-
-        Args:
-            left: Ranks that are parked. Their pods have the highest indexes.
-            stay: The ranks that go on.
-        """
+        """Sets the number of the job's pods to the number of ranks that stay."""
         gone, staying = tuple(left), tuple(stay)
         self._worker.submit("released", len(gone), lambda: self._shrink(gone, staying))
 
@@ -176,17 +160,7 @@ class KubernetesManager:
         is_done: Callable[[_PodCount], bool],
         gives_way: bool = False,
     ) -> None:
-        """Waits until the job has the wanted pods.
-
-        Args:
-            api: Makes the calls.
-            deadline: Seconds on the monotonic clock.
-            is_done: Checks the number of pods. It may make calls.
-            gives_way: Ends with an error if another release or request waits.
-
-        Raises:
-            RunError: The pods have not changed in time.
-        """
+        """Waits until the job has the wanted pods."""
         while True:
             try:
                 pods = api.count_pods()
@@ -240,12 +214,6 @@ class _JobApi:
     """The calls that a manager makes.
 
     Every error becomes one line that says what to do.
-
-    Args:
-        client: `kubernetes.client.ApiClient`.
-        namespace: Namespace of the job.
-        job: Name of the job.
-        wanted: The patch that a person would make by hand if the call fails.
     """
 
     def __init__(self, client: Any, namespace: str, job: str, wanted: str) -> None:

@@ -24,21 +24,12 @@ class LauncherManager:
     can_request = True
 
     def __init__(self, folder: Path) -> None:
-        """Opens the launch folder.
-
-        Args:
-            folder: Its path, named by DYNMO_RENDEZVOUS.
-        """
+        """Opens the launch folder."""
         self._folder = LaunchFolder(folder)
         self._untold: list[Report] = []  # notes that could not be written
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        """Notes whose resources the launcher frees once they have ended.
-
-        Args:
-            left: Ranks that leave.
-            stay: The ranks that go on.
-        """
+        """Notes whose resources the launcher frees once they have ended."""
         processes = [member.process for member in left if member.process is not None]
         if processes:
             self._tell("free", {"processes": processes}, 0)

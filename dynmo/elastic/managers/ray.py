@@ -46,15 +46,7 @@ class RankActor:
         out: str,
         err: str,
     ) -> int:
-        """Runs the command in a folder until it ends, and returns its status.
-
-        Args:
-            command: The argument list.
-            environment: All of its environment, except for the devices that Ray gives.
-            folder: Its working folder.
-            out: The file that takes its output.
-            err: The file that takes its errors. It may be the same.
-        """
+        """Runs the command in a folder until it ends, and returns its status."""
         env = {**environment, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         env.pop("CUDA_VISIBLE_DEVICES", None)
         if devices := os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -83,13 +75,7 @@ class RankActor:
 
 
 class RayProcess:
-    """A rank in its actor.
-
-    Args:
-        ray: The module `ray`, connected to a cluster.
-        rank: The process to start.
-        resources: Resources of the rank by Ray's names, such as {"GPU": 1}.
-    """
+    """A rank in its actor."""
 
     def __init__(self, ray: Any, rank: RankCommand, resources: Mapping[str, float]) -> None:
         self._ray = ray

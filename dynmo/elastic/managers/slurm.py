@@ -35,13 +35,7 @@ _PENDING = "queued and waiting"
 
 
 class SlurmProcess:
-    """A rank that runs under its own `srun`.
-
-    Args:
-        rank: The process to start.
-        command: The command line of `srun`.
-        env: The whole environment of `srun`, which passes it on.
-    """
+    """A rank that runs under its own `srun`."""
 
     def __init__(self, rank: RankCommand, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.process = rank.process
@@ -183,14 +177,7 @@ def _asks(command: Sequence[str]) -> bool:
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
-    """Runs a command of Slurm in a folder.
-
-    Returns:
-        The output of the command.
-
-    Raises:
-        RunError: The command failed. The message is its output in one line.
-    """
+    """Runs a command of Slurm in a folder."""
     name = " ".join(command[:2])
     try:
         done = subprocess.run(
@@ -328,14 +315,7 @@ def _srun(options: Sequence[str], command: Sequence[str]) -> list[str]:
 
 
 def own_job_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment without the current allocation, for a job of its own.
-
-    Args:
-        environ: The environment, perhaps of a job or a step.
-
-    Returns:
-        The environment without Slurm's variables. The path of Slurm's configuration stays.
-    """
+    """Returns an environment without the current allocation, for a job of its own."""
     devices = {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"}
     if "SLURM_JOB_ID" not in environ:
         devices = set[str]()

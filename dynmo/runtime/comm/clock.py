@@ -131,12 +131,7 @@ class CudaClock:
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Returns the seconds between two events.
-
-        Args:
-            start: The first event.
-            end: The second event.
-        """
+        """Returns the seconds between two events."""
         return start.elapsed_time(end) / 1000
 
     elapsed = seconds

@@ -45,11 +45,6 @@ class DeviceWaits:
         """Marks a wait: work enqueued inside holds up the stream until the peers act.
 
         The stream is the device's current one.
-
-        Args:
-            device: Device of the stream.
-            peers: Ranks that are waited for. None: all others of the world.
-            what: Name of what is waited for, for messages.
         """
         stream = torch.cuda.current_stream(device)  # a thread's own current device may be another
         wait = Wait(torch.cuda.Event(), torch.cuda.Event(), peers, what)

@@ -118,15 +118,7 @@ def encode(spec: Spec) -> tuple[Tensor, ...]:
 
 
 def rest_of(lead: Tensor, what: str) -> Tensor | None:
-    """Makes room for the rest of a header, if the lead announces one.
-
-    Args:
-        lead: The first part of the header, [LEAD].
-        what: The message, as an error names it: "the activations from rank 0 to rank 1".
-
-    Raises:
-        RunError: No header is as long as the lead says.
-    """
+    """Makes room for the rest of a header, if the lead announces one."""
     count = int(lead[0])
     if not 0 <= count <= MOST_TENSORS * (2 + MOST_DIMENSIONS):
         raise _damaged(what, f"it announces {count} numbers")
@@ -135,20 +127,7 @@ def rest_of(lead: Tensor, what: str) -> Tensor | None:
 
 
 def decode(header: Sequence[Tensor], device: torch.device, what: str) -> Spec:
-    """Reads a header that has arrived.
-
-    Args:
-        header: The lead, and the rest if the lead announces one.
-        device: Where the message will be.
-        what: The message, as an error names it.
-
-    Returns:
-        Dtype and shape of each tensor of the message, in order.
-
-    Raises:
-        RunError: The header is damaged, of another version of dynmo, or announces more bytes than
-            the device has.
-    """
+    """Reads a header that has arrived."""
     numbers = [n for part in header for n in part.tolist()]
     if not 0 <= numbers[0] < len(numbers):
         raise _damaged(what, f"it announces {numbers[0]} numbers and has {len(numbers) - 1}")

@@ -40,24 +40,12 @@ def posted_ahead(world: World, depth: int, varying: bool) -> int:
     """Returns how many messages may land before they are asked for.
 
     Messages of varying shape land when they are taken.
-
-    Args:
-        world: World of this rank.
-        depth: Most messages under way.
-        varying: Whether shapes vary.
     """
     return 0 if varying else min(_POSTED_ON_CUDA if world.enqueues else POSTED_AHEAD, depth - 1)
 
 
 def posted_at_start(world: World, messages: int, spec: Spec | None, depth: int) -> int:
-    """Returns how many receives of one shape are posted before a step's first message.
-
-    Args:
-        world: World of this rank.
-        messages: Number of messages of the step.
-        spec: Shape of the messages. None if it is not known yet.
-        depth: Most messages under way.
-    """
+    """Returns how many receives of one shape are posted before a step's first message."""
     if spec is None:
         return 0
     if world.enqueues:
@@ -70,16 +58,7 @@ Posted = tuple[tuple[Tensor, ...], list[dist.Work]]
 
 
 class Inbox:
-    """The receiving end of a channel.
-
-    Args:
-        world: World of this rank.
-        channel: The channel.
-        varying: Whether shapes vary, so that every message has a header.
-        depth: Most messages under way.
-        poster: Posts the receives.
-        watcher: Waits for messages while the rank computes.
-    """
+    """The receiving end of a channel."""
 
     def __init__(
         self,
@@ -90,13 +69,11 @@ class Inbox:
         poster: Worker,
         watcher: Worker,
     ) -> None:
-        self._world, self.channel, self._varying, self._poster, self._watcher = (
-            world,
-            channel,
-            varying,
-            poster,
-            watcher,
-        )
+        self._world = world
+        self.channel = channel
+        self._varying = varying
+        self._poster = poster
+        self._watcher = watcher
         # A header that has landed does not mean that its message has.
         self._ahead = POSTED_AHEAD if varying else posted_ahead(world, depth, varying)
         self._depth = depth
@@ -112,11 +89,7 @@ class Inbox:
         self._here: threading.Event | None = None
 
     def open(self, messages: int) -> None:
-        """Begins a step.
-
-        Args:
-            messages: Number of messages that the step will bring.
-        """
+        """Begins a step."""
         assert not self._open, "messages of an earlier step were not taken"
         self._unposted = self._messages = messages
         self._awaits_header = not self._varying
@@ -128,10 +101,6 @@ class Inbox:
         """Begins the step again. As many messages as were sent will come again.
 
         Takes and drops the messages that were sent and not yet taken.
-
-        Args:
-            sent: Number of messages that the peer has sent.
-            taken: Number of messages that were taken here.
         """
         for microbatch in range(taken, sent):
             self.take(microbatch)
@@ -238,10 +207,6 @@ class Inbox:
 
         If a header precedes the message, returns whether the header is here. On CUDA the timeout
         counts from when the device has nothing left to do: until then nobody waits.
-
-        Args:
-            microbatch: Microbatch of the message.
-            timeout: Seconds to wait.
         """
         if self._due is None:
             try:

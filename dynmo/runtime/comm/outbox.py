@@ -38,12 +38,6 @@ class Outbox:
     """The sending end of a channel.
 
     It holds a message's tensors until the peer has them.
-
-    Args:
-        world: World of this rank.
-        channel: The channel.
-        varying: Whether shapes vary, so that every message has a header.
-        depth: Most messages under way.
     """
 
     def __init__(self, world: World, channel: Channel, varying: bool, depth: int) -> None:
@@ -62,24 +56,11 @@ class Outbox:
         self._threaded = threaded
 
     def open(self, messages: int) -> None:
-        """Begins a step.
-
-        Args:
-            messages: Number of messages of the step.
-        """
+        """Begins a step."""
         self._is_first, self._messages = True, messages
 
     def put(self, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
-        """Sends a message. Waits if the channel is full.
-
-        Args:
-            microbatch: Microbatch of the message.
-            tensors: The message. They must not change until the peer has them.
-
-        Raises:
-            RunError: The shapes changed within a step, on a channel of fixed shapes.
-            WaitTimeout: The peer did not make room in time.
-        """
+        """Sends a message. Waits if the channel is full."""
         spec = spec_of(tensors)
         header: tuple[Tensor, ...] = ()
         fillers: tuple[Tensor, ...] = ()

@@ -24,34 +24,14 @@ _NEVER = timedelta(days=30)
 
 
 def backend_of(enqueues: bool) -> str:
-    """Returns torch's name of the backends of all ranks' group.
-
-    Args:
-        enqueues: Whether CUDA tensors travel by NCCL.
-    """
+    """Returns torch's name of the backends of all ranks' group."""
     return "cpu:gloo,cuda:nccl" if enqueues else "gloo"
 
 
 def form_default_group(
     store: dist.Store, rank: int, size: int, *, backend: str, timeout: float, join_timeout: float
 ) -> Any:
-    """Makes torch's default group. All its ranks call it.
-
-    Args:
-        store: Shared by the ranks, and used for no other group.
-        rank: This rank's number.
-        size: Number of ranks.
-        backend: Torch's name of the backends.
-        timeout: Limit of every wait in the group, in seconds.
-        join_timeout: Seconds until all ranks must have come.
-
-    Returns:
-        The group, once all ranks are in it.
-
-    Raises:
-        WaitTimeout: A rank did not come in time. The message names it.
-        RankDied: A rank came and is gone again.
-    """
+    """Makes torch's default group. All its ranks call it."""
     # torch._dynamo imports it. Its functions have the default group of that moment as a default
     # argument, and a group that somebody holds does not end: its threads would outlive Python.
     importlib.import_module("torch.distributed.nn.functional")
@@ -78,21 +58,9 @@ def form_default_group(
 
 
 def form_group_within(ranks: Sequence[int], *, backend: str, timeout: float) -> Any:
-    """Makes a group of ranks of a program's own process groups. Only these ranks call it.
-
-    Args:
-        ranks: Ranks of torch's default group, in ascending order. This rank is one of them.
-        backend: Torch's name of the backends.
-        timeout: Limit of every wait, in seconds.
-
-    Raises:
-        WaitTimeout: A rank did not call in time.
-        RankDied: A rank ended meanwhile.
-    """
-    rank, what = (
-        ranks.index(dist.get_rank()),
-        f"ranks {', '.join(map(str, ranks))} of the process group",
-    )
+    """Makes a group of ranks of a program's own process groups. Only these ranks call it."""
+    rank = ranks.index(dist.get_rank())
+    what = f"ranks {', '.join(map(str, ranks))} of the process group"
     try:
         return new_group(ranks, timeout, backend, len(ranks))
     except RuntimeError as error:
@@ -104,14 +72,7 @@ def form_group_within(ranks: Sequence[int], *, backend: str, timeout: float) -> 
 
 
 def new_group(ranks: Sequence[int], timeout: float, backend: str | None, callers: int) -> Any:
-    """Makes a process group of ranks of torch's default group.
-
-    Args:
-        ranks: Their numbers in the default group.
-        timeout: Limit of every wait, in seconds.
-        backend: Torch's name of the backends. None means those of the default group.
-        callers: Number of ranks that make it together.
-    """
+    """Makes a process group of ranks of torch's default group."""
     # torch names a group by a count that all ranks share. Or it takes the group's ranks and a count
     # of this rank's groups.
     own_name = callers < dist.get_world_size()
@@ -121,12 +82,7 @@ def new_group(ranks: Sequence[int], timeout: float, backend: str | None, callers
 
 
 def lift_limit(group: Any, device: torch.device) -> None:
-    """Lifts the limit of NCCL alone. gloo's waits keep theirs.
-
-    Args:
-        group: The process group.
-        device: Device of this rank.
-    """
+    """Lifts the limit of NCCL alone. gloo's waits keep theirs."""
     set_group_timeout(group, device, _NEVER)
 
 

@@ -368,18 +368,7 @@ def _native_stderr_dropped() -> Iterator[None]:
 
 
 def claim(store: dist.Store, rank: int, timeout: float) -> None:
-    """Says in the store that this rank is here.
-
-    Args:
-        store: Store of this generation.
-        rank: This rank.
-        timeout: Seconds to wait for the store.
-
-    Raises:
-        WaitTimeout: The store does not answer.
-        RankDied: The store is gone.
-        RunError: Another process has claimed this rank.
-    """
+    """Says in the store that this rank is here."""
     try:
         claims = call_with_limit(timeout + _SLACK, lambda: store.add(f"here/{rank}", 1))
     except TimeoutError:
@@ -423,7 +412,6 @@ def read_all(store: dist.Store, key: str, size: int, timeout: float) -> list[str
 
     Args:
         store: Store of this generation.
-        key: As in `tell_all`.
         size: Number of ranks.
         timeout: Seconds to wait for a text that is not there yet.
 

@@ -447,10 +447,10 @@ class World:
         # send first would wait for each other for ever.
         for key in opened:
             _, source, target = key
-            mark, what = (
-                torch.ones(1, device=self.device),
+            mark = torch.ones(1, device=self.device)
+            what = (
                 f"the channel from {self.describe_rank(source)} to {self.describe_rank(target)} "
-                "to open",
+                "to open"
             )
             if self.rank == source:
                 self.wait(self.send(mark, target, 0, key), target, what)
@@ -647,17 +647,7 @@ class World:
     # -- failures ----------------------------------------------------------------------------------
 
     def fail(self, error: RuntimeError, peers: Sequence[int] | None, what: str) -> NoReturn:
-        """Turns a backend's exception into one line that names who waits for whom.
-
-        Args:
-            error: Exception of the backend.
-            peers: Ranks that this one waited for. None for a collective.
-            what: Name of what was waited for.
-
-        Raises:
-            WaitTimeout: The wait was too long.
-            RankDied: A peer is gone.
-        """
+        """Turns a backend's exception into one line that names who waits for whom."""
         text, me = first_line(error), self.describe_rank(self.rank)
         if LATE.search(text):
             raise self._late(peers, what) from error

@@ -29,14 +29,7 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(batch: Tensor) -> Tensor:
-    """Hashes values, order and shape of a batch on its device, without waiting for the device.
-
-    Args:
-        batch: Any shape. Integers of any width have the same hash. Of floats the bits count.
-
-    Returns:
-        A number from 1 to 2**51. int64, [].
-    """
+    """Hashes values, order and shape of a batch on its device, without waiting for the device."""
     values = batch.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
@@ -60,11 +53,6 @@ def hashes_to_compare(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Hashes a batch, unless this rank has its pipeline to itself.
 
-    Args:
-        world: This rank's pipeline.
-        inputs: The inputs that this rank was given.
-        targets: Likewise.
-
     Returns:
         Hash of each. None for None.
     """
@@ -78,16 +66,7 @@ def hashes_to_compare(
 def find_difference(
     when: str, hashes: Sequence[Sequence[float]], replicas: int
 ) -> InputError | None:
-    """Returns the error of ranks that were given different batches.
-
-    Args:
-        when: Name of the step, for the message.
-        hashes: Of the inputs and of the targets, by global rank. 0 on ranks that passed None.
-        replicas: Number of replicas. Rank r belongs to replica r % replicas.
-
-    Returns:
-        The error, the same on every rank. None if the ranks of each replica agree.
-    """
+    """Returns the error of ranks that were given different batches."""
     for replica in range(replicas):
         differing = list[str]()
         ranks = set[int]()
@@ -114,18 +93,7 @@ def check_batch(
     microbatches: int,
     needs_targets: bool = True,
 ) -> None:
-    """Refuses a batch that this rank's stages cannot take.
-
-    Args:
-        layer_store: Knows this rank's stages.
-        inputs: [microbatches, ...] on the rank of the first stage.
-        targets: [microbatches, ...] on the rank of the last stage.
-        microbatches: Number of expected microbatches.
-        needs_targets: Whether the rank of the last stage must give targets.
-
-    Raises:
-        InputError: A tensor is missing, or has another first dimension.
-    """
+    """Refuses a batch that this rank's stages cannot take."""
     stages, world = layer_store.own_stages, layer_store.world
     last = len(layer_store.layout.stage_ranks) - 1
     for name, batch, stage, holder in (
@@ -154,15 +122,7 @@ def check_batch(
 
 
 def check_rates(lr: object, max_norm: object) -> None:
-    """Checks the rates of a step.
-
-    Args:
-        lr: Learning rate. A finite number of at least 0.
-        max_norm: Norm to clip to. A number of at least 0.
-
-    Raises:
-        InputError: One of them is not such a number.
-    """
+    """Checks the rates of a step."""
     if not isinstance(lr, Real) or not 0 <= float(lr) < math.inf:
         raise InputError(f"lr = {lr!r}; give a finite number of at least 0")
     if not isinstance(max_norm, Real) or not float(max_norm) >= 0:

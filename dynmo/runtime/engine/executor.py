@@ -64,19 +64,7 @@ class StepOutput:
 
 
 class Executor:
-    """Runs one rank's program over its stages and channels.
-
-    Args:
-        program: Program of this rank.
-        stages: Stages of this rank, by stage number.
-        transport: Channels of this rank.
-        clock: Marks the ops.
-        streams: Streams of the stages.
-        timeout: Seconds for which a rank waits for a message before it runs pieces of later W's
-            (`weight_grad_queue.py`). None: it never does. In a pipeline that keeps time every wait
-            is as short as a message takes. A piece begun there only delays the peer that waits for
-            the next op.
-    """
+    """Runs one rank's program over its stages and channels."""
 
     def __init__(
         self,
@@ -101,19 +89,7 @@ class Executor:
         training: bool = True,
         is_validated: Callable[[], bool] | None = None,
     ) -> StepOutput:
-        """Runs the program once.
-
-        Args:
-            step: Number of the step. It seeds what layers draw.
-            inputs: [microbatches, ...] on the rank of the first stage.
-            targets: [microbatches, ...] on the rank of the last stage.
-            training: Whether F keeps what B needs.
-            is_validated: Asked at the program's Verdict whether the step before is final. If it is
-                not, on all ranks, the program begins again.
-
-        Returns:
-            The losses, and when each op ran.
-        """
+        """Runs the program once."""
         # A garbage collection in the middle of a step would hold up every rank downstream. Between
         # steps it holds up none.
         collecting = gc.isenabled()
@@ -174,19 +150,15 @@ class _ProgramRun:
         targets: Tensor | None,
         training: bool,
     ) -> None:
-        self._executor, self._step, self._inputs, self._targets, self._training = (
-            executor,
-            step,
-            inputs,
-            targets,
-            training,
-        )
+        self._executor = executor
+        self._step = step
+        self._inputs = inputs
+        self._targets = targets
+        self._training = training
         self._program, self._stages = executor.program, executor.stages
-        self._transport, self._streams, self._mark = (
-            executor.transport,
-            executor.streams,
-            executor.clock.mark,
-        )
+        self._transport = executor.transport
+        self._streams = executor.streams
+        self._mark = executor.clock.mark
         self._output = StepOutput(targets=targets)
         self._intervals = self._output.intervals
         self._queue = WeightGradQueue(self._program.instructions, self._stages)
@@ -274,16 +246,7 @@ class _ProgramRun:
         self._intervals.append(Interval(WAIT, s, j, start, self._mark()))
 
     def _meanwhile(self, awaited: Receive, timeout: float, start: Any) -> Any:
-        """Runs partial W's, if there are any, until the message is there.
-
-        Args:
-            awaited: The message.
-            timeout: Seconds after which it counts as late.
-            start: The mark since which the rank waits.
-
-        Returns:
-            The mark since which the rank waits now.
-        """
+        """Runs partial W's, if there are any, until the message is there."""
         mark, (channel, s, j) = self._mark, awaited
         while self._queue.any and not self._transport.arrived(channel, j, timeout):
             began, op, timeout = mark(), self._queue.run_one(), 0.0

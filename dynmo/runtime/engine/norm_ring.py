@@ -56,11 +56,6 @@ class NormRing:
 
     The table travels down as a prefix and up as the verdict (`lowering.routes`). Receives are
     posted ahead.
-
-    Args:
-        world: World of this rank.
-        stage_ranks: Rank of each stage.
-        length: Number of entries of the table.
     """
 
     def __init__(self, world: World, stage_ranks: tuple[int, ...], length: int) -> None:
@@ -91,11 +86,7 @@ class NormRing:
             self._posted[tag] = table, self._world.receive(table, source, tag)
 
     def prefix(self, own: Tensor) -> Tensor:
-        """Adds the entries of the ranks before to those of this rank.
-
-        Args:
-            own: This rank's entries, zeros elsewhere. float64, [length].
-        """
+        """Adds the entries of the ranks before to those of this rank."""
         return (
             own
             if self._prefix_from is None
@@ -177,11 +168,7 @@ class BarrierPolicy:
         self.on = True
 
     def observe(self, failed: bool) -> Switch | None:
-        """Counts a step, and returns a switch if the policy changes.
-
-        Args:
-            failed: Whether the step was taken back, or would have been without a barrier.
-        """
+        """Counts a step, and returns a switch if the policy changes."""
         self._recent.append(failed)
         count = sum(self._recent)
         if self.on and count > _MOST:

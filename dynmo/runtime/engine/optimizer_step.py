@@ -23,15 +23,7 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 
 class OptimizerStep:
-    """Ends a step: norms, clipping and the update of the layers.
-
-    Args:
-        layer_store: Layers and optimizers of this rank.
-        table: Reads and writes the table of the step's end.
-        profiler: Takes the marks of the layers.
-        scaler: Scale of the loss.
-        clip_scope: Norm that clips a layer: `"global"` that of all layers, `"local"` its own.
-    """
+    """Ends a step: norms, clipping and the update of the layers."""
 
     def __init__(
         self,
@@ -49,20 +41,9 @@ class OptimizerStep:
     ) -> tuple[StepRecord, str | None]:
         """Agrees on the step with all ranks and applies it.
 
-        Args:
-            step: Number of the step.
-            step_output: Losses and op intervals of this rank.
-            lr: Learning rate.
-            max_norm: Gradient norm above which gradients are clipped.
-            flag: Value that every rank shall know of this one.
-
         Returns:
             The step's result, and why the optimizer could not step with the unclipped gradients.
             The reason is None if it could.
-
-        Raises:
-            InputError: Ranks of a replica were given different batches.
-            RunError: The loss or a norm is not finite, and the run ends.
         """
         self.prepare()
         table = self.table.once(self.table.own(step_output, flag))
@@ -119,14 +100,6 @@ class OptimizerStep:
 
         Returns None if it can. Also valid for a prefix, in which the entries of later ranks are
         still 0.
-
-        Args:
-            loss: Loss of the step.
-            squared_norms: Squared gradient norm of each layer.
-            max_norm: Gradient norm above which gradients are clipped.
-
-        Returns:
-            NON_FINITE, CLIPPED or None.
         """
         if not all(map(math.isfinite, (loss, *squared_norms))):
             return NON_FINITE
@@ -168,14 +141,7 @@ class OptimizerStep:
     # -- changes to the layers ---------------------------------------------------------------------
 
     def apply(self, squared_norms: Sequence[float], lr: float, max_norm: float) -> None:
-        """Steps the layers with clipped gradients.
-
-        Args:
-            squared_norms: Squared gradient norm of all layers. Own layers suffice if each is
-                clipped by its own norm.
-            lr: Learning rate.
-            max_norm: Gradient norm above which gradients are clipped. 0 means no clipping.
-        """
+        """Steps the layers with clipped gradients."""
         norm = math.sqrt(math.fsum(squared_norms))
         own = self.clip_scope == "local"
         self._each(

@@ -111,15 +111,7 @@ def check_partition(partition: object) -> None:
 
 
 def check_recompute(recompute: object, layers: int) -> None:
-    """Checks the layers that recompute.
-
-    Args:
-        recompute: A function, or indices of layers.
-        layers: Number of layers of the model.
-
-    Raises:
-        ConfigError: It is neither a function nor a collection of such indices.
-    """
+    """Checks the layers that recompute."""
     if callable(recompute):
         return
     if isinstance(recompute, str) or not isinstance(recompute, Collection):
@@ -136,15 +128,6 @@ def check_recompute(recompute: object, layers: int) -> None:
 
 
 def check_choice(option: str, value: object, allowed: Collection[str]) -> None:
-    """Checks the value of an option.
-
-    Args:
-        option: Name of the option, for the message.
-        value: Its value.
-        allowed: The values that are allowed.
-
-    Raises:
-        ConfigError: The value is not allowed.
-    """
+    """Checks the value of an option."""
     if value not in allowed:
         raise ConfigError(f"{option} = {value!r}; choose from {', '.join(allowed)}")

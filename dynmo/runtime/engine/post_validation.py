@@ -51,12 +51,6 @@ class PostValidation:
     """Holds the last step until it is final.
 
     It also keeps the results of final steps that nobody has taken yet.
-
-    Args:
-        layer_store: Layers and optimizers of this rank.
-        end: Applies a step.
-        validates: Whether steps ever are left pending.
-        copies: Whether a step is taken back from copies, bit for bit. Otherwise by arithmetic.
     """
 
     def __init__(
@@ -96,11 +90,7 @@ class PostValidation:
         self._begun = time.perf_counter()
 
     def is_validated(self, executor: Executor) -> bool:
-        """Returns whether the next step's program may go on. Called in the middle of it.
-
-        Args:
-            executor: Runs that program.
-        """
+        """Returns whether the next step's program may go on. Called in the middle of it."""
         is_validated = self._is_validated()
         if self._failure is None:
             self._ring.expect()
@@ -113,16 +103,6 @@ class PostValidation:
         """Ends a step without a barrier.
 
         Makes the step if the ranks so far have nothing against it, and tells the next rank.
-
-        Args:
-            step: Number of the step.
-            step_output: Losses and op intervals of this rank.
-            lr: Learning rate.
-            max_norm: Gradient norm above which gradients are clipped.
-            flag: Value that every rank shall know of this one.
-
-        Raises:
-            RunError: The step before has failed meanwhile.
         """
         if self._failure is not None:
             self._end.discard()
@@ -155,11 +135,7 @@ class PostValidation:
         return self._layer_store
 
     def drain(self) -> tuple[StepRecord, ...]:
-        """Waits until the last step is final.
-
-        Returns:
-            The results of final steps that were not given before, in order.
-        """
+        """Waits until the last step is final."""
         self.settle()
         return self.take_done()
 
@@ -231,13 +207,6 @@ class PostValidation:
         """Records a step with a barrier as its verdict would have been.
 
         The policy can then remove the barrier again.
-
-        Args:
-            result: Result of the step.
-            failed: NON_FINITE, CLIPPED or None (`OptimizerStep.failed`).
-
-        Returns:
-            The result with the switch that follows, if any.
         """
         return (
             replace(result, switch=self._policy.observe(failed is not None))

@@ -124,16 +124,6 @@ class Profiler:
         """Gathers every layer's cost, the same on every rank.
 
         With replicas, it is the cost on the slowest of them.
-
-        Args:
-            world: World of this rank. All ranks call it.
-            layers: Layers of this rank, with their optimizers.
-            count: Number of layers of the model.
-            copies: Whether optimizers keep copies, to take steps back.
-            accumulation_groups: Number of groups of the whole mesh.
-
-        Returns:
-            The cost of each layer, in model order.
         """
         table = torch.zeros(count, len(fields(LayerCost)), dtype=torch.float64)
         for layer, optimizer in layers:
@@ -165,16 +155,6 @@ class Profiler:
         """Returns the costs from half of the readings alone, the same on every rank.
 
         Only times differ: bytes and parameters are counted, and one count is exact.
-
-        Args:
-            world: Every rank of it must call.
-            own: This rank's layers.
-            costs: Costs of all layers, from all readings. They may be scaled: the halves are in
-                proportion.
-
-        Returns:
-            The costs from the earlier readings and from the later ones. Empty if some layer has
-            only one reading of a time.
         """
         unknown = Times(math.inf, math.inf, math.inf)
         table = torch.zeros(len(costs), 3, len(unknown), dtype=torch.float64)

@@ -33,18 +33,7 @@ _EVALUATORS = 2
 
 
 class Programs:
-    """Lowers the schedule to programs, and runs them.
-
-    Args:
-        layer_store: Layers of this rank.
-        schedule_keeper: Knows the schedule.
-        profiler: Takes the interval of each op.
-        clock: Marks the ops.
-        streams: Streams on which the stages compute.
-        post_validation: Whether programs have a place for the verdict on the step before.
-        partial_weights: Whether a part of a W may run while a message is late.
-        replicates: Whether there are replicas, or a reshape may make some.
-    """
+    """Lowers the schedule to programs, and runs them."""
 
     def __init__(
         self,
@@ -77,9 +66,6 @@ class Programs:
         """Returns the executor of the training program.
 
         After a change the program is lowered again, and the ranks compare the schedule.
-
-        Args:
-            schedule: Runs instead of the pipeline's own, the same on every rank.
         """
         if self._training is None:
             store, keeper = self._layer_store, self._schedule_keeper
@@ -103,17 +89,7 @@ class Programs:
         scale: float,
         is_validated: Callable[[], bool] | None = None,
     ) -> StepOutput:
-        """Runs the program that trains, until this rank's gradients are complete.
-
-        Args:
-            executor: From `executor`.
-            step: Number of the step.
-            inputs: [microbatches, ...] on the rank of the first stage.
-            targets: [microbatches, ...] on the rank of the last stage.
-            keys: Key of each microbatch, for the cache of outputs.
-            scale: Scale of the loss.
-            is_validated: Takes the verdict on the step before, in the middle of the program.
-        """
+        """Runs the program that trains, until this rank's gradients are complete."""
         layer_store = self._layer_store
         for layer in layer_store.layers.values():
             layer.module.train()
@@ -137,18 +113,7 @@ class Programs:
         keys: Keys | None = None,
         outputs: dict[int, object] | None = None,
     ) -> float:
-        """Runs the forward only.
-
-        Args:
-            inputs: [microbatches, ...] on the rank of the first stage.
-            targets: [microbatches, ...] on the rank of the last stage.
-            microbatches: Number of microbatches.
-            keys: Key of each microbatch, for the cache of outputs.
-            outputs: Takes the model's output of each microbatch on the rank of the last stage.
-
-        Returns:
-            The mean loss on the rank of the last stage, 0 elsewhere.
-        """
+        """Runs the forward only."""
         layer_store = self._layer_store
         executor = self._evaluator(microbatches)
         for layer in layer_store.layers.values():
@@ -188,9 +153,6 @@ class Programs:
         """Rejects a forward within the context that writes to a persistent buffer.
 
         Checks only if there are or may be replicas.
-
-        Raises:
-            ConfigError: A forward has written to a persistent buffer.
         """
         self._replicates = self._replicates or self._layer_store.world.replicas > 1
         layers = sorted(self._layer_store.layers.items()) if self._replicates else []

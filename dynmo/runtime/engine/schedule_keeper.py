@@ -23,14 +23,7 @@ Links = dict[tuple[int, int], LinkCost]
 
 
 class ScheduleKeeper:
-    """Knows the schedule of a pipeline, and the costs that it is made from.
-
-    Args:
-        layer_store: Knows the layers and where they are.
-        steps: Name of the schedule, and the limits that it is made within.
-        links: Measured links between the ranks.
-        post_validation: Whether steps may have no barrier at their end.
-    """
+    """Knows the schedule of a pipeline, and the costs that it is made from."""
 
     def __init__(
         self,
@@ -68,12 +61,7 @@ class ScheduleKeeper:
         return schedule
 
     def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
-        """Returns the schedule of a placement, with the layers that are frozen now.
-
-        Args:
-            partition: Number of layers on each stage.
-            layers: Costs to make it for. The default is those of the present schedule.
-        """
+        """Returns the schedule of a placement, with the layers that are frozen now."""
         first, links = self._layer_store.frozen.first_trainable, self._boundary_links()
         return schedule_on(self._request, layers or self.scheduled, partition, links, first)
 
@@ -88,12 +76,7 @@ class ScheduleKeeper:
         return entry(self._steps.schedule).from_costs
 
     def stage_plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> StagePlan:
-        """Returns the schedule of a placement at these costs, with its caps and memory.
-
-        Args:
-            partition: Number of layers on each stage.
-            layers: Cost of each layer.
-        """
+        """Returns the schedule of a placement at these costs, with its caps and memory."""
         return plan_stages(
             self._request,
             layers,
@@ -132,24 +115,13 @@ class ScheduleKeeper:
         )
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
-        """Simulates one step with the schedule made for these costs and this placement.
-
-        Args:
-            layers: Cost of each layer.
-            partition: Number of layers on each stage.
-
-        Returns:
-            The simulated timeline.
-        """
+        """Simulates one step with the schedule made for these costs and this placement."""
         return simulate(self.on(partition, layers), self.stage_costs(layers, partition))
 
     def reshaped(self, links: Links) -> None:
         """Takes note of another mesh.
 
         Its ranks hold other bytes than the measured ones, such as shares of the optimizer state.
-
-        Args:
-            links: Links between the ranks of the new mesh.
         """
         self.links = links
         if self._steps.memory_limit is not None:
@@ -177,12 +149,7 @@ class ScheduleKeeper:
         return 2 * max((link.latency for link in self.links.values()), default=0.0)
 
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
-        """Returns the stages' costs, with the link seconds of the messages between them.
-
-        Args:
-            layers: Cost of each layer.
-            partition: Number of layers on each stage.
-        """
+        """Returns the stages' costs, with the link seconds of the messages between them."""
         return pipeline_costs(layers, partition, links=self._boundary_links())
 
     def _boundary_links(self) -> tuple[LinkCost, ...]:

@@ -42,11 +42,6 @@ def make_streams(
     """Makes a stream on each slice of a CUDA device.
 
     On CPU, or without slices, all stages compute in turn.
-
-    Args:
-        device: Device to cut.
-        slices: Number of slices. None means that the device stays whole.
-        stage_ranks: Slice of each stage.
     """
     if slices is None or device.type != "cuda":
         return DefaultStream()
@@ -57,12 +52,6 @@ def sizes(sms: int, slices: int, least: int, step: int) -> range:
     """Returns the slice sizes to try, largest first.
 
     They are multiples of `step`, and none is under `least`.
-
-    Args:
-        sms: SMs of the GPU.
-        slices: Number of slices.
-        least: Fewest SMs of a slice.
-        step: Granularity of a slice, in SMs.
     """
     step = max(1, step)
     return range(sms // slices // step * step, max(1, least) - 1, -step)

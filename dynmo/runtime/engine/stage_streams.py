@@ -38,12 +38,7 @@ class StageStreams(Protocol):
     def join(self) -> None: ...
     def of(self, stage: int) -> AbstractContextManager[object]: ...
     def need(self, key: Key, tensors: Tensors) -> None:
-        """Waits on the current stream until another stage has made a result.
-
-        Args:
-            key: Name of the result.
-            tensors: The result.
-        """
+        """Waits on the current stream until another stage has made a result."""
         ...
 
     def produced(self, key: Key) -> None: ...
@@ -64,12 +59,7 @@ class DefaultStream:
         return self._here
 
     def need(self, key: Key, tensors: Tensors) -> None:
-        """Does nothing, since one stream keeps the order.
-
-        Args:
-            key: Name of the result.
-            tensors: The result.
-        """
+        """Does nothing, since one stream keeps the order."""
         pass
 
     def produced(self, key: Key) -> None:
@@ -77,12 +67,7 @@ class DefaultStream:
 
 
 class SliceStreams:
-    """Each stage computes on the stream of its slice.
-
-    Args:
-        streams: Stream of each slice.
-        stage_ranks: Lane of each stage.
-    """
+    """Each stage computes on the stream of its slice."""
 
     def __init__(self, streams: Sequence[torch.cuda.Stream], stage_ranks: Sequence[int]) -> None:
         self._streams, self._stage_ranks = streams, stage_ranks
@@ -101,12 +86,7 @@ class SliceStreams:
         return torch.cuda.stream(self._streams[self._stage_ranks[stage]])
 
     def need(self, key: Key, tensors: Tensors) -> None:
-        """Lets the current slice wait until another has made a result.
-
-        Args:
-            key: Name of the result.
-            tensors: The result. Its memory is kept until this slice has used it.
-        """
+        """Lets the current slice wait until another has made a result."""
         event = self._events.pop(key, None)
         if event is None:
             return

@@ -77,10 +77,6 @@ class StepReduction:
     """The table as this rank fills it in and reads it. float64, [length].
 
     Its parts follow the mesh of the layer store.
-
-    Args:
-        layer_store: Layers of this rank.
-        clock: Reads the marks of the ops.
     """
 
     def __init__(self, layer_store: LayerStore, clock: Clock) -> None:
@@ -109,21 +105,11 @@ class StepReduction:
         return table[:layers], table[layers:losses], table[losses:].view(_ROWS, self._ranks)
 
     def own(self, step_output: StepOutput, flag: int) -> Tensor:
-        """Returns this rank's entries. Its gradients must be complete.
-
-        Args:
-            step_output: Losses and op intervals of this rank.
-            flag: Value that every rank shall know of this one.
-
-        Returns:
-            The table with zeros elsewhere. float64, [length].
-        """
-        layer_store, world, layout, clock = (
-            self._layer_store,
-            self._layer_store.world,
-            self._layer_store.layout,
-            self._clock,
-        )
+        """Returns this rank's entries. Its gradients must be complete."""
+        layer_store = self._layer_store
+        world = self._layer_store.world
+        layout = self._layer_store.layout
+        clock = self._clock
         own = layout.microbatches
         table = torch.zeros(self.length, dtype=torch.float64)
         norms, losses, rest = self._parts(table)
@@ -182,17 +168,7 @@ class StepReduction:
     def read(
         self, step: int, table: Tensor, step_output: StepOutput, loss_scale: float
     ) -> StepRecord:
-        """Reads the result of a step from the complete table.
-
-        Args:
-            step: Number of the step.
-            table: Entries of all ranks. float64, [length].
-            step_output: Losses and op intervals of this rank.
-            loss_scale: Factor of the loss in float16.
-
-        Returns:
-            The step's result.
-        """
+        """Reads the result of a step from the complete table."""
         norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
         busy, spans, flags, uncounted, *_ = rest.tolist()

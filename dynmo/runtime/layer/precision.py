@@ -60,15 +60,7 @@ def dtype_for(precision: str, device: torch.device) -> torch.dtype:
 
 
 def check(dtype: torch.dtype, device: torch.device) -> None:
-    """Tries a few numbers in a type on a device.
-
-    Args:
-        dtype: Type of the parameters.
-        device: Device that shall train.
-
-    Raises:
-        ConfigError: torch cannot train in this type on the device.
-    """
+    """Tries a few numbers in a type on a device."""
     if dtype == torch.float32:
         return
     name = str(dtype).removeprefix("torch.")

@@ -249,23 +249,13 @@ class Layer:
         return tuple(y.detach() for y in outputs) if self._recompute else outputs
 
     def spare(self, start: Any, end: Any) -> None:
-        """Notes that F need not run, for its output was kept.
-
-        Args:
-            start: Mark before the kept output was fetched.
-            end: Mark after that.
-        """
+        """Notes that F need not run, for its output was kept."""
         self.marks.append((Kind.F, start, end, []))
 
     def drew(self, microbatch: int, device: torch.device, step: int) -> bool:
         """Returns whether the last F drew random numbers.
 
         They come from torch's generator of the device.
-
-        Args:
-            microbatch: Microbatch of that F.
-            device: Device of the generator.
-            step: Number of the step.
         """
         generator = generator_of(device)
         after = generator.get_state()

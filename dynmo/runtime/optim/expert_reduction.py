@@ -51,15 +51,6 @@ def reduce_experts(
     """Sums the gradients of one layer's experts over the peers, in place.
 
     All peers that hold an expert get its sum.
-
-    Args:
-        peers: The replicas.
-        layer: Index of the layer, for messages.
-        experts: Experts of the layer. The same on all replicas, except for the local fields.
-        bucket: Most bytes that are under way at once.
-
-    Returns:
-        The parameters that had no gradient here, and whether any replica had one.
     """
     for expert in experts:
         if expert.holders == 1 and expert.held and expert.parameter.requires_grad:

@@ -61,14 +61,7 @@ class Shared:
 def shares_of(
     module: nn.Module, shared: frozenset[str], replicas: int, undivided: Collection[str] = ()
 ) -> list[Shared]:
-    """Cuts a layer into shares, as its optimizer does.
-
-    Args:
-        module: The layer.
-        shared: Names of parameters that another layer owns. They are cut one by one.
-        replicas: Number of shares.
-        undivided: Names of parameters that are left out.
-    """
+    """Cuts a layer into shares, as its optimizer does."""
     named = {name: p for name, p in module.named_parameters() if name not in undivided}
     owned = [name for name in named if name not in shared]
     out: list[Shared] = []
@@ -166,20 +159,7 @@ def reduce_gradients(
     everywhere: bool,
     bucket: int = REDUCED_AT_ONCE,
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Sums one layer's gradients over the peers, in place.
-
-    Args:
-        peers: The replicas.
-        layer: Index of the layer, for messages.
-        shares: Its parameters.
-        everywhere: Whether all peers get all sums. If not, each gets its own share, and the rest
-            is left as is.
-        bucket: Most bytes that are under way at once.
-
-    Returns:
-        The parameters that had no gradient here, and whether any replica had one
-        (`drop_missing`).
-    """
+    """Sums one layer's gradients over the peers, in place."""
     missing: list[tuple[nn.Parameter, Tensor]] = []
     for group in buckets(shares, bucket):
         missing += _reduce(peers, group, everywhere, f"the gradients of layer {layer}")
@@ -226,14 +206,7 @@ def _reduce(
 def gather_parameters(
     peers: World, layer: int, shares: Sequence[Shared], bucket: int = REDUCED_AT_ONCE
 ) -> None:
-    """Gives all replicas every replica's share of one layer's parameters.
-
-    Args:
-        peers: The replicas.
-        layer: Index of the layer, for messages.
-        shares: Its parameters.
-        bucket: Most bytes that are under way at once.
-    """
+    """Gives all replicas every replica's share of one layer's parameters."""
     for group in buckets((s for s in shares if s.owned), bucket):
         flats = [s.parameter.detach().view(-1) for s in group]
         gather_shares(
@@ -248,15 +221,7 @@ def gather_parameters(
 def gather_shares(
     peers: World, shares: Sequence[Shared], flats: Sequence[Tensor], own: Tensor, what: str
 ) -> None:
-    """Fills in the flats from the shares of all replicas.
-
-    Args:
-        peers: The replicas.
-        shares: Parameters of one type.
-        flats: Flat tensor of each parameter, to be filled in.
-        own: Pieces of this replica's share, one after another. Flat.
-        what: Name of what is waited for, for messages.
-    """
+    """Fills in the flats from the shares of all replicas."""
     sizes = [
         sum(high - low for low, high in (s.ranges[replica] for s in shares))
         for replica in range(peers.size)
@@ -269,10 +234,6 @@ def squared_norms(peers: World, layers: Mapping[int, Sequence[Shared]]) -> dict[
     """Returns the squared norm of the gradients of layers that are cut in shares.
 
     Each replica has its own share. The bits are those of `squared_norm` of the whole gradients.
-
-    Args:
-        peers: The replicas.
-        layers: Parameters of each layer. The same layers in the same order on all replicas.
     """
     lengths = {index: sum(_blocks(s) for s in shares) for index, shares in layers.items()}
     table = torch.zeros(sum(lengths.values()), dtype=torch.float64)
@@ -298,13 +259,6 @@ def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
     """Groups parameters that train by dtype, and cuts each group into buckets.
 
     A bucket takes a part of every share.
-
-    Args:
-        shares: Parameters, with their ranges in the shares.
-        size: Most bytes of a bucket.
-
-    Yields:
-        The parameters of a bucket, with their ranges in it.
     """
     groups: dict[torch.dtype, list[_Share]] = {}
     for s in shares:

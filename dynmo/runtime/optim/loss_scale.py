@@ -88,7 +88,6 @@ def make_scaler(
 
     Args:
         dtype: Type in which the model computes.
-        loss_scale: As in `[train]`. None is "dynamic" for float16, and no scaling for others.
         window: Good steps until a dynamic scale doubles.
     """
     if loss_scale == "dynamic" or (loss_scale is None and dtype == torch.float16):

@@ -74,10 +74,8 @@ class TiedWeights:
         """
         for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
             source, target, here = self._rank_of(user), self._rank_of(owner), self._world.rank
-            used, owned = (
-                self._modules[user].get_parameter(name),
-                self._modules[owner].get_parameter(owner_name),
-            )
+            used = self._modules[user].get_parameter(name)
+            owned = self._modules[owner].get_parameter(owner_name)
             if not owned.requires_grad:
                 continue
             given = used.grad
@@ -112,14 +110,7 @@ class TiedWeights:
     def _pass_gradient(
         self, weight: nn.Parameter, source: int, target: int, index: int
     ) -> Tensor | None:
-        """Sends the user's gradient to the owner's rank, if there is one.
-
-        Args:
-            weight: The weight on this rank.
-            source: Rank of the user.
-            target: Rank of the owner.
-            index: Index of the pair.
-        """
+        """Sends the user's gradient to the owner's rank, if there is one."""
         sends = self._world.rank == source
         is_there = torch.tensor([sends and weight.grad is not None], device=weight.device)
         if not self._pass(is_there, source, target, index, "gradient"):

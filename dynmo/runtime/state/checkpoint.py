@@ -309,16 +309,6 @@ def verify(path: Path, world: World | None = None) -> CheckpointManifest:
     """Checks every file of a checkpoint against its manifest.
 
     The manifest is checked against itself.
-
-    Args:
-        path: The checkpoint's folder.
-        world: Ranks that check it together, each the files of some layers.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        CheckpointError: Something is damaged or missing. Every rank names the first such file.
     """
     manifest = read(path)
     if path.name != f"step-{manifest.step:06d}":

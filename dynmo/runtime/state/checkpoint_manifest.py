@@ -61,11 +61,7 @@ def sealed(manifest: CheckpointManifest) -> str:
 
 
 def read(checkpoint: Path) -> CheckpointManifest:
-    """Reads the manifest in the folder `checkpoint`, and checks its own hash.
-
-    Raises:
-        CheckpointError: It cannot be read, is damaged, or has a version that is not known.
-    """
+    """Reads the manifest in the folder `checkpoint`, and checks its own hash."""
     path = checkpoint / MANIFEST
     if path.exists() and not path.is_file():  # a pipe, say, would be waited for
         raise CheckpointError(f"{path} cannot be read: it is not a file")

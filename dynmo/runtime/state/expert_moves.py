@@ -22,34 +22,18 @@ ExpertTensors = dict[tuple[str, str | None], Tensor]
 
 
 def key_of(path: str, expert: int) -> str:
-    """Returns the name of an expert's weight in its layer.
-
-    Args:
-        path: Path of the linear in the layer.
-        expert: The expert.
-    """
+    """Returns the name of an expert's weight in its layer."""
     return f"{path}.{expert}".lstrip(".")
 
 
 def expert_of(name: str, linears: Linears) -> int | None:
-    """Returns the expert whose weight has this name, or None for another parameter.
-
-    Args:
-        name: Name of a parameter in its layer.
-        linears: Linears of the layer's experts.
-    """
+    """Returns the expert whose weight has this name, or None for another parameter."""
     path, _, key = name.rpartition(".")
     return int(key) if path in linears else None
 
 
 def tensors_of(expert: int, linears: Linears, state: Mapping[str, Tensor]) -> ExpertTensors:
-    """Returns all tensors of an expert that is here.
-
-    Args:
-        expert: The expert.
-        linears: Linears of its layer's experts.
-        state: State of the layer's optimizer, `parameter/moment` -> tensor.
-    """
+    """Returns all tensors of an expert that is here."""
     out: ExpertTensors = {}
     for path, linear in linears.items():
         weight = linear.weights[expert]
@@ -68,11 +52,6 @@ def arrivals(before: ExpertPlacement, after: ExpertPlacement, rank: int) -> list
     """Lists the experts that a replica of a group will get, and their givers.
 
     Holders take turns.
-
-    Args:
-        before: Holders until now.
-        after: Holders from now on.
-        rank: The replica's place in the group.
     """
     new = [expert for expert in after.held_by(rank) if rank not in before.holders[expert]]
     return [
@@ -89,19 +68,7 @@ def exchange_experts(
     state: Mapping[str, Tensor],
     what: str,
 ) -> dict[int, ExpertTensors]:
-    """Sends experts to their new holders. All replicas of the group call it.
-
-    Args:
-        group: The replicas.
-        before: Holders until now.
-        after: Holders from now on.
-        linears: The experts' linears of the layer.
-        state: State of the layer's optimizer here, `parameter/moment` -> tensor.
-        what: Name of the layer, for messages.
-
-    Returns:
-        The experts that arrived here.
-    """
+    """Sends experts to their new holders. All replicas of the group call it."""
     place, device = group.place, group.world.device
     like = tensors_of(before.held_by(place)[0], linears, state)
     size = sum(t.nbytes for t in like.values())

@@ -29,16 +29,7 @@ from dynmo.runtime.state.expert_moves import exchange_experts, expert_of, key_of
 
 
 class ExpertShards:
-    """The experts of all layers, as one replica sees them.
-
-    Args:
-        world: This rank's pipeline. All ranks make their shards together.
-        ranks: Replicas that share one set of experts.
-        modules: All layers, with all experts. Those of other replicas are dropped.
-
-    Raises:
-        ConfigError: The model has no experts, or they or the replicas do not divide.
-    """
+    """The experts of all layers, as one replica sees them."""
 
     def __init__(self, world: World, ranks: int, modules: Sequence[nn.Module]) -> None:
         if world.replicas % ranks:
@@ -74,9 +65,6 @@ class ExpertShards:
         """Goes on in other process groups, with as many replicas.
 
         All ranks call it together.
-
-        Args:
-            world: This rank's pipeline from now on.
         """
         self._world, self.group = world, ExpertGroup(world, self.group.ranks)
 
@@ -85,13 +73,7 @@ class ExpertShards:
             half.hold(placement.held_by(self.group.place))
 
     def take_note(self, index: int, module: nn.Module, placement: ExpertPlacement) -> None:
-        """Takes note of another placement of a layer that other ranks hold.
-
-        Args:
-            index: Index of the layer.
-            module: The layer, on the meta device.
-            placement: The new placement.
-        """
+        """Takes note of another placement of a layer that other ranks hold."""
         self.placements[index] = placement
         for _, linear in _linears(module):
             like = next(weight for weight in linear.weights if weight is not None)
@@ -103,15 +85,7 @@ class ExpertShards:
         self._hold(module, placement)
 
     def connect(self, index: int, module: nn.Module) -> list[SharedExpert]:
-        """Has a layer of this rank compute with the other replicas.
-
-        Args:
-            index: Index of the layer.
-            module: The layer, whose parameters are final.
-
-        Returns:
-            Its experts, here or not.
-        """
+        """Has a layer of this rank compute with the other replicas."""
         placement = self.placements.get(index)
         if placement is None:
             return []
@@ -171,12 +145,7 @@ class ExpertShards:
         )
 
     def is_elsewhere(self, module: nn.Module, name: str) -> bool:
-        """Returns whether a parameter belongs to an expert that another replica holds.
-
-        Args:
-            module: The layer.
-            name: Name of the parameter in the layer.
-        """
+        """Returns whether a parameter belongs to an expert that another replica holds."""
         path, _, key = name.rpartition(".")
         part = dict(module.named_modules()).get(path)
         return (
@@ -187,12 +156,7 @@ class ExpertShards:
 
     @contextmanager
     def whole(self, module: nn.Module, experts: Sequence[SharedExpert]) -> Generator[None]:
-        """Gives a layer all of its experts within the context. All replicas enter it.
-
-        Args:
-            module: A layer of this rank.
-            experts: Experts of the layer.
-        """
+        """Gives a layer all of its experts within the context. All replicas enter it."""
         weights = whole_parameters(self._world.peers, experts)
         absent = [expert for expert in experts if not expert.held]
         places = [
@@ -215,12 +179,6 @@ class ExpertShards:
         """Moves experts of one of this rank's layers between the replicas of a group.
 
         All replicas of the layer call it. The layer must be connected again.
-
-        Args:
-            index: Index of the layer.
-            module: The layer.
-            placement: The new placement.
-            state: State of this replica's optimizer, `parameter/moment` -> tensor.
 
         Returns:
             The new state, and the bytes that arrived here.

@@ -15,12 +15,7 @@ from dynmo.runtime.optim.tied_weights import Pair
 
 
 class Frozen:
-    """Freezes and thaws layers.
-
-    Args:
-        modules: All layers. Those on other ranks are on the meta device.
-        tied: Weights that two layers share. A tied weight is one weight, frozen with its owner.
-    """
+    """Freezes and thaws layers."""
 
     def __init__(self, modules: Sequence[nn.Module], tied: Sequence[Pair]) -> None:
         self._modules, self._tied = modules, tied

@@ -86,12 +86,10 @@ class LayerStore:
         is_bare: bool = False,
     ) -> None:
         self.world, self.model, self.layout = world, model, layout
-        self._clock, self._options, self._settings, self._sharing = (
-            clock,
-            options,
-            optimizer,
-            sharing,
-        )
+        self._clock = clock
+        self._options = options
+        self._settings = optimizer
+        self._sharing = sharing
         self.accumulation_groups = sharing.groups(world.replicas)
         own = (
             []
@@ -192,10 +190,8 @@ class LayerStore:
     def _groups(self, index: int, module: nn.Module) -> AccumulationGroups | None:
         if self.accumulation_groups == 1:
             return None
-        count, done = (
-            self.accumulation_groups // self.world.replicas,
-            self.replicas.reduction(index),
-        )
+        count = self.accumulation_groups // self.world.replicas
+        done = self.replicas.reduction(index)
         return AccumulationGroups(
             gradient_parameters(module), self.layout.microbatches, count, done
         )

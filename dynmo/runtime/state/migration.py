@@ -66,12 +66,7 @@ Contents = dict[tuple[str, str], Tensor]
 
 
 def contents(module: nn.Module, optimizer_state: dict[str, Tensor]) -> Contents:
-    """Returns every tensor of a layer, by (section, name).
-
-    Args:
-        module: The layer.
-        optimizer_state: State of its optimizer, `parameter/moment` -> tensor.
-    """
+    """Returns every tensor of a layer, by (section, name)."""
     out: Contents = {("parameter", name): p for name, p in module.named_parameters()}
     out |= {("buffer", name): b for name, b in module.named_buffers()}
     out |= {
@@ -85,14 +80,6 @@ def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[s
     """Puts tensors into a module on the meta device. Shapes may differ from its own.
 
     Pruned linears take the form that they have at the source.
-
-    Args:
-        module: The layer.
-        tensors: Its tensors, by (section, name).
-        flags: requires_grad of each parameter.
-
-    Returns:
-        The optimizer's part of the tensors.
     """
     conform(module, {name: t for (section, name), t in tensors.items() if section == "buffer"})
     for name in [n for n, _ in module.named_parameters()]:
@@ -245,13 +232,7 @@ class _Transit:
 def pack(
     layer: int, module: nn.Module, optimizer_state: dict[str, Tensor]
 ) -> tuple[bytes, list[Tensor]]:
-    """Returns a layer's manifest, and its tensors in the manifest's order.
-
-    Args:
-        layer: Index of the layer.
-        module: The layer.
-        optimizer_state: State of its optimizer, `parameter/moment` -> tensor.
-    """
+    """Returns a layer's manifest, and its tensors in the manifest's order."""
     tensors = contents(module, optimizer_state)
     text = describe(layer, module, tensors).model_dump_json().encode()
     return text, [t.detach().contiguous() for t in tensors.values()]

@@ -117,15 +117,13 @@ def _replay(problem, run):
     helper takes, and nearly all of the search is spent here.
     """
     m, d, first, credits, lead = problem.m, problem.d, problem.first, problem.credits, problem.lead
-    order, start, end, where, before, count, path = (
-        run.order,
-        run.start,
-        run.end,
-        run.where,
-        run.before,
-        run.count,
-        run.path,
-    )
+    order = run.order
+    start = run.start
+    end = run.end
+    where = run.where
+    before = run.before
+    count = run.count
+    path = run.path
     p = d.shape[1]
     nf, nb, nw, queued, stack = count[0], count[1], count[2], count[3], count[4]
     clock = np.zeros(p)
@@ -244,15 +242,13 @@ def _guess(problem, run, r, source, target, most):
     The move takes op `source` of rank r to place `target`. Returns never if the move is not allowed
     or the estimate passes `most`.
     """
-    m, d, first, lead, mf, stash, cap = (
-        problem.m,
-        problem.d,
-        problem.first,
-        problem.lead,
-        problem.mf,
-        problem.stash,
-        problem.cap,
-    )
+    m = problem.m
+    d = problem.d
+    first = problem.first
+    lead = problem.lead
+    mf = problem.mf
+    stash = problem.stash
+    cap = problem.cap
     order, start, end, where = run.order, run.start, run.end, run.where
     before, tail, scratch = run.before, run.tail, run.scratch
     p = d.shape[1]
@@ -514,15 +510,6 @@ def polish(problem, goal, budget, best_order):
     """Improve an order of single ops by a tabu search.
 
     It moves ops of a longest way to another place on their rank.
-
-    Args:
-        problem: A `Problem` as a plain tuple.
-        goal: The search stops at this time.
-        budget: Number of ops that may be replayed.
-        best_order: Kinds of the ops of each rank. Becomes the best order.
-
-    Returns:
-        The least time and the number of ops replayed.
     """
     problem = Problem(*problem)
     run = _new_run(problem)

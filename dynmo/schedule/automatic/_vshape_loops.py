@@ -39,12 +39,6 @@ def cycles(m, frozen, cycle, order):
 
     The warm-up is 2 (p - r) - 1 F's, r pairs of both F's and p - r pairs of F and B. `cycle`
     follows again and again.
-
-    Args:
-        m: Number of microbatches.
-        frozen: Number of stages before the first that trains.
-        cycle: Codes of the steady state.
-        order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
     """
     p = order.shape[0]
     total, done = np.zeros(4, np.int64), np.zeros(4, np.int64)
@@ -107,14 +101,6 @@ def block(problem, unit, shape, period, order):
 
     Microbatch 0 runs at its own pace, every hop at least shape[0..3] units long. Each further
     microbatch runs a period behind.
-
-    Args:
-        problem: A `Problem` as a plain tuple.
-        unit: Seconds of a unit of `shape`.
-        shape: Least lengths of the four hops, and rests at the three turns.
-        period: Seconds between two microbatches. 0 stands for a period in which a microbatch is
-            through before the next one starts.
-        order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
     """
     problem = Problem(*problem)
     m, frozen, f, b, link = problem.m, problem.frozen, problem.f, problem.b, problem.link
@@ -218,16 +204,6 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
 
     This is one long loop on local names, because Numba counts references for each record that a
     helper takes. With helpers the loop is five times slower.
-
-    Args:
-        problem: A `Problem` as a plain tuple.
-        timetable: A `Timetable` as a plain tuple.
-        order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
-        share: The share of a W that a gap must hold.
-        patient: Number of ranks that put a W into any gap at the end.
-
-    Returns:
-        The span, or the makespan if `whole`. -1 if memory forbids the order.
     """
     problem, run = Problem(*problem), Timetable(*timetable)
     m, frozen, whole = problem.m, problem.frozen, problem.whole
@@ -335,16 +311,6 @@ def latest_starts(m, frozen, order, f, b, link, deadline, latest):
     """Compute when each F and B must start at the latest.
 
     A rank's last F or B must end by its deadline. Ranks keep to `order`, and W's take no time.
-
-    Args:
-        m: Number of microbatches.
-        frozen: Number of stages before the first that trains.
-        order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
-        f: Seconds of F, [stages].
-        b: Seconds of B, [stages].
-        link: Seconds of a message from each stage to the next, [stages].
-        deadline: Time by which each rank must end, [ranks].
-        latest: Receives the start times, [2, stages, microbatches].
     """
     p, n = order.shape[0], f.shape[0]
     latest[:] = -NEVER

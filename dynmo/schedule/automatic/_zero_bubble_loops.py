@@ -286,18 +286,6 @@ def search(problem, spans, goal, budget, starts, best_order):
     """Try the policies of `starts`, then changes of the best one.
 
     The search ends when `goal` is met or `budget` is spent.
-
-    Args:
-        problem: An `_op_order_loops.Problem` as a plain tuple. Its `lead` is zero at first. If the
-            span counts, it becomes the time from which each rank's time counts.
-        spans: Whether the span counts, and not the makespan.
-        goal: The search stops at this time.
-        budget: Number of times that the search may look at a rank.
-        starts: Policies to start from, one `zero_bubble.Start` per row.
-        best_order: Receives the kinds of the ops of each rank.
-
-    Returns:
-        The least time and the budget spent.
     """
     m, d, first = problem[0], problem[1], problem[2]
     p = d.shape[1]

@@ -306,10 +306,6 @@ class _Model:
         """Return the best schedule found, if any, and the proven bound.
 
         The bound is in the costs' unit.
-
-        Args:
-            seconds: Time limit, with the time to build the model.
-            workers: Number of threads of the solver.
         """
         cp = _solver()
         began = time.perf_counter()

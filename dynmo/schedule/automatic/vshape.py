@@ -103,20 +103,9 @@ def v_shape(
 ) -> Schedule:
     """Make the shortest V within the memory that its name stands for.
 
-        zb-v    p activations of a whole rank, as 1F1B: next to no bubble if F = B = W
-        v-half  p / 2 + 1: half of 1F1B's memory, and still less bubble
-        v-min   p / 3 + 1: about the least memory with which the ranks can all be busy
-
-    Args:
-        name: "zb-v", "v-half" or "v-min".
-        costs: Costs of the 2p stages, in model order.
-        microbatches: Microbatches of a step.
-        caps: Most live memory of each rank, in the costs' unit, if it must be less than that.
-        first_trainable: The stages before this one run F only.
-        objective: Whether the span or the makespan is kept short.
-
-    Raises:
-        ScheduleError: A rank cannot hold one microbatch, or an argument is out of range.
+    zb-v    p activations of a whole rank, as 1F1B: next to no bubble if F = B = W
+    v-half  p / 2 + 1: half of 1F1B's memory, and still less bubble
+    v-min   p / 3 + 1: about the least memory with which the ranks can all be busy
     """
     _check(name, costs, microbatches, first_trainable)
     most = _MEMORY[name](len(costs.stages) // 2)
@@ -205,14 +194,6 @@ class _Case:
         """Put W's into the order, and return its span (or makespan).
 
         `ops` then holds the result.
-
-        Args:
-            order: F's and B's of each rank by their codes.
-            share: The share of a W that a gap must hold.
-            patient: Number of ranks that put a W into any gap at the end.
-
-        Returns:
-            The time. -1 if memory forbids the order.
         """
         return core.play(self._problem, self._timetable, order, share, patient)
 

@@ -176,10 +176,8 @@ def test_two_hundred_in_place_rollbacks_stay_close(
     monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
     settings = OptimizerSettings(name)
     small = "python:tests.models.user_model:with_a_loss"
-    expected, near = (
-        own_pipeline(small, optimizer=settings),
-        own_pipeline(small, optimizer=settings, post_validation=True, rollback="in-place"),
-    )
+    expected = own_pipeline(small, optimizer=settings)
+    near = own_pipeline(small, optimizer=settings, post_validation=True, rollback="in-place")
     start = weights(expected)
     trained(expected, 200, 2e-6)
     # With one rank the prefix is the whole, so that no step would be made too early: it must not

@@ -19,11 +19,9 @@ from tests.runtime.alone import alone, emulated, ids
 
 
 def test_measured_costs_are_close_and_equal_on_all_ranks(pool: Pool) -> None:
-    f, b, w = (
-        [0.009, 0.015, 0.009, 0.012],
-        [0.012, 0.018, 0.015, 0.009],
-        [0.015, 0.009, 0.021, 0.012],
-    )
+    f = [0.009, 0.015, 0.009, 0.012]
+    b = [0.012, 0.018, 0.015, 0.009]
+    w = [0.015, 0.009, 0.021, 0.012]
     ranks = pool.run("tests.runtime.jobs.profiler:profile", 2, f=f, b=b, w=w, counts=[1, 3])
     assert ranks[0] == ranks[1]
     for measured, truth in zip(ranks[0], zip(f, b, w, strict=True), strict=True):

@@ -126,12 +126,10 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.line, self.norm, self.late, self.never = (
-            nn.Linear(6, 6),
-            nn.LayerNorm(6),
-            nn.Linear(6, 6),
-            nn.Linear(6, 6),
-        )
+        self.line = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.late = nn.Linear(6, 6)
+        self.never = nn.Linear(6, 6)
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:

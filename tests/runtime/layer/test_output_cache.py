@@ -116,10 +116,8 @@ def test_cached_layers_do_not_run_twice() -> None:
 
 
 def test_evaluation_and_training_outputs_are_cached_separately() -> None:
-    counted, cache = (
-        layers(nn.Linear(WIDTH, WIDTH), Viewing(lambda x: x)),
-        OutputCache(1 << 20, HostClock()),
-    )
+    counted = layers(nn.Linear(WIDTH, WIDTH), Viewing(lambda x: x))
+    cache = OutputCache(1 << 20, HostClock())
     counted[1].module.forward = lambda x: x + counted[1].module.training  # pyright: ignore[reportAttributeAccessIssue]
     trained = run(cache, counted, 1)
     assert torch.equal(run(cache, counted, 1, training=False) + 1, trained)
@@ -211,10 +209,8 @@ def test_a_view_is_cached_without_its_base() -> None:
         (lambda x: x[:, 1:4], 9),
         (lambda x: x[:1].expand(7, WIDTH), 7 * WIDTH),
     ):
-        counted, cache = (
-            layers(nn.Linear(WIDTH, WIDTH), Viewing(view)),
-            OutputCache(1 << 20, HostClock()),
-        )
+        counted = layers(nn.Linear(WIDTH, WIDTH), Viewing(view))
+        cache = OutputCache(1 << 20, HostClock())
         first, second = run(cache, counted, 1), run(cache, counted, 1)
         assert torch.equal(first, second)
         assert cache.spared == 2
@@ -230,10 +226,8 @@ def test_a_view_is_cached_without_its_base() -> None:
 
 
 def test_random_or_changing_outputs_are_refused() -> None:
-    dropping, tracking = (
-        layers(nn.Linear(WIDTH, WIDTH), Dropping(0.5)),
-        layers(nn.Linear(WIDTH, WIDTH), Tracking()),
-    )
+    dropping = layers(nn.Linear(WIDTH, WIDTH), Dropping(0.5))
+    tracking = layers(nn.Linear(WIDTH, WIDTH), Tracking())
     with pytest.raises(RunError, match=r"layer 1 \(Dropping\) .*random"):
         run(OutputCache(1 << 20, HostClock()), dropping, 1)
     with pytest.raises(RunError, match=r"layer 1 \(Tracking\) .*'seen'"):

@@ -127,11 +127,9 @@ class Frozen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.fixed, self.last = (
-            nn.Linear(6, 6),
-            nn.Linear(6, 6).requires_grad_(False),
-            nn.Linear(6, 6),
-        )
+        self.first = nn.Linear(6, 6)
+        self.fixed = nn.Linear(6, 6).requires_grad_(False)
+        self.last = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.fixed(self.first(x)))

@@ -37,11 +37,9 @@ class Two(nn.Module):
     def __init__(self, idle: bool) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.one, self.norm, self.two = (
-            nn.Linear(6, 6),
-            nn.LayerNorm(6),
-            nn.Linear(6, 6, bias=False),
-        )
+        self.one = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.two = nn.Linear(6, 6, bias=False)
         self.idle = nn.Linear(6, 6) if idle else None
 
     def forward(self, x: Tensor) -> Tensor:

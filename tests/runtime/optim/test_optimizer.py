@@ -123,10 +123,8 @@ def test_frozen_parameters_do_not_change() -> None:
     optimizer = LayerOptimizer(module, SETTINGS)
     give([module], 0)
     optimizer.step(0.1, 1.0)
-    weight, state = (
-        module.weight.detach().clone(),
-        {k: v.clone() for k, v in optimizer.state().items()},
-    )
+    weight = module.weight.detach().clone()
+    state = {k: v.clone() for k, v in optimizer.state().items()}
     module.weight.requires_grad_(False)
     for step in (1, 2):
         give([module], step)

@@ -243,10 +243,8 @@ BEST = {
 def test_optimum_is_proven_in_under_five_seconds(
     p: int, m: int, k: int, model: str, alone: bool
 ) -> None:
-    costs, caps = (
-        uniform_costs(p, 1, 1, 1) if model == "equal" else published(model, p),
-        [k * p] * p,
-    )
+    costs = uniform_costs(p, 1, 1, 1) if model == "equal" else published(model, p)
+    caps = [k * p] * p
     with solver_alone() if alone else nullcontext():
         result = exact(costs, m, caps=caps, seconds=5)
     assert result.proven

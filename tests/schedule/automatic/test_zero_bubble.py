@@ -102,11 +102,9 @@ def test_schedule_is_optimal_for_few_microbatches_of_equal_times(
     p: int, data: st.DataObject
 ) -> None:
     # The best there is for m <= p, and ZB-H1 misses it where W < F.
-    m, f, b = (
-        data.draw(st.integers(1, p)),
-        data.draw(st.integers(1, 9)),
-        data.draw(st.integers(1, 9)),
-    )
+    m = data.draw(st.integers(1, p))
+    f = data.draw(st.integers(1, 9))
+    b = data.draw(st.integers(1, 9))
     w = data.draw(st.integers(0, f))
     costs = uniform_costs(p, f, b, w)
     for objective in Objective if w <= b else (Objective.SPAN,):
@@ -329,10 +327,8 @@ def test_another_process_makes_the_same_schedule_silently(tmp_path: Path) -> Non
         "print(automatic(uniform_costs(5, 3, 4, 2, 0.5), 11, caps=[7] * 5), end='')"
     )
     # `-W always`: numba's warnings about its cache must not surface, either.
-    command, environment = (
-        [sys.executable, "-W", "always", "-c", code],
-        os.environ | {"PYTHONHASHSEED": "7"},
-    )
+    command = [sys.executable, "-W", "always", "-c", code]
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=True, env=environment
     )
