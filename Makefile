@@ -4,7 +4,7 @@
 # make matrix the long tests: combinations of what `make test` covers one by one
 # make gpu    everything that needs a GPU, with this machine's python3. Installs nothing.
 #             DRY=1 runs it on the CPU with tiny sizes.
-# make check  formatting, lint, types: exactly what CI runs before the tests
+# make check  formatting, lint, imports, types: exactly what CI runs before the tests
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -48,6 +48,7 @@ gpu:
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/pyright
 
 format: $(READY)

@@ -207,7 +207,7 @@ def _suffixes(fits: Bools) -> Bools:
 
 
 @jit()
-def _advance(
+def _advance(  # noqa: PLR0913
     rows: Ints,
     ends: Ints,
     works: Floats,

@@ -157,7 +157,7 @@ class Pipeline:
         True
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: Model,
         world: World,
