@@ -1,122 +1,27 @@
-"""README.md and docs/ show what the commands print.
+"""README.md and docs/ show what the commands print and what the result files say.
 
-Their links and formulas hold.
-
-    python -m tests.test_docs      # writes the drawings and tables into the documents anew
-
-The lines under a line `dynmo schedule ..` in a block of code are a part of its output. The drawing
-is whole. Other output has only the lines that the document wants to show. `export COLUMNS=..`
-gives the width from there on, and `echo '..' > FILE` makes the file for the commands after it. A
-table under `<!-- table: NAME -->` is made from a file in benchmarks/results
-(tests/result_tables.py). A figure between `<!-- figure FILE PATH FORMAT -->` and `<!-- end -->` is
-the one of that result file (tests/figures.py).
+Their links and formulas hold. `python -m docs.tools` writes what is generated.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
-import os
 import re
-import shlex
-import tempfile
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from dynmo.cli import main
+from docs.tools import figures
+from docs.tools.documents import DOCUMENTS, ROOT, Example, code, examples, is_row, marked, table_at
+from docs.tools.result_tables import result_tables
 from dynmo.cost.layer_cost import LayerCost, LinkCost, split_costs, uniform_costs
 from dynmo.cost.profile_file import Profile, to_json
 from dynmo.dynamism.options import CASES as CASES_OF_DYNAMISM
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
 from dynmo.schedule.simulator import Timeline, simulate
-from tests import figures
-from tests.result_tables import result_tables
-
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMMAND = "dynmo schedule "
-
-
-@dataclass
-class Example:
-    """A command, the line numbers of its output, and what came before it."""
-
-    line: int
-    command: str
-    width: str | None
-    files: dict[str, str]
-    shown: list[int] = field(default_factory=list)
-
-    def lines(self, text: list[str]) -> list[str]:
-        return [text[i] for i in self.shown]
-
-    def run(self) -> tuple[int, list[str]]:
-        """Status and what it prints on either stream, without the empty lines."""
-        out = io.StringIO()
-        before = os.environ.pop("COLUMNS", None)
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            for name, content in self.files.items():
-                Path(name).write_text(content)
-            try:
-                if self.width is not None:
-                    os.environ["COLUMNS"] = self.width
-                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-                    status = main(shlex.split(self.command, comments=True)[1:])
-            finally:
-                os.environ.pop("COLUMNS", None)
-                if before is not None:
-                    os.environ["COLUMNS"] = before
-        return status, [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-
-
-def code(text: list[str]) -> Iterator[tuple[list[int], str]]:
-    """The line numbers of each block of code, and its language.
-
-    A block is between fences, or indented by four.
-    """
-    block: list[int] = []
-    fence: str | None = None
-    for i, line in enumerate([*text, "end"]):
-        if line.startswith("```"):
-            if fence is not None:
-                yield block, fence
-            block, fence = [], line[3:].strip() if fence is None else None
-        elif fence is not None or line.startswith("    ") or (block and not line.strip()):
-            block.append(i)
-        elif block:
-            yield block, ""
-            block = []
-
-
-def examples(text: list[str]) -> list[Example]:
-    examples: list[Example] = []
-    width: str | None = None
-    files: dict[str, str] = {}
-    for block, _ in code(text):
-        current: Example | None = None
-        for i in block:
-            line = text[i].strip()
-            if match := re.fullmatch(r"export COLUMNS=(\d+)", line):
-                width = match[1]
-            elif match := re.fullmatch(r"echo '(.*)' > (\S+)", line):
-                files[match[2]] = match[1]
-            elif line.startswith(COMMAND):
-                current = Example(i, line, width, dict(files))
-                examples.append(current)
-            elif line and current is not None and not line.startswith(("dynmo ", "python ", "#")):
-                current.shown.append(i)
-    return examples
-
-
-def is_row(line: str) -> bool:
-    return re.match(r" *\d+ \|.*\|$", line) is not None
 
 
 def plain(line: str) -> str:
@@ -145,7 +50,7 @@ def test_commands_print_the_shown_output(path: Path, example: Example) -> None:
     assert status == (2 if shown[-1].strip().startswith("dynmo: ") else 0), printed
     message = (
         f"{path.name}, line {example.line + 1}: `{example.command}` prints something else; "
-        f"python -m tests.test_docs writes it anew"
+        f"python -m docs.tools writes it"
     )
     if any(map(is_row, shown)):
         assert [plain(line) for line in shown if is_row(line)] == [
@@ -188,18 +93,6 @@ def headings(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def table_at(text: list[str], line: int) -> range:
-    """The lines of the table under this one and an empty one."""
-    end = next((i for i in range(line + 2, len(text)) if not text[i].startswith("|")), len(text))
-    return range(line + 2, end)
-
-
-def marked(text: list[str]) -> Iterator[tuple[int, str]]:
-    for i, line in enumerate(text):
-        if match := re.fullmatch(r"<!-- table: ([\w ]+) -->", line):
-            yield i, match[1]
-
-
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_tables_match_the_result_files(path: Path) -> None:
     texts = result_tables()
@@ -213,7 +106,7 @@ def test_tables_match_the_result_files(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_figures_match_the_result_files(path: Path) -> None:
     assert not figures.differences(path.read_text()), (
-        f"{path.name}; python -m tests.test_docs writes the figures"
+        f"{path.name}; python -m docs.tools writes the figures"
     )
 
 
@@ -343,45 +236,3 @@ def test_v_shapes_are_within_their_published_bounds(p: int, m: int) -> None:
         times = timeline(name, p, m, 1, 1, 1)
         assert max(times.peak_memory) <= most
         assert times.span <= 3 * m + over * (p - 1)
-
-
-# -- writing anew ----------------------------------------------------------------------------------
-
-
-def about(line: str) -> str:
-    """The subject of a line of output, whatever figure it gives."""
-    if is_row(line):
-        return "row"
-    line = line.strip()
-    return line[:6] if line.startswith(("+", "dynmo:")) else re.split(r"\s{2,}", line)[0]
-
-
-def write_anew(path: Path) -> None:
-    text = figures.fill(path.read_text()).splitlines()
-    edits: list[tuple[range, list[str]]] = []
-    for example in examples(text):
-        if example.shown:
-            wanted = {about(line) for line in example.lines(text)}
-            printed = example.run()[1]
-            # The times under a ruler go with it.
-            fresh = [
-                line
-                for before, line in pairwise(["", *printed])
-                if about(line) in wanted or about(before) in wanted & {"+-----"}
-            ]
-            indent = " " * (len(text[example.line]) - len(text[example.line].lstrip()))
-            edits.append(
-                (range(example.shown[0], example.shown[-1] + 1), [indent + line for line in fresh])
-            )
-    texts = result_tables()
-    edits += [(table_at(text, line), texts[name].splitlines()) for line, name in marked(text)]
-    for lines, fresh in sorted(edits, key=lambda edit: edit[0].start, reverse=True):
-        text[lines.start : lines.stop] = fresh
-    content = "\n".join(text) + "\n"
-    if content != path.read_text():
-        path.write_text(content)
-
-
-if __name__ == "__main__":
-    for document in DOCUMENTS:
-        write_anew(document)

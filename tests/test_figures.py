@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import figures
+from docs.tools import figures
 
 FILE = {"share": 0.0198, "runs": [{"seconds": 0.0131}, {"seconds": 0.72}, {"seconds": 0.05}]}
 

@@ -13,9 +13,9 @@ import pytest
 from pydantic import BaseModel
 
 import dynmo
+from docs.tools.reference import keys, sections
 from dynmo.config import Config
 from dynmo.dynamism.options import CASES
-from tests.reference import keys, sections
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.tools.documents import code
 from tests.cli.runs import Run
 from tests.processes import end_all, start
-from tests.test_docs import code
 from tests.test_docs_code import ROOT, TUTORIAL, block
 
 README, REFERENCE = ROOT / "README.md", ROOT / "docs" / "reference" / "commands.md"

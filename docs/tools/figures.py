@@ -1,7 +1,5 @@
 """Figures in the documents that stem from benchmarks/results.
 
-`python -m tests.test_docs` writes them.
-
 A figure stands between two comments that do not show on the page:
 
     x<!-- figure freezing.json speedup .2f -->1.39<!-- end -->
@@ -19,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _FIGURE = re.compile(r"(<!-- figure (\S+\.json) (?:(min|max) )?(.+?) (\S+) -->)(.*?)<!-- end -->")
 
 

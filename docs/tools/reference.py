@@ -1,19 +1,13 @@
 """The generated parts of docs/reference.
 
-They are configuration keys, options of commands and public names.
-
-    python -m tests.reference            # writes them
-    python -m tests.reference --check    # fails if one is out of date
-
-Generated text stands between `<!-- keys: SECTION -->`, `<!-- options: COMMAND -->` or
-`<!-- names -->` and `<!-- end -->`. The text around these marks is written by hand.
+They are configuration keys, options of commands and public names. Generated text stands between
+`<!-- keys: SECTION -->`, `<!-- options: COMMAND -->` or `<!-- names -->` and `<!-- end -->`. The text around these marks is written by hand.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
 import types
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -30,7 +24,7 @@ from dynmo.cli import app
 from dynmo.config import Config
 from dynmo.options import LARGEST, OneOf, Options, value_text
 
-FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+FOLDER = Path(__file__).parents[1] / "reference"
 PAGES = [FOLDER / name for name in ("configuration.md", "commands.md", "python.md")]
 _TYPES: dict[object, str] = {
     bool: "boolean",
@@ -257,19 +251,3 @@ def fill(text: str) -> str:
         return f"<!-- {mark} -->\n\n{content}\n\n<!-- end -->"
 
     return MARK.sub(part, text)
-
-
-def stale() -> list[Path]:
-    """The pages whose generated parts are out of date."""
-    return [page for page in PAGES if fill(page.read_text()) != page.read_text()]
-
-
-if __name__ == "__main__":
-    pages = stale()
-    if "--check" in sys.argv[1:]:
-        for page in pages:
-            print(f"{page.name} is out of date; python -m tests.reference writes it")
-        sys.exit(1 if pages else 0)
-    for page in pages:
-        page.write_text(fill(page.read_text()))
-        print("wrote", page.name)

@@ -1,7 +1,6 @@
 """The tables of the documents that the benchmarks make from their result files.
 
-A table stands under `<!-- table: NAME -->` and an empty line. `python -m tests.test_docs` writes
-it.
+A table stands under `<!-- table: NAME -->` and an empty line.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from benchmarks import (
     traces_emulated,
     traces_stepwise,
 )
-from tests.figures import result_of
+from docs.tools.figures import result_of
 
 
 @cache

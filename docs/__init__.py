@@ -1,0 +1,1 @@
+"""The documents, and the generators of their tables, figures and drawings."""

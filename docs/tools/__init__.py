@@ -1,0 +1,1 @@
+"""Generators of the documents. `python -m docs.tools` writes all generated parts."""
