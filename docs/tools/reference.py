@@ -1,7 +1,8 @@
 """The generated parts of docs/reference.
 
 They are configuration keys, options of commands and public names. Generated text stands between
-`<!-- keys: SECTION -->`, `<!-- options: COMMAND -->` or `<!-- names -->` and `<!-- end -->`. The text around these marks is written by hand.
+`<!-- keys: SECTION -->`, `<!-- options: COMMAND -->` or `<!-- names -->` and `<!-- end -->`. The
+text around these marks is written by hand.
 """
 
 from __future__ import annotations
