@@ -262,7 +262,7 @@ def summarize(case: str, rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the first table in Markdown, as docs/cases.md shows it.
+    """Returns the first table in Markdown, as docs/reference/results/runs.md shows it.
 
     Each cell has the whole run / the last phase.
     """

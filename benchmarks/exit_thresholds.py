@@ -111,7 +111,7 @@ def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the table in Markdown, as docs/cases.md shows it."""
+    """Returns the table in Markdown, as docs/reference/results/loss.md shows it."""
     head = ["threshold", "exited at each exit", "held-out loss", "evaluation", "limit"]
     lines = [["no exits", "", f"{result['loss_without_exits']:.3f}", "x1.00", ""]]
     for row in result["rows"]:

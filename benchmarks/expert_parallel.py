@@ -59,7 +59,7 @@ def summarize(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the table in Markdown, as docs/cases.md shows it."""
+    """Returns the table in Markdown, as docs/reference/results/experts.md shows it."""
     head = ["side", "seconds of a step", "over static", "idle", "busiest rank over the mean"]
     lines: list[list[str]] = []
     for name, row in result["rows"].items():

@@ -215,7 +215,7 @@ def _run(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the table in Markdown, as docs/cases.md shows it."""
+    """Returns the table in Markdown, as docs/reference/results/loss.md shows it."""
     head = [
         "run",
         "compute, dense steps",

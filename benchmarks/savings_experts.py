@@ -105,7 +105,7 @@ def shape_row(experts: int, top_k: int, load: str, rounds: int) -> dict[str, Any
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the table in Markdown, as docs/cases.md shows it."""
+    """Returns the table in Markdown, as docs/reference/results/layers.md shows it."""
     head = [
         "experts",
         "top_k",

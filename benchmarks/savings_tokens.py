@@ -256,7 +256,7 @@ def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
 
 
 def table(sizes: Sequence[dict[str, Any]]) -> str:
-    """Returns the range over all sizes in Markdown, as docs/cases.md shows it."""
+    """Returns the range over all sizes in Markdown, for docs/reference/results/layers.md."""
     head = [
         "case",
         "half",

@@ -302,7 +302,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
-    """Returns the short table of docs/cases.md.
+    """Returns the short table of docs/reference/results/traces.md.
 
     It has the best of the static placements and of the paper's dynamic ones beside ours.
     """

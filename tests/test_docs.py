@@ -24,6 +24,10 @@ from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
 from dynmo.schedule.simulator import Timeline, simulate
 
 
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
 def plain(line: str) -> str:
     """The comparable form of a drawing or a table.
 
@@ -42,14 +46,14 @@ ALL = [
 
 
 @pytest.mark.parametrize(
-    ("path", "example"), [pytest.param(p, e, id=f"{p.name}:{e.line + 1}") for p, e in ALL]
+    ("path", "example"), [pytest.param(p, e, id=f"{_name(p)}:{e.line + 1}") for p, e in ALL]
 )
 def test_commands_print_the_shown_output(path: Path, example: Example) -> None:
     shown = example.lines(path.read_text().splitlines())
     status, printed = example.run()
     assert status == (2 if shown[-1].strip().startswith("dynmo: ") else 0), printed
     message = (
-        f"{path.name}, line {example.line + 1}: `{example.command}` prints something else; "
+        f"{_name(path)}, line {example.line + 1}: `{example.command}` prints something else; "
         f"python -m docs.tools writes it"
     )
     if any(map(is_row, shown)):
@@ -70,7 +74,7 @@ def test_every_schedule_has_a_drawing() -> None:
     assert drawn == set(SCHEDULES)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
 def test_links_have_targets(path: Path) -> None:
     text = path.read_text()
     lines = text.splitlines()
@@ -82,9 +86,9 @@ def test_links_have_targets(path: Path) -> None:
             continue
         name, _, anchor = target.partition("#")
         file = path.parent / name if name else path
-        assert file.exists(), f"{path.name} links to {target}"
+        assert file.exists(), f"{_name(path)} links to {target}"
         if anchor:
-            assert anchor in headings(file), f"{path.name} links to {target}"
+            assert anchor in headings(file), f"{_name(path)} links to {target}"
 
 
 def headings(path: Path) -> set[str]:
@@ -93,20 +97,20 @@ def headings(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
 def test_tables_match_the_result_files(path: Path) -> None:
     texts = result_tables()
     text = path.read_text().splitlines()
     for line, name in marked(text):
         assert [text[i] for i in table_at(text, line)] == texts[name].splitlines(), (
-            f"{path.name}: table {name}"
+            f"{_name(path)}: table {name}"
         )
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
 def test_figures_match_the_result_files(path: Path) -> None:
     assert not figures.differences(path.read_text()), (
-        f"{path.name}; python -m docs.tools writes the figures"
+        f"{_name(path)}; python -m docs.tools writes the figures"
     )
 
 
@@ -186,7 +190,7 @@ def test_extras_are_named_in_one_way() -> None:
     assert sorted(used) == sorted(known.keys() - {"dev"})
     for path in DOCUMENTS:
         for what in re.findall(r"pip install ([^-\s`][^\s`]*)", path.read_text()):
-            assert what in [f"'dynmo[{extra}]'" for extra in used], f"{path.name}: {what}"
+            assert what in [f"'dynmo[{extra}]'" for extra in used], f"{_name(path)}: {what}"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

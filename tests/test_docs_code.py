@@ -1,4 +1,4 @@
-"""The code of README.md, the tutorial and the how-to guides runs.
+"""The code of README.md, the tutorial, the how-to guides and the pages of cases runs.
 
 The code imports `dynmo` and torch only.
 """
@@ -37,9 +37,11 @@ from tests.runtime.alone import pipeline, tokens
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 TUTORIAL, HOW_TO = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "how-to"
+CASES = sorted(set((ROOT / "docs" / "cases").glob("*.md")) - {ROOT / "docs" / "cases" / "index.md"})
 PAGES = [
     ROOT / "README.md",
     TUTORIAL,
+    *CASES,
     *sorted(HOW_TO.glob("*.md")),
     ROOT / "docs" / "reference" / "python.md",
 ]
@@ -49,6 +51,7 @@ WHOLE_TOML = [
     (TUTORIAL, "# first.toml"),
     (TUTORIAL, "# run.toml"),
     (HOW_TO / "own-data.md", ""),
+    *((page, "") for page in CASES),
 ]
 
 
@@ -170,6 +173,16 @@ def test_own_case_example_freezes_layers(folder: Path) -> None:
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize("page", CASES, ids=lambda page: page.name)
+def test_case_page_makes_a_pipeline(page: Path, folder: Path) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(10)]
+    model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
+    with dynmo.init(device="cpu") as world:
+        namespace = {"dynmo": dynmo, "model": model, "world": world}
+        exec(block(page, "python").replace("replicas=2, expert=2, ", ""), namespace)
+        assert namespace["pipeline"].steps == 0
 
 
 def test_weights_are_saved_and_loaded(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """A dynamic case of the user.
 
-The case of docs/cases.md runs on any ranks. An invalid case gives an error.
+The case of docs/reference/own-case.md runs on any ranks. An invalid case gives an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OWN = "python:tests.dynamism.own_case:LayerDrop"
 
 def test_document_shows_the_example_case() -> None:
     code = (ROOT / "tests" / "dynamism" / "own_case.py").read_text()
-    assert f"```python\n{code}```" in (ROOT / "docs" / "cases.md").read_text()
+    assert f"```python\n{code}```" in (ROOT / "docs" / "reference" / "own-case.md").read_text()
     assert len(code.splitlines()) < 40
 
 
