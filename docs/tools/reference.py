@@ -189,6 +189,11 @@ def _name_text(name: str) -> str:
     if isinstance(value, str):
         return f"### {name}\n\nThe version of dynmo, a string."
     paragraph = (inspect.getdoc(value) or "").split("\n\n")[0]
+    section = next((key for key, kind in sections() if kind is value), None)
+    if section is not None:
+        anchor = section.replace(".", "")
+        keys = f"Its options are the keys of [`[{section}]`](configuration.md#{anchor})."
+        return f"### {name}\n\n{paragraph}\n{keys}"
     return f"### {name}\n\n```\n{_signature(name, value)}\n```\n\n{paragraph}"
 
 
