@@ -41,10 +41,14 @@ def result_tables() -> dict[str, str]:
     return named | {
         "cases": cases.table(result_of("cases.json")["rows"]),
         "cases published": _without(cases.published_table(result_of("cases.json")["rows"]), "on"),
-        "quality": quality.table(result_of("quality.json")),
+        "quality": _without(quality.table(result_of("quality.json")), "changes at steps"),
         "learning": learning.table(result_of("learning.json")),
-        "learning_experts": learning.table(result_of("learning_experts.json")),
-        "savings_tokens": savings_tokens.table(result_of("savings_tokens.json")["sizes"]),
+        "learning_experts": _without(
+            learning.table(result_of("learning_experts.json")), "without exits", "evaluation"
+        ),
+        "savings_tokens": _without(
+            savings_tokens.table(result_of("savings_tokens.json")["sizes"]), "bounded by"
+        ),
         "savings_experts": _without(
             savings_experts.table(result_of("savings_experts.json")["rows"]), "time over the ideal"
         ),
