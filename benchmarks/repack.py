@@ -185,7 +185,7 @@ def row(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the table in Markdown, as docs/planning.md shows it."""
+    """Returns the table in Markdown, whose figures docs/planning.md names."""
     counted = {"proven": "fewer is impossible at", "complete": "searched completely at"}
     shown = {"kept": "least throughput over dense", "speedup": "speed-up on 8 ranks"}
     head = ["case", "blocks", *SIDES, *counted.values(), *shown.values()]
