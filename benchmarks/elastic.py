@@ -230,7 +230,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the table in Markdown, as docs/how-to/fewer-ranks.md shows it."""
+    """Returns the table in Markdown."""
     head = [
         "run",
         "pause 4 to 2",
