@@ -15,12 +15,15 @@ READY := .venv/.ready
 # The inner loops of the planner and of sparse layers are compiled once and kept. That happens at
 # set-up, so that no first run waits for it.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	    "dynmo needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m dynmo.train.compile_ahead
-	touch $@
+	@echo "set-up 1/3: environment in .venv"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "set-up 2/3: packages, torch among them (minutes, the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "set-up 3/3: compiled loops (a minute)"
+	@$(BIN)/python -m dynmo.train.compile_ahead
+	@touch $@
 
 # The same config twice: static (layers stay where they started) and balanced. Then the two are
 # compared.
