@@ -360,6 +360,8 @@ class EndEvent(Event):
         cached_bytes: Bytes of these caches at the end, on all ranks.
         buffers_digest: See `LayerStates.buffers_digest`. None in older logs.
         gpu_seconds_returned: GPU seconds of the ranks that the run did without.
+        load: Load average of rank 0's machine over the last minute. None in older logs.
+        cores: Number of its cores. None in older logs.
     """
 
     event: ClassVar[str] = "end"
@@ -374,6 +376,8 @@ class EndEvent(Event):
     cached_bytes: int = 0
     buffers_digest: str | None = None
     gpu_seconds_returned: float = 0.0
+    load: float | None = None
+    cores: int | None = None
 
 
 _KINDS: dict[str, type[Event]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +15,7 @@ from dynmo.errors import InputError
 from dynmo.events import read, to_json
 
 if TYPE_CHECKING:
+    from dynmo.report.comparison import Differences, NamedSummary
     from dynmo.report.summary import Summary
 
 
@@ -30,48 +30,31 @@ class ReportOptions:
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """Runs whose phases are aligned.
-
-    Attributes:
-        runs: Name and summary of each run.
-        verdict: Whether the numbers are the same. None for a single run.
-        differences: Keys of the configs that differ. None if a config cannot be read, and for a
-            single run.
-    """
-
-    runs: list[tuple[str, Summary]]
-    verdict: str | None
-    differences: dict[str, list[Any]] | None
-
-
 @command
 def report(options: ReportOptions) -> None:
     """Show what was measured in a run; compare several runs against the first."""
-    comparison = _compare(options.runs)
-    if options.as_json:
-        print(json.dumps(_to_json(comparison)))
-    else:
-        _print_text(comparison)
-
-
-def _compare(folders: Sequence[Path]) -> _Comparison:
     from dynmo.report.comparison import aligned, differences, verdict
 
+    folders = options.runs
     summaries = aligned([_summary(folder) for folder in folders])
-    names = [folder.resolve().name for folder in folders]
-    runs = list(zip(names, summaries, strict=True))
-    if len(runs) == 1:
-        return _Comparison(runs, None, None)
-    configs = [config for folder in folders if (config := _config(folder)) is not None]
-    return _Comparison(
-        runs, verdict(runs), differences(configs) if len(configs) == len(runs) else None
-    )
+    runs = [(folder.resolve().name, run) for folder, run in zip(folders, summaries, strict=True)]
+    configs = [_config(folder) for folder in folders]
+    known = [config for config in configs if config is not None]
+    differ = differences(known) if len(runs) > 1 and len(known) == len(runs) else None
+    if options.as_json:
+        answer = {
+            "runs": [{"name": name, **_summary_json(summary)} for name, summary in runs],
+            "verdict": verdict(runs) if len(runs) > 1 else None,
+            "differences": differ,
+        }
+        print(json.dumps(answer))
+    elif len(runs) == 1:
+        _print_run(summaries[0])
+    else:
+        _print_comparison(runs, differ)
 
 
 def _summary(folder: Path) -> Summary:
-    """Returns the summary of a run's events."""
     from dynmo.report.summary import summarize
 
     log = folder / "events.jsonl"
@@ -94,10 +77,7 @@ def _summary(folder: Path) -> Summary:
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
-    """Returns the run's recorded config. None if it cannot be read.
-
-    A report can do without it.
-    """
+    """Returns the run's recorded config. None if it cannot be read."""
     from dynmo.config import without_unused_keys
 
     try:
@@ -106,14 +86,6 @@ def _config(folder: Path) -> dict[str, Any] | None:
         )
     except (OSError, ValueError):
         return None
-
-
-def _to_json(comparison: _Comparison) -> dict[str, Any]:
-    return {
-        "runs": [{"name": name, **_summary_json(summary)} for name, summary in comparison.runs],
-        "verdict": comparison.verdict,
-        "differences": comparison.differences,
-    }
 
 
 def _summary_json(summary: Summary) -> dict[str, Any]:
@@ -126,24 +98,24 @@ def _summary_json(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _print_text(comparison: _Comparison) -> None:
+def _print_run(summary: Summary) -> None:
     from dynmo.cli.console import console_for_tables
-    from dynmo.report.comparison import comparison_table, difference_line, noise
-    from dynmo.report.summary_text import event_lines, phase_table
+    from dynmo.report.summary_text import event_lines, overview, phase_table
 
-    console, runs = console_for_tables(), comparison.runs
-    for name, summary in runs:
-        if len(runs) > 1:
-            console.print(name, style="bold", highlight=False, markup=False)
-        console.print(phase_table(summary))
-        for line in event_lines(summary):
-            console.print(line, highlight=False, markup=False)
-    if len(runs) == 1:
-        return
-    console.print(comparison_table(runs))
-    if comparison.differences is not None:
-        console.print(difference_line(comparison.differences), highlight=False, markup=False)
-    doubt = noise(runs, comparison.differences)
+    print(overview(summary))
+    console_for_tables().print(phase_table(summary))
+    for line in event_lines(summary):
+        print(line)
+
+
+def _print_comparison(runs: list[NamedSummary], differ: Differences | None) -> None:
+    from dynmo.cli.console import console_for_tables
+    from dynmo.report.comparison import comparison_table, conclusion, difference_line, noise
+
+    console_for_tables().print(comparison_table(runs))
+    if differ is not None:
+        print(difference_line(differ))
+    doubt = noise(runs, differ)
     if doubt is not None:
-        console.print(doubt, highlight=False, markup=False)
-    console.print(comparison.verdict, highlight=False)
+        print(doubt)
+    print(conclusion(runs, differ))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -11,9 +12,15 @@ from rich.table import Table
 
 from dynmo.report.summary import Summary, cut_phases
 
+NamedSummary = tuple[str, Summary]
+# SECTION.KEY of a config, and the value of each run.
+Differences = Mapping[str, Sequence[Any]]
+
 # Number of steps after the first that are enough for a median. Largest relative difference of such
 # medians on a quiet machine.
 _ENOUGH, _NOISE = 4, 0.1
+# Load for each core from which on a machine is busy.
+_BUSY = 1.25
 
 _SHOWN = 12  # keys that differ
 
@@ -27,7 +34,7 @@ def aligned(runs: Sequence[Summary]) -> list[Summary]:
     return [replace(run, phases=cut_phases(run.done, changed)) for run in runs]
 
 
-def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
+def comparison_table(runs: Sequence[NamedSummary]) -> Table:
     """Returns a column per run, each compared with the first.
 
     Args:
@@ -38,16 +45,7 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
     for name, _ in runs:
         table.add_column(name, justify="right", overflow="fold")
     summaries = [run for _, run in runs]
-    first, last = summaries[0], summaries[0].phases[-1].seconds
-    even = len({run.steps for run in summaries}) == 1
-    changed = {step for run in summaries for step in run.changed}
-
-    def since(run: Summary) -> int:
-        """Returns the step from which on the work did not change any more."""
-        return max(
-            (step for step in changed if step <= run.done[-1].step), default=run.done[0].step
-        )
-
+    first, even = summaries[0], len({run.steps for run in summaries}) == 1
     rows: dict[str, Callable[[Summary], str]] = {
         "steps": lambda run: str(run.steps),
         "seconds, all steps": lambda run: f"{run.seconds:.1f}",
@@ -60,9 +58,10 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
         "speed-up" if even else "speed-up, per step": lambda run: _speed_up(first, run),
         "ranks on average": lambda run: "-" if run.ranks is None else f"{run.ranks.mean:.1f}",
         "last phase: s/step": lambda run: f"{run.phases[-1].seconds:.3f}",
-        # The last phases of runs of unequal length may be of other work.
         "last phase: speed-up": lambda run: (
-            f"x{last / run.phases[-1].seconds:.2f}" if since(run) == since(first) else "-"
+            f"x{first.phases[-1].seconds / run.phases[-1].seconds:.2f}"
+            if _last_change(runs, run) == _last_change(runs, first)
+            else "-"
         ),
         "last phase: idle": lambda run: f"{run.phases[-1].idle_ratio:.1%}",
         "loss": lambda run: "-" if run.loss is None else f"{run.loss:.6f}",
@@ -73,6 +72,15 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
     for heading, cell in rows.items():
         table.add_row(heading, *map(cell, summaries))
     return table
+
+
+def _last_change(runs: Sequence[NamedSummary], run: Summary) -> int:
+    """Returns the step from which on the work of a run did not change any more.
+
+    The last phases of runs of unequal length may be of other work.
+    """
+    changed = {step for _, each in runs for step in each.changed}
+    return max((step for step in changed if step <= run.done[-1].step), default=run.done[0].step)
 
 
 def _balancing(run: Summary) -> float | None:
@@ -94,30 +102,16 @@ def _speed_up(first: Summary, run: Summary) -> str:
     return f"x{first.run_seconds / first.steps * run.steps / run.run_seconds:.2f}"
 
 
-def noise(
-    runs: Sequence[tuple[str, Summary]], differ: Mapping[str, Sequence[Any]] | None
-) -> str | None:
+def noise(runs: Sequence[NamedSummary], differ: Differences | None) -> str | None:
     """Says if the machine was not equally fast for all runs.
 
     It compares the steps that did the same work in all runs. These are the steps before the work or
-    the placement of any run changed. The first step is left out, because it warms up.
-
-    Args:
-        runs: Name and summary of each run.
-        differ: Keys of the configuration that differ, with their values. The runs compare only if
-            these are keys of `[balance]`. None means that they are unknown.
-
-    Returns:
-        A line. None if the machine was equally fast, or the runs do not compare.
+    the placement of any run changed. The first step is left out, because it warms up. Runs that
+    differ in more than `[balance]`, or in unknown keys (None), do not compare.
     """
     starts = {(run.done[0].step, run.done[0].layers, run.done[0].frozen) for _, run in runs}
     first, last = runs[0][1].done[0].step, min(run.phases[0].last for _, run in runs)
-    if (
-        len(starts) > 1
-        or last - first < _ENOUGH
-        or differ is None
-        or any(not key.startswith("balance.") for key in differ)
-    ):
+    if len(starts) > 1 or last - first < _ENOUGH or not _only_balance(differ):
         return None
     seconds = [
         median(step.seconds for step in run.done if first < step.step <= last) for _, run in runs
@@ -131,7 +125,53 @@ def noise(
     )
 
 
-def verdict(runs: Sequence[tuple[str, Summary]]) -> str:
+def _only_balance(differ: Differences | None) -> bool:
+    return differ is not None and all(key.startswith("balance.") for key in differ)
+
+
+def conclusion(runs: Sequence[NamedSummary], differ: Differences | None) -> str:
+    """Returns the gain in the last phase and the verdict, in one sentence.
+
+    If only `[balance]` differs, and the measured gain is far from the predicted one, the sentence
+    has both. It then says if the machine was busy.
+    """
+    first = runs[0][1]
+    gains: list[str] = []
+    is_odd = False
+    for name, run in runs[1:]:
+        since = _last_change(runs, run)
+        if since != _last_change(runs, first):
+            continue
+        measured = first.phases[-1].seconds / run.phases[-1].seconds
+        predicted = _predicted(first, run, since) if _only_balance(differ) else None
+        if predicted is None or abs(measured / predicted - 1) <= _NOISE:
+            gains.append(f"{name}: x{measured:.2f}")
+        else:
+            gains.append(f"{name}: measured x{measured:.2f}, predicted x{predicted:.2f}")
+            is_odd = True
+    if not gains:
+        return verdict(runs)
+    busy = _busy([run for _, run in runs]) if is_odd else ""
+    return f"{'; '.join(gains)} in the last phase{busy}, {verdict(runs)}"
+
+
+def _predicted(first: Summary, run: Summary, since: int) -> float | None:
+    """Returns the predicted speed-up of a run's moves from the first run's placement on."""
+    moves = [move for move in run.rebalances if move.step >= since]
+    if not moves or moves[0].source != first.phases[-1].layers:
+        return None
+    return 1 / math.prod(max(1 - move.predicted_gain, 1e-9) for move in moves)
+
+
+def _busy(runs: Sequence[Summary]) -> str:
+    loads = [(run.load, run.cores) for run in runs if run.load is not None and run.cores]
+    load, cores = max(loads, default=(0.0, 1))
+    if load <= _BUSY * cores:
+        return ""
+    return f": the machine was busy (load {load:.1f} on {cores} core{'' if cores == 1 else 's'})"
+
+
+def verdict(runs: Sequence[NamedSummary]) -> str:
     """Says in one line whether the numbers are the same."""
     digests = {run.digest for _, run in runs}
     if None in digests:
@@ -171,7 +211,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def difference_line(changes: Mapping[str, Sequence[Any]]) -> str:
+def difference_line(changes: Differences) -> str:
     shown = [
         f"{key} ({', '.join('not set' if value is None else str(value) for value in values)})"
         for key, values in changes.items()

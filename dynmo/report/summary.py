@@ -94,6 +94,8 @@ class Summary:
         evaluation: Last evaluation.
         rank_events: Events of ranks that leave and join.
         ranks: Account of the ranks. None if they did not change.
+        load: Load average of rank 0's machine at the end of the run.
+        cores: Number of its cores.
     """
 
     phases: tuple[Phase, ...]
@@ -117,6 +119,8 @@ class Summary:
     evaluation: EvalEvent | None = None
     rank_events: tuple[RankEvent, ...] = ()
     ranks: RankAccount | None = None
+    load: float | None = None
+    cores: int | None = None
 
 
 def summarize(events: Iterable[Event]) -> Summary:
@@ -153,6 +157,8 @@ def summarize(events: Iterable[Event]) -> Summary:
         evaluation=evaluation,
         rank_events=tuple(log.rank_events),
         ranks=rank_account(steps, log.rank_events, end.gpu_seconds_returned if end else None),
+        load=end.load if end else None,
+        cores=end.cores if end else None,
     )
 
 

@@ -21,6 +21,21 @@ from dynmo.report.token_lines import evaluation_text, tokens_text
 _SHOWN = 12  # events of a case that get a line each, and phases at either end
 
 
+def overview(summary: Summary) -> str:
+    """Returns loss, time and speed of a run in one line."""
+    figures = [
+        f"{word} {loss:.6f}"
+        for word, loss in (("loss", summary.loss), ("held-out loss", summary.held_out))
+        if loss is not None
+    ]
+    figures.append(f"{summary.steps} steps in {summary.seconds:.1f} s")
+    tokens = sum(step.tokens_per_s * step.seconds for step in summary.done)
+    figures += [f"{tokens / summary.seconds:,.0f} tokens/s"] if tokens else []
+    if summary.reason != "done":
+        figures.append(summary.reason or "not ended")
+    return ", ".join(figures)
+
+
 def phase_table(summary: Summary) -> Table:
     """Returns a row per phase, with the change and its effect on the step time."""
     table = Table(title="Measured, phase by phase (medians)", title_justify="left")

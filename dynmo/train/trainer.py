@@ -6,6 +6,7 @@ It is the same on every rank, but only rank 0 writes. `dynmo.Pipeline` does the 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -238,6 +239,8 @@ class Trainer:
                 cached_bytes=account.cached_bytes,
                 buffers_digest=buffers,
                 gpu_seconds_returned=account.gpu_seconds_returned,
+                load=os.getloadavg()[0],
+                cores=os.cpu_count(),
             )
         )
         return RunResult(

@@ -78,6 +78,7 @@ def test_report_of_one_run(run: Run) -> None:
     log("runs/one", a_run(0.5))
     status, out, err = run("runs/one")
     assert (status, err) == (0, "")
+    assert out.startswith("loss 0.410000, held-out loss 0.314159, 10 steps in 3.8 s, 1,234 tok")
     rows = [
         re.split(r"\s*│\s*", line.strip("│ ")) for line in out.splitlines() if line.startswith("│")
     ]
@@ -102,10 +103,11 @@ def test_report_compares_several_runs(run: Run) -> None:
     status, out, err = run(*(f"runs/{name}/" for name in names))
     assert (status, err) == (0, "")
     assert "…" not in out
-    table = out[out.index("Runs compared") :]
+    assert out.startswith("Runs compared")
+    assert out.count("┏") == 1
     cells = {
         row[0]: row[1:]
-        for line in table.splitlines()
+        for line in out.splitlines()
         if (row := re.split(r"\s*[│┃]\s*", line.strip("│┃ ")))
     }
     assert cells[names[0]] == names[1:]

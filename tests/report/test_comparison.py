@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from dynmo.report.comparison import (
     aligned,
     comparison_table,
+    conclusion,
     difference_line,
     differences,
     noise,
     verdict,
 )
 from dynmo.report.summary import Summary, summarize
-from tests.report.records import cells, changed, end, step
+from tests.report.records import cells, changed, end, move, step
 
 
 def test_runs_are_compared_over_the_same_steps() -> None:
@@ -162,3 +165,41 @@ def test_steps_after_a_change_or_move_do_not_count_as_noise() -> None:
     static = summarize([step(i, 2.0 if i < 8 else 9.0) for i in range(24)])
     moved = summarize([step(i, 2.0, (2, 2) if i < 8 else (3, 1)) for i in range(24)])
     assert noise([("a", static), ("b", moved)], balancing) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "load", "said"),
+    [
+        (0.8, 5.1, "b: x1.25 in the last phase, same"),
+        (1.03, 5.1, "b: measured x0.97, predicted x1.25 in the last phase: the machine was busy "
+         "(load 5.1 on 2 cores), same"),
+        (0.5, 5.1, "b: measured x2.00, predicted x1.25 in the last phase: the machine was busy "
+         "(load 5.1 on 2 cores), same"),
+        (1.03, 2.1, "b: measured x0.97, predicted x1.25 in the last phase, same"),
+        (1.03, None, "b: measured x0.97, predicted x1.25 in the last phase, same"),
+    ],
+)  # fmt: skip
+def test_conclusion_has_the_gain_of_the_last_phase(
+    seconds: float, load: float | None, said: str
+) -> None:
+    """Half of the model is frozen at step 4. At step 6 the second run moves layers."""
+    done = replace(end(), load=load, cores=None if load is None else 2)
+    static = summarize([*changed(4, [step(i) for i in range(12)]), end()])
+    moving = [step(i, 1.0 if i < 6 else seconds, (2, 2) if i < 6 else (3, 1)) for i in range(12)]
+    moved = summarize([*changed(4, moving[:6]), move(6, 1), *moving[6:], done])
+    named = list(zip("ab", aligned([static, moved]), strict=True))
+    assert conclusion(named, {"balance.balancer": ["none", "exact"]}).startswith(said)
+    # Other keys than the balancer's explain a gain too, and so does a move before the last change.
+    plain = f"b: x{1 / seconds:.2f} in the last phase, same"
+    assert conclusion(named, {"pipeline.schedule": ["1f1b", "zb-h1"]}).startswith(plain)
+    early = replace(moved, rebalances=(move(2, 1),))
+    assert conclusion([named[0], ("b", early)], {}).startswith(plain)
+
+
+def test_conclusion_without_common_work_is_the_verdict() -> None:
+    """The work changes at step 6, after the end of the second run."""
+    one, short = aligned(
+        [summarize(changed(6, [step(i) for i in range(12)])), summarize([step(0)])]
+    )
+    runs = [("a", one), ("b", short)]
+    assert conclusion(runs, {}) == verdict(runs)

@@ -11,8 +11,8 @@ from dynmo.events import (
     TokensEvent,
 )
 from dynmo.report.summary import summarize
-from dynmo.report.summary_text import event_lines, phase_table, rebalance_lines
-from tests.report.records import cells, change, move, result, step
+from dynmo.report.summary_text import event_lines, overview, phase_table, rebalance_lines
+from tests.report.records import cells, change, end, move, result, step
 
 
 def test_last_token_shares_and_evaluation_have_a_line() -> None:
@@ -87,3 +87,11 @@ def test_event_lines_are_in_order() -> None:
     # Resumed from the checkpoint after step 1: what was done again is told once.
     repeated = [step(0), change(1), step(1), change(2), step(2), change(2), step(2)]
     assert len(event_lines(summarize(repeated))) == 2
+
+
+def test_overview_has_loss_time_and_speed() -> None:
+    steps = [step(0, 2.0), step(1, 1.0)]  # 8 tokens each
+    assert overview(summarize([*steps, end()])) == "loss 3.000000, 2 steps in 3.0 s, 5 tokens/s"
+    assert overview(summarize([*steps, EvalEvent(1, 0.0, 2.5)])) == (
+        "loss 3.000000, held-out loss 2.500000, 2 steps in 3.0 s, 5 tokens/s, not ended"
+    )
