@@ -11,11 +11,18 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from dynmo.cli.show import picture, plan_json, print_export, show_size, show_time, waiting
+from dynmo.cli.plan_output import (
+    limit_text,
+    picture,
+    plan_json,
+    print_export,
+    show_size,
+    show_time,
+    waiting,
+)
 from dynmo.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from dynmo.cli.plan_options import PlanOptions
@@ -99,16 +106,16 @@ def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
     from dynmo.cli.console import console_for_tables
 
     console, best = console_for_tables(), result.candidates[0]
-    _print_best(console, request, best)
-    console.print()
+    _print_best(request, best)
+    print()
     for line in picture(best.plan):
         console.print(line, soft_wrap=True)
-    console.print()
+    print()
     console.print(_candidates(result))
-    _print_others(console, request, result)
+    _print_others(result)
     for name in exports:
-        print_export(console, name, best.plan)
-    console.print(f"searched in {show_time(seconds)}", highlight=False, soft_wrap=True)
+        print_export(name, best.plan)
+    print(f"searched in {show_time(seconds)}")
 
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -158,17 +165,11 @@ def _mesh(candidate: MeshPlan) -> dict[str, Any]:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:
-    limit = (
-        ""
-        if request.memory_limit is None
-        else f", at most {show_size(request.memory_limit)} a rank"
-    )
+def _print_best(request: MeshRequest, best: MeshPlan) -> None:
     zero = ", optimizer state divided over the replicas (ZeRO-1)" if request.zero else ""
-    console.print(
-        f"{request.gpus} GPUs, a global batch of {request.global_batch}{limit}{zero}",
-        highlight=False,
-        soft_wrap=True,
+    print(
+        f"{request.gpus} GPUs, a global batch of {request.global_batch}"
+        f"{limit_text(request.memory_limit)}{zero}"
     )
     rate = (
         f"{best.samples_per_second:,.4g} sequences a second"
@@ -178,26 +179,18 @@ def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:
     exposed = (
         f", {show_time(best.exposed)} of it reductions after the last op" if best.exposed else ""
     )
-    console.print(
+    print(
         f"best: {best.mesh}, placed by {best.plan.request.balancer}: a step of "
-        f"{show_time(best.seconds)}{exposed}; {rate}",
-        highlight=False,
-        markup=False,
+        f"{show_time(best.seconds)}{exposed}; {rate}"
     )
     if math.isinf(request.bandwidth):
-        console.print(
+        print(
             "no bandwidth was measured: what replicas sum takes no time here; --bandwidth says "
-            "how fast it is",
-            soft_wrap=True,
+            "how fast it is"
         )
     if best.plan.request.recomputed:
         names = [best.plan.request.profile.names[i] for i in sorted(best.plan.request.recomputed)]
-        console.print(
-            f"recomputed in the backward: {len(names)} layers: {', '.join(names)}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        print(f"recomputed in the backward: {len(names)} layers: {', '.join(names)}")
 
 
 def _candidates(result: MeshSearchResult) -> Table:
@@ -207,57 +200,40 @@ def _candidates(result: MeshSearchResult) -> Table:
     sizes = any(any(x.memory) for x in result.candidates)
     recomputes = any(x.plan.request.recomputed for x in result.candidates)
     table = Table(title="candidates", title_justify="left")
-    for heading in (
-        "ranks",
-        "replicas",
-        "microbatches",
-        "of",
-        "schedule",
-        "step",
-        "against best",
-        "exposed",
-        "bubble",
-    ):
+    headings = ["ranks", "replicas", "microbatches", "of", "schedule", "step", "against best"]
+    headings += ["exposed", "bubble", *["memory"] * sizes, *["recomputed"] * recomputes]
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
-    for heading in (*["memory"] * sizes, *["recomputed"] * recomputes):
-        table.add_column(heading, justify="right")
     table.add_column("layers", overflow="fold")
     for x in result.candidates:
         mesh = x.mesh
-        row = [
-            *map(
-                str,
-                (mesh.pipeline, mesh.replicas, mesh.microbatches, mesh.micro_batch, mesh.schedule),
-            ),
+        table.add_row(
+            str(mesh.pipeline),
+            str(mesh.replicas),
+            str(mesh.microbatches),
+            str(mesh.micro_batch),
+            mesh.schedule,
             show_time(x.seconds),
-        ]
-        row += [
             f"{x.seconds / best.seconds - 1:+.1%}" if best.seconds else "-",
             show_time(x.exposed),
             f"{x.bubble:.1%}",
-        ]
-        row += [show_size(max(x.memory))] * sizes + [
-            str(len(x.plan.request.recomputed))
-        ] * recomputes
-        table.add_row(*row, "+".join(map(str, x.plan.partition.counts)))
+            *[show_size(max(x.memory))] * sizes,
+            *[str(len(x.plan.request.recomputed))] * recomputes,
+            "+".join(map(str, x.plan.partition.counts)),
+        )
     return table
 
 
 _WHY = ("memory", "does not divide", "need at least")
 
 
-def _print_others(console: Console, request: MeshRequest, result: MeshSearchResult) -> None:
+def _print_others(result: MeshSearchResult) -> None:
     """Prints why other meshes are refused, with number and nearest mesh per reason."""
     if result.slower:
-        console.print(f"{result.slower} more are slower", highlight=False, soft_wrap=True)
+        print(f"{result.slower} more are slower")
     kinds: dict[str, list[Any]] = {}
     for x in result.refused:
         kinds.setdefault(next((word for word in _WHY if word in x.reason), "other"), []).append(x)
     for refused in kinds.values():
         closest = min(refused, key=lambda x: (x.need or 0, x.mesh.pipeline))
-        console.print(
-            f"{len(refused)} refused, such as {closest.mesh}: {closest.reason}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        print(f"{len(refused)} refused, such as {closest.mesh}: {closest.reason}")

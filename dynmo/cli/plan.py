@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynmo.cli import mesh
@@ -14,7 +15,15 @@ from dynmo.cli import ranks as fewest
 from dynmo.cli.compiling import compilation_told
 from dynmo.cli.options import command
 from dynmo.cli.plan_options import PlanOptions
-from dynmo.cli.show import picture, plan_json, print_export, show_size, show_time, waiting
+from dynmo.cli.plan_output import (
+    limit_text,
+    picture,
+    plan_json,
+    print_export,
+    show_size,
+    show_time,
+    waiting,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -131,47 +140,56 @@ def _gain(other: Plan, plan: Plan) -> float:
 # -- text ------------------------------------------------------------------------------------------
 
 
+_TITLES = {
+    "balancers": "other balancers",
+    "schedules": "other schedules",
+    "microbatches": "other microbatches, same global batch",
+    "ranks": "other numbers of ranks",
+}
+
+
 def _print_text(plan: Plan, seconds: float, others: Alternatives, exports: list[str]) -> None:
     from dynmo.cli.console import console_for_tables
 
     console, request = console_for_tables(), plan.request
-    limit = (
-        ""
-        if request.memory_limit is None
-        else f", at most {show_size(request.memory_limit)} a rank"
-    )
-    console.print(
+    print(
         f"{request.schedule} by {request.balancer}: {len(request.layers)} layers, {request.ranks} "
-        f"ranks, {request.microbatches} microbatches{limit}",
-        highlight=False,
-        markup=False,
+        f"ranks, {request.microbatches} microbatches{limit_text(request.memory_limit)}\n"
     )
-    console.print()
     for line in picture(plan):
         console.print(line, soft_wrap=True)
-    console.print()
+    print()
     console.print(_figures(plan, seconds))
-    titles = {
-        "balancers": "other balancers",
-        "schedules": "other schedules",
-        "microbatches": "other microbatches, same global batch",
-        "ranks": "other numbers of ranks",
-    }
     for kind, choices in others.items():
         if choices:
-            console.print()
-            console.print(_table_of(titles[kind], choices, plan))
+            print()
+            console.print(_table_of(_TITLES[kind], choices, plan))
             for other in choices:
                 if other.plan is None:
-                    console.print(
-                        f"  {other.choice}: {other.problem}",
-                        style="dim",
-                        highlight=False,
-                        markup=False,
-                        soft_wrap=True,
-                    )
+                    print(f"  {other.choice}: {other.problem}")
+    if others:
+        print(f"\n{_advice(plan, others['schedules'])}")
     for name in exports:
-        print_export(console, name, plan)
+        print_export(name, plan)
+
+
+def _advice(plan: Plan, schedules: Sequence[Alternative]) -> str:
+    """Returns the best schedule with its step time, and the saving over the plan's or the next."""
+    others = [other.plan for other in schedules if other.plan is not None]  # the fastest first
+    best, next_best = (others[0], plan) if others and _saves(others[0], plan) else (plan, None)
+    if next_best is None and others and _saves(plan, others[0]):
+        next_best = others[0]
+    line = f"{best.request.schedule}: {show_time(best.step)}"
+    if next_best is not None:
+        saved = 100 * _gain(best, next_best)
+        line += f", {saved:.0f} % less than {next_best.request.schedule}"
+    if max(best.memory) > max(plan.memory):
+        line += f", with {show_size(max(best.memory))} instead of {show_size(max(plan.memory))}"
+    return line
+
+
+def _saves(best: Plan, other: Plan) -> bool:
+    return _gain(best, other) >= 0.005
 
 
 def _figures(plan: Plan, seconds: float) -> Table:

@@ -67,7 +67,7 @@ class PlanOptions:
     schedule: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help=f"One of {', '.join(SCHEDULES)} (default: FILE's, or zb-h1)."
+            metavar="NAME", help=f"One of {', '.join(SCHEDULES)} (default: FILE's, or zb-auto)."
         ),
     ] = None
     chunks: Annotated[
@@ -193,7 +193,7 @@ class PlanOptions:
 
     def schedule_of(self, profile: Profile) -> str:
         """Returns the name of the schedule. It is the profile's, unless it is given."""
-        return self.schedule or profile.schedule or "zb-h1"
+        return self.schedule or profile.schedule or "zb-auto"
 
     def memory_limit_bytes(self) -> int | None:
         """Returns the memory limit in bytes. None means unlimited."""

@@ -198,23 +198,15 @@ def _progress(name: str, steps: int) -> Iterator[Callable[[int, float], None]]:
 def _print_text(measured: Profile, out: Path) -> None:
     from dynmo.cli.console import console_for_tables
 
-    console = console_for_tables()
-    console.print(table(measured))
+    console_for_tables().print(table(measured))
     for (low, high), link in measured.links:
         rate = (
             f"{link.bytes_per_second / 1e9:.2f} GB/s"
             if link.bytes_per_second < 1e15
             else "no measurable time per byte"
         )
-        console.print(
-            f"rank {low} - rank {high}: {link.latency * 1e6:.0f} us, {rate}", highlight=False
-        )
-    console.print(
-        f"{out}: plan with it: dynmo plan --costs {out}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+        print(f"rank {low} - rank {high}: {link.latency * 1e6:.0f} us, {rate}")
+    print(f"{out}: plan with it: dynmo plan --costs {out}")
 
 
 def table(measured: Profile) -> Table:

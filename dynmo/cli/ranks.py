@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from dynmo.cli import mesh
-from dynmo.cli.show import show_size, show_time, waiting
+from dynmo.cli.plan_output import limit_text, show_size, show_time, waiting
 from dynmo.errors import InputError
 
 if TYPE_CHECKING:
@@ -70,11 +70,9 @@ def print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
     for row in needed:
         steps, layers = f"{row.first}-{row.last}", "+".join(map(str, row.layers))
         table.add_row(steps, str(row.ranks), f"{row.seconds:.4g}", layers)
-    console = console_for_tables()
-    console.print()
-    console.print(table)
-    mean = f"needs {mean_ranks(needed):.1f} of {ranks} ranks on average"
-    console.print(mean, highlight=False)
+    print()
+    console_for_tables().print(table)
+    print(f"needs {mean_ranks(needed):.1f} of {ranks} ranks on average")
 
 
 # -- recorded costs --------------------------------------------------------------------------------
@@ -194,22 +192,17 @@ def _per_rank(row: RankRow) -> float | None:
 def _print_text(request: MeshRequest, table: RankTable, seconds: float) -> None:
     from dynmo.cli.console import console_for_tables
 
-    console = console_for_tables()
-    limit = request.memory_limit
-    memory = "" if limit is None else f", at most {show_size(limit)} a rank"
-    batch = f"a global batch of {request.global_batch}{memory}"
-    console.print(f"1 to {request.gpus} ranks, {batch}", highlight=False, soft_wrap=True)
-    console.print()
-    console.print(_table(table))
+    batch = f"a global batch of {request.global_batch}{limit_text(request.memory_limit)}"
+    print(f"1 to {request.gpus} ranks, {batch}\n")
+    console_for_tables().print(_table(table))
     for row in table.rows:
         if row.plan is None:
-            line = f"  {row.ranks}: {row.problem}"
-            console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+            print(f"  {row.ranks}: {row.problem}")
     chosen = table.rows[table.fewest - 1].plan
     assert chosen is not None
     takes = f"a step of {show_time(chosen.seconds)}, {show_time(table.limit_seconds)} are allowed"
-    console.print(f"{table.fewest} of {request.gpus} ranks are enough: {takes}", highlight=False)
-    console.print(f"searched in {show_time(seconds)}", highlight=False, soft_wrap=True)
+    print(f"{table.fewest} of {request.gpus} ranks are enough: {takes}")
+    print(f"searched in {show_time(seconds)}")
 
 
 def _table(table: RankTable) -> Table:

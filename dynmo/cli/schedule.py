@@ -268,16 +268,9 @@ def _print_text(
     from rich.console import Console
 
     console = Console()
-    console.print(
-        f"{result.schedule}: {result.ranks} ranks, {result.microbatches} microbatches",
-        highlight=False,
-    )
+    print(f"{result.schedule}: {result.ranks} ranks, {result.microbatches} microbatches")
     if options.costs is None and options.tf is None:
-        console.print(
-            "equal costs by default: F, B and W take 1 each (--tf, --tb, --tw, or --costs FILE)",
-            highlight=False,
-            soft_wrap=True,
-        )
+        print("equal costs by default: F, B and W take 1 each (--tf, --tb, --tw, or --costs FILE)")
     console.print(_table(result))
     if options.grid:
         from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured

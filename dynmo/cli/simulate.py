@@ -139,24 +139,21 @@ def _idle(steps: Sequence[StepTime]) -> float:
 def _print_text(result: ReplayResult, seconds: float) -> None:
     from dynmo.cli.console import console_for_tables
 
-    console, workload = console_for_tables(), result.workload
+    workload = result.workload
     copies = f" x {workload.replicas} replicas" if workload.replicas > 1 else ""
-    console.print(
+    print(
         f"{workload.name}: {workload.layers} layers on {workload.ranks} ranks{copies}, "
         f"{workload.microbatches} microbatches of {workload.schedule}, {workload.steps} steps; "
-        f"{workload.policy.balancer} every {workload.policy.every} steps",
-        highlight=False,
-        markup=False,
+        f"{workload.policy.balancer} every {workload.policy.every} steps\n"
     )
-    console.print()
-    console.print(_phases(result))
-    console.print()
+    console_for_tables().print(_phases(result))
+    print()
     for line in picture(result):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print()
+        print(line)
+    print()
     for line in _verdict(result):
-        console.print(line, highlight=False)
-    console.print(f"simulated in {seconds:.2f} s", highlight=False)
+        print(line)
+    print(f"simulated in {seconds:.2f} s")
 
 
 def _phases(result: ReplayResult) -> Table:

@@ -220,21 +220,16 @@ def _print_summary(folder: Path, has_trained: bool) -> None:
     from dynmo.report.summary import summarize
     from dynmo.report.summary_text import event_lines, phase_table
 
-    console = console_for_tables()
     summary = summarize(read(folder / "events.jsonl"))
-    console.print(phase_table(summary))
+    console_for_tables().print(phase_table(summary))
     for line in event_lines(summary):
-        console.print(line, highlight=False, markup=False)
+        print(line)
     loss = "" if summary.loss is None else f"loss {summary.loss:.6f}, "
     digest = summary.digest or ""
     ended = summary.reason if has_trained else "nothing trained"
-    console.print(
-        f"{ended}: {loss}weights {digest[:16]}, {summary.seconds:.1f} s of steps; {folder}/",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(
-        f"trace: open {folder}/trace.json at ui.perfetto.dev", highlight=False, soft_wrap=True
+    print(
+        f"{ended}: {loss}weights {digest[:16]}, {summary.seconds:.1f} s of steps; {folder}/\n"
+        f"trace: open {folder}/trace.json at ui.perfetto.dev"
     )
 
 

@@ -34,7 +34,7 @@ def test_json_fields_and_values(plan: Run, costs_file: Path) -> None:
 def test_options_default_to_the_costs_file(plan: Run, costs_file: Path) -> None:
     answered = answer(plan, "--costs", costs_file, "--no-alternatives")
     given = [answered[key] for key in ("schedule", "ranks", "microbatches", "alternatives")]
-    assert given == ["1f1b", 2, 8, {}]
+    assert given == ["1f1b", 2, 8, {}], "the file's"
     assert answered["partition"] == [5, 5] or answered["moves"], (
         "moves are from where the layers were"
     )
@@ -47,6 +47,7 @@ def test_minimal_costs_file_is_enough(plan: Run, tmp_path: Path) -> None:
     path.write_text('{"f": [1, 1, 2, 1], "b": [1, 1, 2, 1], "w": [1, 1, 2, 1], "comm": 0.1}')
     options = ("--costs", path, "--ranks", 2, "--microbatches", 4)
     answered = answer(plan, *options)
+    assert answered["schedule"] == "zb-auto", "the default of dynmo train"
     assert answered["partition"] in ([2, 2], [3, 1])
     assert answered["memory"] == [0, 0]
     makespan = answer(plan, *options, "--objective", "makespan", "--no-alternatives")
@@ -82,6 +83,22 @@ def test_text_output(plan: Run, costs_file: Path) -> None:
         assert word in out
     assert re.search(r"│ interleaved-1f1b .*│ not possible", out)
     assert re.search(r"(?m)^  interleaved-1f1b: .*microbatches", out)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-auto"])
+def test_last_line_is_the_fastest_schedule(plan: Run, costs_file: Path, schedule: str) -> None:
+    options = ("--costs", costs_file, "--ranks", 4, "--schedule", schedule)
+    answered = answer(plan, *options)
+    (fastest, *_) = answered["alternatives"]["schedules"]
+    line = plan(*options).out.splitlines()[-1]
+    if schedule == "1f1b":
+        saved = 100 * (1 - fastest["span"] / answered["span"])
+        assert line.startswith(f"{fastest['choice']}: ")
+        assert f", {saved:.0f} % less than 1f1b" in line
+        assert "MiB instead of" in line
+    else:
+        assert fastest["gain"] <= 0.005
+        assert re.fullmatch(r"zb-auto: [\d.]+ ms(, \d+ % less than [\w-]+)?", line)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Shows a plan for `dynmo plan`, with or without a mesh search."""
+"""A plan as JSON, as bars and as layouts of other trainers, for the ways of `dynmo plan`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from dynmo.errors import PartitionError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.text import Text
 
     from dynmo.planner.evaluate import Plan
@@ -139,20 +138,15 @@ def _range(first: str, last: str) -> str:
     return first if first == last else f"{first} .. {last}"
 
 
-def print_export(console: Console, name: str, plan: Plan) -> None:
+def print_export(name: str, plan: Plan) -> None:
     """Prints a plan in the form of another trainer."""
-    console.print()
+    print()
     for key, value in _export(name, plan).items():
-        if key == "rounded":
-            if value:
-                cuts = ", ".join(f"{i} and {i + 1}" for i in value)
-                console.print(
-                    f"  cuts inside a block, moved to its nearer end: between stages {cuts}",
-                    highlight=False,
-                )
-        else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            console.print(f"{name}: {key} = {text}", highlight=False, markup=False, soft_wrap=True)
+        if key != "rounded":
+            print(f"{name}: {key} = {value if isinstance(value, str) else json.dumps(value)}")
+        elif value:
+            cuts = ", ".join(f"{i} and {i + 1}" for i in value)
+            print(f"  cuts inside a block, moved to its nearer end: between stages {cuts}")
 
 
 def show_time(seconds: float) -> str:
@@ -168,3 +162,7 @@ def show_size(count: int) -> str:
     if count < 1 << 20:
         return f"{count / 1024:.1f} KiB" if count >= 1024 else f"{count} B"
     return f"{count / 2**20:,.1f} MiB" if count < 10 << 30 else f"{count / 2**30:,.1f} GiB"
+
+
+def limit_text(memory_limit: int | None) -> str:
+    return "" if memory_limit is None else f", at most {show_size(memory_limit)} a rank"
