@@ -7,13 +7,12 @@ write instead.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
@@ -30,10 +29,10 @@ from dynmo.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
+    from pydantic_core import ErrorDetails
 else:
     ModelMetaclass = type(BaseModel)
 
-NOT_SERVED = "known but not served by this version"
 # Largest count. A slip of the keyboard should not become an endless loop.
 LARGEST = 2**31 - 1
 _BYTE_SIZE = TypeAdapter(ByteSize)
@@ -46,9 +45,9 @@ class _OneLine(ModelMetaclass):
         try:
             return super().__call__(*args, **options)
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
+            problem = problems_of(error, options)[0]
             name = vars(cls).get("of", cls.__name__)
-            raise ConfigError(one_line(f"dynmo.{name}: {explain(dict(problem))}")) from None
+            raise ConfigError(one_line(f"dynmo.{name}: {problem.text}")) from None
 
 
 class Options(BaseModel, metaclass=_OneLine):
@@ -73,23 +72,63 @@ class Options(BaseModel, metaclass=_OneLine):
 _SAY = {
     "tuple_type": 'must be a list, like [1, 2] or ["freezing"]',
     "missing": "missing",
+    "model_type": "must be a section of keys",
     "too_long": "the list is too long",
     "extra_forbidden": "there is no such option",
 }
 
 
-def explain(problem: dict[str, Any]) -> str:
-    """Says one of pydantic's problems in the words of a TOML file."""
-    kind = problem["type"]
-    if kind == "value_error":
-        what = str(problem["ctx"]["error"])
-    else:
-        what = _SAY.get(kind) or str(problem["msg"]).replace("Input should be", "must be")
-    key = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
-    ).lstrip(".")
-    shown = "" if kind == "missing" else f" = {_short(problem['input'])}"
-    return f"{key}{shown}: {what}"
+class Problem(NamedTuple):
+    """A wrong value.
+
+    Attributes:
+        place: Its keys and indices, outermost first.
+        is_unknown: Whether there is no such key.
+        text: Key, value, and what is wrong.
+    """
+
+    place: tuple[str | int, ...]
+    is_unknown: bool
+    text: str
+
+
+def problems_of(error: ValidationError, data: object) -> list[Problem]:
+    """Says what pydantic found wrong in `data`, in the words of a TOML file."""
+    found: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
+    for each in error.errors(include_url=False):
+        found.setdefault(_place(each, data), []).append(each)
+    # Each alternative of a union reports an error. The one that went deepest into the value counts.
+    outer = {place[:depth] for place in found for depth in range(len(place))}
+    return [
+        Problem(place, each[0]["type"] == "extra_forbidden", _explain(place, each))
+        for place, each in found.items()
+        if place not in outer
+    ]
+
+
+def _place(problem: ErrorDetails, data: Any) -> tuple[str | int, ...]:
+    """Returns where in `data` a problem is, without pydantic's names of a union's alternatives."""
+    place: list[str | int] = []
+    for part in problem["loc"]:
+        with suppress(LookupError, TypeError):
+            data = data[part]
+            place.append(part)
+    return (*place, problem["loc"][-1]) if problem["type"] == "missing" else tuple(place)
+
+
+def _explain(place: tuple[str | int, ...], alternatives: list[ErrorDetails]) -> str:
+    first, *others = dict.fromkeys(map(_what, alternatives))
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    problem = alternatives[0]
+    shown = "" if problem["type"] == "missing" else f" = {_short(problem['input'])}"
+    more = "".join(f" or {other.removeprefix('must be ')}" for other in others)
+    return f"{key.lstrip('.')}{shown}: {first}{more}"
+
+
+def _what(problem: ErrorDetails) -> str:
+    if problem["type"] == "value_error":
+        return str(problem.get("ctx", {})["error"])
+    return _SAY.get(problem["type"]) or problem["msg"].replace("Input should be", "must be")
 
 
 def _short(value: object) -> str:
@@ -143,47 +182,24 @@ def value_text(value: object) -> str:
     return str(value)
 
 
-def _quoted(values: Collection[str]) -> str:
-    return ", ".join(f'"{word}"' for word in values)
-
-
-def check_word(value: str, served: Collection[str], planned: Collection[str], own: str = "") -> str:
-    """`own` is how a value of the user's own is written, if that is served too."""
-    if value in served:
-        return value
-    choices = f"choose one of {_quoted(served)}" if len(served) > 1 else f"use {_quoted(served)}"
-    choices += f', or "{own}" for your own' if own else ""
-    if value in planned:
-        raise ValueError(f"{NOT_SERVED}; {choices}")
-    near = difflib.get_close_matches(value, served, 1) if len(served) > 1 else ()
-    raise ValueError(
-        f'unknown; did you mean "{near[0]}"? {choices}' if near else f"unknown; {choices}"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class OneOf(AfterValidator):
-    """A check that a value is one of `allowed`.
-
-    Attributes:
-        allowed: The served words, for the documentation.
-    """
-
-    allowed: tuple[str, ...] = ()
-
-
-def word(served: Collection[str], planned: Collection[str] = ()) -> OneOf:
-    """Returns a check that a value is one of the served words.
+def written(pattern: str, form: str) -> AfterValidator:
+    """Returns a check that the whole of a string matches `pattern`.
 
     Args:
-        served: The words that are allowed.
-        planned: Words that a later version may serve. The error message says so.
+        pattern: A regular expression.
+        form: How to write the string, for the error message.
     """
 
     def check(value: str) -> str:
-        return check_word(value, served, planned)
+        if not re.fullmatch(pattern, value, re.DOTALL):
+            raise ValueError(f"must be {form}")
+        return value
 
-    return OneOf(check, tuple(served))
+    return AfterValidator(check)
+
+
+# The way to a function or class of the user's own.
+OWN = r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
 
 
 def _check_memory(value: object) -> object:
@@ -195,13 +211,6 @@ def check_ascending(value: tuple[Any, ...]) -> tuple[Any, ...]:
     for (step, *_), (next_step, *_) in itertools.pairwise(value):
         if next_step <= step:
             raise ValueError(f"step {next_step} after step {step}: steps must ascend")
-    return value
-
-
-def check_own(value: str, what: str, form: str) -> str:
-    """Checks `python:package.module:NAME`, the way to a user's own model or case."""
-    if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
-        raise ValueError(f'{what} of your own is written "{form}"')
     return value
 
 

@@ -12,9 +12,6 @@ import pytest
 
 import dynmo
 from docs.tools import reference
-from dynmo.config.sections import DynamismSection
-from dynmo.dynamism.options import CASES
-from dynmo.models.options import MODEL_KINDS, ModelOptions
 from dynmo.options import Options
 
 
@@ -59,14 +56,3 @@ def test_every_mark_of_a_page_is_parsed() -> None:
         text = page.read_text()
         assert text.count("<!-- end -->") == text.count("<!-- ") - text.count("<!-- end -->")
         assert len(reference.MARK.findall(text)) == text.count("<!-- end -->"), page.name
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "served"),
-    [(DynamismSection, "cases", tuple(CASES)), (ModelOptions, "kind", MODEL_KINDS)],
-)
-def test_served_words_are_described(
-    section: type[Options], key: str, served: tuple[str, ...]
-) -> None:
-    description = section.model_fields[key].description or ""
-    assert [name for name in served if f"`{name}`" not in description] == []

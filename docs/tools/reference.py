@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import annotated_types
 import typer
@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 import dynmo
 from dynmo.cli import app
 from dynmo.config import Config
-from dynmo.options import LARGEST, OneOf, Options, value_text
+from dynmo.options import LARGEST, Options, value_text
 
 FOLDER = Path(__file__).parents[1] / "reference"
 PAGES = [FOLDER / name for name in ("configuration.md", "commands.md", "python.md")]
@@ -80,7 +80,9 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
         return _type_words(inner, [*metadata, *more])
     if origin in (Union, types.UnionType):
         parts = (_type_words(part, metadata) for part in get_args(annotation))
-        return " or ".join(part for part in parts if part)
+        return " or ".join(dict.fromkeys(part for part in parts if part))
+    if origin is Literal:
+        return "string"
     if origin is tuple:
         return "list"
     if origin is dict:
@@ -103,7 +105,7 @@ def _limits_text(metadata: list[Any]) -> str:
                 limits.append(f"≥ {ge}")
             case annotated_types.Gt(gt):
                 limits.append(f"> {gt}")
-            case annotated_types.Le(le) if le not in (LARGEST, 2**63 - 1):
+            case annotated_types.Le(le) if cast(float, le) < LARGEST:
                 limits.append(f"≤ {le:g}")  # pyright: ignore[reportUnknownMemberType]
             case annotated_types.Lt(lt):
                 limits.append(f"< {lt}")
@@ -120,15 +122,17 @@ def default_text(value: object) -> str:
 def meaning(field: FieldInfo) -> str:
     """The description of a key, and the words that it allows."""
     text = " ".join((field.description or "").split())
-    allowed = [
-        f"`{word}`"
-        for extra in field.metadata
-        if isinstance(extra, OneOf)
-        for word in extra.allowed
-    ]
+    allowed = [f"`{word}`" for word in words(field.annotation)]
     if all(word in text for word in allowed):
         return text
     return f"{text} One of {', '.join(allowed)}."
+
+
+def words(annotation: Any) -> list[str]:
+    """The words that a type allows."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [word for part in get_args(annotation) for word in words(part)]
 
 
 # -- commands --------------------------------------------------------------------------------------

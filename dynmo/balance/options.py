@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from pydantic import PlainValidator
-
-from dynmo.options import LARGEST, Count, Lax, NonNegative, Options, word
-
-
-def _check_every(value: object) -> int | str:
-    if value == "auto":
-        return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
-        raise ValueError('must be a number of steps greater than or equal to 1, or "auto"')
-    return value
-
-
-Every: TypeAlias = Annotated[int | str, PlainValidator(_check_every)]
+from dynmo.options import Count, Lax, NonNegative, Options
 
 BALANCERS = (
     "none",
@@ -33,16 +20,20 @@ BALANCERS = (
     "megatron-embedding-loss",
     "algorithm-3",
 )
+if TYPE_CHECKING:
+    BalancerName: TypeAlias = str
+else:
+    BalancerName = Literal[BALANCERS]
 
 
 class Balance(Options):
     """Decides where layers live: by which algorithm, by which cost and how often."""
 
-    balancer: Annotated[str, word(BALANCERS)] = "exact"
+    balancer: BalancerName = "exact"
     """Algorithm that places the layers."""
-    cost: Annotated[str, word(("time", "parameters"))] = "time"
+    cost: Literal["time", "parameters"] = "time"
     """Cost of a layer: its measured seconds, or its number of parameters."""
-    every: Every = "auto"
+    every: Literal["auto"] | Count = "auto"
     """Steps between two decisions, or `auto`: decide when the work or the imbalance of the ranks
     has changed."""
     initial: Annotated[tuple[Count, ...] | None, Lax] = None

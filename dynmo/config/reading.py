@@ -1,8 +1,7 @@
 """Reads a config from TOML and `--set section.key=value`.
 
 The result is a `Config`, or one line that says what was wrong. Overrides win over TOML, and TOML
-over the defaults. Keys and values that this version does not serve yet are rejected with an error
-that says so. They are never ignored, and never taken for a typing mistake.
+over the defaults.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from dynmo.config.checks import first_problem
 from dynmo.config.sections import Config
 from dynmo.errors import ConfigError, one_line
 from dynmo.models.options import KEYS_OF_KIND, ModelOptions, keys_of_other_kinds
-from dynmo.options import Options, explain, value_text
+from dynmo.options import Options, problems_of, value_text
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -37,20 +37,22 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
 
 
 def parse(
-    data: Mapping[str, Any], where: str = "config", overridden: Collection[str] = ()
+    data: Mapping[str, Any], where: str = "config", overridden: frozenset[str] = frozenset()
 ) -> Config:
     """Makes a config of nested dicts."""
     data = without_unused_keys(data)
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
+        problems = problems_of(error, data)
         # One line tells one problem. Of several, an unknown key is most likely the root.
-        problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-        parts = tuple(str(part) for part in problem["loc"] if not isinstance(part, int))
-        where = "--set" if ".".join(parts) in overridden else where
+        problem = next((p for p in problems if p.is_unknown), problems[0])
+        keys = [str(part) for part in problem.place]
+        text = _unknown(tuple(keys)) if problem.is_unknown else problem.text
+        if not overridden.isdisjoint(accumulate(keys, "{}.{}".format)):
+            where = "--set"
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise _error(f"{where}: {_explain(dict(problem), parts)}{more}") from None
+        raise _error(f"{where}: {text}{more}") from None
     problem = first_problem(config)
     if problem is not None:
         raise _error(f"{where} and --set: {problem}" if overridden else f"{where}: {problem}")
@@ -203,9 +205,6 @@ def _keys(parts: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         yield from _keys((*parts, key))
 
 
-_RENAMED = {"parallel.data": "parallel.replicas", "dynamism.moe": "dynamism.experts"}
-
-
 def _unknown(parts: tuple[str, ...]) -> str:
     """Says that a key is unknown, and suggests the nearest key.
 
@@ -213,9 +212,6 @@ def _unknown(parts: tuple[str, ...]) -> str:
     section, compares the whole path.
     """
     key, section = ".".join(parts), parts[:-1]
-    for old, new in _RENAMED.items():
-        if key == old or key.startswith(f"{old}."):
-            return f"unknown key {key}; its name is {key.replace(old, new, 1)}"
     siblings, known = _fields(section), [".".join(path) for path in _keys()]
     near = [
         ".".join((*section, word))
@@ -229,12 +225,3 @@ def _unknown(parts: tuple[str, ...]) -> str:
     if siblings and section:
         return f"unknown key {key}; [{'.'.join(section)}] has {', '.join(siblings)}"
     return f"unknown key {key}; known at the top are {', '.join(_fields(()) or ())}"
-
-
-def _explain(problem: dict[str, Any], parts: tuple[str, ...]) -> str:
-    """Says one of pydantic's problems in the words of a TOML file."""
-    if problem["type"] == "extra_forbidden":
-        return _unknown(parts)
-    if problem["type"] == "model_type":
-        return f"{'.'.join(parts)} must be a section: write [{'.'.join(parts)}]"
-    return explain(problem)

@@ -5,8 +5,7 @@ Every key has a default, so that an empty file is a valid small run.
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import tomli_w
 from pydantic import AfterValidator, Field, create_model
@@ -15,7 +14,7 @@ from dynmo.balance.meshes import MeshRule
 from dynmo.balance.options import Balance
 from dynmo.dynamism.options import CASES, CaseOptions, EarlyExit, RunFacts
 from dynmo.models.options import ModelOptions
-from dynmo.options import NOT_SERVED, Count, Lax, Options, Seed, Whole, check_own, check_word, word
+from dynmo.options import OWN, Count, Lax, Options, Seed, Whole, written
 from dynmo.pipeline.options import (
     SGD,
     AdamW,
@@ -30,48 +29,33 @@ from dynmo.planner.options import Elastic
 from dynmo.schedule.catalogue import chunks_of
 
 
-def _check_name(value: str) -> str:
-    # The name becomes a folder. It must not lead elsewhere or be hidden.
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
-        raise ValueError("must be 1 to 100 letters, digits, '.', '_' or '-', not starting with '.'")
-    return value
-
-
-def _check_source(value: str) -> str:
-    if value.startswith("hf:"):
-        raise ValueError(f'{NOT_SERVED}; use "stdlib" or "file:PATH"')
-    if value != "stdlib" and (not value.startswith("file:") or value == "file:"):
-        raise ValueError('unknown; use "stdlib" or "file:PATH"')
-    return value
-
-
-def _check_case(value: str) -> str:
-    if value == "moe":
-        raise ValueError('its name is "experts"')
-    if not value.startswith("python:"):
-        return check_word(value, tuple(CASES), (), "python:package.module:Class")
-    return check_own(value, "a case", "python:package.module:Class")
-
-
 def _check_unique(value: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(value)) < len(value):
         raise ValueError("a case is named twice; name each once")
     return value
 
 
-RunName: TypeAlias = Annotated[str, AfterValidator(_check_name)]
-DataSource: TypeAlias = Annotated[str, AfterValidator(_check_source)]
-Cases: TypeAlias = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_case)], ...], Lax, AfterValidator(_check_unique)
+# The name becomes a folder. It must not lead elsewhere or be hidden.
+RunName: TypeAlias = Annotated[
+    str,
+    written(
+        "[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}",
+        "1 to 100 letters, digits, '.', '_' or '-', not starting with '.'",
+    ),
 ]
+if TYPE_CHECKING:
+    CaseName: TypeAlias = str
+else:
+    CaseName = Literal[tuple(CASES)] | Annotated[str, written(OWN, "python:package.module:Class")]
+Cases: TypeAlias = Annotated[tuple[CaseName, ...], Lax, AfterValidator(_check_unique)]
 
 
 class DataSection(Options):
     """The text that the model is trained on."""
 
-    source: DataSource = "stdlib"
+    source: Literal["stdlib"] | Annotated[str, written("file:.+", "file:PATH")] = "stdlib"
     """`stdlib` (the sources of the running Python, as bytes) or `file:PATH`."""
-    shuffle: Annotated[str, word(("windows", "batches"))] = "windows"
+    shuffle: Literal["windows", "batches"] = "windows"
     """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
     `batches` repeats the batches of the first epoch in another order."""
 
@@ -85,7 +69,7 @@ class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
     """Sequences in a step, over all replicas."""
     micro_batch: Count = 4
     """Sequences in a microbatch."""
-    optimizer: Annotated[str, word(("adamw", "sgd"), ("adam", "muon"))] = "adamw"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     """The optimizer."""
     eval_every: Whole = 0
     """Steps between two evaluations. 0 never evaluates."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, TypeAlias, cast
+from typing import Annotated, ClassVar, Literal, TypeAlias, cast
 
-from pydantic import AfterValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dynmo.models.options import ModelOptions
 from dynmo.options import (
@@ -23,35 +22,11 @@ from dynmo.options import (
     Lax,
     NonNegative,
     Options,
+    Share,
     Whole,
     check_ascending,
-    word,
+    written,
 )
-
-
-def _check_dense_below(value: object) -> float | str | dict[str, float]:
-    if value in ("auto", "measured"):
-        return cast(str, value)
-    if isinstance(value, dict):
-        shapes = cast("dict[str, object]", value)
-        wrong = next(
-            (shape for shape in shapes if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape)), None
-        )
-        if wrong is not None:
-            raise ValueError(
-                f'has the key {wrong!r}; a table says shapes of weights, such as "256x1024" = 0.6 '
-                "(rows x columns)"
-            )
-        return {shape: _check_share(share) for shape, share in shapes.items()}
-    return _check_share(value)
-
-
-def _check_share(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(
-            'must be a share from 0 to 1, a table of shares by shape, "auto" or "measured"'
-        )
-    return float(value)
 
 
 def _check_pairs(value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -64,18 +39,8 @@ def _check_pairs(value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], .
     return value
 
 
-def _check_even(value: int) -> int:
-    if value % 2:
-        raise ValueError(
-            f"must be even, for a direction and its opposite are two buckets; use {value + 1}"
-        )
-    return value
-
-
-DenseBelow: TypeAlias = Annotated[
-    float | str | dict[str, float], PlainValidator(_check_dense_below)
-]
-Buckets: TypeAlias = Annotated[Count, AfterValidator(_check_even)]
+Shape: TypeAlias = Annotated[str, written(r"[1-9]\d*x[1-9]\d*", "rows x columns, like 256x1024")]
+DenseBelow: TypeAlias = Literal["auto", "measured"] | Share | dict[Shape, Share]
 Blocks: TypeAlias = Annotated[tuple[Whole, ...], Lax]
 # Values that change at given steps. The steps ascend.
 FrozenAt: TypeAlias = Annotated[
@@ -168,7 +133,7 @@ class Freezing(CaseOptions):
 
     name: ClassVar[str] = "freezing"
 
-    policy: Annotated[str, word(("schedule", "autofreeze", "egeria"))] = "autofreeze"
+    policy: Literal["schedule", "autofreeze", "egeria"] = "autofreeze"
     """Who decides what is frozen. If `schedule` is given, the default is `schedule`."""
     schedule: FrozenAt = ()
     """`[[step, layers], ...]`: from each step on, this number of leading layers is frozen."""
@@ -178,7 +143,7 @@ class Freezing(CaseOptions):
     """First step at which `autofreeze` or `egeria` may freeze."""
     max_layers: Count | None = None
     """Most layers that are frozen. Not set: all but the last."""
-    unit: Annotated[str, word(("half", "block"))] = "half"
+    unit: Literal["half", "block"] = "half"
     """Layers that freeze at once: half a block (one layer) or a whole block."""
     window: Annotated[int, Field(ge=2, le=1000)] = 5
     """Readings that `egeria` looks at, one each `every` steps."""
@@ -295,7 +260,7 @@ class Pruning(CaseOptions):
 
     name: ClassVar[str] = "pruning"
 
-    criterion: Annotated[str, word(("global", "local"))] = "global"
+    criterion: Literal["global", "local"] = "global"
     """Weights that are compared: those of all layers, or those of each layer."""
     initial_sparsity: BelowOne = 0.0
     """Share of zero weights at `start`."""
@@ -363,7 +328,7 @@ class SparseAttention(CaseOptions):
 
     name: ClassVar[str] = "sparse_attention"
 
-    kind: Annotated[str, word(("hash", "drop"))] = "hash"
+    kind: Literal["hash", "drop"] = "hash"
     """Pairs that are computed: those in one hash bucket, or those that a random drop leaves."""
     start: Whole = 0
     """Step from which on attention is sparse."""
@@ -372,7 +337,7 @@ class SparseAttention(CaseOptions):
     schedule: BlocksAt = ()
     """`[[step, [block, ...]], ...]`: from each step on, these blocks are sparse and the others
     dense."""
-    buckets: Buckets = 16
+    buckets: Annotated[Count, Field(multiple_of=2)] = 16
     """Number of hash buckets. Even."""
     drop: BelowOne = 0.5
     """Share of the queries, and of the keys, that kind `drop` drops."""
@@ -415,13 +380,13 @@ class EarlyExit(CaseOptions):
 
     name: ClassVar[str] = "early_exit"
 
-    policy: Annotated[str, word(("calm", "adp-c"))] = "calm"
+    policy: Literal["calm", "adp-c"] = "calm"
     """How exits decide and learn. `calm` weighs the losses by depth, and its threshold falls over
     the sequence. `adp-c` weighs them equally, and compares the largest probability."""
-    confidence: Annotated[str, word(("softmax", "state", "classifier"))] = "softmax"
+    confidence: Literal["softmax", "state", "classifier"] = "softmax"
     """The value that `calm` compares with the threshold: the largest probability minus the second,
     the cosine of the states before and after the last block, or a classifier of each exit."""
-    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    threshold: Share | None = None
     """A token exits when its confidence is over this. Not set: 0.9 for `calm`, 0.998 for
     `adp-c`."""
     exits: Annotated[tuple[Whole, ...] | None, Lax] = None
@@ -493,7 +458,7 @@ class MixtureOfDepths(CaseOptions):
     """Share of the tokens of a sequence that a routed block computes."""
     every: Count = 2
     """Every so many-th block is routed."""
-    predictor: Annotated[str, word(("mlp", "bce"))] = "mlp"
+    predictor: Literal["mlp", "bce"] = "mlp"
     """How the selection is predicted: by a small network with a stopped gradient, or by the
     router's own weight under a binary cross entropy."""
     predictor_weight: NonNegative = 0.01

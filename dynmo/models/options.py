@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, TypeAlias, cast
+from collections.abc import Iterator
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import (
-    AfterValidator,
-    PlainValidator,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from dynmo.balance.meshes import nearest_divisors
 from dynmo.options import (
+    OWN,
     BelowOne,
     Count,
+    Lax,
     NonNegative,
     Options,
     Positive,
     Whole,
-    check_own,
-    check_word,
-    word,
+    written,
 )
 
-
-def _check_kind(value: str) -> str:
-    if not value.startswith("python:"):
-        return check_word(value, MODEL_KINDS, ("hf",), "python:package.module:function")
-    return check_own(value, "a model", "python:package.module:function")
-
-
-def _check_seconds(value: object) -> float | tuple[float, ...]:
-    # Checked by hand, because pydantic would report one error per alternative of a union.
-    if isinstance(value, list | tuple):
-        return tuple(_check_one_time(item) for item in cast(Sequence[object], value))
-    return _check_one_time(value)
-
-
-def _check_one_time(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9:
-        raise ValueError("must be seconds, 0 or more: a number, or a list of one number per layer")
-    return float(value)
-
-
-Seconds: TypeAlias = Annotated[float | tuple[float, ...], PlainValidator(_check_seconds)]
-ModelKind: TypeAlias = Annotated[str, AfterValidator(_check_kind)]
+OneTime: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
+Seconds: TypeAlias = OneTime | Annotated[tuple[OneTime, ...], Lax]
 
 # Keys of [model] that only one kind has. All kinds have the others.
 _OF_GPT = ("blocks", "hidden", "heads", "dropout", "tied", "init_std")
@@ -60,8 +35,6 @@ _OF_EXPERTS = (
     "bias_rate",
     "capacity_factor",
 )
-# The kinds of models that dynmo has.
-MODEL_KINDS = ("gpt", "moe", "emulated")
 KEYS_OF_KIND: dict[str, tuple[str, ...]] = {
     "gpt": _OF_GPT,
     "moe": (*_OF_GPT, *_OF_EXPERTS),
@@ -81,7 +54,10 @@ class ModelOptions(Options):
     `KEYS_OF_KIND` has the keys that belong to one kind only.
     """
 
-    kind: ModelKind = "gpt"
+    kind: (
+        Literal["gpt", "moe", "emulated"]
+        | Annotated[str, written(OWN, "python:package.module:function")]
+    ) = "gpt"
     """`gpt`, `moe` (a GPT with experts), `emulated` (layers that sleep), or your own:
     `python:package.module:function`."""
     blocks: Count = 8
@@ -108,7 +84,7 @@ class ModelOptions(Options):
     """Experts that compute every token."""
     moe_every: Count = 1
     """Every so many-th block has experts."""
-    routing: Annotated[str, word(("aux-loss", "sinkhorn", "auction", "bias"))] = "aux-loss"
+    routing: Literal["aux-loss", "sinkhorn", "auction", "bias"] = "aux-loss"
     """How the load of the experts is kept even: by a loss, by a balanced assignment (`sinkhorn`,
     `auction`), or by a bias of each expert."""
     router_loss: NonNegative = 0.01

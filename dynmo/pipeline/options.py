@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Annotated, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from dynmo.balance.meshes import MeshRule
 from dynmo.balance.options import Balance
@@ -26,43 +25,37 @@ from dynmo.options import (
     Threads,
     Timeout,
     Whole,
-    check_word,
-    word,
 )
 from dynmo.planner.options import Elastic
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
 
-def _check_loss_scale(value: object) -> float | str | None:
-    if value is None or value == "dynamic":
-        return cast("str | None", value)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 1 <= value <= 2**64
-        or math.frexp(value)[0] != 0.5
-    ):
-        raise ValueError(
-            'must be "dynamic" or a power of two from 1 to 2^64: others would round the gradients'
-        )
-    return float(value)
+def _check_power_of_two(value: float) -> float:
+    if math.frexp(value)[0] != 0.5:
+        raise ValueError("must be a power of two: others would round the gradients")
+    return value
 
 
-def _check_recompute(value: object) -> str | tuple[int, ...]:
-    if isinstance(value, str):
-        return check_word(value, ("none", "all", "auto"), ())
-    items = list(cast(Collection[object], value)) if isinstance(value, Collection) else [None]
-    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in items):
-        raise ValueError('must be "none", "all", "auto", or a list of layer indices from 0 on')
-    return tuple(sorted({cast(int, x) for x in items}))
+def _ascending(value: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(set(value)))
 
 
 def _by_name(value: object) -> object:
     return Balance(balancer=value) if isinstance(value, str) else value
 
 
-LossScale: TypeAlias = Annotated[float | str | None, PlainValidator(_check_loss_scale)]
-Recompute: TypeAlias = Annotated[str | tuple[int, ...], PlainValidator(_check_recompute)]
+LossScale: TypeAlias = (
+    Literal["dynamic"]
+    | Annotated[float, Field(ge=1, le=2**64), AfterValidator(_check_power_of_two)]
+    | None
+)
+Recompute: TypeAlias = (
+    Literal["none", "all", "auto"] | Annotated[tuple[Whole, ...], Lax, AfterValidator(_ascending)]
+)
+if TYPE_CHECKING:
+    ScheduleName: TypeAlias = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
 
 
 class WorldOptions(Options):
@@ -74,9 +67,9 @@ class WorldOptions(Options):
     """Threads of one rank on CPU."""
     timeout: Timeout = 120.0
     """Seconds after which a wait fails."""
-    device: Annotated[str, word(("auto", "cpu", "cuda"))] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device of the ranks. `auto` takes CUDA if there is a GPU."""
-    backend: Annotated[str, word(("auto", "gloo"))] = "auto"
+    backend: Literal["auto", "gloo"] = "auto"
     """`auto` is NCCL between CUDA ranks and gloo between CPU ranks. `gloo` sends through host
     memory, which is slower but lets ranks share a GPU."""
 
@@ -102,12 +95,12 @@ class MeshOptions(Options):
 class ScheduleOptions(Options):
     """The schedule of a step and its memory."""
 
-    schedule: Annotated[str, word(SCHEDULES)] = "zb-auto"
+    schedule: ScheduleName = "zb-auto"
     """Order of F, B and W on each rank."""
     post_validation: bool = False
     """Whether a step ends without a barrier. A step that overflows or must be clipped is then
     taken back."""
-    rollback: Annotated[str, word(("exact", "in-place"))] = "exact"
+    rollback: Literal["exact", "in-place"] = "exact"
     """How a step is taken back: `exact` restores saved copies bit for bit. `in-place` inverts the
     update without copies and is approximate."""
     chunks: Count | None = None
@@ -115,7 +108,7 @@ class ScheduleOptions(Options):
     memory_limit: MemoryLimit = None
     """Memory of a rank: bytes, or a size such as `"40GiB"`. Not set: the memory of the device on
     CUDA, no limit on CPU."""
-    w_granularity: Annotated[str, word(("whole", "linear"))] = "whole"
+    w_granularity: Literal["whole", "linear"] = "whole"
     """`whole` runs each W where the schedule has it. `linear` may run it earlier, one linear layer
     at a time, while a message is late."""
 
@@ -125,10 +118,10 @@ class TrainingOptions(Options):
 
     max_grad_norm: NonNegative = 1.0
     """Largest norm of the gradients. Larger gradients are clipped to it. 0 never clips."""
-    clip_scope: Annotated[str, word(("global", "local"))] = "global"
+    clip_scope: Literal["global", "local"] = "global"
     """The norm that clips: `global` takes the norm over all layers, `local` clips each layer by its
     own norm."""
-    precision: Annotated[str, word(("float32", "bfloat16", "float16"))] = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of F, B and W. `bfloat16` and `float16` keep float32 master weights and
     gradients."""
     loss_scale: LossScale = None
@@ -183,7 +176,7 @@ class LearningRate(Options):
 
     warmup: Whole = 0
     """Steps in which the learning rate rises to `lr`."""
-    decay: Annotated[str, word(("cosine", "linear", "constant"))] = "cosine"
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warmup."""
     min_lr_ratio: Share = 0.1
     """The last learning rate, as a share of `lr`."""

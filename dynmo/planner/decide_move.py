@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.layout import moves_between_ranks
-from dynmo.balance.partition import Cost, Partition
+from dynmo.balance.partition import Partition
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.balance.trigger import FORCED, Decision, Outlook, confirmed, worth_moving_through
 from dynmo.cost.layer_cost import LayerCost
@@ -84,7 +84,7 @@ def balance_request(now: Situation, layers: tuple[LayerCost, ...]) -> BalanceReq
     return BalanceRequest(
         layers,
         now.partition,
-        cast(Cost, now.balance.cost),
+        now.balance.cost,
         resident(full),
         limits,
         now.seed,

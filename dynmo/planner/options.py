@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator
 
-from dynmo.options import Count, Lax, NonNegative, Options, Timeout, check_ascending, word
+from dynmo.options import Count, Lax, NonNegative, Options, Timeout, check_ascending
 
 ShapesAt: TypeAlias = Annotated[
     tuple[Annotated[tuple[Count, Count, Count], Lax], ...], Lax, AfterValidator(check_ascending)
 ]
-
-# "fewest" is dynmo's own. The others are the names in dynmo/balance/repack.py.
-RANK_ALGORITHMS = ("fewest", "first-fit", "best-fit", "round-robin", "halving")
-RELEASERS = ("auto", "none", "command", "kubernetes")
 
 
 class Elastic(Options):
@@ -24,7 +20,7 @@ class Elastic(Options):
     """Whether the run leaves ranks that it does not need, and takes them back when it does."""
     tolerance: NonNegative = 0.05
     """With `repack`: share by which a step may take longer than the first measured steps did."""
-    algorithm: Annotated[str, word(RANK_ALGORITHMS)] = "fewest"
+    algorithm: Literal["fewest", "first-fit", "best-fit", "round-robin", "halving"] = "fewest"
     """How `repack` chooses: the `fewest` ranks that are fast enough. The others merge ranks by
     memory alone: DynMo's algorithm 4 is `first-fit`, PipeTransformer's is `halving`."""
     min_ranks: Count = 1
@@ -39,7 +35,7 @@ class Elastic(Options):
     reshape_at: ShapesAt = ()
     """`[[step, pipeline, replicas], ...]`: from each step on, the mesh has these sizes. With fewer
     ranks the others leave. With more ranks the run waits for newcomers."""
-    releaser: Annotated[str, word(RELEASERS)] = "auto"
+    releaser: Literal["auto", "none", "command", "kubernetes"] = "auto"
     """Who takes ranks back and gives others. `auto` is dynmo's launcher if it started the ranks,
     and `none` otherwise."""
     release_command: Annotated[tuple[str, ...], Lax] = ()

@@ -17,98 +17,61 @@ FREEZING, PRUNING = "dynamism.cases=['freezing']", "dynamism.cases=['pruning']"
 EXIT, DEPTHS = "dynamism.cases=['early_exit']", "dynamism.cases=['mixture_of_depths']"
 SPREAD = ("model.kind=moe", "parallel.replicas=2", "parallel.expert=2")
 
-# Words of the contract that a later version serves.
-PLANNED = {
-    "model.kind": ["hf"],
-    "data.source": ["hf:wikitext"],
-    "train.optimizer": ["adam"],
-}
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in PLANNED.items() for value in values]
-)
-def test_unsupported_values_are_refused(key, value):
-    message = refusal(f"{key}={value}")
-    assert key in message
-    assert "known but not served by this version" in message
-
 
 @pytest.mark.parametrize(
     ("key", "value", "hint"),
     [
-        ("model.kind", "gtp", 'did you mean "gpt"?'),
-        ("model.kind", "gtp", 'or "python:'),
+        ("model.kind", "gtp", "'gpt', 'moe' or 'emulated' or python:package.module:function"),
         ("model.kind", "python:nothing", "python:package.module:function"),
         ("model.kind", "python:a/b:c", "python:package.module:function"),
         ("model.dropout", "1", "less than 1"),
-        ("model.blocks", "0", "greater than or equal to 1"),
-        ("model.f", "x", "per layer"),
-        ("model.f", "[0.1, -1]", "per layer"),
-        ("model.f", "[0.1, true]", "per layer"),
-        ("model.f", "inf", "per layer"),
-        ("data.source", "wiki", '"file:PATH"'),
-        ("data.source", "file:", '"file:PATH"'),
-        ("train.optimizer", "adamm", 'did you mean "adamw"?'),
-        ("train.decay", "cosin", 'did you mean "cosine"?'),
-        ("train.precision", "bfloat", 'did you mean "bfloat16"?'),
-        ("train.precision", "float8", 'choose one of "float32", "bfloat16", "float16"'),
-        ("train.loss_scale", "0", "power of two"),
+        ("model.f", "x", "number or a list"),
+        ("model.f", "inf", "finite"),
+        ("model.f", "[0.1, -1]", "model.f[1]"),
+        ("model.f", "[0.1, true]", "model.f[1]"),
+        ("data.source", "wiki", "'stdlib' or file:PATH"),
+        ("data.source", "file:", "'stdlib' or file:PATH"),
+        ("train.optimizer", "adamm", "'adamw' or 'sgd'"),
+        ("train.loss_scale", "0", "'dynamic' or greater than or equal to 1"),
         ("train.loss_scale", "3", "power of two"),
-        ("train.loss_scale", "true", "power of two"),
-        ("train.loss_scale_window", "0", "greater than or equal to 1"),
-        ("train.recompute", "al", 'did you mean "all"?'),
-        ("train.recompute", "[1, -1]", "list of layer indices"),
-        ("train.recompute", "2", "list of layer indices"),
+        ("train.loss_scale", "true", "number"),
+        ("train.recompute", "al", "'none', 'all' or 'auto' or a list"),
+        ("train.recompute", "[1, -1]", "train.recompute[1]"),
+        ("train.recompute", "2", "list"),
         ("train.global_batch", "3000000000", "less than or equal"),
         ("train.eps", "0", "greater than 0"),
         ("parallel.zero", "2", "less than or equal to 1"),
         ("parallel.timeout", "inf", "finite"),
-        ("parallel.device", "gpu", '"cuda"'),
-        ("pipeline.schedule", "zb-h3", "did you mean"),
+        ("pipeline.schedule", "zb-h3", "'zb-h1', 'zb-h2', 'interleaved-1f1b'"),
         ("pipeline.memory_limit", "40XB", "40GiB"),
         ("pipeline.memory_limit", "0", "greater than or equal to 1"),
         ("pipeline.memory_limit", "true", "integer"),
-        ("balance.balancer", "exat", 'did you mean "exact"?'),
-        ("balance.every", "0", "greater than or equal to 1"),
-        ("balance.every", "atuo", 'or "auto"'),
-        ("balance.every", "true", 'or "auto"'),
-        ("balance.every", "2.5", 'or "auto"'),
+        ("balance.balancer", "exat", "'exact', 'schedule-aware'"),
+        ("balance.every", "0", "'auto' or greater than or equal to 1"),
+        ("balance.every", "atuo", "'auto' or a valid integer"),
+        ("balance.every", "true", "integer"),
+        ("balance.every", "2.5", "integer"),
         ("dynamism.cases", '["freezing", "freezing"]', "twice"),
-        ("dynamism.cases", '["frezing"]', 'did you mean "freezing"?'),
+        ("dynamism.cases", '["frezing"]', "dynamism.cases[0]"),
         ("dynamism.freezing.schedule", "[[5, 1], [5, 2]]", "ascend"),
         ("dynamism.freezing.schedule", "[[5, 2], [6, 1]]", "never be fewer"),
-        ("dynamism.freezing.schedule", "[[5]]", "missing"),
+        ("dynamism.freezing.schedule", "[[5]]", "dynamism.freezing.schedule[0][1]"),
         ("dynamism.freezing.cache_bytes", "-1", "greater than or equal to 0"),
         ("dynamism.freezing.cache_bytes", "2XB", "40GiB"),
-        ("data.shuffle", "batch", 'did you mean "batches"?'),
-        ("dynamism.pruning.final_sparsity", "1", "less than 1"),
-        ("dynamism.early_exit.threshold", "1.5", "less than or equal to 1"),
-        ("dynamism.early_exit.threshold", "-0.1", "greater than or equal to 0"),
-        ("dynamism.early_exit.confidence", "softmx", 'did you mean "softmax"?'),
-        ("dynamism.mixture_of_depths.capacity", "0", "greater than 0"),
-        ("dynamism.mixture_of_depths.capacity", "1.1", "less than or equal to 1"),
-        ("dynamism.mixture_of_depths.predictor", "mpl", 'did you mean "mlp"?'),
-        ("dynamism.pruning.initial_sparsity", "-0.1", "greater than or equal to 0"),
-        ("dynamism.pruning.criterion", "globl", 'did you mean "global"?'),
-        ("dynamism.pruning.dense_below", "1.5", '"auto" or "measured"'),
-        ("dynamism.pruning.dense_below", "measure", '"auto" or "measured"'),
-        ("dynamism.pruning.dense_below", "{16x16 = 2}", '"auto" or "measured"'),
-        ("dynamism.pruning.dense_below", "{16 = 0.5}", "the key '16'"),
-        ("parallel.replicas", "0", "greater than or equal to 1"),
-        ("train.reduction_slots", "0", "greater than or equal to 1"),
+        ("dynamism.pruning.dense_below", "1.5", "'auto' or 'measured' or less than or equal to 1"),
+        ("dynamism.pruning.dense_below", "{16x16 = 2}", "dynamism.pruning.dense_below.16x16"),
+        ("dynamism.pruning.dense_below", "{16 = 0.5}", "dynamism.pruning.dense_below.16"),
+        ("dynamism.sparse_attention.buckets", "3", "multiple of 2"),
         ("elastic.reshape_at", "[[3, 1, 2], [3, 2, 1]]", "step 3 after step 3"),
-        ("elastic.reshape_at", "[[3, 1]]", "missing"),
-        ("elastic.reshape_at", "[[0, 1, 2]]", "greater than or equal to 1"),
+        ("elastic.reshape_at", "[[3, 1]]", "elastic.reshape_at[0][2]"),
+        ("elastic.reshape_at", "[[0, 1, 2]]", "elastic.reshape_at[0][0]"),
         ("seed", "-1", "greater than or equal to 0"),
-        ("checkpoint.keep", "0", "greater than or equal to 1"),
     ],
 )
 def test_bad_values_are_refused(key, value, hint):
     message = refusal(f"{key}={value}")
     assert message.startswith(f"--set: {key}")
     assert hint in message
-    assert "known but not served" not in message
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def config(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"buckets": 15}, "buckets = 15: must be even"),
+        ({"buckets": 15}, "buckets = 15: must be a multiple of 2"),
         ({"buckets": 0}, "buckets = 0"),
         (
             {"buckets": 258},
@@ -151,7 +151,7 @@ def config(**options: Any) -> Any:
         ),
         ({"drop": 1.0}, "drop = 1.0"),
         ({"drop": -0.1}, "drop = -0.1"),
-        ({"kind": "hashes"}, 'did you mean "hash"?'),
+        ({"kind": "hashes"}, "'hash' or 'drop'"),
         ({"tile": 0}, "tile = 0"),
         ({"blocks": [8]}, "blocks names block 8, but the model has 8, from 0 to 7"),
         ({"schedule": [[0, [9]]]}, "schedule names block 9"),
