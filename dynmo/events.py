@@ -28,7 +28,7 @@ class Event:
 
     event: ClassVar[str] = ""
     step: int
-    time: float
+    time: float = field(default_factory=time.time, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -427,7 +427,7 @@ def from_json(record: dict[str, Any]) -> Event:
         key = each.name
         word = _WORDS.get(key, key)
         if word not in record:
-            if each.default is not MISSING or each.default_factory is not MISSING:
+            if key != "time" and (each.default, each.default_factory) != (MISSING, MISSING):
                 continue
             raise InputError(f"event {kind.event!r} lacks {word!r}")
         value = record[word]
@@ -494,8 +494,3 @@ def read(path: Path) -> Iterator[Event]:
             yield from_json(cast(dict[str, Any], record))
         except InputError as error:
             raise InputError(f"{path}:{number}: {error}") from None
-
-
-def now() -> float:
-    """Returns the seconds since the epoch."""
-    return time.time()

@@ -14,7 +14,7 @@ from dynmo.elastic.managers.choose import make_manager
 from dynmo.elastic.managers.manager import Manager
 from dynmo.elastic.member import Member, count_text, describe
 from dynmo.errors import RunError
-from dynmo.events import Event, FaultEvent, ReleaseEvent, now
+from dynmo.events import Event, FaultEvent, ReleaseEvent
 from dynmo.models.identity import Identity, first_of
 from dynmo.planner.options import Elastic
 from dynmo.runtime.comm.world import World
@@ -180,13 +180,11 @@ class RankSource:
                 self._events.append(self._fault(report.what))
             else:
                 self._events.append(
-                    ReleaseEvent(
-                        -1, now(), self._manager.name, report.what, report.ranks, report.seconds
-                    )
+                    ReleaseEvent(-1, self._manager.name, report.what, report.ranks, report.seconds)
                 )
 
     def _fault(self, what: str) -> FaultEvent:
-        return FaultEvent(-1, now(), what)
+        return FaultEvent(-1, what)
 
 
 def make_source(elastic: Elastic, world: World, identity: Identity) -> RankSource | None:

@@ -31,7 +31,7 @@ from dynmo.elastic.member import (
 )
 from dynmo.elastic.rank_source import RankSource
 from dynmo.errors import NoRoomError
-from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent, now
+from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent
 from dynmo.pipeline.actions import Actions, NextMesh, ResizeFailed
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.options import PipelineOptions
@@ -229,7 +229,7 @@ class Elasticity:
                 )
             )
         except NoRoomError as error:
-            self._tell(FaultEvent(step, now(), f"the run keeps its {size} ranks: {error}"))
+            self._tell(FaultEvent(step, f"the run keeps its {size} ranks: {error}"))
             return None
         self.reference, self._wanted = wish.reference, wish.ranks
         if self._source is not None and elastic.changes_ranks and wish.ranks > there:
@@ -268,7 +268,6 @@ class Elasticity:
             self._tell(
                 FaultEvent(
                     step,
-                    now(),
                     f"{what}; the run goes on with {world.size}, and takes the others when they "
                     "come",
                 )
@@ -304,7 +303,7 @@ class Elasticity:
             )
         except (NoRoomError, ResizeFailed) as error:
             self._postponed = plan.shape
-            self._tell(FaultEvent(step, now(), f"the run keeps its {before} ranks: {error}"))
+            self._tell(FaultEvent(step, f"the run keeps its {before} ranks: {error}"))
             return False
         self.left = rank not in kept
         if self.left or self._source is not None:
@@ -320,7 +319,6 @@ class Elasticity:
             result,
             RepackEvent(
                 step,
-                now(),
                 number,
                 *plan.change_from(before, shape, migration.moved_bytes, seconds),
                 predicted_slowdown=None if plan.gain is None else -plan.gain,
@@ -359,7 +357,7 @@ class Elasticity:
         except ResizeFailed as error:
             self._postponed = plan.shape
             self._rebalancer.on_resize(step, None)
-            self._tell(FaultEvent(step, now(), str(error)))
+            self._tell(FaultEvent(step, str(error)))
             self.enroll()
             return True
         self._account(before, plan)
@@ -370,7 +368,6 @@ class Elasticity:
             result,
             GrowEvent(
                 step,
-                now(),
                 number,
                 *plan.change_from(before, shape, migration.moved_bytes, seconds),
                 predicted_gain=plan.gain,

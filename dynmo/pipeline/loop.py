@@ -20,7 +20,6 @@ from dynmo.events import (
     SkippedEvent,
     StepEvent,
     TokensEvent,
-    now,
 )
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.options import PipelineOptions
@@ -125,7 +124,7 @@ class Loop:
         if step != self._joins_at:
             for case, shares in self.cases.collect(step):
                 self.token_shares[case.name] = shares
-                self.emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
+                self.emit(TokensEvent(step, case.name, shares.layers, shares.shares))
             if self.elastic is not None:
                 self._resize(self.elastic, step)
                 if self.left:
@@ -138,7 +137,7 @@ class Loop:
             self._keep_trace()
             own = case.name not in {each.name for each in self.options.cases}
             options = {} if own else change.options
-            self.emit(ChangeEvent(step, now(), case.name, change.layers, change.what, options))
+            self.emit(ChangeEvent(step, case.name, change.layers, change.what, options))
         self._begin = time.perf_counter()
         return results
 
@@ -223,7 +222,7 @@ class Loop:
                 "the tied weight of embedding and head is on "
                 f"{'two ranks' if stays else 'one rank'}"
             )
-            self.emit(PostValidationEvent(self.step, now(), not stays, reason))
+            self.emit(PostValidationEvent(self.step, not stays, reason))
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -287,14 +286,12 @@ class Loop:
         result = self._result(record, started)
         self.emit(self._step_event(result))
         if record.rollback is not None:
-            self.emit(RollbackEvent(step, now(), record.rollback.what, record.rollback.seconds))
+            self.emit(RollbackEvent(step, record.rollback.what, record.rollback.seconds))
         if record.switch is not None:
-            self.emit(PostValidationEvent(step, now(), record.switch.on, record.switch.reason))
+            self.emit(PostValidationEvent(step, record.switch.on, record.switch.reason))
         if record.skipped:
             self.emit(
-                SkippedEvent(
-                    step, now(), record.loss_scale, self._engine.optimizer_step.scaler.scale
-                )
+                SkippedEvent(step, record.loss_scale, self._engine.optimizer_step.scaler.scale)
             )
         if self.elastic is not None:
             self.elastic.hear(record.flags)
@@ -307,7 +304,6 @@ class Loop:
             tokens = self.options.global_batch * model.sequence
         return StepEvent(
             result.step,
-            now(),
             result.loss,
             tokens_per_s=tokens / result.seconds,
             idle_ratio=result.idle_ratio,

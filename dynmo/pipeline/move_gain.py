@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from dynmo.events import RebalanceResultEvent, now
+from dynmo.events import RebalanceResultEvent
 
 # Number of steps whose median is the time before or after a move.
 _WINDOW = 5
@@ -87,4 +87,4 @@ class MoveGain:
         gain = 1 - median(measurement.after[1:]) / measurement.before
         if measurement.is_test:
             self.doubt = 1.0 if gain >= measurement.predicted / 2 else 2 * self.doubt
-        return RebalanceResultEvent(step, now(), measurement.id, gain)
+        return RebalanceResultEvent(step, measurement.id, gain)

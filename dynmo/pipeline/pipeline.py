@@ -22,7 +22,7 @@ from dynmo.dynamism.case import Dynamism, TokenShares
 from dynmo.dynamism.options import CaseOptions
 from dynmo.dynamism.registry import make_cases
 from dynmo.errors import ConfigError, InputError, RunError
-from dynmo.events import CheckpointEvent, Event, now
+from dynmo.events import CheckpointEvent, Event
 from dynmo.models.identity import Identity
 from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
@@ -822,7 +822,7 @@ class Pipeline:
             extra=extra,
         )
         path = str(saved.path)
-        loop.emit(CheckpointEvent(self.steps - 1, now(), path, saved.bytes, saved.seconds))
+        loop.emit(CheckpointEvent(self.steps - 1, path, saved.bytes, saved.seconds))
         return saved.path
 
     def load(self, folder: str | Path) -> int:

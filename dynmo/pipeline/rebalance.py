@@ -22,7 +22,6 @@ from dynmo.events import (
     RebalanceResultEvent,
     ReshapeEvent,
     ScheduleEvent,
-    now,
 )
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.cases import Cases
@@ -246,7 +245,6 @@ class Rebalancer:
             *told,
             ReshapeEvent(
                 step,
-                now(),
                 before,
                 (pipeline, data),
                 partition.counts,
@@ -329,7 +327,7 @@ class Rebalancer:
             # After a move the ranks compare the schedule of the new placement.
             self._agree((move_answer(choice), gain is not None), "whether to move layers")
         overhead.decide += time.perf_counter() - start - (overhead.move - moved)
-        return [*done, ScheduleEvent(step, now(), self._options.schedule, gain)] if gain else done
+        return [*done, ScheduleEvent(step, self._options.schedule, gain)] if gain else done
 
     def _choose(self, situation: Situation) -> tuple[MoveChoice | None, list[Event]]:
         """Returns the possible move, and an event if there is no placement for the first time."""
@@ -340,7 +338,7 @@ class Rebalancer:
         except PartitionError as error:
             # No room, or the baseline has no placement for such layers.
             why = f"layers stay where they are: {error}"
-            told = [] if self._told else [ChangeEvent(situation.step, now(), "balance", (), why)]
+            told = [] if self._told else [ChangeEvent(situation.step, "balance", (), why)]
             self._told = True
             return None, list[Event](told)
         if choice is not None and choice.decision.uncertain and self._watch is not None:
@@ -366,7 +364,6 @@ class Rebalancer:
         result = self._gain.on_move(step, self.moves, choice.decision.predicted_gain)
         done = RebalanceEvent(
             step,
-            now(),
             self.moves,
             source.counts,
             choice.target.counts,

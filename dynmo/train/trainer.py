@@ -15,7 +15,7 @@ from pathlib import Path
 from dynmo import Pipeline, StepResult, World
 from dynmo.config import Config, with_options
 from dynmo.errors import InputError, RunError
-from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, now
+from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event
 from dynmo.models.model import Model
 from dynmo.train.loader import DataLoader
 from dynmo.train.run_log import Listener, RunLog
@@ -227,7 +227,6 @@ class Trainer:
         self._tell(
             EndEvent(
                 step,
-                now(),
                 pipeline.loss,
                 digest,
                 seconds,
@@ -272,4 +271,4 @@ class Trainer:
         results = evaluate(dense=False)
         if pipeline.has_dense:
             results += evaluate(dense=True)
-        self._tell(EvalEvent(pipeline.steps - 1, now(), *results))
+        self._tell(EvalEvent(pipeline.steps - 1, *results))

@@ -25,7 +25,7 @@ def test_exit_shares_change_the_compute() -> None:
     kept, gone = step_flops(exits, [0.0, 0.0]), step_flops(exits, [1.0, 0.0])
     assert kept == dense + 2 * 3 * 2 * 256 * 64, "two heads more"
     assert gone < 0.75 * kept
-    records = [TokensEvent(10, 0.0, "early_exit", (5, 8), {"exited": [1.0, 0.0]})]
+    records = [TokensEvent(10, "early_exit", (5, 8), {"exited": [1.0, 0.0]})]
     compute = compute_of(exits, records)
     start = exits.dynamism.early_exit.start_of(STEPS)
     assert compute[start - 1] == pytest.approx(start * kept / dense)

@@ -26,24 +26,24 @@ def step(
     loss: float = 3.0,
 ) -> StepEvent:
     return StepEvent(
-        number, 0.0, loss, 8 / seconds, seconds / 10, seconds / 4, seconds, 1.0, 0.1, layers, frozen
+        number, loss, 8 / seconds, seconds / 10, seconds / 4, seconds, 1.0, 0.1, layers, frozen
     )
 
 
 def move(number: int, id: int, gain: float = 0.2) -> RebalanceEvent:
-    return RebalanceEvent(number, 0.0, id, (2, 2), (3, 1), 1 << 20, 0.01, gain, "exact: pays")
+    return RebalanceEvent(number, id, (2, 2), (3, 1), 1 << 20, 0.01, gain, "exact: pays")
 
 
 def result(number: int, id: int, gain: float) -> RebalanceResultEvent:
-    return RebalanceResultEvent(number, 0.0, id, gain)
+    return RebalanceResultEvent(number, id, gain)
 
 
 def end(digest: str = "aa", loss: float = 1.0, seconds: float = 9.0) -> EndEvent:
-    return EndEvent(10, 0.0, loss, digest, seconds, "done", 0.25, 0.5, 1.0)
+    return EndEvent(10, loss, digest, seconds, "done", 0.25, 0.5, 1.0)
 
 
 def change(number: int, case: str = "pruning") -> ChangeEvent:
-    return ChangeEvent(number, 0.0, case, (0, 1), f"what it did at {number}")
+    return ChangeEvent(number, case, (0, 1), f"what it did at {number}")
 
 
 def changed(at: int, steps: Sequence[StepEvent]) -> list[Event]:

@@ -20,7 +20,7 @@ from dynmo.report.progress import ProgressLine
 
 
 def step(number: int, frozen: int = 0) -> StepEvent:
-    return StepEvent(number, 0.0, 3.25, 12345.6, 0.125, 0.5, 1.0, 1.0, 0.1, (4, 2), frozen)
+    return StepEvent(number, 3.25, 12345.6, 0.125, 0.5, 1.0, 1.0, 0.1, (4, 2), frozen)
 
 
 def told(steps: int, *events: object, terminal: bool = False) -> str:
@@ -44,14 +44,14 @@ def test_progress_lines_are_limited() -> None:
 def test_events_are_printed_at_once() -> None:
     lines = told(
         100,
-        ChangeEvent(3, 0.0, "freezing", (0,), "froze [0]"),
-        RebalanceEvent(4, 0.0, 1, (4, 2), (5, 1), 10, 0.0123, 0.2, "exact: pays"),
-        RebalanceResultEvent(9, 0.0, 1, 0.25),
-        EvalEvent(10, 0.0, 2.5),
-        TokensEvent(10, 0.0, "early_exit", (5, 8), {"exited": [0.4, 0.25]}),
-        EvalEvent(11, 0.0, 2.5, 200.0, 2.4, 100.0),
-        CheckpointEvent(10, 0.0, "runs/a", 3 << 20, 0.5),
-        EndEvent(99, 0.0, 1.0, "ab", 1.0, "done"),
+        ChangeEvent(3, "freezing", (0,), "froze [0]"),
+        RebalanceEvent(4, 1, (4, 2), (5, 1), 10, 0.0123, 0.2, "exact: pays"),
+        RebalanceResultEvent(9, 1, 0.25),
+        EvalEvent(10, 2.5),
+        TokensEvent(10, "early_exit", (5, 8), {"exited": [0.4, 0.25]}),
+        EvalEvent(11, 2.5, 200.0, 2.4, 100.0),
+        CheckpointEvent(10, "runs/a", 3 << 20, 0.5),
+        EndEvent(99, 1.0, "ab", 1.0, "done"),
     ).splitlines()
     assert lines == [
         "step 3: froze [0]",
@@ -69,7 +69,7 @@ def test_events_are_printed_at_once() -> None:
 
 def test_evaluation_and_checkpoint_have_the_number_of_the_progress_line() -> None:
     """The log numbers steps from 0. People read how many are done."""
-    events = (step(9), EvalEvent(9, 0.0, 2.5), CheckpointEvent(9, 0.0, "runs/a/step-000010", 0, 0))
+    events = (step(9), EvalEvent(9, 2.5), CheckpointEvent(9, "runs/a/step-000010", 0, 0))
     assert [line.split(":")[0].split("  ")[0] for line in told(24, *events).splitlines()] == [
         "run 10/24",
         "step 10",

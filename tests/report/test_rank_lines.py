@@ -4,15 +4,13 @@ from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, StepE
 from dynmo.report.rank_lines import account_text, rank_account, rank_text
 
 REPACK = RepackEvent(
-    2, 0.0, 1, 4, 2, (4, 1), (2, 1), (4, 4), 1 << 20, 0.25, 0.04, "2 of 4 ranks", ("a:1", "b:2")
+    2, 1, 4, 2, (4, 1), (2, 1), (4, 4), 1 << 20, 0.25, 0.04, "2 of 4 ranks", ("a:1", "b:2")
 )
-GROW = GrowEvent(
-    4, 0.0, 2, 2, 4, (2, 1), (2, 2), (4, 4), 0, 0.5, None, "planned", ("a:3", "b:4"), 6.0
-)
+GROW = GrowEvent(4, 2, 2, 4, (2, 1), (2, 2), (4, 4), 0, 0.5, None, "planned", ("a:3", "b:4"), 6.0)
 
 
 def step(number: int, seconds: float) -> StepEvent:
-    return StepEvent(number, 0.0, 1.0, 1.0, 0.0, 0.0, seconds, None, 0.1, (4, 4), 0)
+    return StepEvent(number, 1.0, 1.0, 0.0, 0.0, seconds, None, 0.1, (4, 4), 0)
 
 
 def test_resize_events_have_a_line():
@@ -23,11 +21,8 @@ def test_resize_events_have_a_line():
     assert rank_text(GROW).startswith(
         "grew from 2 to 4 ranks (layers 4+4 x 2 replicas, 0.0 MiB moved, pause 500 ms; planned)"
     )
-    assert (
-        rank_text(ReleaseEvent(3, 0.0, "launcher", "node n3", 1, 1.5))
-        == "launcher: node n3 (1.5 s)"
-    )
-    assert rank_text(FaultEvent(3, 0.0, "nobody came")) == "fault: nobody came"
+    assert rank_text(ReleaseEvent(3, "launcher", "node n3", 1, 1.5)) == "launcher: node n3 (1.5 s)"
+    assert rank_text(FaultEvent(3, "nobody came")) == "fault: nobody came"
 
 
 def test_rank_account_counts_gpu_seconds():
@@ -43,4 +38,4 @@ def test_rank_account_counts_gpu_seconds():
 
 
 def test_run_without_resizes_has_no_rank_account():
-    assert rank_account([step(0, 1.0)], [FaultEvent(0, 0.0, "nobody came")], returned=0.0) is None
+    assert rank_account([step(0, 1.0)], [FaultEvent(0, "nobody came")], returned=0.0) is None

@@ -16,7 +16,7 @@ def test_a_phase_has_the_medians_of_its_steps() -> None:
         step(5, 0.5, frozen=1),
         move(6, 1),
         step(6, 5.0, (3, 1), 1),
-        EvalEvent(6, 0.0, 2.5),
+        EvalEvent(6, 2.5),
         end(),
     ]
     summary = summarize(events)
@@ -48,9 +48,9 @@ def test_phase_ends_at_any_change_of_the_work() -> None:
         step(3),
     ]
     events += [
-        ReshapeEvent(4, 0.0, (2, 1), (1, 2), (2, 2), 8, 0.1),
+        ReshapeEvent(4, (2, 1), (1, 2), (2, 2), 8, 0.1),
         step(4),
-        ChangeEvent(5, 0.0, "balance", (), "layers stay"),
+        ChangeEvent(5, "balance", (), "layers stay"),
         step(5),
     ]
     summary = summarize(events)
@@ -93,8 +93,8 @@ def test_later_events_of_a_resumed_run_replace_earlier_ones() -> None:
 def test_discarded_steps_do_not_count() -> None:
     """A run is killed after 6 steps. Its resumption with 4 steps ends at the checkpoint after 4."""
     killed = [step(i, loss=9.0 - i) for i in range(6)]
-    evaluations = [EvalEvent(3, 0.0, 2.5), EvalEvent(5, 0.0, 1.5)]
-    ended = EndEvent(4, 0.0, 6.0, "aa", 0.0, "done")
+    evaluations = [EvalEvent(3, 2.5), EvalEvent(5, 1.5)]
+    ended = EndEvent(4, 6.0, "aa", 0.0, "done")
     summary = summarize([*killed[:4], evaluations[0], *killed[4:], evaluations[1], ended])
     assert (summary.steps, summary.loss, summary.held_out) == (4, 6.0, 2.5)
     assert summary.run_seconds is None

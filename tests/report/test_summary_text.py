@@ -17,11 +17,9 @@ from tests.report.records import cells, change, end, move, result, step
 
 def test_last_token_shares_and_evaluation_have_a_line() -> None:
     records: list[Event] = [
-        TokensEvent(i, 0.0, "early_exit", (3,), {"exited": [i / 10]}) for i in (1, 2)
+        TokensEvent(i, "early_exit", (3,), {"exited": [i / 10]}) for i in (1, 2)
     ]
-    summary = summarize(
-        [step(0), step(1), step(2), *records, EvalEvent(2, 0.0, 2.5, 300.0, 2.4, 200.0)]
-    )
+    summary = summarize([step(0), step(1), step(2), *records, EvalEvent(2, 2.5, 300.0, 2.4, 200.0)])
     assert event_lines(summary) == [
         "step 2: early_exit, layers 3: exited 20%",
         (
@@ -64,13 +62,13 @@ def test_event_lines_are_in_order() -> None:
         change(1),
         move(1, 1, 0.5),
         step(1),
-        SkippedEvent(1, 0.0, 1024.0, 512.0),
+        SkippedEvent(1, 1024.0, 512.0),
         step(2),
     ]
     events += [
-        ReshapeEvent(3, 0.0, (4, 1), (2, 2), (3, 5), 8, 0.1),
+        ReshapeEvent(3, (4, 1), (2, 2), (3, 5), 8, 0.1),
         step(3),
-        RollbackEvent(3, 0.0, "clipped", 0.2),
+        RollbackEvent(3, "clipped", 0.2),
     ]
     assert event_lines(summarize(events)) == [
         "step 1: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x2.00 predicted",
