@@ -9,7 +9,7 @@ def tokens_text(event: TokensEvent) -> str:
     """Returns one line with the share of tokens that each layer let go or computed.
 
     Example:
-        >>> tokens_text(TokensEvent(10, 0.0, "early_exit", (5, 8), {"exited": [0.4, 0.25]}))
+        >>> tokens_text(TokensEvent(10, "early_exit", (5, 8), {"exited": [0.4, 0.25]}))
         'early_exit, layers 5, 8: exited 40%, 25%'
     """
     shares = "; ".join(
@@ -25,7 +25,7 @@ def evaluation_text(event: EvalEvent) -> str:
     If tokens exit, the line also has the loss without exits, and the speeds.
 
     Example:
-        >>> evaluation_text(EvalEvent(10, 0.0, 2.5, 200.0, 2.4, 100.0))
+        >>> evaluation_text(EvalEvent(10, 2.5, 200.0, 2.4, 100.0))
         'held-out loss 2.5000 at 200 tokens/s; without exits 2.4000 at 100 tokens/s (x2.00)'
     """
     line = f"held-out loss {event.loss:.4f}"

@@ -90,6 +90,6 @@ def test_event_lines_are_in_order() -> None:
 def test_overview_has_loss_time_and_speed() -> None:
     steps = [step(0, 2.0), step(1, 1.0)]  # 8 tokens each
     assert overview(summarize([*steps, end()])) == "loss 3.000000, 2 steps in 3.0 s, 5 tokens/s"
-    assert overview(summarize([*steps, EvalEvent(1, 0.0, 2.5)])) == (
+    assert overview(summarize([*steps, EvalEvent(1, 2.5)])) == (
         "loss 3.000000, held-out loss 2.500000, 2 steps in 3.0 s, 5 tokens/s, not ended"
     )
