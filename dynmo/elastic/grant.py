@@ -18,7 +18,7 @@ class Grant(BaseModel):
     Attributes:
         rank: The newcomer's number.
         size: The number of ranks from now on.
-        generation: Number of the new generation.
+        generation: The new generation.
         step: The next step.
         shape: Ranks of a pipeline, and number of replicas, from now on.
         layers: Layers on each stage from now on.
@@ -52,16 +52,11 @@ class Grant(BaseModel):
 
     @property
     def known_costs(self) -> tuple[LayerCost, ...] | None:
-        """Costs that the schedule is made from."""
         return None if self.costs is None else tuple(LayerCost(**cost) for cost in self.costs)
 
 
 def grant_from(text: str) -> Grant:
-    """Reads the text of a grant.
-
-    Raises:
-        RunError: It is not a grant.
-    """
+    """Reads the text of a grant. Raises RunError if it is none."""
     try:
         return Grant.model_validate(json.loads(text))
     except (json.JSONDecodeError, ValidationError) as error:
@@ -72,5 +67,4 @@ def grant_from(text: str) -> Grant:
 
 
 def cost_records(costs: tuple[LayerCost, ...] | None) -> tuple[dict[str, Any], ...] | None:
-    """Returns costs as a grant has them."""
     return None if costs is None else tuple(dataclasses.asdict(cost) for cost in costs)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -46,30 +46,35 @@ class _Waiting:
 
     Attributes:
         text: Its own description.
-        beat: Its last sign of life.
         seen: Time of the look at which its sign of life last changed.
+        beat: Its last sign of life.
     """
 
     text: str
+    seen: float
     beat: bytes = b""
-    seen: float = field(default_factory=time.monotonic)
 
 
 class JoinRequests:
     """Rank 0's side: the newcomers that wait."""
 
     def __init__(self, home: dist.Store, timeout: float) -> None:
-        self._store, self._timeout = dist.PrefixStore("join", home), timeout
+        self._store = dist.PrefixStore("join", home)
+        self._timeout = timeout
         # A wait of a TCPStore holds up its other calls, so the thread has a connection of its own.
         self._watched = dist.PrefixStore("join", cast(Any, home).clone())
         # The highest ticket so far, and the tickets whose holders have not described themselves.
-        self._known, self._expected = 0, set[int]()
+        self._known = 0
+        self._expected = set[int]()
         # The thread adds newcomers, and only the other methods remove them.
         self._waiting: dict[int, _Waiting] = {}
-        self._pulse, self._pulsed = 0, -_PULSE
+        self._pulse = 0
+        self._pulsed = -_PULSE
         self._pause = min(_PULSE, timeout / 4)
         self._gone: list[int] = []
-        self._looked, self._failure, self._told = time.monotonic(), "", False
+        self._looked = time.monotonic()
+        self._failure = ""
+        self._told = False
         self._closed = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -90,7 +95,7 @@ class JoinRequests:
             if self._watched.check([f"here/{ticket}"]):
                 self._expected.remove(ticket)
                 text = self._watched.get(f"here/{ticket}").decode(errors="replace")
-                self._waiting[ticket] = _Waiting(text, seen=now)
+                self._waiting[ticket] = _Waiting(text, now)
         waiting = list(self._waiting.items())
         for ticket, each in waiting:
             beat = self._watched.get(f"beat/{ticket}")
@@ -124,17 +129,14 @@ class JoinRequests:
         return gone
 
     def text(self, ticket: int) -> str:
-        """Returns a newcomer's description of itself."""
         return self._waiting[ticket].text
 
     def grant(self, tickets: Sequence[int], texts: Sequence[str]) -> None:
-        """Lets newcomers join the run."""
         for ticket, text in zip(tickets, texts, strict=True):
             del self._waiting[ticket]
             self._send(f"grant/{ticket}", text)
 
     def refuse(self, ticket: int, why: str) -> None:
-        """Sends a newcomer away."""
         del self._waiting[ticket]
         self._send(f"refused/{ticket}", why)
 
@@ -157,11 +159,13 @@ class Newcomer:
         self, home: dist.Store, text: str, timeout: float, name: str = "a newcomer"
     ) -> None:
         self._store = dist.PrefixStore("join", home)
-        self._text, self._timeout, self._name = text, timeout, name
+        self._text = text
+        self._timeout = timeout
+        self._name = name
         self._heard = 0.0  # time of rank 0's last sign of life
 
     def wait(self, stopping: Callable[[], bool] = lambda: False) -> str | None:
-        """Asks to join, and waits until rank 0 grants it."""
+        """Asks to join, and waits for the grant. None if the run is over or `stopping` says so."""
         with _told():
             self._heard = time.monotonic()
             ticket = self._ask(self._request)
@@ -229,7 +233,6 @@ def _told() -> Iterator[None]:
 
 
 def join_request_text(member: Member, identity: Identity) -> str:
-    """Returns what a newcomer says of itself."""
     return json.dumps({"member": asdict(member), "identity": identity.model_dump()})
 
 

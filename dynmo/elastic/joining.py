@@ -30,7 +30,7 @@ def outside_world(file: Path, *, device: torch.device, timeout: float, staged: b
     Args:
         file: The file that rank 0 of the training has written.
         device: Device of this process.
-        timeout: Seconds that each wait may take.
+        timeout: Limit of each wait, in seconds.
         staged: Whether the training's messages pass through host memory.
 
     Raises:
@@ -60,7 +60,7 @@ def join(
         world: This process alone.
         identity: What decides the numbers here. A process that differs is refused.
         take_up: Takes rank 0's grant, and meets the other ranks.
-        stopping: Returns whether this process shall end.
+        stopping: Whether this process shall end.
 
     Returns:
         False if the training is over, or this process shall end.

@@ -15,9 +15,6 @@ class Member:
     """The place where one rank runs.
 
     Attributes:
-        rank: Number of the rank in the run.
-        host: Name of its machine.
-        pid: Number of its process there.
         node: The resource manager's name of the machine or the pod. The default is `host`.
         process: The launcher's number of this process. None if no launcher of dynmo's started it.
     """
@@ -30,27 +27,17 @@ class Member:
 
 
 def own_member(rank: int) -> Member:
-    """Returns the place where this process runs.
-
-    Args:
-        rank: Number of this process.
-    """
     host, process = socket.gethostname(), os.environ.get("DYNMO_PROCESS", "")
     node = os.environ.get("SLURMD_NODENAME") or os.environ.get("POD_NAME") or host
     return Member(rank, host, os.getpid(), node, int(process) if process.isdigit() else None)
 
 
 def member_text(member: Member) -> str:
-    """Returns a member as text for the other ranks."""
     return json.dumps(asdict(member))
 
 
 def member_from(text: str) -> Member:
-    """Reads the text of `member_text`.
-
-    Raises:
-        RunError: It is none.
-    """
+    """Reads the text of `member_text`. Raises RunError if it is none."""
     try:
         return Member(**json.loads(text))
     except (ValueError, TypeError):
@@ -61,10 +48,8 @@ def member_from(text: str) -> Member:
 
 
 def describe(member: Member) -> str:
-    """Returns the name of a process for a person."""
     return f"{member.node}:{member.pid}"
 
 
 def count_text(count: int) -> str:
-    """Returns a number of ranks in words."""
     return f"{count} more rank{'' if count == 1 else 's'}"

@@ -28,7 +28,7 @@ class RankSource:
 
     Args:
         join_requests: Holds the waiting newcomers.
-        manager: Talks to the resource manager. None means that there is no manager.
+        manager: The resource manager, if there is one.
         identity: What decides the numbers of the run. A newcomer that differs is refused.
         join_timeout: Seconds after which requested ranks count as missing.
     """
@@ -40,14 +40,18 @@ class RankSource:
         identity: Identity,
         join_timeout: float,
     ) -> None:
-        self._join_requests, self._manager = join_requests, manager
+        self._join_requests = join_requests
+        self._manager = manager
+        self._identity = identity
         self._join_timeout = join_timeout
-        self._identity, self._looked = identity, 0.0
+        self._looked = 0.0
         # Newcomers that wait, and where each of them runs.
         self._present: list[int] = []
         self._members: dict[int, Member] = {}
         # Requested ranks that have not come, the time of the request, and whether an event said so.
-        self._outstanding, self._asked, self._missed = 0, 0.0, False
+        self._outstanding = 0
+        self._asked = 0.0
+        self._missed = False
         self._events: list[Event] = []
 
     @property
@@ -56,14 +60,7 @@ class RankSource:
         return len(self._present)
 
     def look(self, at_once: bool = False) -> int:
-        """Looks for waiting newcomers, at most every `_LOOK` seconds.
-
-        Args:
-            at_once: Whether to look in any case.
-
-        Returns:
-            Number of waiting newcomers.
-        """
+        """Returns the number of waiting newcomers. Looks at once, or every `_LOOK` seconds."""
         moment = time.monotonic()
         if at_once or moment - self._looked >= _LOOK:
             self._looked = moment
@@ -98,14 +95,7 @@ class RankSource:
         return False
 
     def grant(self, texts: Sequence[str]) -> list[Member]:
-        """Lets the first waiting newcomers join the run.
-
-        Args:
-            texts: The grant of each.
-
-        Returns:
-            The newcomers that join.
-        """
+        """Sends a grant to each of the first waiting newcomers, and returns these."""
         tickets = self._present[: len(texts)]
         members = [self._members.pop(ticket) for ticket in tickets]
         self._join_requests.grant(tickets, texts)
@@ -114,36 +104,22 @@ class RankSource:
         return members
 
     def request(self, count: int) -> None:
-        """Asks the resource manager for ranks, unless they are on their way.
-
-        Args:
-            count: Number of missing ranks beside the waiting newcomers.
-        """
+        """Requests ranks beside the waiting newcomers, unless they are on their way."""
         if self._manager is None or not self._manager.can_request or count <= self._outstanding:
             return
         self._manager.request(count - self._outstanding)
         self._outstanding, self._asked, self._missed = count, time.monotonic(), False
 
     def miss(self) -> None:
-        """Takes note that the run has reported the missing ranks itself."""
+        """Notes that the run has reported the missing ranks itself."""
         self._missed = True
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        """Gives ranks back.
-
-        Args:
-            left: Ranks that are out of the run.
-            stay: Ranks that go on.
-        """
         if self._manager is not None:
             self._manager.release(left, stay)
 
     def take_events(self, step: int) -> list[Event]:
-        """Returns the events since the last call.
-
-        Args:
-            step: The next step.
-        """
+        """Returns the events since the last call, with the number of the next step."""
         late = time.monotonic() - self._asked
         if (
             self._outstanding > len(self._present)
@@ -164,7 +140,6 @@ class RankSource:
         return [type(event)(**{**vars(event), "step": step}) for event in events]
 
     def close(self) -> None:
-        """Tells all waiting processes that the run is over."""
         # The store may be gone if a run fails. The run's own failure must be reported then.
         with contextlib.suppress(RuntimeError):
             self._join_requests.close()
@@ -189,11 +164,6 @@ class RankSource:
 
 def make_source(elastic: Elastic, world: World, identity: Identity) -> RankSource | None:
     """Makes rank 0's source of ranks.
-
-    Args:
-        elastic: Options of the run.
-        world: All ranks.
-        identity: What decides the numbers of the run.
 
     Returns:
         The source. None on other ranks, and in a world whose ranks cannot change.

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 from dynmo.elastic.launcher.supervisor import spawn
 from dynmo.elastic.managers.manager import Starter
 from dynmo.errors import DynmoError
+from tests.processes import gone, wait_until
 
 ROOT = Path(__file__).parents[2]
 # Variables of a launcher that works in another folder.
@@ -72,9 +75,21 @@ def reports_of(folder: Path) -> list[str]:
     return (folder / "reports").read_text().splitlines()
 
 
-def has_stopped(folder: Path) -> list[bool]:
-    """Whether each of two ranks that run `STOPS_WHEN_ASKED` has ended by itself."""
-    return [(folder / f"stopped-{rank}").exists() for rank in range(2)]
+def check_that_ranks_end_with(
+    process: subprocess.Popen[str], folder: Path, number: int
+) -> tuple[int, str]:
+    """Sends a signal to the launcher of two ranks that run `STOPS_WHEN_ASKED`.
+
+    Ctrl-C lets the ranks finish their step. Ranks end if their launcher is killed. Returns the
+    status of the launcher, and its errors.
+    """
+    wait_until(lambda: all((folder / f"up-{rank}").exists() for rank in range(2)))
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=50)
+    stopped = [(folder / f"stopped-{rank}").exists() for rank in range(2)]
+    assert stopped == [number == signal.SIGINT] * 2
+    wait_until(lambda: gone(folder), 15)
+    return process.returncode, err
 
 
 def starter(name: str, size: int, folder: Path) -> Starter | None:

@@ -14,9 +14,6 @@ def end_process(status: int) -> NoReturn:
 
     A thread of a process group may still be ending. Finalization would then abort the process,
     although its work is done. Exit functions have run and output is flushed.
-
-    Args:
-        status: The exit status.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

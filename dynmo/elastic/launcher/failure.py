@@ -21,8 +21,6 @@ class Failure:
 
     Attributes:
         weight: Distance from the cause. Causes have lower weights than consequences.
-        status: Exit status of the rank.
-        message: The reason in one line.
         waits_for: Ranks that did not come.
         trace: The traceback, for DYNMO_TRACEBACK=1.
     """
@@ -40,7 +38,7 @@ class Ending:
 
     Attributes:
         code: Its exit status. None if it had to be killed.
-        reason: The resource manager's message about it.
+        reason: The resource manager's message.
     """
 
     code: int | None
@@ -48,7 +46,6 @@ class Ending:
 
 
 def read_failures(folder: LaunchFolder, resized: bool = False) -> dict[int, Failure]:
-    """Returns the failure reports of processes, by process."""
     reports = {process: Failure(**report) for process, report in folder.failures().items()}
     if resized:
         return {process: replace(report, waits_for=()) for process, report in reports.items()}

@@ -16,7 +16,6 @@ Files with a count in their name are written in order: 1, 2, 3, ...
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -55,12 +54,7 @@ class LaunchFolder:
         return {path.name for path in self.path.iterdir()}
 
     def write_note(self, kind: str, content: Mapping[str, object]) -> None:
-        """Writes the next `kind-<n>.json`.
-
-        Args:
-            kind: "wanted" or "free".
-            content: Content of the file.
-        """
+        """Writes the next `kind-<n>.json`. The kind is "wanted" or "free"."""
         count = self._written.get(kind, 0) + 1
         write_whole(self.path / f"{kind}-{count}.json", json.dumps(content))
         self._written[kind] = count
@@ -75,29 +69,19 @@ class LaunchFolder:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
 
     def enter(self, process: int, content: Mapping[str, object]) -> None:
-        """Writes that a process runs."""
         write_whole(self.entered(process), json.dumps(content))
 
     def entered(self, process: int) -> Path:
-        """Returns the file that says that a process runs."""
         return self.path / f"entered-{process}"
 
     def become_member(self, process: int, generation: int) -> None:
-        """Writes that a process has become a rank of the run. Its failure now ends the run.
-
-        Args:
-            process: The launcher's number of the process.
-            generation: The generation in which it joined.
-        """
+        """Writes that a process has become a rank of the run. Its failure now ends the run."""
         self._mark(f"member-{process}-{generation}")
 
     def leave(self, process: int, generation: int) -> None:
         """Writes that a process is no rank any more. Its failure ends nothing.
 
-        Args:
-            process: The launcher's number of the process.
-            generation: The first generation without it. Rank 0 and the process itself may both
-                write it.
+        Rank 0 and the process itself may both write it.
         """
         self._mark(f"left-{process}-{generation}")
 
@@ -109,11 +93,7 @@ class LaunchFolder:
             _logger.warning(f"{self.path / name} cannot be written: {error.strerror}")
 
     def changes(self, names: set[str]) -> dict[int, bool]:
-        """Returns whether each process is a rank, of those that have joined or left.
-
-        Args:
-            names: Result of `names`.
-        """
+        """Returns whether each process is a rank, of those that have joined or left."""
         last: dict[int, tuple[int, bool]] = {}
         for name in names:
             kind, _, numbers = name.partition("-")
@@ -124,7 +104,6 @@ class LaunchFolder:
         return {process: is_rank for process, (_, is_rank) in last.items()}
 
     def failures(self) -> dict[int, dict[str, Any]]:
-        """Returns the failure reports of processes, by process."""
         reports: dict[int, dict[str, Any]] = {}
         for path in self.path.glob("failed-*.json"):
             process = int(path.stem.removeprefix("failed-"))
@@ -132,7 +111,6 @@ class LaunchFolder:
         return reports
 
     def write_failure(self, process: int, content: Mapping[str, object]) -> None:
-        """Writes why a process ends."""
         write_whole(self.path / f"failed-{process}.json", json.dumps(content))
 
     def append_report(self, report: Report) -> None:
@@ -168,6 +146,4 @@ def tell_launcher(left: Sequence[Member], generation: int) -> None:
     launcher = launch_folder()
     for member in left:
         if launcher is not None and member.process is not None:
-            # On a full disk the end of such a process must be a good one.
-            with contextlib.suppress(OSError):
-                launcher.leave(member.process, generation)
+            launcher.leave(member.process, generation)

@@ -1,7 +1,4 @@
-"""The rank's side of its launcher.
-
-A rank enters, and leaves the reason if it fails.
-"""
+"""The rank's side of its launcher: a rank enters, and leaves the reason if it fails."""
 
 from __future__ import annotations
 
@@ -80,15 +77,7 @@ def _native_stderr_to(log: Path) -> None:
 
 
 def report_failure(error: BaseException, log: Path | None = None) -> int:
-    """Leaves the reason for the launcher.
-
-    Args:
-        error: The error that ended the rank.
-        log: Takes the traceback.
-
-    Returns:
-        The exit status.
-    """
+    """Leaves the reason for the launcher, and the traceback in the log. Returns the exit status."""
     rank, trace = _process_number(), "".join(traceback.format_exception(error))
     logged = log is not None and _log_traceback(error, log)
     if isinstance(error, DynmoError):
@@ -108,10 +97,7 @@ def report_failure(error: BaseException, log: Path | None = None) -> int:
 
 
 def quiet_torch() -> None:
-    """Silences the warnings of torch's C++ about every lost connection.
-
-    It is for a rank that reports its errors itself, in one line. It works before torch is imported.
-    """
+    """Silences torch's C++ warnings about lost connections. Works before torch is imported."""
     if os.environ.get("DYNMO_TRACEBACK") != "1":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -127,13 +113,9 @@ def _log_traceback(error: BaseException, log: Path) -> bool:
 
 
 def describe(error: BaseException, rank: int | None) -> str:
-    """Returns one line for an error that is not dynmo's own: rank, error, place.
+    """Returns one line for an error that is not dynmo's own: rank, error, place, notes.
 
-    The error's notes may name the layer.
-
-    Args:
-        error: The error.
-        rank: The rank that it ended. None if the process is not a rank yet.
+    The rank is None if the process is not a rank yet.
     """
     notes = "".join(f", {' '.join(note.split())}" for note in getattr(error, "__notes__", ()))
     what = f"{type(error).__name__}: {' '.join(str(error).split())}"

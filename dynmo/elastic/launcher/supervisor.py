@@ -68,7 +68,8 @@ def spawn(
             machine.
         folder: The launch folder, which all machines of the run must see. It is made anew, and
             removed at the end. None means a temporary folder.
-        rendezvous_file: The file through which the ranks meet. None means a file in `folder`.
+        rendezvous_file: The file through which the ranks meet, made anew and removed at the end
+            like the folder. None means a file in `folder`.
 
     Returns:
         0, or 130 if all ranks stopped because a signal asked.
@@ -148,9 +149,7 @@ class _Process:
 
     Attributes:
         number: The launcher's number.
-        handle: The process.
         is_rank: False for a process that is not a rank yet, or not any more.
-        started: Time of its start.
         told: Number of stop signals that were passed on.
         entered: Whether rank 0 was told that the joiner runs.
         ended: Whether its end outside of the run was seen.
@@ -167,20 +166,13 @@ class _Process:
 
 @dataclass
 class _Leaving:
-    """Processes that leave the run together.
-
-    Attributes:
-        processes: The processes.
-        since: Time at which the first of them had ended.
-    """
+    """Processes that leave the run together, and when the first of them had ended."""
 
     processes: list[_Process]
     since: float | None = None
 
 
 class Supervisor:
-    """The processes of one run."""
-
     def __init__(
         self,
         starter: Starter,
@@ -207,7 +199,6 @@ class Supervisor:
         self._reports = threading.Lock()
 
     def start_ranks(self) -> None:
-        """Starts the first ranks, unless a signal asks for a stop."""
         for rank in range(self._size):
             if not self.asked:
                 self._start(rank, joins=False)
@@ -303,7 +294,8 @@ class Supervisor:
             number, seconds = process.number, time.monotonic() - process.started
             if not process.entered and f"entered-{number}" in names:
                 process.entered = True
-                host = self._read_entered(number).get("host", "its machine")
+                entered = self._folder.entered(number).read_text(encoding="utf-8")
+                host = json.loads(entered).get("host", "its machine")
                 self._append("started", f"process {number} runs on {host}", 1, seconds)
             process.is_rank = changes.get(number, process.is_rank)
             if not process.is_rank and process in ended:
@@ -316,9 +308,6 @@ class Supervisor:
         while (wanted := self._folder.next_note("wanted", names)) is not None:
             for _ in range(wanted["count"]):
                 self._start_joiner()
-
-    def _read_entered(self, number: int) -> dict[str, Any]:
-        return json.loads(self._folder.entered(number).read_text(encoding="utf-8"))
 
     def _start_joiner(self) -> None:
         number, self._next = self._next, self._next + 1
@@ -384,7 +373,6 @@ class Supervisor:
                 process.handle.send_signal(signal.SIGTERM)
 
     def verdict(self) -> int:
-        """Judges the ranks. See `failure.verdict`."""
         self._look()
         handles = {rank.number: rank.handle for rank in self._ranks}
         endings = {at: Ending(handle.poll(), handle.reason()) for at, handle in handles.items()}

@@ -18,8 +18,7 @@ def make_manager(elastic: Elastic, environ: Mapping[str, str] = os.environ) -> M
 
     Args:
         elastic: Options of the run.
-        environ: Environment variables. They name the launcher's folder, if dynmo's launcher
-            started this process.
+        environ: Environment variables. DYNMO_RENDEZVOUS names the folder of dynmo's launcher.
 
     Returns:
         The manager. None if no manager is told that ranks leave and join.
@@ -45,8 +44,5 @@ def parks(elastic: Elastic) -> bool:
     """Returns True if ranks that leave wait to be called back.
 
     A pod of an indexed Job must not end by itself, or its index counts as done.
-
-    Args:
-        elastic: Options of the run.
     """
     return elastic.park or elastic.releaser == "kubernetes"

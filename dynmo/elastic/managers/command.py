@@ -51,24 +51,23 @@ _RANK_VARIABLES = (
 )
 
 
-class Worker:
+class ThreadedManager:
     """Runs calls one after another in a thread, and keeps a report of each.
 
     A call that raises an exception gives a "failed" report. Nothing is raised in the training.
     """
 
     def __init__(self, name: str) -> None:
-        self.stopping = threading.Event()
+        self._stopping = threading.Event()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._reports: list[Report] = []
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
-    def submit(
+    def _submit(
         self, kind: Literal["released", "started"], ranks: int, call: Callable[[], str]
     ) -> None:
-        """Queues a call."""
         with self._lock:
             if self._closed:
                 self._reports.append(Report("failed", "the run has ended", ranks))
@@ -82,12 +81,11 @@ class Worker:
         self._calls.put((kind, ranks, call))
 
     @property
-    def has_more(self) -> bool:
+    def _has_more(self) -> bool:
         """True if other calls wait for the current one."""
         return not self._closed and not self._calls.empty()
 
     def reports(self) -> list[Report]:
-        """Returns the reports since the last time."""
         with self._lock:
             reports, self._reports = self._reports, []
         return reports
@@ -103,7 +101,7 @@ class Worker:
                 return
         self._calls.put(None)
         self._thread.join(timeout)
-        self.stopping.set()
+        self._stopping.set()
         self._thread.join(2.0)
 
     def _work(self) -> None:
@@ -111,7 +109,7 @@ class Worker:
             kind, ranks, call = queued
             start = time.monotonic()
             try:
-                if self.stopping.is_set():
+                if self._stopping.is_set():
                     raise RunError("not begun, because the run has ended")
                 report = Report(kind, call(), ranks)
             except DynmoError as error:
@@ -127,7 +125,7 @@ class Worker:
 _Call = tuple[Literal["released", "started"], int, Callable[[], str]]
 
 
-class CommandManager:
+class CommandManager(ThreadedManager):
     """Runs a command of the user's own for each release and each request.
 
     A command gets the environment of rank 0 without a launcher's variables for a rank (`RANK`,
@@ -143,12 +141,13 @@ class CommandManager:
     name = "command"
 
     def __init__(self, release: Sequence[str], request: Sequence[str], timeout: float) -> None:
-        self._release, self._request, self._timeout = list(release), list(request), timeout
-        self._worker = Worker("dynmo-command-manager")
+        super().__init__("dynmo-command-manager")
+        self._release = list(release)
+        self._request = list(request)
+        self._timeout = timeout
 
     @property
     def can_request(self) -> bool:
-        """True if there is a command that starts ranks."""
         return bool(self._request)
 
     def check(self) -> None:
@@ -168,28 +167,14 @@ class CommandManager:
             )
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        """Runs the release command."""
         variables = {"DYNMO_LEFT": _as_json(left), "DYNMO_STAY": _as_json(stay)}
-        self._worker.submit(
-            "released",
-            len(left),
-            lambda: self._run("elastic.release_command", self._release, variables),
-        )
+        key = "elastic.release_command"
+        self._submit("released", len(left), lambda: self._run(key, self._release, variables))
 
     def request(self, count: int) -> None:
-        """Runs the command that starts ranks. It returns before the ranks have joined."""
         variables = {"DYNMO_COUNT": str(count)}
-        self._worker.submit(
-            "started", count, lambda: self._run("elastic.grow_command", self._request, variables)
-        )
-
-    def reports(self) -> list[Report]:
-        """Returns the reports since the last call."""
-        return self._worker.reports()
-
-    def close(self) -> None:
-        """Waits at most a few seconds for commands, and kills the one that runs on."""
-        self._worker.close()
+        key = "elastic.grow_command"
+        self._submit("started", count, lambda: self._run(key, self._request, variables))
 
     def _run(self, key: str, command: Sequence[str], variables: Mapping[str, str]) -> str:
         if not command:
@@ -229,7 +214,7 @@ class CommandManager:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, min(0.2, end - time.monotonic())))
                 return ""
-            if self._worker.stopping.is_set():
+            if self._stopping.is_set():
                 stopped = "was killed, because the run has ended"
             elif time.monotonic() >= end:
                 stopped = f"took over {self._timeout:g} s and was killed; allow it more time"

@@ -27,8 +27,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dynmo.elastic.managers.command import Worker
-from dynmo.elastic.managers.manager import Report
+from dynmo.elastic.managers.command import ThreadedManager
 from dynmo.elastic.member import Member
 from dynmo.errors import ConfigError, RunError, needs_extra
 
@@ -39,24 +38,20 @@ _INTERVAL = 0.5
 _T = TypeVar("_T")
 
 
-class KubernetesManager:
-    """Changes the number of pods of the run's own Job.
-
-    Connects with the pod's service account. Outside a cluster it connects with a kubeconfig file.
-    """
+class KubernetesManager(ThreadedManager):
+    """Changes the number of pods of the run's own Job."""
 
     name = "kubernetes"
     can_request = True
-    # Only the pods with the highest indexes can go, so the ranks that stay must be 0, 1, ...
-    releases_highest = True
 
     def __init__(
         self, namespace: str = "", job: str = "", timeout: float = 120.0, kubeconfig: str = ""
     ) -> None:
+        super().__init__("dynmo-kubernetes-manager")
         self._namespace = namespace or os.environ.get("POD_NAMESPACE", "")
         self._job = job or os.environ.get("JOB_NAME", "")
-        self._timeout, self._kubeconfig = timeout, kubeconfig
-        self._worker = Worker("dynmo-kubernetes-manager")
+        self._timeout = timeout
+        self._kubeconfig = kubeconfig
 
     def check(self) -> None:
         """Checks for the client, the job's name and the credentials. Calls no server."""
@@ -70,21 +65,11 @@ class KubernetesManager:
         _configuration(self._kubeconfig)
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        """Sets the number of the job's pods to the number of ranks that stay."""
         gone, staying = tuple(left), tuple(stay)
-        self._worker.submit("released", len(gone), lambda: self._shrink(gone, staying))
+        self._submit("released", len(gone), lambda: self._shrink(gone, staying))
 
     def request(self, count: int) -> None:
-        """Lets the job have `count` more pods. They run `dynmo train CONFIG --join`."""
-        self._worker.submit("started", count, lambda: self._grow(count))
-
-    def reports(self) -> list[Report]:
-        """Returns the reports since the last call."""
-        return self._worker.reports()
-
-    def close(self) -> None:
-        """Waits at most a few seconds for the API server."""
-        self._worker.close()
+        self._submit("started", count, lambda: self._grow(count))
 
     def _shrink(self, left: Sequence[Member], stay: Sequence[Member]) -> str:
         count = len(stay)
@@ -130,9 +115,6 @@ class KubernetesManager:
     @contextlib.contextmanager
     def _connection(self, wanted: str) -> Generator[_JobApi, None, None]:
         """Connects anew each time, because tokens expire and idle connections break."""
-        for value, variable in ((self._namespace, "POD_NAMESPACE"), (self._job, "JOB_NAME")):
-            if not value:
-                raise RunError(f"the job is unknown: set {variable}")
         configuration = _configuration(self._kubeconfig)
         with _client().ApiClient(configuration) as client:
             yield _JobApi(client, self._namespace, self._job, wanted)
@@ -169,7 +151,7 @@ class KubernetesManager:
                 state = str(pods)
             except _Transient as error:
                 state = str(error)
-            if gives_way and self._worker.has_more:
+            if gives_way and self._has_more:
                 raise RunError(
                     f"job {self._name} is patched, but {state}; a newer change goes first"
                 )
@@ -181,26 +163,17 @@ class KubernetesManager:
             self._pause()
 
     def _pause(self) -> None:
-        if self._worker.stopping.wait(_INTERVAL):
+        if self._stopping.wait(_INTERVAL):
             raise RunError(f"job {self._name}: the run ended before its pods had changed")
 
 
 class _Transient(Exception):
-    """The API server did not answer, or asks to try again.
-
-    The message is a report's line.
-    """
+    """The API server did not answer, or asks to try again. The message is a report's line."""
 
 
 @dataclass(frozen=True)
 class _PodCount:
-    """The number of pods of a job.
-
-    Attributes:
-        active: Pending and running pods.
-        ready: Pods that are ready.
-        terminating: Pods that are ending.
-    """
+    """The number of pods of a job. Active ones are pending or running."""
 
     active: int
     ready: int
@@ -211,10 +184,7 @@ class _PodCount:
 
 
 class _JobApi:
-    """The calls that a manager makes.
-
-    Every error becomes one line that says what to do.
-    """
+    """The calls that a manager makes. Every error becomes one line that says what to do."""
 
     def __init__(self, client: Any, namespace: str, job: str, wanted: str) -> None:
         self._client, self._namespace, self._job = client, namespace, job
@@ -224,10 +194,7 @@ class _JobApi:
         self._version = _client().VersionApi(client)
 
     def is_elastic(self) -> bool:
-        """Returns True if the server can change `completions` of an Indexed Job.
-
-        Servers from 1.27 on can.
-        """
+        """Returns True if the server can change `completions` of an Indexed Job (1.27 on)."""
         with self._explained():
             version = self._version.get_code(_request_timeout=_ANSWER)
         major, minor = (
@@ -236,7 +203,6 @@ class _JobApi:
         return (major, minor) >= (1, 27)
 
     def read_job(self) -> Any:
-        """Reads the job."""
         with self._explained():
             return self._batch.read_namespaced_job(
                 self._job, self._namespace, _request_timeout=_ANSWER
@@ -253,7 +219,6 @@ class _JobApi:
         return _PodCount(active, ready, status.terminating or 0)
 
     def patch_job(self, spec: dict[str, int]) -> None:
-        """Changes keys of the job's `spec`."""
         with self._explained():
             self._batch.patch_namespaced_job(
                 self._job, self._namespace, {"spec": spec}, _request_timeout=_ANSWER
@@ -273,7 +238,6 @@ class _JobApi:
         ]
 
     def delete_pods(self, members: Sequence[Member]) -> None:
-        """Deletes the members' pods."""
         for name in self.find_pods(members):
             with self._explained():
                 try:
@@ -338,7 +302,6 @@ def _short_host(member: Member) -> str:
 
 
 def _client() -> Any:
-    """Imports the module `kubernetes.client`."""
     try:
         return importlib.import_module("kubernetes.client")
     except ImportError as error:
@@ -348,10 +311,7 @@ def _client() -> Any:
 
 
 def _configuration(kubeconfig: str) -> Any:
-    """Returns the configuration of the client.
-
-    It is from a given file, the pod's service account, or the user's file.
-    """
+    """Reads the given file, the pod's service account, or the user's file."""
     configuration = _client().Configuration()
     # The manager repeats calls itself. The client would print a line for each repetition.
     configuration.retries = False

@@ -1,7 +1,4 @@
-"""dynmo's launcher as a resource manager.
-
-It started the ranks, and can start more of them.
-"""
+"""dynmo's launcher as a resource manager: it started the ranks, and can start more of them."""
 
 from __future__ import annotations
 
@@ -24,18 +21,15 @@ class LauncherManager:
     can_request = True
 
     def __init__(self, folder: Path) -> None:
-        """Opens the launch folder."""
         self._folder = LaunchFolder(folder)
         self._untold: list[Report] = []  # notes that could not be written
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        """Notes whose resources the launcher frees once they have ended."""
         processes = [member.process for member in left if member.process is not None]
         if processes:
             self._tell("free", {"processes": processes}, 0)
 
     def request(self, count: int) -> None:
-        """Asks the launcher to start `count` processes that join."""
         self._tell("wanted", {"count": count}, count)
 
     def _tell(self, kind: str, content: Mapping[str, object], ranks: int) -> None:
@@ -46,9 +40,8 @@ class LauncherManager:
             self._untold.append(Report("failed", why, ranks))
 
     def reports(self) -> list[Report]:
-        """Returns the launcher's reports since the last call."""
         untold, self._untold = self._untold, []
         return [*untold, *self._folder.new_reports()]
 
     def close(self) -> None:
-        """Does nothing, because the launcher ends with the run."""
+        pass  # the launcher ends with the run

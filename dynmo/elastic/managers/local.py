@@ -15,8 +15,6 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class LocalProcess(subprocess.Popen[bytes]):
-    """A child process."""
-
     def reason(self) -> str:
         return ""
 

@@ -42,9 +42,7 @@ class Manager(Protocol):
     """Gives ranks back to a resource manager, and asks it for others."""
 
     @property
-    def name(self) -> str:
-        """Name of the manager in `elastic.releaser`."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def can_request(self) -> bool:
@@ -52,21 +50,11 @@ class Manager(Protocol):
         ...
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        """Begins to give ranks back.
-
-        Args:
-            left: Ranks that hold nothing any more. Their processes have ended, end now, or are
-                parked.
-            stay: The ranks that go on.
-        """
+        """Begins to give ranks back. Their processes have ended, end now, or are parked."""
         ...
 
     def request(self, count: int) -> None:
-        """Begins to ask for more ranks.
-
-        Args:
-            count: Number of ranks. Each is a process that runs `dynmo train CONFIG --join`.
-        """
+        """Begins to ask for more processes that run `dynmo train CONFIG --join`."""
         ...
 
     def reports(self) -> list[Report]:
@@ -100,22 +88,17 @@ class RankCommand:
 
 
 class RankProcess(Protocol):
-    """A started process.
-
-    Its statuses are those of `subprocess.Popen`: -9 after SIGKILL.
-    """
+    """A started process. Its statuses are those of `subprocess.Popen`: -9 after SIGKILL."""
 
     def poll(self) -> int | None:
-        """Returns its exit status, or None while it runs or waits for its resources."""
+        """Returns its exit status. None while it runs or waits for its resources."""
         ...
 
     def send_signal(self, sig: int, /) -> None:
         """Sends a signal. Ends a process that still waits for its resources."""
         ...
 
-    def kill(self) -> None:
-        """Ends it at once."""
-        ...
+    def kill(self) -> None: ...
 
     def wait(self) -> int:
         """Waits for its end after `kill`, and returns its exit status."""
@@ -139,13 +122,10 @@ class Starter(Protocol):
         ...
 
     def released(self, processes: Sequence[RankProcess]) -> str:
-        """Gives back the resources of processes that have left a running run. May block.
-
-        Args:
-            processes: Processes that left together and have ended.
+        """Gives back the resources of processes that left together and have ended. May block.
 
         Returns:
-            One line about the resources that were given back.
+            One line about the resources.
 
         Raises:
             RunError: Nothing was given back. The message is one line with the manager's words.

@@ -46,7 +46,6 @@ class RankActor:
         out: str,
         err: str,
     ) -> int:
-        """Runs the command in a folder until it ends, and returns its status."""
         env = {**environment, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         env.pop("CUDA_VISIBLE_DEVICES", None)
         if devices := os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -67,7 +66,6 @@ class RankActor:
         return self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process."""
         if self._process is None:
             self._asked.append(number)
         else:
@@ -175,11 +173,7 @@ class RayStarter:
     """Starts ranks in the Ray cluster of RAY_ADDRESS, or of this machine."""
 
     def __init__(self) -> None:
-        """Connects to the cluster.
-
-        Raises:
-            ConfigError: Ray is not installed, or there is no cluster.
-        """
+        """Raises ConfigError if Ray is not installed, or there is no cluster."""
         try:
             ray: Any = importlib.import_module("ray")
             for name in ("placement_group", "scheduling_strategies"):

@@ -104,10 +104,7 @@ class SlurmProcess:
         return code
 
     def send_signal(self, sig: int, /) -> None:
-        """Sends the signal to the rank. Ends the `srun` if the rank does not run yet.
-
-        A signal to `srun` itself would kill the rank.
-        """
+        # A signal to `srun` itself would kill the rank.
         step = self._step()
         if step is None or not _asks(["scancel", f"--signal={signal.Signals(sig).name[3:]}", step]):
             self._srun.terminate()
@@ -162,13 +159,11 @@ class LineSplitter:
         return pieces
 
     def rest(self) -> list[tuple[bool, bytes]]:
-        """Returns the pieces that were held back at the end."""
         held, self._held = self._held, b""
         return [(held.startswith(_OWN), held)] if held else []
 
 
 def _asks(command: Sequence[str]) -> bool:
-    """Runs a command of Slurm. Returns True if it worked."""
     try:
         _run(command)
     except RunError:
@@ -177,7 +172,6 @@ def _asks(command: Sequence[str]) -> bool:
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
-    """Runs a command of Slurm in a folder."""
     name = " ".join(command[:2])
     try:
         done = subprocess.run(
@@ -206,7 +200,7 @@ class SlurmStarter:
 
         Args:
             size: The number of ranks at the start.
-            folder: Folder for the files of `scontrol`. It may not exist yet.
+            folder: Takes the files of `scontrol`. It may not exist yet.
             job_options: Options of `srun` for jobs of one rank: partition, devices, time limit.
 
         Raises:
@@ -302,14 +296,11 @@ class SlurmStarter:
 
 
 def _srun(options: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Returns the command line of one rank.
-
-    A rank that fails must not end the others. Slurm could do so with `--kill-on-bad-exit`.
-    """
     setpriv = shutil.which("setpriv")
     # srun dies with the launcher, and the rank with srun.
     dies = [setpriv, "--pdeathsig=KILL"] if setpriv is not None else []
     always = ["--nodes=1", "--ntasks=1", "--export=ALL", "--input=none", "--mpi=none"]
+    # A rank that fails must not end the others.
     free = ["--cpu-bind=none", "--kill-on-bad-exit=0"]
     return [*dies, "srun", *always, *free, *options, *command]
 
@@ -325,6 +316,5 @@ def own_job_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_own(node: str) -> bool:
-    """Returns True if the launcher runs on the node."""
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
     return node == here

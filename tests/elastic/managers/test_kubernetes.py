@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -201,8 +201,21 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def connect(url: str, folder: Path, timeout: float = 10.0, job: str = "run") -> KubernetesManager:
-    return KubernetesManager("training", job, timeout, str(kubeconfig(url, folder)))
+Connect = Callable[..., KubernetesManager]
+
+
+@pytest.fixture
+def connect(tmp_path: Path) -> Iterator[Connect]:
+    """Connects a manager to a server."""
+    made: list[KubernetesManager] = []
+
+    def call(url: str, timeout: float = 10.0) -> KubernetesManager:
+        made.append(KubernetesManager("training", "run", timeout, str(kubeconfig(url, tmp_path))))
+        return made[-1]
+
+    yield call
+    for manager in made:
+        manager.close()
 
 
 def kubeconfig(url: str, folder: Path) -> Path:
@@ -233,11 +246,10 @@ def wait_for_patch(fake: FakeKubernetes, parallelism: int) -> None:
         time.sleep(0.01)
 
 
-def test_release_and_request_scale_the_job(fake: FakeKubernetes, tmp_path: Path) -> None:
-    manager = connect(fake.url, tmp_path)
+def test_release_and_request_scale_the_job(fake: FakeKubernetes, connect: Connect) -> None:
+    manager = connect(fake.url)
     manager.check()
     assert manager.can_request
-    assert manager.releases_highest
     before = [fake.pod(0), fake.pod(1)]
     manager.release(members(2, 3), members(0, 1))
     report = one(manager)
@@ -252,17 +264,16 @@ def test_release_and_request_scale_the_job(fake: FakeKubernetes, tmp_path: Path)
     assert fake.indexes == [0, 1, 2, 3, 4]
     assert before == [fake.pod(0), fake.pod(1)]
     assert fake.patches == [{"parallelism": n, "completions": n} for n in (2, 5)]
-    manager.close()
 
 
 def test_released_pods_are_deleted_before_kubernetes_1_27(
-    old_fake: FakeKubernetes, tmp_path: Path
+    old_fake: FakeKubernetes, connect: Connect
 ) -> None:
     """The Job controller of an older server would delete the wrong pods.
 
     This server deletes the youngest pods.
     """
-    manager = connect(old_fake.url, tmp_path)
+    manager = connect(old_fake.url)
     before = [old_fake.pod(2), old_fake.pod(3)]
     left = [Member(0, "elsewhere", 1, old_fake.pod(0)), Member(1, "run-1", 1)]
     stay = [Member(2, "a", 1), Member(3, "b", 1)]
@@ -276,18 +287,16 @@ def test_released_pods_are_deleted_before_kubernetes_1_27(
     assert report.kind == "failed"
     assert "4 pods" in report.what
     assert old_fake.patches == [{"parallelism": 2}, {"parallelism": 4}]
-    manager.close()
 
 
-def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, tmp_path: Path) -> None:
-    manager = connect(fake.url, tmp_path)
+def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, connect: Connect) -> None:
+    manager = connect(fake.url)
     manager.release(members(1, 2), members(0, 3))
     report = one(manager)
     assert report.kind == "failed"
     assert "run-3" in report.what
     assert "rank 3" in report.what
     assert fake.patches == []
-    manager.close()
 
 
 @pytest.mark.parametrize(
@@ -302,74 +311,68 @@ def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, tmp_path: Pat
     ],
 )
 def test_server_error_gives_a_one_line_error(
-    fake: FakeKubernetes, tmp_path: Path, method: str, status: int, word: str
+    fake: FakeKubernetes, connect: Connect, method: str, status: int, word: str
 ) -> None:
     fake.failures = [(method, status, "why\n")]
-    manager = connect(fake.url, tmp_path)
+    manager = connect(fake.url)
     manager.request(2)
     report = one(manager)
     assert (report.kind, report.ranks) == ("failed", 2)
     assert word in report.what
     assert "(why)" in report.what
     assert fake.spec["parallelism"] == 4
-    manager.close()
 
 
 @pytest.mark.parametrize("status", [409, 429, 500, 503])
-def test_busy_server_is_retried(fake: FakeKubernetes, tmp_path: Path, status: int) -> None:
+def test_busy_server_is_retried(fake: FakeKubernetes, connect: Connect, status: int) -> None:
     fake.failures = [("PATCH", status, "later")] * 2 + [("GET", status, "later")] * 2
-    manager = connect(fake.url, tmp_path)
+    manager = connect(fake.url)
     manager.request(1)
     assert one(manager).kind == "started"
     assert fake.failures == []
     fake.failures = [("PATCH", status, "later")] * 1000
-    hurried = connect(fake.url, tmp_path, timeout=0.1)
+    hurried = connect(fake.url, timeout=0.1)
     hurried.release(members(3), members(0, 1, 2))
     report = one(hurried)
     assert report.kind == "failed"
     assert f"{status} (later)" in report.what
-    manager.close()
-    hurried.close()
 
 
 def test_job_without_indexes_fails_with_the_server_message(
-    fake: FakeKubernetes, tmp_path: Path
+    fake: FakeKubernetes, connect: Connect
 ) -> None:
     fake.spec["completionMode"] = "NonIndexed"
-    manager = connect(fake.url, tmp_path)
+    manager = connect(fake.url)
     manager.release(members(3), members(0, 1, 2))
     report = one(manager)
     assert report.kind == "failed"
     assert "field is immutable" in report.what, "the server's own words"
     assert fake.indexes == [0, 1, 2, 3]
-    manager.close()
 
 
-def test_missing_server_gives_a_one_line_error(tmp_path: Path) -> None:
+def test_missing_server_gives_a_one_line_error(connect: Connect) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    manager = connect(f"http://127.0.0.1:{port}", tmp_path, timeout=0.1)
+    manager = connect(f"http://127.0.0.1:{port}", timeout=0.1)
     manager.release(members(3), members(0, 1, 2))
     report = one(manager)
     assert report.kind == "failed"
     assert f"http://127.0.0.1:{port}" in report.what
     assert "parallelism = completions = 3" in report.what
-    manager.close()
 
 
-def test_pending_pods_stay_requested(fake: FakeKubernetes, tmp_path: Path) -> None:
+def test_pending_pods_stay_requested(fake: FakeKubernetes, connect: Connect) -> None:
     """A later release does not wait for pending pods."""
     fake.free = 1
-    manager = connect(fake.url, tmp_path, timeout=0.2)
+    manager = connect(fake.url, timeout=0.2)
     manager.request(2)
     report = one(manager)
     assert report.kind == "failed"
     assert "6 pods are active, 5 ready, 0 ending after 0.2 s" in report.what
     assert fake.spec["parallelism"] == 6
-    manager.close()
 
-    patient = connect(fake.url, tmp_path, timeout=60)
+    patient = connect(fake.url, timeout=60)
     patient.request(1)
     wait_for_patch(fake, parallelism=7)
     patient.release(members(3), members(0, 1, 2))
@@ -378,12 +381,11 @@ def test_pending_pods_stay_requested(fake: FakeKubernetes, tmp_path: Path) -> No
     assert "newer" in given_up.what
     assert released.kind == "released"
     assert fake.indexes == [0, 1, 2]
-    patient.close()
 
 
-def test_close_does_not_wait_for_pods(fake: FakeKubernetes, tmp_path: Path) -> None:
+def test_close_does_not_wait_for_pods(fake: FakeKubernetes, connect: Connect) -> None:
     fake.ends_after = 60
-    manager = connect(fake.url, tmp_path, timeout=60)
+    manager = connect(fake.url, timeout=60)
     manager.release(members(3), members(0, 1, 2))
     wait_for_patch(fake, parallelism=3)
     began = time.monotonic()

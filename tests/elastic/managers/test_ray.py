@@ -5,7 +5,6 @@ Other tasks use the released GPUs. New ranks join as actors.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from tests.elastic.run_launcher import (
     LENDS_TWO,
     PATHS,
     STOPS_WHEN_ASKED,
-    has_stopped,
+    check_that_ranks_end_with,
     launcher_command,
     reports_of,
 )
@@ -120,18 +119,10 @@ def test_failed_rank_is_reported(ray: RayCluster, tmp_path: Path) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["asked", "killed"])
 def test_ranks_end_with_their_launcher(ray: RayCluster, tmp_path: Path, number: int) -> None:
-    """Ctrl-C lets the ranks finish their step.
-
-    Ranks end if their launcher is killed.
-    """
     process = launch(ray, tmp_path, *[STOPS_WHEN_ASKED] * 2)
-    wait_until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
-    os.kill(process.pid, number)
-    status, _, err = end(process)
-    assert has_stopped(tmp_path) == [number == signal.SIGINT] * 2
+    status, err = check_that_ranks_end_with(process, tmp_path, number)
     if number == signal.SIGINT:
-        assert (status, err) == (130, "")
-    wait_until(lambda: gone(tmp_path), 15)
+        assert (status, without_warning(err)) == (130, "")
 
 
 def test_unreachable_cluster_gives_a_one_line_error(ray: RayCluster, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Other jobs use the released nodes. New ranks join as jobs.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from tests.elastic.run_launcher import (
     LENDS_TWO,
     PATHS,
     STOPS_WHEN_ASKED,
-    has_stopped,
+    check_that_ranks_end_with,
     launcher_command,
     reports_of,
 )
@@ -204,18 +203,10 @@ def test_joiner_refused_by_slurm_does_not_stop_the_run(slurm: SlurmCluster, tmp_
 @needs_slurm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["asked", "killed"])
 def test_ranks_end_with_their_launcher(slurm: SlurmCluster, tmp_path: Path, number: int) -> None:
-    """Ctrl-C lets the ranks finish their step.
-
-    Ranks end if their launcher is killed.
-    """
     process = outside(slurm, tmp_path, launcher(tmp_path, *[STOPS_WHEN_ASKED] * 2))
-    wait_until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
-    os.kill(process.pid, number)
-    _, err = process.communicate(timeout=30)
-    assert has_stopped(tmp_path) == [number == signal.SIGINT] * 2
+    ended = check_that_ranks_end_with(process, tmp_path, number)
     if number == signal.SIGINT:
-        assert (process.returncode, err) == (130, "")
-    wait_until(lambda: gone(tmp_path), 15)
+        assert ended == (130, "")
     wait_until(lambda: not slurm.states(), 15)
 
 
