@@ -11,7 +11,8 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,9 +70,7 @@ def profile(options: ProfileOptions) -> None:
 
     import_from_working_folder()
     if is_local_rank():
-        assert options.out is not None
-        measurement = _Measurement(options.steps, options.out, options.as_json)
-        raise typer.Exit(run_local_rank(options.config, measurement.run))
+        raise typer.Exit(run_local_rank(options.config, partial(_measure, options)))
 
     from dynmo.runtime.comm.rendezvous import from_environment
 
@@ -79,17 +78,17 @@ def profile(options: ProfileOptions) -> None:
     if options.steps < 1:
         raise InputError(f"--steps {options.steps}: at least 1 is needed")
     out = options.out or Path(f"{config.name}-costs.json")
-    measurement = _Measurement(options.steps, out, options.as_json)
+    options = replace(options, out=out)
     rendezvous = from_environment()
     if rendezvous is None:
         check_input(config)
         _check_out(out)
-        raise typer.Exit(_spawn(config, measurement))
+        raise typer.Exit(_spawn(options, config))
     if rendezvous.rank == 0:
         _check_out(out)
     prepare_joined_rank(rendezvous)
     with described_errors(rendezvous.rank):  # this rank reports its errors itself
-        status = measurement.run(config, rendezvous)
+        status = _measure(options, config, rendezvous)
     raise typer.Exit(status)
 
 
@@ -111,7 +110,7 @@ def _check_out(out: Path) -> None:
         )
 
 
-def _spawn(config: Config, measurement: _Measurement) -> int:
+def _spawn(options: ProfileOptions, config: Config) -> int:
     """Starts the ranks on this machine.
 
     Keeps their logs only if a rank fails and says why there.
@@ -121,7 +120,9 @@ def _spawn(config: Config, measurement: _Measurement) -> int:
     folder = Path(tempfile.mkdtemp(prefix="dynmo-profile-"))
     try:
         (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
-        line = rank_command("profile", str(folder / "config.toml"), *measurement.arguments())
+        given = ["--steps", str(options.steps), "--out", str(options.out)]
+        given += ["--json"] * options.as_json
+        line = rank_command("profile", str(folder / "config.toml"), *given)
         status = spawn(line, config.ranks, config.parallel.threads, folder)
     except BaseException as error:
         told = isinstance(error, RunError) and any(
@@ -134,42 +135,30 @@ def _spawn(config: Config, measurement: _Measurement) -> int:
     return status
 
 
-@dataclass(frozen=True)
-class _Measurement:
-    """How many steps are measured, and what becomes of the result."""
+def _measure(options: ProfileOptions, config: Config, rendezvous: Rendezvous) -> int:
+    """Runs one rank. Rank 0 writes and prints the result. Returns the exit status."""
+    from dynmo.cost.profile_file import to_json, write
+    from dynmo.train.profile_run import run
+    from dynmo.train.setup import warnings_of
 
-    steps: int
-    out: Path
-    as_json: bool
-
-    def arguments(self) -> list[str]:
-        """Returns the options of a local rank."""
-        options = ["--steps", str(self.steps), "--out", str(self.out)]
-        return options + ["--json"] * self.as_json
-
-    def run(self, config: Config, rendezvous: Rendezvous) -> int:
-        """Runs one rank. Rank 0 writes and prints the result. Returns the exit status."""
-        from dynmo.cost.profile_file import to_json, write
-        from dynmo.train.profile_run import run
-        from dynmo.train.setup import warnings_of
-
-        if rendezvous.rank:
-            run(config, rendezvous, self.steps)
-            return 0
-        for warning in warnings_of(config):
-            _logger.warning(warning)
-        with (
-            compilation_told(),
-            stdout_for_json(self.as_json),
-            _progress(config.name, self.steps) as listen,
-        ):
-            measured = run(config, rendezvous, self.steps, listen)
-        write(self.out, measured)
-        if self.as_json:
-            print(json.dumps({"file": str(self.out), **to_json(measured)}, allow_nan=False))
-        else:
-            _print_text(measured, self.out)
+    if rendezvous.rank:
+        run(config, rendezvous, options.steps)
         return 0
+    for warning in warnings_of(config):
+        _logger.warning(warning)
+    with (
+        compilation_told(),
+        stdout_for_json(options.as_json),
+        _progress(config.name, options.steps) as listen,
+    ):
+        measured = run(config, rendezvous, options.steps, listen)
+    assert options.out is not None
+    write(options.out, measured)
+    if options.as_json:
+        print(json.dumps({"file": str(options.out), **to_json(measured)}, allow_nan=False))
+    else:
+        _print_text(measured, options.out)
+    return 0
 
 
 @contextlib.contextmanager

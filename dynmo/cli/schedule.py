@@ -35,14 +35,7 @@ class Result:
     Times and memory are in the units of the given costs.
 
     Attributes:
-        schedule: Name of the schedule.
-        ranks: Number of ranks.
-        microbatches: Microbatches of a step.
-        span: See `Timeline.span`.
-        makespan: See `Timeline.makespan`.
-        bubble_ratio: See `Timeline.bubble_ratio`.
-        makespan_bubble_ratio: Likewise, with the makespan.
-        idle_ratio: See `Timeline.idle_ratio`.
+        schedule: Its name, which is "exact" if the solver has bettered the schedule.
         lower_bound: Lower bound of the objective.
         peak_memory: Peak memory of each rank.
         seconds: Seconds that making the schedule took.
@@ -67,82 +60,47 @@ class Result:
     every_message: dict[str, float] | None
 
 
-@dataclass(frozen=True)
-class _NamedSchedule:
-    """A schedule, and how it came about.
-
-    Attributes:
-        name: Its name, which is "exact" if the solver has bettered the schedule.
-        schedule: The schedule.
-        seconds: Seconds that making it took, without the solver.
-        proof: Result of the solver, if it was asked.
-    """
-
-    name: str
-    schedule: Schedule
-    seconds: float
-    proof: Exact | None
-
-
-@dataclass(frozen=True)
-class _Replay:
-    """Timelines of a schedule.
-
-    Attributes:
-        timeline: The timeline that the figures are about.
-        waiting: The timeline with a wait for every message. It is the same one for all schedules
-            but the published figures of interleaving.
-    """
-
-    timeline: Timeline
-    waiting: Timeline
-
-
 @command
 def schedule(options: ScheduleOptions) -> None:
     """Make or read a pipeline schedule and replay it at given costs."""
     request = request_of(options)
-    named = _make(request, options.exact)
-    # The published figures of interleaving do not wait for every message. Measured costs do.
-    several = len(request.stage_ranks) > request.ranks > 1
-    published = named.name == "interleaved-1f1b" and options.costs is None and several
-    replay = _replay(named.schedule, request, published)
-    result = _result(named, request, replay)
-    if options.torch_csv is not None:
-        _write_torch_csv(options.torch_csv, named.schedule)
-    show = _print_json if options.as_json else _print_text
-    show(result, named.schedule, replay.timeline, options)
-
-
-def _make(request: ScheduleRequest, solver_seconds: float | None) -> _NamedSchedule:
-    """Reads or makes the schedule, and lets the solver better it if seconds are given for that."""
     began = time.perf_counter()
     with compilation_told() if request.is_optimized else contextlib.nullcontext():
-        schedule = request.schedule()
+        made = request.schedule()
     seconds = time.perf_counter() - began
-    _check_memory(schedule, request)
-    if solver_seconds is None:
-        return _NamedSchedule(request.name, schedule, seconds, None)
-    proof = _prove(schedule, request, solver_seconds)
-    if proof.schedule.ops != schedule.ops:
-        return _NamedSchedule("exact", proof.schedule, seconds, proof)
-    return _NamedSchedule(request.name, schedule, seconds, proof)
+    _check_memory(made, request)
+    name, proof = request.name, None
+    if options.exact is not None:
+        proof = _prove(made, request, options.exact)
+        name = name if proof.schedule.ops == made.ops else "exact"
+        made = proof.schedule
+    waiting = timeline = simulate(made, request.costs)
+    # The published figures of interleaving do not wait for every message. Measured costs do.
+    several = len(request.stage_ranks) > request.ranks > 1
+    if name == "interleaved-1f1b" and options.costs is None and several:
+        timeline = simulate(made, request.costs, wrap_group=request.ranks)
+    result = _result(name, request, timeline, waiting, seconds, proof)
+    if options.torch_csv is not None:
+        _write_torch_csv(options.torch_csv, made)
+    show = _print_json if options.as_json else _print_text
+    show(result, made, timeline, options)
 
 
-def _replay(schedule: Schedule, request: ScheduleRequest, published: bool) -> _Replay:
-    waiting = simulate(schedule, request.costs)
-    timeline = simulate(schedule, request.costs, wrap_group=request.ranks) if published else waiting
+def _result(
+    name: str,
+    request: ScheduleRequest,
+    timeline: Timeline,
+    waiting: Timeline,
+    seconds: float,
+    proof: Exact | None,
+) -> Result:
+    """Returns the figures of a timeline. `waiting` is the one with a wait for every message."""
     if not math.isfinite(timeline.makespan):
         raise InputError(
             "the times are so large that their sum is not a number any more; choose a larger unit"
         )
-    return _Replay(timeline, waiting)
-
-
-def _result(named: _NamedSchedule, request: ScheduleRequest, replay: _Replay) -> Result:
-    timeline, waiting, proof = replay.timeline, replay.waiting, named.proof
     bound = lower_bound_on(
-        named.schedule.stage_ranks,
+        request.stage_ranks,
         request.costs,
         request.microbatches,
         request.first_trainable,
@@ -151,7 +109,7 @@ def _result(named: _NamedSchedule, request: ScheduleRequest, replay: _Replay) ->
     )
     bound = bound if proof is None else max(bound, proof.bound)
     result = Result(
-        schedule=named.name,
+        schedule=name,
         ranks=request.ranks,
         microbatches=request.microbatches,
         span=timeline.span,
@@ -163,7 +121,7 @@ def _result(named: _NamedSchedule, request: ScheduleRequest, replay: _Replay) ->
         # out a rounding error above that time.
         lower_bound=min(bound, timeline.length(request.objective)),
         peak_memory=timeline.peak_memory,
-        seconds=named.seconds,
+        seconds=seconds,
         proven=None if proof is None else proof.proven,
         every_message=None
         if timeline is waiting

@@ -23,10 +23,7 @@ class ScheduleRequest:
     """A schedule, the costs of its stages, and the limits of its ranks.
 
     Attributes:
-        name: Name of the schedule.
-        microbatches: Microbatches of a step.
         stage_ranks: The rank that holds each stage.
-        costs: Costs of the stages.
         chunks: Stages per rank. None means the schedule's own number.
         caps: Most memory of each rank, in the costs' unit.
         first_trainable: The first stage that is not frozen.
@@ -54,11 +51,9 @@ class ScheduleRequest:
         return self.read is None and entry(self.name).from_costs
 
     def schedule(self) -> Schedule:
-        """Returns the schedule, as it was read or made."""
         return self.make(self.name) if self.read is None else self.read
 
     def make(self, name: str) -> Schedule:
-        """Makes the schedule of a name for this shape and these costs."""
         if not entry(name).from_costs:  # needs no numba, which takes a while to import
             return make_by_hand(
                 name, self.ranks, self.microbatches, self.chunks, self.first_trainable
@@ -77,61 +72,47 @@ class ScheduleRequest:
         )
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """Name and shape of a schedule."""
-
-    name: str
-    microbatches: int
-    stage_ranks: tuple[int, ...]
-    read: Schedule | None = None
-
-
-@dataclass(frozen=True)
-class _StageCosts:
-    """Costs of the stages, the first that is not frozen, and the limit of each rank."""
-
-    costs: Costs
-    first_trainable: int
-    caps: tuple[float, ...]
-
-
 def request_of(options: ScheduleOptions) -> ScheduleRequest:
     """Returns the request of a command line."""
-    shape = _named(options) if options.from_torch_csv is None else _read(options)
-    ranks = max(shape.stage_ranks) + 1
-    if options.costs is None:
-        costs = _StageCosts(_uniform(shape.stage_ranks, options), 0, (math.inf,) * ranks)
+    if options.from_torch_csv is None:
+        read = None
+        name, microbatches, stage_ranks = _shape(options)
     else:
-        costs = _from_file(options.costs, shape.stage_ranks, options)
-    caps, limit = costs.caps, options.memory_limit
+        read = _read(options.from_torch_csv, options)
+        name, microbatches, stage_ranks = read.name, read.microbatches, read.stage_ranks
+    first_trainable, caps = 0, (math.inf,) * (max(stage_ranks) + 1)
+    if options.costs is None:
+        costs = _uniform(stage_ranks, options)
+    else:
+        costs, first_trainable, caps = _from_file(options.costs, stage_ranks, options)
+    limit = options.memory_limit
     if limit is not None:
         if not limit >= 0:
             raise InputError(f"--memory-limit {limit}: a limit is a number of at least 0")
         caps = tuple(min(cap, limit) for cap in caps)
-    if shape.read is not None and costs.first_trainable:
+    if read is not None and first_trainable:
         raise InputError(
             f"costs file {options.costs}: a frozen prefix, but torch's CSV has a backward of every "
             "stage; give costs without one"
         )
     return ScheduleRequest(
-        shape.name,
-        shape.microbatches,
-        shape.stage_ranks,
-        costs.costs,
+        name,
+        microbatches,
+        stage_ranks,
+        costs,
         options.chunks,
         caps,
-        costs.first_trainable,
+        first_trainable,
         options.objective,
-        shape.read,
+        read,
     )
 
 
 # -- name and shape --------------------------------------------------------------------------------
 
 
-def _named(options: ScheduleOptions) -> _Shape:
-    """Returns the shape of a schedule that is to be made."""
+def _shape(options: ScheduleOptions) -> tuple[str, int, tuple[int, ...]]:
+    """Returns name, microbatches and rank of each stage of a schedule that is to be made."""
     name, ranks, microbatches = options.name, options.ranks, options.microbatches
     if name is None or ranks is None or microbatches is None:
         needed = {"--schedule": name, "--ranks": ranks, "--microbatches": microbatches}
@@ -145,15 +126,12 @@ def _named(options: ScheduleOptions) -> _Shape:
             f"--ranks {ranks} --microbatches {microbatches}: at least 1 of each is needed"
         )
     check_microbatches(name, ranks, microbatches)
-    return _Shape(name, microbatches, stage_ranks_of(name, ranks, options.chunks))
+    return name, microbatches, stage_ranks_of(name, ranks, options.chunks)
 
 
-def _read(options: ScheduleOptions) -> _Shape:
-    """Returns the schedule of a file, and its shape."""
+def _read(path: Path, options: ScheduleOptions) -> Schedule:
     from dynmo.schedule.torch_csv import from_torch_csv
 
-    path = options.from_torch_csv
-    assert path is not None
     excluded = {
         "--schedule": options.name,
         "--ranks": options.ranks,
@@ -166,13 +144,12 @@ def _read(options: ScheduleOptions) -> _Shape:
             f"{given} and --from-torch-csv both say what the schedule is; use one of them"
         )
     try:
-        read = from_torch_csv(path.read_text(encoding="utf-8"), name="torch")
+        return from_torch_csv(path.read_text(encoding="utf-8"), name="torch")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise InputError(f"torch CSV {path}: cannot be read: {reason}") from None
     except ScheduleError as error:
         raise ScheduleError(f"torch CSV {path}: {error}") from None
-    return _Shape(read.name, read.microbatches, read.stage_ranks, read)
 
 
 # -- costs -----------------------------------------------------------------------------------------
@@ -200,8 +177,10 @@ def _uniform(stage_ranks: tuple[int, ...], options: ScheduleOptions) -> Costs:
     )
 
 
-def _from_file(path: Path, stage_ranks: tuple[int, ...], options: ScheduleOptions) -> _StageCosts:
-    """Returns the costs of a file.
+def _from_file(
+    path: Path, stage_ranks: tuple[int, ...], options: ScheduleOptions
+) -> tuple[Costs, int, tuple[float, ...]]:
+    """Returns the costs of a file, the first trainable stage, and the limit of each rank.
 
     The file's lists have one number per stage, or one per rank. The stages of a rank then share its
     number equally.
@@ -218,23 +197,22 @@ def _from_file(path: Path, stage_ranks: tuple[int, ...], options: ScheduleOption
         )
     costs, caps = file.costs, file.caps or (math.inf,) * len(file.costs.stages)
     if len(stage_ranks) == ranks:
-        return _StageCosts(costs, file.first_trainable, caps)
+        return costs, file.first_trainable, caps
     if len(costs.stages) == len(stage_ranks):
         together = tuple(
             sum(cap for cap, holder in zip(caps, stage_ranks, strict=True) if holder == rank)
             for rank in range(ranks)
         )
-        return _StageCosts(costs, file.first_trainable, together)
+        return costs, file.first_trainable, together
     if file.first_trainable:
         raise InputError(
             f"costs file {path}: a frozen prefix and several stages a rank; give one number per "
             f"stage ({len(stage_ranks)})"
         )
-    return _StageCosts(split_costs(costs, stage_ranks), 0, caps)
+    return split_costs(costs, stage_ranks), 0, caps
 
 
 def _check_alone(options: ScheduleOptions) -> None:
-    """Raises InputError if options give times beside a file of costs, or no share of memory."""
     times = {"--tf": options.tf, "--tb": options.tb, "--tw": options.tw, "--tcomm": options.tcomm}
     given = [option for option, value in times.items() if value is not None]
     if given:
