@@ -22,7 +22,6 @@ PACKAGES: Mapping[str, str] = {
     "torch": "torch",
     "numpy": "numpy",
     "numba": "numba",
-    "llvmlite": "llvmlite",
     "pydantic": "pydantic",
     "filelock": "filelock",
     "rich": "rich",

@@ -13,15 +13,13 @@ from dynmo.balance import _chunk_kernels, _kernels, _replay, chains, chunks
 from dynmo.kernels import balanced_assignment, csr_loops, hash_attention, shared_qk
 from dynmo.train.compile_ahead import prepare
 
-INNER = {"_blocks"}  # compiled with the loops that call it
 RARE = {"every", "near"}  # of memories or numbers of layers that the quick ones do not do
 
 
 def loops(modules: Iterable[ModuleType]) -> list[Dispatcher]:
-    loops = [
+    return [
         loop for module in modules for loop in vars(module).values() if isinstance(loop, Dispatcher)
     ]
-    return [loop for loop in loops if loop.__name__ not in INNER]
 
 
 def test_every_jit_loop_is_compiled_at_set_up() -> None:
