@@ -1,4 +1,1 @@
-"""The training data: a corpus of bytes, and the batch of every step.
-
-A batch is a pure function of (seed, step).
-"""
+"""The training data: a corpus of bytes, and the batch of every step."""

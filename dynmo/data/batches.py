@@ -1,11 +1,8 @@
 """The batch of a step, as a pure function of (seed, step).
 
-A function has advantages over a stream with a cursor. It needs no state in checkpoints and resumes
-at any step. It gives every rank the same batch without communication. It gives the same sequences
-in the same order for any split into microbatches, replicas or stages. A rollback or a changed
-number of ranks can neither skip nor repeat data.
-
-`order.py` decides which sequences a batch has, and when they come again.
+It needs no state in checkpoints, resumes at any step, and gives every rank the same batch without
+communication. The sequences and their order are the same for any split into microbatches, replicas
+or stages. `order.py` decides which sequences a batch has.
 """
 
 from __future__ import annotations
@@ -20,23 +17,7 @@ from dynmo.data.order import Order
 
 
 class Batches:
-    """Batches of sequences, in microbatches.
-
-    Args:
-        corpus: The bytes.
-        sequence: Tokens in a sequence.
-        global_batch: Sequences in a batch, over all replicas.
-        micro_batch: Sequences in a microbatch.
-        seed: Seed of the order.
-        shuffle: See `data.shuffle`.
-
-    Attributes:
-        windows: Number of windows that are trained on.
-        held_out_windows: Number of windows that are not.
-
-    Raises:
-        ConfigError: The corpus is too short for one of each.
-    """
+    """Batches of sequences, in microbatches. The arguments are those of `Order`."""
 
     def __init__(
         self,
@@ -52,16 +33,16 @@ class Batches:
         self.windows, self.held_out_windows = self._order.windows, self._order.held_out_windows
 
     def train(self, step: int) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, targets) of `step`, of all replicas in order.
+        """Return (inputs, targets), int64 [microbatches, micro_batch, sequence].
 
-        Both are int64 tensors [microbatches, micro_batch, sequence].
+        They are those of all replicas in order.
         """
         return _split(self._rows(self._order.train(step), shift=0))
 
     def held_out(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, targets) of one microbatch to evaluate on.
+        """Return (inputs, targets) of one microbatch to evaluate on.
 
-        Both are int64 tensors [micro_batch, sequence]. The first window follows the last.
+        Both are int64 [micro_batch, sequence]. The first window follows the last.
         """
         return _split(self._rows(self._order.held_out(index), shift=1))
 

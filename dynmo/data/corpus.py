@@ -1,8 +1,7 @@
 """A corpus is one array of bytes, and a byte is a token.
 
-There is nothing to download, and nothing to train first. "stdlib" is the standard library of the
-running Python, so every machine has some megabytes of text. "file:PATH" is any file. It is read a
-window at a time, so it may be larger than memory.
+"stdlib" is the standard library of the running Python, so every machine has some megabytes of text.
+"file:PATH" is any file. It is read a window at a time, so it may be larger than memory.
 """
 
 from __future__ import annotations
@@ -77,11 +76,7 @@ def check_vocab(vocab: int) -> None:
 
 
 def open_corpus(source: str) -> Corpus:
-    """Returns the bytes of "stdlib" or "file:PATH", read-only.
-
-    Raises:
-        ConfigError: There are none.
-    """
+    """Return the bytes of "stdlib" or "file:PATH", read-only."""
     if source == "stdlib":
         return stdlib(Path(sysconfig.get_path("stdlib")))
     kind, _, path = source.partition(":")
@@ -91,7 +86,7 @@ def open_corpus(source: str) -> Corpus:
 
 
 def stdlib(folder: Path, limit: int = STDLIB_LIMIT) -> NDArray[np.uint8]:
-    """Returns the .py files of a folder, each followed by a separator."""
+    """Return the .py files of a folder, each followed by a separator."""
     text = bytearray()
     for _, path in sorted((path.relative_to(folder).as_posix(), path) for path in _sources(folder)):
         text += path.read_bytes() + SEPARATOR
@@ -125,7 +120,6 @@ def _named(path: Path) -> str:
 
 
 def file(path: Path) -> FileCorpus:
-    """Returns the bytes of the file at `path`."""
     problem = None
     try:
         info = path.stat()

@@ -36,14 +36,7 @@ _SIGNATURES = (
 
 
 def kind_of(path: Path) -> str | None:
-    """Names the kind of a file that is no plain text, such as "JSON lines".
-
-    Args:
-        path: A file that can be read.
-
-    Returns:
-        The kind, or None if the file may well be plain text.
-    """
+    """Name the kind of a file that is no plain text, such as "JSON lines"."""
     with path.open("rb") as file:
         head = file.read(_HEAD)
     for signature, kind in _SIGNATURES:

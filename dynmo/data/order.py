@@ -39,10 +39,6 @@ class Order:
         seed: Seed of the order.
         shuffle: "windows" or "batches".
 
-    Attributes:
-        windows: Number of windows that are trained on.
-        held_out_windows: Number of windows that are not.
-
     Raises:
         ConfigError: The corpus is too short for one of each, or for the batches that come again.
     """
@@ -85,10 +81,7 @@ class Order:
         )
 
     def train(self, step: int) -> Numbers:
-        """Returns the windows of `step`, of all replicas in order.
-
-        The shape is [microbatches, micro_batch].
-        """
+        """Return the windows of a step, of all replicas: [microbatches, micro_batch]."""
         assert step >= 0
         if self._batches is not None:
             epoch, place = divmod(step, self._batches)
@@ -102,10 +95,7 @@ class Order:
         return np.concatenate(order).reshape(-1, self._micro_batch)
 
     def held_out(self, index: int) -> Numbers:
-        """Returns the windows of one microbatch to evaluate on, [micro_batch].
-
-        The first window follows the last.
-        """
+        """Return the windows of a microbatch to evaluate on. The first follows the last."""
         assert index >= 0
         return self._held_out[
             np.arange(index * self._micro_batch, (index + 1) * self._micro_batch)
@@ -113,20 +103,13 @@ class Order:
         ]
 
     def repeats(self, steps: int) -> bool:
-        """True if a microbatch comes again within this number of steps.
-
-        It then has the very same sequences. Rare chance does not count.
-        """
+        """True if the very same microbatch comes again within this number of steps."""
         if self._batches is not None:
             return steps > self._batches
         return self._micro_batch == 1 and steps * self._global_batch > self.windows
 
 
 def _permutation(size: int, seed: int, epoch: int) -> Numbers:
-    """Returns a random permutation: it sorts raw random numbers.
-
-    numpy keeps the raw numbers of a bit generator from version to version, but not the results of
-    `permutation`.
-    """
+    """Sort raw random numbers, which numpy keeps from version to version."""
     random = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(size)
     return np.argsort(random, kind="stable")

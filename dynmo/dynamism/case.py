@@ -192,12 +192,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class TokenShares:
-    """Shares of the tokens that some layers compute or let go.
-
-    Attributes:
-        layers: Indices of the layers.
-        shares: By what is counted, e.g. "exited": the share of all tokens, one a layer.
-    """
+    """Shares of the tokens that some layers compute or let go, by what is counted."""
 
     layers: tuple[int, ...]
     shares: Mapping[str, list[float]]
@@ -214,7 +209,6 @@ class Dynamism(Protocol):
     Example:
         >>> class FreezeEmbedding(Dynamism):
         ...     name = "freeze_embedding"
-        ...
         ...     def act(self, step, layers):
         ...         if step == 100:
         ...             layers.freeze([0])
@@ -313,13 +307,7 @@ class Dynamism(Protocol):
 
 @contextmanager
 def named(case: Dynamism, what: str, step: int) -> Generator[None]:
-    """Adds the case's name to exceptions that are raised within the context.
-
-    Args:
-        case: The case that is called.
-        what: The method that is called.
-        step: Number of the step.
-    """
+    """Adds the case's name to exceptions that are raised within the context."""
     try:
         yield
     except Exception as error:
@@ -330,7 +318,6 @@ def named(case: Dynamism, what: str, step: int) -> Generator[None]:
 def layers_that(
     serve: Callable[[nn.Module], bool], modules: Sequence[nn.Module], problem: str
 ) -> list[int]:
-    """Returns the layers that a case can work on."""
     indices = [index for index, module in enumerate(modules) if serve(module)]
     if not indices:
         raise ConfigError(f"dynamism.cases: {problem}")
@@ -338,16 +325,7 @@ def layers_that(
 
 
 def checked(case: Dynamism, change: object, layers: int) -> Change | None:
-    """Returns what `act` returned.
-
-    Args:
-        case: The case.
-        change: The value that its `act` returned.
-        layers: Number of layers of the model.
-
-    Raises:
-        RunError: `act` may not return that.
-    """
+    """Returns what `act` returned, or raises RunError if it may not return that."""
     if change is None:
         return None
     if not isinstance(change, Change):

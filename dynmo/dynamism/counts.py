@@ -34,7 +34,6 @@ class Counts:
         self._own: dict[int, Numbers | Tensor] = {}
 
     def add(self, counted: Mapping[int, Numbers | Tensor]) -> None:
-        """Adds the counts of this rank's layers."""
         for index, numbers in counted.items():
             self._own[index] = _sum(self._own[index], numbers) if index in self._own else numbers
 

@@ -1,8 +1,7 @@
 """Early exit: from a step on, tokens leave the model at exit heads.
 
 Sources: DynMo 2.2 and F.6. The layers do the work (`dynmo.models.early_exit`). The case decides
-from which step on tokens leave, and records how many do. The model alone decides which tokens
-leave. So a layer that moves knows already, and nothing has to be sent.
+from which step on tokens leave, and records how many do.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class EarlyExitCase(Dynamism):
         exits_of(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Opens the exits from step `start` on."""
         before, self._on = self._on, step >= self._start
         exits = exits_of(layers.modules)
         behind = range(exits[0], layers.count)
@@ -51,7 +49,6 @@ class EarlyExitCase(Dynamism):
         return step > self._start and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
-        """Collects how many tokens have exited."""
         exits = exits_of(layers.modules)
         self._counts.add(counts_of(layers, exits, _counted))
         if not self._records(step):
@@ -92,10 +89,7 @@ def _set(module: nn.Module, name: str, value: object) -> None:
 
 
 def exits_of(modules: Sequence[nn.Module]) -> list[int]:
-    """Returns the layers at which tokens can exit.
-
-    They have the attributes `exits` and `seen`.
-    """
+    """Returns the layers with the attributes `exits` and `seen`."""
     return layers_that(
         lambda module: hasattr(module, "exits") and hasattr(module, "seen"),
         modules,
@@ -105,5 +99,4 @@ def exits_of(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def make(options: EarlyExit, run: RunFacts) -> Dynamism:
-    """Makes the case."""
     return EarlyExitCase(options.start_of(run.steps), options.record_every)

@@ -11,21 +11,10 @@ Sources: Wang et al. 2022, and DynMo F.4.
     stale         |slope| under a share of its first value. The front module freezes when it has
                   been stale for a whole window
 
-         plasticity      .-o--o--o     stale: freezes
-                     .o-'
-                  o'
-                 '------------------ readings
-
-Layers are compared with a reference as long as it lasts. A new reference starts a new curve, from
-zero.
-
-This differs from Egeria in three points. First, a layer and its reference get the same live input,
-while Egeria runs the whole reference model. So only the plasticities cross ranks. Only the front
-module may freeze, and its input comes from a frozen prefix, which is the same in both.
-
-Second, b counts tokens, evenly picked, and not sequences. A microbatch of a language model has few
-sequences. A single one has no similarities. Third, both sides drop the same activations, because
-random numbers are keyed by layer and microbatch.
+This differs from Egeria in two points. First, a layer and its reference get the same live input,
+while Egeria runs the whole reference model. Only the front module may freeze, and its input comes
+from a frozen prefix, which is the same in both. Second, b counts tokens, evenly picked, and not
+sequences, of which a microbatch of a language model has few.
 """
 
 from __future__ import annotations
@@ -84,10 +73,7 @@ class Egeria(Dynamism):
         return change
 
     def acts(self, step: int) -> bool:
-        """True if the case watches a step, or has just read one or taken references.
-
-        While layers are frozen it is always true, because any learning rate may thaw them.
-        """
+        """True if the case watches a step, has just read one or may thaw."""
         return (
             self._reads(step)
             or self._reads(step - 1)
@@ -96,10 +82,7 @@ class Egeria(Dynamism):
         )
 
     def _freeze(self, layers: Layers) -> Change | None:
-        """Freezes the front module if it is stale, and stale modules right behind it.
-
-        A module with nothing to train freezes with the next.
-        """
+        """Freezes the front module if it is stale, and stale modules right behind it."""
         stop = front(layers)
         for module in units(layers.names, self._options.unit):
             if module.start >= stop and learns(layers.modules, module):
@@ -151,10 +134,7 @@ class Egeria(Dynamism):
         )
 
     def _watch(self, layers: Layers) -> None:
-        """Keeps input and output of the next step's first microbatch.
-
-        It does so for the layers here that have a reference.
-        """
+        """Keeps input and output of the next step's first microbatch."""
         self._seen.clear()
         for layer in layers.own:
             if layer in self._referenced:
@@ -257,14 +237,9 @@ def slope(values: Sequence[float]) -> float:
 
 
 def relations(output: Any) -> Tensor:
-    """Relates up to 64 tokens of an output: A A^T with rows of length 1.
+    """Relates up to 64 tokens of an output: A A^T with rows of length 1, float64.
 
-    Args:
-        output: The output of a layer, [..., features]. If it has several tensors, the first
-            floating-point one counts.
-
-    Returns:
-        float64 [tokens, tokens].
+    If the output has several tensors, the first floating-point one counts.
     """
     tensors = (output,) if isinstance(output, Tensor) else output
     a = next(x for x in tensors if isinstance(x, Tensor) and x.is_floating_point()).detach()
@@ -315,11 +290,7 @@ def plasticity(
 
 
 def quantised(module: nn.Module) -> dict[str, Tensor]:
-    """Copies a layer's weights to the CPU.
-
-    Matrices are in int8 with a scale per row. The rest stays as it is: norms, biases and pruned
-    weights.
-    """
+    """Copies a layer's weights to the CPU: matrices in int8 with a scale per row."""
     out: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         weight = parameter.detach().cpu()
@@ -345,6 +316,5 @@ def dequantised(kept: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def drop(kept: dict[str, Tensor]) -> None:
-    """Removes the reference from the tensors that a layer keeps."""
     for key in [key for key in kept if key.startswith(_KEPT)]:
         del kept[key]

@@ -1,12 +1,8 @@
 """Mixture of experts: measures the load of the experts, and places them.
 
-Source: DynMo 2.2. The layers do the work (`dynmo.models.experts`). The case records how uneven the
-load is. With `model.routing = "bias"` it also moves the bias of each expert against its load, by
-the counts of all replicas.
-
-With `parallel.expert` over 1 the replicas of a stage share the experts. The case then decides which
-replica computes which expert (`dynmo.balance.expert_search`). It decides by the counts of the last
-steps, never by times. A hot expert may have copies.
+Source: DynMo 2.2. With `model.routing = "bias"` the case also moves the bias of each expert against
+its load. With `parallel.expert` over 1 it decides which replica computes which expert
+(`dynmo.balance.expert_search`), by the counts of the last steps, never by times.
 """
 
 from __future__ import annotations
@@ -31,10 +27,9 @@ from dynmo.models.options import ModelOptions
 
 @dataclass(frozen=True)
 class PlacingRule:
-    """How experts are placed on the replicas that share them.
+    """How experts are placed on the `ranks` replicas that share them.
 
     Attributes:
-        ranks: Replicas that share the experts.
         most_experts: Most experts of a layer on one replica.
         every: Steps between two decisions. 0: experts stay.
         least_gain: Experts move only if the load of the busiest replica falls by this share.
@@ -92,7 +87,6 @@ class ExpertsCase(Dynamism):
             self._rate = ModelOptions().bias_rate
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Places the experts, if a decision is due."""
         self._layers = layers
         return self._place(layers) if self._decides(step) else None
 
@@ -136,7 +130,6 @@ class ExpertsCase(Dynamism):
         return step > 0 and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
-        """Collects the load of the experts."""
         indices = experts_of(layers.modules)
         self._take(layers, indices)
         if not self._records(step):
@@ -163,10 +156,7 @@ class ExpertsCase(Dynamism):
         return [row[first : first + self._experts] for first in range(0, len(row), self._experts)]
 
     def observe(self, signals: Signals) -> None:
-        """Moves the biases as soon as a step is final.
-
-        So the next checkpoint has the new biases.
-        """
+        """Moves the biases as soon as a step is final, for the next checkpoint."""
         layers = self._layers
         if not self._rate or layers is None:
             return
@@ -176,10 +166,7 @@ class ExpertsCase(Dynamism):
         self._move_biases(layers, indices, last)
 
     def _take(self, layers: Layers, indices: Sequence[int]) -> dict[int, Tensor]:
-        """Asks this rank's layers for their counts.
-
-        A layer without tokens is left out.
-        """
+        """Asks this rank's layers for their counts. A layer without tokens is left out."""
         counted = {
             index: load
             for index, load in counts_of(layers, indices, self._counted).items()
@@ -245,7 +232,7 @@ def most_experts(run: RunFacts) -> int:
 
 
 def make(options: Experts, run: RunFacts) -> Dynamism:
-    """Makes the case. Of a model of the user's own, `check` finds the number of experts."""
+    """Makes the case. `check` counts the experts of a model of the user's own."""
     model = run.model
     # Without a known number of experts, only the redundant ones are known.
     most = options.redundant if model is None else most_experts(run)

@@ -40,7 +40,6 @@ class ScheduledFreezing(Dynamism):
             )
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Freezes the layers that the schedule has for this step."""
         return freeze_prefix(layers, self._due(step), f"schedule, step {step}")
 
     def acts(self, step: int) -> bool:
@@ -96,7 +95,6 @@ class AutoFreeze(Dynamism):
         self._steps += 1
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Freezes the prefix that has settled, if an interval is over."""
         self._modules = modules = units(layers.names, self._unit)
         if self._steps < self._every:
             return None
@@ -144,7 +142,6 @@ class AutoFreeze(Dynamism):
 
 
 def make(options: Freezing, run: RunFacts) -> Dynamism:
-    """Makes the case of the policy that the options name."""
     assert run.layers is not None
     most = run.layers - 1 if options.max_layers is None else options.max_layers
     if options.policy == "schedule":

@@ -1,8 +1,7 @@
 """Mixture of depths: some blocks compute only the tokens that a router selects.
 
 Source: DynMo 2.2. The layers do the work (`dynmo.models.mixture_of_depths`). The case decides from
-which step on training selects by the predictor. It records how many tokens are selected, and how
-often the predictor is right.
+which step on training selects by the predictor, and records the selected tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class MixtureOfDepthsCase(Dynamism):
         routed_of(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Switches the routers to or from selection by the predictor."""
         before, self._by_threshold = self._by_threshold, self._wanted(step)
         routed = routed_of(layers.modules)
         for index in routed:
@@ -54,7 +52,6 @@ class MixtureOfDepthsCase(Dynamism):
         return step > 0 and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
-        """Collects how many tokens are selected, and predicted right."""
         routed = routed_of(layers.modules)
         self._counts.add(counts_of(layers, routed, _counted))
         if not self._records(step):
@@ -96,6 +93,5 @@ def routed_of(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def make(options: MixtureOfDepths, run: RunFacts) -> Dynamism:
-    """Makes the case."""
     del run
     return MixtureOfDepthsCase(options.threshold_from, options.record_every)

@@ -1,4 +1,4 @@
-"""Options of the dynamic cases: `dynmo.Freezing` and the like, and the sections of [dynamism].
+"""Options of the dynamic cases, and the sections of [dynamism].
 
 To add a case, add its options here and to `CASES`. Its class is in the module of this package that
 has the name of the case. There a function `make(options, run)` makes the case.
@@ -232,17 +232,11 @@ class Freezing(CaseOptions):
             )
 
     def first_stale_step(self, steps: int) -> int:
-        """The first step before which Egeria can freeze a module.
+        """The first step before which Egeria can freeze a module, or `steps` if none.
 
         Egeria needs `window` slopes after the first one, which they are compared with. A reading
         uses the last reference taken before its step. Each reference begins a new curve, whose
         first window has no slope.
-
-        Args:
-            steps: Steps of the run.
-
-        Returns:
-            The step, or `steps` if no module can freeze within the run.
         """
         slopes = readings = reference = 0
         for offset in range(self.every, steps - self.start, self.every):
@@ -404,14 +398,14 @@ class EarlyExit(CaseOptions):
         return 0.9 if self.policy == "calm" else 0.998
 
     def exits_of(self, blocks: int) -> tuple[int, ...]:
-        """The blocks after which an exit head stands, in a model of `blocks` blocks."""
+        """The blocks after which an exit head stands."""
         if self.exits is not None:
             return self.exits
         thirds = (-(-third * blocks // 3) - 1 for third in (1, 2))
         return tuple(sorted({block for block in thirds if 0 <= block < blocks - 1}))
 
     def start_of(self, steps: int | None) -> int:
-        """The first step at which tokens exit, in a run of `steps` steps."""
+        """The first step at which tokens exit."""
         if self.start is not None:
             return self.start
         assert steps is not None, "`problems` asks for the steps"
@@ -470,7 +464,6 @@ class MixtureOfDepths(CaseOptions):
     """Steps between two records of how many tokens each routed block computes."""
 
     def routed_blocks(self, blocks: int) -> tuple[int, ...]:
-        """The blocks that only some tokens pass, in a model of `blocks` blocks."""
         return tuple(range(self.every - 1, blocks, self.every))
 
     def problems(self, run: RunFacts) -> Iterator[str]:

@@ -1,7 +1,4 @@
-"""A frozen prefix of the model: its units, its end, and how it grows.
-
-All freezing policies use these functions.
-"""
+"""A frozen prefix of the model: its units, its end, and how it grows."""
 
 from __future__ import annotations
 

@@ -1,20 +1,16 @@
 """Gradual pruning: weights of least magnitude leave for good, a few at a time.
 
-Their work leaves with them. Sources: Zhu & Gupta 2017, and DynMo 2.2 and C.1.
+Sources: Zhu & Gupta 2017, and DynMo 2.2 and C.1.
 
     sparsity  S_t = S_f + (S_i - S_f) (1 - (t - t0) / (t1 - t0))^3
 
-The curve is steep first, while there is much to spare.
-
 The linears of every layer are pruned, except those of the first and the last layer (embedding,
-head). Norms and biases stay. A frozen layer is left alone. Pruned weights never return: their
-values, moments and gradients are gone.
+head). A frozen layer is left alone.
 
 The global criterion keeps the k largest weights of all layers, on any rank. Magnitudes order like
-their bit patterns. So three histograms find the smallest weight that is kept, digit by digit. They
-are summed over the ranks, and have 2048 + 1024 + 1024 counts for any k. The result is exact. Of
-equal magnitudes, the weight in the lower layer stays. Within a layer, the weight at the lower
-position stays.
+their bit patterns. So three histograms, summed over the ranks, find the smallest weight that is
+kept, digit by digit. The result is exact. Of equal magnitudes, the weight in the lower layer stays.
+Within a layer, the weight at the lower position stays.
 
     bit pattern of |w|   0 eeeeeeee mmm | mmmmmmmmmm | mmmmmmmmmm
                               11 bits   |  10 bits   |  10 bits
@@ -45,15 +41,7 @@ _USUAL_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Cubic:
-    """The steps that prune, and their sparsity.
-
-    Attributes:
-        initial: Sparsity at `start`.
-        final: Sparsity at `end`.
-        start: First step that prunes.
-        end: Last step that prunes.
-        every: Steps between two prunings.
-    """
+    """The steps that prune, and their sparsity."""
 
     initial: float
     final: float
@@ -86,10 +74,6 @@ class Candidates:
 
     Those of a linear under a mask are a copy. If weights have float32 masters, the masters are
     compared, because too many rounded weights would be equal.
-
-    Attributes:
-        module: The layer.
-        masters: Its float32 masters by name.
     """
 
     module: nn.Module
@@ -103,10 +87,7 @@ class Candidates:
 
 
 def masters(layer: int, layers: Layers) -> dict[str, Tensor]:
-    """Returns the float32 masters among a layer's moments.
-
-    The other moments are not kept. The replicas may have to put them together.
-    """
+    """Returns the float32 masters among a layer's moments."""
     if not any(linear.weight.dtype in LOW for _, linear in linears(layers.modules[layer])):
         return {}
     return {key: moment for key, moment in layers.moments(layer).items() if key.endswith("/master")}
@@ -116,11 +97,9 @@ class Alone:
     """The collective of a rank that asks no other."""
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """Returns the tensor."""
         return tensor
 
     def sum_all(self, tensor: Tensor, what: str) -> Tensor:
-        """Returns the tensor."""
         return tensor
 
 
@@ -221,7 +200,6 @@ class PruningCase(Dynamism):
         self._targets = _targets(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Prunes the layers that are not frozen, if the schedule has this step."""
         self._targets = self._targets or _targets(layers.modules)
         if step not in self._schedule.steps:
             return None
@@ -306,10 +284,7 @@ class PruningCase(Dynamism):
         )
 
     def forecast(self, step: int) -> Sequence[Forecast]:
-        """Forecasts the falling times of F, B and W.
-
-        It assumes that all layers lose alike, and that linears take all of a layer's time.
-        """
+        """Forecasts as if all layers lose alike, and linears take all of a layer's time."""
         out, now, targets = list[Forecast](), self._sparsity, self._targets or ()
         for at in self._schedule.steps:
             then = self._schedule.sparsity(at)
@@ -349,7 +324,6 @@ def _targets(modules: Sequence[nn.Module]) -> tuple[int, ...]:
 
 
 def make(options: Pruning, run: RunFacts) -> Dynamism:
-    """Makes the case."""
     start, end, every = options.steps_of(run.steps)
     schedule = Cubic(options.initial_sparsity, options.final_sparsity, start, end, every)
     known = options.dense_below if isinstance(options.dense_below, dict) else {}

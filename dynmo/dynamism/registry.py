@@ -13,14 +13,7 @@ from dynmo.errors import ConfigError, place
 
 
 def make_cases(cases: Sequence[CaseOptions | Dynamism], run: RunFacts) -> list[Dynamism]:
-    """Makes the cases of a run.
-
-    Args:
-        cases: Options of dynmo's cases, and the user's own cases.
-        run: What is known of the run. Its `cases` do not count.
-
-    Returns:
-        dynmo's cases in the order of `CASES`, and then the user's own as given.
+    """Makes the cases of a run: dynmo's in the order of `CASES`, then the user's own.
 
     Raises:
         ConfigError: The options do not fit the run, or two cases have one name.
@@ -47,14 +40,7 @@ def _make(options: CaseOptions, run: RunFacts) -> Dynamism:
 
 
 def from_class(path: str) -> Dynamism:
-    """Makes a case of the user's own class.
-
-    Args:
-        path: `package.module:Class`. It is called without arguments.
-
-    Raises:
-        ConfigError: The path does not lead to a case.
-    """
+    """Makes a case of the user's own class, `package.module:Class`."""
     where = f"dynamism.cases: 'python:{path}'"
     module_name, _, class_name = path.partition(":")
     try:

@@ -2,9 +2,8 @@
 
 Sources: DynMo 2.2 and F.5.
 
-The kernel selects the pairs. `hash_attention` computes those in one hash bucket. `drop_attention`
-computes those of the queries and keys that are not dropped. F and B of the attention fall, W does
-not. Blocks differ by schedule, and by how evenly their buckets fill.
+`hash_attention` computes the pairs in one hash bucket, `drop_attention` those of the queries and
+keys that are not dropped. F and B of the attention fall, W does not.
 
 Directions (or dropped vectors) are drawn anew each step from a stream keyed by seed, layer and
 step. Every rank tells all layers, also those of other ranks, what they compute at this step. So a
@@ -58,7 +57,6 @@ class SparseAttentionCase(Dynamism):
             )
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Gives each layer its computation for this step."""
         self._halves = halves_of(layers.modules)
         before, self._sparse = self._sparse, self._wanted(step)
         for index in self._halves:
@@ -121,10 +119,7 @@ class SparseAttentionCase(Dynamism):
 
 
 def halves_of(modules: Sequence[nn.Module]) -> list[int]:
-    """Returns the layers whose attention can be sparse.
-
-    They have an attribute `sparse_attention`.
-    """
+    """Returns the layers that have an attribute `sparse_attention`."""
     return layers_that(
         lambda module: hasattr(module, "sparse_attention"),
         modules,
@@ -159,7 +154,6 @@ def _check_kernels(kind: str) -> None:
 
 
 def make(options: SparseAttentionOptions, run: RunFacts) -> Dynamism:
-    """Makes the case."""
     if run.on_cuda:
         _check_kernels(options.kind)
     schedule = options.schedule or ((options.start, options.blocks),)

@@ -1,4 +1,1 @@
-"""Kernels that do only the remaining work.
-
-Each has a plain reference in the tests.
-"""
+"""Kernels that do only the remaining work. Tests have a plain reference of each."""

@@ -1,6 +1,4 @@
-"""Tokens to experts so that every expert gets as many as any other.
-
-The methods are for BASE layers (Lewis et al. 2021).
+"""Tokens to experts, equally many to each (BASE layers, Lewis et al. 2021).
 
     sinkhorn   scales exp(scores) until rows and columns have equal sums; the largest entry of a row
                is near to balanced
@@ -28,13 +26,9 @@ _MOST_BIDS = 1000
 
 
 def sinkhorn(scores: Tensor) -> Tensor:
-    """Scale exp(scores) to equal sums of rows and of columns.
+    """Scale exp(scores), [tokens, experts], to equal sums of rows and of columns.
 
-    Args:
-        scores: float32 [tokens, experts].
-
-    Returns:
-        A tensor like the scores. Rows sum to 1 / tokens, columns nearly to 1 / experts.
+    Rows sum to 1 / tokens, columns nearly to 1 / experts.
     """
     tokens, experts = scores.shape
     if not tokens:
@@ -113,16 +107,11 @@ def _auction(
 
 
 def auction(scores: Tensor, slack: float = 1e-3) -> Tensor:
-    """Assign each token to one expert.
-
-    Experts get equal numbers of tokens, to within one.
+    """Return an expert for each token, int64 [tokens].
 
     Args:
         scores: float32 [tokens, experts].
         slack: How far the sum of the scores may be from the largest possible one, per token.
-
-    Returns:
-        The expert of each token, int64 [tokens].
     """
     tokens, experts = scores.shape
     table: NDArray[Any] = scores.detach().double().cpu().numpy()

@@ -31,11 +31,7 @@ _MOST = 64
 
 
 def compiled(module: nn.Module) -> Callable[..., Any]:
-    """Return the function to call in the module's place.
-
-    Raises:
-        ConfigError: This machine has no compiler.
-    """
+    """Return the function to call in the module's place."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     _check(device)
     for kind in {type(child) for child in module.modules() if splits(child)}:
@@ -54,10 +50,7 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
 
 
 def _leave_out(kind: type, name: str) -> None:
-    """Make the compiler step around a method, in the class that defines it.
-
-    Nothing changes without a compiler.
-    """
+    """Make the compiler step around a method. Nothing changes without a compiler."""
     owner = next(base for base in kind.__mro__ if name in vars(base))
     method = vars(owner)[name]
     if not getattr(method, "_torchdynamo_disable", False):

@@ -1,6 +1,4 @@
-"""The sparsity from which the CSR kernels pay.
-
-It is measured once per machine and shape. It is kept among this user's files:
+"""The sparsity from which the CSR kernels pay, measured per machine and shape.
 
     ~/.cache/dynmo/crossover/1f0c9a....json
     {"measured_on": "AMD EPYC, 2 cores, 1 threads, torch 2.13.0, float32, 1024x256, 512 tokens",
@@ -33,17 +31,9 @@ _KERNELS = 2
 
 
 def known_crossover(linear: nn.Linear, tokens: int) -> float:
-    """Return the crossover sparsity of a linear on this machine.
+    """Return the sparsity from which CSR is faster, for a microbatch of `tokens` rows.
 
-    It is read from this user's files if it was measured before. Otherwise it is measured now, which
-    takes about a second.
-
-    Args:
-        linear: The linear.
-        tokens: Tokens of a microbatch.
-
-    Returns:
-        The sparsity from which CSR is faster.
+    A first measurement on this machine takes about a second.
     """
     weight = cast(nn.Parameter, linear.weight)
     shape = (
@@ -62,16 +52,7 @@ def known_crossover(linear: nn.Linear, tokens: int) -> float:
 
 
 def time_linear(linear: nn.Linear, tokens: int, repeats: int = 5) -> tuple[float, float, float]:
-    """Time F, B and W of a linear on one microbatch.
-
-    Args:
-        linear: The linear. Its gradient is cleared.
-        tokens: Tokens of the microbatch.
-        repeats: How often each is timed, after a first run that does not count.
-
-    Returns:
-        The median seconds of F, B and W.
-    """
+    """Return the median seconds of F, B and W on one microbatch. Clears the gradient."""
     device = linear.weight.device
     x, gy = (
         torch.randn(tokens, width).to(device, linear.weight.dtype)
@@ -114,21 +95,7 @@ def make_pruned(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Linear:
-    """Make a linear without bias that is pruned at random places.
-
-    It is for measurements and tests.
-
-    Args:
-        rows: Output features.
-        columns: Input features.
-        sparsity: Share of the weights that is pruned.
-        sparse: Whether the weight is CSR, or dense under a mask.
-        device: Default is the CPU.
-        dtype: Dtype of the weight.
-
-    Returns:
-        The linear. Equal arguments give equal weights.
-    """
+    """Make a linear that is pruned at random places, for measurements."""
     generator = torch.Generator().manual_seed(1)
     linear = SplitLinear(columns, rows, bias=False, device="meta")
     linear.weight = nn.Parameter(
@@ -149,20 +116,11 @@ def measure_crossover(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> float:
-    """Find the sparsity from which F + B + W take less time in CSR form than dense.
+    """Find the sparsity from which F + B + W take less time in CSR form.
 
     The result differs from time to time and from rank to rank. All ranks must use one rank's
-    result, and a resumed run must use the result that it began with.
-
-    Args:
-        rows: Output features.
-        columns: Input features.
-        tokens: Tokens of a microbatch.
-        device: Default is the CPU.
-        dtype: Dtype of the weight.
-
-    Returns:
-        The sparsity, to 1/64 by bisection. 1.0 if CSR is never faster.
+    result, and a resumed run the result that it began with. It is found to 1/64, and 1.0 if CSR
+    is never faster.
     """
 
     def faster(sparsity: float) -> bool:
@@ -213,11 +171,7 @@ def _read(path: Path, where: str) -> float | None:
 
 
 def _keep(path: Path, where: str, sparsity: float) -> float:
-    """Keep a sparsity, and return the one that is kept.
-
-    The first number is kept if several processes have measured at once. If nothing can be written,
-    the next run measures again.
-    """
+    """Keep a sparsity, or return the one that another process has kept meanwhile."""
     partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,8 +35,7 @@ class Csr:
     """Positions of the kept weights.
 
     Attributes:
-        crow: Row r holds the columns col[crow[r]:crow[r + 1]], ascending. int32 [rows + 1], on the
-            device of the weights.
+        crow: Row r holds the columns col[crow[r]:crow[r + 1]], ascending. int32 [rows + 1].
         col: Column of each kept weight, int32 [kept].
         width: Number of columns of the matrix.
     """
@@ -50,7 +49,6 @@ class Csr:
         return len(self.crow) - 1, self.width
 
     def rows(self) -> Tensor:
-        """Return the row of each kept weight."""
         counts = self.crow.diff().long()
         return torch.repeat_interleave(torch.arange(len(counts), device=self.crow.device), counts)
 
@@ -60,7 +58,6 @@ class Csr:
 
     @staticmethod
     def at(positions: Tensor, shape: tuple[int, int]) -> Csr:
-        """Make the CSR of these positions."""
         rows, width = shape
         counts = torch.bincount(positions // width, minlength=rows)
         crow = torch.zeros(rows + 1, dtype=torch.int32, device=positions.device)
@@ -68,10 +65,7 @@ class Csr:
         return Csr(crow, (positions % width).to(torch.int32), width)
 
     def transposed(self) -> tuple[Csr, Tensor]:
-        """Return the CSR of the transposed matrix, and an index.
-
-        The index gives, for each weight of the transposed matrix, its place in this one.
-        """
+        """Return the transposed CSR, and the place in this one of each weight there."""
         rows, width = self.shape
         turned, order = (self.col.long() * rows + self.rows()).sort()
         return Csr.at(turned, (width, rows)), order.to(torch.int32)
@@ -97,15 +91,7 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """Invert `pack`.
-
-    Args:
-        packed: Packed tokens.
-        shape: Shape of the result, [..., features].
-
-    Returns:
-        A contiguous tensor that is no view.
-    """
+    """Invert `pack`. The result is contiguous and no view."""
     if packed.is_cuda:
         return reshape_unsafe(packed.t().contiguous(), shape)
     x = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=packed.dtype)
@@ -115,25 +101,13 @@ def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _panel(tokens: int) -> int:
-    """Choose the tokens of a panel.
-
-    There are as few panels as possible, of equal length, in whole vectors.
-    """
+    """Choose the tokens of a panel: few panels, of equal length, in whole vectors."""
     count = max(1, -(-tokens // csr_loops.TOKENS))
     return max(1, -(-tokens // count // csr_loops.VECTOR)) * csr_loops.VECTOR
 
 
 def spmm(csr: Csr, values: Tensor, packed: Tensor) -> Tensor:
-    """Multiply A x.
-
-    Args:
-        csr: Positions of the kept weights of A.
-        values: [kept].
-        packed: x, packed.
-
-    Returns:
-        The product, packed.
-    """
+    """Multiply A x. Values are [kept]. x and the product are packed."""
     if packed.dtype in LOW:
         return spmm(csr, values.float(), packed.float()).to(packed.dtype)
     if packed.is_cuda:
@@ -152,11 +126,7 @@ def spmm(csr: Csr, values: Tensor, packed: Tensor) -> Tensor:
 def sddmm_(csr: Csr, left: Tensor, right: Tensor, out: Tensor) -> None:
     """Add left[row of k] . right[column of k], over all tokens, to out[k].
 
-    Args:
-        csr: Positions of the kept weights.
-        left: Packed tokens of the rows.
-        right: Packed tokens of the columns.
-        out: [kept], float32 if `left` and `right` are of lower precision.
+    `out` is float32 if the packed `left` and `right` are of lower precision.
     """
     if left.dtype in LOW:
         sddmm_(csr, left.float(), right.float(), out)

@@ -24,14 +24,7 @@ from dynmo.kernels.shared_qk import Tile, attend, attend_backward, scale_keys, t
 def draw_kept(heads: int, sequence: int, dropped: float, seed: int) -> tuple[Tensor, Tensor]:
     """Draw the positions of the queries and of the keys that stay.
 
-    Args:
-        heads: Number of heads.
-        sequence: Number of positions.
-        dropped: Share of the positions that is dropped.
-        seed: The result is a function of the seed alone.
-
-    Returns:
-        Positions of queries and of keys, [heads, kept] each, ascending.
+    Both are [heads, kept], ascending. The seed alone decides.
     """
     generator = torch.Generator().manual_seed(seed)
     kept = max(1, round((1 - dropped) * sequence))
@@ -44,13 +37,7 @@ def draw_kept(heads: int, sequence: int, dropped: float, seed: int) -> tuple[Ten
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """The rows of x that are queries and keys, and the tiles.
-
-    Attributes:
-        queries: Rows of the queries, [batch * heads, kept].
-        keys: Rows of the keys, [batch * heads, kept].
-        tiles: The tiles.
-    """
+    """Rows of x that are queries and keys, [batch * heads, kept] each, and the tiles."""
 
     queries: Tensor
     keys: Tensor
@@ -62,16 +49,7 @@ class KeptPlan:
 def plan_kept(
     batch: int, sequence: int, queries: Tensor, keys: Tensor, tile: int, dtype: torch.dtype
 ) -> KeptPlan:
-    """Find the rows of the kept queries and keys, and cut them into tiles.
-
-    Args:
-        batch: Rows of the microbatch.
-        sequence: Positions of a row.
-        queries: Positions, [heads, kept], ascending.
-        keys: Positions, [heads, kept], ascending.
-        tile: Queries that are computed together.
-        dtype: Dtype of the masks.
-    """
+    """Find the rows of the kept positions, [heads, kept], and cut them into tiles."""
     heads = queries.shape[0]
     before = torch.searchsorted(keys, queries)  # the keys that each query sees: both ascend
     tiles = list[Tile]()
@@ -147,7 +125,6 @@ def _apart(x: Tensor, n: int) -> Tensor:
 
 
 def drop_attention(x: Tensor, v: Tensor, queries: Tensor, keys: Tensor, tile: int = 64) -> Tensor:
-    """Compute the attention of the queries and keys that are kept."""
     if x.device.type != "cpu":
         raise RunError(
             'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; '
@@ -160,10 +137,7 @@ def drop_attention(x: Tensor, v: Tensor, queries: Tensor, keys: Tensor, tile: in
 
 @dataclass(frozen=True)
 class Dropped:
-    """Attention that drops this share of the queries and of the keys.
-
-    Each head drops others.
-    """
+    """Attention that drops this share of the queries and keys, others in each head."""
 
     share: float
     tile: int

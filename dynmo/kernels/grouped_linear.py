@@ -3,15 +3,13 @@
     rows     | block 0 | block 1 |  | block 3 |      blocks lie behind one another, one may be empty
     weight      W_0       W_1          W_3            y = x W^T for the rows of a block
 
-Each group has a parameter of its own, `weights[group]`, [out, in]. A rank that holds only some of
-the groups lacks the others (`hold`). It may compute rows of several sources, that is of several
-replicas (`take_rows`). Each source then has its own gradient. The gradients can then be added up in
-the order in which replicas without shared experts add them.
+A rank may hold only some of the groups (`hold`), and compute rows of several replicas
+(`take_rows`). Each source then has its own gradient, so that the gradients can be added up in the
+order in which replicas without shared experts add them.
 
-The backward is split as that of any linear: B gives gx = gy W, and the tape takes W, which adds
-gy^T x of each block. On CPU each block is one product, in order. That loop is also the reference
-for CUDA. There `torch.nn.functional.grouped_mm` computes the blocks of a source in one kernel if
-dtype and sizes allow it.
+On CPU each block is one product, in order. That loop is also the reference for CUDA. There
+`torch.nn.functional.grouped_mm` computes the blocks of a source in one kernel if dtype and sizes
+allow it.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
 def grouped_product(
     x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], per_kernel: int
 ) -> Tensor:
-    """Multiply each block of rows with its matrix."""
     out = x.new_empty(x.shape[0], weights[0].shape[1])
     if _fused(x, weights[0]):
         start = 0
@@ -81,10 +78,7 @@ def aligned(rows: Tensor) -> Tensor:
 
 
 def stacked(matrices: Sequence[Tensor]) -> Tensor:
-    """Return the matrices as one tensor, [matrices, ...].
-
-    It is a view if they lie behind one another.
-    """
+    """Return [matrices, ...], as a view if they lie behind one another."""
     first = matrices[0]
     step = first.numel()
     storage = first.untyped_storage().data_ptr()
@@ -108,10 +102,7 @@ def _fused(x: Tensor, weight: Tensor) -> bool:
 def accumulate_groups(
     weights: Sequence[nn.Parameter], x: Tensor, gy: Tensor, counts: Sequence[int]
 ) -> None:
-    """Add gy^T x of each block to the gradient of its weight.
-
-    A block without rows adds zeros.
-    """
+    """Add gy^T x of each block to its weight's gradient, zeros for an empty block."""
     for weight in weights:
         if weight.grad is None:
             weight.grad = zero_gradient(weight)
@@ -155,14 +146,7 @@ class _GroupedFunction(torch.autograd.Function):
 
 
 class GroupedLinear(nn.Module):
-    """One linear without bias per group.
-
-    Args:
-        groups: Number of groups.
-        inputs: Features of a row.
-        outputs: Features of its result.
-        std: Standard deviation of the initial weights.
-    """
+    """One linear without bias per group. `std` is that of the initial weights."""
 
     tape: WeightTape | None = None
 
@@ -187,22 +171,16 @@ class GroupedLinear(nn.Module):
         )
 
     def hold(self, groups: Collection[int]) -> None:
-        """Drop the parameters of all other groups.
-
-        Args:
-            groups: The groups that stay.
-        """
+        """Drop the parameters of all other groups."""
         for group in range(self.groups):
             if group not in groups:
                 self._parameters[str(group)] = None
 
     def take_rows(self, blocks: Sequence[tuple[int, int]], own_source: int) -> None:
-        """Set the sources of the rows. Call it again when a parameter has been replaced.
+        """Set source and group of each block of rows, sources together.
 
-        Args:
-            blocks: Source and group of each block, sources together. Groups are held here.
-            own_source: The source whose gradients are those of the parameters. Other sources have
-                gradients of their own (`source_gradients`).
+        Call it again when a parameter has been replaced. The gradients of `own_source` are those of
+        the parameters. Other sources have gradients of their own (`source_gradients`).
         """
         self._blocks, self._own_source = tuple(blocks), own_source
         self._copies = {}
@@ -233,15 +211,7 @@ class GroupedLinear(nn.Module):
                 weight.data = data
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Compute the groups' products of the rows.
-
-        Args:
-            x: [rows, in], blocks behind one another.
-            counts: Rows of each block.
-
-        Returns:
-            [rows, out].
-        """
+        """Compute [rows, out] from [rows, in], with `counts` rows in each block."""
         weights = self._block_weights()
         ordinary = all(isinstance(weight, nn.Parameter) for weight in weights)
         tape = self.tape if ordinary and autograd_may_split(x.device) else None
@@ -250,7 +220,6 @@ class GroupedLinear(nn.Module):
         )
 
     def _block_weights(self) -> list[nn.Parameter]:
-        """Return the weight of each block."""
         weights, out = self.weights, list[nn.Parameter]()
         for source, group in self._blocks or [
             (self._own_source, group) for group in range(self.groups)
@@ -264,10 +233,7 @@ class GroupedLinear(nn.Module):
         return out
 
     def _per_kernel(self) -> int:
-        """Return the number of blocks that one kernel computes.
-
-        It is the number of blocks of one source, if all have as many. Otherwise it is 1.
-        """
+        """Return the blocks of one source if all have as many, otherwise 1."""
         if self._blocks is None:
             return self.groups
         lengths = {
@@ -277,10 +243,7 @@ class GroupedLinear(nn.Module):
 
 
 def gradient_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """List all gradient parameters of a module.
-
-    These are its own, and those of other sources' rows.
-    """
+    """List the parameters of a module, and those for other sources' rows."""
     copies = [
         copy
         for part in module.modules()

@@ -1,20 +1,15 @@
 """Sparse causal attention that computes only the pairs within one hash bucket.
 
-The method is from Pagliardini et al. 2023. It differs from the attention of `shared_qk.py` in one
-point: position i attends only to j < i of its own bucket. The bucket of x is argmax [xR, -xR], with
-R random unit directions per head. Queries and keys are the same, so a key is in the bucket of its
-query.
+The method is from Pagliardini et al. 2023. It is the attention of `shared_qk.py`, but position i
+attends only to j < i of its own bucket. The bucket of x is argmax [xR, -xR], with R random unit
+directions per head.
 
 On CPU the positions of a bucket are gathered one behind the other (stable, so by position). Buckets
-of like length are laid side by side and attended tile by tile. Only the staircase below the
-diagonal is computed. B computes the same tiles again from the rows that F gathered:
+of like length are laid side by side and attended tile by tile:
 
     a bucket of 5, tiles of 2          keys  0 1 2 3
                            queries 1, 2      # #           # computed
                            queries 3, 4      # # # #
-
-The order of all sums follows from the buckets' lengths alone, so a layer leaves the same bits on
-any rank.
 """
 
 from __future__ import annotations
@@ -54,18 +49,7 @@ _MOST_TILES = 8
 def draw_directions(
     heads: int, size: int, buckets: int, seed: int, device: torch.device | None = None
 ) -> Tensor:
-    """Draw R, the unit directions of the hash.
-
-    Args:
-        heads: Number of heads.
-        size: Size of a head.
-        buckets: Number of buckets, even.
-        seed: The result is a function of the seed alone.
-        device: Device of the result.
-
-    Returns:
-        [heads, size, buckets / 2] of unit columns.
-    """
+    """Draw R, [heads, size, buckets / 2] of unit columns. The seed alone decides."""
     generator = torch.Generator().manual_seed(seed)
     return functional.normalize(
         torch.randn(heads, size, buckets // 2, generator=generator), dim=1
@@ -78,14 +62,11 @@ _directions_on_device = lru_cache(maxsize=128)(draw_directions)
 
 
 def hash_buckets(x: Tensor, directions: Tensor) -> Tensor:
-    """Find the bucket of each vector: argmax [xR, -xR], the first of equals.
+    """Find the bucket of each vector, int64 [batch, sequence, heads].
 
     Args:
         x: [batch, sequence, heads, size].
         directions: R, [heads, size, buckets / 2].
-
-    Returns:
-        int64 [batch, sequence, heads].
     """
     batch, sequence, heads, size = x.shape
     with torch.no_grad():
@@ -102,10 +83,7 @@ def hash_buckets(x: Tensor, directions: Tensor) -> Tensor:
 
 @jit(*FAST)
 def _argmax(z: NDArray[Any], out: NDArray[np.int64]) -> None:
-    """Find the argmax of [z, -z].
-
-    Rows are innermost and without branches, so that many are compared at once.
-    """
+    """Find the argmax of [z, -z]. Rows are innermost, so many are compared at once."""
     heads, half, rows = z.shape
     high, low = np.empty(rows, z.dtype), np.empty(rows, z.dtype)
     highest, lowest = np.empty(rows, np.int32), np.empty(rows, np.int32)
@@ -128,10 +106,7 @@ def _argmax(z: NDArray[Any], out: NDArray[np.int64]) -> None:
 
 
 class Chunk(NamedTuple):
-    """Buckets of like length side by side.
-
-    They are `buckets` x `length` places from place `first` on.
-    """
+    """Buckets of like length side by side, from place `first` on."""
 
     first: int
     buckets: int
@@ -142,7 +117,6 @@ class Chunk(NamedTuple):
         return slice(self.first, self.first + self.buckets * self.length)
 
     def apart(self, x: Tensor) -> Tensor:
-        """Reshape [buckets * length, size] to [buckets, length, size]."""
         return x.view(self.buckets, self.length, -1)
 
     def of(self, x: Tensor) -> Tensor:
@@ -157,7 +131,6 @@ class BucketPlan:
     Attributes:
         rows: The row in each place. -1 is padding.
         places: The place of each row.
-        chunks: The chunks that the places form.
         pairs: Number of (query, key) pairs that attend.
         computed: Number of pairs that the tiles compute, with masked and padded ones.
     """
@@ -170,15 +143,7 @@ class BucketPlan:
 
 
 def plan_buckets(buckets: Tensor, count: int, tile: int) -> BucketPlan:
-    """Plan the places of all rows.
-
-    Rows of a bucket lie behind one another, and buckets of like length side by side.
-
-    Args:
-        buckets: [batch, sequence, heads], each of 0..count-1.
-        count: Number of buckets.
-        tile: Queries that are computed together.
-    """
+    """Plan the places of all rows of buckets [batch, sequence, heads], 0..count-1."""
     numbers = buckets.contiguous().numpy()
     batch, _, heads = numbers.shape
     lengths, segments = _count(numbers, count)
@@ -213,10 +178,7 @@ def plan_buckets(buckets: Tensor, count: int, tile: int) -> BucketPlan:
 
 @jit(*FAST)
 def _count(buckets: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the length of each segment, and the segment of each row of x.
-
-    A segment is one (batch, head, bucket).
-    """
+    """Return the length of each segment (batch, head, bucket), and each row's segment."""
     batch, sequence, heads = buckets.shape
     lengths = np.zeros(batch * heads * count, np.int64)
     segments = np.empty(batch * sequence * heads, np.int64)
@@ -238,10 +200,7 @@ def _place(
     rows: NDArray[np.int64],
     places: NDArray[np.int64],
 ) -> None:
-    """Sort stably by counting.
-
-    Rows come in the order of their positions, and take the next place of their segment.
-    """
+    """Sort stably by counting: each row takes the next place of its segment."""
     following = base.copy()
     for row in range(segments.shape[0]):
         place = following[segments[row]]
@@ -360,7 +319,6 @@ class _HashAttention(torch.autograd.Function):
 
 
 def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int = 32) -> Tensor:
-    """Compute attention within buckets."""
     if x.device.type == "cuda":
         from dynmo.kernels import hash_attention_triton
 
@@ -373,11 +331,7 @@ def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int 
 
 @dataclass(frozen=True)
 class Hashed:
-    """Attention within hash buckets, with directions drawn from a seed.
-
-    The directions follow from the seed, so they never have to be moved. On CPU they are drawn anew
-    at each call.
-    """
+    """Attention within hash buckets. Its directions follow from the seed."""
 
     buckets: int
     tile: int

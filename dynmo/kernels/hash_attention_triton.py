@@ -1,15 +1,11 @@
 """Hash-sparse attention on CUDA, by Triton.
 
-It agrees with `dynmo.kernels.hash_attention` to 1e-6 in float32, values and gradients, in Triton's
-interpreter on a CPU. `make gpu` has run it on an H100.
+It agrees with `dynmo.kernels.hash_attention` to 1e-6 in float32, values and gradients.
 
-Rows are sorted by bucket (stable, so by position within one). Each row knows where its bucket
-begins and ends. A tile of queries meets only the tiles of keys from its first row's bucket on up to
-itself. In B a tile of keys meets the tiles of queries up to the end of its last row's bucket.
-Softmax runs along the keys with a running maximum. B computes the weights again from its logarithm.
-
-Triton takes pointers and sizes one by one, so the kernels have many arguments. Each kernel is one
-function, so that Triton compiles its loop as a whole.
+Rows are sorted by bucket (stable, so by position within one). A tile of queries meets only the
+tiles of keys from its first row's bucket on up to itself. In B a tile of keys meets the tiles of
+queries up to the end of its last row's bucket. B computes the weights again from the logarithm of
+their sum.
 
                  keys  | bucket 0 | bucket 1 | bucket 2
     tile of queries a       #
@@ -161,11 +157,7 @@ def _backward_keys(
 
 
 class _Sorted(torch.autograd.Function):
-    """Attention on sorted rows.
-
-    q, k (scaled) and v are [batch * heads, sequence, size], sorted by bucket. begins and ends are
-    the bounds of each row's bucket.
-    """
+    """Attention on sorted q, k (scaled) and v, [batch * heads, sequence, size]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, begins: Tensor, ends: Tensor) -> Tensor:

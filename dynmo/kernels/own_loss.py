@@ -1,8 +1,8 @@
-"""A layer's own loss beside the model's.
+"""A layer's own loss beside the model's, for a router that predicts or balances.
 
-It is for a router that predicts, or that must stay balanced. Its gradient starts in the layer's own
-B, so nothing travels between ranks. The gradient has the weight that the model's loss has there
-(its share of the step, times the loss scale). The loss that a run reports does not include it.
+Its gradient starts in the layer's own B, so nothing travels between ranks. The gradient has the
+weight that the model's loss has there (its share of the step, times the loss scale). The loss that
+a run reports does not include it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,5 @@ def add_loss(x: Tensor, loss: Tensor, tape: WeightTape | None) -> Tensor:
         x: The layer's output.
         loss: The mean over a microbatch, a tensor without dimensions.
         tape: The layer's tape. None means that the model's loss has the weight 1.
-
-    Example:
-        >>> x, a = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
-        >>> add_loss(x, 3 * a, None).sum().backward()
-        >>> float(a.grad)
-        3.0
     """
     return cast(Tensor, _AddLoss.apply(x, loss, tape))

@@ -1,7 +1,4 @@
-"""Rows computed on another rank.
-
-F has an all-to-all, and B the reverse one.
-"""
+"""Rows computed on another rank. F has an all-to-all, and B the reverse one."""
 
 from __future__ import annotations
 
@@ -16,28 +13,11 @@ class RowExchange(Protocol):
     """The ranks that send rows to each other. All of them make the same calls."""
 
     def counts(self, sent: Sequence[Sequence[int]], taken: Sequence[int]) -> list[list[int]]:
-        """Tell each rank how many rows it will get.
-
-        Args:
-            sent: Some numbers for each rank.
-            taken: How many numbers come from each rank.
-
-        Returns:
-            The numbers from each rank.
-        """
+        """Send some numbers to each rank, and return those from each, `taken` of them."""
         ...
 
     def rows(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """Send rows, and take those of the others.
-
-        Args:
-            rows: [sum of `sent`, width], the rows of the first rank first.
-            sent: Rows for each rank.
-            taken: Rows from each rank.
-
-        Returns:
-            [sum of `taken`, width], the rows from the first rank first.
-        """
+        """Send `sent` rows to each rank, and return `taken` rows of each, in their order."""
         ...
 
 
@@ -57,15 +37,5 @@ class _Exchange(torch.autograd.Function):
 def exchange_rows(
     rows: Tensor, sent: Sequence[int], taken: Sequence[int], exchange: RowExchange
 ) -> Tensor:
-    """Send rows as `RowExchange.rows` does. The gradients go back the same way.
-
-    Args:
-        rows: [sum of `sent`, width], the rows of the first rank first.
-        sent: Rows for each rank.
-        taken: Rows from each rank.
-        exchange: The ranks that send rows to each other.
-
-    Returns:
-        [sum of `taken`, width], the rows from the first rank first.
-    """
+    """Send rows as `RowExchange.rows` does. The gradients go back the same way."""
     return cast(Tensor, _Exchange.apply(rows, sent, taken, exchange))

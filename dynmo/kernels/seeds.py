@@ -25,10 +25,7 @@ class Purpose(IntEnum):
 
 
 def mix(*keys: int) -> int:
-    """Make a 63-bit seed from integers.
-
-    Each integer in turn is added and the sum scrambled (splitmix64's last step).
-    """
+    """Make a 63-bit seed. Each key is added and the sum scrambled (splitmix64)."""
     state = 0x9E3779B97F4A7C15
     for key in keys:
         state = (state + key) * 0xBF58476D1CE4E5B9 & _MASK
@@ -37,26 +34,13 @@ def mix(*keys: int) -> int:
 
 
 def seed_forward(device: torch.device, seed: int, step: int, layer: int, microbatch: int) -> None:
-    """Seed torch's generator of `device` for one layer and one microbatch.
-
-    Dropout then draws the same anywhere.
-
-    Args:
-        device: Device that the layer computes on.
-        seed: Seed of the run.
-        step: Number of the step.
-        layer: Global index of the layer.
-        microbatch: Number of the microbatch in the step.
-    """
+    """Seed torch's generator of `device` for one layer and one microbatch."""
     generator_of(device).manual_seed(mix(seed, Purpose.FORWARD, step, layer, microbatch))
 
 
 @contextmanager
 def generators_kept(device: torch.device) -> Generator[None]:
-    """Restore torch's generators of the CPU and of `device` at the end of the block.
-
-    The generators belong to the caller, whatever is seeded within.
-    """
+    """Restore torch's generators of the CPU and of `device` at the end of the block."""
     generators = {generator_of(torch.device("cpu")), generator_of(device)}
     states = [(generator, generator.get_state()) for generator in generators]
     try:

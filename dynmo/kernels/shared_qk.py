@@ -1,15 +1,11 @@
 """Strict causal attention with one vector x as query and key.
 
 Each position and head has its own x. The key is x / |x|. A position never attends to itself,
-because its own key would always win. i attends to j < i, and a query with nothing before it gives
-0.
+because its own key would always win. A query with nothing before it gives 0.
 
-This file has dense attention, and the parts of its sparse kinds on CPU: rows gathered one behind
-the other, and tiles of queries and keys. B computes the same tiles again from the rows that F
-gathered.
-
-The order of all sums follows from the tiles alone, so a layer leaves the same bits on any rank. On
-CPU the sparse kinds attend x and v of bfloat16 or float16 in float32, and round the result.
+This file has dense attention, and the parts of its sparse kinds on CPU. B computes the same tiles
+again from the rows that F gathered. The order of all sums follows from the tiles alone, so a layer
+leaves the same bits on any rank. x and v of bfloat16 or float16 are attended in float32.
 """
 
 from __future__ import annotations
@@ -41,16 +37,9 @@ SparseAttention = Callable[[Tensor, Tensor], Tensor]
 
 
 def dense_attention(x: Tensor, v: Tensor) -> Tensor:
-    """Compute the attention without omissions: position i attends to all j < i.
+    """Compute the attention without omissions. All are [batch, sequence, heads, size].
 
     Query i + 1 sees keys 0..i, so shifted by one place it is plain causal attention.
-
-    Args:
-        x: Queries and keys, [batch, sequence, heads, size].
-        v: Values, like x.
-
-    Returns:
-        A tensor like x.
     """
     q = x[:, 1:]
     k = x[:, :-1] / x[:, :-1].norm(dim=-1, keepdim=True).clamp_min(SHORTEST)
@@ -68,10 +57,6 @@ class Tile(NamedTuple):
     """Queries start..stop-1 against keys 0..end-1.
 
     Attributes:
-        start: First query.
-        stop: The query behind the last one.
-        end: The key behind the last one.
-        masked_from: First key that `mask` covers.
         mask: Hides some of the keys masked_from..end-1.
         rows: 0 for a query without keys, else 1. None if every query has keys.
     """
@@ -135,10 +120,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor) -> tuple[NDArray[Any], Layout]:
-    """Return the memory behind x from its first number on, and its strides.
-
-    x is [batch, sequence, heads, size]. It is copied only if its last stride is not 1.
-    """
+    """Return the memory behind x from its first number on, and its strides."""
     x = x.detach()
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -179,7 +161,6 @@ def _gather(
 def _gather_keys(
     q: NDArray[Any], scale: float, shortest: float, k: NDArray[Any], factors: NDArray[Any]
 ) -> None:
-    """Compute k = q * factor, with factor = scale / |q|."""
     for place in range(q.shape[0]):
         taken, to = q[place], k[place]
         total = taken[0] * taken[0]
@@ -192,25 +173,18 @@ def _gather_keys(
 
 
 def take(x: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Gather rows of x.
+    """Gather rows of x into `out`, [rows, size].
 
     Args:
         x: [batch, sequence, heads, size].
         rows: Rows of x as [batch * sequence * heads, size]. -1 gives zeros.
-        out: Receives the rows, [rows, size].
+        out: Receives the rows.
     """
     _gather(*_flat(x), rows.numpy(), out.numpy())
 
 
 def scale_keys(q: Tensor, scale: float, k: Tensor, factors: Tensor) -> None:
-    """Compute k = q * factor, with factor = scale / |q|.
-
-    Args:
-        q: [rows, size].
-        scale: Factor of all keys.
-        k: Receives the keys, like q.
-        factors: Receives the factors, [rows].
-    """
+    """Write factors = scale / |q| and k = q * factors, for q [rows, size]."""
     array = q.numpy()
     # Numbers of the rows' own precision. Otherwise the loops would compute in double.
     _gather_keys(

@@ -4,14 +4,8 @@ Its weight is CSR, and the kept values are the parameter. Every product goes thr
 weights once and works on whole vectors of tokens (csr.py):
 
     F   y^T  = A   x^T         SpMM
-    B   gx^T = A^T gy^T        SpMM with the transposed CSR, whose permutation is made once per
-                               prune
-    W   gA   = gy^T x          SDDMM: one dot product over the tokens for each kept weight, nothing
-                               for the others
-
-Deferred or not, W adds into the gradient with the same kernel in microbatch order. The values, the
-tokens and the tensors kept for W may be of bfloat16 or float16. The products are then made in
-float32, and W's sum stays float32.
+    B   gx^T = A^T gy^T        SpMM with the transposed CSR
+    W   gA   = gy^T x          SDDMM: one dot product over the tokens for each kept weight
 
 Below the sparsity at which CSR pays, a layer stays dense under a mask (`MaskedLinear`). Its numbers
 are the same to within rounding, and nothing is saved.
@@ -88,10 +82,7 @@ class _SparseFunction(torch.autograd.Function):
 def accumulate_sparse(
     csr: Csr, weight: nn.Parameter, bias: nn.Parameter | None, columns: Tensor, rows: Tensor
 ) -> None:
-    """Add the gradients of the kept weights and of the bias.
-
-    weight.grad gets gy^T x at the kept positions, and bias.grad the sum of gy.
-    """
+    """Add gy^T x at the kept positions to weight.grad, and the sum of gy to bias.grad."""
     with torch.no_grad():
         if weight.grad is None:
             weight.grad = zero_gradient(weight)
@@ -122,8 +113,7 @@ class _Pruned(nn.Linear):
 class SparseLinear(_Pruned):
     """nn.Linear whose `weight` holds only the kept values in row order, [1, kept].
 
-    The weight is still a matrix, so that it decays as one does. `crow` and `col` give the positions
-    of the values. `prune` makes it, never its constructor.
+    It is still a matrix, so that it decays as one does. `prune` makes it, never its constructor.
     """
 
     tape: WeightTape | None = None
@@ -192,10 +182,7 @@ def _accumulate_masked(
 
 
 class MaskedLinear(SplitLinear, _Pruned):
-    """A pruned nn.Linear that stays dense: dropped weights are 0 and get no gradient.
-
-    It saves nothing and is for sparsities below the crossover.
-    """
+    """A pruned nn.Linear that stays dense: dropped weights are 0 and get no gradient."""
 
     kept_mask: Tensor
 
@@ -217,29 +204,18 @@ _PRUNABLE = (nn.Linear, SplitLinear, MaskedLinear, SparseLinear)
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """List the linear layers of a module that can be pruned.
-
-    They are in the order of their names in the tree. The module may be on the meta device.
-    """
+    """List the linears of a module that can be pruned, on the meta device too."""
     for name, child in module.named_modules():
         if type(child) in _PRUNABLE and "weight" in child._parameters:
             yield name, cast(nn.Linear, child)
 
 
 def guarded(index: int, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a layer from using a pruned weight other than through its linear.
+    """Return `run` so that a layer can use a pruned weight only through its linear.
 
     The values of a sparse weight mean nothing without their places. A weight under a mask would get
     gradients where it is pruned. torch's fused evaluation of `nn.TransformerEncoderLayer` reads the
     weights of its linears itself. Therefore it is switched off in F of such a layer.
-
-    Args:
-        index: The layer's global index.
-        module: The layer.
-        run: The function called in the layer's place: the module, or its compiled form.
-
-    Returns:
-        `run` itself if nothing in the layer is pruned.
     """
     pruned = [(name, linear) for name, linear in linears(module) if isinstance(linear, _Pruned)]
     if not pruned:
@@ -267,15 +243,7 @@ def dense_size(linear: nn.Linear) -> int:
 
 
 def survivors(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
-    """Return the weights that have not been pruned.
-
-    Args:
-        linear: The linear.
-        master: Float32 master of the weight. If given, the values come from it.
-
-    Returns:
-        The values in row order, [kept].
-    """
+    """Return the weights that are not pruned, or their float32 masters, [kept]."""
     weight = linear.weight.detach() if master is None else master
     if isinstance(linear, SparseLinear):
         return weight[0]
@@ -293,9 +261,7 @@ def _positions(linear: nn.Linear) -> Tensor:
 def prune(
     linear: nn.Linear, keep: Tensor, sparse: bool, moments: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Drop survivors for good, and with them their part of the moments.
-
-    Gradients are dropped.
+    """Drop survivors for good, with their gradients and moments.
 
     Args:
         linear: The linear. Its class and its weight are replaced.
@@ -334,10 +300,7 @@ def prune(
 
 
 def _become(linear: nn.Linear, kind: type[nn.Linear], buffers: dict[str, Tensor]) -> None:
-    """Replace the class, not the module.
-
-    Names, bias, hooks and place in the tree stay the same.
-    """
+    """Replace the class, not the module: names, bias, hooks and place stay."""
     for name in ("kept_mask", "crow", "col"):
         linear._buffers.pop(name, None)
     linear.__class__ = kind
@@ -346,14 +309,7 @@ def _become(linear: nn.Linear, kind: type[nn.Linear], buffers: dict[str, Tensor]
 
 
 def encodes_sparsity(module: nn.Module, name: str) -> bool:
-    """Return whether a buffer gives the positions of a pruned weight.
-
-    It must be the module's own buffer. Forwards never write to it.
-
-    Args:
-        module: The module that has the buffer.
-        name: Name of the buffer in the module.
-    """
+    """Return whether a module's own buffer gives the positions of a pruned weight."""
     return (isinstance(module, SparseLinear) and name in ("crow", "col")) or (
         isinstance(module, MaskedLinear) and name == "kept_mask"
     )
@@ -362,11 +318,7 @@ def encodes_sparsity(module: nn.Module, name: str) -> bool:
 def conform(module: nn.Module, buffers: dict[str, Tensor]) -> frozenset[str]:
     """Give the linears of `module` the form of a layer with these buffers.
 
-    Their contents are not changed to that layer's.
-
-    Args:
-        module: The layer, on any device.
-        buffers: Buffers of the other layer by name.
+    Their contents are not changed.
 
     Returns:
         The names of the weights whose shape is now their own.
@@ -403,7 +355,6 @@ def _fits(crow: Tensor, col: Tensor, width: int) -> bool:
 
 
 def dense_weight(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
-    """Return the weight in dense form."""
     weight = linear.weight.detach() if master is None else master
     if not isinstance(linear, SparseLinear):
         return weight
@@ -415,12 +366,7 @@ def dense_weight(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
 def dense_parameters(
     module: nn.Module, masters: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """List every parameter by name, in order, pruned ones in dense form.
-
-    Args:
-        module: The module.
-        masters: Float32 masters by name. A parameter that has one is replaced by it.
-    """
+    """List every parameter or its master by name, pruned ones in dense form."""
     masters = masters or {}
     sparse = {
         f"{name}.weight" if name else "weight": x

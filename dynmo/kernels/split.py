@@ -29,10 +29,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 def float32_gradients(module: nn.Module) -> None:
-    """Make `.grad` of the module's low-precision parameters float32 from now on.
-
-    This holds for every writer of the gradient: autograd and W.
-    """
+    """Make `.grad` of low-precision parameters float32, for autograd and for W."""
     for parameter in module.parameters():
         if parameter.dtype in LOW:
             parameter.grad_dtype = torch.float32
@@ -49,7 +46,6 @@ def zero_gradient(parameter: Tensor) -> Tensor:
 
 
 def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
-    """Add an amount to a parameter's gradient."""
     if parameter.grad is None:
         parameter.grad = amount.to(torch.float32) if parameter.dtype in LOW else amount
     else:
@@ -101,12 +97,7 @@ class WeightTape:
         self.whole: frozenset[Tensor] = frozenset()
 
     def add(self, work: WeightWork, *holds: Tensor) -> None:
-        """Run the work, or keep it for later.
-
-        Args:
-            work: The work.
-            *holds: The tensors that stay alive until the work has run (for the memory account).
-        """
+        """Run the work, or keep it for later together with the tensors that it holds."""
         if self.deferred:
             self.pending.append((work, holds))
         else:
@@ -122,40 +113,28 @@ class WeightTape:
 
 
 class Split(Protocol):
-    """A module that leaves its weight gradient on a tape.
+    """A module that leaves its weight gradient on a tape, if it has one.
 
-    With tape None it behaves as any module does.
-
-    The class of a user's module opts in with the attribute `tape = None`. dynmo sets it on the
-    instance.
+    The class of a user's module opts in with the attribute `tape = None`.
     """
 
     tape: WeightTape | None
 
 
 def splits(module: nn.Module) -> TypeGuard[Split]:
-    """Return whether the module has opted in to a tape.
-
-    An attribute `tape` of another kind belongs to the module itself.
-    """
+    """Return whether the module has opted in. Another `tape` is the module's own."""
     return getattr(type(module), "tape", module) is None and isinstance(
         vars(module).get("tape"), WeightTape | None
     )
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Reshape [..., n] to [rows, n], for any n.
-
-    `reshape(-1, 0)` would be ambiguous.
-    """
+    """Reshape [..., n] to [rows, n], for any n. `reshape(-1, 0)` would be ambiguous."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute functional.linear for an autograd function.
-
-    Its result must be no view. Otherwise the caller could not change it in place.
-    """
+    """Compute functional.linear. The result is no view, so it may be changed in place."""
     if x.dim() == 2:
         return functional.linear(x, weight, bias)
     y = functional.linear(as_rows(x), weight, bias)
@@ -190,10 +169,7 @@ class _LinearFunction(torch.autograd.Function):
 def accumulate_linear(
     weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gy: Tensor
 ) -> None:
-    """Add the gradients of a linear's weight and bias.
-
-    weight.grad gets gy^T x and bias.grad the sum of gy, over all leading dimensions.
-    """
+    """Add gy^T x to weight.grad and the sum of gy to bias.grad."""
     rows = as_rows(gy)
     add_product(weight, rows.t(), as_rows(x))
     if bias is not None and bias.requires_grad:
@@ -259,11 +235,7 @@ class _EmbeddingFunction(torch.autograd.Function):
 
 
 def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
-    """Find the parameters that a layer uses in a module that splits and outside.
-
-    Args:
-        outputs: The layer's outputs with their graph.
-    """
+    """Find the parameters that a layer uses both in a module that splits and outside."""
     by_module, by_itself = set[Tensor](), set[Tensor]()
     nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
     seen = set(nodes)
@@ -324,10 +296,6 @@ def install(module: nn.Module, tape: WeightTape | None) -> None:
 
     The other modules take their weight gradient in B. The class of a known module is replaced, not
     the module: names, parameters, hooks and state stay as they are.
-
-    Args:
-        module: Root of the tree.
-        tape: The tape. None means that modules behave as without dynmo.
     """
     float32_gradients(module)
     for child in module.modules():

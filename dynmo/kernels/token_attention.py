@@ -26,21 +26,11 @@ _TILE = 64
 
 
 def row_lengths(index: Tensor, batch: int, sequence: int) -> list[int]:
-    """Count the tokens of each row.
-
-    Args:
-        index: int64 [tokens], ascending.
-        batch: Rows of the microbatch.
-        sequence: Tokens of a row.
-
-    Returns:
-        One count per row.
-    """
+    """Count the tokens of each row. `index` is int64 [tokens], ascending."""
     return torch.bincount(index // sequence, minlength=batch).tolist()
 
 
 def plan_tiles(positions: Tensor, dtype: torch.dtype, tile: int = _TILE) -> list[Tile]:
-    """Cut the queries of one row into tiles."""
     places = positions.tolist()
     tiles: list[Tile] = []
     for start in range(0, len(places), tile):
@@ -99,7 +89,6 @@ class _KeptAttention(torch.autograd.Function):
 
 
 def _rows(lengths: list[int]) -> list[tuple[int, slice]]:
-    """List the rows that have tokens, and the positions of these."""
     ends = np.cumsum([0, *lengths]).tolist()
     return [
         (row, slice(start, stop))
@@ -114,25 +103,19 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Reshape [tokens, heads, size] to [heads, tokens, size], and scale the queries.
-
-    Keys and values are copied only if they need another dtype.
-    """
+    """Turn [tokens, heads, size] into [heads, tokens, size], and scale the queries."""
     q, k, v = (widened(x).transpose(0, 1) for x in (q, k, v))
     return q * q.shape[-1] ** -0.5, k, v
 
 
 def attend_kept(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
-    """Attend from some tokens to all tokens.
+    """Attend from the tokens `index` to all tokens.
 
     Args:
         q: Queries, [kept, heads, size].
         k: Keys, [batch, sequence, heads, size].
         v: Values, like the keys.
-        index: Tokens of the queries, int64 [kept], ascending.
-
-    Returns:
-        A tensor like the queries.
+        index: int64 [kept], ascending.
     """
     return cast(Tensor, _KeptAttention.apply(q, k, v, index))
 
@@ -140,14 +123,7 @@ def attend_kept(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     """Attend among the selected tokens of each row, which lie behind one another.
 
-    Args:
-        q: Queries, [selected, heads, size].
-        k: Keys, like the queries.
-        v: Values, like the queries.
-        lengths: Selected tokens of each row. Their sum is `selected`.
-
-    Returns:
-        A tensor like the queries.
+    q, k and v are [sum of lengths, heads, size].
     """
     if len(set(lengths)) == 1 and lengths[0]:
         q, k, v = (x.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2) for x in (q, k, v))

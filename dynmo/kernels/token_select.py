@@ -1,6 +1,6 @@
 """Taking tokens out of a residual stream, and putting streams together.
 
-The backwards write each gradient once. Plain indexing would fill a tensor with zeros and add to it.
+Plain indexing would fill the gradient with zeros and add to it. These write it once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,7 @@ class _Select(torch.autograd.Function):
 
 
 def select(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Take rows, and hand the whole on.
-
-    Args:
-        x: [tokens, features].
-        index: int64 [selected], without repetitions.
-
-    Returns:
-        `x`, and its rows [selected, features].
-    """
+    """Return x, and its rows `index`, int64 without repetitions."""
     return cast("tuple[Tensor, Tensor]", _Select.apply(x, index))
 
 
@@ -59,15 +51,5 @@ class _Merge(torch.autograd.Function):
 
 
 def merge(first: Tensor, at_first: Tensor, second: Tensor, at_second: Tensor) -> Tensor:
-    """Put two sets of rows in one tensor.
-
-    Args:
-        first: [m, features].
-        at_first: Place of each row, int64 [m].
-        second: [n, features].
-        at_second: Place of each row, int64 [n]. Both together are 0 .. m + n - 1.
-
-    Returns:
-        [m + n, features].
-    """
+    """Put two sets of rows in one tensor, each row at its place, 0 .. m + n - 1."""
     return cast(Tensor, _Merge.apply(first, at_first, second, at_second))

@@ -1,8 +1,6 @@
-"""The private functions of torch that dynmo uses.
+"""The private functions of torch that dynmo uses. No other file uses one.
 
-The file also limits the versions of torch to those that have them. Every use of a module or an
-attribute of torch with a leading underscore is in this file. To admit a new version of torch, raise
-`BELOW` once all tests pass with that version.
+To admit a new version of torch, raise `BELOW` once all tests pass with that version.
 """
 
 from __future__ import annotations
@@ -43,12 +41,7 @@ check_version(torch.__version__)
 
 
 def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply all tensors in place, in one kernel if the device has one.
-
-    Args:
-        tensors: The tensors.
-        factor: The factor.
-    """
+    """Multiply all tensors in place, in one kernel if the device has one."""
     torch._foreach_mul_(list(tensors), factor)
 
 
@@ -63,13 +56,9 @@ def softmax_backward(gradient: Tensor, output: Tensor) -> Tensor:
 
 
 def run_backward(roots: Any, gradients: Any) -> None:
-    """Run the backward from `roots`, and accumulate into leaves.
+    """Run the backward, and accumulate into leaves.
 
-    Roots may be edges of the graph.
-
-    Args:
-        roots: Tensors, or edges (node, index of the node's output).
-        gradients: One per root.
+    Roots are tensors, or edges of the graph (node, index of the node's output).
     """
     torch.autograd.Variable._execution_engine.run_backward(
         roots, gradients, False, False, (), True, True
@@ -77,7 +66,6 @@ def run_backward(roots: Any, gradients: Any) -> None:
 
 
 def in_functorch() -> bool:
-    """Return whether a transform of torch.func is active."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -87,29 +75,17 @@ def abort_communicators() -> None:
 
 
 def restart_group_names() -> None:
-    """Let torch count process groups from 0 again.
-
-    Ranks that meet again must have the same count.
-    """
+    """Count process groups from 0 again, as all ranks that meet again must."""
     dist.distributed_c10d._world.group_count = 0
 
 
 def default_store() -> dist.Store:
-    """Return the store of torch's default process group.
-
-    The ranks have met through it.
-    """
+    """Return the store through which the ranks have met."""
     return dist.distributed_c10d._get_default_store()
 
 
 def set_group_timeout(group: Any, device: torch.device, timeout: timedelta) -> None:
-    """Change how long a process group's backend waits.
-
-    Args:
-        group: The process group.
-        device: Device whose backend is changed.
-        timeout: Longest wait.
-    """
+    """Change how long a process group's backend waits."""
     group._get_backend(device)._set_default_timeout(timeout)
 
 

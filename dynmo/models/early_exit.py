@@ -4,13 +4,12 @@ Sources: CALM (Schuster et al. 2022) and ADP-C (Liu et al. 2022).
 
     embedding | attention, feed-forward | ... | exit | attention, feed-forward | ... | head
 
-The computation of a token that exits stops there. Its last state is its output. The state is also
-its source for keys and values in the attention of later blocks. Layers hand on the six tensors of
-a `TokenState`.
+The last state of a token that exits is its output. It is also its source for keys and values in the
+attention of later blocks. Layers hand on the six tensors of a `TokenState`.
 
-The loss of an exit is the mean over all tokens of the cross entropy of their outputs. A token that
-has exited keeps the output of its exit. In training the loss is sum(w l) / sum(w) over exits and
-head. CALM weighs by depth, ADP-C equally. In evaluation it is the loss of the outputs alone.
+A token that has exited keeps the output of its exit. In training the loss is sum(w l) / sum(w) over
+exits and head, each the mean over all tokens. CALM weighs by depth, ADP-C equally. In evaluation it
+is the loss of the outputs alone.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class TokenState(NamedTuple):
     loss: Tensor
 
     def split(self, leaves: Tensor) -> TokenState:
-        """Lets tokens exit."""
         stay, gone = (~leaves).nonzero().squeeze(1), leaves.nonzero().squeeze(1)
         if not len(gone):
             return self
@@ -90,7 +88,6 @@ class ExitRule:
     decays: bool
 
     def thresholds(self, places: Tensor, sequence: int) -> Tensor:
-        """Returns the threshold of each token."""
         if not self.decays:
             return torch.full(places.shape, self.threshold, device=places.device)
         time = (places % sequence).float() / sequence
@@ -98,10 +95,7 @@ class ExitRule:
 
 
 class ExitEmbedding(Embedding):
-    """Token ids and targets -> the six tensors of a `TokenState`.
-
-    The input is int64 [microbatch, 2, sequence]. The arguments are those of `Embedding`.
-    """
+    """Ids and targets, int64 [microbatch, 2, sequence] -> a `TokenState`."""
 
     def forward(self, pair: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
         ids, targets = pair.unbind(1)
@@ -115,10 +109,7 @@ class ExitEmbedding(Embedding):
 class ExitAttentionHalf(RotaryAttention):
     """Causal rotary attention of the tokens that remain to all tokens.
 
-    Args:
-        options: The options of the attention.
-        keeps_state: Whether to hand on the states before this block too, for an exit that
-            compares them.
+    With `keeps_state` it hands on the states before this block too, for an exit that compares them.
     """
 
     varying_shapes = False
@@ -136,14 +127,6 @@ class ExitAttentionHalf(RotaryAttention):
         nn.init.normal_(self.proj.weight, std=options.residual_std)
 
     def forward(self, *tensors: Tensor) -> Tensors:
-        """Attends from the tokens that remain to all tokens.
-
-        Args:
-            *tensors: The six tensors of a `TokenState`.
-
-        Returns:
-            The six tensors. If the layer keeps states, also the states before it.
-        """
         state = TokenState(*tensors)
         x = state.x
         nothing_exited = not state.exited.shape[0]
@@ -173,12 +156,6 @@ class ExitFeedForwardHalf(FeedForwardHalf):
     varying_shapes = False
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds the feed-forward to the tokens that remain.
-
-        Args:
-            x: [tokens, hidden].
-            *rest: The other tensors, which are handed on.
-        """
         return super().forward(x), *rest
 
 
@@ -197,7 +174,7 @@ class ExitHead(nn.Module):
 
     Attributes:
         exits: Whether tokens leave. If not, the exit only adds its loss.
-        seen: Tokens of the microbatches trained since the last record: all, and those that left.
+        seen: Tokens trained since the last record: all, and those that left.
     """
 
     tape: WeightTape | None = None
@@ -227,15 +204,7 @@ class ExitHead(nn.Module):
             nn.init.zeros_(self.classifier.bias)
 
     def forward(self, *tensors: Tensor) -> Tensors:
-        """Adds the loss of this exit, and lets tokens go.
-
-        Args:
-            *tensors: The six tensors of a `TokenState`. For the confidence "state" there is a
-                seventh: [tokens, hidden], the states before the last block.
-
-        Returns:
-            The six tensors.
-        """
+        """Takes a `TokenState` and, for confidence "state", the states before the block."""
         state = TokenState(*tensors[:6])
         before = tensors[6] if len(tensors) > 6 else None
         return tuple((self._train if self.training else self._evaluate)(state, before))
@@ -258,10 +227,7 @@ class ExitHead(nn.Module):
         return state._replace(loss=state.loss + own / (self.total * len(state.targets)))
 
     def _evaluate(self, state: TokenState, before: Tensor | None) -> TokenState:
-        """Adds the loss of the tokens that exit here.
-
-        Without exits the head alone predicts.
-        """
+        """Adds the loss of the tokens that exit. Without exits the head alone predicts."""
         if not self.exits:
             return state
         x, places = state.x, state.places
@@ -277,13 +243,11 @@ class ExitHead(nn.Module):
     def _leaves(
         self, x: Tensor, logits: Tensor | None, before: Tensor | None, places: Tensor
     ) -> Tensor:
-        """Returns a bool [tokens]: True for the tokens that exit."""
         with torch.no_grad():
             confidence = self._confidence(x, logits, before)
             return confidence > self.rule.thresholds(places, self.sequence)
 
     def _confidence(self, x: Tensor, logits: Tensor | None, before: Tensor | None) -> Tensor:
-        """float32 [tokens]."""
         kind = self.rule.confidence
         if kind == "state":
             assert before is not None, "the block before this exit keeps the states"
@@ -298,11 +262,7 @@ class ExitHead(nn.Module):
         return torch.exp(first - whole) - torch.exp(second - whole)
 
     def _classifier_loss(self, x: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-        """Teaches the classifier whether this exit is right.
-
-        The loss trains nothing else. It is the mean over the tokens that came here, or 0 if there
-        are none.
-        """
+        """Teaches the classifier, and nothing else, whether this exit is right."""
         right = (logits.detach().argmax(-1) == targets).float()
         guesses = self.classifier(x.detach()).float().squeeze(-1)
         return functional.binary_cross_entropy_with_logits(guesses, right, reduction="sum") / max(
@@ -318,7 +278,6 @@ class FinalHead(Head):
         self.share = share
 
     def forward(self, *tensors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds the loss of the tokens that remain."""
         x, places, _, _, targets, loss = TokenState(*tensors)
         each = functional.cross_entropy(
             super().forward(x).float(), targets[places], reduction="sum"

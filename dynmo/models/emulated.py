@@ -1,7 +1,7 @@
 """Emulated layers sleep for given F, B and W seconds, and carry given bytes.
 
-So 24 ranks can be tried on a laptop. Each is a true layer all the same, y = x (1 + a / 1000) with
-one weight a. Losses, gradients and digests therefore mean something.
+Each is a true layer all the same, y = x (1 + a / 1000) with one weight a. Losses, gradients and
+digests therefore mean something.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ _SPIN = 5e-5
 
 
 def sleep_until(deadline: float) -> None:
-    """Sleeps to a moment of time.perf_counter.
-
-    Work that was done meanwhile counts as part of the sleep.
-    """
+    """Sleeps to a moment of time.perf_counter."""
     remaining = deadline - time.perf_counter()
     if remaining > _SPIN:
         time.sleep(remaining - _SPIN)
@@ -48,10 +45,7 @@ def sleep_until(deadline: float) -> None:
 
 
 class _Scale(torch.autograd.Function):
-    """y = x (1 + a / 1000), or its mean in the last layer of the model.
-
-    The backward takes `b` seconds. The weight's part takes `w` seconds on the tape.
-    """
+    """y = x (1 + a / 1000), or its mean in the last layer. B takes `b` seconds, W `w`."""
 
     @staticmethod
     def forward(
@@ -104,17 +98,10 @@ def _weight_work(a: nn.Parameter, x: Tensor, gy: Tensor, w: float) -> None:
 
 
 class EmulatedLayer(nn.Module):
-    """Sleeps for given seconds for each microbatch.
+    """Sleeps for `f`, `b` and `w` seconds for each microbatch.
 
-    The first layer turns token ids into a message. The last layer returns the mean of its message,
-    which is the loss. That happens within its seconds.
-
-    Args:
-        f: Seconds of F.
-        b: Seconds of B.
-        w: Seconds of W.
-        size: float32 numbers of a message.
-        ends: Whether the layer is the last of the model.
+    The first layer turns token ids into a message of `size` float32 numbers. The last layer returns
+    the mean of its message, which is the loss.
     """
 
     tape: WeightTape | None = None
@@ -134,12 +121,7 @@ class EmulatedLayer(nn.Module):
 
 
 def mean_loss(output: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean of the output: emulated layers have no vocabulary.
-
-    Args:
-        output: The output of the last layer.
-        targets: Not used.
-    """
+    """Returns the mean of the output: emulated layers have no vocabulary."""
     del targets
     return output.mean() if output.dim() else output
 
@@ -147,15 +129,7 @@ def mean_loss(output: Tensor, targets: Tensor) -> Tensor:
 def make_layers(
     f: Sequence[float], b: Sequence[float], w: Sequence[float], size: int, seed: int = 0
 ) -> Model:
-    """Makes a model with one layer per entry of the lists.
-
-    Args:
-        f: Seconds of F of each layer.
-        b: Seconds of B of each layer.
-        w: Seconds of W of each layer.
-        size: float32 numbers of a message.
-        seed: Seed of the initial weights.
-    """
+    """Makes a model with one layer per entry of the lists of seconds."""
     precise_timers()
     factories = [
         partial(EmulatedLayer, *times, size, i == len(f) - 1)

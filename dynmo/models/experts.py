@@ -50,8 +50,6 @@ class ExpertRule:
     """How tokens choose experts.
 
     Attributes:
-        experts: Number of experts.
-        top_k: Experts of a token.
         routing: "aux-loss", "sinkhorn", "auction" or "bias".
         loss_weight: Weight alpha of the auxiliary loss.
         capacity_factor: Most tokens of an expert, over the mean. None drops nothing.
@@ -64,7 +62,6 @@ class ExpertRule:
     capacity_factor: float | None
 
     def capacity(self, tokens: int) -> int:
-        """Returns the most tokens that an expert takes of `tokens` tokens."""
         if self.capacity_factor is None:
             return tokens
         return max(1, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
@@ -74,7 +71,7 @@ class ExpertRouter(nn.Module):
     """Scores the experts, and chooses.
 
     Attributes:
-        load: Tokens of each expert since it was set to 0, int64 [experts] on the device of x.
+        load: Tokens of each expert since it was set to 0, int64 [experts].
     """
 
     bias: Tensor
@@ -90,12 +87,7 @@ class ExpertRouter(nn.Module):
         self.load: Tensor | int = 0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Chooses the experts of each token.
-
-        Returns:
-            Four tensors: `x`, the chosen experts int64 [tokens, top_k], their weights float32
-            [tokens, top_k], and the number of tokens of each expert int64 [experts].
-        """
+        """Returns x, experts and weights [tokens, top_k], and the tokens of each expert."""
         scores = functional.linear(x.float(), self.weight.float())
         probabilities = scores.softmax(-1)
         with torch.no_grad():
@@ -140,7 +132,6 @@ class _Spread:
     """The replicas that compute each expert, seen from one replica.
 
     Attributes:
-        exchange: Sends rows.
         sent: By replica of the group, the experts that compute this replica's rows there.
         taken: By replica of the group, how many experts compute its rows here.
         blocks: Replica and expert of each block of rows that comes.
@@ -153,7 +144,6 @@ class _Spread:
 
     @classmethod
     def of(cls, placement: ExpertPlacement, place: int, exchange: RowExchange) -> _Spread:
-        """Makes the plan of one replica."""
 
         def between(source: int, target: int) -> tuple[int, ...]:
             return tuple(
@@ -172,16 +162,7 @@ class _Spread:
 
 
 class ExpertsHalf(nn.Module):
-    """x + experts(norm(x)).
-
-    Args:
-        hidden: Width of the stream.
-        rule: How tokens choose experts.
-        shared: Experts that compute every token.
-        std: Standard deviation of the initial weights.
-        residual_std: The same of the last matrix of each expert.
-        dropout: Probability of dropout.
-    """
+    """x + experts(norm(x)), with `shared` experts that compute every token."""
 
     def __init__(
         self,
@@ -207,18 +188,12 @@ class ExpertsHalf(nn.Module):
         self._spread: _Spread | None = None
 
     def hold(self, experts: Sequence[int]) -> None:
-        """Drops the weights of all other experts.
-
-        Args:
-            experts: Those that stay.
-        """
+        """Drops the weights of all other experts."""
         self.gate_up.hold(experts)
         self.down.hold(experts)
 
     def spread(self, placement: ExpertPlacement, place: int, exchange: RowExchange) -> None:
-        """Computes rows where their experts are.
-
-        Call it again when weights have been replaced.
+        """Computes rows where their experts are. Call it again for new weights.
 
         Args:
             placement: The experts that each replica of the group holds.
@@ -253,7 +228,6 @@ class ExpertsHalf(nn.Module):
         return self.dropout(total.view(x.shape))
 
     def _experts(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Computes rows that lie expert by expert, [rows, hidden]."""
         gate, up = self.gate_up(rows, counts).chunk(2, dim=-1)
         return self.down(functional.silu(gate) * up, counts)
 
@@ -274,11 +248,7 @@ class ExpertsHalf(nn.Module):
         return torch.cat([returned[expert] for expert in range(len(counts))])
 
     def sort_by_expert(self, chosen: Tensor, load: Tensor) -> tuple[Tensor, list[int], Tensor]:
-        """Sorts (token, choice) pairs by expert, earlier tokens first.
-
-        Args:
-            chosen: int64 [tokens, top_k].
-            load: Pairs of each expert.
+        """Sorts (token, choice) pairs of `chosen` by expert, earlier tokens first.
 
         Returns:
             The token of each kept pair, the kept pairs of each expert, and the places of the pairs
@@ -297,7 +267,6 @@ class ExpertsHalf(nn.Module):
 
 
 def halves(module: nn.Module) -> list[ExpertsHalf]:
-    """Returns the experts halves of a layer: itself, or parts of it."""
     return [part for part in module.modules() if isinstance(part, ExpertsHalf)]
 
 
@@ -312,16 +281,11 @@ class ExitExpertsHalf(ExpertsHalf):
     varying_shapes = False
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds the experts to the tokens that remain."""
         return super().forward(x), *rest
 
 
 class RoutedExpertsHalf(ExpertsHalf):
-    """Experts for the tokens that a routed block selects (MoDE).
-
-    Mixture of depths and experts work together.
-    """
+    """Experts for the tokens that a routed block selects (MoDE)."""
 
     def forward(self, x: Tensor, attended: Tensor, weights: Tensor, index: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds the routed block to the selected tokens. See `add_selected`."""
         return add_selected(x, attended, weights, index, self.added)

@@ -39,11 +39,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def rotary_tables(sequence: int, size: int) -> tuple[Tensor, Tensor]:
-    """Returns the cosines and sines of the rotary angles.
-
-    Returns:
-        float32 [sequence, size / 2] each.
-    """
+    """Returns cosines and sines of the rotary angles, float32 [sequence, size / 2]."""
     angle = np.outer(np.arange(sequence), 10000.0 ** (-np.arange(0, size, 2) / size))
     return torch.tensor(np.cos(angle), dtype=torch.float32), torch.tensor(
         np.sin(angle), dtype=torch.float32
@@ -52,16 +48,7 @@ def rotary_tables(sequence: int, size: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """The options of an attention half.
-
-    Attributes:
-        hidden: Width of the stream.
-        heads: Number of heads.
-        sequence: Most tokens of a row.
-        std: Standard deviation of the initial weights.
-        residual_std: The same of the projection.
-        dropout: Probability of dropout.
-    """
+    """The options of an attention half. `residual_std` is the `std` of the projection."""
 
     hidden: int
     heads: int
@@ -72,7 +59,7 @@ class AttentionOptions:
 
 
 class RotaryAttention(nn.Module):
-    """The norm, dropout and rotary tables of an attention half. Subclasses add the linears."""
+    """The norm, dropout and rotary tables of an attention half, without linears."""
 
     cosine: Tensor
     sine: Tensor
@@ -112,13 +99,10 @@ class AttentionHalf(RotaryAttention):
 
 
 class SharedAttentionHalf(AttentionHalf):
-    """Attention that can be hashed.
-
-    Queries and keys are one vector, and the key is normalised.
+    """Attention with one vector as query and normalised key, which can be sparse.
 
     Attributes:
-        sparse_attention: The kernel that leaves out pairs. The case of that name sets it. None
-            leaves out nothing.
+        sparse_attention: The kernel that leaves out pairs. The case of that name sets it.
     """
 
     vectors = 2  # query and key in one, and the value
@@ -150,14 +134,7 @@ def feed_forward_size(hidden: int) -> int:
 
 
 class FeedForwardHalf(nn.Module):
-    """x + down(silu(gate(norm(x))) * up(norm(x))). Gate and up are one matrix.
-
-    Args:
-        hidden: Width of the stream.
-        std: Standard deviation of the initial weights.
-        residual_std: The same of the last matrix.
-        dropout: Probability of dropout.
-    """
+    """x + down(silu(gate(norm(x))) * up(norm(x))). Gate and up are one matrix."""
 
     def __init__(self, hidden: int, std: float, residual_std: float, dropout: float) -> None:
         super().__init__()
@@ -173,7 +150,7 @@ class FeedForwardHalf(nn.Module):
         return x + self.added(x)
 
     def added(self, x: Tensor) -> Tensor:
-        """Returns the part that the half adds to the stream, like `x`."""
+        """Returns the part that the half adds to the stream."""
         gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
         return self.dropout(self.down(functional.silu(gate) * up))
 

@@ -1,7 +1,4 @@
-"""The GPT that options ask for.
-
-It decides the layers, and which variant of each layer the dynamic cases need.
-"""
+"""The layers of the GPT that options ask for, in the variants that the cases need."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ Named = tuple[str, Callable[[], nn.Module]]
 
 
 def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
-    """Makes a GPT."""
     exits = "early_exit" in cases
     layers = _with_exits(options, cases) if exits else _plain(options, cases)
     names, factories = [name for name, _ in layers], [factory for _, factory in layers]
@@ -41,7 +37,6 @@ def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
 def _feed_forward(
     m: ModelOptions, block: int, plain: type[FeedForwardHalf], experts: type[ExpertsHalf]
 ) -> Factory:
-    """The feed-forward half of a block: one network, or experts."""
     ends = m.init_std, _residual_std(m), m.dropout
     if m.kind != "moe" or (block + 1) % m.moe_every:
         return partial(plain, m.hidden, *ends)

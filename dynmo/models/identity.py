@@ -74,11 +74,7 @@ class Identity(BaseModel):
         yield "number of layers", str(len(self.layers))
 
     def differences(self, other: Identity) -> list[str]:
-        """Returns what differs, each with this one's value and the other's if a person can read it.
-
-        Args:
-            other: The identity to compare with.
-        """
+        """Returns what differs, with both values if a person can read them."""
         mine, others = dict(self.parts()), dict(other.parts())
         keys = [key for key in {**mine, **others} if mine.get(key) != others.get(key)]
         files = {*self.code, *other.code}
@@ -91,17 +87,12 @@ class Identity(BaseModel):
 
 
 def first_of(differences: Sequence[str]) -> str:
-    """Returns the first differences in a line."""
     rest = len(differences) - _NAMED
     return "; ".join(differences[:_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def identity_from(record: object) -> Identity:
-    """Reads what `Identity.model_dump` gave.
-
-    Raises:
-        RunError: It is no identity.
-    """
+    """Reads what `Identity.model_dump` gave."""
     try:
         identity = Identity.model_validate(record)
         if {key for _, key in identity.layers} <= identity.descriptions.keys():
@@ -112,12 +103,7 @@ def identity_from(record: object) -> Identity:
 
 
 def identity_of(model: Model, layers: Sequence[nn.Module]) -> Identity:
-    """Describes a model whose layers were just made.
-
-    Args:
-        model: The model.
-        layers: All layers. Those on the meta device are described as those that are here.
-    """
+    """Describes a model whose layers were just made, on the meta device or not."""
     descriptions, keys = dict[str, dict[str, str]](), list[tuple[str, str]]()
     for name, layer in zip(model.names, layers, strict=True):
         description = dict(_layer_parts(layer))
@@ -170,10 +156,7 @@ def _short(text: str) -> str:
 
 
 class _Writer:
-    """Writes objects as text that is the same in every process that has equal objects.
-
-    An object that says where a process runs is only named by its class.
-    """
+    """Writes objects as text that is the same in every process with equal objects."""
 
     def __init__(self, own: set[int]) -> None:
         self._own = own

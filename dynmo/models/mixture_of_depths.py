@@ -34,7 +34,6 @@ _PREDICTOR_SHARE = 8
 
 
 def selected_tokens(capacity: float, sequence: int) -> int:
-    """Returns how many tokens of a row are selected, at least one."""
     return max(1, round(capacity * sequence))
 
 
@@ -50,8 +49,7 @@ class Router(nn.Module):
 
     Attributes:
         by_threshold: Whether training selects by the predictor.
-        seen: Tokens of all microbatches since the last record: all, those that were selected, and
-            those that were predicted right.
+        seen: Tokens since the last record: all, selected, and predicted right.
     """
 
     tape: WeightTape | None = None
@@ -71,11 +69,7 @@ class Router(nn.Module):
             self.predictor = nn.Sequential(nn.Linear(hidden, width), nn.SiLU(), nn.Linear(width, 1))
 
     def forward(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Selects tokens.
-
-        Args:
-            x: [rows * sequence, hidden].
-            rows: Rows of the microbatch.
+        """Selects tokens of x, [rows * sequence, hidden].
 
         Returns:
             Four tensors: `x`, the selected rows of x [selected, hidden], their weights [selected,
@@ -105,34 +99,24 @@ class Router(nn.Module):
         return x, chosen, self.weight(chosen), index
 
     def _best(self, scores: Tensor, rows: int) -> Tensor:
-        """Finds the tokens with the largest scores of each row.
-
-        Returns their places, int64 [rows * selected].
-        """
+        """Finds the places of the largest scores of each row, int64 [rows * selected]."""
         scores = scores.view(rows, -1)
         count = selected_tokens(self.capacity, scores.shape[1])
         best = scores.topk(count, dim=1).indices.sort(dim=1).values
         return (best + torch.arange(rows, device=best.device)[:, None] * scores.shape[1]).flatten()
 
     def _predicted(self, x: Tensor) -> Tensor:
-        """Returns a bool [tokens]: True for the tokens that the predictor selects."""
         guesses = self.weight(x) if self.predictor is None else self.predictor(x)
         return guesses.squeeze(-1) > 0
 
 
 class RoutedAttentionHalf(AttentionHalf):
-    """Selects tokens, and attends among them.
+    """Selects tokens, and attends among them. It hands on four tensors:
 
-    The layer hands on four tensors:
-
-        stream     [microbatch, sequence, hidden]
-        attended   [selected, hidden]    output of the attention of the selected tokens
-        weights    [selected, 1]         their weights
-        index      int64 [selected]      their places
-
-    Args:
-        options: The options of the attention.
-        router: Selects the tokens.
+    stream     [microbatch, sequence, hidden]
+    attended   [selected, hidden]    output of the attention of the selected tokens
+    weights    [selected, 1]         their weights
+    index      int64 [selected]      their places
     """
 
     # Evaluation selects by the predictor.
@@ -165,14 +149,6 @@ class RoutedFeedForwardHalf(FeedForwardHalf):
     """The feed-forward of the selected tokens, and their way back into the stream."""
 
     def forward(self, x: Tensor, attended: Tensor, weights: Tensor, index: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds the routed block to the selected tokens. See `add_selected`.
-
-        Args:
-            x: The stream, [microbatch, sequence, hidden].
-            attended: The output of the attention, [selected, hidden].
-            weights: The router's weights, [selected, 1].
-            index: Places of the selected tokens, int64 [selected].
-        """
         return add_selected(x, attended, weights, index, self.added)
 
 

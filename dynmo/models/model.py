@@ -51,7 +51,6 @@ class Model:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return len(self.names)
 
     def first_inputs(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -90,10 +89,9 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Leaves initial values out. Tensors on the meta device have none.
+    """Leaves initial values out, which tensors on the meta device do not have.
 
-    Computing them all the same takes milliseconds a weight. The object remembers which tensors were
-    made, for `keeps_others`.
+    Computing them all the same takes milliseconds a weight.
     """
 
     def __init__(self) -> None:
@@ -110,10 +108,7 @@ class _Uninitialised(TorchFunctionMode):
         return out
 
     def keeps_others(self, layer: nn.Module) -> bool:
-        """True if a tensor lives on that is no parameter or buffer.
-
-        An attribute of a module is an example. Nothing would ever fill it.
-        """
+        """True if a tensor lives on that is no parameter or buffer. Nothing would fill it."""
         own = {id(tensor) for _, _, tensor in named_tensors(layer)}
         return any(
             (tensor := each()) is not None and tensor.is_meta and id(tensor) not in own
@@ -144,16 +139,7 @@ def from_factories(
     tied: Any = (),
     takes_targets: bool = False,
 ) -> Model:
-    """Makes a model whose layers can be built one by one.
-
-    Args:
-        names: Name of each layer.
-        factories: Make one layer each.
-        seed: Together with the index of a layer, it seeds the initial weights.
-        loss: See `Model`.
-        tied: See `Model`.
-        takes_targets: See `Model`.
-    """
+    """Makes a model whose layers can be built one by one, each from its own seed."""
 
     def initialised(index: int) -> nn.Module:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
@@ -230,7 +216,7 @@ def _tensor_problems(what: str, tensor: Tensor) -> Iterator[str]:
 
 
 def defined_in(objects: Iterable[object]) -> Iterator[str]:
-    """Yields the names of the modules that define objects, their classes and base classes."""
+    """Yields the names of the modules that define objects and their classes."""
     for each in objects:
         while isinstance(each, partial):
             each = cast(object, each.func)
@@ -240,10 +226,9 @@ def defined_in(objects: Iterable[object]) -> Iterator[str]:
 
 
 def named_tensors(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields the parameters and buffers as a layer's modules have them.
+    """Yields ("parameter" or "buffer", name, tensor) as a layer's modules have them.
 
-    Each module comes once, however often it is used. An item is ("parameter" or "buffer", name,
-    tensor).
+    Each module comes once, however often it is used.
     """
     for prefix, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

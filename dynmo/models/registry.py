@@ -63,10 +63,7 @@ def load_model(options: ModelOptions, seed: int = 0, cases: Iterable[Any] = ()) 
 def from_function(path: str, seed: int) -> Model:
     """Makes a model of the user's own function.
 
-    The function returns a list of layers, or (list of layers, loss function). The layers are
-    modules, or functions without arguments that make one module each. Modules are made on every
-    rank under a fixed seed, and those of other ranks are dropped at once. Functions are called only
-    on the rank that holds the layer.
+    It returns a list of layers, or (list of layers, loss function). Layers are as for `Sequential`.
     """
     function = _find_function(path, seed)
     try:
@@ -124,9 +121,6 @@ class _UserFunction:
 
     Attributes:
         where: Names the function's key and value in messages.
-        name: Name of the function.
-        function: The function itself.
-        seed: Seed of the initial weights.
     """
 
     where: str
@@ -197,10 +191,7 @@ def _make_layer(where: str, index: int, factory: Callable[[], object]) -> nn.Mod
 
 
 def _tensor_type() -> type[Tensor]:
-    """Returns the class of tensors that are created now.
-
-    In a run of shapes only, that is a fake tensor.
-    """
+    """Returns the class of new tensors: a fake tensor in a run of shapes only."""
     return type(torch.empty(0))
 
 

@@ -93,8 +93,7 @@ class Sequential(Model):
     def fingerprints(self) -> list[str]:
         """Returns a digest of some values of each weight and buffer, by layer.
 
-        They are the same on all ranks that made the same modules. There are none if each layer is
-        made on the rank that holds it.
+        There are none if each layer is made on the rank that holds it.
         """
         modules: tuple[nn.Module, ...] = self.__dict__["_modules"]
         return [_fingerprint(module) for module in modules]

@@ -29,26 +29,17 @@ _DYNMO = Path(__file__).parents[1]
 
 
 class _File(NamedTuple):
-    """A file of code.
-
-    Attributes:
-        digest: Digest of what it says.
-        imports: Names of modules that it may import, and of things in them.
-    """
+    """Digest of a file of code, and the names that it may import."""
 
     digest: str
     imports: tuple[str, ...]
 
 
 def code_of(modules: Iterable[str]) -> dict[str, str]:
-    """Returns the digests of modules and of all that they import.
+    """Returns the digests of modules, loaded or not, and of all that they import.
 
-    Args:
-        modules: Names of modules, which need not be loaded.
-
-    Returns:
-        Digest of each file, by its path below the folder that it is imported from, and version of
-        each installed package, by its name.
+    They are digests of files, by the path below the folder that each is imported from, and
+    versions of installed packages, by name.
     """
     code = dict[str, str]()
     seen, waiting = set[str](), sorted(set(modules))
@@ -86,7 +77,7 @@ def _parents(name: str) -> list[str]:
 
 
 def _path_of(name: str) -> Path | None:
-    """Returns the file of a module, without loading it. A namespace package has its folder."""
+    """Returns the file of a module, or a namespace package's folder, without loading it."""
     loaded = sys.modules.get(name)
     file = getattr(loaded, "__file__", None)
     if file is not None:
