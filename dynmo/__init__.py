@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dynmo.balance.options import Balance as Balance
     from dynmo.balance.partition import Partition as Partition
+    from dynmo.cost.layer_cost import Forecast as Forecast
     from dynmo.cost.layer_cost import LayerCost as LayerCost
     from dynmo.dynamism.case import Change as Change
     from dynmo.dynamism.case import Dynamism as Dynamism
-    from dynmo.dynamism.case import Forecast as Forecast
     from dynmo.dynamism.case import Layers as Layers
     from dynmo.dynamism.case import Signals as Signals
     from dynmo.dynamism.options import EarlyExit as EarlyExit
@@ -60,7 +60,7 @@ _HOMES = {
     "EarlyExit": "dynmo.dynamism.options",
     "Elastic": "dynmo.planner.options",
     "Experts": "dynmo.dynamism.options",
-    "Forecast": "dynmo.dynamism.case",
+    "Forecast": "dynmo.cost.layer_cost",
     "Freezing": "dynmo.dynamism.options",
     "LayerCost": "dynmo.cost.layer_cost",
     "Layers": "dynmo.dynamism.case",

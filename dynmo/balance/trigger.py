@@ -30,9 +30,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Protocol, final
+from typing import final
 
-from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.readings import WINDOW
 from dynmo.errors import PartitionError
 
@@ -108,24 +108,6 @@ def worth_moving(
     return Decision(saved > price, gain, f"{'move' if saved > price else 'stay'}: {step}, {sums}")
 
 
-class Expected(Protocol):
-    """A forecast for some layers (`dynamism.Forecast`).
-
-    From `step` on these layers take `f`, `b`, `w` times the time that they take now.
-    """
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def layers(self) -> tuple[int, ...]: ...
-    @property
-    def f(self) -> float: ...
-    @property
-    def b(self) -> float: ...
-    @property
-    def w(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class ForecastInterval:
     """The costs of the layers in the steps start .. stop - 1."""
@@ -136,7 +118,7 @@ class ForecastInterval:
 
 
 def forecast_intervals(
-    layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]], step: int, end: int
+    layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Forecast]], step: int, end: int
 ) -> tuple[ForecastInterval, ...]:
     """Cuts the steps `step` .. end - 1 where a forecast says that costs change.
 
@@ -161,11 +143,11 @@ def forecast_intervals(
 
 
 def _expected(
-    layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]], step: int
+    layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Forecast]], step: int
 ) -> tuple[LayerCost, ...]:
     out = list(layers)
     for case in forecasts:
-        latest: dict[int, Expected] = {}
+        latest: dict[int, Forecast] = {}
         for expected in sorted(case, key=lambda x: x.step):
             if expected.step <= step:
                 latest |= dict.fromkeys(expected.layers, expected)

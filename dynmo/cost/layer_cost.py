@@ -113,6 +113,27 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """The cost that a case expects of some layers from a step on.
+
+    A later forecast of the same case for a layer replaces an earlier one.
+
+    Attributes:
+        step: The first step with these costs.
+        layers: Indices of the layers.
+        f: Seconds of F, as a factor of what F takes now.
+        b: Likewise for B.
+        w: Likewise for W.
+    """
+
+    step: int
+    layers: tuple[int, ...]
+    f: float = 1.0
+    b: float = 1.0
+    w: float = 1.0
+
+
+@dataclass(frozen=True)
 class StageCost:
     """The cost of one stage for one microbatch.
 

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dynmo.balance.expert_placement import ExpertPlacement
+from dynmo.cost.layer_cost import Forecast
 from dynmo.errors import ConfigError, RunError
 
 
@@ -167,27 +168,6 @@ class Change:
     layers: tuple[int, ...]
     what: str
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """The cost that a case expects of some layers from a step on.
-
-    A later forecast of the same case for a layer replaces an earlier one.
-
-    Attributes:
-        step: The first step with these costs.
-        layers: Indices of the layers.
-        f: Seconds of F, as a factor of what F takes now.
-        b: Likewise for B.
-        w: Likewise for W.
-    """
-
-    step: int
-    layers: tuple[int, ...]
-    f: float = 1.0
-    b: float = 1.0
-    w: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any, final
 
 from torch import nn
 
-from dynmo.dynamism.case import Change, Dynamism, Forecast, Layers, Signals
+from dynmo.cost.layer_cost import Forecast
+from dynmo.dynamism.case import Change, Dynamism, Layers, Signals
 from dynmo.dynamism.egeria import Egeria
 from dynmo.dynamism.options import Freezing, RunFacts
 from dynmo.dynamism.prefix import freeze_prefix, front, last_to_learn, learns, units

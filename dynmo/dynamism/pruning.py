@@ -25,7 +25,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from dynmo.dynamism.case import Change, Collective, Dynamism, Forecast, Layers
+from dynmo.cost.layer_cost import Forecast
+from dynmo.dynamism.case import Change, Collective, Dynamism, Layers
 from dynmo.dynamism.options import Pruning, RunFacts
 from dynmo.errors import ConfigError
 from dynmo.kernels.crossover import known_crossover

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from dynmo.dynamism.case import Change, Dynamism, Forecast, Layers, layers_that
+from dynmo.cost.layer_cost import Forecast
+from dynmo.dynamism.case import Change, Dynamism, Layers, layers_that
 from dynmo.dynamism.options import RunFacts
 from dynmo.dynamism.options import SparseAttention as SparseAttentionOptions
 from dynmo.errors import ConfigError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from dynmo.dynamism.case import Change, Dynamism, Forecast, Signals, TokenShares, checked, named
+from dynmo.cost.layer_cost import Forecast
+from dynmo.dynamism.case import Change, Dynamism, Signals, TokenShares, checked, named
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.runtime.engine.engine import Engine

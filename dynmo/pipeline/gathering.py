@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dynmo.balance.trigger import Expected
-from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.planner.mesh_plan import Mesh
-from dynmo.planner.situation import ExpectedCost, Situation
+from dynmo.planner.situation import Situation
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.profiler import measure_links
 
@@ -31,7 +30,7 @@ def gather(
     costs: tuple[LayerCost, ...],
     *,
     step: int,
-    forecasts: Sequence[Sequence[Expected]] = (),
+    forecasts: Sequence[Sequence[Forecast]] = (),
     **known: Any,
 ) -> Situation:
     """Gathers a situation. All ranks call it together, and get the same.
@@ -67,10 +66,7 @@ def gather(
         partition=layout.partition,
         scheduled=keeper.scheduled,
         is_measured=keeper.known is not None,
-        forecasts=tuple(
-            tuple(ExpectedCost(x.step, tuple(x.layers), x.f, x.b, x.w) for x in case)
-            for case in forecasts
-        ),
+        forecasts=tuple(map(tuple, forecasts)),
         chunks=options.chunks,
         objective=keeper.objective,
         post_validation=options.post_validation,

@@ -26,7 +26,7 @@ from dynmo.balance.options import Balance
 from dynmo.balance.partition import Partition
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.balance.trigger import ForecastInterval, forecast_intervals
-from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.cost.profile_file import Pair, Profile
 from dynmo.errors import InputError
 from dynmo.planner.mesh_plan import Mesh
@@ -38,17 +38,6 @@ from dynmo.schedule.simulator import simulate
 
 Layers = tuple[LayerCost, ...]
 Kind = Literal["move", "schedule", "mesh", "ranks"]
-
-
-@dataclass(frozen=True)
-class ExpectedCost:
-    """From `step` on, these layers take `f`, `b`, `w` times the time that they take now."""
-
-    step: int
-    layers: tuple[int, ...]
-    f: float = 1.0
-    b: float = 1.0
-    w: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -105,7 +94,7 @@ class Situation:
     partition: Partition
     scheduled: Layers | None = None
     is_measured: bool = False
-    forecasts: tuple[tuple[ExpectedCost, ...], ...] = ()
+    forecasts: tuple[tuple[Forecast, ...], ...] = ()
     chunks: int | None = None
     objective: Objective = Objective.SPAN
     post_validation: bool = False

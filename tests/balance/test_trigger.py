@@ -1,7 +1,6 @@
 """The decision whether a move repays its price."""
 
 import math
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -16,18 +15,8 @@ from dynmo.balance.trigger import (
     worth_moving,
     worth_moving_through,
 )
-from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.errors import PartitionError
-
-
-class Forecast(NamedTuple):
-    """A forecast as `dynmo.Forecast`, whose package would import torch."""
-
-    step: int
-    layers: tuple[int, ...]
-    f: float = 1.0
-    b: float = 1.0
-    w: float = 1.0
 
 
 def test_layers_move_if_the_saving_exceeds_the_price():

@@ -11,7 +11,8 @@ import pytest
 from torch import nn
 
 from dynmo.config import parse
-from dynmo.dynamism.case import Change, Dynamism, Forecast, Signals
+from dynmo.cost.layer_cost import Forecast
+from dynmo.dynamism.case import Change, Dynamism, Signals
 from dynmo.dynamism.egeria import Egeria, Freezing
 from dynmo.dynamism.freezing import AutoFreeze, ScheduledFreezing
 from dynmo.dynamism.prefix import freeze_prefix, units

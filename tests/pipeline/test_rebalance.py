@@ -13,8 +13,8 @@ import pytest
 
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
-from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.dynamism.case import Change, Dynamism, Forecast, Layers
+from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
+from dynmo.dynamism.case import Change, Dynamism, Layers
 from dynmo.errors import RunError
 from dynmo.events import Event, RebalanceResultEvent, to_json
 from dynmo.runtime.comm.clock import HostClock

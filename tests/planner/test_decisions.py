@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynmo.balance.meshes import MeshRule
 from dynmo.balance.options import Balance
 from dynmo.balance.partition import Partition
-from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.errors import InputError
 from dynmo.planner.answers import ask_again
 from dynmo.planner.decide_mesh import decide_mesh
@@ -20,7 +20,7 @@ from dynmo.planner.decide_move import decide_move, decide_schedule
 from dynmo.planner.decide_ranks import decide_ranks
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.options import Elastic
-from dynmo.planner.situation import DecisionRecord, ExpectedCost, Kind, Situation, read_records
+from dynmo.planner.situation import DecisionRecord, Kind, Situation, read_records
 from dynmo.planner.workload import Policy, Replayer, Workload
 from dynmo.schedule.bounds import Objective
 
@@ -72,7 +72,7 @@ def test_nothing_moves_without_a_second_reading_or_a_balancer() -> None:
 
 def test_a_gain_that_ends_soon_moves_nothing() -> None:
     """A case expects the other half to freeze two steps later."""
-    later = ExpectedCost(52, tuple(range(4, 8)), b=0.0, w=0.0)
+    later = Forecast(52, tuple(range(4, 8)), b=0.0, w=0.0)
     choice = decide_move(situation(forecasts=((later,),), balance=Balance(margin=0.0)))
     assert choice is None or not choice.decision.move
 
