@@ -14,28 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from dynmo.cost.explain import first_problem, short, unknown_key
-from dynmo.cost.json_file import read_json
+from dynmo.cost.input_file import Strict, Time, first_problem, read_json, short, unknown_key
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import InputError
 
-_Time = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 _Change = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    f: list[_Time]
-    b: list[_Time]
-    w: list[_Time]
-    comm: list[_Time]
+class _File(Strict):
+    f: list[Time]
+    b: list[Time]
+    w: list[Time]
+    comm: list[Time]
     mem_f: list[_Change] | None = None
     mem_b: list[_Change] | None = None
     mem_w: list[_Change] | None = None
-    cap: list[_Time] | None = None
+    cap: list[Time] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,15 +66,7 @@ def read_costs(
     """Reads and checks a file of costs per stage.
 
     If the file gives no memory, F adds 1, W takes `w_memory` of it away, and B the rest.
-
-    Args:
-        path: The file.
-        stages: Number of stages of the pipeline.
-        w_memory: Share of a forward's activations that stays until W has run.
-        or_stages: Another number of stages. It is taken if the file's list f has that length.
-
-    Raises:
-        InputError: One line with the file, the list and the stage.
+    `or_stages` is taken instead of `stages` if the file's list f has that length.
     """
     data = read_json(path, f"costs file {path}", _OF_LAYERS)
     fields = cast("dict[str, object]", data) if isinstance(data, dict) else {}
@@ -162,10 +150,6 @@ def _memory(file: _File, stages: int, w_memory: float) -> list[tuple[float, floa
 
 
 def _explain(error: ValidationError) -> str:
-    """Says pydantic's first finding in this file's words.
-
-    A mistyped key comes before the key that is missing for it.
-    """
     first = first_problem(error)
     if not first["loc"]:
         return f"a key is no text that can be written as UTF-8: {first['msg']}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
 from dynmo.errors import InputError
@@ -70,7 +70,6 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """F, B and W together."""
         return self.f + self.b + self.w
 
     @property
@@ -138,12 +137,7 @@ class StageCost:
     """The cost of one stage for one microbatch.
 
     Attributes:
-        f: Time of F.
-        b: Time of B.
-        w: Time of W.
         mem_f: Change of live memory at F. The three changes sum to 0.
-        mem_b: Change of live memory at B.
-        mem_w: Change of live memory at W.
     """
 
     f: float
@@ -168,17 +162,16 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a pipeline.
-
-    Attributes:
-        stages: Costs in stage order.
-        links: Link time of each boundary. One less than stages.
-    """
+    """The costs of the stages, and the link time of each boundary between them."""
 
     stages: tuple[StageCost, ...]
     links: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        def check(what: str, value: float) -> None:
+            if not math.isfinite(value) or value < 0:
+                raise InputError(f"{what} {value}; a time is a number of at least 0")
+
         if len(self.links) != max(0, len(self.stages) - 1):
             raise InputError(
                 f"{len(self.stages)} stages have {max(0, len(self.stages) - 1)} boundaries, but "
@@ -186,16 +179,9 @@ class Costs:
             )
         for index, stage in enumerate(self.stages):
             for field in ("f", "b", "w"):
-                value = getattr(stage, field)
-                if not math.isfinite(value) or value < 0:
-                    raise InputError(
-                        f"stage {index}: {field} is {value}; a time is a number of at least 0"
-                    )
+                check(f"stage {index}: {field} is", getattr(stage, field))
         for boundary, value in enumerate(self.links):
-            if not math.isfinite(value) or value < 0:
-                raise InputError(
-                    f"comm of boundary {boundary}: {value}; a time is a number of at least 0"
-                )
+            check(f"comm of boundary {boundary}:", value)
 
 
 def uniform_costs(
@@ -203,16 +189,7 @@ def uniform_costs(
 ) -> Costs:
     """Returns the costs of a pipeline of equal stages.
 
-    Args:
-        stages: Number of stages.
-        f: Time of F of a stage.
-        b: Time of B.
-        w: Time of W.
-        comm: Link time of a boundary.
-        w_memory: Share of a forward's activations that stays until W has run.
-
-    Raises:
-        InputError: `w_memory` is not between 0 and 1.
+    `w_memory` is the share of a forward's activations that stays until W has run.
     """
     if not 0 <= w_memory <= 1:
         raise InputError(f"w-memory is {w_memory}; it is a share between 0 and 1")
@@ -221,17 +198,10 @@ def uniform_costs(
 
 
 def split_costs(costs: Costs, stage_ranks: Sequence[int]) -> Costs:
-    """Splits the costs of ranks over several stages on each rank.
+    """Splits the costs of ranks, one stage each, over several stages on each rank.
 
     Each stage gets an equal part of the times and memory of its rank. The link between two stages
     is the slowest of the links between their ranks. It costs nothing if they share a rank.
-
-    Args:
-        costs: Costs of ranks, one stage each.
-        stage_ranks: Rank of each stage.
-
-    Returns:
-        The costs of the stages of `stage_ranks`.
     """
     parts = [stage_ranks.count(rank) for rank in range(len(costs.stages))]
     stages = tuple(_part(costs.stages[rank], parts[rank]) for rank in stage_ranks)
@@ -242,12 +212,7 @@ def split_costs(costs: Costs, stage_ranks: Sequence[int]) -> Costs:
 
 
 def _part(stage: StageCost, parts: int) -> StageCost:
-    return StageCost(
-        *(
-            value / parts
-            for value in (stage.f, stage.b, stage.w, stage.mem_f, stage.mem_b, stage.mem_w)
-        )
-    )
+    return StageCost(*(value / parts for value in astuple(stage)))
 
 
 def elide(
@@ -274,13 +239,6 @@ def stage_costs(layers: Sequence[LayerCost], counts: Sequence[int]) -> tuple[Sta
     """Sums layers into contiguous stages.
 
     Simulator, scheduler and balancers all use this one cost function.
-
-    Args:
-        layers: Costs of the layers in model order.
-        counts: Number of layers on each stage.
-
-    Raises:
-        InputError: `counts` does not sum to the number of layers.
     """
     if sum(counts) != len(layers):
         raise InputError(f"a placement of {sum(counts)} layers for {len(layers)} layer costs")
@@ -310,24 +268,18 @@ class LinkCost:
 
     Attributes:
         latency: Seconds of an empty message.
-        bytes_per_second: Bandwidth.
     """
 
     latency: float
     bytes_per_second: float
 
     def seconds(self, size: int) -> float:
-        """Returns the seconds of a message of `size` bytes."""
         return self.latency + (size / self.bytes_per_second if size else 0.0)
 
     def ring_seconds(self, size: float, ranks: int) -> float:
         """Seconds of one pass around a ring: a reduce-scatter or an all-gather.
 
-        An all-reduce is two passes.
-
-        Args:
-            size: Bytes of the whole tensor.
-            ranks: Number of ranks in the ring.
+        An all-reduce is two passes. `size` is that of the whole tensor, in bytes.
         """
         if ranks == 1 or not size:
             return 0.0

@@ -20,15 +20,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationError, create_model
 
-from dynmo.cost.explain import first_problem, short, unknown_key
-from dynmo.cost.json_file import read_json
+from dynmo.cost.input_file import (
+    Link,
+    Strict,
+    Time,
+    first_problem,
+    read_json,
+    short,
+    unknown_key,
+)
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import InputError
 from dynmo.files import write_whole
@@ -38,31 +45,21 @@ KIND = "dynmo-costs"
 IN_RUN = "costs.json"  # name of the costs file in a run's folder
 
 TIMES = ("f", "b", "w")
-SIZES = (
-    "parameters",
-    "weight_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "activation_bytes",
-    "stash_bytes",
-    "output_bytes",
-    "workspace_bytes",
-    "forward_workspace_bytes",
-    "weight_workspace_bytes",
-    "rollback_bytes",
-    "pending_gradient_bytes",
-)
+SIZES = tuple(field.name for field in fields(LayerCost) if field.name not in TIMES)
 
-# Each key, and its name in files of earlier versions.
-ROLLBACK_KEYS = AliasChoices("rollback_bytes", "copy_bytes")
-PENDING_KEYS = AliasChoices("pending_gradient_bytes", "aside_bytes")
-_SIZE_KEYS = (*SIZES, "copy_bytes", "aside_bytes")
+OLD_NAMES = {"rollback_bytes": "copy_bytes", "pending_gradient_bytes": "aside_bytes"}
+"""Sizes that had other names in files of earlier versions."""
+
+
+def alias(size: str) -> AliasChoices | None:
+    return AliasChoices(size, OLD_NAMES[size]) if size in OLD_NAMES else None
+
 
 AT_MOST = {
     "forward_workspace_bytes": "workspace_bytes",
     "weight_workspace_bytes": "workspace_bytes",
 }
-"""Size -> an upper bound. It stands in for the size if the file does not give it."""
+"""An upper bound that stands in for a size that the file does not give."""
 
 Pair = tuple[int, int]
 
@@ -109,9 +106,6 @@ class Profile:
             stage_ranks: Rank of each stage.
             exactly: Whether `comm` must list one number per boundary. If not, its largest number
                 counts for all boundaries.
-
-        Raises:
-            InputError: `comm` lists another number of boundaries.
         """
         pairs = [(min(pair), max(pair)) for pair in pairwise(stage_ranks)]
         if self.links:
@@ -144,14 +138,7 @@ _HERE = LinkCost(0.0, math.inf)
 
 
 def read(path: Path) -> Profile:
-    """Reads and checks a costs file.
-
-    Args:
-        path: The file, or the folder of a recorded run.
-
-    Raises:
-        InputError: One line: the file, the key and the layer. If the file is not JSON: the line.
-    """
+    """Reads and checks a costs file, or that of a recorded run's folder."""
     try:
         is_folder = path.is_dir()
     except OSError:  # read_json says why
@@ -179,15 +166,7 @@ def _in_run(folder: Path) -> Path:
 
 
 def write(path: Path, profile: Profile) -> None:
-    """Writes a costs file whole or not at all.
-
-    Args:
-        path: The file to create or to replace.
-        profile: Its content.
-
-    Raises:
-        InputError: The file cannot be written.
-    """
+    """Writes a costs file whole or not at all."""
     try:
         write_whole(path, json.dumps(to_json(profile), indent=1, allow_nan=False) + "\n")
     except OSError as error:
@@ -208,24 +187,8 @@ def to_json(profile: Profile) -> dict[str, Any]:
         }
         for pair, x in profile.links
     ]
-    if profile.links:
-        del whole["comm"]
-    else:
-        del whole["links"]
-    first = (
-        "version",
-        "kind",
-        "model",
-        "microbatch",
-        "microbatches",
-        "ranks",
-        "steps",
-        "schedule",
-        "partition",
-        "first_trainable",
-    )
-    order = [*first, "names", *TIMES, *SIZES, "links", "comm"]
-    return {key: whole[key] for key in order if whole.get(key) is not None}
+    del whole["comm" if profile.links else "links"]
+    return {key: whole[key] for key in _File.model_fields if whole.get(key) is not None}
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -236,23 +199,14 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-_Time = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 _Size = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=1 << 60)]
-_Rate = Annotated[float, Field(ge=1e-30, allow_inf_nan=False)]
-_Sizes = list[_Size]
 
 
-class _Link(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    latency: _Time = 0.0
-    bytes_per_second: _Rate | None = None
+class _Link(Link):
     between: Annotated[list[_Size], Field(min_length=2, max_length=2)] | None = None
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Head(Strict):
     version: int = VERSION
     kind: str = KIND
     model: str | None = None
@@ -264,34 +218,24 @@ class _File(BaseModel):
     partition: list[Annotated[int, Field(ge=1)]] | None = None
     first_trainable: _Size | None = None
     names: list[str] | None = None
-    f: list[_Time]
-    b: list[_Time]
-    w: list[_Time]
-    parameters: _Sizes | None = None
-    weight_bytes: _Sizes | None = None
-    gradient_bytes: _Sizes | None = None
-    optimizer_bytes: _Sizes | None = None
-    activation_bytes: _Sizes | None = None
-    stash_bytes: _Sizes | None = None
-    output_bytes: _Sizes | None = None
-    workspace_bytes: _Sizes | None = None
-    forward_workspace_bytes: _Sizes | None = None
-    weight_workspace_bytes: _Sizes | None = None
-    rollback_bytes: _Sizes | None = Field(None, validation_alias=ROLLBACK_KEYS)
-    pending_gradient_bytes: _Sizes | None = Field(None, validation_alias=PENDING_KEYS)
+    f: list[Time]
+    b: list[Time]
+    w: list[Time]
+
+
+_size_fields: dict[str, Any] = {
+    key: (list[_Size] | None, Field(None, validation_alias=alias(key))) for key in SIZES
+}
+_Sized = create_model("_Sized", __base__=_Head, **_size_fields)
+
+
+class _File(_Sized):
     links: list[_Link] | None = None
-    comm: list[_Time] | None = None
+    comm: list[Time] | None = None
 
 
 def parse(data: object) -> Profile:
-    """Checks costs of layers that are already read from JSON.
-
-    Args:
-        data: The object that JSON gives.
-
-    Raises:
-        InputError: One line without the file's name.
-    """
+    """Checks costs of layers that are already read from JSON."""
     if not isinstance(data, dict):
         raise InputError(
             'expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}'
@@ -382,17 +326,11 @@ def _links(links: Sequence[_Link]) -> tuple[tuple[Pair, LinkCost], ...]:
             raise InputError(
                 f"link {index}: ({low}, {high}) {wrong}; give one link per pair of ranks"
             )
-        out[low, high] = LinkCost(
-            link.latency, math.inf if link.bytes_per_second is None else link.bytes_per_second
-        )
+        out[low, high] = link.to_link_cost()
     return tuple(out.items())
 
 
 def _explain(error: ValidationError) -> str:
-    """Says pydantic's first finding in this file's words.
-
-    A mistyped key comes before the key that is missing for it.
-    """
     first = first_problem(error)
     if not first["loc"]:
         return f"a key is no text that can be written as UTF-8: {first['msg']}"
@@ -407,17 +345,17 @@ def _explain(error: ValidationError) -> str:
         return unknown_key(str(key), _File.model_fields)
     if first["type"] == "missing":
         return f"key {key!r} is missing; f, b and w are needed, one number per layer"
-    rule = "it is a number of at least 0"
+    rule, sizes = "it is a number of at least 0", (*SIZES, *OLD_NAMES.values())
     if key in (*TIMES, "comm"):
         rule = "a time is a number from 0 to 1e30"
-    elif key in _SIZE_KEYS:
+    elif key in sizes:
         rule = "a size is a whole number from 0 to 2**60"
     elif key == "names":
         rule = "a name is text"
     elif key in ("model", "schedule"):
         return f"{key} is {short(first['input'])}; it is text"
     if not rest:
-        lists = key in (*TIMES, *_SIZE_KEYS, "names", "partition", "links", "comm")
+        lists = key in (*TIMES, *sizes, "names", "partition", "links", "comm")
         return f"{key} is {short(first['input'])}; " + (
             "it is a list, one entry per layer" if lists else "it is a whole number"
         )

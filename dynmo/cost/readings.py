@@ -44,11 +44,7 @@ class Readings:
     def add(self, f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> None:
         """Adds the readings of one step: seconds, one per microbatch, in the order taken.
 
-        Args:
-            f: Seconds of the forwards.
-            b: Seconds of the backwards of the input. Empty if the layer has none, as in a frozen
-                prefix.
-            w: Seconds of the backwards of the weights. Empty if the layer has none.
+        `b` or `w` is empty if the layer has none, as in a frozen prefix.
         """
         kinds = (f, b, w)
         halves = None

@@ -5,26 +5,31 @@ A trace has the costs of the layers over time.
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from dynmo.cost.explain import first_problem, short, unknown_key
-from dynmo.cost.json_file import parse_json
-from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import AT_MOST, PENDING_KEYS, ROLLBACK_KEYS, SIZES, TIMES
+from dynmo.cost.input_file import (
+    Link,
+    Strict,
+    Time,
+    first_problem,
+    read_json,
+    read_text,
+    short,
+    unknown_key,
+)
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.profile_file import AT_MOST, SIZES, TIMES, alias
 from dynmo.errors import InputError
 from dynmo.options import parse_bytes
 from dynmo.planner.workload import Policy, Workload
 from dynmo.schedule.bounds import Objective
 
-_Time = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
-_Rate = Annotated[float, Field(ge=1e-30, allow_inf_nan=False)]
 _Unit = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _Steps = Annotated[int, Field(ge=1, le=10**7)]
@@ -35,58 +40,45 @@ _Sizes = _Whole | list[_Whole]
 _Times = tuple[list[float], list[float], list[float]]  # seconds of F, B and W of each layer
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _Link(_Section):
-    latency: _Time = 0.0
-    bytes_per_second: _Rate | None = None
-
-    def to_link_cost(self) -> LinkCost:
-        return LinkCost(
-            self.latency, math.inf if self.bytes_per_second is None else self.bytes_per_second
-        )
-
-
-class _Moment(_Section):
+class _Moment(Strict):
     step: _Whole
-    f: list[_Time]
-    b: list[_Time]
-    w: list[_Time]
+    f: list[Time]
+    b: list[Time]
+    w: list[Time]
 
 
-class _Layers(_Section):
+class _Costs(Strict):
     trace: str | None = None
     moments: list[_Moment] | None = None
     unit: _Unit = 1.0
     names: list[str] | None = None
-    parameters: _Sizes = 0
-    weight_bytes: _Sizes = 0
-    gradient_bytes: _Sizes = 0
-    optimizer_bytes: _Sizes = 0
-    activation_bytes: _Sizes = 0
-    stash_bytes: _Sizes = 0
-    output_bytes: _Sizes = 0
-    workspace_bytes: _Sizes = 0
-    forward_workspace_bytes: _Sizes | None = None
-    weight_workspace_bytes: _Sizes | None = None
-    rollback_bytes: _Sizes = Field(0, validation_alias=ROLLBACK_KEYS)
-    pending_gradient_bytes: _Sizes = Field(0, validation_alias=PENDING_KEYS)
 
 
-class _Policy(_Section):
+_size_fields: dict[str, Any] = {
+    key: (_Sizes | None, None)
+    if key in AT_MOST
+    else (_Sizes, Field(0, validation_alias=alias(key)))
+    for key in SIZES
+}
+_Sized = create_model("_Sized", __base__=_Costs, **_size_fields)
+
+
+class _Layers(_Sized):
+    """The section [layers]."""
+
+
+class _Policy(Strict):
     balancer: str = "exact"
     cost: Literal["time", "parameters"] = "time"
     every: _Count = 10
-    margin: _Time = 1.0
-    hysteresis: _Time = 0.02
+    margin: Time = 1.0
+    hysteresis: Time = 0.02
     initial: list[_Count] | None = None
-    seconds_per_byte: _Time | None = None
+    seconds_per_byte: Time | None = None
     seed: _Whole = 0
 
 
-class _File(_Section):
+class _File(Strict):
     name: str | None = None
     steps: _Steps
     ranks: _Count
@@ -98,8 +90,8 @@ class _File(_Section):
     memory_limit: _Count | str | None = None
     layers: _Layers
     policy: _Policy = _Policy()
-    link: _Link = _Link()
-    replica_link: _Link | None = None
+    link: Link = Link()
+    replica_link: Link | None = None
 
 
 class _Trace(BaseModel):
@@ -107,9 +99,9 @@ class _Trace(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    f: list[list[_Time]]
-    b: list[list[_Time]]
-    w: list[list[_Time]]
+    f: list[list[Time]]
+    b: list[list[Time]]
+    w: list[list[Time]]
 
 
 def read(path: Path) -> Workload:
@@ -119,7 +111,7 @@ def read(path: Path) -> Workload:
         InputError: The file is wrong. The message is one line: file, key, what would do.
     """
     try:
-        data = tomllib.loads(_text(path))
+        data = tomllib.loads(read_text(path, f"workload {path}"))
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"workload {path}: not TOML: {error}") from None
     try:
@@ -265,7 +257,7 @@ def _check_lengths(moments: Sequence[tuple[int, _Times]], where: str) -> None:
 
 
 def _read_trace(path: Path) -> list[_Times]:
-    data = parse_json(_text(path), f"trace {path}")
+    data = read_json(path, f"trace {path}")
     try:
         trace = _Trace.model_validate(data)
     except ValidationError as error:
@@ -286,19 +278,11 @@ def _read_trace(path: Path) -> list[_Times]:
     return list(zip(trace.f, trace.b, trace.w, strict=True))
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise InputError(f"{path} cannot be read: {reason}") from None
-
-
 _SECTIONS: dict[str, type[BaseModel]] = {
     "layers": _Layers,
     "policy": _Policy,
-    "link": _Link,
-    "replica_link": _Link,
+    "link": Link,
+    "replica_link": Link,
 }
 
 
