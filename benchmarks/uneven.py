@@ -31,7 +31,7 @@ from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.gathering import gather
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.planner.decide_move import balance_request
+from dynmo.planner.decisions import balance_request
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions

@@ -12,7 +12,7 @@ def run(path: Path, as_json: bool) -> None:
 
     from dynmo.cli.console import console_for_tables
     from dynmo.errors import InputError
-    from dynmo.planner.answers import ask_again
+    from dynmo.planner.decisions import ask_again
     from dynmo.planner.situation import read_records
 
     rows = [(record, *ask_again(record)) for record in read_records(path)]

@@ -60,8 +60,8 @@ def plan(options: PlanOptions) -> None:
 
 def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
     """Plans one pipeline of given ranks and microbatches, and prints the plan."""
+    from dynmo.planner.alternatives import plan_or_suggest
     from dynmo.planner.evaluate import PlanRequest
-    from dynmo.planner.suggest import plan_or_suggest
 
     request = PlanRequest(
         profile,

@@ -63,15 +63,15 @@ def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
 def _megatron(plan: Plan) -> dict[str, Any]:
     from dynmo.planner.export import megatron_layout
 
-    layout = megatron_layout(plan.request.profile.names, plan.partition)
-    return {"pipeline_model_parallel_layout": layout.text, "rounded": layout.rounded}
+    layout, rounded = megatron_layout(plan.request.profile.names, plan.partition)
+    return {"pipeline_model_parallel_layout": layout, "rounded": rounded}
 
 
 def _torchtitan(plan: Plan) -> dict[str, Any]:
     from dynmo.planner.export import torchtitan_modules
 
-    modules = torchtitan_modules(plan.request.profile.names, plan.partition)
-    return {"module_fqns_per_model_part": modules.stages, "rounded": modules.rounded}
+    modules, rounded = torchtitan_modules(plan.request.profile.names, plan.partition)
+    return {"module_fqns_per_model_part": modules, "rounded": rounded}
 
 
 def _deepspeed(plan: Plan) -> dict[str, Any]:

@@ -32,9 +32,7 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.catalogue import entry
 
 if TYPE_CHECKING:
-    from dynmo.planner.decide_mesh import MeshChoice
-    from dynmo.planner.decide_move import MoveChoice
-    from dynmo.planner.decide_ranks import RankWish
+    from dynmo.planner.decisions import MeshChoice, MoveChoice, RankWish
     from dynmo.planner.situation import DecisionRecord, Kind, Situation
 
 # Assumed seconds of the first change of ranks.
@@ -212,7 +210,7 @@ class Rebalancer:
         """
         if not self._unshaped:
             return None
-        from dynmo.planner.decide_mesh import decide_mesh
+        from dynmo.planner.decisions import decide_mesh
 
         situation, start = self.situation(step), time.perf_counter()
         choice: MeshChoice = decide_mesh(situation)
@@ -259,7 +257,7 @@ class Rebalancer:
 
     def ranks(self, situation: Situation) -> RankWish:
         """Asks for the number of ranks on which the run should go on."""
-        from dynmo.planner.decide_ranks import decide_ranks
+        from dynmo.planner.decisions import decide_ranks
 
         start = time.perf_counter()
         wish = decide_ranks(situation)
@@ -302,7 +300,7 @@ class Rebalancer:
         It decides first on the placement, then on the schedule. The ranks compare their decision
         before layers move or stay.
         """
-        from dynmo.planner.decide_move import decide_schedule, move_answer, schedule_answer
+        from dynmo.planner.decisions import decide_schedule, move_answer, schedule_answer
 
         if self._watch is not None:
             self._watch.decided()
@@ -331,7 +329,7 @@ class Rebalancer:
 
     def _choose(self, situation: Situation) -> tuple[MoveChoice | None, list[Event]]:
         """Returns the possible move, and an event if there is no placement for the first time."""
-        from dynmo.planner.decide_move import decide_move
+        from dynmo.planner.decisions import decide_move
 
         try:
             choice = decide_move(situation)

@@ -11,34 +11,19 @@ layers after the last block are the output side.
     DeepSpeed   [0, 3, 6, 8]       layer indices, halves and all
 
 Megatron and torchtitan know whole blocks only. A cut inside a block goes to its nearer end, by
-layers, and to its last end if both are as near. `rounded` says which cuts were moved. A stage may
-be left without a block. Megatron and torchtitan accept this if something else is on the stage, and
-Megatron even if not.
+layers, and to its last end if both are as near. `rounded` lists the
+boundaries whose cut was moved (i is between stages i and i + 1). A stage may be left without a
+block. torchtitan accepts this only if something else is on the stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from dynmo.balance.blocks import blocks_of
 from dynmo.balance.partition import Partition
 from dynmo.errors import PartitionError
-
-
-@dataclass(frozen=True)
-class MegatronLayout:
-    """A layout for Megatron-LM.
-
-    Attributes:
-        text: What to give the trainer.
-        rounded: The boundaries (i is between stages i and i + 1) that fell inside a block and were
-            moved.
-    """
-
-    text: str
-    rounded: tuple[int, ...]
 
 
 def _whole_blocks(
@@ -62,19 +47,12 @@ def _whole_blocks(
     return [range(a, b) for a, b in pairwise(cuts)], tuple(rounded)
 
 
-def megatron_layout(names: Sequence[str], partition: Partition) -> MegatronLayout:
-    """Returns the value of Megatron's `--pipeline-model-parallel-layout`.
+def megatron_layout(names: Sequence[str], partition: Partition) -> tuple[str, tuple[int, ...]]:
+    """Returns Megatron's `--pipeline-model-parallel-layout`, and the rounded boundaries.
 
     E is the embedding, t a transformer block, L the loss, and | is between stages. `t*3` is `ttt`.
     Stages are in pipeline order. With several stages per rank, Megatron deals them out in turn
     (looped), rank by rank.
-
-    Args:
-        names: One per layer.
-        partition: Number of layers on each stage.
-
-    Raises:
-        PartitionError: The placement is of another number of layers.
     """
     stages, rounded = _whole_blocks(names, partition)
     last = len(stages) - 1
@@ -84,47 +62,21 @@ def megatron_layout(names: Sequence[str], partition: Partition) -> MegatronLayou
         body = "t" * count if count < 3 else f"t*{count}"
         # Megatron's embedding is always first and its loss always last, whatever the names say.
         parts.append(("E" if index == 0 else "") + body + ("L" if index == last else ""))
-    return MegatronLayout("|".join(parts), rounded)
-
-
-@dataclass(frozen=True)
-class Modules:
-    """Modules for torchtitan.
-
-    Attributes:
-        stages: Names of the modules on each stage.
-    """
-
-    stages: list[list[str]]
-    rounded: tuple[int, ...]
+    return "|".join(parts), rounded
 
 
 def torchtitan_modules(
-    names: Sequence[str],
-    partition: Partition,
-    *,
-    inputs: Sequence[str] = ("tok_embeddings",),
-    outputs: Sequence[str] = ("norm", "output"),
-) -> Modules:
-    """Returns torchtitan's `module_fqns_per_model_part`.
-
-    Args:
-        names: One per layer.
-        partition: Number of layers on each stage.
-        inputs: Names of the model's modules before the blocks.
-        outputs: Names of the model's modules after the blocks.
-
-    Raises:
-        PartitionError: A stage would be left without a module.
-    """
+    names: Sequence[str], partition: Partition
+) -> tuple[list[list[str]], tuple[int, ...]]:
+    """Returns torchtitan's `module_fqns_per_model_part`, and the rounded boundaries."""
     stages, rounded = _whole_blocks(names, partition)
     last = len(stages) - 1
     out: list[list[str]] = []
     for index, blocks in enumerate(stages):
         own = [
-            *(inputs if index == 0 else ()),
+            *(("tok_embeddings",) if index == 0 else ()),
             *(f"layers.{block}" for block in blocks),
-            *(outputs if index == last else ()),
+            *(("norm", "output") if index == last else ()),
         ]
         if not own:
             raise PartitionError(
@@ -132,7 +84,7 @@ def torchtitan_modules(
                 "there; place whole blocks"
             )
         out.append(own)
-    return Modules(out, rounded)
+    return out, rounded
 
 
 def deepspeed_parts(partition: Partition) -> list[int]:

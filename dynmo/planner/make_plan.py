@@ -47,9 +47,8 @@ def make_plan(request: PlanRequest) -> Plan:
         ScheduleError: The schedule cannot be made.
     """
     if request.recompute == "all":
-        return _attempt(
-            replace(request, recompute="none", recomputed=frozenset(range(len(request.kept))))
-        )
+        every = frozenset(range(len(request.kept)))
+        return _attempt(replace(request, recompute="none", recomputed=every))
     if request.recompute == "auto" and request.memory_limit is not None:
         return _recomputing(replace(request, recompute="none"), request.memory_limit)
     return _attempt(request)
@@ -63,42 +62,41 @@ def _recomputing(request: PlanRequest, limit: int) -> Plan:
     placement, which may want other layers to be recomputed. A few rounds of both are tried.
     """
     plans: list[Plan] = []
-    failed = _into(plans, lambda: _attempt(request))
+
+    def failed(make: Callable[..., Plan], *arguments: object) -> InputError | None:
+        try:
+            plans.append(make(*arguments))
+        except (PartitionError, ScheduleError) as error:
+            return error
+        return None
+
+    problem = failed(_attempt, request)
     # Errors that have nothing to do with memory are raised as they are.
     free = _attempt(replace(request, memory_limit=None))
     if plans and plans[0].step <= free.step:
         return plans[0]
+    every = replace(request, recomputed=frozenset(range(len(request.kept))))
     for _ in range(3):
         try:
-            chosen = _chosen(request, free, limit)
+            changed = replace(request, recomputed=_chosen(request, free, limit))
         except PartitionError:
             # This placement does not fit in any way. A placement that fits with all layers
             # recomputed then gives back the layers that need not be.
-            every = replace(request, recomputed=frozenset(range(len(request.kept))))
-            problem = _into(plans, lambda every=every: _attempt(every))
-            if problem is not None:
-                failed = failed or problem
+            if failed(_attempt, every):
                 break
             free = plans[-1]
             continue
-        changed_request, partition = replace(request, recomputed=chosen), free.partition
-        _into(
-            plans,
-            lambda changed_request=changed_request, partition=partition: evaluate_partition(
-                changed_request, partition
-            ),
-        )
-        _into(plans, lambda changed_request=changed_request: _attempt(changed_request))
-        nearer = _attempt(replace(changed_request, memory_limit=None))
+        failed(evaluate_partition, changed, free.partition)
+        failed(_attempt, changed)
+        nearer = _attempt(replace(changed, memory_limit=None))
         if nearer.partition == free.partition:
             break
         free = nearer
     if not plans:
-        every = replace(request, recomputed=frozenset(range(len(request.kept))))
-        _into(plans, lambda: _attempt(every))
+        failed(_attempt, every)
     if not plans:
-        assert failed is not None
-        raise failed
+        assert problem is not None
+        raise problem
     return min(plans, key=lambda plan: plan.step)
 
 
@@ -121,14 +119,6 @@ def _chosen(request: PlanRequest, free: Plan, limit: int) -> frozenset[int]:
         ]
         chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
     return chosen
-
-
-def _into(plans: list[Plan], make: Callable[[], Plan]) -> InputError | None:
-    try:
-        plans.append(make())
-    except (PartitionError, ScheduleError) as error:
-        return error
-    return None
 
 
 def _limits(request: PlanRequest) -> tuple[int | None, ...]:

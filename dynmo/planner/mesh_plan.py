@@ -22,14 +22,13 @@ part that is not over by the end of the step's last op is `exposed`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError
 from dynmo.planner.evaluate import Plan
-from dynmo.planner.microbatches import scale_layers
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.op import Kind
 from dynmo.schedule.simulator import Span
@@ -112,6 +111,29 @@ def mesh_profile(
         )
     return replace(
         profile, layers=layers, microbatch=mesh.micro_batch, microbatches=mesh.microbatches
+    )
+
+
+def scale_layers(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, ...]:
+    """The costs of a microbatch of `share` times the size.
+
+    Seconds, activations and messages are in proportion. Real kernels do less well on small
+    microbatches, so a measurement at that size is better.
+    """
+    return tuple(
+        replace(
+            x,
+            f=x.f * share,
+            b=x.b * share,
+            w=x.w * share,
+            activation_bytes=math.ceil(x.activation_bytes * share),
+            stash_bytes=math.ceil(x.stash_bytes * share),
+            output_bytes=math.ceil(x.output_bytes * share),
+            workspace_bytes=math.ceil(x.workspace_bytes * share),
+            forward_workspace_bytes=math.ceil(x.forward_workspace_bytes * share),
+            weight_workspace_bytes=math.ceil(x.weight_workspace_bytes * share),
+        )
+        for x in layers
     )
 
 

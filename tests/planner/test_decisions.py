@@ -14,10 +14,13 @@ from dynmo.balance.options import Balance
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.errors import InputError
-from dynmo.planner.answers import ask_again
-from dynmo.planner.decide_mesh import decide_mesh
-from dynmo.planner.decide_move import decide_move, decide_schedule
-from dynmo.planner.decide_ranks import decide_ranks
+from dynmo.planner.decisions import (
+    ask_again,
+    decide_mesh,
+    decide_move,
+    decide_ranks,
+    decide_schedule,
+)
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.options import Elastic
 from dynmo.planner.situation import DecisionRecord, Kind, Situation, read_records

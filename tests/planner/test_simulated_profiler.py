@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.planner.simulated_profiler import SimulatedProfiler
+from dynmo.planner.workload import SimulatedProfiler
 
 
 def costs(*seconds: float) -> tuple[LayerCost, ...]:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from dynmo.errors import InputError, PartitionError
+from dynmo.planner.alternatives import plan_or_suggest
 from dynmo.planner.evaluate import PlanRequest
-from dynmo.planner.suggest import plan_or_suggest
 from tests.planner.test_make_plan import profile, replayed
 
 
