@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from dynmo.balance.partition import Cost, Move, Partition, imbalance, moves, uniform
+from dynmo.balance.layout import moves_between_ranks
+from dynmo.balance.partition import Cost, Move, Partition, imbalance, uniform
 from dynmo.balance.stage_costs import freeze, pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
@@ -22,7 +23,6 @@ from dynmo.errors import InputError, NoRoomError, PartitionError
 from dynmo.planner.recompute import with_recompute
 from dynmo.planner.stage_plan import StageRequest, plan_stages
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.memory import reduction_bytes
 from dynmo.schedule.op import Schedule
@@ -39,21 +39,12 @@ class PlanRequest:
     """A request for a plan.
 
     Attributes:
-        profile: Measured costs.
-        ranks: Number of pipeline ranks.
         microbatches: Microbatches of a step of one replica.
-        schedule: Name of the schedule.
-        balancer: Name of the balancer.
         chunks: Stages per rank. None means the schedule's own number.
         memory_limit: Bytes of a rank. None means unlimited.
-        objective: Whether the span or the makespan should be short.
         any_links: Use the slowest known link if the file lists other boundaries.
-        cost: What the balancer goes by.
-        seed: For the balancer that is random.
-        step: For the balancer that is random.
         quick: "exact" does not simulate its ties, and a placement that does not fit is hardly
             repaired.
-        recompute: Which layers are recomputed.
         recomputed: Layers that are recomputed whatever `recompute` says.
         replicas: Number of replicas of this pipeline that sum their gradients. Only the memory of
             the sums counts here. `mesh_plan` adds their seconds.
@@ -111,7 +102,6 @@ class PlanRequest:
 
     @cached_property
     def stages(self) -> StageRequest:
-        """The request to the stage planner."""
         return StageRequest(
             self.schedule,
             self.ranks,
@@ -124,9 +114,9 @@ class PlanRequest:
             replicas=self.replicas,
         )
 
-    @cached_property
+    @property
     def stage_ranks(self) -> tuple[int, ...]:
-        return stage_ranks_of(self.schedule, self.ranks, self.chunks)
+        return self.stages.stage_ranks
 
     @cached_property
     def links(self) -> tuple[LinkCost, ...]:
@@ -147,11 +137,6 @@ class Plan:
     """The result for one placement.
 
     Attributes:
-        request: The request.
-        partition: Number of layers on each stage.
-        costs: Costs of the stages.
-        schedule: The schedule made for this placement.
-        timeline: The step by the simulator.
         lower_bound: Seconds of a step that no schedule of this placement can beat.
         caps: The most live memory of each rank that the schedule was first made within.
         memory: Bytes of each rank at its peak.
@@ -169,11 +154,7 @@ class Plan:
     @property
     def step(self) -> float:
         """Predicted seconds of a step, by the objective."""
-        return (
-            self.timeline.makespan
-            if self.request.objective is Objective.MAKESPAN
-            else self.timeline.span
-        )
+        return self.timeline.length(self.request.objective)
 
     @property
     def stage_cost(self) -> tuple[float, ...]:
@@ -194,16 +175,9 @@ class Plan:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """The layers that change ranks from the current placement.
-
-        Source and target are ranks.
-        """
-        stage_ranks = self.request.stage_ranks
-        across = (
-            Move(layer, stage_ranks[a], stage_ranks[b])
-            for layer, a, b in moves(self.request.current, self.partition)
-        )
-        return tuple(move for move in across if move.source != move.target)
+        """The layers that change ranks from the current placement. Source and target are ranks."""
+        request = self.request
+        return moves_between_ranks(request.current, self.partition, request.stage_ranks)
 
     @property
     def moved_bytes(self) -> int:
@@ -216,12 +190,7 @@ def memory_needs(request: PlanRequest, partition: Partition, schedule: Schedule)
 
 
 class TooFullError(NoRoomError):
-    """One placement does not fit the memory.
-
-    Attributes:
-        partition: The placement.
-        needs: Bytes of each rank.
-    """
+    """One placement does not fit the memory. `needs` are the bytes of each rank."""
 
     def __init__(self, request: PlanRequest, partition: Partition, needs: Sequence[int]) -> None:
         rank = next(rank for rank, need in enumerate(needs) if need > (request.memory_limit or 0))
@@ -234,7 +203,11 @@ class TooFullError(NoRoomError):
 
 
 def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
-    """Evaluates one placement by the simulator, with the schedule made for it."""
+    """Evaluates one placement by the simulator, with the schedule made for it.
+
+    Raises:
+        TooFullError: The placement does not fit the memory.
+    """
     stage_plan = plan_stages(
         request.stages, request.layers, partition, request.links, request.profile.first_trainable
     )
@@ -247,7 +220,7 @@ def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
         raise InputError(
             "the times are so large that their sum is not a number any more; choose a larger unit"
         )
-    reached = timeline.makespan if request.objective is Objective.MAKESPAN else timeline.span
+    reached = timeline.length(request.objective)
     limits = None if request.memory_limit is None else stage_plan.caps
     bound = lower_bound_on(
         request.stage_ranks,

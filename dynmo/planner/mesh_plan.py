@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import Profile
+from dynmo.cost.profile_file import TIMES, Profile
 from dynmo.errors import PartitionError
 from dynmo.planner.evaluate import Plan
 from dynmo.schedule.bounds import Objective
@@ -43,7 +43,6 @@ class Mesh:
         replicas: Number of pipelines.
         microbatches: Microbatches of each replica.
         micro_batch: Sequences in one microbatch.
-        schedule: Name of the schedule.
     """
 
     pipeline: int
@@ -72,7 +71,6 @@ class MeshPlan:
     """The plan of a mesh.
 
     Attributes:
-        mesh: The mesh.
         plan: The plan of one replica.
         seconds: Seconds of a step, with the reductions.
         exposed: Seconds of the reductions that come after all ops.
@@ -85,7 +83,6 @@ class MeshPlan:
 
     @property
     def memory(self) -> tuple[int, ...]:
-        """Bytes per rank."""
         return self.plan.memory
 
     @property
@@ -114,6 +111,16 @@ def mesh_profile(
     )
 
 
+_PER_MICROBATCH = (
+    "activation_bytes",
+    "stash_bytes",
+    "output_bytes",
+    "workspace_bytes",
+    "forward_workspace_bytes",
+    "weight_workspace_bytes",
+)
+
+
 def scale_layers(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, ...]:
     """The costs of a microbatch of `share` times the size.
 
@@ -123,15 +130,8 @@ def scale_layers(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, 
     return tuple(
         replace(
             x,
-            f=x.f * share,
-            b=x.b * share,
-            w=x.w * share,
-            activation_bytes=math.ceil(x.activation_bytes * share),
-            stash_bytes=math.ceil(x.stash_bytes * share),
-            output_bytes=math.ceil(x.output_bytes * share),
-            workspace_bytes=math.ceil(x.workspace_bytes * share),
-            forward_workspace_bytes=math.ceil(x.forward_workspace_bytes * share),
-            weight_workspace_bytes=math.ceil(x.weight_workspace_bytes * share),
+            **{key: getattr(x, key) * share for key in TIMES},
+            **{key: math.ceil(getattr(x, key) * share) for key in _PER_MICROBATCH},
         )
         for x in layers
     )

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import final
 
+from dynmo.balance.meshes import divisors
 from dynmo.balance.partition import exact, stage_loads, uniform
 from dynmo.balance.stage_costs import freeze, pipeline_costs
 from dynmo.cost.profile_file import Profile
@@ -48,8 +49,6 @@ class RefusedMesh:
     """A mesh that is impossible or does not fit.
 
     Attributes:
-        mesh: The mesh.
-        reason: Why it is refused.
         need: Bytes of the fullest rank in the plan that comes closest to the memory limit. None if
             something else is wrong.
     """
@@ -65,7 +64,6 @@ class MeshSearchResult:
 
     Attributes:
         candidates: The plans, the best first.
-        refused: Meshes that are impossible or do not fit.
         slower: Number of meshes that were left out, because even without any bubble they would take
             longer than the candidates.
     """
@@ -84,18 +82,14 @@ class MeshRequest:
 
     Attributes:
         profile: Measured costs. They say how many sequences a microbatch has.
-        gpus: Number of ranks of the mesh.
         global_batch: Sequences of a step.
         micro_batches: Sizes of a microbatch to try, in sequences. Empty: the measured one, its
             halves and its doubles.
         schedules: Names of the schedules to try. Empty: SCHEDULES, and FRUGAL if memory is limited.
-        balancers: Names of the balancers to try.
         chunks: Stages per rank, for the schedule that lets one choose.
         memory_limit: Bytes of a rank. None means unlimited.
         zero: 1 if ZeRO divides the optimizer state over the replicas, else 0.
         bandwidth: Bytes per second between replicas. inf: reductions take no time.
-        recompute: Which layers are recomputed.
-        objective: Whether the span or the makespan should be short.
         keep: Number of candidates that are wanted.
         replicas: The numbers of replicas that are allowed. Empty: any.
         accumulation_groups: Number of accumulation groups of the whole mesh. None: the profile's
@@ -161,11 +155,7 @@ class MeshRequest:
 
 
 class NoMeshFitsError(NoRoomError):
-    """No mesh fits the memory.
-
-    Attributes:
-        closest: The mesh that misses the limit by least. None if its bytes are not known.
-    """
+    """No mesh fits the memory. `closest` misses the limit by least, if its bytes are known."""
 
     def __init__(self, message: str, closest: RefusedMesh | None) -> None:
         super().__init__(message)
@@ -173,17 +163,13 @@ class NoMeshFitsError(NoRoomError):
 
     @property
     def shortage(self) -> str:
-        """The mesh that misses the limit by least, and by how many bytes, in words."""
         if self.closest is None:
             return str(self)
         return f"as {self.closest.mesh}, {self.closest.reason.removeprefix('memory: ')}"
 
 
 def least_seconds(request: MeshRequest) -> float:
-    """Returns a bound that no mesh of the request beats.
-
-    The bound is the busiest rank's work without any wait.
-    """
+    """Returns a bound that no mesh of the request beats: the busiest rank's work, without waits."""
     search = _Search(request)
     return min(search.bound(mesh) for mesh in search.meshes())
 
@@ -192,12 +178,8 @@ def search(request: MeshRequest, quick: bool = False) -> MeshSearchResult:
     """Places every mesh that the request allows by each of the balancers.
 
     Args:
-        request: The costs, and what may vary.
         quick: Place by the first balancer only, without simulating its ties. Steps then come out
             some percent longer.
-
-    Returns:
-        The candidates, the best first, and the refused meshes.
 
     Raises:
         PartitionError: No pipeline divides the GPUs, no size divides the batch, or nothing fits the
@@ -259,13 +241,16 @@ class _Search:
 
     # -- the meshes to try -------------------------------------------------------------------------
 
+    def pipelines(self) -> list[int]:
+        gpus, layers = self.request.gpus, len(self.request.profile.layers)
+        return [p for p in divisors(gpus) if p <= layers]
+
     def meshes(self) -> Iterator[Mesh]:
-        request, layers = self.request, len(self.request.profile.layers)
-        pipelines = [p for p in range(1, min(request.gpus, layers) + 1) if request.gpus % p == 0]
+        request = self.request
         # One rank has no bubbles to fill. All schedules are as fast, and one stage keeps the least.
         alone = [name for name in request.names if chunks_of(name, request.chunks) == 1][:1]
         possible = False
-        for pipeline in pipelines:
+        for pipeline in self.pipelines():
             replicas = request.gpus // pipeline
             for size in request.sizes:
                 microbatches, rest = divmod(request.global_batch, replicas * size)
@@ -307,9 +292,7 @@ class _Search:
         undivided = [x for x in self.refused if "does not divide" in x.reason]
         if len(undivided) < len(self.refused):
             return next(x.reason for x in self.refused if x not in undivided)
-        least = request.gpus // max(
-            p for p in range(1, min(request.gpus, layers) + 1) if request.gpus % p == 0
-        )
+        least = request.gpus // max(self.pipelines())
         batches = sorted({least * size for size in request.sizes})
         return (
             f"{request.gpus} GPUs cannot be used: the model's {layers} layers allow at least "
@@ -367,38 +350,26 @@ class _Search:
         )
         return RefusedMesh(mesh, reason, most)
 
-    def need(self, plan_request: PlanRequest) -> tuple[int, ...]:
+    def need(self, plan: PlanRequest) -> tuple[int, ...]:
         """Bytes per rank if the layers are balanced by time, without regard to memory."""
-        chosen = frozenset(
-            range(len(plan_request.kept)) if plan_request.recompute != "none" else ()
-        )
-        plan_request = replace(plan_request, recomputed=chosen)
-        weights = [layer.seconds for layer in plan_request.layers]
-        chunked = len(plan_request.stage_ranks) > plan_request.ranks
-        even = (
-            uniform(len(weights), len(plan_request.stage_ranks))
-            if chunked
-            else exact(weights, plan_request.ranks)
-        )
-        own = pipeline_costs(plan_request.layers, even, links=plan_request.links)
+        every = range(len(plan.kept)) if plan.recompute != "none" else ()
+        plan = replace(plan, recomputed=frozenset(every))
+        weights, stages = [layer.seconds for layer in plan.layers], len(plan.stage_ranks)
+        even = uniform(len(weights), stages) if stages > plan.ranks else exact(weights, plan.ranks)
+        costs = pipeline_costs(plan.layers, even, links=plan.links)
         # The least caps are those of one microbatch.
-        caps = (
-            tuple(max(0.0, x.mem_f, x.mem_f + x.mem_b) for x in own.stages)
-            if plan_request.schedule == "zb-auto"
-            else None
-        )
+        least = tuple(max(0.0, x.held) for x in costs.stages)
         schedule = make(
-            plan_request.schedule,
-            plan_request.ranks,
-            plan_request.microbatches,
-            costs=own,
-            chunks=plan_request.chunks,
-            caps=caps,
+            plan.schedule,
+            plan.ranks,
+            plan.microbatches,
+            costs=costs,
+            chunks=plan.chunks,
+            caps=least if plan.schedule == "zb-auto" else None,
         )
-        return memory_needs(plan_request, even, schedule)
+        return memory_needs(plan, even, schedule)
 
     def closest(self, meshes: Sequence[Mesh]) -> RefusedMesh | None:
-        """The mesh that needs the least memory among those that do not fit."""
         short = [x for x in self.refused if x.need is not None and x.mesh in set(meshes)]
         return min(short, key=lambda x: x.need or 0, default=None)
 
@@ -419,32 +390,23 @@ class _Search:
         for name in self.request.balancers:
             if candidate.seconds > self.bound(candidate.mesh) * (1 + 1e-6):
                 other = self.plan_mesh(candidate.mesh, name, quick=False)
-                candidate = (
-                    other if other is not None and other.seconds < candidate.seconds else candidate
-                )
+                if other is not None and other.seconds < candidate.seconds:
+                    candidate = other
         return candidate
 
     def bound(self, mesh: Mesh) -> float:
-        """A bound of the seconds of any placement of this mesh.
-
-        The bound is its busiest rank's work, without any wait.
-        """
+        """A bound of the seconds of any placement: the busiest rank's work, without waits."""
         size = self.request.profile.microbatch
         assert size is not None
-        load = self.bottleneck(
-            mesh.pipeline, mesh.pipeline == 1 or chunks_of(mesh.schedule, self.request.chunks) == 1
-        )
+        chunks = chunks_of(mesh.schedule, self.request.chunks)
+        load = self.bottleneck(mesh.pipeline, mesh.pipeline == 1 or chunks == 1)
         return mesh.microbatches * mesh.micro_batch / size * load * (1 - 1e-9)
 
     def bottleneck(self, ranks: int, contiguous: bool) -> float:
         """The least seconds of a measured microbatch on the busiest rank."""
         if (ranks, contiguous) not in self.loads:
-            weights = [
-                layer.seconds
-                for layer in freeze(
-                    self.request.profile.layers, self.request.profile.first_trainable
-                )
-            ]
+            profile = self.request.profile
+            weights = [x.seconds for x in freeze(profile.layers, profile.first_trainable)]
             if contiguous:
                 self.loads[ranks, contiguous] = max(stage_loads(weights, exact(weights, ranks)))
             else:

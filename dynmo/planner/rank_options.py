@@ -24,8 +24,6 @@ from dynmo.planner.mesh_search import MeshRequest, NoMeshFitsError, least_second
 # whole search shortens a step by a few percent only.
 _QUICK_MISS = 1.05
 
-_Found = dict[int, "MeshPlan | InputError"]
-
 
 @final
 class RankOptions:
@@ -35,8 +33,7 @@ class RankOptions:
         self.request = replace(request, keep=1)
         self._quick = quick
         self._bounds: dict[int, float] = {}
-        self._looked: _Found = {}
-        self._found: _Found = {}
+        self._found: dict[tuple[int, bool], MeshPlan | InputError] = {}
 
     def bound(self, ranks: int) -> float:
         """Seconds that no mesh of so many ranks beats. Infinite if no mesh is possible."""
@@ -49,23 +46,21 @@ class RankOptions:
 
     def look(self, ranks: int) -> MeshPlan:
         """The result of a quick search for so many ranks."""
-        return self._search(ranks, self._looked, True)
+        return self._search(ranks, quick=True)
 
     def plan(self, ranks: int) -> MeshPlan:
         """The fastest mesh of so many ranks."""
-        return self._search(ranks, self._plans, self._quick)
+        return self._search(ranks, self._quick)
 
-    @property
-    def _plans(self) -> _Found:
-        return self._looked if self._quick else self._found
-
-    def _search(self, ranks: int, known: _Found, quick: bool) -> MeshPlan:
-        if ranks not in known:
+    def _search(self, ranks: int, quick: bool) -> MeshPlan:
+        key = ranks, quick
+        if key not in self._found:
             try:
-                known[ranks] = search(replace(self.request, gpus=ranks), quick).candidates[0]
+                found = search(replace(self.request, gpus=ranks), quick).candidates[0]
             except InputError as error:
-                known[ranks] = error
-        answer = known[ranks]
+                found = error
+            self._found[key] = found
+        answer = self._found[key]
         if isinstance(answer, InputError):
             raise answer
         return answer
@@ -75,7 +70,8 @@ class RankOptions:
         if self.bound(ranks) > limit:
             return None
         try:
-            if ranks not in self._plans and self.look(ranks).seconds > limit * _QUICK_MISS:
+            known = (ranks, self._quick) in self._found
+            if not known and self.look(ranks).seconds > limit * _QUICK_MISS:
                 return None
             plan = self.plan(ranks)
         except InputError:
@@ -93,9 +89,9 @@ class RankOptions:
         best: MeshPlan | None = None
         for ranks in sorted(seconds_of, key=lambda ranks: (seconds_of[ranks], ranks)):
             plan = self.find(ranks, math.inf if best is None else best.seconds)
-            if plan is None:
-                continue
-            if best is None or (plan.seconds, ranks) < (best.seconds, best.mesh.gpus):
+            if plan is not None and (
+                best is None or (plan.seconds, ranks) < (best.seconds, best.mesh.gpus)
+            ):
                 best = plan
         return best
 
@@ -109,12 +105,9 @@ class RankOptions:
 
 @dataclass(frozen=True)
 class RankRow:
-    """The plans for one number of ranks.
+    """The fastest mesh of one number of ranks, or why there is none.
 
     Attributes:
-        ranks: Number of ranks.
-        plan: The fastest mesh. None if there is none.
-        problem: Why there is none.
         retuned: The fastest mesh if the size of a microbatch may change, too. None if that was not
             asked, or if there is none.
     """
@@ -132,7 +125,6 @@ class RankTable:
     Attributes:
         rows: One for each number of ranks, fewest first. The last one has a plan.
         limit_seconds: The most seconds that a step may take.
-        fewest: The fewest ranks whose step takes no longer.
     """
 
     rows: tuple[RankRow, ...]
@@ -141,7 +133,6 @@ class RankTable:
 
     @property
     def full_seconds(self) -> float:
-        """Seconds of a step on all ranks."""
         plan = self.rows[-1].plan
         assert plan is not None
         return plan.seconds
@@ -154,9 +145,6 @@ def rank_table(request: MeshRequest, tolerance: float, retune: bool = False) -> 
         request: The costs, and what a mesh search may vary. `gpus` is the most ranks.
         tolerance: By what share a step may take longer than on the most ranks.
         retune: Also look for a better size of the microbatches, at the same global batch.
-
-    Raises:
-        InputError: The most ranks have no mesh, or none that fits the memory.
     """
     options, most = RankOptions(request), request.gpus
     limit = (1 + tolerance) * options.plan(most).seconds

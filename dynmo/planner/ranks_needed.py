@@ -22,12 +22,9 @@ from dynmo.schedule.catalogue import chunks_of
 
 @dataclass(frozen=True)
 class RanksNeeded:
-    """The ranks that the steps from `first` to `last` need.
+    """The fewest ranks that are fast enough in the steps first .. last. All, if none are.
 
     Attributes:
-        first: The first step with these costs.
-        last: The last one.
-        ranks: The fewest ranks that are fast enough. All, if none are.
         seconds: Seconds of a step on these ranks.
         layers: Layers on each stage.
     """
@@ -42,22 +39,15 @@ class RanksNeeded:
 def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...]:
     """Finds the fewest ranks for each moment of a workload.
 
-    The costs are known at once, and moves are free. The microbatches stay.
-
-    Args:
-        workload: The workload. The search begins with its ranks.
-        tolerance: By what share a step may take longer than the first moment's on all ranks.
-
-    Returns:
-        One row for each moment.
+    The costs are known at once, and moves are free. The microbatches stay. A step may take
+    `tolerance` longer, as a share, than that of the first moment on all ranks.
 
     Raises:
         InputError: The first moment does not fit all ranks.
     """
+    chunks = chunks_of(workload.schedule, workload.chunks)
     stops = [*(start for start, _ in workload.moments[1:]), workload.steps]
-    most = min(workload.ranks, workload.layers // chunks_of(workload.schedule, workload.chunks))
-    first = _best(workload, workload.ranks, 0)
-    limit = (1 + tolerance) * first[1]
+    limit = (1 + tolerance) * _best(workload, workload.ranks, 0)[1]
     rows: list[RanksNeeded] = []
     for moment, ((start, _), stop) in enumerate(zip(workload.moments, stops, strict=True)):
         known: dict[Partition, float] = {}
@@ -72,26 +62,21 @@ def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...
             known[partition] = seconds
             return partition
 
+        most = min(workload.ranks, workload.layers // chunks)
         choice = fewest_ranks(place, known.__getitem__, limit, most)
-        partition, seconds = (
-            (choice.partition, choice.seconds)
-            if choice
-            else _best(workload, workload.ranks, moment)
-        )
-        ranks = (
-            workload.ranks
-            if choice is None
-            else partition.stages // chunks_of(workload.schedule, workload.chunks)
-        )
+        if choice is None:
+            ranks, (partition, seconds) = workload.ranks, _best(workload, workload.ranks, moment)
+        else:
+            partition, seconds = choice.partition, choice.seconds
+            ranks = partition.stages // chunks
         rows.append(RanksNeeded(start, stop - 1, ranks, seconds, partition.counts))
     return tuple(rows)
 
 
 def mean_ranks(rows: tuple[RanksNeeded, ...]) -> float:
     """The mean number of ranks over the steps."""
-    return sum(row.ranks * (row.last - row.first + 1) for row in rows) / sum(
-        row.last - row.first + 1 for row in rows
-    )
+    steps = [row.last - row.first + 1 for row in rows]
+    return sum(row.ranks * x for row, x in zip(rows, steps, strict=True)) / sum(steps)
 
 
 def _best(workload: Workload, ranks: int, moment: int) -> tuple[Partition, float]:
