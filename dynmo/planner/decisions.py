@@ -326,7 +326,6 @@ def _question(now: Situation) -> RankQuestion:
         most=size,
         limit_seconds=float("inf"),
         steps_left=now.end - now.step,
-        replicas=replicas,
         seconds_per_byte=1 / request.bandwidth,
         fixed_seconds=now.pause,
         margin=now.balance.margin,

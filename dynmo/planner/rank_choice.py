@@ -55,17 +55,13 @@ class RankQuestion:
     """The facts that are known before a step.
 
     Attributes:
-        request: The measured costs, and what a mesh search may vary. `gpus` and `replicas` are
-            ignored.
-        current: The mesh as it is.
-        partition: The layers of each of its stages.
+        request: The measured costs, and what a mesh search may vary. `gpus` is ignored.
         least: The fewest ranks that are allowed.
         most: The most ranks that may be considered. A run can grow if they are more than now.
+        limit_seconds: The most seconds that a step may take.
+        steps_left: Number of steps until the run ends.
         target: The number of ranks to go to as soon as its memory fits, whatever its speed. None:
             the speed decides.
-        limit_seconds: The most seconds that a step may take.
-        replicas: The numbers of replicas that are allowed. Empty: any that divides the batch.
-        steps_left: Number of steps until the run ends.
         seconds_per_byte: Seconds per byte of layers that change ranks.
         fixed_seconds: Seconds of a change beyond its bytes.
         margin: Multiplies the price of a change.
@@ -85,30 +81,12 @@ class RankQuestion:
     limit_seconds: float
     steps_left: int
     target: int | None = None
-    replicas: tuple[int, ...] = ()
     seconds_per_byte: float = 0.0
     fixed_seconds: float = 0.0
     margin: float = 1.5
     hysteresis: float = 0.02
     forecast: tuple[ForecastInterval, ...] = ()
     nodes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise PartitionError(f"{self.least} to {self.most} ranks; give 1 or more, in order")
-        if math.isnan(self.limit_seconds) or self.limit_seconds < 0:
-            raise PartitionError(f"a limit of {self.limit_seconds} seconds; it is at least 0")
-        for name in ("steps_left", "seconds_per_byte", "fixed_seconds", "margin", "hysteresis"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise PartitionError(f"{name} is {value}; give a number of at least 0")
-        if self.current.global_batch != self.request.global_batch:
-            raise PartitionError(
-                f"a mesh of {self.current.global_batch} sequences for a request of "
-                f"{self.request.global_batch}; the number of ranks does not change the batch"
-            )
-        if self.nodes and len(self.nodes) != self.current.gpus:
-            raise PartitionError(f"{len(self.nodes)} nodes for {self.current.gpus} ranks")
 
 
 @dataclass(frozen=True)
@@ -117,7 +95,6 @@ class RankChoice:
 
     Attributes:
         mesh: The mesh from now on. As it is if `decision.move` is false.
-        partition: The layers of each of its stages.
         seconds: Predicted seconds of a step on it.
         seconds_now: Predicted for the mesh and the placement as they are.
         seconds_best_now: Predicted for the best mesh and placement of as many ranks as now. It may
@@ -192,7 +169,7 @@ class _Chooser:
 
     def __init__(self, question: RankQuestion) -> None:
         self.question, self.now = question, question.current.gpus
-        request = replace(question.request, gpus=self.now, replicas=question.replicas)
+        request = replace(question.request, gpus=self.now)
         self.request, self.limit = request, question.limit_seconds
         self.known: dict[tuple[LayerCost, ...], RankOptions] = {}
         self.options = self.options_at(request.profile.layers)
@@ -393,10 +370,7 @@ class _Chooser:
         return f"stay: {takes}; no fewer are fast enough"
 
     def nowhere(self, counts: Sequence[int]) -> PartitionError:
-        """Why none of these numbers of ranks is possible.
-
-        If some of them only lack memory, the error names the one that lacks least.
-        """
+        """Why none of these numbers of ranks is possible. Memory that lacks least comes first."""
         short: list[NoMeshFitsError] = []
         problem = "there is none"
         for ranks in counts:
@@ -413,12 +387,9 @@ class _Chooser:
 
 @dataclass(frozen=True)
 class _Worth:
-    """The worth of a change.
+    """What a change saves in the steps for which it is believed to.
 
     Attributes:
-        pays: Whether it saves more than its price.
-        steps: For how many steps it is believed to save.
-        saved: Saving in these steps.
         price: Saving that is required, margin included.
         prefix: "at least " if more steps may follow.
         stop: The step from which on it does not pay. None: it pays until the run ends.
@@ -439,7 +410,6 @@ class _Worth:
 
 
 def _need(error: NoMeshFitsError) -> float:
-    """Bytes of the fullest rank of the mesh that lacks least."""
     return math.inf if error.closest is None else error.closest.need or 0
 
 

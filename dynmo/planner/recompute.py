@@ -45,10 +45,7 @@ def with_recompute(layers: Sequence[LayerCost], chosen: Collection[int]) -> tupl
 
 
 def _keeping(layer: LayerCost, kept: int) -> LayerCost:
-    """The layer if it keeps only `kept` bytes.
-
-    It brings the rest back while F and B run.
-    """
+    """The layer if it keeps only `kept` bytes. It brings the rest back while F and B run."""
     back = layer.activation_bytes - kept
     return replace(
         layer,
@@ -61,13 +58,9 @@ def _keeping(layer: LayerCost, kept: int) -> LayerCost:
 def recompute_as_workspace(
     costs: Sequence[LayerCost], chosen: Collection[int]
 ) -> tuple[LayerCost, ...]:
-    """Adds recomputation to costs that were derived from shapes.
+    """Adds the recomputation of the layers of `chosen` to costs that were derived from shapes.
 
     Shapes tell no times, so every layer counts the same.
-
-    Args:
-        costs: Cost of each layer without recomputing.
-        chosen: Indices of the layers that are recomputed.
     """
     layers = [replace(c, f=1.0, b=1.0, w=1.0) for c in costs]
     recomputed = list(with_recompute(layers, chosen))
@@ -90,24 +83,10 @@ def recompute_memory(
     """An upper bound of each rank's bytes, by which `choose_recomputed` chooses.
 
     It follows a backward layer by layer and counts gradients as always there. It leaves out
-    messages that wait and other workspaces.
-
-    Args:
-        layers: Cost of each layer without recomputing.
-        chosen: Indices of the layers that are recomputed.
-        counts: Number of layers on each stage.
-        schedule: The schedule that runs.
-        replicas: Number of pipelines that sum their gradients.
-
-    Returns:
-        Bytes of each rank if the layers of `chosen` are recomputed.
-
-    Raises:
-        PartitionError: The counts are for another number of layers or stages.
+    messages that wait and other workspaces. `layers` have their costs without recomputing.
     """
-    ranks = _ranks(layers, counts, schedule, replicas)
     kept = with_recompute(layers, chosen)
-    return tuple(rank.need(kept) for rank in ranks)
+    return tuple(rank.need(kept) for rank in _ranks(layers, counts, schedule, replicas))
 
 
 def choose_recomputed(
@@ -131,13 +110,8 @@ def choose_recomputed(
         limit: Bytes: one number, or one per rank.
         replicas: Number of pipelines that sum their gradients.
 
-    Returns:
-        Indices of the layers to recompute.
-
     Raises:
         NoRoomError: Not even recomputing everything fits. The message says by how much.
-        PartitionError: The counts are for another number of layers or stages, or there is not one
-            limit per rank.
     """
     limits = (limit,) * schedule.ranks if isinstance(limit, int) else tuple(limit)
     if len(limits) != schedule.ranks:

@@ -38,7 +38,6 @@ class Reshape:
 
     Attributes:
         plan: The plan to run from now on. The current mesh if `decision.move` is false.
-        decision: Whether to change, and why.
         moved_bytes: Bytes of the rank that must get most.
     """
 
@@ -71,9 +70,6 @@ def reshape(
             layers at once.
         margin: Multiplies the price of the move.
         hysteresis: The least relative gain.
-
-    Raises:
-        PartitionError: `current` is for another number of GPUs or sequences, or nothing fits.
     """
     if (current.gpus, current.global_batch) != (request.gpus, request.global_batch):
         raise PartitionError(
@@ -89,9 +85,8 @@ def reshape(
     ]
 
     def net(index: int) -> float:
-        return (stay.seconds - candidates[index].seconds) * horizon_steps - prices[
-            index
-        ] * seconds_per_byte * margin
+        saved = (stay.seconds - candidates[index].seconds) * horizon_steps
+        return saved - prices[index] * seconds_per_byte * margin
 
     best = max(range(len(candidates)), key=lambda i: (net(i), -prices[i], -i))
     decision = worth_moving(
@@ -122,14 +117,8 @@ def plan_as_now(request: MeshRequest, current: Mesh, partition: Partition) -> Me
         any_links=True,
         replicas=current.replicas,
     )
-    if len(plan_request.stage_ranks) != partition.stages:
-        raise PartitionError(
-            f"a placement on {partition.stages} stages for {current}, which has "
-            f"{len(plan_request.stage_ranks)}"
-        )
-    return add_reductions(
-        current, evaluate_partition(plan_request, partition), request.bandwidth, request.zero
-    )
+    plan = evaluate_partition(plan_request, partition)
+    return add_reductions(current, plan, request.bandwidth, request.zero)
 
 
 def largest_arrival(
@@ -142,7 +131,8 @@ def largest_arrival(
 ) -> int:
     """Counts the bytes of the rank that must get most.
 
-    A rank must get the layers that its new stages hold and its old ones did not.
+    A rank must get the layers that its new stages hold and its old ones did not. `origins` are the
+    old numbers of the new ranks, None for a newcomer. Without them they are the same.
     """
     return max(
         sum(

@@ -26,6 +26,7 @@ from dynmo.balance.options import Balance
 from dynmo.balance.partition import Partition
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.balance.trigger import ForecastInterval, forecast_intervals
+from dynmo.cost.input_file import read_text
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.cost.profile_file import Pair, Profile
 from dynmo.errors import InputError
@@ -45,22 +46,14 @@ class Situation:
     """What is known before a step, the same on every rank.
 
     Attributes:
-        step: The next step.
         end: The step after the last.
         layers: Cost of each layer from all readings: seconds per microbatch, and bytes.
         halves: The costs from the earlier and from the later readings alone. Empty if some time has
             one reading only.
-        names: Name of each layer.
-        first_trainable: The layers before it are frozen.
+        links: Link of each pair of neighbouring ranks of a pipeline, the lower rank first.
         scheduled: Costs that the present schedule was made from. None if it knows no costs.
         is_measured: Whether `scheduled` was measured.
         forecasts: What each dynamic case expects.
-        links: Link of each pair of neighbouring ranks of a pipeline, the lower rank first.
-        mesh: The mesh as it is.
-        partition: Number of layers on each stage.
-        chunks: Stages per rank. None means the schedule's own number.
-        objective: The time that the schedule keeps short.
-        post_validation: Whether a step begins before the one before is final.
         memory_limit: Bytes of a rank. None means unlimited.
         zero: 1 if ZeRO divides the optimizer state over the replicas, else 0.
         expert: Number of replicas that share experts.
@@ -78,9 +71,6 @@ class Situation:
         there: Number of ranks, newcomers included.
         most: The largest number of ranks that the run has had.
         reference: Seconds that a step took at first. None means the best predicted seconds now.
-        balance: How layers are placed, and what a move must bring.
-        elastic: How mesh and ranks may change.
-        seed: Seed of balancers that draw.
     """
 
     step: int
@@ -121,7 +111,6 @@ class Situation:
 
     @cached_property
     def stages(self) -> StageRequest:
-        """The request for a schedule on the present mesh."""
         return StageRequest(
             self.mesh.schedule,
             self.mesh.pipeline,
@@ -140,7 +129,6 @@ class Situation:
         return links_behind(self.stages.stage_ranks, dict(self.links))
 
     def schedule_on(self, partition: Partition, layers: Layers | None) -> Schedule:
-        """Returns the schedule that these costs give on a placement."""
         links, first = self.boundary_links, self.first_trainable
         return schedule_on(self.stages, layers, partition, links, first)
 
@@ -186,11 +174,7 @@ def _seconds(
 def links_behind(stage_ranks: tuple[int, ...], links: dict[Pair, LinkCost]) -> tuple[LinkCost, ...]:
     """Returns the link behind each stage but the last.
 
-    A link between two stages of one rank costs nothing.
-
-    Args:
-        stage_ranks: Rank of each stage.
-        links: Link of each pair of neighbouring ranks, the lower rank first.
+    A link between two stages of one rank costs nothing. `links` have the lower rank first.
     """
     here = LinkCost(0.0, math.inf)
     return tuple(links.get((min(pair), max(pair)), here) for pair in pairwise(stage_ranks))
@@ -215,13 +199,7 @@ IN_RUN = "decisions.jsonl"  # name of the records' file in a run's folder
 
 @dataclass(frozen=True)
 class DecisionRecord:
-    """One decision: what was asked, what was known, and the answer.
-
-    Attributes:
-        kind: What was decided.
-        situation: What was known.
-        answer: The answer, as JSON.
-    """
+    """One decision: what was asked, what was known, and the answer as JSON."""
 
     kind: Kind
     situation: Situation
@@ -233,7 +211,6 @@ class DecisionRecord:
 
     @classmethod
     def from_text(cls, text: str) -> DecisionRecord:
-        """Reads the line of `to_text`."""
         return _RECORD.validate_python(json.loads(text))
 
 
@@ -241,16 +218,8 @@ _RECORD = TypeAdapter(DecisionRecord)
 
 
 def read_records(path: Path) -> Iterator[DecisionRecord]:
-    """Reads the decisions that a run wrote.
-
-    Raises:
-        InputError: The file cannot be read, or a line is no record.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, start=1):
+    """Reads the decisions that a run wrote."""
+    for number, line in enumerate(read_text(path, str(path)).splitlines(), start=1):
         try:
             yield DecisionRecord.from_text(line)
         except ValueError as error:

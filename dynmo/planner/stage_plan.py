@@ -18,7 +18,7 @@ from functools import cached_property
 
 from dynmo.balance.partition import Partition
 from dynmo.balance.stage_costs import Make, frozen_stages, pipeline_costs
-from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
+from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
@@ -35,12 +35,9 @@ class StageRequest:
     """The request for a schedule, apart from layers and placement.
 
     Attributes:
-        schedule: Name of the schedule.
-        ranks: Number of pipeline ranks.
         microbatches: Microbatches of a step of one replica.
         chunks: Stages per rank. None means the schedule's own number.
         memory_limit: Bytes of a rank. None means unlimited.
-        objective: Whether the span or the makespan should be short.
         post_validation: Whether a step begins before the previous one is final.
         replicas: Number of pipelines that sum their gradients.
         accumulation_groups: In how many groups a replica sums its gradients. None if unknown: the
@@ -59,17 +56,10 @@ class StageRequest:
 
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The rank of each stage."""
         return stage_ranks_of(self.schedule, self.ranks, self.chunks)
 
     def make(self, costs: Costs | None, caps: Sequence[float], first_trainable: int) -> Schedule:
-        """Makes the schedule.
-
-        Args:
-            costs: Costs of every stage. None means that all are alike.
-            caps: The most live memory of each rank, in the costs' unit.
-            first_trainable: The stages before this one run F only.
-        """
+        """Makes the schedule. See `automatic.make`."""
         return make(
             self.schedule,
             self.ranks,
@@ -86,20 +76,12 @@ class StageRequest:
     ) -> tuple[int, ...]:
         """Bytes of each rank at its peak.
 
-        Runs and plans are refused by this account.
-
-        Args:
-            layers: Cost of each layer, recomputation included.
-            counts: Number of layers on each stage.
-            schedule: The schedule that runs.
+        Runs and plans are refused by this account. `layers` have recomputation in their costs.
         """
         groups = self.accumulation_groups
         if groups is None:
             layers = [
-                replace(x, weight_bytes=x.weight_bytes + x.pending_gradient_bytes)
-                if x.pending_gradient_bytes
-                else x
-                for x in layers
+                replace(x, weight_bytes=x.weight_bytes + x.pending_gradient_bytes) for x in layers
             ]
         return rank_memory(
             layers,
@@ -116,9 +98,6 @@ class StagePlan:
     """The schedule of one placement.
 
     Attributes:
-        request: The request that it was made for.
-        layers: Cost of each layer.
-        partition: Number of layers on each stage.
         costs: Costs of the stages, as the schedule was made for them.
         caps: The most live memory of each rank that was aimed at first, in the costs' unit.
         schedule: The schedule. If none fits the memory, the one that needs the least.
@@ -146,6 +125,8 @@ def plan_stages(
 ) -> StagePlan:
     """Makes the schedule of a placement within the memory of its ranks.
 
+    If no schedule fits, the one that needs the least memory is returned. The caller must check.
+
     Args:
         request: The name of the schedule, and what it must fit.
         layers: Cost of each layer. A layer of a frozen prefix has no B, no W and no activations. A
@@ -153,14 +134,6 @@ def plan_stages(
         partition: Number of layers on each stage.
         links: One for each boundary between stages. None means that messages take no time.
         first_trainable: Index of the first layer that trains.
-
-    Returns:
-        The schedule, with costs and caps. If no schedule fits, the one that needs the least memory.
-        The caller must check.
-
-    Raises:
-        ScheduleError: The schedule cannot be made.
-        PartitionError: The placement has another number of layers or stages.
     """
     costs = with_unit_memory(pipeline_costs(layers, partition, links=links))
     first = min(partition.owner(first_trainable), partition.stages - 1)
@@ -189,13 +162,8 @@ def schedule_on(
 ) -> Schedule:
     """Returns the schedule of a placement.
 
-    Args:
-        request: The name of the schedule, and what it must fit.
-        layers: Costs that it is made from. None, or a schedule that is not made from costs: all
-            stages count as equal, with activations of 1 and caps of twice those of 1F1B.
-        partition: Number of layers on each stage.
-        links: One for each boundary between stages.
-        first_trainable: Index of the first layer that trains.
+    Without costs, or if it is not made from costs, all stages count as equal, with activations of 1
+    and caps of twice those of 1F1B.
     """
     if layers is None or not entry(request.schedule).from_costs:
         caps = (2.0 * len(request.stage_ranks),) * request.ranks
@@ -271,10 +239,7 @@ def with_unit_memory(costs: Costs) -> Costs:
     """
     if any(stage.mem_f for stage in costs.stages):
         return costs
-    return Costs(
-        tuple(replace(stage, mem_f=1.0, mem_b=-0.5, mem_w=-0.5) for stage in costs.stages),
-        costs.links,
-    )
+    return Costs(tuple(StageCost(x.f, x.b, x.w) for x in costs.stages), costs.links)
 
 
 def one_microbatch(costs: Costs, stage_ranks: Sequence[int]) -> tuple[float, ...]:

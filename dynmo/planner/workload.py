@@ -56,13 +56,8 @@ class Policy:
     """The balancer, its frequency, and what a move must bring. See `trigger`.
 
     Attributes:
-        balancer: Name of the balancer.
-        cost: What the balancer goes by.
         every: Steps from one decision to the next.
-        margin: Multiplies the price of a move.
-        hysteresis: The least relative gain.
         seconds_per_byte: Seconds per byte of a move. None: as long as the link takes.
-        seed: For the balancer that is random.
     """
 
     balancer: str = "exact"
@@ -79,22 +74,17 @@ class Workload:
     """A workload that changes while it trains.
 
     Attributes:
-        name: Name of the workload.
         moments: First step and cost of each layer, for each change of the costs. The first moment
             is at step 0.
         names: Names of the layers.
         steps: Number of steps.
-        ranks: Number of pipeline ranks.
         microbatches: Microbatches of a step of one replica.
         replicas: Number of pipelines that sum their gradients.
-        schedule: Name of the schedule.
         chunks: Stages per rank. None means the schedule's own number.
-        objective: Whether the span or the makespan should be short.
         memory_limit: Bytes of a rank. None means unlimited.
         initial: Layers on each stage at the start. None: evenly spread.
         link: Link between ranks.
         replica_link: Link between copies.
-        policy: The policy.
         announced: A dynamic case announces that the costs change.
     """
 
@@ -122,12 +112,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted times of one step.
-
-    Attributes:
-        seconds: Seconds of the step.
-        idle_ratio: Share of its time that ranks do not work.
-    """
+    """Predicted seconds of one step, and the share of them that ranks do not work."""
 
     seconds: float
     idle_ratio: float
@@ -135,18 +120,13 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Rebalance:
-    """A decision before `step`.
+    """A decision before `step`. The numbers are those of the move, made or not.
 
     Attributes:
-        step: The step that follows.
-        moved: Whether the layers moved.
         source: Layers on each stage before.
         target: Layers on each stage that the balancer proposes.
         layers: Number of layers that change ranks.
-        moved_bytes: Bytes that move or would move.
-        seconds: Seconds that the move takes or would take.
         predicted_gain: Share of a step's time that the move is predicted to save.
-        reason: Why, in one line.
     """
 
     step: int
@@ -164,19 +144,10 @@ class Rebalance:
 class MomentResult:
     """The steps first..last, in which the costs stay.
 
-    Figures of a step are means over these steps.
+    Seconds and idle ratios of a step are means over these steps, without moves.
 
     Attributes:
-        first: The first step.
-        last: The last step.
-        seconds: Seconds of a step under the policy, without moves.
-        static: Seconds of a step of `static`.
-        perfect: Seconds of a step of `perfect`.
-        idle_ratio: Share of a step's time that ranks do not work, under the policy.
-        static_idle_ratio: The same of `static`.
         rebalances: Number of moves.
-        moved_layers: Number of layers that moved.
-        moved_bytes: Bytes that moved.
         move_seconds: Seconds of the moves.
         partition: Layers on each stage after the last step.
     """
@@ -199,13 +170,7 @@ class MomentResult:
 class ReplayResult:
     """Every step of the policy, of `static` and of `perfect`, and the decisions.
 
-    Attributes:
-        workload: The workload.
-        policy: Times of the steps under the policy.
-        static: Times of the steps of `static`.
-        perfect: Times of the steps of `perfect`.
-        rebalances: The decisions.
-        partitions: Layers on each stage in each step.
+    `partitions` are the layers on each stage in each step.
     """
 
     workload: Workload
@@ -271,11 +236,7 @@ def _first_trainable(layers: Sequence[LayerCost]) -> int:
 
 
 def replay(workload: Workload, listen: Callable[[int], None] | None = None) -> ReplayResult:
-    """Replays a workload.
-
-    Args:
-        workload: The workload.
-        listen: Is called with the number of finished steps after every step.
+    """Replays a workload. Calls `listen` with the number of finished steps after every step.
 
     Raises:
         InputError: The schedule cannot be made, or the placement does not fit the memory.
@@ -285,10 +246,7 @@ def replay(workload: Workload, listen: Callable[[int], None] | None = None) -> R
 
 @final
 class SimulatedProfiler:
-    """Condenses costs of steps as a run's profiler condenses its measurements.
-
-    Both use `Readings`.
-    """
+    """Condenses costs of steps as a run's profiler condenses its measurements: by `Readings`."""
 
     def __init__(self, layers: int, readings_per_step: int = 2) -> None:
         self._per_step = readings_per_step
@@ -296,7 +254,6 @@ class SimulatedProfiler:
         self._latest: Layers = ()
 
     def observe(self, layers: Layers) -> None:
-        """Takes the costs of a finished step."""
         self._latest = layers
         for readings, layer in zip(self._readings, layers, strict=True):
             readings.add(*([seconds] * self._per_step for seconds in (layer.f, layer.b, layer.w)))
@@ -307,7 +264,6 @@ class SimulatedProfiler:
             self._readings[index] = Readings()
 
     def costs(self) -> Layers:
-        """Returns the cost of every layer by all its readings."""
         return self._with([readings.seconds for readings in self._readings])
 
     def halves(self) -> tuple[Layers, ...]:
@@ -315,13 +271,10 @@ class SimulatedProfiler:
 
         Empty if some layer has one reading only.
         """
-        both = [readings.halves for readings in self._readings]
-        known = [x for x in both if x is not None]
-        return (
-            tuple(self._with([x[half] for x in known]) for half in (0, 1))
-            if len(known) == len(both)
-            else ()
-        )
+        known = [x for readings in self._readings if (x := readings.halves) is not None]
+        if len(known) < len(self._readings):
+            return ()
+        return tuple(self._with([x[half] for x in known]) for half in (0, 1))
 
     def _with(self, times: Sequence[Times]) -> Layers:
         return tuple(
@@ -360,7 +313,7 @@ class Replayer:
     def run(self, listen: Callable[[int], None] | None) -> ReplayResult:
         workload, policy = self.workload, self.workload.policy
         current = self.start
-        steps: dict[str, list[StepTime]] = {"policy": [], "static": [], "perfect": []}
+        policy_steps, static, ideal = list[StepTime](), list[StepTime](), list[StepTime]()
         considered: list[Rebalance] = []
         partitions: list[tuple[int, ...]] = []
         perfect = [self.perfect(moment) for moment in range(len(workload.moments))]
@@ -368,36 +321,41 @@ class Replayer:
         for step in range(workload.steps):
             if step and step % policy.every == 0:
                 measured = self.number(self.profiler.costs())
-                rebalance = (
-                    None if policy.balancer == "none" else self.consider(step, measured, current)
-                )
-                if rebalance is not None:
-                    considered.append(rebalance)
-                    if rebalance.moved:
-                        target = Partition(rebalance.target)
-                        self.profiler.forget(
-                            x.layer for x in moves_between_ranks(current, target, self.stage_ranks)
-                        )
-                        current = target
+                if policy.balancer != "none":
+                    rebalance = self.consider(step, measured, current)
+                    if rebalance is not None:
+                        considered.append(rebalance)
+                        current = self.after(rebalance, current)
             moment = self.moment(step)
             if workload.announced and step:
                 self.profiler.forget(self.changed_layers(self.moment(step - 1), moment))
             self.profiler.observe(self.costs[moment])
             had = self.step(moment, measured, current), self.step(moment, measured, self.even)
-            steps["policy"].append(had[0])
-            steps["static"].append(had[1])
+            policy_steps.append(had[0])
+            static.append(had[1])
             # Even stages share a frozen prefix's work, so that all of them run backwards. A
             # placement may therefore do better than even stages.
-            steps["perfect"].append(min(perfect[moment], *had, key=lambda x: x.seconds))
+            ideal.append(min(perfect[moment], *had, key=lambda x: x.seconds))
             partitions.append(current.counts)
             if listen is not None:
                 listen(step + 1)
-        policy_steps, static, ideal = (
-            tuple(steps[name]) for name in ("policy", "static", "perfect")
-        )
         return ReplayResult(
-            workload, policy_steps, static, ideal, tuple(considered), tuple(partitions)
+            workload,
+            tuple(policy_steps),
+            tuple(static),
+            tuple(ideal),
+            tuple(considered),
+            tuple(partitions),
         )
+
+    def after(self, rebalance: Rebalance, current: Partition) -> Partition:
+        """Moves the layers if the decision says so."""
+        if not rebalance.moved:
+            return current
+        target = Partition(rebalance.target)
+        moves = moves_between_ranks(current, target, self.stage_ranks)
+        self.profiler.forget(move.layer for move in moves)
+        return target
 
     def moment(self, step: int) -> int:
         return max(index for index, (start, _) in enumerate(self.workload.moments) if start <= step)
@@ -409,16 +367,10 @@ class Replayer:
         return self.numbers[layers]
 
     def changed_layers(self, before: int, after: int) -> list[int]:
-        """Indices of the layers whose costs differ."""
         pairs = zip(self.costs[before], self.costs[after], strict=True)
-        return (
-            []
-            if before == after
-            else [index for index, (old, new) in enumerate(pairs) if old != new]
-        )
+        return [index for index, (old, new) in enumerate(pairs) if old != new]
 
     def request(self, moment: int, current: Partition) -> PlanRequest:
-        """The request for a plan with some costs."""
         workload = self.workload
         layers = self.costs[moment]
         profile = Profile(
@@ -444,7 +396,6 @@ class Replayer:
     # -- deciding, as a run does -------------------------------------------------------------------
 
     def situation(self, step: int, measured: int, current: Partition) -> Situation:
-        """Returns what a run would know before a step."""
         workload, policy, layers = self.workload, self.workload.policy, self.costs[measured]
         return Situation(
             step=step,
@@ -500,7 +451,6 @@ class Replayer:
     # -- how long a step takes ---------------------------------------------------------------------
 
     def plan(self, moment: int, partition: Partition) -> Plan:
-        """The plan of a placement at some costs."""
         key = moment, partition.counts
         if key not in self.plans:
             self.plans[key] = evaluate_partition(self.request(moment, partition), partition)
@@ -536,11 +486,10 @@ class Replayer:
         """Time of a step: the ops, then the reductions."""
         begin = min(row[0].start for row in timeline.ranks)
         makespan = self.workload.objective is Objective.MAKESPAN
-        ends = (
+        seconds = max(
             row[-1].end + tail - (begin if makespan else row[0].start)
             for row, tail in zip(timeline.ranks, reduce, strict=True)
         )
-        seconds = max(ends)
         busy = math.fsum(timeline.busy) / len(timeline.busy)
         return StepTime(seconds, 1 - busy / seconds if seconds else 0.0)
 

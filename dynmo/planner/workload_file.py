@@ -105,11 +105,7 @@ class _Trace(BaseModel):
 
 
 def read(path: Path) -> Workload:
-    """Reads and checks a workload, and the trace that it names (from its own folder).
-
-    Raises:
-        InputError: The file is wrong. The message is one line: file, key, what would do.
-    """
+    """Reads and checks a workload, and the trace that it names (from its own folder)."""
     try:
         data = tomllib.loads(read_text(path, f"workload {path}"))
     except tomllib.TOMLDecodeError as error:
@@ -169,7 +165,6 @@ def _limit(value: int | str | None) -> int | None:
 def _costs(
     layers: _Layers, moments: Sequence[tuple[int, _Times]], count: int
 ) -> tuple[tuple[int, tuple[LayerCost, ...]], ...]:
-    """The step of each moment, and the costs of the layers from then on."""
     unit = layers.unit
     sizes = [
         _sizes(layers, AT_MOST.get(key, key) if getattr(layers, key) is None else key, count)

@@ -38,16 +38,17 @@ def request_of(weights: list[float], limit: int | None = None) -> MeshRequest:
 
 def ask(weights: list[float], ranks: int, limit: float, **given: object) -> RankQuestion:
     """`ranks` in one pipeline, the layers evenly spread."""
-    memory = given.pop("memory", None)
+    memory, replicas = given.pop("memory", None), given.pop("replicas", REPLICAS)
     assert memory is None or isinstance(memory, int)
-    request, current = request_of(weights, memory), Mesh(ranks, 1, 8, 1, "zb-h1")
+    request = replace(request_of(weights, memory), replicas=replicas)
+    current = Mesh(ranks, 1, 8, 1, "zb-h1")
     question = RankQuestion(request, current, uniform(len(weights), ranks), 1, 8, limit, 100)
-    return replace(question, **{"replicas": REPLICAS, **given})
+    return replace(question, **given)
 
 
 def best(question: RankQuestion, ranks: int) -> float | None:
     """The best choice, by a search of its own."""
-    request = replace(question.request, gpus=ranks, replicas=question.replicas)
+    request = replace(question.request, gpus=ranks)
     try:
         return search(request).candidates[0].seconds
     except InputError:
@@ -259,19 +260,6 @@ def test_disallowed_number_of_ranks_is_left_at_once() -> None:
         choose_ranks(ask(weights, 8, 0.1, most=2, memory=100))
     with pytest.raises(PartitionError, match="no number of ranks"):
         choose_ranks(ask(weights, 8, 0.1, most=1, replicas=(2,)))
-
-
-def test_wrong_questions_are_refused() -> None:
-    with pytest.raises(PartitionError, match="5 to 4 ranks"):
-        ask([1.0] * 8, 4, 1.0, least=5, most=4)
-    with pytest.raises(PartitionError, match="nan seconds"):
-        ask([1.0] * 8, 4, float("nan"))
-    with pytest.raises(PartitionError, match="margin is -1"):
-        ask([1.0] * 8, 4, 1.0, margin=-1.0)
-    with pytest.raises(PartitionError, match="does not change the batch"):
-        ask([1.0] * 8, 4, 1.0, current=Mesh(4, 1, 4, 1, "zb-h1"))
-    with pytest.raises(PartitionError, match="3 nodes for 4 ranks"):
-        ask([1.0] * 8, 4, 1.0, nodes=("a", "a", "b"))
 
 
 def test_kept_ranks_with_their_layers_move_fewer_bytes() -> None:

@@ -95,5 +95,3 @@ def test_reshape_to_fewer_stages_needs_enough_memory():
     assert not dear.decision.move
     with pytest.raises(PartitionError, match="reshaping changes neither"):
         reshape(MeshRequest(given, 8, 16), current, partition, horizon_steps=1)
-    with pytest.raises(PartitionError, match="a placement on 2 stages"):
-        reshape(MeshRequest(given, 4, 16), current, Partition((4, 4)), horizon_steps=1)
