@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.meshes import accumulation_problem, divisors
-from dynmo.balance.partition import Cost, Partition
+from dynmo.balance.partition import Partition
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.balance.trigger import FORCED, Decision, Outlook, confirmed, worth_moving_through
 from dynmo.cost.layer_cost import LayerCost
