@@ -116,9 +116,7 @@ def test_figures_match_the_result_files(path: Path) -> None:
 
 def test_each_table_of_a_result_file_is_shown() -> None:
     shown = {name for path in DOCUMENTS for _, name in marked(path.read_text().splitlines())}
-    pictures = {f"sweeps {name}" for name in ("attention", "few", "memory", "published", "gaps")}
-    pictures |= {"elastic", "repack", "reshape", "scaling equal memory", "scaling vertical"}
-    assert set(result_tables()) - shown <= pictures, "shown as pictures or figures"
+    assert set(result_tables()) == shown
 
 
 def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_each_option_has_a_help_text_and_each_command_a_table(name: str) -> None
 
 @pytest.mark.parametrize("name", dynmo.__all__)
 def test_each_public_name_has_a_docstring(name: str) -> None:
-    assert f"\n### {name}\n" in (reference.FOLDER / "python.md").read_text()
+    assert f"\n- `{name}`: " in (reference.FOLDER / "python.md").read_text()
     assert inspect.getdoc(getattr(dynmo, name))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
@@ -21,9 +21,11 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 import dynmo
+from dynmo.balance.balancers import BALANCERS
 from dynmo.cli import app
 from dynmo.config import Config
 from dynmo.options import LARGEST, Options, value_text
+from dynmo.schedule.catalogue import SCHEDULES
 
 FOLDER = Path(__file__).parents[1] / "reference"
 PAGES = [FOLDER / name for name in ("configuration.md", "commands.md", "python.md")]
@@ -34,6 +36,7 @@ _TYPES: dict[object, str] = {
     str: "string",
     type(None): "",
 }
+_FEW = 4
 MARK = re.compile(r"<!-- (keys|options|names)(?:: ([\w.]+))? -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -59,15 +62,19 @@ def keys(section: type[Options]) -> dict[str, FieldInfo]:
 
 def keys_table(name: str) -> str:
     """One row per key of a section: name, type, default, meaning."""
-    rows = [
-        (f"`{key}`", type_text(field), default_text(field.default), meaning(field))
-        for key, field in keys(dict(sections())[name]).items()
-    ]
+    rows: list[tuple[str, ...]] = []
+    for key, field in keys(dict(sections())[name]).items():
+        text, unset = meaning(field)
+        default = unset if field.default is None else f"`{value_text(field.default)}`"
+        rows.append((f"`{key}`", type_text(field), default, text))
     return table(("key", "type", "default", "meaning"), rows)
 
 
 def type_text(field: FieldInfo) -> str:
-    """The type of a key in words, with its limits."""
+    """The type of a key in words, with the limits that its meaning does not tell.
+
+    The type of a string with few allowed words is these words.
+    """
     if any(isinstance(extra, BeforeValidator) for extra in field.metadata):
         return "integer or string"
     return _type_words(field.annotation, field.metadata)
@@ -82,7 +89,8 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
         parts = (_type_words(part, metadata) for part in get_args(annotation))
         return " or ".join(dict.fromkeys(part for part in parts if part))
     if origin is Literal:
-        return "string"
+        allowed = words(annotation)
+        return "string" if len(allowed) > _FEW else ", ".join(f"`{word}`" for word in allowed)
     if origin is tuple:
         return "list"
     if origin is dict:
@@ -101,10 +109,8 @@ def _limits_text(metadata: list[Any]) -> str:
     limits: list[str] = []
     for extra in flat:
         match extra:
-            case annotated_types.Ge(ge):
+            case annotated_types.Ge(ge) if ge not in (0, 1):
                 limits.append(f"≥ {ge}")
-            case annotated_types.Gt(gt):
-                limits.append(f"> {gt}")
             case annotated_types.Le(le) if cast(float, le) < LARGEST:
                 limits.append(f"≤ {le:g}")  # pyright: ignore[reportUnknownMemberType]
             case annotated_types.Lt(lt):
@@ -114,18 +120,17 @@ def _limits_text(metadata: list[Any]) -> str:
     return " " + ", ".join(limits) if limits else ""
 
 
-def default_text(value: object) -> str:
-    """A default as TOML writes it."""
-    return "not set" if value is None else f"`{value_text(value)}`"
+def meaning(field: FieldInfo) -> tuple[str, str]:
+    """The description of a key, and what holds if it is not set.
 
-
-def meaning(field: FieldInfo) -> str:
-    """The description of a key, and the words that it allows."""
-    text = " ".join((field.description or "").split())
+    Many allowed words stand behind the description, few in the type.
+    """
+    text, _, unset = " ".join((field.description or "").split()).partition(" Not set: ")
     allowed = [f"`{word}`" for word in words(field.annotation)]
-    if all(word in text for word in allowed):
-        return text
-    return f"{text} One of {', '.join(allowed)}."
+    if len(allowed) > _FEW and not all(word in text for word in allowed):
+        text = f"{text} One of {', '.join(allowed)}."
+    unset, _, more = unset.partition(". ")
+    return f"{text} {more}".strip(), unset.removesuffix(".") or "not set"
 
 
 def words(annotation: Any) -> list[str]:
@@ -145,30 +150,27 @@ def commands() -> dict[str, Any]:
 
 
 def options_table(name: str) -> str:
-    """One row per argument and option of a command: option, default, meaning."""
-    return table(
-        ("option", "default", "meaning"),
-        [_option_row(option) for option in commands()[name].params],
-    )
+    """One row per argument and option of a command: option, meaning.
+
+    Every command has `--json`, which the page describes once.
+    """
+    options = [option for option in commands()[name].params if option.name != "as_json"]
+    return table(("option", "meaning"), [_option_row(option) for option in options])
 
 
-def _option_row(option: Any) -> tuple[str, str, str]:
+def _option_row(option: Any) -> tuple[str, str]:
     text: str = " ".join((option.help or "").split())
-    match = re.search(r" \(default:? ([^()]*)\)", text)
-    if match:
-        text, default = text.replace(match[0], ""), match[1]
-    elif option.required:
-        default = "required"
-    elif option.default is None or isinstance(option.default, bool) or option.default == []:
-        default = "on" if option.default is True else "off" if option.default is False else ""
-    else:
-        default = f"`{getattr(option.default, 'value', option.default)}`"
+    for key, words in (("balance.balancer", BALANCERS), ("pipeline.schedule", SCHEDULES)):
+        text = text.replace(f"One of {', '.join(words)}", f"A value of `{key}`")
+    if option.default not in (None, []) and not option.is_flag:
+        default = getattr(option.default, "value", option.default)
+        text = f"{text.removesuffix('.')} (default: {default})."
     names: str = " / ".join([*option.opts, *option.secondary_opts])
     if option.param_type_name == "argument":
         names = option.metavar or option.name.upper()
     elif not option.is_flag:
         names += f" {_placeholder(option)}"
-    return f"`{names}`", default, text
+    return f"`{names}`", text
 
 
 def _placeholder(option: Any) -> str:
@@ -181,59 +183,21 @@ def _placeholder(option: Any) -> str:
 
 
 def names_text() -> str:
-    """Every public name of dynmo with its signature and its docstring's summary.
-
-    The summary is the first paragraph of the docstring.
-    """
-    return "\n\n".join(_name_text(name) for name in sorted(dynmo.__all__, key=str.lower))
+    """Every public name of dynmo with the first sentence of its docstring."""
+    return "\n".join(_name_text(name) for name in sorted(dynmo.__all__, key=str.lower))
 
 
 def _name_text(name: str) -> str:
     value: Any = getattr(dynmo, name)
     if isinstance(value, str):
-        return f"### {name}\n\nThe version of dynmo, a string."
-    paragraph = (inspect.getdoc(value) or "").split("\n\n")[0]
+        return f"- `{name}`: The version of dynmo, a string."
+    first = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    first = re.split(r"(?<=\.) (?=[A-Z])", first)[0]
     section = next((key for key, kind in sections() if kind is value), None)
-    if section is not None:
-        anchor = section.replace(".", "")
-        keys = f"Its options are the keys of [`[{section}]`](configuration.md#{anchor})."
-        return f"### {name}\n\n{paragraph}\n{keys}"
-    return f"### {name}\n\n```\n{_signature(name, value)}\n```\n\n{paragraph}"
-
-
-def _signature(name: str, value: Callable[..., object]) -> str:
-    if isinstance(value, type) and issubclass(value, BaseException):
-        return f"{name}(message)"
-    signature = inspect.signature(value)
-    parameters = [p for p in signature.parameters.values() if not p.name.startswith("_")]
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return f"class {name}"  # a base class without a constructor of its own
-    plain = isinstance(value, type) and issubclass(value, BaseModel)
-    parts: list[str] = []
-    for previous, parameter in zip([None, *parameters], parameters, strict=False):
-        first = parameter.kind is parameter.KEYWORD_ONLY
-        if first and (previous is None or previous.kind is not parameter.KEYWORD_ONLY):
-            parts.append("*")
-        parts.append(_parameter(parameter, plain))
-    end = f" -> {_annotation(signature.return_annotation)}" if inspect.isfunction(value) else ""
-    line = f"{name}({', '.join(parts)}){end}"
-    if len(line) <= 96:
-        return line
-    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){end}"
-
-
-def _parameter(parameter: inspect.Parameter, plain: bool) -> str:
-    text = parameter.name
-    if not plain and parameter.annotation is not parameter.empty:
-        text += f": {_annotation(parameter.annotation)}"
-    if parameter.default is not parameter.empty:
-        default = parameter.default
-        text += f" = {default.__name__ if inspect.isfunction(default) else repr(default)}"
-    return text
-
-
-def _annotation(annotation: object) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    if section is None:
+        return f"- `{name}`: {first}"
+    anchor = section.replace(".", "")
+    return f"- `{name}`: {first} Options: [`[{section}]`](configuration.md#{anchor})."
 
 
 # -- pages -----------------------------------------------------------------------------------------

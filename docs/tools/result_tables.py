@@ -1,6 +1,6 @@
 """The tables of the documents that the benchmarks make from their result files.
 
-A table stands under `<!-- table: NAME -->` and an empty line. Some have fewer rows or columns than
+A table stands under `<!-- table: NAME -->` and an empty line. Most have fewer rows or columns than
 the benchmark prints.
 """
 
@@ -10,76 +10,92 @@ from functools import cache
 
 from benchmarks import (
     cases,
-    elastic,
     exit_thresholds,
     expert_parallel,
     experts,
     learning,
     quality,
-    repack,
-    reshape,
     savings_experts,
     savings_tokens,
     scaling,
-    sweeps,
     traces,
     traces_emulated,
     traces_stepwise,
 )
 from docs.tools.figures import result_of
 
+_STATIC = "the faster static placement of Megatron-LM and DeepSpeed, with the technique"
+_SECONDS = ("even, s", "balanced, s")
+
 
 @cache
 def result_tables() -> dict[str, str]:
     """The tables in Markdown by name."""
-    several = {"sweeps": sweeps.tables, "scaling": scaling.tables}
-    named = {
-        f"{file} {name}": text
-        for file, tables in several.items()
-        for name, text in tables(result_of(f"{file}.json")).items()
-    }
-    return named | {
-        "cases": cases.table(result_of("cases.json")["rows"]),
-        "cases published": _without(cases.published_table(result_of("cases.json")["rows"]), "on"),
+    of_traces = result_of("traces.json")
+    of_scaling = scaling.tables(result_of("scaling.json"))
+    published = cases.published_table(result_of("cases.json")["rows"])
+    return {
+        "scaling weak": of_scaling["weak"],
+        "scaling emulated": _without(of_scaling["emulated"], *_SECONDS),
+        "cases": _without(
+            cases.table(result_of("cases.json")["rows"]),
+            *("over mask", "over parameters", "ideal", "overhead"),
+        ),
+        "cases published": _without(published, "on").replace(_STATIC, "static placement"),
         "quality": _without(quality.table(result_of("quality.json")), "changes at steps"),
-        "learning": learning.table(result_of("learning.json")),
+        "learning": _without(learning.table(result_of("learning.json")), "without exits"),
         "learning_experts": _without(
             learning.table(result_of("learning_experts.json")), "without exits", "evaluation"
         ),
-        "savings_tokens": _without(
-            savings_tokens.table(result_of("savings_tokens.json")["sizes"]), "bounded by"
+        "savings_tokens": _rows(
+            _without(savings_tokens.table(result_of("savings_tokens.json")["sizes"]), "bounded by"),
+            *("50.0%", "10.0%", "12.5%"),
         ),
         "savings_experts": _without(
-            savings_experts.table(result_of("savings_experts.json")["rows"]), "time over the ideal"
+            _rows(savings_experts.table(result_of("savings_experts.json")["rows"]), "even"),
+            *("load", "time over the ideal"),
         ),
         "expert_parallel": expert_parallel.table(result_of("expert_parallel.json")),
-        "elastic": elastic.table(result_of("elastic.json")["rows"]),
         "experts": _without(
-            experts.table(result_of("experts.json")["rows"]),
-            "bound",
-            "known at once",
-            "experts that move",
-            "half blocks that move",
+            _rows(experts.table(result_of("experts.json")["rows"]), "0.6"),
+            *("skew", "bound", "known at once", "experts that move", "half blocks that move"),
         ),
         "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),
-        "repack": repack.table(result_of("repack.json")["rows"]),
-        "reshape": reshape.table(result_of("reshape.json")["rows"]),
         "traces": _without(
-            traces.summary(result_of("traces.json")["rows"]), "static", "the paper's"
+            _rows(traces.summary(of_traces["rows"]), "24", "32", "48"),
+            *("static", "optimum", "bound", "the paper's"),
         ),
         "traces stepwise": _without(
-            traces_stepwise.table(result_of("traces.json")["stepwise"], ranks=(24,)),
-            "ranks",
-            "perfect",
-            "bound",
-            "published",
+            traces_stepwise.table(of_traces["stepwise"], ranks=(24,)),
+            *("ranks", "perfect", "bound", "published", "pilot"),
+            *("ours / best static", "ours / optimum"),
         ),
-        "traces emulated": traces_emulated.emulated_table(result_of("traces.json")["emulated"]),
+        "traces emulated": _without(
+            traces_emulated.emulated_table(of_traces["emulated"]), *_SECONDS, "blocks"
+        ),
     }
 
 
 def _without(table: str, *columns: str) -> str:
-    """A table in Markdown without some of its columns."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    kept = [i for i, name in enumerate(rows[0]) if name not in columns]
+    """A table in Markdown without some of its columns.
+
+    A column "simulated" belongs to the column on its left, and leaves with it.
+    """
+    rows = [_cells(line) for line in table.splitlines()]
+    kept: list[int] = []
+    measured = ""
+    for i, name in enumerate(rows[0]):
+        measured = measured if name == "simulated" else name
+        if measured not in columns:
+            kept.append(i)
     return "\n".join(f"| {' | '.join(row[i] for i in kept)} |" for row in rows)
+
+
+def _rows(table: str, *words: str) -> str:
+    """The rows of a table in Markdown that have a cell with one of these words."""
+    head, rule, *rows = table.splitlines()
+    return "\n".join([head, rule, *(row for row in rows if set(words) & set(_cells(row)))])
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
