@@ -71,7 +71,7 @@ def result_tables() -> dict[str, str]:
             *("ours / best static", "ours / optimum"),
         ),
         "traces emulated": _without(
-            traces_emulated.emulated_table(of_traces["emulated"]), *_SECONDS, "blocks"
+            traces_emulated.emulated_table(of_traces["emulated"]), *_SECONDS, "blocks", "over dense"
         ),
     }
 
