@@ -16,13 +16,9 @@ from dynmo.events import (
     EndEvent,
     EvalEvent,
     Event,
-    FaultEvent,
-    GrowEvent,
     PostValidationEvent,
     RebalanceEvent,
     RebalanceResultEvent,
-    ReleaseEvent,
-    RepackEvent,
     ReshapeEvent,
     ResizeEvent,
     RollbackEvent,
@@ -129,110 +125,67 @@ def summarize(events: Iterable[Event]) -> Summary:
     A resumed run repeats the steps after its checkpoint, or ends without them. The later events
     count.
     """
-    log = _EventsByKind()
-    for event in events:
-        log.add(event)
-    steps, end, whole = log.steps, log.end, log.end_of_whole_run()
-    evaluation = log.evaluations[-1] if log.evaluations else None
-    changed = _changed(steps, [*log.changes, *log.rank_events])
+    kept, is_resumed = _lasting(events)
+    steps = tuple(e for e in kept if isinstance(e, StepEvent))
+    changes = tuple(e for e in kept if isinstance(e, Changes))
+    rank_events = tuple(e for e in kept if isinstance(e, RankEvent))
+    seconds = sum(step.seconds for step in steps)
+    evaluation = next((e for e in reversed(kept) if isinstance(e, EvalEvent)), None)
+    end = next((e for e in reversed(kept) if isinstance(e, EndEvent)), None)
+    # A run that was cut off right behind a checkpoint and resumed repeats no step. The seconds of
+    # its last process are then fewer than those of all steps.
+    whole = None if end is None or is_resumed or end.seconds < seconds else end
+    changed = _changed(steps, [*changes, *rank_events])
     return Summary(
         phases=cut_phases(steps, changed),
-        rebalances=tuple(log.rebalances),
-        results=tuple(log.results),
-        changes=tuple(log.changes),
+        rebalances=tuple(e for e in kept if isinstance(e, RebalanceEvent)),
+        results=tuple(e for e in kept if isinstance(e, RebalanceResultEvent)),
+        changes=changes,
         steps=len(steps),
-        seconds=log.seconds,
+        seconds=seconds,
         loss=steps[-1].loss if steps else None,
         held_out=evaluation.loss if evaluation else None,
         digest=end.weights_digest if end else None,
         buffers_digest=end.buffers_digest if end else None,
         reason=end.reason if end else None,
         changed=tuple(sorted(changed)),
-        done=tuple(steps),
+        done=steps,
         run_seconds=whole.seconds if whole else None,
         measure_seconds=whole.measure_seconds if whole else None,
         decide_seconds=whole.decide_seconds if whole else None,
         move_seconds=whole.move_seconds if whole else None,
-        tokens=log.tokens[-1] if log.tokens else None,
+        tokens=next((e for e in reversed(kept) if isinstance(e, TokensEvent)), None),
         evaluation=evaluation,
-        rank_events=tuple(log.rank_events),
-        ranks=rank_account(steps, log.rank_events, end.gpu_seconds_returned if end else None),
+        rank_events=rank_events,
+        ranks=rank_account(steps, rank_events, end.gpu_seconds_returned if end else None),
         load=end.load if end else None,
         cores=end.cores if end else None,
     )
 
 
-class _EventsByKind:
-    """The events of a log that count, by kind."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepEvent] = []
-        self.rebalances: list[RebalanceEvent] = []
-        self.results: list[RebalanceResultEvent] = []
-        self.changes: list[Changes] = []
-        self.rank_events: list[RankEvent] = []
-        self.evaluations: list[EvalEvent] = []
-        self.tokens: list[TokensEvent] = []
-        self.end: EndEvent | None = None
-        self._is_resumed = False
-
-    def add(self, event: Event) -> None:
-        """Adds the next event. One of a resumed run takes the place of those it repeats."""
-        if isinstance(event, _ACTS) and self.steps and self.steps[-1].step >= event.step:
-            self._forget_from(event.step)
+def _lasting(events: Iterable[Event]) -> tuple[list[Event], bool]:
+    """Returns the events that count, and whether the run was resumed."""
+    kept: list[Event] = []
+    last, has_ended, is_resumed = -1, False, False
+    for event in events:
+        if isinstance(event, _ACTS) and event.step <= last:
+            is_resumed = True
+            kept = [e for e in kept if e.step < event.step]
+            last = event.step - 1
+        if has_ended and isinstance(event, StepEvent | EndEvent):
+            is_resumed = is_resumed or isinstance(event, StepEvent)
+            kept = [e for e in kept if not isinstance(e, EndEvent)]
         match event:
             case StepEvent():
-                self._is_resumed = self._is_resumed or self.end is not None
-                self.steps.append(event)
-                self.end = None
-            case RebalanceEvent():
-                self.rebalances = [r for r in self.rebalances if r.id < event.id]
-                self.rebalances.append(event)
-            case RebalanceResultEvent():
-                self.results.append(event)
-            case (
-                ChangeEvent()
-                | ReshapeEvent()
-                | SkippedEvent()
-                | RollbackEvent()
-                | PostValidationEvent()
-            ):
-                self.changes.append(event)
-            case RepackEvent() | GrowEvent() | ReleaseEvent() | FaultEvent():
-                self.rank_events.append(event)
-            case EvalEvent():
-                self.evaluations.append(event)
-            case TokensEvent():
-                self.tokens.append(event)
+                last, has_ended = event.step, False
             case EndEvent():
-                self.end = event
+                has_ended = True
+            case RebalanceEvent():  # one that no step has followed is made again
+                kept = [e for e in kept if not isinstance(e, RebalanceEvent) or e.id < event.id]
             case _:
                 pass
-
-    def _forget_from(self, step: int) -> None:
-        self._is_resumed = True
-        self.steps = [s for s in self.steps if s.step < step]
-        self.rebalances = [r for r in self.rebalances if r.step < step]
-        self.results = [r for r in self.results if r.step < step]
-        self.changes = [c for c in self.changes if c.step < step]
-        self.rank_events = [r for r in self.rank_events if r.step < step]
-        self.evaluations = [e for e in self.evaluations if e.step < step]
-        self.tokens = [t for t in self.tokens if t.step < step]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all steps."""
-        return sum(s.seconds for s in self.steps)
-
-    def end_of_whole_run(self) -> EndEvent | None:
-        """Returns the end of the run, if a single process did all steps.
-
-        A run that was cut off right behind a checkpoint and resumed repeats no step. The seconds of
-        its last process are then fewer than those of all steps.
-        """
-        if self.end is None or self._is_resumed or self.end.seconds < self.seconds:
-            return None
-        return self.end
+        kept.append(event)
+    return kept, is_resumed
 
 
 def _changed(steps: Sequence[StepEvent], changes: Sequence[Changes | RankEvent]) -> set[int]:

@@ -90,10 +90,10 @@ def spawn(
     with contextlib.closing(starter), _launch_folder(folder) as path, _signals() as asked:
         if rendezvous_file is not None:
             rendezvous_file.unlink(missing_ok=True)
+        launch = LaunchFolder(path)
         run = Supervisor(
-            starter, command, size, threads, LaunchFolder(path), log_folder, rendezvous_file
+            starter, command, size, threads, launch, log_folder, rendezvous_file, asked
         )
-        run.asked = asked
         try:
             run.start_ranks()
             run.watch()
@@ -172,56 +172,51 @@ class _Leaving:
     since: float | None = None
 
 
+@dataclass
 class Supervisor:
-    def __init__(
-        self,
-        starter: Starter,
-        command: Sequence[str],
-        size: int,
-        threads: int,
-        folder: LaunchFolder,
-        log_folder: Path,
-        rendezvous_file: Path | None = None,
-    ) -> None:
-        self.asked: list[float] = []
-        self._starter = starter
-        self._command = [str(argument) for argument in command]
-        self._size = size
-        self._threads = threads
-        self._folder = folder
-        self._log_folder = log_folder
-        self._rendezvous_file = rendezvous_file
+    """The processes of one run. `asked` has the times of signals that ask for a stop."""
+
+    starter: Starter
+    command: Sequence[str]
+    size: int
+    threads: int
+    folder: LaunchFolder
+    log_folder: Path
+    rendezvous_file: Path | None
+    asked: Sequence[float]
+
+    def __post_init__(self) -> None:
         self._processes: list[_Process] = []
-        self._next = size
+        self._next = self.size
         self._leaving: list[_Leaving] = []
         self._resized = False
         self._releases: list[threading.Thread] = []
         self._reports = threading.Lock()
 
     def start_ranks(self) -> None:
-        for rank in range(self._size):
+        for rank in range(self.size):
             if not self.asked:
                 self._start(rank, joins=False)
 
     def _start(self, number: int, joins: bool) -> None:
-        env = process_environment(number, self._size, self._folder.path, self._threads)
+        env = process_environment(number, self.size, self.folder.path, self.threads)
         env |= {"DYNMO_JOIN": "1"} if joins else {}
-        if self._rendezvous_file is not None:
-            env["DYNMO_RENDEZVOUS_FILE"] = str(self._rendezvous_file.absolute())
+        if self.rendezvous_file is not None:
+            env["DYNMO_RENDEZVOUS_FILE"] = str(self.rendezvous_file.absolute())
         if self.asked:
             return
         rank = RankCommand(
             process=number,
-            command=[*self._command, *["--join"] * joins],
+            command=[*self.command, *["--join"] * joins],
             environment=env,
             # Rank 0 writes to the terminal. The others write to a log.
-            log=self._log_folder / f"rank-{number}.log" if number else None,
-            entered=self._folder.entered(number),
+            log=self.log_folder / f"rank-{number}.log" if number else None,
+            entered=self.folder.entered(number),
             joins=joins,
         )
         started = time.monotonic()
         try:
-            handle = self._starter.start(rank)
+            handle = self.starter.start(rank)
         except (OSError, RunError) as error:
             name = "process" if joins else "rank"
             raise RunError(f"{name} {number} could not be started: {error}") from None
@@ -265,7 +260,7 @@ class Supervisor:
             if failed_at is not None and now - failed_at > _GRACE_WHEN_HUNG:
                 blamed = {
                     rank
-                    for number, failure in read_failures(self._folder, self._resized).items()
+                    for number, failure in read_failures(self.folder, self._resized).items()
                     for rank in failure.waits_for
                     if number in codes
                 }
@@ -287,25 +282,25 @@ class Supervisor:
     def _look(self) -> None:
         """Reads new files in the launch folder."""
         ended = self._ended_outside()
-        names = self._folder.names()  # read after an end was seen, so the process's files are there
-        changes = self._folder.changes(names)
+        names = self.folder.names()  # read after an end was seen, so the process's files are there
+        changes = self.folder.changes(names)
         self._resized = bool(changes)
         for process in self._processes:
             number, seconds = process.number, time.monotonic() - process.started
             if not process.entered and f"entered-{number}" in names:
                 process.entered = True
-                entered = self._folder.entered(number).read_text(encoding="utf-8")
+                entered = self.folder.entered(number).read_text(encoding="utf-8")
                 host = json.loads(entered).get("host", "its machine")
                 self._append("started", f"process {number} runs on {host}", 1, seconds)
             process.is_rank = changes.get(number, process.is_rank)
             if not process.is_rank and process in ended:
                 process.ended = True
                 self._tell_end(process, left=number in changes, seconds=seconds)
-        while (free := self._folder.next_note("free", names)) is not None:
+        while (free := self.folder.next_note("free", names)) is not None:
             numbers = free["processes"]
             leaving = [process for process in self._processes if process.number in numbers]
             self._leaving.append(_Leaving(leaving))
-        while (wanted := self._folder.next_note("wanted", names)) is not None:
+        while (wanted := self.folder.next_note("wanted", names)) is not None:
             for _ in range(wanted["count"]):
                 self._start_joiner()
 
@@ -328,8 +323,8 @@ class Supervisor:
         ending = Ending(process.handle.poll(), process.handle.reason())
         if left and ending.code in (0, STOPPED):
             return
-        log = self._log_folder / f"rank-{process.number}.log"
-        failure = read_failures(self._folder).get(process.number)
+        log = self.log_folder / f"rank-{process.number}.log"
+        failure = read_failures(self.folder).get(process.number)
         why = how_it_ended(ending, log) if failure is None else f"failed: {failure.message}"
         what = "had left the run and" if left else "did not join: it"
         # A rank that has left was not asked for.
@@ -354,7 +349,7 @@ class Supervisor:
     def _give_back(self, handles: Sequence[RankProcess]) -> None:
         begin = time.monotonic()
         try:
-            kind, what = "released", self._starter.released(handles)
+            kind, what = "released", self.starter.released(handles)
         except RunError as error:
             kind, what = "failed", str(error)
         self._append(kind, what, len(handles), time.monotonic() - begin)
@@ -363,7 +358,7 @@ class Supervisor:
         report = Report(kind, " ".join(what.split()), ranks, round(seconds, 3))
         # The disk may be full, or the run may be over. Nobody needs the report then.
         with self._reports, contextlib.suppress(OSError):
-            self._folder.append_report(report)
+            self.folder.append_report(report)
 
     def _dismiss(self) -> None:
         """Asks processes outside of the run to end, because it is over."""
@@ -376,8 +371,8 @@ class Supervisor:
         self._look()
         handles = {rank.number: rank.handle for rank in self._ranks}
         endings = {at: Ending(handle.poll(), handle.reason()) for at, handle in handles.items()}
-        reports = read_failures(self._folder, self._resized)
-        return verdict(endings, reports, self._log_folder, len(self.asked))
+        reports = read_failures(self.folder, self._resized)
+        return verdict(endings, reports, self.log_folder, len(self.asked))
 
     def end(self) -> None:
         """Ends every process that still runs. Those outside may end by themselves first."""
