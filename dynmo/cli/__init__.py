@@ -7,6 +7,7 @@ mistake are answered at once.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import traceback
@@ -16,7 +17,6 @@ from typing import Annotated
 
 import typer
 
-from dynmo.cli.notices import show_notices
 from dynmo.cli.plan import plan
 from dynmo.cli.profile import profile
 from dynmo.cli.report import report
@@ -41,6 +41,13 @@ app.command("report")(report)
 # Base class of the usage errors (wrong option, missing argument, wrong type). Typer does not export
 # it by name.
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+class _StderrHandler(logging.Handler):
+    """Prints to the stderr of the moment, which a progress line may have replaced."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print("dynmo:", one_line(record.getMessage()), file=sys.stderr)
 
 
 def _version(wanted: bool) -> None:
@@ -69,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 1 the run failed, 2 the input is wrong, 130 interrupted.
     """
-    show_notices()
+    logger = logging.getLogger("dynmo")
+    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        logger.addHandler(_StderrHandler())
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = typer.main.get_command(app)
     status = 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dynmo.cli import decisions, ranks
+from dynmo.cli import ranks
 from dynmo.cli.compiling import compilation_told
 from dynmo.cli.options import command
 from dynmo.errors import InputError, needs_extra
@@ -58,7 +58,7 @@ class SimulateOptions:
 def simulate(options: SimulateOptions) -> None:
     """Replay a changing workload under a balancing policy, or the decisions of a run."""
     if options.workload.suffix == ".jsonl":
-        decisions.run(options.workload, options.as_json)
+        _replay_decisions(options.workload, options.as_json)
         return
     from dynmo.planner.ranks_needed import ranks_needed
     from dynmo.planner.workload import replay
@@ -235,6 +235,43 @@ def picture(result: ReplayResult) -> list[str]:
         *lines,
         f"           steps 0 to {count - 1}; seconds a step: s static, * policy, - perfect",
     ]
+
+
+# -- decisions of a run ----------------------------------------------------------------------------
+
+
+def _replay_decisions(path: Path, as_json: bool) -> None:
+    """Prints each decision of a run, its reason, and whether the answer is the same again."""
+    from rich.table import Table
+
+    from dynmo.cli.console import console_for_tables
+    from dynmo.planner.decisions import ask_again
+    from dynmo.planner.situation import read_records
+
+    rows = [(record, *ask_again(record)) for record in read_records(path)]
+    if not rows:
+        raise InputError(f"{path} has no decisions")
+    if as_json:
+        decisions = [
+            {
+                "step": record.situation.step,
+                "kind": record.kind,
+                "decided": record.answer,
+                "again": answer,
+                "reason": reason,
+            }
+            for record, answer, reason in rows
+        ]
+        same = all(record.answer == answer for record, answer, _ in rows)
+        print(json.dumps({"decisions": decisions, "same": same}, allow_nan=False))
+        return
+    table = Table(title=f"{path}: {len(rows)} decisions", title_justify="left")
+    for heading in ("step", "what", "again", "why"):
+        table.add_column(heading, justify="right" if heading == "step" else "left")
+    for record, answer, reason in rows:
+        same = "the same" if answer == record.answer else f"differs: {json.dumps(answer)}"
+        table.add_row(str(record.situation.step), record.kind, same, reason)
+    console_for_tables().print(table)
 
 
 # -- plot ------------------------------------------------------------------------------------------

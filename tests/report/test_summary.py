@@ -117,3 +117,5 @@ def test_resumed_run_has_no_total_seconds() -> None:
     ):
         resumed = summarize(events)
         assert (resumed.reason, resumed.run_seconds, resumed.move_seconds) == ("done", None, None)
+    cut = summarize([*whole, step(4)])
+    assert (cut.steps, cut.reason, cut.digest) == (5, None, None), "the end was not the end"
