@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dynmo.elastic.launcher.supervisor import spawn
+from dynmo.elastic.launcher import supervisor
 from dynmo.elastic.managers.manager import Starter
 from dynmo.errors import DynmoError
 from tests.processes import gone, wait_until
@@ -109,8 +109,9 @@ def main(name: str, size: int, folder: Path) -> int:
     program = Path(__file__).with_name("rank_program.py")
     command = [sys.executable, str(program), str(folder)]
     shared = None if name == "local" else folder / ".launch"
+    supervisor._GRACE = 2.0
     try:
-        return spawn(command, size, 1, folder, starter(name, size, folder), shared)
+        return supervisor.spawn(command, size, 1, folder, starter(name, size, folder), shared)
     except DynmoError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_status

@@ -98,8 +98,9 @@ def test_newcomer_waits_while_rank_0_is_busy(home: dist.Store) -> None:
     requests.close()
 
 
-def test_damaged_store_stops_neither_side(tmp_path: Path) -> None:
+def test_damaged_store_stops_neither_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads on and on in a file that ends within a value."""
+    monkeypatch.setattr(join_requests, "_SLACK", 0.2)
     file = tmp_path / "store"
     store = dist.FileStore(str(file), 1)
     requests, newcomer = JoinRequests(store, 0.4), Newcomer(store, "a", 0.4)

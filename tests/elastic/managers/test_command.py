@@ -19,6 +19,7 @@ from dynmo.elastic.managers.command import CommandManager
 from dynmo.elastic.managers.manager import Manager, Report
 from dynmo.elastic.member import Member
 from dynmo.errors import ConfigError
+from tests.processes import wait_until
 
 LEFT = (Member(2, "b", 12, "n2"), Member(3, "b", 13))
 STAY = (Member(0, "a", 10), Member(1, "a", 11))
@@ -170,9 +171,10 @@ def test_close_waits_for_short_commands_and_kills_slow_commands(tmp_path: Path) 
     long = CommandManager(["sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 60"], ["true"], 30)
     long.release(LEFT, STAY)
     long.request(1)
+    wait_until(lambda: (tmp_path / "pid").exists())
     began = time.monotonic()
-    long.close()
-    assert time.monotonic() - began < 8
+    long.close(0.2)
+    assert time.monotonic() - began < 5
     long.release(LEFT, STAY)
     killed, dropped, late = long.reports()
     assert {killed.kind, dropped.kind, late.kind} == {"failed"}
