@@ -16,7 +16,7 @@ from itertools import takewhile
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, stage_costs
 from dynmo.errors import PartitionError
-from dynmo.schedule.generators import make_schedule
+from dynmo.schedule.catalogue import make_by_hand
 from dynmo.schedule.op import Schedule
 
 Make = Callable[[Costs], Schedule]
@@ -110,4 +110,4 @@ def by_name(name: str, microbatches: int) -> Make:
         name: Name of the schedule.
         microbatches: Microbatches of a step.
     """
-    return lambda costs: make_schedule(name, len(costs.stages), microbatches, frozen_stages(costs))
+    return lambda costs: make_by_hand(name, len(costs.stages), microbatches, frozen_stages(costs))

@@ -56,7 +56,7 @@ class ScheduleRequest:
     def make(self, name: str) -> Schedule:
         if not entry(name).from_costs:  # needs no numba, which takes a while to import
             return make_by_hand(
-                name, self.ranks, self.microbatches, self.chunks, self.first_trainable
+                name, self.ranks, self.microbatches, self.first_trainable, self.chunks
             )
         from dynmo.schedule.automatic.make import make
 

@@ -19,19 +19,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dynmo.errors import ScheduleError
-from dynmo.schedule.generators import GENERATORS, make_schedule
+from dynmo.schedule.generators import GENERATORS
 from dynmo.schedule.interleaved import interleaved, loop_stage_ranks
 from dynmo.schedule.op import Schedule
 
 
 class _Entry(NamedTuple):
-    """Properties of a schedule.
-
-    Attributes:
-        chunks: Default number of stages per rank.
-        free: Whether other numbers of stages may be chosen.
-        from_costs: Whether costs shape the schedule.
-    """
+    """Stages per rank, whether others may be chosen, and whether costs shape the schedule."""
 
     chunks: int = 1
     free: bool = False
@@ -51,26 +45,13 @@ SCHEDULES: dict[str, _Entry] = {name: _Entry() for name in GENERATORS} | {
 
 
 def entry(name: str) -> _Entry:
-    """Return the properties of the schedule called `name`.
-
-    Raises:
-        ScheduleError: The name is unknown. The message lists the known names.
-    """
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
 def chunks_of(name: str, asked: int | None = None) -> int:
-    """Return the stages per rank under this schedule.
-
-    Args:
-        name: One of `SCHEDULES`.
-        asked: Stages per rank that the user chose. None means the schedule's own number.
-
-    Raises:
-        ScheduleError: The schedule cannot have so many stages per rank.
-    """
+    """Return the stages per rank: those that the user asked for, or the schedule's own number."""
     known = entry(name)
     if asked is None or asked == known.chunks:
         return known.chunks
@@ -89,17 +70,6 @@ def stage_ranks_of(name: str, ranks: int, chunks: int | None = None) -> tuple[in
 
     The stages go once through the ranks, round and round (interleaved), or down and up again
     (V shapes).
-
-    Args:
-        name: One of `SCHEDULES`.
-        ranks: Number of pipeline ranks.
-        chunks: Stages per rank. None means the schedule's own number.
-
-    Returns:
-        One rank per stage.
-
-    Raises:
-        ScheduleError: The schedule cannot have these numbers.
     """
     count = chunks_of(name, chunks)
     if ranks < 1:
@@ -118,14 +88,6 @@ def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
     """Check that the schedule can have so many microbatches.
 
     Only interleaving needs a particular number. The ranks have at most 1048576 in all.
-
-    Args:
-        name: One of `SCHEDULES`.
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-
-    Raises:
-        ScheduleError: The schedule cannot be made for so many.
     """
     if microbatches < 1:
         raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
@@ -143,22 +105,15 @@ def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
 
 
 def make_by_hand(
-    name: str, ranks: int, microbatches: int, chunks: int | None = None, first_trainable: int = 0
+    name: str, ranks: int, microbatches: int, first_trainable: int = 0, chunks: int | None = None
 ) -> Schedule:
     """Make a schedule that does not depend on costs.
-
-    Args:
-        name: One of `SCHEDULES` whose `from_costs` is false.
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-        chunks: Stages per rank. None means the schedule's own number.
-        first_trainable: The stages before this one run F only.
 
     Raises:
         ScheduleError: The schedule cannot have these numbers. The message says which it can have.
     """
-    check_microbatches(name, ranks, microbatches)
     count = chunks_of(name, chunks)
+    check_microbatches(name, ranks, microbatches)
     if name in GENERATORS:
-        return make_schedule(name, ranks, microbatches, first_trainable)
+        return GENERATORS[name](ranks, microbatches, first_trainable)
     return interleaved(ranks, microbatches, count, first_trainable)

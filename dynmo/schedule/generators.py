@@ -15,6 +15,21 @@ from dynmo.schedule.op import Kind, Op, Schedule
 Generator = Callable[[int, int, int], Schedule]
 
 
+def check_numbers(
+    name: str, ranks: int, microbatches: int, stages: int, first_trainable: int
+) -> None:
+    """Check what any schedule needs."""
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(
+            f"{name}: {ranks} ranks and {microbatches} microbatches; at least 1 of each is needed"
+        )
+    if not 0 <= first_trainable < stages:
+        raise ScheduleError(
+            f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the "
+            "last stage must train"
+        )
+
+
 def _make(
     name: str,
     ranks: int,
@@ -22,15 +37,7 @@ def _make(
     first_trainable: int,
     row: Callable[[int], list[tuple[Kind, int]]],
 ) -> Schedule:
-    if ranks < 1 or microbatches < 1:
-        raise ScheduleError(
-            f"{name}: {ranks} ranks and {microbatches} microbatches; at least 1 of each is needed"
-        )
-    if not 0 <= first_trainable < ranks:
-        raise ScheduleError(
-            f"{name}: first trainable stage {first_trainable} of {ranks} stages; at least the "
-            "last stage must train"
-        )
+    check_numbers(name, ranks, microbatches, ranks, first_trainable)
     forward_only = [(Kind.F, j) for j in range(microbatches)]
     rows = (forward_only if rank < first_trainable else row(rank) for rank in range(ranks))
     ops = tuple(tuple(Op(kind, rank, j) for kind, j in cells) for rank, cells in enumerate(rows))
@@ -38,10 +45,7 @@ def _make(
 
 
 def gpipe(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """Make GPipe: all forwards, then all backwards.
-
-    Every microbatch is in flight at once.
-    """
+    """Make GPipe: all forwards, then all backwards. Every microbatch is in flight at once."""
 
     def row(rank: int) -> list[tuple[Kind, int]]:
         return [(kind, j) for kind in (Kind.F, Kind.BW) for j in range(microbatches)]
@@ -95,15 +99,7 @@ def _zero_bubble(
 
 
 def zb_h1(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """Make ZB-H1: the memory of 1F1B and a third of its bubble.
-
-    Every rank holds at most p activations.
-
-    Args:
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-        first_trainable: The stages before this one run F only.
-    """
+    """Make ZB-H1: the memory of 1F1B, at most p activations a rank, and a third of its bubble."""
     return _zero_bubble("zb-h1", 1, ranks, microbatches, first_trainable)
 
 
@@ -118,22 +114,3 @@ GENERATORS: dict[str, Generator] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
 }
-
-
-def make_schedule(name: str, ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """Make the schedule called `name`, one of those in this file.
-
-    `automatic.make.make` makes all schedules.
-
-    Args:
-        name: One of `GENERATORS`.
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-        first_trainable: The stages before this one run F only.
-
-    Raises:
-        ScheduleError: The name is unknown. The message lists the known ones.
-    """
-    if name not in GENERATORS:
-        raise ScheduleError(f"unknown schedule {name!r}; choose one of {', '.join(GENERATORS)}")
-    return GENERATORS[name](ranks, microbatches, first_trainable)

@@ -14,7 +14,7 @@ part of a rank's activation, so they are p + (p - 1) / v whole ones.
 
 from __future__ import annotations
 
-from dynmo.errors import ScheduleError
+from dynmo.schedule.generators import check_numbers
 from dynmo.schedule.op import Kind, Op, Schedule
 
 NAME = "interleaved-1f1b"
@@ -26,25 +26,12 @@ def loop_stage_ranks(ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int, first_trainable: int = 0) -> Schedule:
-    """Make interleaved 1F1B. One chunk gives the op order of 1F1B under another name."""
-    if ranks < 1 or microbatches < 1 or chunks < 1:
-        raise ScheduleError(
-            f"{NAME}: {ranks} ranks, {microbatches} microbatches and {chunks} chunks; at least 1 "
-            "of each is needed"
-        )
-    if microbatches % ranks:
-        below = microbatches // ranks * ranks
-        near = f"{below} or {below + ranks}" if below else f"{ranks}"
-        raise ScheduleError(
-            f"{NAME}: {microbatches} microbatches are not a multiple of {ranks} ranks; the "
-            f"nearest that fit are {near}"
-        )
+    """Make interleaved 1F1B, for a multiple of `ranks` microbatches.
+
+    One chunk gives the op order of 1F1B under another name.
+    """
     stages = ranks * chunks
-    if not 0 <= first_trainable < stages:
-        raise ScheduleError(
-            f"{NAME}: first trainable stage {first_trainable} of {stages} stages; at least the "
-            "last stage must train"
-        )
+    check_numbers(NAME, ranks, microbatches, stages, first_trainable)
 
     def op(kind: Kind, rank: int, turn: int) -> Op:
         """Return the op that a rank runs as its `turn`-th F or BW."""

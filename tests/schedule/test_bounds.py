@@ -13,7 +13,8 @@ from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
-from dynmo.schedule.generators import GENERATORS, make_schedule
+from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.generators import GENERATORS
 from dynmo.schedule.op import Kind, Op, Schedule
 from dynmo.schedule.simulator import simulate
 from tests.schedule.samples import few, schedules, whole_costs
@@ -45,7 +46,7 @@ def test_no_published_schedule_is_below_the_bound(
     name: str, p: int, m: int, objective: Objective, data: st.DataObject
 ) -> None:
     costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.integers(0, p - 1))
-    timeline = simulate(make_schedule(name, p, m, first_trainable), costs)
+    timeline = simulate(make_by_hand(name, p, m, first_trainable), costs)
     assert lower_bound(costs, m, first_trainable, objective) <= timeline.length(objective)
 
 
@@ -53,7 +54,7 @@ def test_no_published_schedule_is_below_the_bound(
 @given(st.integers(1, 6), st.data())
 def test_bound_is_exact_for_one_microbatch(p: int, data: st.DataObject) -> None:
     costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.integers(0, p - 1))
-    timeline = simulate(make_schedule("zb-h1", p, 1, first_trainable), costs)
+    timeline = simulate(make_by_hand("zb-h1", p, 1, first_trainable), costs)
     assert lower_bound(costs, 1, first_trainable, Objective.MAKESPAN) == timeline.makespan
     if first_trainable == 0:
         assert lower_bound(costs, 1) == timeline.span
@@ -67,7 +68,7 @@ def test_bound_is_exact_for_few_microbatches_of_equal_times(p: int, data: st.Dat
     assert (
         lower_bound(costs, m)
         == (m + p - 1) * 2 + 1
-        == simulate(make_schedule("zb-h1", p, m), costs).span
+        == simulate(make_by_hand("zb-h1", p, m), costs).span
     )
 
 
@@ -110,7 +111,7 @@ def test_bound_under_memory_caps_matches_a_hand_computation() -> None:
     assert (
         lower_bound(costs, 12, caps=[4] * 4)
         == 12 * 9 + 3 * (3 + 4 - 2)
-        == simulate(make_schedule("zb-h1", 4, 12), costs).span
+        == simulate(make_by_hand("zb-h1", 4, 12), costs).span
     )
     assert lower_bound(costs, 12, caps=[8] * 4) == 12 * 9
     # A second F leaves no room for the first B if B adds what W takes away.

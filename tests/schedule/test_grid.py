@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import InputError
-from dynmo.schedule.generators import GENERATORS, make_schedule
+from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.generators import GENERATORS
 from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured
 from dynmo.schedule.interleaved import interleaved
 from dynmo.schedule.op import Schedule, from_text
@@ -18,7 +19,7 @@ from tests.schedule.samples import few, schedules, whole_costs
 
 def picture(name: str, p: int, m: int, width: int = 120, **costs: float) -> str:
     return draw(
-        simulate(make_schedule(name, p, m), uniform_costs(p, **({"f": 1, "b": 1, "w": 1} | costs))),
+        simulate(make_by_hand(name, p, m), uniform_costs(p, **({"f": 1, "b": 1, "w": 1} | costs))),
         width,
     )
 
@@ -42,7 +43,7 @@ def test_grid_of_zb_h1() -> None:
 def test_costs_and_links_are_to_scale() -> None:
     costs = Costs((StageCost(1, 2, 3), StageCost(2, 2, 1)), (1,))
     # F0 1 | link 1 | F0 2, B0 2, W0 1 | link 1 after B0 | B0 2, W0 3
-    assert cells(draw(simulate(make_schedule("zb-h1", 2, 1), costs), 64), 2) == [
+    assert cells(draw(simulate(make_by_hand("zb-h1", 2, 1), costs), 64), 2) == [
         "F0   ..............................B0        W0             ",
         "..........F0        B0        W0   .........................",
     ]
@@ -146,7 +147,7 @@ def test_grid_is_no_wider_than_requested(
 @settings(max_examples=15)
 @given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 5), st.integers(1, 8), st.data())
 def test_every_op_is_drawn_at_its_time(name: str, p: int, m: int, data: st.DataObject) -> None:
-    schedule = make_schedule(name, p, m)
+    schedule = make_by_hand(name, p, m)
     costs = data.draw(
         whole_costs(p).filter(lambda costs: all(min(s.f, s.b, s.w) > 0 for s in costs.stages))
     )

@@ -14,8 +14,8 @@ from hypothesis import given
 
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import SCHEDULES
-from dynmo.schedule.generators import GENERATORS, make_schedule, zb_h1
+from dynmo.schedule.catalogue import SCHEDULES, make_by_hand
+from dynmo.schedule.generators import GENERATORS, zb_h1
 from dynmo.schedule.lowering import (
     Begun,
     Channel,
@@ -138,7 +138,7 @@ def test_programs_match_the_example_in_the_docstring() -> None:
 
 @pytest.mark.parametrize(("name", "p", "m", "frozen"), CASES)
 def test_every_message_is_sent_and_taken_in_order(name: str, p: int, m: int, frozen: int) -> None:
-    programs = lower(make_schedule(name, p, m, frozen))
+    programs = lower(make_by_hand(name, p, m, frozen))
     by_channel = messages(programs)
     activations = {Channel(b, Direction.ACTIVATION, b, b + 1) for b in range(p - 1)}
     # A frozen prefix of stages 0 .. frozen - 1: no gradient ever crosses into it.
@@ -146,7 +146,7 @@ def test_every_message_is_sent_and_taken_in_order(name: str, p: int, m: int, fro
     assert set(by_channel) == activations | gradients
     assert all(sent == got == list(range(m)) for sent, got in by_channel.values())
     assert {c for program in programs for c in program.depth} == set(by_channel)
-    play(make_schedule(name, p, m, frozen), programs)
+    play(make_by_hand(name, p, m, frozen), programs)
 
 
 @few
@@ -214,7 +214,7 @@ def test_channel_depths_follow_credits_and_order() -> None:
 
     Only the order of the schedule limits a trainable stage.
     """
-    schedule = make_schedule("1f1b", 4, 9, 2)
+    schedule = make_by_hand("1f1b", 4, 9, 2)
     depth = lower(schedule)[1].depth
     assert depth == {
         Channel(0, Direction.ACTIVATION, 0, 1): 4,
@@ -271,7 +271,7 @@ def test_messages_out_of_order_are_detected() -> None:
 
 
 def test_every_op_is_lowered_exactly_once() -> None:
-    schedule = make_schedule("zb-h2", 3, 5)
+    schedule = make_by_hand("zb-h2", 3, 5)
     ops = Counter(i.op for p in lower(schedule) for i in p.instructions if isinstance(i, Compute))
     assert ops == Counter(op for row in fuse(schedule).ops for op in row)
 
@@ -347,7 +347,7 @@ def test_forward_only_rank_runs_ahead_by_its_credits() -> None:
 
     Rank 1 takes three messages before its verdict. The next message would have to wait.
     """
-    head, _, tail = cut(lower(make_schedule("1f1b", 4, 12, 1), post_validation=True)[0])
+    head, _, tail = cut(lower(make_by_hand("1f1b", 4, 12, 1), post_validation=True)[0])
     assert sum(isinstance(i, Send) for i in head) == 3 + 4
     assert isinstance(tail[0], Send)
 

@@ -4,7 +4,7 @@ import pytest
 
 from dynmo.cost.layer_cost import Costs, LayerCost, stage_costs
 from dynmo.errors import PartitionError
-from dynmo.schedule.generators import make_schedule
+from dynmo.schedule.catalogue import make_by_hand
 from dynmo.schedule.memory import MemoryLimits, stage_memory
 from dynmo.schedule.simulator import peak_memory, resident
 
@@ -41,7 +41,7 @@ def test_stage_memory_matches_the_simulated_peak(name: str, first_trainable: int
     layers = tuple(
         LayerCost(1, 1, 1, activation_bytes=5 + 3 * i, stash_bytes=1 + 2 * i) for i in range(6)
     )
-    schedule = make_schedule(name, 3, 5, first_trainable)
+    schedule = make_by_hand(name, 3, 5, first_trainable)
     costs = Costs(stage_costs(layers, counts), (0.0, 0.0))
     assert stage_memory(layers, counts, resident(schedule)) == peak_memory(schedule, costs)
 

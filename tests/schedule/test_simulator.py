@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.generators import make_schedule
+from dynmo.schedule.catalogue import make_by_hand
 from dynmo.schedule.op import Kind, Op, Schedule, from_text
 from dynmo.schedule.simulator import Span, Timeline, peak_memory, resident, simulate
 from tests.schedule.samples import few, schedules, whole_costs
@@ -63,7 +63,7 @@ def test_stages_on_one_rank_need_no_link() -> None:
 
 
 def test_a_frozen_prefix_waits_for_its_credits() -> None:
-    schedule = replace(make_schedule("1f1b", 2, 4, first_trainable=1), credits=2)
+    schedule = replace(make_by_hand("1f1b", 2, 4, first_trainable=1), credits=2)
     timeline = simulate(schedule, Costs((StageCost(1, 0, 0), StageCost(2, 2, 2)), (0,)))
     # F2 on rank 0 waits until F0 on rank 1 has ended at 3, F3 until F1 there has.
     assert [span.start for span in timeline.ranks[0]] == [0, 1, 3, 9]
@@ -152,7 +152,7 @@ def test_times_scale_with_the_costs(schedule: Schedule, factor: float, data: st.
 
 
 def test_zero_costs_give_zero_ratios() -> None:
-    timeline = simulate(make_schedule("zb-h1", 3, 4), uniform_costs(3, 0, 0, 0))
+    timeline = simulate(make_by_hand("zb-h1", 3, 4), uniform_costs(3, 0, 0, 0))
     assert (
         timeline.span,
         timeline.bubble_ratio,
@@ -163,7 +163,7 @@ def test_zero_costs_give_zero_ratios() -> None:
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:
     with pytest.raises(ScheduleError, match="zb-h1 has 3 stages"):
-        simulate(make_schedule("zb-h1", 3, 4), uniform_costs(2, 1, 1, 1))
+        simulate(make_by_hand("zb-h1", 3, 4), uniform_costs(2, 1, 1, 1))
 
 
 def test_deadlocked_schedule_is_refused() -> None:
@@ -257,10 +257,10 @@ def test_resident_pairs_are_not_dominated(schedule: Schedule) -> None:
 
 
 def test_resident_pairs_of_published_schedules() -> None:
-    assert resident(make_schedule("1f1b", 3, 5)) == (((3, 0),), ((2, 0),), ((1, 0),))
-    assert resident(make_schedule("gpipe", 2, 5)) == (((5, 0),), ((5, 0),))
+    assert resident(make_by_hand("1f1b", 3, 5)) == (((3, 0),), ((2, 0),), ((1, 0),))
+    assert resident(make_by_hand("gpipe", 2, 5)) == (((5, 0),), ((5, 0),))
     # H1 trades a microbatch in flight for one more W that waits, rank by rank.
-    assert resident(make_schedule("zb-h1", 3, 5)) == (
+    assert resident(make_by_hand("zb-h1", 3, 5)) == (
         ((3, 0), (2, 1)),
         ((2, 1), (1, 2)),
         ((1, 2), (0, 3)),

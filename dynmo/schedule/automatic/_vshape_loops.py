@@ -24,6 +24,12 @@ NEVER = 1e300
 F_LOWER, F_UPPER, B_UPPER, B_LOWER, W_LOWER, W_UPPER = 0, 1, 2, 3, 4, 5
 
 
+@njit(inline="always")
+def _ops_of(rank, stages, m, frozen):
+    """Return how many F's and B's the rank has."""
+    return 2 * m + (m if rank >= frozen else 0) + (m if stages - 1 - rank >= frozen else 0)
+
+
 @njit
 def _count_ops(rank, ranks, m, frozen, total):
     """Write how many F's and B's of each code the rank has to `total`. Returns their sum."""
@@ -177,7 +183,7 @@ def _order_of_visits(problem, run, stack):
         r = p - 1 - at
         stack[at] = r
         run.began[r], run.ended[r] = -1.0, 0.0
-        left += 2 * m + (2 * m if r >= frozen else 0) + (2 * m if n - 1 - r >= frozen else 0)
+        left += 2 * _ops_of(r, n, m, frozen) - 2 * m  # and a W for each B
     return left
 
 
@@ -222,7 +228,7 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
         queued[r] = False
         lower, upper = r, n - 1 - r
         limit = cap[r] * (1 + 1e-9)
-        ops_of_rank = 2 * m + (m if lower >= frozen else 0) + (m if upper >= frozen else 0)
+        ops_of_rank = _ops_of(r, n, m, frozen)
         while True:
             waiting_lower = count[r, B_LOWER] - weights[lower]
             waiting_upper = count[r, B_UPPER] - weights[upper]
@@ -303,15 +309,14 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
     return _time_taken(whole, began, free) if left == 0 else -1.0
 
 
-@jit_as(
-    "void(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], "
-    "float64[:, :, ::1])"
-)
-def latest_starts(m, frozen, order, f, b, link, deadline, latest):
+@jit_as(f"void({_PROBLEM}, int8[:, ::1], float64[::1], float64[:, :, ::1])")
+def latest_starts(problem, order, deadline, latest):
     """Compute when each F and B must start at the latest.
 
     A rank's last F or B must end by its deadline. Ranks keep to `order`, and W's take no time.
     """
+    problem = Problem(*problem)
+    m, frozen, f, b, link = problem.m, problem.frozen, problem.f, problem.b, problem.link
     p, n = order.shape[0], f.shape[0]
     latest[:] = -NEVER
     count, at, limit = np.full((p, 4), m - 1), np.zeros(p, np.int64), deadline.copy()
@@ -319,7 +324,7 @@ def latest_starts(m, frozen, order, f, b, link, deadline, latest):
     for r in range(p):
         stack[top] = r
         top += 1
-        at[r] = 2 * m + (m if r >= frozen else 0) + (m if n - 1 - r >= frozen else 0) - 1
+        at[r] = _ops_of(r, n, m, frozen) - 1
     while top > 0:
         top -= 1
         r = stack[top]

@@ -33,10 +33,10 @@ def make(
     first_trainable: int = 0,
     objective: Objective = Objective.SPAN,
 ) -> Schedule:
-    """Make the schedule called `name`.
+    """Make the schedule called `name`, one of `catalogue.SCHEDULES`.
 
     Args:
-        name: One of `catalogue.SCHEDULES`.
+        name: Name of the schedule.
         ranks: Number of pipeline ranks.
         microbatches: Microbatches of a step.
         costs: Costs of every stage. None means that all are alike: F = B = W, and no links.
@@ -51,7 +51,7 @@ def make(
     """
     stage_ranks = stage_ranks_of(name, ranks, chunks)
     if not entry(name).from_costs:
-        return make_by_hand(name, ranks, microbatches, chunks, first_trainable)
+        return make_by_hand(name, ranks, microbatches, first_trainable, chunks)
     check_microbatches(name, ranks, microbatches)
     if costs is None:
         costs = uniform_costs(len(stage_ranks), 1.0, 1.0, 1.0)
@@ -66,19 +66,7 @@ def make(
 
 
 def full_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """Make a schedule of equal stages that all train.
-
-    Args:
-        name: One of `catalogue.SCHEDULES`.
-        ranks: Number of pipeline ranks.
-        microbatches: Microbatches of a step.
-        chunks: Stages per rank. None means the schedule's own number.
-    """
+    """Make a schedule of equal stages that all train."""
     # A schedule that is made within any limit must at least find the memory of 1F1B.
-    return make(
-        name,
-        ranks,
-        microbatches,
-        chunks=chunks,
-        caps=(float(ranks),) * ranks if name == "zb-auto" else None,
-    )
+    caps = (float(ranks),) * ranks if name == "zb-auto" else None
+    return make(name, ranks, microbatches, chunks=chunks, caps=caps)

@@ -32,7 +32,6 @@ every rank finds the same schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -43,6 +42,7 @@ from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic import _vshape_loops as core
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import v_stage_ranks
+from dynmo.schedule.generators import check_numbers
 from dynmo.schedule.op import Kind, Op, Schedule
 
 _Floats = NDArray[np.float64]
@@ -123,13 +123,7 @@ def _check(name: str, costs: Costs, microbatches: int, first_trainable: int) -> 
             f"{name} has 2 stages a rank, but costs are given for {stages}; give the costs of 2 "
             "stages for each rank"
         )
-    if microbatches < 1:
-        raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
-    if not 0 <= first_trainable < stages:
-        raise ScheduleError(
-            f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the "
-            "last stage must train"
-        )
+    check_numbers(name, stages // 2, microbatches, stages, first_trainable)
     if (
         not microbatches * (sum(stage.seconds for stage in costs.stages) + 2 * sum(costs.links))
         < _LARGEST
@@ -140,73 +134,39 @@ def _check(name: str, costs: Costs, microbatches: int, first_trainable: int) -> 
         )
 
 
-@dataclass
 class _Case:
-    """The costs as arrays, the limits, and work space.
+    """The costs and limits as arrays, and work space."""
 
-    Attributes:
-        hold: Memory that an F takes.
-        stash: Memory that is left of it after B.
-    """
-
-    microbatches: int
-    frozen: int
-    whole: bool
-    f: _Floats
-    b: _Floats
-    w: _Floats
-    link: _Floats
-    hold: _Floats
-    stash: _Floats
-    cap: _Floats
-    latest: _Floats = field(init=False)
-    arrival: _Floats = field(init=False)
-    start: _Floats = field(init=False)
-    began: _Floats = field(init=False)
-    ended: _Floats = field(init=False)
-    ops: _Order = field(init=False)
-
-    def __post_init__(self) -> None:
-        shape = (2, 2 * self.ranks, self.microbatches)
-        self.latest, self.arrival, self.start = (np.zeros(shape) for _ in range(3))
-        self.began, self.ended = np.zeros(self.ranks), np.zeros(self.ranks)
-        self.ops = np.zeros((self.ranks, 6 * self.microbatches), np.int8)
-        times = (self.f, self.b, self.w, self.link)
-        problem = core.Problem(
-            self.microbatches, self.frozen, self.whole, *times, self.hold, self.stash, self.cap
+    def __init__(self, problem: core.Problem) -> None:
+        p, m = len(problem.cap), problem.m
+        shape = (2, 2 * p, m)
+        self.problem, self.ranks, self.microbatches = problem, p, m
+        self.timetable = core.Timetable(
+            latest=np.zeros(shape),
+            arrival=np.zeros(shape),
+            start=np.zeros(shape),
+            began=np.zeros(p),
+            ended=np.zeros(p),
+            ops=np.zeros((p, 6 * m), np.int8),
         )
-        timetable = core.Timetable(
-            self.latest, self.arrival, self.start, self.began, self.ended, self.ops
-        )
-        self._problem, self._timetable = tuple(problem), tuple(timetable)
-
-    @property
-    def ranks(self) -> int:
-        return len(self.cap)
-
-    @property
-    def work(self) -> float:
-        """Work of the busiest rank for one microbatch."""
-        stages = self.f + self.b + self.w
-        return float((stages[: self.ranks] + stages[: self.ranks - 1 : -1]).max())
+        self._given = tuple(problem), tuple(self.timetable)
+        stages = problem.f + problem.b + problem.w
+        self.work = float((stages[:p] + stages[: p - 1 : -1]).max())  # of the busiest rank
 
     def run(self, order: _Order, share: float, patient: int = 0) -> float:
-        """Put W's into the order, and return its span (or makespan).
-
-        `ops` then holds the result.
-        """
-        return core.play(self._problem, self._timetable, order, share, patient)
+        """Put W's into the order, and return its span (or makespan)."""
+        return core.play(*self._given, order, share, patient)
 
     def cycles(self, cycle: tuple[int, ...]) -> _Order:
         order = np.zeros((self.ranks, 4 * self.microbatches), np.int8)
-        core.cycles(self.microbatches, self.frozen, np.array(cycle, np.int64), order)
+        core.cycles(self.microbatches, self.problem.frozen, np.array(cycle, np.int64), order)
         return order
 
     def block(self, block: _Block) -> _Order:
         shape, interval = block
         order = np.zeros((self.ranks, 4 * self.microbatches), np.int8)
-        work = self.work
-        core.block(self._problem, work / 6, np.array(shape, np.float64), interval * work, order)
+        unit, period = self.work / 6, interval * self.work
+        core.block(self._given[0], unit, np.array(shape, np.float64), period, order)
         return order
 
 
@@ -229,7 +189,7 @@ def _case(
     stages = costs.stages
     # An F takes at once the most that its microbatch will hold. A B that adds memory therefore
     # never finds too little.
-    hold = np.array([max(s.mem_f, s.mem_f + s.mem_b, 0.0) for s in stages], np.float64) * trains
+    hold = np.array([max(s.held, 0.0) for s in stages], np.float64) * trains
     stash = np.array([max(s.mem_f + s.mem_b, 0.0) for s in stages], np.float64) * trains
     both = hold[:ranks] + hold[: ranks - 1 : -1]
     cap = most * both
@@ -244,17 +204,21 @@ def _case(
             )
     link = np.array([*costs.links, 0.0], np.float64)
     link[ranks - 1] = 0.0
+    times = (np.array([getattr(s, key) for s in stages], np.float64) for key in ("f", "b", "w"))
+    f, b, w = times
     return _Case(
-        microbatches,
-        first_trainable,
-        objective is Objective.MAKESPAN,
-        np.array([s.f for s in stages], np.float64),
-        np.array([s.b for s in stages], np.float64) * trains,
-        np.array([s.w for s in stages], np.float64) * trains,
-        link,
-        hold,
-        stash,
-        cap,
+        core.Problem(
+            microbatches,
+            first_trainable,
+            objective is Objective.MAKESPAN,
+            f,
+            b * trains,
+            w * trains,
+            link,
+            hold,
+            stash,
+            cap,
+        )
     )
 
 
@@ -275,20 +239,16 @@ def _search(case: _Case) -> tuple[_Order, float, int]:
 
 
 class _Search:
-    """The best order so far, and the best block.
-
-    Every try of an order takes one from `left`.
-    """
+    """The best order so far, and the best block. Every try of an order takes one from `left`."""
 
     def __init__(self, case: _Case) -> None:
         least, most = _TRIES
         self.case = case
         self.left = min(most, max(least, _BUDGET // (6 * case.ranks * case.microbatches)))
-        self.time, self.best, self.share = np.inf, None, 1.0
-        self.block_time, self.block = np.inf, _SERIAL
-
-    best: _Order | None
-    block: _Block
+        self.best: _Order | None = None
+        self.time, self.share = np.inf, 1.0
+        self.block: _Block = _SERIAL
+        self.block_time = np.inf
 
     def order(self, order: _Order) -> float:
         """Return the time of the order, or infinity if memory forbids it."""
@@ -337,34 +297,24 @@ class _Search:
                         return
                     shape, interval = self.block
                     if at == 7:
-                        variant = (shape, interval * (1 + 0.06 * sign * step))
+                        interval *= 1 + 0.06 * sign * step
                     else:
-                        variant = (
-                            tuple(
-                                max(0.0, x + sign * step * (i == at)) for i, x in enumerate(shape)
-                            ),
-                            interval,
-                        )
+                        by = sign * step
+                        shape = tuple(max(0.0, x + by * (i == at)) for i, x in enumerate(shape))
                     before = self.block_time
-                    helped = self.try_(variant) < before or helped
+                    helped = self.try_((shape, interval)) < before or helped
 
 
 def _patience(case: _Case, order: _Order, share: float, best: float) -> int:
     """Find the number of first ranks on which W's may push back the last B's."""
     case.run(order, share)
-    tail = np.where(np.arange(case.ranks) >= case.frozen, case.w[: case.ranks], 0.0)
-    began = np.full(case.ranks, case.began.min()) if case.whole else case.began
-    target = float((case.ended + tail - began).max())
-    core.latest_starts(
-        case.microbatches,
-        case.frozen,
-        order,
-        case.f,
-        case.b,
-        case.link,
-        began + target - tail,
-        case.latest,
-    )
+    problem, ranks = case.problem, case.ranks
+    began, ended = case.timetable.began, case.timetable.ended
+    tail = np.where(np.arange(ranks) >= problem.frozen, problem.w[:ranks], 0.0)
+    began = np.full(ranks, began.min()) if problem.whole else began
+    target = float((ended + tail - began).max())
+    deadline = began + target - tail
+    core.latest_starts(tuple(problem), order, deadline, case.timetable.latest)
     chosen = 0
     for patient in range(1, case.ranks + 1):
         time = case.run(order, share, patient)
@@ -374,16 +324,16 @@ def _patience(case: _Case, order: _Order, share: float, best: float) -> int:
 
 
 def _schedule(name: str, case: _Case) -> Schedule:
-    p, n = case.ranks, 2 * case.ranks
+    p, n, frozen = case.ranks, 2 * case.ranks, case.problem.frozen
     kinds = (Kind.F, Kind.F, Kind.B, Kind.B, Kind.W, Kind.W)  # of the codes in `_vshape_loops`
     rows: list[tuple[Op, ...]] = []
     for rank in range(p):
         stages = (rank, n - 1 - rank, n - 1 - rank, rank, rank, n - 1 - rank)
-        length = case.microbatches * sum(3 if s >= case.frozen else 1 for s in set(stages))
+        length = case.microbatches * sum(3 if s >= frozen else 1 for s in set(stages))
         done = [0] * 6
         row: list[Op] = []
-        for code in case.ops[rank, :length].tolist():
+        for code in case.timetable.ops[rank, :length].tolist():
             row.append(Op(kinds[code], stages[code], done[code]))
             done[code] += 1
         rows.append(tuple(row))
-    return Schedule(name, case.microbatches, v_stage_ranks(p), tuple(rows), case.frozen)
+    return Schedule(name, case.microbatches, v_stage_ranks(p), tuple(rows), frozen)

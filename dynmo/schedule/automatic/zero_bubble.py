@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 
 from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.automatic._op_order_loops import Problem, polish
 from dynmo.schedule.automatic._zero_bubble_loops import (
     B_FIRST,
     BY_HAND,
@@ -42,26 +41,24 @@ from dynmo.schedule.automatic._zero_bubble_loops import (
     IN_TURN,
     SHARE_OF_WAY,
     UNLIMITED,
+    Problem,
+    polish,
     search,
 )
 from dynmo.schedule.bounds import Objective, lower_bound
+from dynmo.schedule.generators import check_numbers
 from dynmo.schedule.op import Kind, Op, Schedule
 
 NAME = "zb-auto"
 
 
 class Start(NamedTuple):
-    """A policy to start from, the same on all ranks.
+    """A policy to start from, the same on all ranks. The top of this file explains the rest.
 
     Attributes:
         style: `SHARE_OF_WAY`: the warm-up is as many F's as fill `size` percent of the way to the
             last stage and back, and `more`. `BY_HAND`: the warm-up of ZB-H1 (size 1) or ZB-H2
             (size 2).
-        size: See `style`.
-        more: See `style`.
-        wait: As at the top of this file.
-        prefer: `B_FIRST`, `F_FIRST` or `IN_TURN`.
-        save: As at the top of this file.
     """
 
     style: int
@@ -110,28 +107,12 @@ def automatic(
 
     Each rank has one stage. ZB-1p and ZB-2p are caps of p and 2p forward activations.
 
-    Args:
-        costs: Costs of each stage.
-        microbatches: Microbatches of a step.
-        caps: Most live memory of each stage, in the costs' unit. None means unlimited.
-        first_trainable: The stages before this one run F only.
-        objective: Whether the span or the makespan is kept short.
-
-    Returns:
-        The shortest schedule found.
-
     Raises:
         ScheduleError: A single microbatch does not fit a stage, or the number of ranks or
             microbatches is out of range. Every other case has a schedule.
     """
     p, m = len(costs.stages), microbatches
-    if p < 1 or m < 1:
-        raise ScheduleError(f"{NAME}: {p} ranks and {m} microbatches; at least 1 of each is needed")
-    if not 0 <= first_trainable < p:
-        raise ScheduleError(
-            f"{NAME}: first trainable stage {first_trainable} of {p} stages; at least the last "
-            "stage must train"
-        )
+    check_numbers(NAME, p, m, p, first_trainable)
     problem, unit = _problem(costs, m, _limits(costs, caps, first_trainable), first_trainable)
     goal = lower_bound(costs, m, first_trainable, objective, caps) * unit * (1 + 1e-12)
     order = np.zeros((p, 3 * m), np.int8)
@@ -164,9 +145,9 @@ def _problem(
 
 
 def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Compute the budgets: visits of ranks, and ops that may be replayed.
+    """Compute the budgets: visits of ranks, and ops that may be replayed to move single ops.
 
-    The replayed ops are those of the moves of single ops. At 24 ranks and 96 microbatches the
+    At 24 ranks and 96 microbatches the
     budget is some 15 and 12 whole schedules. A larger case, whose plan may take longer, has more. A
     smaller case has no fewer ops.
     """
@@ -186,7 +167,7 @@ def _limits(
         )
     for stage in range(p):
         cost, cap = costs.stages[stage], caps[stage]
-        need = 0.0 if stage < first_trainable else max(0.0, cost.mem_f, cost.mem_f + cost.mem_b)
+        need = 0.0 if stage < first_trainable else max(0.0, cost.held)
         if not need <= cap * (1 + _ROUNDING):
             raise ScheduleError(
                 f"{NAME}: one microbatch on stage {stage} needs {need:.10g}, over its limit of "

@@ -15,7 +15,8 @@ from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.exact import PROVEN, exact
 from dynmo.schedule.bounds import Objective, lower_bound
-from dynmo.schedule.generators import make_schedule, one_f_one_b, zb_h1, zb_h2
+from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.generators import one_f_one_b, zb_h1, zb_h2
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, to_text, validate
 from dynmo.schedule.simulator import peak_memory, simulate
 from tests.schedule.samples import TABLE_5, schedules, wander, whole_costs
@@ -340,7 +341,7 @@ def test_caps_of_one_microbatch_can_be_met() -> None:
             "rank 0, over its cap of 4",
         ),
         (
-            {"start": make_schedule("zb-h1", 3, 6)},
+            {"start": make_by_hand("zb-h1", 3, 6)},
             "3 stages",
         ),
         (

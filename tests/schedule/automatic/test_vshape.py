@@ -11,9 +11,8 @@ from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import v_stage_ranks
+from dynmo.schedule.catalogue import make_by_hand, v_stage_ranks
 from dynmo.schedule.chunk_bounds import lower_bound_on
-from dynmo.schedule.generators import make_schedule
 from dynmo.schedule.lowering import lower
 from dynmo.schedule.op import from_text, to_text, validate
 from dynmo.schedule.simulator import simulate
@@ -249,7 +248,7 @@ def test_bad_requests_are_refused(costs: Costs, options: dict[str, Any], message
 
 
 def test_1f1b_holds_as_much_as_zb_v() -> None:
-    timeline = simulate(make_schedule("1f1b", 4, 12), Costs((StageCost(2, 2, 2),) * 4, (0.0,) * 3))
+    timeline = simulate(make_by_hand("1f1b", 4, 12), Costs((StageCost(2, 2, 2),) * 4, (0.0,) * 3))
     assert (
         max(timeline.peak_memory)
         == max(simulate(v_shape("zb-v", halves(4, 2, 2, 2), 12), halves(4, 2, 2, 2)).peak_memory)

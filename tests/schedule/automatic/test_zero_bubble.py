@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.jit import jit_as
-from dynmo.schedule.automatic._op_order_loops import Problem, polish
-from dynmo.schedule.automatic._zero_bubble_loops import search
+from dynmo.schedule.automatic._zero_bubble_loops import Problem, polish, search
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
-from dynmo.schedule.generators import make_schedule
+from dynmo.schedule.catalogue import make_by_hand
 from dynmo.schedule.op import Schedule, to_text, validate
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 from tests.schedule.samples import PUBLISHED, TABLE_5
@@ -52,7 +51,7 @@ def test_memory_of_1f1b_gives_zb_h1_and_twice_gives_no_bubble() -> None:
     # started.
     costs = uniform_costs(3, 1, 1, 1)
     tight, wide = automatic(costs, 6, caps=[3] * 3), automatic(costs, 6, caps=[6] * 3)
-    assert simulate(tight, costs).span == simulate(make_schedule("zb-h1", 3, 6), costs).span == 20
+    assert simulate(tight, costs).span == simulate(make_by_hand("zb-h1", 3, 6), costs).span == 20
     assert simulate(wide, costs).span == 18
     assert (
         to_text(automatic(costs, 3, caps=[3] * 3))
@@ -175,7 +174,7 @@ def test_schedule_is_valid_and_within_caps(
         if all(cost.mem_b <= 0 for cost in costs.stages)
         else ("zb-h1", "zb-h2")
     ):
-        by_hand = make_schedule(name, len(costs.stages), m, first_trainable)
+        by_hand = make_by_hand(name, len(costs.stages), m, first_trainable)
         if fits(by_hand, costs, caps):
             assert time <= simulate(by_hand, costs).length(objective) * (1 + 1e-9)
 
