@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from dynmo.errors import InputError
 
@@ -243,10 +243,8 @@ def stage_costs(layers: Sequence[LayerCost], counts: Sequence[int]) -> tuple[Sta
     if sum(counts) != len(layers):
         raise InputError(f"a placement of {sum(counts)} layers for {len(layers)} layer costs")
     out: list[StageCost] = []
-    start = 0
-    for count in counts:
-        own = layers[start : start + count]
-        start += count
+    for start, stop in pairwise(accumulate(counts, initial=0)):
+        own = layers[start:stop]
         activation = float(sum(x.activation_bytes for x in own))
         stash = float(sum(x.stash_bytes for x in own))
         out.append(

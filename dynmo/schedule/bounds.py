@@ -67,10 +67,7 @@ _ROUNDING = 1e-9
 
 
 class Objective(StrEnum):
-    """The time that a schedule keeps short.
-
-    See `Timeline.span` and `Timeline.makespan`.
-    """
+    """The time that a schedule keeps short: `Timeline.span` or `Timeline.makespan`."""
 
     SPAN = "span"
     MAKESPAN = "makespan"
@@ -94,9 +91,6 @@ def lower_bound(
         first_trainable: The stages before this one run F only.
         objective: Whether the span or the makespan counts.
         caps: Most live memory of each stage, in the costs' unit. None means unlimited.
-
-    Returns:
-        The least time, in the costs' unit.
     """
     stages, links, m, last = costs.stages, costs.links, microbatches, len(costs.stages) - 1
     # The way of one microbatch. lead[s]: from its start to the start of F(s). out[s]: from the end
@@ -130,10 +124,7 @@ def lower_bound(
 
 
 def _ends(cost: StageCost, m: int, trip: float, cap: float) -> tuple[float, float, float]:
-    """Return the soonest ends of a rank's last F, B and W.
-
-    The times count from the start of the rank's first F.
-    """
+    """Return the soonest ends of a rank's last F, B and W, from the start of its first F."""
     f, b, w, held, stash = cost.f, cost.b, cost.w, cost.mem_f, cost.mem_f + cost.mem_b
     limit = cap * (1 + _ROUNDING)
     # If a B adds memory (its stash is larger than the memory that it frees), the first B after k

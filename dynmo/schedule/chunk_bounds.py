@@ -30,19 +30,9 @@ def lower_bound_on(
     objective: Objective = Objective.SPAN,
     caps: Sequence[float] | None = None,
 ) -> float:
-    """Bound the time of any schedule that has stage s on rank placement[s].
+    """Bound the time of any schedule that has stage s on rank stage_ranks[s].
 
-    Args:
-        stage_ranks: Rank of each stage.
-        costs: Costs of each stage.
-        microbatches: Microbatches of a step.
-        first_trainable: The stages before this one run F only.
-        objective: Whether the span or the makespan counts.
-        caps: Most live memory of each rank, in the costs' unit. They count only if every rank has
-            one stage.
-
-    Returns:
-        The least time, in the costs' unit.
+    `caps` are of each rank. They count only if every rank has one stage.
     """
     ranks = max(stage_ranks) + 1
     if ranks == len(stage_ranks):
@@ -65,9 +55,7 @@ class _Trip(NamedTuple):
     """The way of one microbatch, out to the last stage and back.
 
     Attributes:
-        f: Time of F on each stage.
-        b: Time of B on each stage. 0 on a frozen stage.
-        w: Time of W on each stage. 0 on a frozen stage.
+        f: Time of F on each stage. `b` and `w`: likewise, and 0 on a frozen stage.
         lead: From the start of the step to the start of F on each stage.
         back: From the end of the last stage's F to the end of B on each stage.
     """
@@ -97,7 +85,6 @@ def _trip(stage_ranks: Sequence[int], costs: Costs, first_trainable: int) -> _Tr
 def _rank_bound(
     own: list[int], trip: _Trip, microbatches: int, first_trainable: int, objective: Objective
 ) -> float:
-    """Bound the time of the rank that holds the stages `own`."""
     f, b, w, lead, back = trip
     forward, backward, weight = (microbatches * sum(times[s] for s in own) for times in (f, b, w))
     start, drain = lead[own[0]], 0.0

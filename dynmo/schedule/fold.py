@@ -22,7 +22,7 @@ from dynmo.schedule.simulator import simulate
 def fold(schedule: Schedule) -> Schedule:
     """Put the same ops on one rank that holds all stages.
 
-    B and W are fused as on several ranks. A frozen prefix is held back as on several ranks.
+    B and W are fused, and a frozen prefix is held back, as on several ranks.
     """
     fused = fuse(schedule)
     # F = B = W: the order decides how early an op is queued, not which ops it waits for.

@@ -58,18 +58,7 @@ _Column = tuple[str, _Mark | None]
 
 
 def draw(timeline: Timeline, width: int = 120) -> str:
-    """Draw the picture as text, with a time axis and a legend.
-
-    Args:
-        timeline: The simulated timeline.
-        width: Most characters in a line.
-
-    Returns:
-        The lines, each with a newline.
-
-    Raises:
-        InputError: The width is under 32 characters.
-    """
+    """Draw the picture as text of at most `width` columns, with a time axis and a legend."""
     label, rows, below = _layout(timeline, width)
     lines = [
         f"{rank:>{label}} |{''.join(char for char, _ in row)}|" for rank, row in enumerate(rows)
@@ -78,17 +67,7 @@ def draw(timeline: Timeline, width: int = 120) -> str:
 
 
 def draw_coloured(timeline: Timeline, width: int = 120) -> Text:
-    """Draw the same picture for rich's console, in colour.
-
-    Each kind has a background colour.
-
-    Args:
-        timeline: The simulated timeline.
-        width: Most characters in a line.
-
-    Raises:
-        InputError: The width is under 32 characters.
-    """
+    """Draw the same picture for rich's console. Each kind has a background colour."""
     from rich.text import Text
 
     label, rows, below = _layout(timeline, width)
@@ -102,10 +81,7 @@ def draw_coloured(timeline: Timeline, width: int = 120) -> Text:
 
 
 def _layout(timeline: Timeline, width: int) -> tuple[int, list[list[_Column]], list[str]]:
-    """Lay out the rank labels, the columns of every row, and the lines below.
-
-    Returns the width of the labels, the columns, and the lines below: axis and legend.
-    """
+    """Return the width of the rank labels, the columns of every row, and the lines below."""
     if width < MIN_WIDTH:
         raise InputError(f"a grid of {width} columns; at least {MIN_WIDTH} are needed")
     label = len(str(len(timeline.ranks) - 1))
@@ -203,10 +179,7 @@ def _cell(op: Op, width: int, several: bool, odd: bool) -> str:
 
 
 def _axis(makespan: float, scale: float, used: int) -> list[str]:
-    """Draw a ruler with a tick at round times, and the times below.
-
-    Ticks are at least 10 columns apart.
-    """
+    """Draw a ruler with a tick at round times, at least 10 columns apart, and the times below."""
     step = 10 / scale
     power = 10.0 ** math.floor(math.log10(step))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))

@@ -42,14 +42,7 @@ class Direction(StrEnum):
 
 
 class Channel(NamedTuple):
-    """Messages across one boundary in one direction.
-
-    Attributes:
-        boundary: The boundary between stages `boundary` and `boundary + 1`.
-        direction: The content of the messages.
-        source: Rank that sends.
-        target: Rank that receives.
-    """
+    """Messages in one direction between the stages `boundary` and `boundary + 1`."""
 
     boundary: int
     direction: Direction
@@ -126,11 +119,6 @@ class Program:
     """The work of one rank in one step.
 
     Attributes:
-        rank: The rank.
-        stages: Its stages.
-        microbatches: Number of microbatches of a step.
-        first_trainable: First stage that runs a backward.
-        instructions: In the order in which they run.
         depth: How many messages of a channel may be sent and not yet taken.
         varying: The channels whose messages have other shapes from microbatch to microbatch.
     """
@@ -186,9 +174,6 @@ def lower(
         varying: Boundaries whose messages have other shapes from microbatch to microbatch.
             Boundary b is between the stages b and b + 1.
 
-    Returns:
-        One program per rank.
-
     Raises:
         ScheduleError: The schedule is inconsistent, or its messages could wait in a circle. Such a
             circle may lie in a step, between two steps, or in a step that is begun again.
@@ -208,14 +193,6 @@ def lower_forward(
     """Make the programs of an evaluation, which runs forwards only.
 
     Every stage is a frozen prefix. A rank with several stages runs first what can be there first.
-
-    Args:
-        stage_ranks: Rank of each stage.
-        ranks: Number of ranks.
-        microbatches: Number of microbatches.
-
-    Returns:
-        One program per rank.
     """
     order = sorted((s + j, j, s) for s in range(len(stage_ranks)) for j in range(microbatches))
     rows = tuple(
@@ -326,8 +303,7 @@ def check(programs: tuple[Program, ...]) -> None:
 def check_again(programs: tuple[Program, ...]) -> None:
     """Check two steps, with the messages that ranks exchange between them.
 
-    The checks are those of `check`. One run assumes that the first step stands, the other that it
-    is rolled back.
+    One run assumes that the first step stands, the other that it is rolled back.
     """
     depth = _all_depths(programs)
     down, up = routes(_stage_ranks(programs))
@@ -361,9 +337,7 @@ def check_again(programs: tuple[Program, ...]) -> None:
 
 
 def routes(stage_ranks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the orders in which the prefix and the verdict pass the ranks.
-
-    They pass the ranks at a step's end.
+    """Return the orders in which the prefix and the verdict pass the ranks at a step's end.
 
         placement 0 1 2        prefix 0 > 1 > 2    verdict 2 > 1 > 0
         placement 0 1 2 2 1 0  prefix 0 > 1 > 2    verdict 2 > 0 > 1 > 2
@@ -371,9 +345,6 @@ def routes(stage_ranks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ..
     Both are used with post-validation. The prefix goes with the first microbatch's F's and the
     verdict with its B's, so neither delays a rank. A rank whose next F waits for the prefix would
     have to wait for the F of the rank that sends it anyway. The same holds for the verdict and B.
-
-    Returns:
-        The ranks in the order of the prefix, and in the order of the verdict.
     """
     return tuple(dict.fromkeys(stage_ranks)), tuple(dict.fromkeys(reversed(stage_ranks)))
 
@@ -388,10 +359,7 @@ def _stage_ranks(programs: tuple[Program, ...]) -> tuple[int, ...]:
 
 
 def _between(route: tuple[int, ...], rank: int, direction: Direction) -> Iterator[Instruction]:
-    """List the receive from the rank before, and the send to the rank behind.
-
-    Both ranks are neighbours on the route.
-    """
+    """List the receive from the rank before on the route, and the send to the rank behind."""
     place = route.index(rank)
     if place > 0:
         yield Receive(Channel(-1, direction, route[place - 1], rank), 0, 0)
@@ -434,10 +402,7 @@ Rows = Sequence[Sequence[Instruction]]
 def _play(
     rows: Rows, depth: dict[Channel, int], stops: Callable[[Instruction], bool] = lambda _: False
 ) -> list[int]:
-    """Run every rank as far as it gets, and return how far.
-
-    A channel without a depth has no limit.
-    """
+    """Run every rank as far as it gets, and return how far. Depths limit channels."""
     position = [0] * len(rows)
     flight: defaultdict[Channel, deque[int]] = defaultdict(deque)
     moved = True

@@ -25,10 +25,10 @@ activation_bytes = stash_bytes = 0.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
@@ -41,18 +41,9 @@ Pairs = Sequence[tuple[int, int]]
 def stage_memory(
     layers: Sequence[LayerCost], counts: Sequence[int], resident: Sequence[Pairs]
 ) -> tuple[int, ...]:
-    """Compute the peak memory of each stage.
+    """Compute the bytes of each stage at its peak.
 
-    Args:
-        layers: Cost of each layer in model order.
-        counts: Number of layers of each stage. Stages are contiguous.
-        resident: `simulator.resident` of the schedule.
-
-    Returns:
-        Bytes of each stage at its peak.
-
-    Raises:
-        PartitionError: The counts are for another number of layers or of stages.
+    `resident` is `simulator.resident` of the schedule.
     """
     if sum(counts) != len(layers):
         raise PartitionError(
@@ -65,16 +56,16 @@ def stage_memory(
             "make both for the same ranks"
         )
     out: list[int] = []
-    start = 0
-    for count, pairs in zip(counts, resident, strict=True):
-        own = layers[start : start + count]
-        start += count
+    for own, pairs in zip(_stages(layers, counts), resident, strict=True):
         activation, stash = sum(x.activation_bytes for x in own), sum(x.stash_bytes for x in own)
-        live = max(
-            (forward * activation + stashed * stash for forward, stashed in pairs), default=0
-        )
+        live = max((kept * activation + stashed * stash for kept, stashed in pairs), default=0)
         out.append(sum(x.static_bytes for x in own) + live)
     return tuple(out)
+
+
+def _stages(layers: Sequence[LayerCost], counts: Sequence[int]) -> Iterator[Sequence[LayerCost]]:
+    for start, stop in pairwise(accumulate(counts, initial=0)):
+        yield layers[start:stop]
 
 
 def rank_memory(
@@ -86,7 +77,7 @@ def rank_memory(
     replicas: int = 1,
     accumulation_groups: int = 1,
 ) -> tuple[int, ...]:
-    """Compute the peak memory of each rank under `schedule`.
+    """Compute the bytes of each rank at its peak under `schedule`.
 
     It is the sum of the static memory of the rank's stages and the most they keep alive together.
 
@@ -97,12 +88,6 @@ def rank_memory(
         post_validation: Whether the step before is not final as a step begins.
         replicas: Number of replicas that sum their gradients.
         accumulation_groups: Number of groups in which each replica accumulates its gradients.
-
-    Returns:
-        Bytes of each rank at its peak.
-
-    Raises:
-        PartitionError: The counts are for another number of layers or of stages.
     """
     if (sum(counts), len(counts)) != (len(layers), schedule.stages):
         raise PartitionError(
@@ -111,15 +96,9 @@ def rank_memory(
         )
     fused = fuse(schedule)  # the form that runs
     pending = _ops_before_verdict(schedule) if post_validation else (None,) * schedule.ranks
-    peaks = (
-        _peak(layers, counts, fused, rank, pending[rank], replicas, accumulation_groups)
-        for rank in range(schedule.ranks)
-    )
     return tuple(
-        static + peak
-        for static, peak in zip(
-            static_bytes(bare(layers), counts, schedule.stage_ranks), peaks, strict=True
-        )
+        static + _peak(layers, counts, fused, rank, pending[rank], replicas, accumulation_groups)
+        for rank, static in enumerate(static_bytes(bare(layers), counts, schedule.stage_ranks))
     )
 
 
@@ -153,26 +132,15 @@ def reduction_bytes(layers: Sequence[LayerCost]) -> int:
 def posted(messages: int, size: int, depth: int) -> int:
     """Compute how many receives a channel keeps posted.
 
-    Args:
-        messages: Messages of a step.
-        size: Bytes of a message.
-        depth: Depth of the channel, in messages.
-
-    Returns:
-        Number of posted receives.
+    `messages` are those of a step, `size` is in bytes, and `depth` is the channel's, in messages.
     """
-    return (
-        messages
-        if messages <= depth and messages * size <= POSTED_SMALL
-        else min(POSTED_AHEAD, depth - 1)
-    )
+    if messages <= depth and messages * size <= POSTED_SMALL:
+        return messages
+    return min(POSTED_AHEAD, depth - 1)
 
 
 def _ops_before_verdict(schedule: Schedule) -> tuple[int, ...]:
-    """Count the ops of each rank before its verdict.
-
-    The verdict says whether the step before is final.
-    """
+    """Count the ops of each rank before it learns whether the step before is final."""
     out: list[int] = []
     for program in lower(schedule, post_validation=True):
         verdict = next(at for at, x in enumerate(program.instructions) if isinstance(x, Verdict))
@@ -181,11 +149,7 @@ def _ops_before_verdict(schedule: Schedule) -> tuple[int, ...]:
 
 
 class _Inboxes:
-    """The receives that a rank keeps posted for messages from other ranks.
-
-    Attributes:
-        posted_bytes: Bytes of the receives that are posted now.
-    """
+    """The receives that a rank keeps posted for messages from other ranks."""
 
     def __init__(
         self, layers: Sequence[LayerCost], bounds: Sequence[int], schedule: Schedule, rank: int
@@ -293,9 +257,9 @@ def _change_at_end(layers: Sequence[LayerCost]) -> dict[Kind, int]:
 
 
 def _folded(group: int, accumulation_groups: int) -> int:
-    """Count the gradients that are freed once an accumulation group is summed.
+    """Count the gradients that are freed once the `group`-th accumulation group is summed.
 
-    The group is the `group`-th of the step. The groups are summed in a tree.
+    The groups are summed in a tree.
     """
     merged = (group & -group).bit_length() - 1
     return merged + (group.bit_count() - 1 if group == accumulation_groups else 0)
@@ -326,21 +290,10 @@ def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> 
 def static_bytes(
     layers: Sequence[LayerCost], counts: Sequence[int], stage_ranks: Sequence[int]
 ) -> tuple[int, ...]:
-    """Sum the weights, gradients and optimizer state of the layers on each rank.
-
-    Args:
-        layers: Cost of each layer in model order.
-        counts: Number of layers of each stage.
-        stage_ranks: Rank of each stage.
-
-    Returns:
-        Bytes of each rank.
-    """
+    """Sum the weights, gradients and optimizer state of the layers on each rank, in bytes."""
     held = [0] * (max(stage_ranks) + 1)
-    start = 0
-    for count, rank in zip(counts, stage_ranks, strict=True):
-        held[rank] += sum(x.static_bytes for x in layers[start : start + count])
-        start += count
+    for own, rank in zip(_stages(layers, counts), stage_ranks, strict=True):
+        held[rank] += sum(x.static_bytes for x in own)
     return tuple(held)
 
 
@@ -350,10 +303,6 @@ class MemoryLimits:
 
     Bytes are never negative, so a range that does not fit still does not fit with more layers. That
     makes exact search fast.
-
-    Attributes:
-        layers: Cost of each layer in model order.
-        limits: Bytes available to each stage.
     """
 
     layers: tuple[LayerCost, ...]
@@ -377,34 +326,16 @@ class MemoryLimits:
         return len(self.limits)
 
     def need(self, stage: int, start: int, stop: int) -> int:
-        """Compute the bytes of `stage` if it held the layers start..stop-1.
-
-        Args:
-            stage: Number of the stage.
-            start: First layer.
-            stop: The layer behind the last one.
-        """
+        """Compute the bytes of `stage` if it held the layers start..stop-1."""
         return max(sums[stop] - sums[start] for sums in self._sums[stage])
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
-        """Return whether the layers start..stop-1 fit `stage`.
-
-        Args:
-            stage: Number of the stage.
-            start: First layer.
-            stop: The layer behind the last one.
-        """
         return self.need(stage, start, stop) <= self.limits[stage]
 
     def reach(self, stage: int, start: int) -> int:
         """Find the largest stop for which the layers start..stop-1 fit `stage`.
 
-        Args:
-            stage: Number of the stage.
-            start: First layer.
-
-        Returns:
-            The largest stop. `start` itself if not even one layer fits.
+        It is `start` itself if not even one layer fits.
         """
         limit = self.limits[stage]
         return max(
@@ -414,10 +345,7 @@ class MemoryLimits:
 
     @cached_property
     def _sums(self) -> tuple[tuple[list[int], ...], ...]:
-        """Return prefix sums over the layers, per stage and per pair.
-
-        Each sum counts the bytes that the pair makes a layer hold.
-        """
+        """Return prefix sums of the bytes of layers, per stage and per pair."""
         known: dict[tuple[int, int], list[int]] = {}
         for pair in {pair for pairs in self.resident for pair in pairs} | {(0, 0)}:
             forward, stashed = pair

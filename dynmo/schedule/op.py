@@ -91,12 +91,7 @@ class Schedule:
         )
 
     def backward(self, stage: int, microbatch: int) -> Op:
-        """Return the op that produces the input gradient of `stage`: its B, or its BW.
-
-        Args:
-            stage: A stage that trains.
-            microbatch: Number of the microbatch.
-        """
+        """Return the op that produces the input gradient of `stage`: its B, or its BW."""
         return Op(Kind.BW if (stage, microbatch) in self.fused else Kind.B, stage, microbatch)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -113,13 +108,6 @@ def dependencies(schedule: Schedule, op: Op) -> Iterator[Dependency]:
 
     F(s,j) needs F(s-1,j). B(s,j) needs F(s,j) and B(s+1,j). W(s,j) needs B(s,j). On a frozen
     prefix F(s,j) also needs F(s+1, j-credits): this credit holds forward-only ranks back.
-
-    Args:
-        schedule: The schedule that has the op.
-        op: The op that is to start.
-
-    Returns:
-        Each op that must have ended, with the boundary that its result crosses.
     """
     kind, s, j = op
     if kind is Kind.F:
@@ -184,7 +172,6 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_placement(schedule: Schedule) -> None:
-    """Check the number of microbatches, the rank of each stage and the frozen prefix."""
     if schedule.microbatches < 1:
         raise ScheduleError(
             f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed"
@@ -252,10 +239,7 @@ _CELL = re.compile(r"(?P<stage>\d+)?(?P<kind>BW|F|B|W)(?P<microbatch>\d+)")
 
 
 def to_text(schedule: Schedule) -> str:
-    """Write the readable form shown at the top of this file.
-
-    `from_text` reads it back.
-    """
+    """Write the readable form shown at the top of this file. `from_text` reads it back."""
     header = f"# {schedule.name}  ranks={schedule.ranks} microbatches={schedule.microbatches}"
     header += f" placement={','.join(map(str, schedule.stage_ranks))}"
     if schedule.first_trainable:
@@ -272,7 +256,6 @@ def to_text(schedule: Schedule) -> str:
 
 
 def from_text(text: str) -> Schedule:
-    """Read the form of `to_text`."""
     lines = [line for line in text.splitlines() if line.strip()]
     header = _HEADER.fullmatch(lines[0].strip()) if lines else None
     if header is None:

@@ -26,12 +26,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank ran which op.
-
-    Attributes:
-        ranks: The spans of each rank in order, in the costs' unit of time.
-        peak_memory: Most live memory of each rank, in the costs' unit of memory.
-    """
+    """When each rank ran which op, and the most live memory of each rank, in the costs' units."""
 
     ranks: tuple[tuple[Span, ...], ...]
     peak_memory: tuple[float, ...]
@@ -54,10 +49,6 @@ class Timeline:
         return max(row[-1].end - row[0].start for row in self.ranks)
 
     def length(self, objective: Objective) -> float:
-        """Length of a step in a run.
-
-        It is the makespan with an optimizer barrier, else the span.
-        """
         return self.span if objective is Objective.SPAN else self.makespan
 
     @property
@@ -76,15 +67,6 @@ class Timeline:
 
 
 def duration(costs: Costs, op: Op) -> float:
-    """Compute how long an op takes.
-
-    Args:
-        costs: Costs of each stage.
-        op: The op.
-
-    Returns:
-        Time in the costs' unit. BW takes the sum of B and W.
-    """
     stage = costs.stages[op.stage]
     match op.kind:
         case Kind.F:
@@ -101,14 +83,6 @@ def memory_change(costs: Costs, op: Op, first_trainable: int = 0) -> float:
     """Compute by how much an op changes the live memory.
 
     F's change counts from its start, B's and W's from their end.
-
-    Args:
-        costs: Costs of each stage.
-        op: The op.
-        first_trainable: The stages before this one keep nothing.
-
-    Returns:
-        Change in the costs' unit of memory.
     """
     if op.stage < first_trainable:
         return 0.0
@@ -134,9 +108,6 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
             Zero Bubble's table 5 does. An op then waits for messages between the last rank and
             the first only for microbatches j with j % wrap_group == 0. A few ops start before
             their input is there, by at most p - 1 link times.
-
-    Returns:
-        The timeline with the peak memory of each rank.
 
     Raises:
         ScheduleError: The costs are for another number of stages, or the schedule can never
@@ -171,16 +142,9 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Compute the most memory that is live at once on each rank.
+    """Compute the most memory that is live at once on each rank, in the costs' unit.
 
     The result depends on the order of the ops alone, not on their times.
-
-    Args:
-        schedule: The order of the ops on each rank.
-        costs: Costs of each stage.
-
-    Returns:
-        One peak per rank, in the costs' unit of memory.
     """
     peaks: list[float] = []
     for row in schedule.ops:
@@ -195,13 +159,9 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 def resident(schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Count the microbatches that each stage keeps alive at once.
 
-    The live bytes of a stage are at most
-    `pair[0] * activation_bytes + pair[1] * stash_bytes` over its pairs. A memory limit can
-    therefore be checked for any placement without another simulation.
-
-    Returns:
-        Per stage, the pairs (microbatches between F and B, microbatches between B and W) that are
-        live at once and not dominated.
+    A stage has pairs: microbatches between F and B, and between B and W, that are live at once and
+    not dominated. Its live bytes are at most `pair[0] * activation_bytes + pair[1] * stash_bytes`
+    over its pairs. So a memory limit can be checked for any placement without another simulation.
     """
     out: list[tuple[tuple[int, int], ...]] = []
     for stage in range(schedule.stages):

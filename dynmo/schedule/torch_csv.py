@@ -32,12 +32,7 @@ _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """Write the schedule for `_PipelineScheduleRuntime._load_csv`, one line per rank.
-
-    Raises:
-        ScheduleError: The schedule has a frozen prefix. torch needs a backward of every microbatch
-            on every stage.
-    """
+    """Write the schedule for `_PipelineScheduleRuntime._load_csv`, one line per rank."""
     if schedule.first_trainable:
         raise ScheduleError(
             f"{schedule.name}: stages below {schedule.first_trainable} are frozen and have no "
@@ -61,8 +56,7 @@ def from_torch_csv(
         name: Name of the schedule. The file does not have it.
 
     Raises:
-        ScheduleError: A cell or op does not fit. The one-line message names row and cell (both from
-            0, as torch counts ranks and steps), or the rank and op.
+        ScheduleError: The one-line message names row and cell, both from 0 as torch counts.
     """
     rows: list[tuple[Op, ...]] = []
     holds: dict[int, int] = {}

@@ -102,10 +102,7 @@ def _plant(tree, wake):
 
 @njit
 def _settle(tree, wake, rank):
-    """Restore a winner tree after a change of wake[rank].
-
-    tree[1] is the rank that wakes first, the lower one of equals.
-    """
+    """Restore a winner tree after a change of wake[rank]. tree[1] is the first to wake."""
     i = (tree.shape[0] // 2 + rank) // 2
     while i > 0:
         left, right = tree[2 * i], tree[2 * i + 1]
@@ -263,8 +260,8 @@ def _leads(problem, spans):
 def _warm_ups(problem):
     """Return what bounds the warm-up of each rank.
 
-    Returns how many F's arrive while the first one is on its way to the last stage and back, and
-    how many F's the memory takes.
+    It is how many F's arrive while the first one is on its way to the last stage and back, and how
+    many F's the memory takes.
     """
     m, d, first, _, _, mf, _, cap = problem
     p = d.shape[1]
@@ -325,10 +322,7 @@ def _vary(policy, first, room, state):
     f"Tuple((float64, int64))({_PROBLEM}, boolean, float64, int64, int64[:, ::1], int8[:, ::1])"
 )
 def search(problem, spans, goal, budget, starts, best_order):
-    """Try the policies of `starts`, then changes of the best one.
-
-    The search ends when `goal` is met or `budget` is spent.
-    """
+    """Try the policies of `starts`, then changes of the best one, until `goal` is met."""
     m, d, first = problem[0], problem[1], problem[2]
     p = d.shape[1]
     _leads(problem, spans)
@@ -368,24 +362,14 @@ def search(problem, spans, goal, budget, starts, best_order):
 
 
 class _Tabu(NamedTuple):
-    """The inputs of a turn of the search, beside the order.
-
-    Attributes:
-        barred: The turn until which an op may not be moved again, [kind, rank, microbatch].
-        targets: Work space for the places that an op may be moved to.
-    """
+    """The turn until which an op may not be moved, [kind, rank, microbatch], and work space."""
 
     barred: Any
     targets: Any
 
 
 class _Run(NamedTuple):
-    """An order of ops, and the results of its replay: see `_replay` and `_tails`.
-
-    Attributes:
-        count: Work space.
-        scratch: Work space.
-    """
+    """An order of ops, the results of its replay (see `_replay` and `_tails`), and work space."""
 
     order: Any
     start: Any
@@ -714,10 +698,7 @@ def _places(problem, run, r, source, low, high, slack, targets):
 
 @njit(inline="always")
 def _waited_for(problem, run, r, low):
-    """Return the rank and the place of a neighbour's op that an op waits for.
-
-    The waiting op is op `low` of rank r. Returns -1, -1 if there is none.
-    """
+    """Return the rank and the place of a neighbour's op that op `low` waits for, or -1, -1."""
     kind = run.order[r, low]
     j = run.before[kind, r, low]
     if (low == 0 and r == 0) or kind == WEIGHT:
@@ -764,10 +745,7 @@ def _best_move(problem, run, tabu, best, slack, turn, state, last):
 
 @njit
 def _best_by_hand(problem, run, best, best_order):
-    """Replay the schedules that are made by hand.
-
-    Returns the least time and the effort in ops. The order of that time is then in `best_order`.
-    """
+    """Replay the schedules that are made by hand. Returns the least time and the effort in ops."""
     spent = 0
     for hand in range(3):
         if _by_hand(problem, max(1, hand), hand > 0, run.order):
@@ -798,10 +776,7 @@ def _new_run(problem):
 
 @jit_as(f"Tuple((float64, int64))({_PROBLEM}, float64, int64, int8[:, ::1])")
 def polish(problem, goal, budget, best_order):
-    """Improve an order of single ops by a tabu search.
-
-    It moves ops of a longest way to another place on their rank.
-    """
+    """Improve an order by a tabu search that moves ops of a longest way on their rank."""
     problem = Problem(*problem)
     run = _new_run(problem)
     total = run.path.shape[0]

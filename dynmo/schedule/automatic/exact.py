@@ -50,7 +50,6 @@ class Exact:
     """A schedule and the proven bound.
 
     Attributes:
-        schedule: The best schedule found.
         bound: A length that no schedule can beat, in the costs' unit.
         proven: Whether the schedule's length and the bound are equal within PROVEN.
         seconds: Seconds that the search took.
@@ -99,9 +98,6 @@ def exact(
         seconds: Time limit of the search.
         workers: Number of threads of the solver.
 
-    Returns:
-        The schedule and its bound. The schedule has the name of `start`, or "exact".
-
     Raises:
         ScheduleError: The solver is needed and missing, `start` is for another case or over a cap,
             or a cap admits no schedule at all.
@@ -113,7 +109,7 @@ def exact(
         )
         start = replace(schedule, name="exact")
     _check_start(start, costs, microbatches, caps, first_trainable)
-    known = _one_stage_each(start)
+    known = start.stage_ranks == tuple(range(start.ranks))
     length = _length(start, costs, objective)
     bound = (
         lower_bound(costs, microbatches, first_trainable, objective, caps)
@@ -147,28 +143,16 @@ def _length(schedule: Schedule, costs: Costs, objective: Objective) -> float:
 
 
 def _over(live: float, cap: float) -> bool:
-    """Return whether `live` is over the cap.
-
-    Sums of floats may end a little over a cap that they meet.
-    """
+    """Return whether `live` is over the cap. Sums of floats may end a little over it."""
     return not live <= cap * (1 + 1e-9)
 
 
 def _fits(schedule: Schedule, costs: Costs, caps: Sequence[float] | None) -> bool:
-    return caps is None or not any(
-        _over(peak, cap) for peak, cap in zip(peak_memory(schedule, costs), caps, strict=True)
-    )
-
-
-def _one_stage_each(schedule: Schedule) -> bool:
-    return schedule.stage_ranks == tuple(range(schedule.ranks))
+    return caps is None or not any(map(_over, peak_memory(schedule, costs), caps))
 
 
 def _busiest(schedule: Schedule, costs: Costs) -> float:
-    """Return the work of the busiest rank.
-
-    Nothing more is known beforehand if ranks hold several stages.
-    """
+    """Return the work of the busiest rank, a bound for ranks with several stages."""
     return max(sum(duration(costs, op) for op in row) for row in schedule.ops)
 
 
@@ -211,10 +195,7 @@ def _check_start(
 
 
 def _split(schedule: Schedule) -> Schedule:
-    """Split every BW into B, then W.
-
-    No op ends later for it, and both can be moved apart.
-    """
+    """Split every BW into B, then W. No op ends later for it, and both can be moved apart."""
 
     def parts(op: Op) -> Iterable[Op]:
         return (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind is Kind.BW else (op,)
@@ -250,10 +231,7 @@ def _in_ticks(costs: Costs, scale: Fraction) -> Costs:
     def ticks(value: float) -> int:
         return floor(Fraction(str(value)) * scale)
 
-    stages = (
-        StageCost(ticks(c.f), ticks(c.b), ticks(c.w), c.mem_f, c.mem_b, c.mem_w)
-        for c in costs.stages
-    )
+    stages = (replace(c, f=ticks(c.f), b=ticks(c.b), w=ticks(c.w)) for c in costs.stages)
     return Costs(tuple(stages), tuple(map(ticks, costs.links)))
 
 
@@ -303,10 +281,7 @@ class _Model:
         self.open_pairs = sum(len(row) ** 2 for row in start.ops) // 6
 
     def solve(self, seconds: float, workers: int) -> tuple[Schedule | None, float]:
-        """Return the best schedule found, if any, and the proven bound.
-
-        The bound is in the costs' unit.
-        """
+        """Return the best schedule found, if any, and the proven bound in the costs' unit."""
         cp = _solver()
         began = time.perf_counter()
         self.model = cp.CpModel()
@@ -327,16 +302,13 @@ class _Model:
             ahead = dict.fromkeys(row, 0)
             for x, y in combinations(row, 2):
                 first = self._is_before(x, y)
-                ahead[
-                    y
-                    if first is True or (first is not False and solver.boolean_value(first))
-                    else x
-                ] += 1
+                if not isinstance(first, bool):
+                    first = solver.boolean_value(first)
+                ahead[y if first else x] += 1
             rows.append(tuple(sorted(row, key=ahead.__getitem__)))
         return replace(self.start, ops=tuple(rows)), bound
 
     def _is_before(self, x: Op, y: Op) -> Literal | bool:
-        """Return whether x comes before y: True, False, or the variable that says so."""
         if _settled(x, y):
             return True
         if _settled(y, x):
@@ -385,10 +357,7 @@ class _Model:
         model.minimize(length)
 
     def _one_at_a_time(self, row: Sequence[Op]) -> None:
-        """Model the order of a rank's ops: one before the other, without circles.
-
-        It also models the effect of the order on the times.
-        """
+        """Model the order of a rank's ops, without circles, and its effect on the times."""
         model = self.model
         model.add_no_overlap(
             model.new_fixed_size_interval_var(self.at[op], self.took[op], "") for op in row
@@ -420,10 +389,7 @@ class _Model:
                     model.add_bool_or(self.before[x, y], self.before[y, z], ~self.before[x, z])
 
     def _just_before(self, op: Op) -> Iterator[Op]:
-        """List the ops on the same rank that are settled to come before `op`.
-
-        It leaves out those that follow from others.
-        """
+        """List the ops on the same rank that are settled to come just before `op`."""
         own = self.start.stages_of(self.start.stage_ranks[op.stage])
         trained = [s for s in own if s >= self.start.first_trainable]
         if op.microbatch:

@@ -223,10 +223,7 @@ def _case(
 
 
 def _search(case: _Case) -> tuple[_Order, float, int]:
-    """Find the order, the share of W for a gap, and the number of patient ranks.
-
-    A gap must hold this share of a W. Together they give the shortest schedule.
-    """
+    """Find the order, the share of W that a gap must hold, and the number of patient ranks."""
     search = _Search(case)
     search.order(case.block(_SERIAL))
     for cycle in _CYCLES:
@@ -270,10 +267,7 @@ class _Search:
         return time
 
     def shortest_interval(self, shape: tuple[float, ...]) -> None:
-        """Search the shortest interval of a block of this shape.
-
-        The shorter the interval, the more microbatches are on their way at once.
-        """
+        """Search the shortest interval of a block: most microbatches are on their way at once."""
         low = high = 1.0
         while self.left > 0 and high < 16 and self.try_((shape, high)) == np.inf:
             low, high = high, high * 2
@@ -284,10 +278,7 @@ class _Search:
             low, high = (middle, high) if self.try_((shape, middle)) == np.inf else (low, middle)
 
     def descend(self) -> None:
-        """Change the best block one number at a time, for as long as that helps.
-
-        The steps become smaller and smaller.
-        """
+        """Change the best block one number at a time, by ever smaller steps, while that helps."""
         for step in _STEPS:
             helped = True
             while helped:
