@@ -113,13 +113,7 @@ def spmm(csr: Csr, values: Tensor, packed: Tensor) -> Tensor:
     if packed.is_cuda:
         return cast(Tensor, torch.mm(_sparse(csr, values), packed))
     out = torch.empty(packed.shape[0], csr.shape[0], packed.shape[2], dtype=packed.dtype)
-    csr_loops.spmm(
-        csr.crow.numpy(),
-        csr.col.numpy(),
-        values.detach().numpy(),
-        packed.detach().numpy(),
-        out.numpy(),
-    )
+    csr_loops.spmm(*(t.detach().numpy() for t in (csr.crow, csr.col, values, packed, out)))
     return out
 
 
@@ -135,13 +129,7 @@ def sddmm_(csr: Csr, left: Tensor, right: Tensor, out: Tensor) -> None:
         with torch.no_grad():
             out.copy_(torch.sparse.sampled_addmm(_sparse(csr, out), left, right.t()).values())
         return
-    csr_loops.sddmm(
-        csr.crow.numpy(),
-        csr.col.numpy(),
-        left.detach().numpy(),
-        right.detach().numpy(),
-        out.detach().numpy(),
-    )
+    csr_loops.sddmm(*(t.detach().numpy() for t in (csr.crow, csr.col, left, right, out)))
 
 
 def sum_tokens(packed: Tensor) -> Tensor:

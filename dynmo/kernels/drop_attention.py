@@ -76,9 +76,8 @@ class _DropAttention(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, v: Tensor, plan: KeptPlan) -> Tensor:
         ctx.plan, ctx.shape, ctx.scale = plan, x.shape, x.shape[-1] ** -0.5
         rows_q, rows_k = plan.queries.view(-1), plan.keys.view(-1)
-        q, k, values, sources = (
-            x.new_empty(len(rows), x.shape[-1]) for rows in (rows_q, rows_k, rows_k, rows_k)
-        )
+        q = x.new_empty(len(rows_q), x.shape[-1])
+        k, values, sources = (x.new_empty(len(rows_k), x.shape[-1]) for _ in range(3))
         factors = x.new_empty(len(rows_k))
         for taken, rows, out in ((x, rows_q, q), (v, rows_k, values), (x, rows_k, sources)):
             take(taken, rows, out)
@@ -86,9 +85,8 @@ class _DropAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, factors, values)
         kept = torch.empty_like(q)
         n = plan.queries.shape[0]
-        attend(
-            q.view(n, -1, q.shape[1]), _apart(k, n), _apart(values, n), _apart(kept, n), plan.tiles
-        )
+        queries, keys, vectors, to = (_apart(t, n) for t in (q, k, values, kept))
+        attend(queries, keys, vectors, to, plan.tiles)
         out = x.new_zeros(ctx.shape)
         out.view(-1, q.shape[1]).index_copy_(0, rows_q, kept)
         return out
@@ -98,20 +96,11 @@ class _DropAttention(torch.autograd.Function):
         plan: KeptPlan = ctx.plan
         q, k, factors, values = ctx.saved_tensors
         n, size = plan.queries.shape[0], q.shape[1]
-        gout = torch.empty_like(q)
-        gq = torch.empty_like(q)
-        gk = torch.empty_like(k)
-        gv = torch.empty_like(k)
+        gout, gq, gk, gv = (torch.empty_like(t) for t in (q, q, k, k))
         take(gradients[0], plan.queries.view(-1), gout)
-        products = (_apart(gq, n), _apart(gk, n), _apart(gv, n))
-        attend_backward(
-            q.view(n, -1, size),
-            _apart(k, n),
-            _apart(values, n),
-            _apart(gout, n),
-            *products,
-            plan.tiles,
-        )
+        queries, keys, vectors, g = (_apart(t, n) for t in (q, k, values, gout))
+        to_q, to_k, to_v = (_apart(t, n) for t in (gq, gk, gv))
+        attend_backward(queries, keys, vectors, g, to_q, to_k, to_v, plan.tiles)
         along = (k * gk).sum(-1, keepdim=True) / ctx.scale**2
         gx, gvalues = gq.new_zeros(ctx.shape), gq.new_zeros(ctx.shape)
         gx.view(-1, size).index_copy_(0, plan.queries.view(-1), gq)

@@ -82,16 +82,13 @@ def stacked(matrices: Sequence[Tensor]) -> Tensor:
     first = matrices[0]
     step = first.numel()
     storage = first.untyped_storage().data_ptr()
-    follow = all(
+    if all(
         each.untyped_storage().data_ptr() == storage
         and each.storage_offset() == first.storage_offset() + place * step
         for place, each in enumerate(matrices)
-    )
-    return (
-        first.as_strided((len(matrices), *first.shape), (step, *first.stride()))
-        if follow
-        else torch.stack(tuple(matrices))
-    )
+    ):
+        return first.as_strided((len(matrices), *first.shape), (step, *first.stride()))
+    return torch.stack(tuple(matrices))
 
 
 def _fused(x: Tensor, weight: Tensor) -> bool:
@@ -128,21 +125,20 @@ class _GroupedFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         weights, counts, tape, gy = ctx.weights, ctx.counts, ctx.tape, gradients[0].contiguous()
-        gx = (
-            grouped_product(gy, weights, counts, ctx.per_kernel)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        gx = None
+        if ctx.needs_input_grad[0]:
+            gx = grouped_product(gy, weights, counts, ctx.per_kernel)
         x = x.detach()
+        nothing = [None] * (3 + len(weights))
         if not any(ctx.needs_input_grad[1:]):
-            return gx, None, None, None, *(None for _ in weights)
+            return gx, *nothing
         if tape is None or not tape.takes(*weights):
             own = [torch.zeros_like(weight) for weight in weights]
             for block, rows in parts(counts):
                 own[block] = torch.mm(aligned(gy[rows]).t(), aligned(x[rows]))
             return gx, None, None, None, *own
         tape.add(partial(accumulate_groups, weights, x, gy, counts), x, gy)
-        return gx, None, None, None, *(None for _ in weights)
+        return gx, *nothing
 
 
 class GroupedLinear(nn.Module):

@@ -267,15 +267,10 @@ class _HashAttention(torch.autograd.Function):
             take(x, rows, q[chunk.places])
             take(v, rows, values[chunk.places])
             scale_keys(q[chunk.places], ctx.scale, k[chunk.places], factors[chunk.places])
-            each = [chunk.of(t) for t in (q, k, values, out)]
-            each[3][:, 0] = 0
-            attend(
-                each[0][:, 1:],
-                each[1],
-                each[2],
-                each[3][:, 1:],
-                _staircase(chunk.length - 1, tile, x),
-            )
+            tiles = _staircase(chunk.length - 1, tile, x)
+            to = chunk.of(out)
+            to[:, 0] = 0
+            attend(chunk.of(q)[:, 1:], chunk.of(k), chunk.of(values), to[:, 1:], tiles)
         return out.index_select(0, plan.places).view(ctx.shape)
 
     @staticmethod
@@ -285,36 +280,17 @@ class _HashAttention(torch.autograd.Function):
         gq, gk, gv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
         for chunk in plan.chunks:
             gout = q.new_empty(chunk.buckets * chunk.length, q.shape[1])
-            take(
-                gradients[0], plan.rows[chunk.places], gout
-            )  # 0 in the padding, so that it adds nothing
-            each = [
-                *(chunk.of(t) for t in (q, k, values)),
-                chunk.apart(gout),
-                *(chunk.of(t) for t in (gq, gk, gv)),
-            ]
-            each[4][:, 0] = 0
-            shifted = (
-                each[0][:, 1:],
-                each[1],
-                each[2],
-                each[3][:, 1:],
-                each[4][:, 1:],
-                each[5],
-                each[6],
-            )
-            attend_backward(*shifted, _staircase(chunk.length - 1, ctx.tile, q))
+            # 0 in the padding, so that it adds nothing.
+            take(gradients[0], plan.rows[chunk.places], gout)
+            queries, own_keys, vectors, to_k, to_v = (chunk.of(t) for t in (q, k, values, gk, gv))
+            g, to_q = chunk.apart(gout)[:, 1:], chunk.of(gq)
+            to_q[:, 0] = 0
+            tiles = _staircase(chunk.length - 1, ctx.tile, q)
+            attend_backward(queries[:, 1:], own_keys, vectors, g, to_q[:, 1:], to_k, to_v, tiles)
         gx = torch.empty(plan.places.shape[0], q.shape[1], dtype=q.dtype)
-        keys = k.numpy()
-        _spread_x(
-            gq.numpy(),
-            gk.numpy(),
-            keys,
-            factors.numpy(),
-            keys.dtype.type(ctx.scale**-2),
-            plan.places.numpy(),
-            gx.numpy(),
-        )
+        keys, places = k.numpy(), plan.places.numpy()
+        unscale = keys.dtype.type(ctx.scale**-2)
+        _spread_x(gq.numpy(), gk.numpy(), keys, factors.numpy(), unscale, places, gx.numpy())
         return gx.view(ctx.shape), gv.index_select(0, plan.places).view(ctx.shape), None, None
 
 

@@ -63,12 +63,8 @@ class _SparseFunction(torch.autograd.Function):
             flipped, order = layer.flipped
             gx = unpack(spmm(flipped, weight.detach()[0].index_select(0, order), rows), ctx.shape)
         if not weight.requires_grad:
-            return (
-                gx,
-                None,
-                None if bias is None or not bias.requires_grad else sum_tokens(rows),
-                None,
-            )
+            trains = bias is not None and bias.requires_grad
+            return gx, None, sum_tokens(rows) if trains else None, None
         (columns,) = ctx.saved_tensors
         csr, tape = layer.csr, layer.tape
         if tape is None or not tape.taking or not isinstance(weight, nn.Parameter):
@@ -279,15 +275,13 @@ def prune(
     was_sparse = isinstance(linear, SparseLinear)
     shape = weight.shape
 
-    def compact(tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1)[kept if was_sparse else positions].reshape(1, -1)
-
-    def masked(tensor: Tensor) -> Tensor:
+    def change(tensor: Tensor) -> Tensor:
+        if sparse or was_sparse:
+            return tensor.reshape(-1)[kept if was_sparse else positions].reshape(1, -1)
         out = torch.zeros_like(tensor)
         out.view(-1)[positions] = tensor.reshape(-1)[positions]
         return out
 
-    change = compact if sparse or was_sparse else masked
     if sparse or was_sparse:
         csr = Csr.at(positions, (linear.out_features, linear.in_features))
         _become(linear, SparseLinear, {"crow": csr.crow, "col": csr.col})
@@ -375,11 +369,5 @@ def dense_parameters(
     }
     for name, parameter in module.named_parameters():
         master = masters.get(name)
-        yield (
-            name,
-            dense_weight(sparse[name], master)
-            if name in sparse
-            else parameter.detach()
-            if master is None
-            else master,
-        )
+        plain = parameter.detach() if master is None else master
+        yield name, dense_weight(sparse[name], master) if name in sparse else plain

@@ -67,19 +67,9 @@ class _KeptAttention(torch.autograd.Function):
             queries, keys, values = _heads_first(q[part], k[row], v[row])
             tiles = plan_tiles(index[part] - row * k.shape[1], queries.dtype)
             # Sums over tiles are faster in one piece.
-            to_k, to_v = (
-                torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (keys, values)
-            )
-            attend_backward(
-                queries,
-                keys,
-                values,
-                gout[part].transpose(0, 1),
-                gq[part].transpose(0, 1),
-                to_k,
-                to_v,
-                tiles,
-            )
+            to_k, to_v = (x.new_empty(x.shape) for x in (keys, values))
+            g, to_q = (x[part].transpose(0, 1) for x in (gout, gq))
+            attend_backward(queries, keys, values, g, to_q, to_k, to_v, tiles)
             gk[row], gv[row] = to_k.transpose(0, 1), to_v.transpose(0, 1)
         for row, length in enumerate(ctx.lengths):
             if not length:
