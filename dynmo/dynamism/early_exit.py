@@ -6,9 +6,9 @@ from which step on tokens leave, and records how many do.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast, final
+from typing import Any, final
 
 from torch import nn
 
@@ -34,10 +34,8 @@ class EarlyExitCase(Dynamism):
         before, self._on = self._on, step >= self._start
         exits = exits_of(layers.modules)
         behind = range(exits[0], layers.count)
-        for index in behind:
-            _set(layers.modules[index], "varying_shapes", self._on)
-        for index in exits:
-            _set(layers.modules[index], "exits", self._on)
+        _set_all(layers, behind, "varying_shapes", self._on)
+        _set_all(layers, exits, "exits", self._on)
         if before == self._on:
             return None
         return Change(tuple(behind), f"tokens may leave at {len(exits)} exits (step {step})")
@@ -64,12 +62,10 @@ class EarlyExitCase(Dynamism):
     def _without_exits(self, layers: Layers) -> Generator[None]:
         exits = exits_of(layers.modules)
         try:
-            for index in exits:
-                _set(layers.modules[index], "exits", False)
+            _set_all(layers, exits, "exits", False)
             yield
         finally:
-            for index in exits:
-                _set(layers.modules[index], "exits", self._on)
+            _set_all(layers, exits, "exits", self._on)
 
     def state(self) -> dict[str, Any]:
         return {"on": self._on}
@@ -78,14 +74,14 @@ class EarlyExitCase(Dynamism):
         self._on = bool(state["on"])
 
 
-def _counted(module: nn.Module) -> tuple[int, int]:
-    seen = cast("tuple[int, int]", getattr(module, "seen", (0, 0)))
-    _set(module, "seen", (0, 0))
+def _counted(module: Any) -> tuple[int, int]:
+    seen, module.seen = module.seen, (0, 0)
     return seen
 
 
-def _set(module: nn.Module, name: str, value: object) -> None:
-    setattr(module, name, value)
+def _set_all(layers: Layers, indices: Iterable[int], name: str, value: bool) -> None:
+    for index in indices:
+        setattr(layers.modules[index], name, value)
 
 
 def exits_of(modules: Sequence[nn.Module]) -> list[int]:

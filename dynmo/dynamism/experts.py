@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -25,44 +24,30 @@ from dynmo.errors import ConfigError
 from dynmo.models.options import ModelOptions
 
 
-@dataclass(frozen=True)
-class PlacingRule:
-    """How experts are placed on the `ranks` replicas that share them.
-
-    Attributes:
-        most_experts: Most experts of a layer on one replica.
-        every: Steps between two decisions. 0: experts stay.
-        least_gain: Experts move only if the load of the busiest replica falls by this share.
-    """
-
-    ranks: int
-    most_experts: int
-    every: int
-    least_gain: float
-
-
 @final
 class ExpertsCase(Dynamism):
-    """Counts tokens by expert."""
+    """Counts tokens by expert.
+
+    Args:
+        options: The options of the case.
+        experts: Experts of a layer. 0: `check` counts them.
+        bias_rate: Change of a bias in a step.
+        ranks: Replicas that share the experts.
+        most: Most experts of a layer on one replica, or the redundant ones if `experts` is 0.
+    """
 
     name = "experts"
 
     def __init__(
-        self,
-        experts: int | None,
-        bias_rate: float,
-        record_every: int,
-        places: PlacingRule | None = None,
+        self, options: Experts, experts: int, bias_rate: float, ranks: int = 1, most: int = 0
     ) -> None:
-        self._rate, self._every = bias_rate, record_every
+        self._options, self._rate, self._ranks, self._most = options, bias_rate, ranks, most
         self._layers: Layers | None = None
-        # Tokens by replica of the group and by expert. The first counts begin anew at each record,
-        # the second at each decision.
-        self._places = places
-        self._ranks = places.ranks if places is not None else 1
-        self._count(experts or 0)
+        self._count(experts)
 
     def _count(self, experts: int) -> None:
+        # Tokens by replica of the group and by expert. The first counts begin anew at each record,
+        # the second at each decision.
         self._experts = experts
         self._recorded = Counts(experts * self._ranks)
         self._by_source = Counts(experts * self._ranks)
@@ -80,9 +65,7 @@ class ExpertsCase(Dynamism):
             )
         (experts,) = sizes
         self._count(experts)
-        if self._places is not None:
-            most = min(experts, experts // self._ranks + self._places.most_experts)
-            self._places = replace(self._places, most_experts=most)
+        self._most = min(experts, experts // self._ranks + self._most)
         if any(hasattr(_router(modules[index]), "bias") for index in layers):
             self._rate = ModelOptions().bias_rate
 
@@ -94,28 +77,25 @@ class ExpertsCase(Dynamism):
         return step > 0 and (self._rate > 0 or self._records(step) or self._decides(step))
 
     def _decides(self, step: int) -> bool:
-        places = self._places
-        return places is not None and places.every > 0 and step > 0 and step % places.every == 0
+        every = self._options.place_every
+        return self._ranks > 1 and every > 0 and step > 0 and step % every == 0
 
     def _place(self, layers: Layers) -> Change | None:
         """Moves the experts of each layer if that evens the load of the replicas."""
-        places, counts, current = self._places, self._by_source, layers.expert_placements
-        assert places is not None
+        current, ranks = layers.expert_placements, self._ranks
         indices = sorted(current)
-        rows = counts.total(
+        rows = self._by_source.total(
             layers, indices, "the load of every expert by replica", all_replicas=True
         )
         changed, before, after = dict[int, ExpertPlacement](), 1.0, 1.0
         for index, row in zip(indices, rows, strict=True):
             sources = self._sources(row)
             placement = place_experts(
-                sources, places.ranks, places.most_experts, current[index], places.least_gain
+                sources, ranks, self._most, current[index], self._options.least_gain
             )
             before = max(before, _hottest(current[index].loads(sources)))
             after = max(after, _hottest(placement.loads(sources)))
-            if placement != current[index] and all(
-                placement.held_by(rank) for rank in range(places.ranks)
-            ):
+            if placement != current[index] and all(map(placement.held_by, range(ranks))):
                 changed[index] = placement
         if not changed:
             return None
@@ -127,7 +107,7 @@ class ExpertsCase(Dynamism):
         return Change(tuple(changed), what)
 
     def _records(self, step: int) -> bool:
-        return step > 0 and step % self._every == 0
+        return step > 0 and step % self._options.record_every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
         indices = experts_of(layers.modules)
@@ -143,7 +123,7 @@ class ExpertsCase(Dynamism):
             "hottest expert": [_hottest(load) for load in loads],
             "unused": [_unused(load) for load in loads],
         }
-        if self._places is not None:
+        if self._ranks > 1:
             placements = layers.expert_placements
             shares["busiest replica"] = [
                 _hottest(placements[i].loads(each))
@@ -178,7 +158,7 @@ class ExpertsCase(Dynamism):
             index: functional.pad(load, (before, behind)) for index, load in counted.items()
         }
         self._recorded.add(by_source)
-        if self._places is not None:
+        if self._ranks > 1:
             self._by_source.add(by_source)
         return counted
 
@@ -234,14 +214,7 @@ def most_experts(run: RunFacts) -> int:
 def make(options: Experts, run: RunFacts) -> Dynamism:
     """Makes the case. `check` counts the experts of a model of the user's own."""
     model = run.model
-    # Without a known number of experts, only the redundant ones are known.
-    most = options.redundant if model is None else most_experts(run)
-    places = (
-        PlacingRule(run.expert, most, options.place_every, options.least_gain)
-        if run.expert > 1
-        else None
-    )
     if model is None:
-        return ExpertsCase(None, 0.0, options.record_every, places)
+        return ExpertsCase(options, 0, 0.0, run.expert, options.redundant)
     rate = model.bias_rate if model.kind == "moe" and model.routing == "bias" else 0.0
-    return ExpertsCase(model.experts, rate, options.record_every, places)
+    return ExpertsCase(options, model.experts, rate, run.expert, most_experts(run))

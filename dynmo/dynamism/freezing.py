@@ -110,10 +110,7 @@ class AutoFreeze(Dynamism):
         unfrozen = [
             (module, change)
             for module, change in zip(modules, changes, strict=True)
-            if module.start >= stop
-        ]
-        unfrozen = [
-            (module, change) for module, change in unfrozen if learns(layers.modules, module)
+            if module.start >= stop and learns(layers.modules, module)
         ]
         middle = median(change for _, change in unfrozen)
         for module, change in unfrozen:

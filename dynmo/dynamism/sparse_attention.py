@@ -13,6 +13,7 @@ layer that moves knows already, and nothing has to be sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -61,19 +62,15 @@ class SparseAttentionCase(Dynamism):
         self._halves = halves_of(layers.modules)
         before, self._sparse = self._sparse, self._wanted(step)
         for index in self._halves:
-            sparse = (
-                self._kind(mix(self._seed, Purpose.ATTENTION, index, step))
-                if index in self._sparse
-                else None
-            )
+            sparse = None
+            if index in self._sparse:
+                sparse = self._kind(mix(self._seed, Purpose.ATTENTION, index, step))
             # A module of any class has it.
             setattr(layers.modules[index], "sparse_attention", sparse)  # noqa: B010
         if before == self._sparse:
             return None
-        what = (
-            f"{len(self._sparse)} of {len(self._halves)} attention halves are sparse "
-            f"(schedule, step {step})"
-        )
+        share = f"{len(self._sparse)} of {len(self._halves)}"
+        what = f"{share} attention halves are sparse (schedule, step {step})"
         return Change(tuple(sorted(before ^ self._sparse)), what)
 
     def acts(self, step: int) -> bool:
@@ -102,10 +99,8 @@ class SparseAttentionCase(Dynamism):
             # A factor is relative to the time that a layer takes now. A layer that becomes sparse
             # and dense again takes the same time as now.
             for sparse, changing in ((True, then - before), (False, before - then)):
-                for now, which in (
-                    (True, changing & self._sparse),
-                    (False, changing - self._sparse),
-                ):
+                for now in (True, False):
+                    which = changing & self._sparse if now else changing - self._sparse
                     if which:
                         pair = (1.0, 1.0) if now == sparse else (f, b) if sparse else (1 / f, 1 / b)
                         forecasts.append(Forecast(at, tuple(sorted(which)), *pair))
@@ -140,40 +135,23 @@ def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, flo
     ) / (linear + 2.5 * attention)
 
 
-def _check_kernels(kind: str) -> None:
-    """Raises ConfigError if the kind has no kernel for CUDA."""
-    if kind == "drop":
-        raise ConfigError(
-            'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or '
-            'parallel.device = "cpu"'
-        )
-    if find_spec("triton") is None:
-        raise ConfigError(
-            'dynamism.sparse_attention.kind = "hash" needs triton on CUDA; install it, or use '
-            'parallel.device = "cpu"'
-        )
-
-
 def make(options: SparseAttentionOptions, run: RunFacts) -> Dynamism:
-    if run.on_cuda:
-        _check_kernels(options.kind)
-    schedule = options.schedule or ((options.start, options.blocks),)
-
-    def kind(seed: int) -> SparseAttention:
-        return (
-            Hashed(options.buckets, options.tile, seed)
-            if options.kind == "hash"
-            else Dropped(options.drop, options.tile, seed)
-        )
-
-    model, share = run.model, 1 / options.buckets
     if options.kind == "drop":
-        share = (1 - options.drop) ** 2
-    return SparseAttentionCase(
-        schedule,
-        kind,
-        run.seed,
-        expected_ratio(model.hidden, model.sequence, share)
-        if model is not None and model.kind == "gpt"
-        else None,
-    )
+        kind, share = partial(Dropped, options.drop, options.tile), (1 - options.drop) ** 2
+        if run.on_cuda:
+            raise ConfigError(
+                'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or '
+                'parallel.device = "cpu"'
+            )
+    else:
+        kind, share = partial(Hashed, options.buckets, options.tile), 1 / options.buckets
+        if run.on_cuda and find_spec("triton") is None:
+            raise ConfigError(
+                'dynamism.sparse_attention.kind = "hash" needs triton on CUDA; install it, or use '
+                'parallel.device = "cpu"'
+            )
+    model, ratio = run.model, None
+    if model is not None and model.kind == "gpt":
+        ratio = expected_ratio(model.hidden, model.sequence, share)
+    schedule = options.schedule or ((options.start, options.blocks),)
+    return SparseAttentionCase(schedule, kind, run.seed, ratio)

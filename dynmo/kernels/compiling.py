@@ -58,14 +58,11 @@ def _leave_out(kind: type, name: str) -> None:
 
 
 def _check(device: torch.device) -> None:
-    if device.type == "cuda":
-        if not has_triton():
-            raise ConfigError(
-                "train.compile = true needs Triton on CUDA; install it, or set train.compile = "
-                "false"
-            )
-        return
-    if not has_cpp_compiler():
+    if device.type == "cuda" and not has_triton():
+        raise ConfigError(
+            "train.compile = true needs Triton on CUDA; install it, or set train.compile = false"
+        )
+    if device.type != "cuda" and not has_cpp_compiler():
         raise ConfigError(
             "train.compile = true needs a C++ compiler on CPU (g++ or clang++); install one, or "
             "set it to false"

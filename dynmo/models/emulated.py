@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -70,21 +70,15 @@ class _Scale(torch.autograd.Function):
     ) -> tuple[Tensor | None, None, None, None, None, None]:
         deadline = time.perf_counter() + ctx.b
         x = ctx.saved_tensors[0].detach()
-        a, tape = ctx.a, ctx.tape
+        a, tape = ctx.a, ctx.tape or WeightTape()
         gy = (gradients[0] / x.numel()).expand_as(x) if ctx.ends else gradients[0]
         gx = torch.addcmul(gy, gy, a, value=1e-3) if ctx.needs_input_grad[0] else None
-        at_once: Callable[[], None] | None = None
-        if a.requires_grad:
-            work = partial(_weight_work, a, x, gy, ctx.w)
-            if tape is None:
-                at_once = work
-            elif tape.deferred:
-                tape.add(work, x, gy)
-            else:
-                at_once = partial(tape.add, work, x, gy)
+        work = partial(_weight_work, a, x, gy, ctx.w)
+        if a.requires_grad and tape.deferred:
+            tape.add(work, x, gy)
         sleep_until(deadline)
-        if at_once is not None:
-            at_once()
+        if a.requires_grad and not tape.deferred:
+            tape.add(work, x, gy)
         return gx, None, None, None, None, None
 
 

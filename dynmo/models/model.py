@@ -195,7 +195,6 @@ def _module_problems(index: int, layer: nn.Module) -> Iterator[str]:
                 "parameters cannot be exchanged when it moves; use the module that it was scripted "
                 "from"
             )
-    for name, module in layer.named_modules():
         if isinstance(module, nn.Embedding) and module.sparse:
             yield (
                 f"the embedding {name or 'itself'} of layer {index} has sparse gradients; make it "

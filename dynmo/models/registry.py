@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -65,7 +65,9 @@ def from_function(path: str, seed: int) -> Model:
 
     It returns a list of layers, or (list of layers, loss function). Layers are as for `Sequential`.
     """
-    function = _find_function(path, seed)
+    where = f"model.kind = 'python:{path}'"
+    found = _find_function(where, path)
+    function = partial(_call, where, path.partition(":")[2], found, seed)
     try:
         with torch.device("meta"):
             layers, given = function()
@@ -90,12 +92,11 @@ def from_function(path: str, seed: int) -> Model:
         with generators_kept(torch.device("cpu")):
             layers = [on_meta(factory) for factory in layers]
     names = tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers))
-    code = (path.partition(":")[0], *defined_in([function.function, given]))
+    code = (path.partition(":")[0], *defined_in([found, given]))
     return Model(names, build, next_token_loss if given is next_token_loss else loss, code=code)
 
 
-def _find_function(path: str, seed: int) -> _UserFunction:
-    where = f"model.kind = 'python:{path}'"
+def _find_function(where: str, path: str) -> Callable[[], object]:
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"{where}: expected python:package.module:function")
@@ -112,56 +113,45 @@ def _find_function(path: str, seed: int) -> _UserFunction:
         raise ConfigError(
             f"{where}: {module_name} has no function {function_name}{_shadowed_hint(module)}"
         )
-    return _UserFunction(where, function_name, function, seed)
+    return function
 
 
-@dataclass(frozen=True)
-class _UserFunction:
-    """The user's function. Each call makes the layers anew, from the same bits.
-
-    Attributes:
-        where: Names the function's key and value in messages.
-    """
-
-    where: str
-    name: str
-    function: Callable[[], object]
-    seed: int
-
-    def __call__(self) -> tuple[list[nn.Module] | list[Factory], Loss]:
-        try:
-            with generators_kept(torch.device("cpu")):
-                torch.manual_seed(mix(self.seed, Purpose.INITIAL, 0))
-                returned = self.function()
-        except (Exception, SystemExit) as error:
-            raise ConfigError(f"{self.where}: {self.name}() raised {_describe(error)}") from error
-        layers, loss = (
-            returned
-            if isinstance(returned, tuple) and len(returned) == 2
-            else (returned, next_token_loss)
+def _call(
+    where: str, name: str, function: Callable[[], object], seed: int
+) -> tuple[list[nn.Module] | list[Factory], Loss]:
+    """Calls the user's function. Each call makes the layers anew, from the same bits."""
+    try:
+        with generators_kept(torch.device("cpu")):
+            torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
+            returned = function()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{where}: {name}() raised {_describe(error)}") from error
+    layers, loss = (
+        returned
+        if isinstance(returned, tuple) and len(returned) == 2
+        else (returned, next_token_loss)
+    )
+    if (
+        not isinstance(layers, list | nn.ModuleList | nn.Sequential)
+        or not all(callable(x) for x in layers)
+        or len({isinstance(x, nn.Module) for x in layers}) != 1
+        or not callable(loss)
+    ):
+        raise ConfigError(
+            f"{where}: {name}() must return a list of torch modules or of functions "
+            "that make one each, or (list, loss)"
         )
-        if (
-            not isinstance(layers, list | nn.ModuleList | nn.Sequential)
-            or not all(callable(x) for x in layers)
-            or len({isinstance(x, nn.Module) for x in layers}) != 1
-            or not callable(loss)
-        ):
-            raise ConfigError(
-                f"{self.where}: {self.name}() must return a list of torch modules or of functions "
-                "that make one each, or (list, loss)"
-            )
-        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-            raise ConfigError(
-                f"{self.where}: the loss has parameters that train; make them part of the last "
-                "layer"
-            )
-        if isinstance(layers[0], nn.Module):
-            check_layers(self.where, list(layers))
-            return list(layers), cast(Loss, loss)
-        factories = [
-            partial(_make_layer, self.where, index, factory) for index, factory in enumerate(layers)
-        ]
-        return factories, cast(Loss, loss)
+    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+        raise ConfigError(
+            f"{where}: the loss has parameters that train; make them part of the last layer"
+        )
+    if isinstance(layers[0], nn.Module):
+        check_layers(where, list(layers))
+        return list(layers), cast(Loss, loss)
+    factories = [
+        partial(_make_layer, where, index, factory) for index, factory in enumerate(layers)
+    ]
+    return factories, cast(Loss, loss)
 
 
 def _shadowed_hint(module: ModuleType) -> str:

@@ -6,6 +6,7 @@ import torch
 
 from dynmo.dynamism.counts import Counts
 from dynmo.dynamism.experts import ExpertsCase
+from dynmo.dynamism.options import Experts
 from dynmo.models.experts import ExpertRule, ExpertsHalf
 from tests.dynamism.kept import Kept
 
@@ -21,7 +22,7 @@ def test_counts_add_numbers_and_tensors() -> None:
 def test_layer_without_tokens_adds_no_count() -> None:
     """Such a count might be on another device than the counts of other layers."""
     half = ExpertsHalf(8, ExpertRule(3, 1, "aux-loss", 0.0, None), 0, 0.1, 0.1, 0.0)
-    layers, case = Kept(1, modules=[half]), ExpertsCase(3, 0.0, 2)
+    layers, case = Kept(1, modules=[half]), ExpertsCase(Experts(record_every=2), 3, 0.0)
     assert case.collect(0, layers) is None
     half(torch.randn(1, 7, 8))
     assert case.collect(1, layers) is None
