@@ -34,6 +34,7 @@ from dynmo.events import ChangeEvent, StepEvent, read
 from dynmo.kernels.seeds import seed_forward
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
+from tests.combinations import mostly_matrix
 from tests.dynamism.kept import Kept
 from tests.pool import Pool
 from tests.runtime import alone
@@ -316,7 +317,14 @@ def test_bad_options_are_refused(options: dict[str, Any], parts: list[str]) -> N
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"unit": "block", "max_layers": 3}, {"policy": "autofreeze", "every": 3, "unit": "block"}],
+    mostly_matrix(
+        [
+            {},
+            {"unit": "block", "max_layers": 3},
+            {"policy": "autofreeze", "every": 3, "unit": "block"},
+        ],
+        everyday=[{}, {"policy": "autofreeze", "every": 3, "unit": "block"}],
+    ),
     ids=str,
 )
 def test_digest_is_equal_on_any_ranks_under_moves(pool: Pool, options: dict[str, Any]) -> None:

@@ -126,18 +126,7 @@ def test_kept_tokens_attend_like_masked_dense_attention(
 
 @pytest.mark.parametrize(
     "index",
-    [
-        [],
-        [0],
-        [4],
-        [5],
-        [14],
-        [0, 5, 10],
-        [4, 9, 14],
-        list(range(15)),
-        list(range(5, 10)),
-        [1, 3, 11],
-    ],
+    [[], [0], [14], [0, 5, 10], [4, 9, 14], [*range(15)], [*range(5, 10)], [1, 3, 11]],
     ids=lambda index: f"{len(index)} tokens, {index[:3]}",
 )
 def test_kept_tokens_of_three_rows(index: list[int]) -> None:
@@ -146,9 +135,9 @@ def test_kept_tokens_of_three_rows(index: list[int]) -> None:
 
 @pytest.mark.parametrize("share", [0.6, 1.0])
 def test_kept_tokens_in_several_tiles(share: float) -> None:
-    index = drawn(1, 150, [share], 0)
+    index = drawn(1, 130, [share], 0)
     assert len(plan_tiles(index, torch.float64)) == (2 if share < 1 else 3)
-    compare_kept((1, 150, 1, 4), index)
+    compare_kept((1, 130, 1, 4), index)
 
 
 def test_kept_tokens_do_not_see_later_tokens() -> None:

@@ -330,8 +330,10 @@ def test_some_tokens_leave_at_each_exit(
     assert set(routing.left.values()) == {0, 1}
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("kind", ["softmax", "classifier", "adp-c"])
+@pytest.mark.parametrize(
+    ("kind", "training"),
+    [("softmax", True), ("softmax", False), ("classifier", True), ("adp-c", True)],
+)
 def test_all_tokens_leave_at_threshold_zero(kind: str, training: bool) -> None:
     """The later blocks compute no token.
 
@@ -356,15 +358,17 @@ def test_no_token_leaves_at_threshold_one(sequence: int, training: bool) -> None
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("threshold", [0.0, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "threshold"), [*((kind, 0.0) for kind in KINDS), ("softmax", 1.0)]
+)
 def test_sequence_of_one_token(kind: str, threshold: float) -> None:
     routing = compare(config_of(kind, 1, threshold), 1)
     assert len(routing.left) == (threshold == 0.0)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "training"), [*((kind, True) for kind in KINDS), ("state", False)]
+)
 def test_disabled_exits_only_add_their_losses(kind: str, training: bool) -> None:
     """In evaluation, disabled exits add no loss."""
     config = config_of(kind, threshold=0.0)

@@ -336,8 +336,9 @@ def test_predictor_may_select_zero_one_or_all_tokens(count: int, way: str) -> No
     assert len(routing.selected[0]) == count
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("predictor", ["mlp", "bce"])
+@pytest.mark.parametrize(
+    ("predictor", "way"), [*(("mlp", way) for way in WAYS), ("bce", "evaluation")]
+)
 def test_sequence_of_one_token(predictor: str, way: str) -> None:
     for seed in range(4):  # over and under the threshold
         config = config_of(predictor, sequence=1, every=1)
