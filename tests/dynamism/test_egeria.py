@@ -296,7 +296,7 @@ def test_egeria_continues_from_its_state() -> None:
         ({"refresh": 2}, ["dynamism.freezing.refresh = 2", "refresh = 3"]),
         ({"tolerance": 1.5}, ["dynamism.freezing.tolerance"]),
         ({"thaw": 1.0}, ["dynamism.freezing.thaw"]),
-        ({"unit": "layer"}, ["dynamism.freezing.unit", '"half", "block"']),
+        ({"unit": "layer"}, ["dynamism.freezing.unit", "'half' or 'block'"]),
         (
             {"policy": "autofreeze", "every": 20},
             ["dynamism.freezing", "0 + 2 x 20", "24 steps"],
