@@ -265,9 +265,6 @@ def plasticity(
         inputs: Inputs of the layer.
         live: `relations` of the layer's output.
         key: (seed, step, layer), which keys the random numbers.
-
-    Returns:
-        The plasticity. NaN if the reference has other shapes.
     """
     weights = dequantised(reference)
     if {name: p.shape for name, p in module.named_parameters()} != {

@@ -53,18 +53,13 @@ BlocksAt: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run before it starts.
+    """What is known of a run before it starts. None: not known.
 
     Attributes:
-        layers: Number of layers of the model. None if the model is not made yet.
-        steps: Number of steps. None if nobody has told.
-        seed: Seed of the run.
-        model: Options of the model, if it is one of dynmo's or named by a configuration file.
-        micro_batch: Samples in a microbatch, if known.
+        micro_batch: Samples in a microbatch.
         expert: Replicas that share one set of experts.
         on_cuda: Whether the ranks may compute on CUDA.
         compiles: Whether torch.compile runs parts of the layers.
-        cases: Options of all dynamic cases of the run, by name.
     """
 
     layers: int | None = None
@@ -100,7 +95,6 @@ class CaseOptions(Options):
 
 
 def _needs(run: RunFacts, case: str, part: str) -> Iterator[str]:
-    """Yields that emulated layers lack the part of a model that a case changes."""
     if run.model is not None and run.model.kind == "emulated":
         yield (
             f'dynamism.{case}: model.kind = "emulated" has no {part}; use "gpt" or a model of your '

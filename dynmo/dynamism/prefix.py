@@ -38,7 +38,6 @@ def last_to_learn(modules: Sequence[nn.Module]) -> int:
 
 
 def front(layers: Layers) -> int:
-    """Returns the first layer that is not frozen."""
     return next(i for i in range(layers.count) if i not in layers.frozen)
 
 

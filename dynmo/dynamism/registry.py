@@ -13,11 +13,7 @@ from dynmo.errors import ConfigError, place
 
 
 def make_cases(cases: Sequence[CaseOptions | Dynamism], run: RunFacts) -> list[Dynamism]:
-    """Makes the cases of a run: dynmo's in the order of `CASES`, then the user's own.
-
-    Raises:
-        ConfigError: The options do not fit the run, or two cases have one name.
-    """
+    """Makes the cases of a run: dynmo's in the order of `CASES`, then the user's own."""
     named = {each.name: each for each in cases if isinstance(each, CaseOptions)}
     run = replace(run, cases=named)
     for options in named.values():
@@ -35,7 +31,6 @@ def make_cases(cases: Sequence[CaseOptions | Dynamism], run: RunFacts) -> list[D
 
 
 def _make(options: CaseOptions, run: RunFacts) -> Dynamism:
-    """Makes one of dynmo's cases. Its module has the name of the case."""
     return importlib.import_module(f"dynmo.dynamism.{options.name}").make(options, run)
 
 
