@@ -10,7 +10,7 @@ from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
 from dynmo.balance.trigger import worth_moving
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import InputError
-from dynmo.planner.workload import Policy, Workload, replay
+from dynmo.planner.workload import Policy, SimulatedProfiler, Workload, replay
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES
@@ -228,3 +228,31 @@ def test_lasting_change_is_detected_by_the_readings() -> None:
     (move,) = outcome.moves
     assert move.step == 15
     assert replay(workload(policy=Policy(every=1))).moves[0].step == 11
+
+
+def seconds_of(*seconds: float) -> tuple[LayerCost, ...]:
+    return tuple(LayerCost(x, 2 * x, 3 * x, 7) for x in seconds)
+
+
+def test_costs_are_medians_over_the_newest_steps() -> None:
+    profiler = SimulatedProfiler(2, readings_per_step=1)
+    for seconds in (9.0, 1.0, 2.0, 3.0, 4.0, 5.0):
+        profiler.observe(seconds_of(seconds, 1.0))
+    assert profiler.costs() == seconds_of(3.0, 1.0)
+    assert profiler.halves() == (seconds_of(1.5, 1.0), seconds_of(4.5, 1.0))
+
+
+def test_one_reading_has_no_halves_and_two_of_a_step_agree() -> None:
+    for readings, halves in ((1, ()), (2, (seconds_of(4.0), seconds_of(4.0)))):
+        profiler = SimulatedProfiler(1, readings)
+        profiler.observe(seconds_of(4.0))
+        assert profiler.halves() == halves
+
+
+def test_changed_layer_is_measured_from_scratch() -> None:
+    profiler = SimulatedProfiler(2)
+    for _ in range(5):
+        profiler.observe(seconds_of(1.0, 1.0))
+    profiler.forget([1])
+    profiler.observe(seconds_of(8.0, 8.0))
+    assert profiler.costs() == seconds_of(1.0, 8.0)
