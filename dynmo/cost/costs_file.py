@@ -39,7 +39,6 @@ class CostsFile:
     """The content of a costs file.
 
     Attributes:
-        costs: Costs of the stages and the links.
         caps: Memory limit of each stage, in the file's unit of memory. None means no limit.
         has_memory: Whether the file gives mem_f, mem_b and mem_w.
     """

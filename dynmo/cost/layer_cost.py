@@ -74,10 +74,7 @@ class LayerCost:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes that are held at all times.
-
-        They are counted as if all stayed from step to step.
-        """
+        """Bytes that are held at all times, counted as if all stayed from step to step."""
         return (
             self.weight_bytes
             + self.gradient_bytes
@@ -92,10 +89,7 @@ class LayerCost:
         return self.weight_bytes + self.optimizer_bytes
 
     def shared(self, replicas: int) -> LayerCost:
-        """The cost on one of `replicas` replicas with ZeRO-1.
-
-        The replicas share the optimizer's state.
-        """
+        """The cost on one of `replicas` replicas that share the optimizer's state (ZeRO-1)."""
         return replace(
             self,
             optimizer_bytes=-(-self.optimizer_bytes // replicas),
@@ -103,7 +97,6 @@ class LayerCost:
         )
 
     def with_accumulation(self, accumulation_groups: int) -> LayerCost:
-        """The cost if a replica sums its gradients in `accumulation_groups` groups."""
         return replace(
             self,
             pending_gradient_bytes=most_pending_gradients(accumulation_groups)
@@ -153,10 +146,7 @@ class StageCost:
 
     @property
     def held(self) -> float:
-        """The most memory that one microbatch holds.
-
-        That is before B. It is before W if B recomputes activations that F did not keep.
-        """
+        """The most memory that one microbatch holds: before B, or before W if B recomputes."""
         return max(self.mem_f, self.mem_f + self.mem_b)
 
 
@@ -220,10 +210,8 @@ def elide(
 ) -> tuple[LayerCost, ...]:
     """Takes away the work that freezing spares.
 
-    Args:
-        layers: Costs of the layers in model order.
-        first_trainable: The layers before it lose B, W, activations and stash.
-        frozen: Frozen layers. Those above `first_trainable` lose W and stash.
+    The layers before `first_trainable` lose B, W, activations and stash. Other layers of `frozen`
+    lose W and stash.
     """
     out: list[LayerCost] = []
     for index, layer in enumerate(layers):

@@ -69,15 +69,10 @@ class Profile:
     """A model's layers, and the links between the ranks they were measured on.
 
     Attributes:
-        layers: Costs of the layers in model order.
-        names: Names of the layers.
         first_trainable: The layers before it have neither B nor W.
         links: Cost of the link of each pair of ranks, the lower rank first.
         comm: Seconds over every boundary (one number) or over each. It stands instead of `links`.
-        model: Kind of the model.
         microbatch: Sequences in one microbatch.
-        microbatches: Microbatches of a step.
-        ranks: Number of ranks.
         partition: Layers on each stage. None if it is not known.
         schedule: Order in which the ranks worked. None if it is not known.
         steps: Number of measured steps.

@@ -55,15 +55,11 @@ class Readings:
 
     @property
     def seconds(self) -> Times:
-        """The layer's times by all readings. 0 without readings."""
         return _over(self._steps)
 
     @property
     def halves(self) -> tuple[Times, Times] | None:
-        """The layer's times by the earlier readings alone, and by the later ones alone.
-
-        None if some time has one reading only.
-        """
+        """The times by the earlier and by the later readings alone. None if a time has one only."""
         steps = list(self._steps)
         count = len(steps) // 2
         if count:

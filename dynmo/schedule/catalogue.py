@@ -66,11 +66,7 @@ def chunks_of(name: str, asked: int | None = None) -> int:
 
 
 def stage_ranks_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
-    """Return the rank that holds each stage.
-
-    The stages go once through the ranks, round and round (interleaved), or down and up again
-    (V shapes).
-    """
+    """Return the rank of each stage: round and round (interleaved), or down and up (V shapes)."""
     count = chunks_of(name, chunks)
     if ranks < 1:
         raise ScheduleError(f"{name}: {ranks} ranks; at least 1 is needed")
@@ -85,10 +81,7 @@ def v_stage_ranks(ranks: int) -> tuple[int, ...]:
 
 
 def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
-    """Check that the schedule can have so many microbatches.
-
-    Only interleaving needs a particular number. The ranks have at most 1048576 in all.
-    """
+    """Check that the schedule can have so many. Only interleaving needs a particular number."""
     if microbatches < 1:
         raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
     if ranks * microbatches > _MOST_CELLS:

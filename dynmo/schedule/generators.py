@@ -18,7 +18,6 @@ Generator = Callable[[int, int, int], Schedule]
 def check_numbers(
     name: str, ranks: int, microbatches: int, stages: int, first_trainable: int
 ) -> None:
-    """Check what any schedule needs."""
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(
             f"{name}: {ranks} ranks and {microbatches} microbatches; at least 1 of each is needed"
@@ -54,10 +53,7 @@ def gpipe(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """Make 1F1B: a warm-up, then one forward and one backward in turn.
-
-    The warm-up has p - 1 - rank forwards. At most p - rank microbatches are in flight.
-    """
+    """Make 1F1B: a warm-up of p - 1 - rank forwards, then one forward and one backward in turn."""
 
     def row(rank: int) -> list[tuple[Kind, int]]:
         warmup = min(ranks - 1 - rank, microbatches)

@@ -102,10 +102,7 @@ def _layout(timeline: Timeline, width: int) -> tuple[int, list[list[_Column]], l
 
 
 def _scale(timeline: Timeline, columns: int) -> float:
-    """Choose the columns per unit of time.
-
-    If every op can have a column, the shortest gets a whole number of them: equal ops look equal.
-    """
+    """Choose the columns per unit of time. The shortest op gets a whole number of them, if any."""
     if not timeline.makespan:
         return 0.0
     scale = columns / timeline.makespan
@@ -166,10 +163,7 @@ def _letter(mark: _Mark) -> str:
 
 
 def _cell(op: Op, width: int, several: bool, odd: bool) -> str:
-    """Return the fullest label that fits.
-
-    The label never has the two letters of BW without a number: they would read as a B and a W.
-    """
+    """Return the fullest label that fits, never "BW" without a number: it would read as two ops."""
     short = f"{op.kind.lower() if odd else op.kind}{op.microbatch}"
     # An op with two numbers can only be read with a space behind it.
     labels = (f"{op.stage}{op.kind}{op.microbatch} ", short) if several else (short,)

@@ -264,10 +264,7 @@ def _around(schedule: Schedule, op: Op) -> Iterator[Instruction]:
 
 
 def _depths(schedule: Schedule) -> dict[Channel, int]:
-    """Compute how far each channel's sender may be ahead.
-
-    It may be as far ahead as the schedule lets it, but only `credits` behind a forward-only stage.
-    """
+    """Compute how far each channel's sender may be ahead: `credits` behind a forward-only stage."""
     depths: dict[Channel, int] = {}
     credits = schedule.ranks if schedule.credits is None else schedule.credits
     for boundary in range(schedule.stages - 1):

@@ -107,21 +107,18 @@ def test_a_wrong_value_is_refused_by_key(change: dict[str, Any], message: str) -
     assert "\n" not in str(caught.value)
 
 
-def test_link_time_of_a_single_stage_is_checked() -> None:
-    with pytest.raises(InputError, match="comm is -1"):
-        parse_costs({"f": [1], "b": [1], "w": [1], "comm": -1}, 1)
-
-
-def test_missing_and_unknown_keys_are_refused() -> None:
-    with pytest.raises(InputError, match="key 'w' is missing"):
-        parse_costs({"f": [1], "b": [1]}, 1)
-    with pytest.raises(InputError, match="unknown key 'capp'; did you mean 'cap'"):
-        parse_costs({"f": [1], "b": [1], "capp": [1]}, 1)
-
-
-def test_file_without_an_object_is_refused() -> None:
-    with pytest.raises(InputError, match="expected an object"):
-        parse_costs([1, 2], 2)
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"f": [1], "b": [1], "w": [1], "comm": -1}, "comm is -1"),
+        ({"f": [1], "b": [1]}, "key 'w' is missing"),
+        ({"f": [1], "b": [1], "capp": [1]}, "unknown key 'capp'; did you mean 'cap'"),
+        ([1, 2], "expected an object"),
+    ],
+)
+def test_a_wrong_file_of_one_stage_is_refused(data: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_costs(data, 1)
 
 
 def test_memory_sums_to_zero_up_to_rounding() -> None:

@@ -77,10 +77,7 @@ def _copy(to, of):  # by hand: numba takes long to compile whole-array statement
 
 @njit
 def _draw(state):
-    """Return the next number of a xorshift generator.
-
-    The generator always starts at the same seed: every rank must find the same schedule.
-    """
+    """Return the next number of a xorshift generator, always from the same seed."""
     state ^= state << np.uint64(13)
     state ^= state >> np.uint64(7)
     return state ^ (state << np.uint64(17))
@@ -282,7 +279,6 @@ def _warm_ups(problem):
 
 @njit
 def _start(row, microbatches, way, room, policy):
-    """Write the policy of a `zero_bubble.Start` for all ranks."""
     p = room.shape[0]
     style, size, more, wait, prefer, save = row[0], row[1], row[2], row[3], row[4], row[5]
     for r in range(p):

@@ -209,10 +209,7 @@ def _split(schedule: Schedule) -> Schedule:
 
 
 def _scale(values: Iterable[float], whole: float, most: int) -> Fraction:
-    """Choose how many ticks a unit has.
-
-    All values are whole numbers of ticks if `whole` then has no more than `most` ticks.
-    """
+    """Choose how many ticks a unit has: whole numbers for all values, if `most` allows it."""
     given = [Fraction(str(value)) for value in values if value]
     parts = lcm(*(x.denominator for x in given))
     scale = Fraction(parts, gcd(*(int(x * parts) for x in given)) or 1)
@@ -239,10 +236,7 @@ def _in_ticks(costs: Costs, scale: Fraction) -> Costs:
 
 
 def _settled(x: Op, y: Op) -> bool:
-    """Return whether x comes before y on their rank in every schedule.
-
-    This is the closure of `dependencies` and of microbatch order.
-    """
+    """Return whether x comes before y on their rank in every schedule, by all dependencies."""
     if x == y or x.microbatch > y.microbatch:
         return False
     match x.kind, y.kind:
@@ -259,10 +253,7 @@ def _settled(x: Op, y: Op) -> bool:
 
 
 class _Model:
-    """The CP-SAT model of the case of `start`, in whole ticks and with B and W apart.
-
-    `start` is the hint, and no schedule may be longer.
-    """
+    """The CP-SAT model in whole ticks, with B and W apart. `start` is the hint and the longest."""
 
     def __init__(
         self,

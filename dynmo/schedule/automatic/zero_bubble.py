@@ -181,7 +181,6 @@ def _array(values: Iterable[float]) -> NDArray[np.float64]:
 
 
 def _row(order: NDArray[np.int8], rank: int, microbatches: int, frozen: bool) -> tuple[Op, ...]:
-    """Turn the kinds in their order into ops. Each kind comes in microbatch order."""
     order = order[: microbatches if frozen else 3 * microbatches]
     index = np.empty(len(order), np.int64)
     for code in range(3):
