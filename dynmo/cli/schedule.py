@@ -8,9 +8,8 @@ import math
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynmo.cli.compiling import compilation_told
 from dynmo.cli.options import command
@@ -26,38 +25,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dynmo.schedule.automatic.exact import Exact
-
-
-@dataclass(frozen=True)
-class Result:
-    """The figures of a schedule, with the keys of the stable contract.
-
-    Times and memory are in the units of the given costs.
-
-    Attributes:
-        schedule: Its name, which is "exact" if the solver has bettered the schedule.
-        lower_bound: Lower bound of the objective.
-        peak_memory: Peak memory of each rank.
-        seconds: Seconds that making the schedule took.
-        proven: Whether the solver found that no schedule is shorter. None if it was not asked.
-        every_message: Figures of interleaving with a wait for every message. The published figures
-            assume no wait for most messages between the last rank and the first. None for other
-            schedules, which always wait.
-    """
-
-    schedule: str
-    ranks: int
-    microbatches: int
-    span: float
-    makespan: float
-    bubble_ratio: float
-    makespan_bubble_ratio: float
-    idle_ratio: float
-    lower_bound: float
-    peak_memory: tuple[float, ...]
-    seconds: float
-    proven: bool | None
-    every_message: dict[str, float] | None
 
 
 @command
@@ -93,8 +60,12 @@ def _result(
     waiting: Timeline,
     seconds: float,
     proof: Exact | None,
-) -> Result:
-    """Returns the figures of a timeline. `waiting` is the one with a wait for every message."""
+) -> dict[str, Any]:
+    """Returns the figures of a timeline, with the keys of `--json`.
+
+    `waiting` is the timeline with a wait for every message. The published figures of interleaving
+    assume no wait for most messages between the last rank and the first.
+    """
     if not math.isfinite(timeline.makespan):
         raise InputError(
             "the times are so large that their sum is not a number any more; choose a larger unit"
@@ -108,35 +79,33 @@ def _result(
         request.caps,
     )
     bound = bound if proof is None else max(bound, proof.bound)
-    result = Result(
-        schedule=name,
-        ranks=request.ranks,
-        microbatches=request.microbatches,
-        span=timeline.span,
-        makespan=timeline.makespan,
-        bubble_ratio=timeline.bubble_ratio,
-        makespan_bubble_ratio=timeline.makespan_bubble_ratio,
-        idle_ratio=timeline.idle_ratio,
-        # The bound is summed in another order than the time that reaches it. It may therefore come
-        # out a rounding error above that time.
-        lower_bound=min(bound, timeline.length(request.objective)),
-        peak_memory=timeline.peak_memory,
-        seconds=seconds,
-        proven=None if proof is None else proof.proven,
-        every_message=None
-        if timeline is waiting
-        else {
-            "span": waiting.span,
-            "makespan": waiting.makespan,
-            "bubble_ratio": waiting.bubble_ratio,
-        },
-    )
-    figures = (result.span, result.idle_ratio, result.lower_bound, waiting.makespan)
-    if not all(map(math.isfinite, (*result.peak_memory, *figures))):
+    # The bound is summed in another order than the time that reaches it. It may therefore come out
+    # a rounding error above that time.
+    bound = min(bound, timeline.length(request.objective))
+    figures = (timeline.span, timeline.idle_ratio, bound, waiting.makespan, *timeline.peak_memory)
+    if not all(map(math.isfinite, figures)):
         raise InputError(
             "the times or the memory are so large that their sum is not a number any more; "
             "choose a larger unit"
         )
+    result: dict[str, Any] = {
+        "schedule": name,
+        "ranks": request.ranks,
+        "microbatches": request.microbatches,
+        "span": timeline.span,
+        "makespan": timeline.makespan,
+        "bubble_ratio": timeline.bubble_ratio,
+        "makespan_bubble_ratio": timeline.makespan_bubble_ratio,
+        "idle_ratio": timeline.idle_ratio,
+        "lower_bound": bound,
+        "peak_memory": timeline.peak_memory,
+        "seconds": seconds,
+    }
+    if proof is not None:
+        result["proven"] = proof.proven
+    if timeline is not waiting:
+        keys = ("span", "makespan", "bubble_ratio")
+        result["every_message"] = {key: getattr(waiting, key) for key in keys}
     return result
 
 
@@ -205,28 +174,25 @@ def _fits(peak: float, cap: float) -> bool:
 
 
 def _print_json(
-    result: Result, schedule: Schedule, timeline: Timeline, options: ScheduleOptions
+    result: dict[str, Any], schedule: Schedule, timeline: Timeline, options: ScheduleOptions
 ) -> None:
-    fields: dict[str, object] = asdict(result)
-    for key in ("proven", "every_message"):
-        if fields[key] is None:
-            del fields[key]
     if options.ops:
-        fields["ops"] = schedule.ops
+        result["ops"] = schedule.ops
     if options.grid:
         from dynmo.schedule.grid import draw
 
-        fields["grid"] = draw(timeline)
-    print(json.dumps(fields, allow_nan=False))
+        result["grid"] = draw(timeline)
+    print(json.dumps(result, allow_nan=False))
 
 
 def _print_text(
-    result: Result, schedule: Schedule, timeline: Timeline, options: ScheduleOptions
+    result: dict[str, Any], schedule: Schedule, timeline: Timeline, options: ScheduleOptions
 ) -> None:
     from rich.console import Console
 
     console = Console()
-    print(f"{result.schedule}: {result.ranks} ranks, {result.microbatches} microbatches")
+    ranks, microbatches = result["ranks"], result["microbatches"]
+    print(f"{result['schedule']}: {ranks} ranks, {microbatches} microbatches")
     if options.costs is None and options.tf is None:
         print("equal costs by default: F, B and W take 1 each (--tf, --tb, --tw, or --costs FILE)")
     console.print(_table(result))
@@ -242,13 +208,13 @@ def _print_text(
         sys.stdout.write(to_text(schedule))
 
 
-def _table(result: Result) -> Table:
+def _table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for field in (
+    for key in (
         "span",
         "makespan",
         "bubble_ratio",
@@ -256,12 +222,12 @@ def _table(result: Result) -> Table:
         "idle_ratio",
         "lower_bound",
     ):
-        table.add_row(field.replace("_", " "), f"{getattr(result, field):.6g}")
-    most = max(result.peak_memory)
-    table.add_row("peak memory", f"{most:.6g}", f"on rank {result.peak_memory.index(most)}")
-    if result.proven is not None:
-        table.add_row("proven optimal", "yes" if result.proven else "no")
-    if result.every_message is not None:
-        table.add_row("span, every message waited for", f"{result.every_message['span']:.6g}")
-    table.add_row("made in", f"{result.seconds:.2g}", "seconds")
+        table.add_row(key.replace("_", " "), f"{result[key]:.6g}")
+    memory = result["peak_memory"]
+    table.add_row("peak memory", f"{max(memory):.6g}", f"on rank {memory.index(max(memory))}")
+    if "proven" in result:
+        table.add_row("proven optimal", "yes" if result["proven"] else "no")
+    if "every_message" in result:
+        table.add_row("span, every message waited for", f"{result['every_message']['span']:.6g}")
+    table.add_row("made in", f"{result['seconds']:.2g}", "seconds")
     return table
