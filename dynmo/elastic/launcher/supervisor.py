@@ -68,8 +68,8 @@ def spawn(
             machine.
         folder: The launch folder, which all machines of the run must see. It is made anew, and
             removed at the end. None means a temporary folder.
-        rendezvous_file: The file through which the ranks meet, made anew and removed at the end
-            like the folder. None means a file in `folder`.
+        rendezvous_file: The file through which the ranks meet. The caller removes it before and
+            after. None means a file in `folder`.
 
     Returns:
         0, or 130 if all ranks stopped because a signal asked.
@@ -88,8 +88,6 @@ def spawn(
         )
     starter = LocalStarter() if starter is None else starter
     with contextlib.closing(starter), _launch_folder(folder) as path, _signals() as asked:
-        if rendezvous_file is not None:
-            rendezvous_file.unlink(missing_ok=True)
         launch = LaunchFolder(path)
         run = Supervisor(
             starter, command, size, threads, launch, log_folder, rendezvous_file, asked
@@ -100,8 +98,6 @@ def spawn(
             return run.verdict()
         finally:
             run.end()
-            if rendezvous_file is not None:
-                rendezvous_file.unlink(missing_ok=True)
             # The log has only crashes, because the output went to the terminal.
             log = log_folder / "rank-0.log"
             if log.is_file() and not log.stat().st_size:
