@@ -1,7 +1,4 @@
-"""Comparisons and messages among all ranks: decisions, lists, failures.
-
-The ranks of all replicas take part.
-"""
+"""Comparisons and messages among the ranks of all replicas: decisions, lists, failures."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ _REASON_BYTES = 200
 
 
 def _short_digest(text: str) -> int:
-    """Seven bytes of a hash, which fit into an int64."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
@@ -55,12 +51,7 @@ def agree(world: World, digest: bytes | None, what: str) -> None:
 
 
 def first_difference(world: World, parts: Sequence[str], what: str) -> tuple[int, list[int]] | None:
-    """Compare a list over all ranks of all replicas. Its length may differ, too.
-
-    Args:
-        world: World of this rank. All replicas take part.
-        parts: This rank's list.
-        what: What is compared, for messages.
+    """Compares a list of any length over all ranks of all replicas.
 
     Returns:
         None if all lists are equal. Otherwise the index of the first part that is not, and the
@@ -85,15 +76,11 @@ def first_difference(world: World, parts: Sequence[str], what: str) -> tuple[int
 
 
 def share_failures(world: World, error: BaseException | None, what: str) -> dict[int, str]:
-    """Tell all ranks of all replicas what failed here, and hear their failures.
+    """Returns the reason of each rank that failed, by global rank. The same on every rank.
 
     Args:
-        world: World of this rank. All replicas take part.
         error: What this rank could not do. None if all went well.
         what: What the ranks wait for here, for messages.
-
-    Returns:
-        The reason of each rank that failed, by global rank. The same on every rank.
     """
     everyone = world.everyone
     table = torch.zeros(everyone.size, _REASON_BYTES, dtype=torch.uint8)

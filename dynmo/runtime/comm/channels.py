@@ -38,14 +38,7 @@ from dynmo.schedule.lowering import Begun, Channel, Program
 
 
 class Transport:
-    """This rank's ends of the channels of one set of programs.
-
-    All ranks must make it at the same time, from the same programs.
-
-    Args:
-        world: World of this rank.
-        programs: Program of each rank.
-    """
+    """This rank's ends of the channels of some programs. All ranks make it at once."""
 
     def __init__(self, world: World, programs: tuple[Program, ...]) -> None:
         own = programs[world.rank]
@@ -74,43 +67,20 @@ class Transport:
             outbox.open(self._messages)
 
     def rewind(self, begun: tuple[Begun, ...]) -> None:
-        """Begins a step again, on all ranks.
-
-        Posted receives stay. The messages that are sent anew fill them.
-
-        Args:
-            begun: Channel, messages sent and messages taken, for each channel in use.
-        """
+        """Begins a step again, on all ranks. Messages sent anew fill the posted receives."""
         for channel, sent, taken in begun:
             self._inboxes[channel].rewind(sent, taken)
 
     def take(self, channel: Channel, microbatch: int) -> tuple[Tensor, ...]:
-        """Returns the next message of a channel.
-
-        Args:
-            channel: The channel.
-            microbatch: Microbatch of the message.
-        """
+        """Returns the next message of a channel."""
         return self._inboxes[channel].take(microbatch)
 
     def arrived(self, channel: Channel, microbatch: int, timeout: float) -> bool:
-        """Returns whether `take` would have the message, now or within `timeout` seconds.
-
-        Args:
-            channel: The channel.
-            microbatch: Microbatch of the message.
-            timeout: Seconds to wait.
-        """
+        """Returns whether `take` would have the message within `timeout` seconds."""
         return self._inboxes[channel].arrived(microbatch, timeout)
 
     def put(self, channel: Channel, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
-        """Sends a message over a channel.
-
-        Args:
-            channel: The channel.
-            microbatch: Microbatch of the message.
-            tensors: The message. They must not change until the peer has them.
-        """
+        """Sends a message. Its tensors must not change until the peer has them."""
         self._outboxes[channel].put(microbatch, tensors)
 
     def flush(self) -> None:

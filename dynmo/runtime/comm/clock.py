@@ -25,38 +25,21 @@ if sys.platform == "linux":
 
 
 class Clock(Protocol):
-    """`mark()` notes the current time, in the order of the device's work.
-
-    The other methods are for after `settle()`.
-    """
+    """`mark()` notes the time, in the order of the device's work. The rest follows `settle()`."""
 
     def mark(self) -> Any: ...
 
     def seconds(self, start: Any, end: Any) -> float | None:
-        """Returns the seconds of work between two marks, or None if nobody can tell.
-
-        Args:
-            start: The first mark.
-            end: The second mark.
-        """
+        """Returns the seconds of work between two marks, or None if nobody can tell."""
         ...
 
-    def elapsed(self, start: Any, end: Any) -> float:
-        """Returns all seconds between two marks.
-
-        Args:
-            start: The first mark.
-            end: The second mark.
-        """
-        ...
+    def elapsed(self, start: Any, end: Any) -> float: ...
 
     def settle(self) -> None: ...
 
 
 class Mark(float):
     """A moment of time.perf_counter.
-
-    It has the thread's CPU time and context switches until then.
 
     Attributes:
         cpu: CPU seconds of the thread.
@@ -74,8 +57,6 @@ class Mark(float):
 class HostClock:
     """time.perf_counter, without time in which the thread had lost its core.
 
-    A mark takes less than a microsecond.
-
     Only Linux counts a thread's context switches. Elsewhere all time that elapses counts as work.
     """
 
@@ -91,28 +72,13 @@ class HostClock:
 
     @staticmethod
     def seconds(start: Mark, end: Mark) -> float | None:
-        """Returns the seconds of work between two marks.
-
-        Args:
-            start: The first mark.
-            end: The second mark.
-
-        Returns:
-            The elapsed time if the thread kept its core. Its CPU time if it lost the core and never
-            waited. None if it did both.
-        """
+        """The elapsed time if the thread kept its core. Else its CPU time if it never waited."""
         if end.preempted == start.preempted:
             return end - start
         return end.cpu - start.cpu if end.waited == start.waited else None
 
     @staticmethod
     def elapsed(start: float, end: float) -> float:
-        """Returns all seconds between two marks.
-
-        Args:
-            start: The first mark.
-            end: The second mark.
-        """
         return end - start
 
     def settle(self) -> None:
@@ -131,7 +97,6 @@ class CudaClock:
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Returns the seconds between two events."""
         return start.elapsed_time(end) / 1000
 
     elapsed = seconds
@@ -145,14 +110,6 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def seconds_or_elapsed(clock: Clock, start: Any, end: Any) -> float:
-    """Returns the seconds of work between two marks.
-
-    Returns all seconds between them if nobody can tell.
-
-    Args:
-        clock: Made the marks.
-        start: The first mark.
-        end: The second mark.
-    """
+    """Returns the seconds of work between two marks, or all seconds if nobody can tell."""
     seconds = clock.seconds(start, end)
     return clock.elapsed(start, end) if seconds is None else seconds

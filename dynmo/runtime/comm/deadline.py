@@ -10,17 +10,10 @@ Result = TypeVar("Result")
 
 
 def call_with_limit(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return the result of `call`, but wait for it no longer than a limit.
+    """Returns the result of `call`, or raises TimeoutError after `seconds`.
 
-    torch's stores wait for their server without a limit. A call that is late goes on in a thread
-    that ends with the process.
-
-    Args:
-        seconds: The limit.
-        call: Runs in a thread of its own. It must not keep Python's lock while it waits.
-
-    Raises:
-        TimeoutError: The call is late.
+    torch's stores wait for their server without a limit. A late call goes on in a thread that
+    ends with the process. It must not keep Python's lock while it waits.
     """
     results: list[Result] = []
     errors: list[Exception] = []

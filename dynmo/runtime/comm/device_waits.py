@@ -20,10 +20,7 @@ POLL = 5e-5  # seconds between two looks at the device
 
 
 class Wait(NamedTuple):
-    """A wait between two marks of one stream.
-
-    It is for `peers`, or for all others of the world if `peers` is None.
-    """
+    """A wait of one stream for `peers`, or for all others of the world if `peers` is None."""
 
     reached: torch.cuda.Event
     passed: torch.cuda.Event
@@ -42,10 +39,7 @@ class DeviceWaits:
     def around(
         self, device: torch.device, peers: Sequence[int] | None, what: str
     ) -> Iterator[None]:
-        """Marks a wait: work enqueued inside holds up the stream until the peers act.
-
-        The stream is the device's current one.
-        """
+        """Marks a wait: work enqueued inside holds up the current stream until the peers act."""
         stream = torch.cuda.current_stream(device)  # a thread's own current device may be another
         wait = Wait(torch.cuda.Event(), torch.cuda.Event(), peers, what)
         wait.reached.record(stream)
@@ -54,10 +48,7 @@ class DeviceWaits:
         self._open.append(wait)
 
     def standing(self) -> tuple[float, Wait] | None:
-        """Returns the wait at which the stream stands, and for how many seconds already.
-
-        Returns None if the stream stands at none. Forgets the waits that it has passed.
-        """
+        """Returns the wait at which the stream stands, and for how many seconds already."""
         while self._open and self._open[0].passed.query():
             self._open.popleft()
             self._since = None
@@ -69,15 +60,12 @@ class DeviceWaits:
 
     @property
     def any(self) -> bool:
-        """Returns whether the last `standing` left waits that the stream had not passed."""
+        """Whether the last `standing` left waits that the stream had not passed."""
         return bool(self._open)
 
 
 class WaitLimit:
-    """A limit in seconds for a host that asks a device again and again.
-
-    The seconds count while the stream is dry: until then nobody waits.
-    """
+    """A limit in seconds for a host that asks a device. They count while the stream is dry."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._stream, self._seconds = torch.cuda.current_stream(device), seconds
@@ -89,5 +77,4 @@ class WaitLimit:
         return self._dry is not None and time.perf_counter() - self._dry >= self._seconds
 
     def renew(self) -> None:
-        """Starts the limit anew, since something came."""
         self._dry = None

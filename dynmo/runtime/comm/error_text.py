@@ -15,10 +15,7 @@ def first_line(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Returns a backend's message without the source position and the advice.
-
-    The position comes before the message, and the advice after it.
-    """
+    """Returns a backend's message without the source position and the advice around it."""
     return re.sub(r"^\[\S*\] ", "", first_line(error)).split(". ")[0]
 
 

@@ -22,9 +22,7 @@ from dynmo.runtime.comm.world import World
 
 
 class ExpertGroup:
-    """Sends rows between the replicas of a group.
-
-    It is a `dynmo.kernels.row_exchange.RowExchange`.
+    """Sends rows between the replicas of a group: a `dynmo.kernels.row_exchange.RowExchange`.
 
     Args:
         world: This rank's pipeline, one of the mesh. All ranks make their groups together.
@@ -43,7 +41,6 @@ class ExpertGroup:
         self.number = world.replica // ranks
 
     def counts(self, sent: Sequence[Sequence[int]], taken: Sequence[int]) -> list[list[int]]:
-        """See `RowExchange.counts`."""
         parts = torch.tensor(list(chain(*sent)), device=self.world.device).split(
             [len(each) for each in sent]
         )
@@ -53,7 +50,6 @@ class ExpertGroup:
         return [[next(rest) for _ in range(count)] for count in taken]
 
     def rows(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """See `RowExchange.rows`."""
         flat, each = on_wire(rows).reshape(-1), rows.shape[1] * rows.element_size()
         width = each // flat.element_size()
         parts = flat.split([count * width for count in sent])

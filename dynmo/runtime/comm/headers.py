@@ -68,10 +68,9 @@ def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
 
 
 def obstacle(tensor: Tensor) -> str | None:
-    """Returns why a layer cannot hand on this tensor, or None if it can.
+    """Returns why a layer cannot hand on this tensor and what to do instead, or None if it can.
 
-    The reason says what to do instead. Backward passes know no complex gradients, so a complex
-    tensor cannot go from layer to layer. It may be a parameter or a buffer.
+    Backward passes know no complex gradients. A parameter or a buffer may be complex.
     """
     if tensor.is_complex():
         return (
@@ -99,15 +98,11 @@ def on_wire(tensor: Tensor) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the same memory as bytes. It must lie in one piece."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def encode(spec: Spec) -> tuple[Tensor, ...]:
-    """Returns the lead, and the rest if there is one.
-
-    Layers check that their outputs can be announced (`obstacle`).
-    """
+    """Returns the lead, and the rest if there is one."""
     assert len(spec) <= MOST_TENSORS, "the layer checks this"
     numbers = [n for dtype, shape in spec for n in (_CODES[dtype], len(shape), *shape)]
     numbers = [len(numbers), *numbers]
@@ -127,7 +122,6 @@ def rest_of(lead: Tensor, what: str) -> Tensor | None:
 
 
 def decode(header: Sequence[Tensor], device: torch.device, what: str) -> Spec:
-    """Reads a header that has arrived."""
     numbers = [n for part in header for n in part.tolist()]
     if not 0 <= numbers[0] < len(numbers):
         raise _damaged(what, f"it announces {numbers[0]} numbers and has {len(numbers) - 1}")
@@ -156,16 +150,7 @@ def _damaged(what: str, how: str) -> RunError:
 
 
 def check_announced(size: int, device: torch.device, what: str) -> None:
-    """Refuse a size that was damaged on its way, before any memory is asked for.
-
-    Args:
-        size: Bytes that a peer announces.
-        device: Device that is to hold the memory.
-        what: Name of what is announced and by whom, for an error.
-
-    Raises:
-        RunError: The size is negative, or more than the device or this machine has.
-    """
+    """Raises RunError if a size of `what` cannot be true, before any memory is asked for."""
     if device.type == "cuda":
         room = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -188,7 +173,6 @@ TAG_VERDICT = 1 << 25
 
 
 def tag_of(channel: Channel) -> int:
-    """Returns the tag of a channel's messages."""
     return 2 * channel.boundary + (channel.direction is Direction.GRADIENT)
 
 

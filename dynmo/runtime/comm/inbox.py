@@ -1,7 +1,4 @@
-"""The receiving end of a channel (`channels.py`).
-
-It keeps receives posted ahead of the ops that take the messages.
-"""
+"""The receiving end of a channel (`channels.py`)."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ _POSTED_ON_CUDA = 1
 
 
 def posted_ahead(world: World, depth: int, varying: bool) -> int:
-    """Returns how many messages may land before they are asked for.
-
-    Messages of varying shape land when they are taken.
-    """
+    """Returns how many messages may land before they are taken. Varying ones land when taken."""
     return 0 if varying else min(_POSTED_ON_CUDA if world.enqueues else POSTED_AHEAD, depth - 1)
 
 
@@ -58,7 +52,7 @@ Posted = tuple[tuple[Tensor, ...], list[dist.Work]]
 
 
 class Inbox:
-    """The receiving end of a channel."""
+    """The receiving end of a channel. Receives are posted ahead of the ops that take them."""
 
     def __init__(
         self,
@@ -89,7 +83,6 @@ class Inbox:
         self._here: threading.Event | None = None
 
     def open(self, messages: int) -> None:
-        """Begins a step."""
         assert not self._open, "messages of an earlier step were not taken"
         self._unposted = self._messages = messages
         self._awaits_header = not self._varying
@@ -98,26 +91,19 @@ class Inbox:
         self._post(self._window())
 
     def rewind(self, sent: int, taken: int) -> None:
-        """Begins the step again. As many messages as were sent will come again.
-
-        Takes and drops the messages that were sent and not yet taken.
-        """
+        """Begins the step again, without the messages that were sent and not yet taken."""
         for microbatch in range(taken, sent):
             self.take(microbatch)
         self._unposted += sent
         self._post(self._window())
 
     def _window(self) -> int:
-        """Returns how many receives to keep posted.
-
-        All of a step's if nothing limits them and they are small. Then none is posted later.
-        """
+        """Returns how many receives to keep posted: all of a step's if they are small."""
         if self._varying:
             return self._ahead
         return posted_at_start(self._world, self._messages, self._spec, self._depth)
 
     def _post(self, count: int) -> None:
-        """Posts receives until `count` are open."""
         if self._spec is None and not self._varying:
             return
         while self._unposted and self._open < count:
@@ -158,10 +144,7 @@ class Inbox:
             )
 
     def _next_posted(self, timeout: float) -> Posted:
-        """Returns the next posted receive.
-
-        Raises queue.Empty if the poster is late or has failed.
-        """
+        """Returns the next posted receive. Raises queue.Empty if the poster is late."""
         if not self._awaits_header:
             self._post(1)
         end = time.perf_counter() + timeout
@@ -180,7 +163,6 @@ class Inbox:
         return posted
 
     def _land(self, microbatch: int) -> tuple[Tensor, ...]:
-        """Returns the buffers of the next posted receive, once they are filled."""
         try:
             buffers, works = self._due or self._next_posted(self._world.timeout)
         except queue.Empty:
@@ -203,10 +185,9 @@ class Inbox:
         )
 
     def arrived(self, microbatch: int, timeout: float) -> bool:
-        """Returns whether the next message is here, or comes within `timeout` seconds.
+        """Returns whether the next message (or its header) comes within `timeout` seconds.
 
-        If a header precedes the message, returns whether the header is here. On CUDA the timeout
-        counts from when the device has nothing left to do: until then nobody waits.
+        On CUDA the timeout counts from when the device has nothing left to do.
         """
         if self._due is None:
             try:
@@ -248,10 +229,7 @@ class Inbox:
         return buffers
 
     def _expect(self, spec: Spec, microbatch: int) -> None:
-        """Posts receives for the shape of this step.
-
-        The sender fills those that are posted for another shape.
-        """
+        """Posts receives for this step's shape. The sender fills those posted for another shape."""
         if spec == self._spec:
             return
         posted, unposted, self._unposted = self._open, self._unposted, 0
@@ -263,8 +241,7 @@ class Inbox:
     def _read(self, lead: Tensor, microbatch: int) -> Spec:
         """Returns the spec that the header announces.
 
-        The rest of the header, if any, comes in one sequence with the tensors of messages if
-        receives of headers are posted ahead, else with the headers.
+        The rest of a header comes in one sequence with the tensors if headers are posted ahead.
         """
         what = describe(self.channel)
         rest = rest_of(lead, what)
@@ -275,11 +252,7 @@ class Inbox:
 
 
 def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
-    """Returns whether the receives are filled within `seconds` of an idle stream.
-
-    The seconds count from when the stream has run dry. It only asks: nothing is held up on the
-    device.
-    """
+    """Returns whether the receives are filled within `seconds` of an idle stream. It only asks."""
     timeout = WaitLimit(world.device, seconds)
     while not all(work.is_completed() for work in works):
         if timeout.over():

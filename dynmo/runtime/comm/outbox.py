@@ -1,7 +1,4 @@
-"""The sending end of a channel (`channels.py`).
-
-It bounds the messages that are under way, and holds their tensors until the peer has them.
-"""
+"""The sending end of a channel (`channels.py`)."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ from dynmo.schedule.lowering import Channel, describe
 
 
 class Enqueued(NamedTuple):
-    """CUDA: a message under way.
-
-    Its header, if it has one, is gloo's. gloo never reports a work as completed before the wait.
-    """
+    """CUDA: a message under way. gloo never reports its header as completed before the wait."""
 
     header: list[dist.Work]
     works: list[dist.Work]
@@ -37,7 +31,7 @@ class Enqueued(NamedTuple):
 class Outbox:
     """The sending end of a channel.
 
-    It holds a message's tensors until the peer has them.
+    It bounds the messages that are under way, and holds their tensors until the peer has them.
     """
 
     def __init__(self, world: World, channel: Channel, varying: bool, depth: int) -> None:
@@ -56,7 +50,6 @@ class Outbox:
         self._threaded = threaded
 
     def open(self, messages: int) -> None:
-        """Begins a step."""
         self._is_first, self._messages = True, messages
 
     def put(self, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
@@ -122,10 +115,7 @@ class Outbox:
         self._room.release()
 
     def _release_done(self) -> bool:
-        """CUDA: frees the places of messages that the peer has.
-
-        Returns whether there were any.
-        """
+        """CUDA: frees the places of messages that the peer has. Returns whether there were any."""
         before = len(self._enqueued)
         while self._enqueued and all(work.is_completed() for work in self._enqueued[0].works):
             # The peer read the header before it could receive the message behind it.
@@ -139,10 +129,7 @@ class Outbox:
         return len(self._enqueued) < before
 
     def _acquire(self, microbatch: int) -> None:
-        """Waits for a place in the channel's depth.
-
-        The worker's own wait has a shorter limit and a better message, so it fails first.
-        """
+        """Waits for a place. The worker's own wait has a shorter limit and a better message."""
         taken = False
         if self.worker.error is None:
             taken = (
@@ -159,10 +146,9 @@ class Outbox:
             )
 
     def _acquire_enqueued(self) -> bool:
-        """CUDA: waits for a place by asking again and again.
+        """CUDA: waits for a place. Only this thread can find out that a send is done.
 
-        Only this thread can find out that a send is done. The host may be a step ahead of the
-        device. Time therefore counts only while the device is idle and nothing comes through.
+        The host may be a step ahead of the device. Time counts only while the device is idle.
         """
         timeout = WaitLimit(self._world.device, self._world.timeout)
         while not self._room.acquire(blocking=False):

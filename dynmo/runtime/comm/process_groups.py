@@ -1,7 +1,4 @@
-"""Forms torch's process groups. Ranks that do not come are named.
-
-`World` keeps the groups and passes messages through them.
-"""
+"""Forms torch's process groups. Ranks that do not come are named."""
 
 from __future__ import annotations
 
@@ -24,14 +21,12 @@ _NEVER = timedelta(days=30)
 
 
 def backend_of(enqueues: bool) -> str:
-    """Returns torch's name of the backends of all ranks' group."""
     return "cpu:gloo,cuda:nccl" if enqueues else "gloo"
 
 
 def form_default_group(
     store: dist.Store, rank: int, size: int, *, backend: str, timeout: float, join_timeout: float
 ) -> Any:
-    """Makes torch's default group. All its ranks call it."""
     # torch._dynamo imports it. Its functions have the default group of that moment as a default
     # argument, and a group that somebody holds does not end: its threads would outlive Python.
     importlib.import_module("torch.distributed.nn.functional")
@@ -72,7 +67,6 @@ def form_group_within(ranks: Sequence[int], *, backend: str, timeout: float) -> 
 
 
 def new_group(ranks: Sequence[int], timeout: float, backend: str | None, callers: int) -> Any:
-    """Makes a process group of ranks of torch's default group."""
     # torch names a group by a count that all ranks share. Or it takes the group's ranks and a count
     # of this rank's groups.
     own_name = callers < dist.get_world_size()
@@ -90,7 +84,7 @@ def leave_default_group() -> None:
     """Ends the default group, if there is one.
 
     torch names groups by a count, which must be the same on all ranks when they meet again. The
-    count starts anew when a group ends, but not when a group could not be formed.
+    count does not start anew when a group could not be formed.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -26,14 +26,8 @@ from dynmo.runtime.comm.world import World
 def arrange(world: World, replicas: int) -> World:
     """Returns this rank's pipeline in a mesh of `replicas` replicas over all ranks.
 
-    All ranks call it. They may call it again for another shape once nothing is under way.
-
-    Args:
-        world: World of this rank.
-        replicas: Number of replicas.
-
-    Returns:
-        The pipeline. Its `peers` and `everyone` lead to the other ranks.
+    All ranks call it. They may call it again for another shape once nothing is under way. `peers`
+    and `everyone` of the pipeline lead to the other ranks.
 
     Raises:
         ConfigError: The replicas do not divide the ranks.
@@ -56,37 +50,15 @@ def arrange(world: World, replicas: int) -> World:
 
 
 class FirstReplica:
-    """Sums over the ranks of one pipeline, the first replica's, for all replicas.
-
-    It serves values that every replica must know alike. Each could measure them differently (on
-    other data, or in time).
-    """
+    """Sums over the ranks of the first replica, for values that all replicas know alike."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """Adds a tensor up like `World.sum`. Values of other replicas do not count.
-
-        Args:
-            tensor: Equal shapes on all ranks. It is set to zero on other replicas.
-            what: Name of what is waited for, for messages.
-
-        Returns:
-            The sum.
-        """
+        """Adds a tensor up like `World.sum`. It is set to zero on other replicas."""
         return self._world.everyone.sum(tensor.zero_() if self._world.replica else tensor, what)
 
     def sum_all(self, tensor: Tensor, what: str) -> Tensor:
-        """Adds a tensor up like `World.sum` over all replicas.
-
-        Each replica has its own microbatches.
-
-        Args:
-            tensor: Equal shapes on all ranks.
-            what: Name of what is waited for, for messages.
-
-        Returns:
-            `tensor`.
-        """
+        """Adds a tensor up over all replicas, each of which has its own microbatches."""
         return self._world.everyone.sum(tensor, what)

@@ -1,7 +1,4 @@
-"""The place where the ranks of a run find each other.
-
-It is read from the launcher's variables. No torch here: the launcher itself needs none.
-"""
+"""The place where the ranks of a run meet, without torch: the launcher needs none."""
 
 from __future__ import annotations
 
@@ -19,15 +16,9 @@ class Rendezvous:
 
     Local ranks meet in a folder that only this user can read. Ranks of torchrun and srun meet at an
     address. Ranks that dynmo's launcher started on several machines read the address of rank 0
-    from a file. Without any of the three there is one rank, which need not find any other.
+    from a file. Without any of the three there is one rank.
 
     Attributes:
-        rank: Number of this rank.
-        size: Number of all ranks.
-        local_rank: Number of this rank on its machine.
-        folder: The folder of local ranks.
-        address: Address at which rank 0 listens.
-        port: The port of the address.
         loopback: The address is the loopback's and every rank is on this machine. Nothing needs
             to be open to the network.
         file: The file into which rank 0 writes its address and port.
@@ -54,15 +45,7 @@ ALONE = Rendezvous(rank=0, size=1, local_rank=0)
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
-    """Reads the world that this process was started in.
-
-    It may be dynmo's own, torchrun's or Slurm's.
-
-    Args:
-        environ: Environment variables.
-
-    Returns:
-        The rendezvous. None if the process was started alone.
+    """Reads the world of torchrun, of Slurm or of dynmo's launcher that this process is in, if any.
 
     Raises:
         ConfigError: The variables are there but incomplete.
@@ -133,15 +116,11 @@ def _of_slurm(environ: Mapping[str, str]) -> Rendezvous:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether an address is that of the loopback: `localhost` or 127.x."""
     return address == "localhost" or re.fullmatch(r"127(\.\d+){3}", address) is not None
 
 
 def first_host(nodelist: str) -> str:
-    """Returns the first host of Slurm's compressed list.
-
-    For example, `gpu[003-006,9],x1` -> `gpu003`.
-    """
+    """Returns the first host of Slurm's compressed list: `gpu[003-006,9],x1` -> `gpu003`."""
     first = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist).split(",")[0]
     if not first:
         raise ConfigError(

@@ -38,11 +38,6 @@ _LENGTH = 4
 def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
     """Opens the key-value store through which the ranks of `rendezvous` meet.
 
-    Args:
-        rendezvous: The place to meet. `from_environment` finds None if no launcher started this
-            process.
-        timeout: Seconds that each wait may take.
-
     Raises:
         RunError: `rendezvous` is None, or no store can be made.
         WaitTimeout: The store of rank 0 does not answer.
@@ -83,13 +78,7 @@ def _attempt() -> str:
 
 
 def rendezvous_record(rendezvous: Rendezvous) -> dict[str, Any]:
-    """Returns what a process that joins the run needs to open the same store.
-
-    Args:
-        rendezvous: Where the ranks of the run have met.
-
-    Returns:
-        A record for `open_rendezvous`. It can be written as JSON.
+    """Returns what a process that joins the run needs to open the same store, for JSON.
 
     Raises:
         RunError: No other process can reach the store.
@@ -105,10 +94,7 @@ def rendezvous_record(rendezvous: Rendezvous) -> dict[str, Any]:
 
 
 def read_rendezvous(path: Path) -> dict[str, Any]:
-    """Reads the file that says where the ranks of a run meet.
-
-    Args:
-        path: The file, which has a result of `rendezvous_record` as JSON.
+    """Reads the file with a `rendezvous_record`.
 
     Raises:
         ConfigError: It is damaged, cannot be read, or comes from another user.
@@ -166,11 +152,7 @@ def _is_rendezvous_record(record: object) -> bool:
 
 
 def open_rendezvous(record: Mapping[str, Any], timeout: float) -> dist.Store:
-    """Opens the store of a run that goes on.
-
-    Args:
-        record: Result of `rendezvous_record` in a rank of the run.
-        timeout: Seconds that each wait may take.
+    """Opens the store of a run that goes on, by its `rendezvous_record`.
 
     Raises:
         RunError: The run has ended, or cannot be reached.
@@ -197,7 +179,6 @@ def open_rendezvous(record: Mapping[str, Any], timeout: float) -> dist.Store:
 
 
 def _open_file(folder: Path, timeout: float) -> dist.Store:
-    """Opens the store of local ranks."""
     path = folder / "store"
     try:
         # The lock of a process that was stopped may keep it closed.
@@ -221,10 +202,9 @@ def _file_store(path: Path) -> dist.Store:
 
 
 def _check_file(file: IO[bytes]) -> None:
-    """Raises ValueError if a file is no store.
+    """Raises ValueError if a file is no store: a row of keys and values, each behind its length.
 
-    torch would wait for the rest of it without an end. A store is a row of keys and values. Each
-    has its length in front.
+    torch would wait for the rest of it without an end.
     """
     size = os.fstat(file.fileno()).st_size
     while (at := file.tell()) < size:
@@ -255,10 +235,7 @@ def _stay_on_loopback(address: str) -> None:
 
 
 def _meet(rendezvous: Rendezvous, file: Path, timeout: float) -> dist.Store:
-    """Opens a store on rank 0, and joins it on the others.
-
-    Rank 0 takes a free port and writes its address. The others wait for the file.
-    """
+    """Opens a store on rank 0, which writes its address to the file that the others wait for."""
     if rendezvous.rank == 0:
         return _serve(file, timeout)
     end = time.monotonic() + timeout
@@ -350,10 +327,7 @@ def _resolve(address: str, timeout: float) -> None:
 
 @contextmanager
 def _native_stderr_dropped() -> Iterator[None]:
-    """While it is open, what torch's C++ writes to stderr is lost.
-
-    It writes some 40 lines about every connection that fails. Our error is one line.
-    """
+    """Drops what torch's C++ writes to stderr: some 40 lines about every connection that fails."""
     if os.environ.get("DYNMO_TRACEBACK") == "1":
         yield
         return
@@ -383,24 +357,12 @@ def claim(store: dist.Store, rank: int, timeout: float) -> None:
 
 
 def no_answer(seconds: float) -> WaitTimeout:
-    """Returns the error of a store that does not answer in time."""
     late = f"waited {seconds:g} s for the store of the run, which does not answer"
     return WaitTimeout(f"{late}; has something else written to it?", [0])
 
 
 def tell_all(store: dist.Store, key: str, rank: int, text: str, timeout: float) -> None:
-    """Leaves a text of this rank for the others.
-
-    Args:
-        store: Store of this generation.
-        key: Name under which the ranks leave their texts.
-        rank: This rank.
-        text: Its text.
-        timeout: Seconds to wait for the store.
-
-    Raises:
-        WaitTimeout: The store does not answer.
-    """
+    """Leaves a text of this rank for the others, or raises WaitTimeout."""
     try:
         call_with_limit(timeout, lambda: store.set(f"{key}/{rank}", text))
     except TimeoutError:
@@ -409,11 +371,6 @@ def tell_all(store: dist.Store, key: str, rank: int, text: str, timeout: float) 
 
 def read_all(store: dist.Store, key: str, size: int, timeout: float) -> list[str]:
     """Returns the texts of all ranks, in order.
-
-    Args:
-        store: Store of this generation.
-        size: Number of ranks.
-        timeout: Seconds to wait for a text that is not there yet.
 
     Raises:
         WaitTimeout: A rank left none, or the store does not answer.
@@ -440,21 +397,13 @@ def read_all(store: dist.Store, key: str, size: int, timeout: float) -> list[str
 
 
 def find_missing(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """Returns the positions of the keys that are not in the store.
-
-    Args:
-        store: The store.
-        keys: Keys to look for.
-
-    Returns:
-        Indices into `keys`, in ascending order. Empty if the store does not answer.
-    """
+    """Returns the positions of the keys that are not in the store. Empty if it does not answer."""
 
     return _find(store, keys, present=False)
 
 
 def find_present(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """Returns the positions of the keys that are in the store, like `find_missing`."""
+    """Returns the positions of the keys that are in the store. Empty if it does not answer."""
     return _find(store, keys, present=True)
 
 

@@ -1,9 +1,3 @@
-"""Counts the bytes of the tensors that ops make while it watches.
-
-It knows the current number and the maximum. Use it for shapes only: torch may compute differently
-under it.
-"""
-
 from __future__ import annotations
 
 import weakref
@@ -16,9 +10,10 @@ from dynmo.kernels.torch_private import TorchDispatchMode, tree_leaves
 
 
 class Watch(TorchDispatchMode):
-    """Counts bytes of tensors. It goes on counting when it is entered again.
+    """Counts bytes of the tensors that ops make while it watches, and knows their maximum.
 
-    A tensor that it has seen made counts until it is gone, even while it does not watch.
+    A tensor that it has seen made counts until it is gone, even while it does not watch. Use it for
+    shapes only: torch may compute differently under it.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,4 @@
-"""A thread that does one kind of work beside the rank's own thread.
-
-Channels, the reducer of gradients and the profiler each have some.
-"""
+"""A thread that does one kind of work beside the rank's own thread."""
 
 from __future__ import annotations
 
@@ -13,12 +10,7 @@ from dynmo.errors import DynmoError, RunError
 
 
 class Worker:
-    """A thread that runs submitted work in order.
-
-    Args:
-        name: Name of the thread.
-        threaded: Whether there is a thread. Otherwise `submit` runs the work in place.
-    """
+    """A thread that runs submitted work in order, or `submit` itself if it is not `threaded`."""
 
     def __init__(self, name: str, threaded: bool) -> None:
         self._name = name
@@ -47,10 +39,7 @@ class Worker:
                 self.error = RunError(f"{self._name}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Ends the thread once all submitted work is done.
-
-        The wait for it is short: after a failure the work may never be done.
-        """
+        """Ends the thread once its work is done, but waits shortly: after a failure it may hang."""
         self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=0.5)

@@ -126,15 +126,10 @@ class World:
 
         Args:
             store: Shared by all ranks.
-            rank: This rank's number.
-            size: Number of ranks.
             device: Device on which this rank computes. The default is the CPU.
             timeout: Limit of every wait, in seconds.
             generation: Number of times that the ranks have met before.
             staged: Whether all messages pass through host memory. Ranks may then share a GPU.
-
-        Returns:
-            The world, once all ranks have met.
 
         Raises:
             WaitTimeout: A rank did not come in time. The message names it.
@@ -152,22 +147,16 @@ class World:
     ) -> World:
         """Makes a world of this process alone, which will go on in another one (`renew`).
 
-        Args:
-            home: Store of the other world (`World.home`).
-            device: Device on which this process computes.
-            timeout: Limit of every wait, in seconds.
-            staged: As the other world has it.
+        `home` is that world's (`World.home`).
         """
         return cls(0, 1, device, timeout, 0, home, staged=staged, home=home, is_outside=True)
 
     def renew(self, rank: int, size: int, generation: int, join_timeout: float) -> None:
-        """Goes on as another number of ranks, in the same processes.
+        """Goes on as another number of ranks, in the same processes. All of them call it.
 
         This rank's groups end, and new ones are made. Views of the world must be made anew.
 
         Args:
-            rank: This rank's new number.
-            size: The new number of ranks. All of them call it.
             generation: Number of the new generation. A number can be used once.
             join_timeout: Seconds to wait for the other ranks to come.
 
@@ -192,10 +181,7 @@ class World:
             self.store = self.home
 
     def _meet(self, join_timeout: float) -> None:
-        """Forms the group of this generation.
-
-        `join_timeout` is the number of seconds until all must have come.
-        """
+        """Forms the group of this generation. All must have come within `join_timeout` seconds."""
         self.group = form_default_group(
             self.store,
             self.rank,
@@ -215,14 +201,10 @@ class World:
         timeout: float,
         staged: bool = False,
     ) -> World:
-        """Makes a world of ranks that have met before, within their process groups.
-
-        These are the program's own process groups. Only these ranks call it.
+        """Makes a world within a program's own process groups. Only its ranks call it.
 
         Args:
             ranks: Ranks of torch's default group, in ascending order. They become ranks 0, 1, ...
-            device: Device on which this rank computes.
-            timeout: Seconds that a rank waits for another.
             staged: Whether all messages pass through host memory.
 
         Raises:
@@ -274,11 +256,7 @@ class World:
             everyone._threads_before = None
 
     def take_threads(self, threads: int) -> int:
-        """Computes with so many threads on CPU until `close`.
-
-        Returns:
-            torch's number of threads before.
-        """
+        """Computes with so many threads on CPU until `close`. Returns torch's number before."""
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(threads)
         return self._threads_before
@@ -302,40 +280,33 @@ class World:
 
     @property
     def enqueues(self) -> bool:
-        """Returns whether messages are enqueued on the device's stream (NCCL).
-
-        Otherwise the host waits for them (gloo).
-        """
+        """Whether the device's stream waits for messages (NCCL), and not the host (gloo)."""
         return self.device.type == "cuda" and not self.staged
 
     # -- the mesh ----------------------------------------------------------------------------------
 
     @property
     def everyone(self) -> World:
-        """Returns the world of all ranks of this generation, by global rank."""
+        """The world of all ranks of this generation, by global rank."""
         return self._everyone or self
 
     @property
     def peers(self) -> World:
-        """Returns the ranks that hold the same layers in the other pipelines, by replica."""
+        """The ranks that hold the same layers in the other pipelines, by replica."""
         return self._peers or World(0, 1, self.device, self.timeout, self.generation, self.store)
 
     @property
     def replica(self) -> int:
-        """Returns the number of this rank's replica."""
         return 0 if self._peers is None else self._peers.rank
 
     @property
     def replicas(self) -> int:
-        """Returns the number of pipelines that train side by side."""
         return 1 if self._peers is None else self._peers.size
 
     def global_rank(self, rank: int) -> int:
-        """Returns the global rank of one of this world's ranks."""
         return self.subgroups[self.subgroup][rank] if self.subgroups else rank
 
     def describe_rank(self, rank: int) -> str:
-        """Returns the name of one of this world's ranks, for a person."""
         return "rank " + self._describe(self.global_rank(rank))
 
     def _describe(self, global_rank: int) -> str:
@@ -347,7 +318,6 @@ class World:
         )
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
-        """Returns the name of several of this world's ranks, for a person."""
         return ranks_text([self._describe(self.global_rank(rank)) for rank in ranks])
 
     def reshaped(self, replicas: int) -> None:
@@ -356,23 +326,17 @@ class World:
         self._views.clear()
 
     def with_peers(self, peers: World) -> World:
-        """Sets `peers`, and returns this world."""
         self._peers = peers
         return self
 
     def view(self, subgroups: Sequence[tuple[int, ...]], what: str, apart: bool = False) -> World:
-        """Divides the ranks into worlds of their own.
-
-        All ranks call it, on the world of all.
+        """Divides the ranks into worlds of their own. All ranks call it, on the world of all.
 
         Args:
             subgroups: Global ranks of each world. Every rank is in one.
             what: Name of what the ranks wait for here, for messages.
             apart: Whether its collectives may run beside those of another view of the same ranks.
                 They then have a process group of their own.
-
-        Returns:
-            The world that this rank is in.
         """
         everyone, most = self.everyone, self.everyone.size + apart
         subgroup, ranks = next(
@@ -406,7 +370,6 @@ class World:
         return world
 
     def _new_group(self, members: Sequence[int], backend: str | None = None) -> Any:
-        """Makes a process group of some of all ranks. All ranks call it."""
         if not self._torch_ranks:
             return dist.new_group(
                 list(members), timeout=timedelta(seconds=self.timeout), backend=backend
@@ -418,9 +381,7 @@ class World:
     # -- point to point ----------------------------------------------------------------------------
 
     def open_channels(self, pairs: Sequence[tuple[int, ...]]) -> None:
-        """Makes NCCL's communicators, one per channel.
-
-        gloo needs none, because it has tags.
+        """Makes NCCL's communicators, one per channel. gloo needs none, because it has tags.
 
         Args:
             pairs: Keys (tag, source, target), in the same order on all ranks. A communicator that
@@ -467,24 +428,13 @@ class World:
         )
 
     def _torch_rank(self, global_rank: int) -> int:
-        """Returns torch's number of one of all ranks."""
         numbers = self.everyone._torch_ranks
         return numbers[global_rank] if numbers else global_rank
 
     def send(
         self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None
     ) -> dist.Work:
-        """Begins to send a tensor.
-
-        Args:
-            tensor: Contiguous. It must not change until the work is done.
-            target: A rank of this world.
-            tag: Number that the receiver gives, too.
-            key: Key of the channel's communicator. None if it has none.
-
-        Returns:
-            The work to wait for.
-        """
+        """Begins to send a contiguous tensor. It must not change until the work is done."""
         group = self._channel(key, tensor)
         assert self.group is not None
         tensor = tensor.cpu() if self.staged else tensor
@@ -505,17 +455,7 @@ class World:
     def receive(
         self, tensor: Tensor, source: int, tag: int, key: tuple[int, ...] | None = None
     ) -> dist.Work:
-        """Begins to receive into a tensor.
-
-        Args:
-            tensor: Has the shape and type of what is sent.
-            source: A rank of this world.
-            tag: Number that the sender gives, too.
-            key: Key of the channel's communicator. None if it has none.
-
-        Returns:
-            The work to wait for.
-        """
+        """Begins to receive into a tensor of the shape and type of what is sent."""
         group = self._channel(key, tensor)
         assert self.group is not None
         try:
@@ -534,14 +474,9 @@ class World:
         return work
 
     def wait(self, work: dist.Work, peer: int, what: str) -> None:
-        """Waits for a message.
+        """Waits for a message. With NCCL the stream waits, and `look` and `settle` keep the limit.
 
-        With NCCL the stream waits, and `look` and `settle` keep the limit.
-
-        Args:
-            work: What `send` or `receive` returned.
-            peer: The other rank.
-            what: Name of the message in errors, such as "the activations of microbatch 3".
+        `what` names the message in errors, such as "the activations of microbatch 3".
 
         Raises:
             WaitTimeout: The message did not come in time.
@@ -557,10 +492,7 @@ class World:
             self.fail(error, [peer], what)
 
     def look(self) -> None:
-        """Raises WaitTimeout if the stream has stood at a wait for over `timeout`.
-
-        It reads the CUDA stream.
-        """
+        """Raises WaitTimeout if the CUDA stream has stood at a wait for over `timeout`."""
         standing = self.waits.standing()
         if standing is not None and standing[0] >= self.timeout:
             raise self._late(standing[1].peers, standing[1].what)
@@ -572,37 +504,21 @@ class World:
             time.sleep(POLL)
 
     def _lift_limit(self, group: Any) -> None:
-        """Lifts the limit of NCCL alone. gloo's waits keep theirs."""
         if self.enqueues and group is not None:
             lift_limit(group, self.device)
 
     # -- collectives: fixed-schema tensors, never objects ------------------------------------------
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """Adds a tensor up over the ranks, in place.
+        """Adds a tensor up over the ranks, in place, and returns it.
 
         The order of the sum must not matter: one rank alone has a nonzero entry, or all are
         integers.
-
-        Args:
-            tensor: Equal shapes on all ranks.
-            what: Name of what is waited for, for messages.
-
-        Returns:
-            `tensor`.
         """
         return self._all_reduce(tensor, dist.ReduceOp.SUM, what)
 
     def largest(self, tensor: Tensor, what: str) -> Tensor:
-        """Takes the elementwise maximum over the ranks, in place.
-
-        Args:
-            tensor: Equal shapes on all ranks.
-            what: Name of what is waited for, for messages.
-
-        Returns:
-            `tensor`.
-        """
+        """Takes the elementwise maximum over the ranks, in place, and returns the tensor."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
 
     def _all_reduce(self, tensor: Tensor, operation: Any, what: str) -> Tensor:
@@ -622,10 +538,6 @@ class World:
         Args:
             parts: Tensor for each rank. Flat tensors of one type.
             sizes: Number of elements that each rank sends here.
-            what: Name of what is waited for, for messages.
-
-        Returns:
-            The tensor that each rank sent here.
         """
         if self.size == 1:
             return list(parts)
@@ -641,7 +553,7 @@ class World:
         return list(out.to(parts[0].device).split(list(sizes)))
 
     def barrier(self, what: str) -> None:
-        """Waits until all ranks of all replicas are here. `what` is named in messages."""
+        """Waits until all ranks of all replicas are here."""
         self.everyone.sum(torch.zeros(1), what)
 
     # -- failures ----------------------------------------------------------------------------------
@@ -670,10 +582,7 @@ class World:
         )
 
     def _not_waiting(self, what: str) -> list[int]:
-        """Returns the ranks that are not in this collective.
-
-        Every rank that gives up says so in the store. This rank waited for the others.
-        """
+        """Returns the other ranks that have not given up in this collective, by the store."""
         key = f"waiting/{self.global_rank(self.rank)}"
         text = json.dumps({"host": socket.gethostname(), "what": what})
         try:

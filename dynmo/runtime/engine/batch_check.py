@@ -51,11 +51,7 @@ def fingerprint(batch: Tensor) -> Tensor:
 def hashes_to_compare(
     world: World, inputs: Tensor | None, targets: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Hashes a batch, unless this rank has its pipeline to itself.
-
-    Returns:
-        Hash of each. None for None.
-    """
+    """Hashes a batch, unless this rank has its pipeline to itself."""
     inputs, targets = (inputs, targets) if world.size > 1 else (None, None)
     return (
         None if inputs is None else fingerprint(inputs),
@@ -93,7 +89,6 @@ def check_batch(
     microbatches: int,
     needs_targets: bool = True,
 ) -> None:
-    """Refuses a batch that this rank's stages cannot take."""
     stages, world = layer_store.own_stages, layer_store.world
     last = len(layer_store.layout.stage_ranks) - 1
     for name, batch, stage, holder in (
@@ -122,7 +117,6 @@ def check_batch(
 
 
 def check_rates(lr: object, max_norm: object) -> None:
-    """Checks the rates of a step."""
     if not isinstance(lr, Real) or not 0 <= float(lr) < math.inf:
         raise InputError(f"lr = {lr!r}; give a finite number of at least 0")
     if not isinstance(max_norm, Real) or not float(max_norm) >= 0:

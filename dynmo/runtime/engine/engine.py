@@ -66,17 +66,6 @@ class Engine:
         elsewhere: Ranks of a pipeline and number of replicas of a run that this process is still
             outside of. The engine then holds nothing until `Actions.arrive`.
 
-    Attributes:
-        model: The model that it trains.
-        layouts: Makes the possible layouts.
-        clock: Gives the marks of ops.
-        profiler: Holds this rank's readings.
-        store: Holds this rank's layers, and knows where all others are.
-        schedule_keeper: Knows the schedule of the ranks, and the costs.
-        programs: Run the schedule. They are lowered again after a change.
-        optimizer_step: Ends a step: norms, clipping, the optimizer.
-        pending: Knows the step that is not final yet, with post-validation.
-
     Raises:
         ConfigError: An option is wrong, or it does not allow some layer of the model.
         PartitionError: The placement does not fit the model or the schedule.
@@ -147,20 +136,15 @@ class Engine:
         """Trains on one batch: forward, backward, clipping, update.
 
         Args:
-            step: Number of the step.
             inputs: This replica's microbatches, [microbatches, ...], on the rank of the first
                 stage. Every replica has as many. They follow those of the replica before it in the
                 batch.
             targets: Likewise, on the rank of the last stage.
-            lr: Learning rate.
             max_norm: Norm to clip the gradients to. 0 clips nothing.
             flag: Number that every rank gets in `StepRecord.flags`, such as a wish to stop.
             keys: Key of each microbatch, on every rank, for the cache of outputs. Two keys are
                 equal only if the inputs are, such as the numbers of the sequences. None if no
                 microbatch comes again.
-
-        Returns:
-            The result of this step.
 
         Raises:
             InputError: Ranks of a replica were given different batches. Nothing was updated.
@@ -186,10 +170,8 @@ class Engine:
     ) -> tuple[StepRecord, ...]:
         """Trains like `step`, but without a barrier at its end under post-validation.
 
-        The next step then begins before this one is final. `drain` waits for the last step. Every
-        method that reads or changes the model waits for it too.
-
-        An error of a step is raised one step late without a barrier, and nothing was updated.
+        The next step then begins before this one is final. `drain` waits for the last step, and so
+        does every method that reads or changes the model. An error is raised one step late.
 
         Returns:
             The results that have become final and were not returned before, in order. With a
@@ -212,21 +194,13 @@ class Engine:
         return pending.take_done()
 
     def drain(self) -> tuple[StepRecord, ...]:
-        """Waits until the last step is final, if `advance` has not.
-
-        Returns:
-            The results that were not returned before.
-        """
+        """Waits until the last step is final. Returns the results that were not returned before."""
         return self.pending.drain()
 
     def forward_backward(
         self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None
     ) -> StepOutput:
-        """Runs the first half of `step`: the program. Gradients stay on the parameters.
-
-        Raises:
-            RunError: The gradients of an earlier call still wait for `update` or `discard`.
-        """
+        """Runs the first half of `step`. Gradients wait for `update` or `discard`."""
         layer_store = self.pending.final
         check_batch(layer_store, inputs, targets, layer_store.layout.microbatches)
         if self._halfway:
@@ -265,20 +239,15 @@ class Engine:
         shares: bool = False,
         outputs: dict[int, object] | None = None,
     ) -> float:
-        """Computes the mean loss over microbatches without training.
+        """Computes the mean loss over microbatches without training. It is the same on every rank.
 
         Args:
             inputs: [microbatches, ...] on the rank of the first stage.
             targets: [microbatches, ...] on the rank of the last stage.
-            microbatches: Number of microbatches.
-            keys: Key of each microbatch, for the cache of outputs.
             shares: Whether each replica has microbatches of its own. If not, the first replica's
                 loss counts, because all have the same.
             outputs: Takes the model's output of each microbatch on the ranks of the last stage.
                 These then need no targets, and the loss is NaN without.
-
-        Returns:
-            The mean loss, the same on every rank.
 
         Raises:
             InputError: Ranks of a replica were given different batches.
@@ -317,27 +286,18 @@ class Engine:
     def halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
         """Returns `costs` from the earlier and from the later readings alone.
 
-        Args:
-            costs: Cost of each layer from all readings.
-
-        Returns:
-            The costs of both halves. Empty if some time has one reading only.
+        Empty if some time has one reading only.
         """
         return self.profiler.gather_halves(self.store.world, self.store.layers, costs)
 
     def digest(self) -> str:
-        """Returns the SHA-256 of all weights, once the last step is final.
-
-        Raises:
-            RunError: The replicas' weights differ.
-        """
+        """Returns the SHA-256 of all weights. Raises RunError if the replicas' weights differ."""
         return weights_digest(self.pending.final)
 
 
 def _check(
     world: World, model: object, partition: object, steps: StepOptions, update: UpdateOptions
 ) -> None:
-    """Raises ConfigError if the arguments of an engine do not fit each other."""
     if not isinstance(model, Model):
         raise ConfigError(
             f"model is a {type(model).__name__}; make a Model of it with "

@@ -28,15 +28,7 @@ WAIT, SEND = "wait", "send"
 
 
 class Interval(NamedTuple):
-    """One interval of a rank's step, as marks of its clock.
-
-    Attributes:
-        kind: F, B, W, BW, wait or send.
-        stage: Stage of the op or message.
-        microbatch: Microbatch of the op or message.
-        start: Mark of its start.
-        end: Mark of its end.
-    """
+    """One interval of a rank's step, as marks of its clock: a kind of op, WAIT or SEND."""
 
     kind: str
     stage: int
@@ -51,7 +43,6 @@ class StepOutput:
 
     Attributes:
         losses: Losses of the microbatches, on the last stage.
-        intervals: Intervals in which the rank's time went.
         hashes: Hash of the inputs and of the targets that this rank was given. None if it was given
             none, or if no other rank of its replica could be given another.
         targets: Targets of the microbatches, until the step's table is made.
@@ -89,7 +80,6 @@ class Executor:
         training: bool = True,
         is_validated: Callable[[], bool] | None = None,
     ) -> StepOutput:
-        """Runs the program once."""
         # A garbage collection in the middle of a step would hold up every rank downstream. Between
         # steps it holds up none.
         collecting = gc.isenabled()
@@ -132,16 +122,11 @@ def _at(batch: Tensor | None, microbatch: int) -> Tensor:
 
 
 def mean_loss(losses: list[Tensor]) -> float:
-    """Returns the step's loss: the mean over the microbatches, added in their order.
-
-    Returns 0 on a rank that has none.
-    """
+    """Returns the mean over the microbatches, added in their order. 0 on a rank that has none."""
     return float(torch.stack(losses).double().mean()) if losses else 0.0
 
 
 class _ProgramRun:
-    """One run of an executor's program: tensors under way, and measured intervals."""
-
     def __init__(
         self,
         executor: Executor,
@@ -214,10 +199,7 @@ class _ProgramRun:
         return start
 
     def _backward_input(self, compute: Compute) -> Any:
-        """Runs B or BW, and hands the input's gradients on.
-
-        Returns the mark of its start.
-        """
+        """Runs B or BW, and hands the input's gradients on. Returns the mark of its start."""
         (kind, s, j), takes, to, local = compute
         gradients = self._arrived.pop((Direction.GRADIENT, s, j)) if takes else None
         self._streams.need((Direction.GRADIENT, s, j), gradients or ())

@@ -40,22 +40,16 @@ NON_FINITE, CLIPPED, MISMATCHED = "non-finite", "clipped", "mismatched"
 
 @dataclass(frozen=True)
 class Rollback:
-    """A step that was not as some ranks had made it.
-
-    Attributes:
-        what: NON_FINITE or CLIPPED.
-        seconds: Seconds of this rank's work that were thrown away.
-    """
+    """A step that was not as some ranks had made it, and the seconds of work thrown away."""
 
     what: str
     seconds: float
 
 
 class NormRing:
-    """Passes the table of a step's end along the ranks.
+    """Passes the table of a step's end along the ranks (`lowering.routes`).
 
-    The table travels down as a prefix and up as the verdict (`lowering.routes`). Receives are
-    posted ahead.
+    It travels down as a prefix and up as the verdict. Receives are posted ahead.
     """
 
     def __init__(self, world: World, stage_ranks: tuple[int, ...], length: int) -> None:
@@ -86,7 +80,6 @@ class NormRing:
             self._posted[tag] = table, self._world.receive(table, source, tag)
 
     def prefix(self, own: Tensor) -> Tensor:
-        """Adds the entries of the ranks before to those of this rank."""
         return (
             own
             if self._prefix_from is None
@@ -94,10 +87,7 @@ class NormRing:
         )
 
     def pass_on(self, prefix: Tensor) -> None:
-        """Hands the prefix to the next rank.
-
-        On the last rank the prefix is the whole table. It starts on its way back.
-        """
+        """Hands the prefix to the next rank. The last rank has the whole and sends it back."""
         self._finish_sends()
         self._post(TAG_VERDICT, self._verdict_from)
         if self._prefix_to is not None:
@@ -145,23 +135,14 @@ _WINDOW, _MOST, _FEW = 20, 5, 1
 
 @dataclass(frozen=True)
 class Switch:
-    """A change that applies from the next step on.
-
-    Attributes:
-        on: Whether steps have no barrier.
-        reason: Why it changes, in words for a person.
-    """
+    """A change that applies from the next step on. `on`: steps have no barrier."""
 
     on: bool
     reason: str
 
 
 class BarrierPolicy:
-    """Decides whether steps are validated afterwards or before.
-
-    The decision depends on how often they fail. It is fed with verdicts, so it is the same on every
-    rank.
-    """
+    """Decides by verdicts, alike on every rank, whether steps are validated afterwards."""
 
     def __init__(self) -> None:
         self._recent: deque[bool] = deque(maxlen=_WINDOW)

@@ -23,8 +23,6 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 
 class OptimizerStep:
-    """Ends a step: norms, clipping and the update of the layers."""
-
     def __init__(
         self,
         layer_store: LayerStore,
@@ -39,12 +37,7 @@ class OptimizerStep:
     def update(
         self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int
     ) -> tuple[StepRecord, str | None]:
-        """Agrees on the step with all ranks and applies it.
-
-        Returns:
-            The step's result, and why the optimizer could not step with the unclipped gradients.
-            The reason is None if it could.
-        """
+        """Applies the step that all ranks agree on. Returns why unclipped gradients failed, too."""
         self.prepare()
         table = self.table.once(self.table.own(step_output, flag))
         everyone = self._layer_store.world.everyone
@@ -68,10 +61,7 @@ class OptimizerStep:
         return result, failed
 
     def prepare(self) -> None:
-        """Readies the gradients before anyone reads them.
-
-        Sums those of tied weights and divides the loss scale out.
-        """
+        """Readies the gradients: sums those of tied weights and divides the loss scale out."""
         self._layer_store.tied.merge()
         for layer in self._layer_store.layers.values():
             for parameter in layer.module.parameters():
@@ -96,10 +86,9 @@ class OptimizerStep:
     # -- obstacles to a step -----------------------------------------------------------------------
 
     def failed(self, loss: float, squared_norms: Sequence[float], max_norm: float) -> str | None:
-        """Returns why the optimizer cannot step with the unclipped gradients.
+        """Returns why the optimizer cannot step with the unclipped gradients, or None if it can.
 
-        Returns None if it can. Also valid for a prefix, in which the entries of later ranks are
-        still 0.
+        Also valid for a prefix, in which the entries of later ranks are still 0.
         """
         if not all(map(math.isfinite, (loss, *squared_norms))):
             return NON_FINITE
@@ -112,8 +101,7 @@ class OptimizerStep:
     def error(self, result: StepRecord) -> RunError | None:
         """Returns the error that ends the run after a loss or norm that is not finite.
 
-        Returns None if the step is skipped: gradients overflowed under a loss scale that may fall.
-        Only this method decides that, alike on every rank.
+        None if the step is skipped: gradients overflowed under a loss scale that may fall.
         """
         scaler, finite = self.scaler, math.isfinite(result.loss)
         if finite and scaler.skips:
@@ -141,7 +129,6 @@ class OptimizerStep:
     # -- changes to the layers ---------------------------------------------------------------------
 
     def apply(self, squared_norms: Sequence[float], lr: float, max_norm: float) -> None:
-        """Steps the layers with clipped gradients."""
         norm = math.sqrt(math.fsum(squared_norms))
         own = self.clip_scope == "local"
         self._each(
@@ -151,14 +138,10 @@ class OptimizerStep:
         )
 
     def take_back(self, undo: Callable[[LayerOptimizer], None]) -> None:
-        """Undoes the last `apply` on each layer."""
         self._each(lambda _, optimizer: undo(optimizer))
 
     def _each(self, act: Callable[[int, LayerOptimizer], None]) -> None:
-        """Calls `act` for each layer that trains.
-
-        With ZeRO-1 it waits until all replicas have the new parameters.
-        """
+        """Calls `act` for each layer that trains. With ZeRO-1, waits for the new parameters."""
         frozen, replicas = self._layer_store.frozen.layers, self._layer_store.replicas
         # In one order on all peers, wherever their layers came from.
         for index, optimizer in sorted(self._layer_store.optimizers.items()):
@@ -178,5 +161,4 @@ class OptimizerStep:
         self.observe()
 
     def observe(self) -> None:
-        """The profiler takes the layers' marks of the step."""
         self._profiler.observe(self._layer_store.layers.values())

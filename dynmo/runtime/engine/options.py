@@ -27,7 +27,6 @@ class StepOptions:
     """The ops of a step, and their order on the ranks.
 
     Attributes:
-        schedule: Name of the schedule.
         microbatches: Microbatches of a step of one pipeline.
         chunks: Stages per rank. None means the schedule's own number.
         slices: Number of slices of this process's GPU that are the pipeline's ranks. The world then
@@ -40,9 +39,6 @@ class StepOptions:
             earlier, while a message is late.
         shapes: Costs by shapes alone. Schedules within `memory_limit` are made from them until
             costs are measured.
-
-    Raises:
-        ConfigError: `w_granularity` has another value.
     """
 
     schedule: str
@@ -58,12 +54,7 @@ class StepOptions:
         check_choice("w_granularity", self.w_granularity, ("whole", "linear"))
 
     def layouts(self, layers: int, accumulation_groups: int) -> Layouts:
-        """Returns the layouts that these steps allow.
-
-        Args:
-            layers: Number of layers of the model.
-            accumulation_groups: Number of accumulation groups of the whole mesh.
-        """
+        """Returns the layouts that these steps allow. The groups are those of the whole mesh."""
         return Layouts(
             layers,
             self.schedule,
@@ -79,15 +70,11 @@ class UpdateOptions:
     """The end of a step: clipping, the optimizer, and the way to take a step back.
 
     Attributes:
-        optimizer: Its kind and settings.
         clip_scope: "global" clips by the norm of all layers, "local" each layer by its own.
         scaler: Scale of the loss. None means a dynamic scale in float16, and no scale otherwise.
         post_validation: True if steps have no barrier at their end. See `Engine.advance`.
         rollback: The way to take a step back. "exact" restores copies. "in-place" inverts the
             update without copies and is approximate.
-
-    Raises:
-        ConfigError: `clip_scope` or `rollback` has another value.
     """
 
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -102,7 +89,6 @@ class UpdateOptions:
 
 
 def check_partition(partition: object) -> None:
-    """Raises ConfigError if this is no Partition."""
     if not isinstance(partition, Partition):
         raise ConfigError(
             f"partition is a {type(partition).__name__}; give a Partition, such as Partition((4, "
@@ -111,7 +97,6 @@ def check_partition(partition: object) -> None:
 
 
 def check_recompute(recompute: object, layers: int) -> None:
-    """Checks the layers that recompute."""
     if callable(recompute):
         return
     if isinstance(recompute, str) or not isinstance(recompute, Collection):
@@ -128,6 +113,5 @@ def check_recompute(recompute: object, layers: int) -> None:
 
 
 def check_choice(option: str, value: object, allowed: Collection[str]) -> None:
-    """Checks the value of an option."""
     if value not in allowed:
         raise ConfigError(f"{option} = {value!r}; choose from {', '.join(allowed)}")

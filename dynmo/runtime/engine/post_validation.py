@@ -34,11 +34,7 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step whose verdict is still out.
-
-    Attributes:
-        stepped: Whether this rank has made the step.
-    """
+    """A step whose verdict is still out. `stepped`: this rank has made it."""
 
     step: int
     step_output: StepOutput
@@ -48,10 +44,7 @@ class _Pending:
 
 
 class PostValidation:
-    """Holds the last step until it is final.
-
-    It also keeps the results of final steps that nobody has taken yet.
-    """
+    """Holds the last step until it is final, and results that nobody has taken yet."""
 
     def __init__(
         self, layer_store: LayerStore, end: OptimizerStep, *, validates: bool, copies: bool
@@ -67,20 +60,17 @@ class PostValidation:
 
     @property
     def validates(self) -> bool:
-        """Returns whether the next step has no barrier at its end.
-
-        A weight tied over two ranks gets its gradient from both, so the barrier stays.
-        """
+        """Whether the next step has no barrier. A weight tied over two ranks needs one."""
         return self._policy is not None and self._policy.on and not self._layer_store.tied.apart
 
     @property
     def copies(self) -> bool:
-        """Returns whether optimizers keep copies, to take steps back."""
+        """Whether optimizers keep copies, to take steps back."""
         return self._policy is not None and self._copies
 
     @property
     def is_out(self) -> bool:
-        """Returns whether the verdict on a step is still out."""
+        """Whether the verdict on a step is still out."""
         return self._pending is not None
 
     def begin(self) -> None:
@@ -100,10 +90,7 @@ class PostValidation:
     def end(
         self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int
     ) -> None:
-        """Ends a step without a barrier.
-
-        Makes the step if the ranks so far have nothing against it, and tells the next rank.
-        """
+        """Makes the step if the ranks so far have nothing against it, and tells the next rank."""
         if self._failure is not None:
             self._end.discard()
             self._raise()
@@ -127,15 +114,11 @@ class PostValidation:
 
     @property
     def final(self) -> LayerStore:
-        """Returns the layers once the last step is final.
-
-        Whoever reads or changes the model takes them from here.
-        """
+        """The layers once the last step is final, for whoever reads or changes the model."""
         self.settle()
         return self._layer_store
 
     def drain(self) -> tuple[StepRecord, ...]:
-        """Waits until the last step is final."""
         self.settle()
         return self.take_done()
 
@@ -148,10 +131,7 @@ class PostValidation:
                 self._raise()
 
     def assert_final(self) -> None:
-        """Raises RunError while a step is pending.
-
-        For calls on one rank alone, which cannot wait for the others.
-        """
+        """Raises RunError while a step is pending, for calls on one rank alone."""
         if self._pending is not None:
             raise RunError(
                 f"step {self._pending.step} may still be taken back; call drain() on all ranks "
@@ -159,10 +139,7 @@ class PostValidation:
             )
 
     def _is_validated(self) -> bool:
-        """Takes the verdict on the pending step and acts on it.
-
-        Returns False if the step was not made as the rank had assumed.
-        """
+        """Acts on the verdict. Returns False if the step was not made as the rank had assumed."""
         pending, self._pending = self._pending, None
         assert pending is not None
         end = self._end
@@ -204,10 +181,7 @@ class PostValidation:
         raise failure
 
     def observed(self, result: StepRecord, failed: str | None) -> StepRecord:
-        """Records a step with a barrier as its verdict would have been.
-
-        The policy can then remove the barrier again.
-        """
+        """Records a step with a barrier as its verdict would have been, for the policy."""
         return (
             replace(result, switch=self._policy.observe(failed is not None))
             if self._policy
@@ -215,7 +189,6 @@ class PostValidation:
         )
 
     def take_done(self) -> tuple[StepRecord, ...]:
-        """Returns the results of final steps that were not given before, in order."""
         done, self._done = tuple(self._done), []
         return done
 
@@ -231,10 +204,7 @@ class PostValidation:
         )
 
     def renewed(self) -> None:
-        """Starts anew after other ranks have joined, which know nothing of earlier steps.
-
-        The policy on barriers starts anew, too.
-        """
+        """Starts anew after ranks have joined that know nothing of earlier steps."""
         self.reshaped()
         if self._policy is not None:
             self._policy = BarrierPolicy()

@@ -1,8 +1,7 @@
 """Measured costs of every layer: seconds of F, B and W, condensed once a step.
 
-Every microbatch is timed as it runs. The readings are robust to noise. The clock leaves out time
-that other processes took (`clock.py`). Medians leave out single readings (`cost/readings.py`).
-The costs are gathered as one fixed vector. The rank that holds a layer fills in its costs.
+Readings are robust to noise. The clock leaves out time that other processes took (`clock.py`).
+Medians leave out single readings (`cost/readings.py`).
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ from dynmo.schedule.op import Kind
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Returns the bytes of parameters, and of the buffers that are held with them.
-
-    The indices of a pruned weight are larger than its values.
-    """
+    """Returns the bytes of parameters and buffers, such as a pruned weight's indices."""
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 
 
@@ -46,11 +42,6 @@ OpMark = tuple[Kind, Any, Any, list[tuple[Any, Any]]]
 
 
 class Profiler:
-    """Condenses the marks that layers leave.
-
-    `observe` takes microseconds for each layer.
-    """
-
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._readings: dict[int, Readings] = {}
@@ -58,7 +49,6 @@ class Profiler:
         self.spent = 0.0  # seconds of observing
 
     def forget(self, layers: Iterable[int]) -> None:
-        """Drops the measurements of layers that have changed."""
         for index in layers:
             self._readings.pop(index, None)
 
@@ -71,10 +61,7 @@ class Profiler:
         self.spent += time.perf_counter() - start
 
     def observe_ops(self, intervals: Iterable[Interval]) -> None:
-        """Notes the share of one step's op time that other processes took.
-
-        The clock must be settled.
-        """
+        """Notes the share of one step's op time that other processes took."""
         seconds = elapsed = 0.0
         for s in intervals:
             known = None if s.kind in (WAIT, SEND) else self._clock.seconds(s.start, s.end)
@@ -85,17 +72,11 @@ class Profiler:
 
     @property
     def preempted(self) -> float:
-        """Returns the share of op time in which other processes took this rank's core.
-
-        It is the median of the newest steps.
-        """
+        """The median share of op time in which other processes took this rank's core."""
         return median(self._preempted) if self._preempted else 0.0
 
     def _read(self, marks: Sequence[OpMark]) -> list[list[float]]:
-        """Returns a step's readings of F, B and W.
-
-        A doubtful reading counts only if there is no other of its kind.
-        """
+        """Returns a step's readings of F, B and W. A doubtful one counts if it is alone."""
         readings = list[list[float]]()
         for which, kind in enumerate(_by_kind(marks, self._clock.seconds)):
             known = [seconds for seconds in kind if seconds is not None]
@@ -109,7 +90,6 @@ class Profiler:
         return readings
 
     def seconds(self, index: int) -> Times:
-        """Returns the seconds of F, B and W of one of this rank's layers."""
         readings = self._readings.get(index)
         return Times() if readings is None else readings.seconds
 
@@ -121,10 +101,7 @@ class Profiler:
         copies: bool = False,
         accumulation_groups: int = 1,
     ) -> tuple[LayerCost, ...]:
-        """Gathers every layer's cost, the same on every rank.
-
-        With replicas, it is the cost on the slowest of them.
-        """
+        """Gathers every layer's cost on the slowest replica, the same on every rank."""
         table = torch.zeros(count, len(fields(LayerCost)), dtype=torch.float64)
         for layer, optimizer in layers:
             gradients = sum(
@@ -178,10 +155,6 @@ class Profiler:
 def _in_proportion(
     cost: LayerCost, f: float, b: float, w: float, half_f: float, half_b: float, half_w: float
 ) -> LayerCost:
-    """Scales a cost from all readings to half of the readings.
-
-    f, b and w are the seconds from all readings.
-    """
     return replace(
         cost,
         f=cost.f * half_f / f if f else half_f,
@@ -193,10 +166,7 @@ def _in_proportion(
 def _by_kind(
     marks: Sequence[OpMark], seconds: Callable[[Any, Any], float | None]
 ) -> tuple[list[float | None], ...]:
-    """Returns readings of F, B and W in the order of the marks.
-
-    A reading is None if `seconds` knows none.
-    """
+    """Returns readings of F, B and W in the order of the marks, None where `seconds` knows none."""
     f, b, w = list[float | None](), list[float | None](), list[float | None]()
     for kind, start, end, inside in marks:
         whole, parts = seconds(start, end), [seconds(*pair) for pair in inside]
@@ -214,11 +184,10 @@ def _by_kind(
 
 
 def _rest(whole: float | None, part: float | None) -> float | None:
-    """Returns a whole without a part.
+    """Returns a whole without a part, or None if one is unknown or the part seems longer.
 
-    Returns None if one is unknown, or if the part seems longer. The part seems longer if the thread
-    lost its core. The whole is then CPU time. The part is elapsed time, of which a virtual machine
-    took some unseen.
+    It seems longer if the thread lost its core. The whole is then CPU time. The part is elapsed
+    time, of which a virtual machine took some unseen.
     """
     rest = None if whole is None or part is None else whole - part
     return rest if rest is not None and rest >= 0 else None
@@ -235,21 +204,16 @@ Pair = tuple[int, int]
 def measure_links(
     world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1 << 20), repeats: int = 5
 ) -> dict[Pair, LinkCost]:
-    """Measures latency and bandwidth of each pair of ranks.
+    """Measures the cost of each pair's link, the same on every rank. All ranks call it.
 
     Takes the median of several ping-pongs, with pauses, as messages have in training. Back to back
     they would be several times faster than any real message: caches, threads and cores are awake
-    then. Pairs that share no rank are measured at once. A chain of ranks takes about a fifth of a
-    second.
+    then. Pairs that share no rank are measured at once.
 
     Args:
-        world: World of this rank. All ranks call it.
         pairs: Pairs of ranks, the lower rank first.
         sizes: Bytes of a small and a large message.
         repeats: Number of counted ping-pongs for each size.
-
-    Returns:
-        The cost of each pair's link, the same on every rank.
     """
     table = torch.zeros(len(pairs), 2, dtype=torch.float64)
     world.open_channels([(TAG_LINKS, low, high) for low, high in pairs])
@@ -297,8 +261,7 @@ _LINKS = "the links to be measured"
 def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
     """Returns the seconds one way, sent and received as channels do.
 
-    A thread sends, into a receive that is posted. The first exchange opens the connection and is
-    not counted.
+    The first exchange opens the connection and is not counted.
     """
     if world.enqueues:
         return _ping_on_device(world, peer, key, size, repeats)

@@ -1,6 +1,4 @@
-"""The programs that this rank runs over its current layers.
-
-One of them trains. The others evaluated last, by their number of microbatches.
+"""The programs that this rank runs over its current layers: one trains, and others evaluate.
 
 They are lowered when they are first needed, and again after layers have moved, frozen or changed.
 """
@@ -33,8 +31,6 @@ _EVALUATORS = 2
 
 
 class Programs:
-    """Lowers the schedule to programs, and runs them."""
-
     def __init__(
         self,
         layer_store: LayerStore,
@@ -113,7 +109,6 @@ class Programs:
         keys: Keys | None = None,
         outputs: dict[int, object] | None = None,
     ) -> float:
-        """Runs the forward only."""
         layer_store = self._layer_store
         executor = self._evaluator(microbatches)
         for layer in layer_store.layers.values():
@@ -150,10 +145,7 @@ class Programs:
 
     @contextmanager
     def _buffers_as_they_were(self) -> Generator[None]:
-        """Rejects a forward within the context that writes to a persistent buffer.
-
-        Checks only if there are or may be replicas.
-        """
+        """Rejects a forward that writes to a persistent buffer, if there are or may be replicas."""
         self._replicates = self._replicates or self._layer_store.world.replicas > 1
         layers = sorted(self._layer_store.layers.items()) if self._replicates else []
         before = [layer.buffers.copies(persistent=True) for _, layer in layers]
@@ -169,10 +161,7 @@ class Programs:
                 )
 
     def _varying(self) -> list[int]:
-        """Returns the boundaries behind stages whose outputs vary in shape.
-
-        The stage's last layer says so.
-        """
+        """Returns the boundaries behind stages whose last layer says that its outputs vary."""
         modules, partition = self._layer_store.modules, self._layer_store.layout.partition
         ends = [partition.range_of(stage).stop - 1 for stage in range(partition.stages - 1)]
         return [

@@ -23,8 +23,6 @@ Links = dict[tuple[int, int], LinkCost]
 
 
 class ScheduleKeeper:
-    """Knows the schedule of a pipeline, and the costs that it is made from."""
-
     def __init__(
         self,
         layer_store: LayerStore,
@@ -40,7 +38,6 @@ class ScheduleKeeper:
 
     @property
     def objective(self) -> Objective:
-        """The time that this pipeline's schedule keeps short."""
         return (
             Objective.MAKESPAN
             if not self._post_validation or self._layer_store.tied.apart
@@ -72,7 +69,6 @@ class ScheduleKeeper:
 
     @property
     def from_costs(self) -> bool:
-        """Whether the schedule depends on costs."""
         return entry(self._steps.schedule).from_costs
 
     def stage_plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> StagePlan:
@@ -115,14 +111,10 @@ class ScheduleKeeper:
         )
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
-        """Simulates one step with the schedule made for these costs and this placement."""
         return simulate(self.on(partition, layers), self.stage_costs(layers, partition))
 
     def reshaped(self, links: Links) -> None:
-        """Takes note of another mesh.
-
-        Its ranks hold other bytes than the measured ones, such as shares of the optimizer state.
-        """
+        """Takes note of another mesh, whose ranks hold other bytes than the measured ones."""
         self.links = links
         if self._steps.memory_limit is not None:
             self.forget()
@@ -142,10 +134,7 @@ class ScheduleKeeper:
 
     @property
     def message_timeout(self) -> float:
-        """Seconds within which a message arrives that was sent in time.
-
-        They are twice the latency of the slowest link.
-        """
+        """Seconds within which a message arrives that was sent in time."""
         return 2 * max((link.latency for link in self.links.values()), default=0.0)
 
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:

@@ -23,13 +23,7 @@ from dynmo.runtime.engine.stage_streams import DefaultStream, SliceStreams, Stag
 
 
 class SmSlice(NamedTuple):
-    """A group of SMs and its stream.
-
-    Attributes:
-        sms: Number of SMs that compute the stream's work.
-        stream: The stream.
-        owner: Objects that must live as long as the stream.
-    """
+    """A group of `sms` SMs and its stream. `owner` must live as long as the stream."""
 
     sms: int
     stream: torch.cuda.Stream
@@ -39,20 +33,14 @@ class SmSlice(NamedTuple):
 def make_streams(
     device: torch.device, slices: int | None, stage_ranks: Sequence[int]
 ) -> StageStreams:
-    """Makes a stream on each slice of a CUDA device.
-
-    On CPU, or without slices, all stages compute in turn.
-    """
+    """Makes a stream on each slice of a CUDA device. On CPU all stages compute in turn."""
     if slices is None or device.type != "cuda":
         return DefaultStream()
     return SliceStreams([each.stream for each in cut(device.index or 0, slices)], stage_ranks)
 
 
 def sizes(sms: int, slices: int, least: int, step: int) -> range:
-    """Returns the slice sizes to try, largest first.
-
-    They are multiples of `step`, and none is under `least`.
-    """
+    """Returns the slice sizes to try: multiples of `step` of at least `least`, largest first."""
     step = max(1, step)
     return range(sms // slices // step * step, max(1, least) - 1, -step)
 
@@ -64,10 +52,6 @@ def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
     """Cuts a GPU into equal slices, all from one split.
 
     torch.cuda.green_contexts splits anew for each context, and its groups overlap.
-
-    Args:
-        device: Index of the CUDA device.
-        slices: Number of slices.
 
     Raises:
         ConfigError: cuda-core is missing, or the driver cannot cut this GPU so.
@@ -104,10 +88,7 @@ def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
 
 
 def _split(cuda: Any, whole: Any, slices: int) -> Sequence[Any]:
-    """Makes one split into equal groups, as large as the GPU's topology allows.
-
-    Only trying tells how large that is.
-    """
+    """Makes equal groups, as large as the GPU's topology allows. Only trying tells how large."""
     refused: Exception | None = None
     for count in sizes(
         whole.sm_count, slices, whole.min_partition_size, whole.coscheduled_alignment

@@ -31,15 +31,12 @@ class StageStreams(Protocol):
 
     `fork` comes before a program and `join` behind it, on the same stream. Within `of(stage)`,
     `need` comes before an op takes a result, and `produced` after an op has made one.
-    `need(key, tensors)` gets the result's key and its tensors.
     """
 
     def fork(self) -> None: ...
     def join(self) -> None: ...
     def of(self, stage: int) -> AbstractContextManager[object]: ...
-    def need(self, key: Key, tensors: Tensors) -> None:
-        """Waits on the current stream until another stage has made a result."""
-        ...
+    def need(self, key: Key, tensors: Tensors) -> None: ...
 
     def produced(self, key: Key) -> None: ...
 
@@ -59,7 +56,6 @@ class DefaultStream:
         return self._here
 
     def need(self, key: Key, tensors: Tensors) -> None:
-        """Does nothing, since one stream keeps the order."""
         pass
 
     def produced(self, key: Key) -> None:

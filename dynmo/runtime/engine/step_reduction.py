@@ -35,7 +35,6 @@ class StepRecord:
     """Record of one step. It is the same on every rank.
 
     Attributes:
-        step: Number of the step.
         loss: Mean loss over all microbatches.
         norm: Norm of all gradients before clipping.
         squared_norms: Squared norm of each layer's gradients before clipping. 0 if the step was
@@ -74,10 +73,7 @@ class StepRecord:
 
 
 class StepReduction:
-    """The table as this rank fills it in and reads it. float64, [length].
-
-    Its parts follow the mesh of the layer store.
-    """
+    """The table as this rank fills it in and reads it. float64, [length]."""
 
     def __init__(self, layer_store: LayerStore, clock: Clock) -> None:
         self._layer_store, self._clock = layer_store, clock
@@ -149,10 +145,7 @@ class StepReduction:
         return find_difference(f"step {step}", hashes, self._layer_store.layout.replicas)
 
     def once(self, table: Tensor) -> Tensor:
-        """Clears the norms on all replicas but the first, before a sum over all.
-
-        All replicas have the same norms, because their gradients are summed.
-        """
+        """Clears the norms on all replicas but the first, since all have the same."""
         if self._layer_store.world.replica:
             self._parts(table)[0].zero_()
         return table
@@ -168,7 +161,6 @@ class StepReduction:
     def read(
         self, step: int, table: Tensor, step_output: StepOutput, loss_scale: float
     ) -> StepRecord:
-        """Reads the result of a step from the complete table."""
         norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
         busy, spans, flags, uncounted, *_ = rest.tolist()
@@ -196,10 +188,7 @@ class StepReduction:
 
 
 def _uncounted(losses: Tensor, targets: Tensor | None) -> int:
-    """Returns 1 + the number of the first microbatch without a counted target, or 0.
-
-    Reads the targets only if a loss is not a number.
-    """
+    """Returns 1 + the number of the first microbatch without a counted target, or 0."""
     assert targets is not None, "the rank of the last stage has them"
     for microbatch in losses.isnan().nonzero().flatten().tolist():
         if bool((targets[microbatch] == _UNCOUNTED).all()):

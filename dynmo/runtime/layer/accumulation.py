@@ -22,22 +22,14 @@ from torch import Tensor, nn
 
 
 class Tree:
-    """The sum of tensors, added as the tree above. None stands for zeros.
-
-    It adds into the tensors that it is given.
-    """
+    """The sum of tensors, added as the tree above into the given tensors. None stands for zeros."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor | None] = []
         self._count = 0
 
     def put(self, place: int, tensor: Tensor | None) -> None:
-        """Adds the next tensor. Places that were left out are zeros.
-
-        Args:
-            place: Position of the tensor in the order. It only grows.
-            tensor: The tensor, or None for zeros.
-        """
+        """Adds the tensor of a place, which only grows. Places that are left out are zeros."""
         assert place >= self._count, "tensors come in order"
         while self._count < place:
             self._push(None)
@@ -52,10 +44,7 @@ class Tree:
         self._count += 1
 
     def total(self, count: int) -> Tensor | None:
-        """Returns the sum of `count` tensors, or None if there was none.
-
-        Empties the tree.
-        """
+        """Returns the sum of `count` tensors, or None if there was none. Empties the tree."""
         while self._count < count:
             self._push(None)
         total = self._parts.pop()
@@ -75,13 +64,11 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 class AccumulationGroups:
     """Sets a layer's gradients aside at the end of an accumulation group.
 
-    It also tells when all of the step's gradients are complete. Some parameters take their gradient
-    in B (norms), others in W. B may be ahead of W by several microbatches. A parameter's group
-    therefore ends when its own gradient of the group's last microbatch is there. The first
-    microbatch that uses a parameter shows whether B or W gives its gradient.
+    Some parameters take their gradient in B (norms), others in W. B may be ahead of W by several
+    microbatches. A parameter's group therefore ends when its own gradient of the group's last
+    microbatch is there. The first microbatch that uses a parameter shows whether B or W gives it.
 
     Args:
-        parameters: Parameters of the layer.
         microbatches: Number of microbatches of this replica.
         count: Number of accumulation groups of this replica. It divides `microbatches`.
         done: Called when the layer's last W has run.
@@ -104,10 +91,7 @@ class AccumulationGroups:
 
     @property
     def watching(self) -> bool:
-        """Returns whether W must be kept apart from B.
-
-        Only then is it seen which of them gives a parameter its gradient.
-        """
+        """Whether W must be kept apart from B, to see which gives a parameter its gradient."""
         return self._count > 1 and any(p.requires_grad for p in self._undecided)
 
     def after_input(self, microbatch: int) -> None:
@@ -117,7 +101,6 @@ class AccumulationGroups:
             self._end(self._by_input, microbatch)
 
     def after_weight(self, microbatch: int) -> None:
-        """Notes that W is done."""
         if self._count > 1:
             self._decide(self._by_weight)
             self._end(self._by_weight, microbatch)

@@ -22,12 +22,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 class BufferKey(NamedTuple):
-    """Identifies a buffer of a `BufferSet`.
-
-    Attributes:
-        owner: Place of its owner among the modules.
-        name: Its name there.
-    """
+    """Identifies a buffer: the place of its owner among the modules, and its name there."""
 
     owner: int
     name: str
@@ -51,7 +46,6 @@ class BufferSet:
                     yield BufferKey(place, name), buffer
 
     def copies(self, persistent: bool = False) -> Copies:
-        """Returns the values of all buffers, or of the persistent ones only."""
         return {
             key: b.detach().clone() for key, b in self if not persistent or self._is_persistent(key)
         }
@@ -60,11 +54,7 @@ class BufferSet:
         return key.name not in self._owners[key.owner]._non_persistent_buffers_set
 
     def written(self, before: Copies) -> Copies:
-        """Returns the earlier values of the buffers that have other values now.
-
-        Args:
-            before: Result of `copies` at the earlier time.
-        """
+        """Returns the earlier values (`copies`) of the buffers that have other values now."""
         return {
             key: before.get(key)
             for key, now in self._pairs(before)
@@ -72,10 +62,7 @@ class BufferSet:
         }
 
     def maybe_written(self, before: Copies) -> Copies:
-        """Like `written`, but without waiting for a device.
-
-        Buffers that are not on the CPU count as written.
-        """
+        """Like `written` without waiting for a device: buffers not on the CPU count as written."""
         pairs = self._pairs(before)
         return {
             key: before.get(key)
@@ -88,21 +75,14 @@ class BufferSet:
         return (dict.fromkeys(before) | dict(self)).items()
 
     def persistent(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the buffers that are part of the model's state, with their names.
-
-        A name is the buffer's in the module. The buffers come in the module's order.
-        """
+        """Yields the buffers of the model's state with their names, in the module's order."""
         return ((self.name_of(key), b) for key, b in self if self._is_persistent(key))
 
     def first_persistent(self, keys: Iterable[BufferKey]) -> str | None:
-        """Returns the name of the first of these buffers in the model's state.
-
-        Returns None if there is none.
-        """
+        """Returns the name of the first of these buffers in the model's state, or None."""
         return next((self.name_of(key) for key in sorted(keys) if self._is_persistent(key)), None)
 
     def name_of(self, key: BufferKey) -> str:
-        """Returns the buffer's name in the module, as `named_buffers` has it."""
         return f"{self._prefixes[key.owner]}.{key.name}".lstrip(".")
 
     def restore(self, copies: Copies) -> None:
@@ -125,10 +105,7 @@ class BufferSet:
         return {key: (buffer, buffer._version) for key, buffer in self}
 
     def renew(self, keys: Iterable[BufferKey]) -> None:
-        """Puts equal tensors in the places of these buffers.
-
-        Graphs that have saved the old tensors keep them as they are.
-        """
+        """Puts equal tensors in the buffers' places. Graphs keep the old ones as they are."""
         for key in keys:
             buffer = self._owners[key.owner]._buffers.get(key.name)
             if buffer is not None:
@@ -136,11 +113,7 @@ class BufferSet:
 
     @contextmanager
     def replaced(self, copies: Copies) -> Generator[None]:
-        """Replaces the buffers by fresh tensors with these values, within the context.
-
-        Writes within the context are lost. The buffers themselves stay as they are, since autograd
-        may need them.
-        """
+        """Replaces the buffers by copies within the context, where writes are lost."""
         now = {key: self._owners[key.owner]._buffers.get(key.name) for key in copies}
         try:
             for key, copy in copies.items():
@@ -160,10 +133,6 @@ def has_same_bits(a: Tensor, b: Tensor) -> bool:
 
     Waits for a CUDA device. Tensors of subclasses (fake tensors, say) and sparse tensors cannot be
     compared and count as different.
-
-    Args:
-        a: A tensor of any shape.
-        b: A tensor of any shape.
     """
     plain = type(a) is Tensor and type(b) is Tensor and a.layout == b.layout == torch.strided
     return plain and a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))

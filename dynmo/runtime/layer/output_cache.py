@@ -38,10 +38,8 @@ class OutputCache:
 
     Args:
         limit: Bytes of host memory. 0: nothing is kept.
-        clock: Marks the time of copies.
 
     Attributes:
-        bytes: Bytes in use.
         spared: Number of F's of layers that did not have to run.
     """
 
@@ -55,27 +53,13 @@ class OutputCache:
         self._keys: Keys | None = None
 
     def begin(self, keys: Keys | None, training: bool) -> None:
-        """Prepares for a run.
-
-        Args:
-            keys: Key of each microbatch. None if the microbatches do not come again.
-            training: Whether the run trains.
-        """
+        """Prepares for a run. `keys` is None if the microbatches do not come again."""
         self._keys = None if keys is None else [(training, key) for key in keys]
 
     def forward(
         self, layers: Sequence[Layer], microbatch: int, inputs: Tensors, step: int
     ) -> Tensors:
-        """Runs F of frozen leading layers, as far as it must run.
-
-        Args:
-            layers: Frozen leading layers of the stage, in order.
-            microbatch: Index of the microbatch in the run.
-            inputs: Inputs of the first layer.
-            step: Number of the step.
-
-        Returns:
-            Outputs of the last layer.
+        """Runs F of the stage's frozen leading layers, as far as it must run.
 
         Raises:
             RunError: A layer does not do the same each time.
@@ -127,11 +111,7 @@ class OutputCache:
     # -- entries that hold no longer ---------------------------------------------------------------
 
     def forget(self, layers: Iterable[int]) -> None:
-        """Drops the outputs of changed layers and of all layers behind them.
-
-        Args:
-            layers: Layers that have changed, on whatever rank.
-        """
+        """Drops the outputs of changed layers, on whatever rank, and of all layers behind them."""
         first = min(layers, default=None)
         if first is not None:
             self._drop([at for at in self._entries if at[0] >= first])
@@ -146,10 +126,7 @@ class OutputCache:
 
 
 class _Kept:
-    """Copies in host memory.
-
-    Only the stream waits for copies from and to a CUDA device. That needs pinned memory.
-    """
+    """Copies in host memory. Only the stream waits for them on CUDA, so it is pinned."""
 
     def __init__(self, outputs: Tensors) -> None:
         self.bytes = _size(outputs)

@@ -1,6 +1,4 @@
-"""Plain attributes of modules: neither parameters nor buffers.
-
-A forward may write to them. A counter is an example.
+"""Plain attributes of modules, such as a counter: neither parameters nor buffers.
 
 They do not move with a layer, no checkpoint has them, and a forward that runs again finds them
 changed. Many are harmless: a cached mask, or the last attention map. `Layer.forward` refuses those
@@ -21,10 +19,7 @@ _CONTAINERS = (list, dict, set)
 
 
 class PlainState:
-    """The attributes of a module and its submodules when this object is made.
-
-    dynmo's own modules are left out.
-    """
+    """The attributes of a module and its submodules now. dynmo's own modules are left out."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = [

@@ -21,17 +21,7 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 
 
 def lower(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rounds the float32 parameters of a module in place.
-
-    For float32 nothing changes.
-
-    Args:
-        module: The module.
-        dtype: Type to round to.
-
-    Returns:
-        The float32 values of the rounded parameters, by name.
-    """
+    """Rounds the float32 parameters of a module in place. Returns their float32 values, by name."""
     masters: dict[str, Tensor] = {}
     if dtype == torch.float32:
         return masters
@@ -43,13 +33,7 @@ def lower(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def dtype_for(precision: str, device: torch.device) -> torch.dtype:
-    """Returns the type of a precision, after a trial on the device.
-
-    The trial computes with a few numbers.
-
-    Args:
-        precision: A key of `PRECISIONS`.
-        device: Device that shall train.
+    """Returns the type of a precision, a key of `PRECISIONS`, after a trial on the device.
 
     Raises:
         ConfigError: torch cannot train in this precision on the device.
@@ -60,7 +44,6 @@ def dtype_for(precision: str, device: torch.device) -> torch.dtype:
 
 
 def check(dtype: torch.dtype, device: torch.device) -> None:
-    """Tries a few numbers in a type on a device."""
     if dtype == torch.float32:
         return
     name = str(dtype).removeprefix("torch.")

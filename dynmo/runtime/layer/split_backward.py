@@ -50,7 +50,6 @@ class _Saved(NamedTuple):
     """State that a microbatch keeps from F to B.
 
     Attributes:
-        inputs: Inputs of F.
         graph: Begin of the graph, or a function that builds it again.
         buffers: Values that F found in the buffers that it wrote to.
     """
@@ -63,13 +62,9 @@ class _Saved(NamedTuple):
 class Layer:
     """One layer of the model on this rank.
 
-    Holds its module, the state of its microbatches in flight, and the times of its ops. It keeps
-    its activations from F to B until `switch_recompute` says otherwise.
+    Holds its module, the state of its microbatches in flight, and the times of its ops.
 
     Args:
-        index: Its index in the model.
-        module: Computes it.
-        clock: Gives the marks of its ops.
         seed: Seed of the run. With step, index and microbatch it seeds the module's random numbers.
         compiles: Whether torch.compile runs the code between its linears.
         checks_state: Whether to refuse a module whose output depends on plain attributes that it
@@ -128,13 +123,7 @@ class Layer:
         self._inside.append((start, self._clock.mark()))
 
     def switch_recompute(self, recompute: bool) -> None:
-        """Recomputes the activations in B from the next F on, or keeps them.
-
-        For use between steps, when the layer keeps nothing.
-
-        Args:
-            recompute: Whether to recompute them.
-        """
+        """Recomputes the activations in B from the next F on. For use between steps."""
         self._recompute = recompute
 
     def begin(self) -> None:
@@ -142,11 +131,7 @@ class Layer:
         self._outputs_like = self._marks_missing = None
 
     def forget_sizes(self) -> None:
-        """Notes that the layer has changed.
-
-        Its bytes are measured again at the next microbatch that trains it (a frozen prefix keeps
-        none).
-        """
+        """Has the bytes measured again at the next microbatch that trains the changed layer."""
         self._measured = False
         self.activation_bytes = self.stash_bytes = 0
         self._writes_inputs.clear()
@@ -163,9 +148,6 @@ class Layer:
         """Runs F.
 
         Args:
-            microbatch: Index of the microbatch in the run.
-            inputs: Inputs of the module.
-            step: Number of the step. It seeds the module's random numbers.
             graph: Whether to keep what B needs.
             need_input: Whether B must yield input gradients.
             finish: The loss, on the last layer. It takes the module's output.
@@ -198,10 +180,9 @@ class Layer:
         return outputs
 
     def _check_shapes(self, microbatch: int, outputs: Tensors) -> None:
-        """Raises RunError if outputs have other shapes than those of the first microbatch.
+        """Raises RunError if outputs have other shapes than in the first microbatch.
 
-        Ranks could not exchange them. They are refused on one rank, too, so that any number of
-        ranks trains the same models.
+        One rank refuses them, too, so that any number of ranks trains the same models.
         """
         spec = spec_of(outputs)
         first = self._outputs_like = self._outputs_like or spec
@@ -253,10 +234,7 @@ class Layer:
         self.marks.append((Kind.F, start, end, []))
 
     def drew(self, microbatch: int, device: torch.device, step: int) -> bool:
-        """Returns whether the last F drew random numbers.
-
-        They come from torch's generator of the device.
-        """
+        """Returns whether the last F drew random numbers from torch's generator of the device."""
         generator = generator_of(device)
         after = generator.get_state()
         seed_forward(device, self._seed, step, self.index, self._first_microbatch + microbatch)
@@ -265,10 +243,7 @@ class Layer:
     def _call(
         self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None, graph: bool
     ) -> Tensors:
-        """Runs the module. Its inputs stay as they are.
-
-        It gets copies of its inputs if it writes to them.
-        """
+        """Runs the module, with copies of its inputs if it writes to them."""
         mode = (graph, self.module.training)
         copies = self._writes_inputs.get(mode, True)
         given = tuple(x.clone() for x in inputs) if copies else inputs
@@ -295,10 +270,7 @@ class Layer:
             raise
 
     def _handed_on(self, out: object) -> Tensors:
-        """Returns the module's outputs as they go to the next layer.
-
-        A message that travels loses its strides, so all outputs do.
-        """
+        """Returns the module's outputs contiguous, for a message that travels loses its strides."""
         outputs = cast(
             "tuple[object, ...]", tuple(out) if isinstance(out, tuple | list) else (out,)
         )
@@ -328,7 +300,6 @@ class Layer:
         finish: Callable[[Tensor], Tensor] | None,
         buffers: Copies,
     ) -> Tensors:
-        """Runs F again, with these values in the buffers that it writes to."""
         seed_forward(
             _device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch
         )
@@ -336,10 +307,7 @@ class Layer:
             return self._call_to_keep(inputs, finish)
 
     def _check_repeats(self, written: str, outputs: Tensors, rerun: Callable[[], Tensors]) -> None:
-        """Raises ConfigError if F has another output when it runs again.
-
-        F has written to the plain attribute `written`, which may cause that.
-        """
+        """Raises ConfigError if F has another output when it runs again."""
         if not all(type(y) is Tensor and y.is_cpu for y in outputs):
             # Fake tensors have no values, and kernels of a GPU may round otherwise each time.
             return
@@ -361,10 +329,7 @@ class Layer:
         )
 
     def _call_measured(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
-        """Runs `_call` and counts the bytes that autograd keeps.
-
-        Weights are not activations.
-        """
+        """Runs `_call` and counts the bytes that autograd keeps. Weights are not activations."""
         own = {_storage(p) for p in (*self.module.parameters(), *self.module.buffers())}
         kept: list[Tensor] = []
 
@@ -384,7 +349,6 @@ class Layer:
         """Runs B, and W too unless `deferred`.
 
         Args:
-            microbatch: Microbatch whose F has run.
             gradients: One per floating-point output, as the next layer returned them.
             deferred: Whether W runs later (`backward_weight`).
 
@@ -454,11 +418,7 @@ class Layer:
         self.marks.append((Kind.W, start, self._clock.mark(), self._ahead.pop(microbatch, [])))
 
     def partial_weights(self, microbatch: int) -> Iterator[None]:
-        """Runs W in pieces, one at each step.
-
-        A piece is one deferred weight gradient, which drops the tensors that it held. The work and
-        its order are the same as at once. So the bits are the same, whatever runs between steps.
-        """
+        """Runs W in pieces, one deferred weight gradient at each step, in the order of W."""
         work = self._weight_work.get(microbatch, [])
         # A B between two pieces would take the existing gradients for its own.
         while len(work) > 1 and not (self._groups is not None and self._groups.watching):
@@ -488,10 +448,7 @@ def _roots(outputs: Tensors) -> Roots:
 
 
 def _edge(output: Tensor) -> GradientEdge:
-    """get_gradient_edge without its checks.
-
-    They are slow after an op that has used the caches.
-    """
+    """get_gradient_edge without its checks, which are slow after an op that has used the caches."""
     node = output.grad_fn
     if node is None:
         return get_gradient_edge(output)  # an input, handed on
@@ -515,10 +472,7 @@ def _present(gradients: Tensors) -> tuple[Tensor | None, ...]:
 
 
 def _run_graph(roots: Roots, gradients: Sequence[Tensor | None]) -> None:
-    """torch.autograd.backward for outputs whose gradients are known to fit.
-
-    Its checks would cost as much again as a small graph.
-    """
+    """torch.autograd.backward without its checks, which cost as much again as a small graph."""
     pairs = [
         (root, gradient)
         for root, gradient in zip(roots, gradients, strict=True)
@@ -536,10 +490,7 @@ def _described(spec: Spec) -> str:
 
 
 def _differs(original: Tensor, copy: Tensor) -> bool:
-    """Returns whether a fresh copy has been written to.
-
-    Writes through `.data`, for example, do not raise its version.
-    """
+    """Returns whether a fresh copy has been written to. `.data` does not raise its version."""
     return copy._version > 0 or (type(copy) is Tensor and not has_same_bits(original, copy))
 
 

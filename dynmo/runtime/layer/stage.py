@@ -1,7 +1,4 @@
-"""A stage: contiguous layers on one rank, run as F, B and W of one microbatch.
-
-The methods are forward, backward_input and backward_weight.
-"""
+"""A stage: contiguous layers on one rank, run as F, B and W of one microbatch."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ class Stage:
     """Contiguous layers of one rank.
 
     Args:
-        layers: The layers, in order.
         first_trainable: Global index of the first layer that trains. A layer below it keeps
             nothing, and B stops there.
         loss: Takes (output, targets) and returns a scalar. Only on the model's last stage.
@@ -64,25 +60,19 @@ class Stage:
             layer.tape.loss_share = self._share
 
     def begin(self) -> None:
-        """Begins a run of the program."""
         for layer in self.layers:
             layer.begin()
 
     def forward(
         self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool
     ) -> Tensors:
-        """Runs F of one microbatch.
+        """Runs F of one microbatch. Returns the last layer's outputs, or the loss.
 
         Args:
-            microbatch: Index of the microbatch in the run.
-            tensors: Inputs of the first layer.
             step: Number of the step. It seeds what layers draw.
             targets: Targets of the loss, on the last stage. They may be None if outputs are
                 collected. The loss is then NaN.
             training: Whether to keep what B needs.
-
-        Returns:
-            Outputs of the last layer, or the loss on the last stage.
         """
         assert torch.is_grad_enabled(), "the executor runs with gradients enabled"
         if self._outputs is not None and self._kept:
@@ -132,16 +122,9 @@ class Stage:
         return loss.float() if loss.dtype in LOW else loss
 
     def backward_input(self, microbatch: int, gradients: Tensors | None, deferred: bool) -> Tensors:
-        """Runs B of one microbatch, and W too unless `deferred`.
+        """Runs B, and W too unless `deferred`. Returns gradients of the first layer that trains.
 
-        Args:
-            microbatch: Index of the microbatch in the run.
-            gradients: Gradients of this stage's outputs, as the next stage returned them. None on
-                the last stage, whose output is the loss.
-            deferred: Whether W runs later (`backward_weight`).
-
-        Returns:
-            Gradients of the inputs of the first layer that trains.
+        `gradients` are those of the outputs. None on the last stage, whose output is the loss.
         """
         gradients = (self._share,) if gradients is None else gradients
         for layer in reversed(self._trained):

@@ -20,12 +20,7 @@ from dynmo.schedule.op import Kind, Op
 
 
 class WeightGradQueue:
-    """The W's of one run of a program.
-
-    Args:
-        instructions: Instructions of the program.
-        stages: Stages of this rank, by stage number.
-    """
+    """The W's of one run of a program over this rank's stages."""
 
     def __init__(self, instructions: Iterable[Instruction], stages: Mapping[int, Stage]) -> None:
         self._stages = stages
@@ -45,7 +40,7 @@ class WeightGradQueue:
 
     @property
     def any(self) -> bool:
-        """Returns whether there is a W whose B has run."""
+        """Whether there is a W whose B has run."""
         return bool(self._due) and self._due[0] in self._ready
 
     def run_one(self) -> Op | None:

@@ -41,17 +41,13 @@ class SharedExpert(Shared):
 
     @property
     def holders(self) -> int:
-        """Returns the number of replicas that hold it."""
         return sum(map(bool, self.sources))
 
 
 def reduce_experts(
     peers: World, layer: int, experts: Sequence[SharedExpert], bucket: int = REDUCED_AT_ONCE
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Sums the gradients of one layer's experts over the peers, in place.
-
-    All peers that hold an expert get its sum.
-    """
+    """Sums the gradients of one layer's experts over the peers, in place, for all holders."""
     for expert in experts:
         if expert.holders == 1 and expert.held and expert.parameter.requires_grad:
             tree = Tree()
@@ -85,10 +81,7 @@ class _Bucket:
         )
 
     def reduce(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Reduces the gradients in place.
-
-        Returns the parameters without a gradient here, and whether any replica has one.
-        """
+        """Returns the parameters without a gradient here, and whether any replica has one."""
         absent = [
             expert.held and all(parameter.grad is None for parameter in expert.gradients.values())
             for expert in self._experts
@@ -184,10 +177,7 @@ def _flat(parameter: nn.Parameter) -> Tensor:
 def _rows(
     group: Sequence[SharedExpert], arrived: Sequence[Tensor], me: int
 ) -> list[dict[int, Tensor]]:
-    """Returns this replica's range of the gradients of all rows, by held expert.
-
-    They are the rows of all replicas.
-    """
+    """Returns this replica's range of the gradients of all replicas' rows, by held expert."""
     out: list[dict[int, Tensor]] = [{} for _ in group]
     for replica, received in enumerate(arrived):
         start = 0

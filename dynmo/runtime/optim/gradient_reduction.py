@@ -46,8 +46,6 @@ class Shared:
     """A parameter of a layer that all replicas have.
 
     Attributes:
-        name: Its name in its layer.
-        parameter: The parameter itself.
         ranges: Range of its elements in each replica's share.
         owned: Whether this layer's optimizer updates it.
     """
@@ -97,10 +95,7 @@ class Reducer:
         peers.everyone.channels.add(self)
 
     def submit(self, work: Callable[[], Callable[[], None] | None]) -> None:
-        """Submits work.
-
-        It may return a function to call in the rank's own thread, at `finish`.
-        """
+        """Submits work. It may return a function to call in the rank's own thread, at `finish`."""
 
         def run() -> None:
             start = time.perf_counter()
@@ -176,10 +171,7 @@ def drop_missing(missing: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
 def _reduce(
     peers: World, group: Sequence[Shared], everywhere: bool, what: str
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Reduces one bucket.
-
-    Returns the parameters that had no gradient here, and whether any replica had one.
-    """
+    """Reduces one bucket. Returns parameters without a gradient here, and whether any has."""
     absent = [s.parameter.grad is None for s in group]
     flats = [_flat_gradient(s.parameter) for s in group]
     # Not from a list, which on CUDA the host would wait for.
@@ -231,10 +223,7 @@ def gather_shares(
 
 
 def squared_norms(peers: World, layers: Mapping[int, Sequence[Shared]]) -> dict[int, float]:
-    """Returns the squared norm of the gradients of layers that are cut in shares.
-
-    Each replica has its own share. The bits are those of `squared_norm` of the whole gradients.
-    """
+    """Returns the squared norms of layers that are in shares, with `squared_norm`'s bits."""
     lengths = {index: sum(_blocks(s) for s in shares) for index, shares in layers.items()}
     table = torch.zeros(sum(lengths.values()), dtype=torch.float64)
     start = 0
@@ -256,10 +245,7 @@ def _blocks(shared: Shared) -> int:
 
 
 def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
-    """Groups parameters that train by dtype, and cuts each group into buckets.
-
-    A bucket takes a part of every share.
-    """
+    """Groups parameters that train by dtype, and cuts a part of every share for each bucket."""
     groups: dict[torch.dtype, list[_Share]] = {}
     for s in shares:
         if s.parameter.requires_grad:
@@ -288,10 +274,7 @@ def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    """Returns the gradient's own memory as a vector.
-
-    Makes zeros if there is no gradient.
-    """
+    """Returns the gradient's own memory as a vector. Makes zeros if there is no gradient."""
     if parameter.grad is None:
         parameter.grad = zero_gradient(parameter)
     if not parameter.grad.is_contiguous():

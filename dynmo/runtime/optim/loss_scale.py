@@ -29,9 +29,6 @@ class LossScaler:
     Args:
         scale: First factor of the loss, a power of two. 1 means no scaling.
         window: Good steps until the scale doubles. None: the scale stays.
-
-    Attributes:
-        scale: Factor of the next step's loss.
     """
 
     def __init__(self, scale: float = 1.0, window: int | None = None) -> None:
@@ -45,19 +42,11 @@ class LossScaler:
 
     @property
     def skips(self) -> bool:
-        """Returns whether a step whose gradients are not finite is skipped.
-
-        A lower scale may then do. If False, such a step is an error.
-        """
+        """Whether a step whose gradients are not finite is skipped, for a lower scale may do."""
         return self._window is not None and self.scale > 1
 
     def observe(self, finite: bool) -> None:
-        """Adapts the scale after each step.
-
-        Args:
-            finite: Whether the step was finite, as all ranks know. False only if the scaler
-                `skips`.
-        """
+        """Adapts the scale after each step. `finite` is False only if the scaler `skips`."""
         if self._window is None:
             return
         if not finite:
@@ -69,14 +58,10 @@ class LossScaler:
             self.scale, self._good = min(2 * self.scale, _LARGEST), 0
 
     def state(self) -> dict[str, float]:
-        """Returns the state as plain JSON, for checkpoints."""
         return {"scale": self.scale, "good": self._good}
 
     def load(self, state: dict[str, float]) -> None:
-        """Loads a checkpoint's state.
-
-        A scale that stays is the config's, not the checkpoint's.
-        """
+        """Loads a checkpoint's state. A scale that stays is the config's, not the checkpoint's."""
         if self._window is not None:
             self.scale, self._good = float(state["scale"]), int(state["good"])
 
@@ -84,12 +69,6 @@ class LossScaler:
 def make_scaler(
     dtype: torch.dtype, loss_scale: float | str | None = None, window: int = WINDOW
 ) -> LossScaler:
-    """Makes the scaler of a run.
-
-    Args:
-        dtype: Type in which the model computes.
-        window: Good steps until a dynamic scale doubles.
-    """
     if loss_scale == "dynamic" or (loss_scale is None and dtype == torch.float16):
         return LossScaler(INITIAL, window)
     return LossScaler(1.0 if loss_scale is None else float(loss_scale))

@@ -46,16 +46,13 @@ class OptimizerSettings:
 
     @property
     def moments(self) -> int:
-        """Returns the number of state tensors of a parameter's size."""
+        """The number of state tensors of a parameter's size."""
         return 2 if self.name == "adamw" else int(self.momentum > 0)
 
 
 @dataclass(frozen=True)
 class Share:
-    """One of `count` equal parts of every layer's optimizer (ZeRO-1).
-
-    The default is the whole.
-    """
+    """One of `count` equal parts of every layer's optimizer (ZeRO-1). The default is the whole."""
 
     index: int = 0
     count: int = 1
@@ -69,16 +66,9 @@ def decays(parameter: Tensor) -> bool:
 
 
 def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
-    """Returns the range of each parameter that is in a share.
+    """Returns first element and end of each parameter's range in a share, by the sizes in order.
 
     The ranges are contiguous over all parameters and consist of whole norm blocks.
-
-    Args:
-        sizes: Number of elements of each parameter, in order.
-        share: The share.
-
-    Returns:
-        First element and end of each parameter's range.
     """
     blocks = [-(-size // NORM_BLOCK) for size in sizes]
     total = sum(blocks)
@@ -93,13 +83,9 @@ def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
 
 
 class LayerOptimizer:
-    """AdamW or SGD over one layer.
-
-    A parameter that is not float32 is trained through a float32 master.
+    """AdamW or SGD over one layer, by float32 masters for parameters of lower precision.
 
     Args:
-        module: The layer.
-        settings: Settings of the run.
         shared: Names of parameters that another layer owns and updates (tied weights).
         share: The part that is here.
         masters: First masters, by name. The default is the parameters' values.
@@ -143,10 +129,7 @@ class LayerOptimizer:
         ] = {}  # of a piece that has been stepped, by moment
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns this share's part of a tensor of the parameter's shape.
-
-        Returns the tensor itself if the share is the whole, else a flat view.
-        """
+        """Returns this share's part of a tensor of the parameter's shape, as a view."""
         if self.whole:
             return tensor
         low, high = self.ranges[name]
@@ -155,10 +138,7 @@ class LayerOptimizer:
     # -- a step ------------------------------------------------------------------------------------
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Returns the gradient of each piece that has one, in the dtype of the piece.
-
-        A gradient that already has that dtype is not copied.
-        """
+        """Returns the gradient of each piece that has one, in the dtype of the piece."""
         out: dict[str, Tensor] = {}
         for name, p in self._named.items():
             if p.grad is not None and self._pieces[name].numel():
@@ -166,14 +146,7 @@ class LayerOptimizer:
         return out
 
     def step(self, lr: float, scale: float = 1.0) -> None:
-        """Applies the gradients.
-
-        The gradients stay, multiplied, until `drop_gradients` drops them.
-
-        Args:
-            lr: Learning rate.
-            scale: Factor of the gradients (the clip factor).
-        """
+        """Applies the gradients times `scale`. They stay, multiplied, until `drop_gradients`."""
         gradients = self._gradients()
         if not gradients:
             return
@@ -195,10 +168,7 @@ class LayerOptimizer:
     def _apply(
         self, names: Sequence[str], gradients: Mapping[str, Tensor], lr: float, weight_decay: float
     ) -> None:
-        """Applies torch's functions.
-
-        Its optimizer classes would bring torch's compiler, which takes seconds to import.
-        """
+        """Applies torch's functions. Its optimizer classes take seconds to import."""
         s, pieces = self._settings, [self._pieces[name] for name in names]
         given = [gradients[name] for name in names]
         common: dict[str, Any] = {
@@ -253,10 +223,7 @@ class LayerOptimizer:
             )
 
     def _publish(self, names: Iterable[str]) -> None:
-        """Rounds the masters into parameters of lower precision.
-
-        With ZeRO-1, each replica does so in its own range.
-        """
+        """Rounds the masters into parameters of lower precision, in this share's range."""
         for name in names:
             master = self._masters.get(name)
             if master is not None:
@@ -276,7 +243,6 @@ class LayerOptimizer:
         }
 
     def _state_copy(self, name: str) -> dict[str, Tensor] | None:
-        """Returns a copy of the state of a piece, or None if it has not been stepped."""
         return (
             {key: value.clone() for key, value in self._state[name].items()}
             if name in self._state
@@ -284,7 +250,6 @@ class LayerOptimizer:
         )
 
     def forget(self) -> None:
-        """Drops the copies, since the last step stands."""
         self._kept = None
 
     def restore(self) -> None:
@@ -310,9 +275,6 @@ class LayerOptimizer:
                    p = (p + u) / (1 - lr wd)
                    v = (v - (1 - b2) g^2) / b2;  m = (m - (1 - b1) g) / b1;  t = t - 1
             SGD    p = p + lr b;  b = (b - g - wd p) / momentum
-
-        Args:
-            lr: Learning rate of that step.
         """
         done = self._gradients()
         with torch.no_grad():
@@ -347,16 +309,15 @@ class LayerOptimizer:
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """Returns the float32 masters of this share, by parameter."""
+        """The float32 masters of this share, by parameter."""
         return self._masters
 
     # -- state that moves and is saved -------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state of this share.
+        """Returns the state of this share, by `parameter/moment` and `parameter/master`.
 
-        The keys are `parameter/moment` and `parameter/master`. Only parameters that have been
-        stepped have moments.
+        Only parameters that have been stepped have moments.
         """
         out = {
             f"{name}/{_MASTER}": master for name, master in self._masters.items() if master.numel()
@@ -369,7 +330,7 @@ class LayerOptimizer:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Returns the names that `state` may hold for a parameter."""
+        """The names that `state` may hold for a parameter."""
         return (
             *(
                 ("momentum_buffer",)
@@ -390,10 +351,7 @@ class LayerOptimizer:
         return self._pieces[name].dtype
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the tensors that `state` returned.
-
-        The optimizer takes the tensors as they are, on the device of their parameters.
-        """
+        """Takes the tensors that `state` returned, on the device of their parameters."""
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
             if moment == _MASTER:
@@ -403,17 +361,14 @@ class LayerOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Returns the bytes kept for parameters that train: moments and masters.
-
-        State that frozen parameters left counts, too.
-        """
+        """The bytes kept for parameters that train, and state that frozen ones left."""
         held = sum(t.nbytes for t in self.state().values())
         waiting = [n for n, p in self._named.items() if p.requires_grad and not self._state.get(n)]
         return held + sum(self._settings.moments * self._pieces[name].nbytes for name in waiting)
 
     @property
     def rollback_bytes(self) -> int:
-        """Returns the bytes that `keep` takes."""
+        """The bytes that `keep` takes."""
         trained = sum(
             self._pieces[name].nbytes for name, p in self._named.items() if p.requires_grad
         )
@@ -428,10 +383,7 @@ def squared_norm(gradients: Iterable[Tensor | None]) -> float:
 
 
 def fold_blocks(blocks: Iterable[float]) -> float:
-    """Adds the sums of blocks one by one.
-
-    A tensor's own sum would be rounded in an order that depends on the number of blocks.
-    """
+    """Adds the sums of blocks one by one. A tensor's own sum would be rounded otherwise."""
     total = 0.0
     for block in blocks:
         total += block
@@ -439,10 +391,7 @@ def fold_blocks(blocks: Iterable[float]) -> float:
 
 
 def block_sums(gradient: Tensor) -> list[float]:
-    """Returns the sum of squares of each norm block of a gradient.
-
-    A part of a gradient will do if it begins at a block.
-    """
+    """Returns the sum of squares of each norm block of a gradient, or of a part from a block on."""
     flat = gradient.detach().reshape(-1).float()
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
     # Not all at once: the squares of a large gradient would take as much memory as it does.
@@ -460,10 +409,5 @@ def block_sums(gradient: Tensor) -> list[float]:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Returns the factor of gradients that limits their norm.
-
-    Args:
-        norm: Norm of the gradients.
-        limit: Largest norm. 0 means no clipping.
-    """
+    """Returns the factor of gradients that limits their norm. A limit of 0 means no clipping."""
     return limit / (norm + 1e-6) if limit and norm > limit else 1.0

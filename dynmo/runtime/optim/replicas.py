@@ -1,8 +1,7 @@
-"""Exchange between the replicas of a pipeline.
+"""Exchange between the replicas of a pipeline, which have the same layers.
 
-Each replica has the same layers. They sum their gradients and, with ZeRO-1, exchange updated
-parameters. Both travel layer by layer while the rank goes on (`gradient_reduction.py`).
-Without other replicas, nothing is exchanged.
+They sum their gradients and, with ZeRO-1, exchange updated parameters. Both travel layer by layer
+while the rank goes on (`gradient_reduction.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Replicas:
     """This rank's side of the exchange.
 
     Args:
-        world: This rank's pipeline.
         tied: Weights that two layers share.
         sharded: Whether each replica keeps a share of the optimizer's state (ZeRO-1).
     """
@@ -48,16 +46,12 @@ class Replicas:
 
     @property
     def share(self) -> Share:
-        """Returns the part of every layer's optimizer that is here."""
+        """The part of every layer's optimizer that is here."""
         return Share(self._world.replica, self._world.replicas) if self._sharded else WHOLE
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Returns seconds of all steps so far.
-
-        The first counts this rank's collectives over the replicas. The second is the part that its
-        own work did not hide.
-        """
+        """Seconds of collectives over the replicas, and those that its own work did not hide."""
         return (0.0, 0.0) if self._reducer is None else (self._reducer.worked, self._reducer.waited)
 
     def adopt(
@@ -70,8 +64,6 @@ class Replicas:
         """Takes note that this rank has a layer.
 
         Args:
-            index: Index of the layer.
-            module: The layer.
             shared: Names of parameters that another layer owns.
             experts: Experts of the layer that are spread over the replicas.
         """
@@ -89,25 +81,17 @@ class Replicas:
         ]
 
     def experts(self, index: int) -> Sequence[SharedExpert]:
-        """Returns the experts of an own layer that are spread over the replicas."""
         return self._experts[index]
 
     def drop(self, index: int) -> None:
-        """Takes note that the layer is gone."""
         del self._shares[index], self._experts[index], self._names[index]
 
     def reduction(self, index: int) -> Callable[[], None] | None:
-        """Returns the function to call when the layer's last W has run.
-
-        Returns None if there is no other replica.
-        """
+        """Returns the function to call when the layer's last W has run, or None."""
         return None if self._reducer is None else partial(self._reduce_layer, index)
 
     def _reduce_layer(self, index: int) -> None:
-        """Sends a layer's gradients to the other replicas while this rank goes on.
-
-        The layer's last W has run.
-        """
+        """Sends a layer's gradients to the other replicas while this rank goes on."""
         assert self._reducer is not None
         # The sum of tied weights is made before it is cut.
         tied = any(index in (owner, user) for (owner, _), (user, _) in self._tied)
@@ -126,10 +110,7 @@ class Replicas:
             self._reducer.finish("the gradients of the step")
 
     def squared_norms(self) -> dict[int, float] | None:
-        """Returns the squared norms of this rank's layers.
-
-        The replicas have their gradients in shares. Returns None if each replica has them whole.
-        """
+        """Returns the squared norms of this rank's layers, or None if no gradient is in shares."""
         if self._reducer is None or not (self._sharded or any(self._experts.values())):
             return None
         layers = {
@@ -144,10 +125,7 @@ class Replicas:
         return lambda shared: places[shared.name]
 
     def send_parameters(self, index: int) -> None:
-        """Sends this replica's share of a layer's parameters, with ZeRO-1.
-
-        The replica gets the other shares while this rank goes on.
-        """
+        """Exchanges the shares of a layer's parameters while this rank goes on, with ZeRO-1."""
         if self._reducer is not None and self._sharded:
             self._reducer.submit(
                 partial(gather_parameters, self._world.peers, index, self._shares[index])

@@ -28,8 +28,6 @@ class TiedWeights:
     """The shared weights of one model. Each method is called on every rank alike.
 
     Args:
-        world: This rank's pipeline.
-        pairs: The shared weights.
         rank_of: Returns the rank that holds a layer.
         modules: All layers.
     """
@@ -45,10 +43,7 @@ class TiedWeights:
 
     @property
     def apart(self) -> bool:
-        """Returns whether some weight lives on two ranks.
-
-        These must then wait for each other at every step's end.
-        """
+        """Whether some weight lives on two ranks, which wait for each other at a step's end."""
         return any(
             self._rank_of(owner) != self._rank_of(user) for (owner, _), (user, _) in self._pairs
         )
@@ -68,10 +63,7 @@ class TiedWeights:
                 )
 
     def merge(self) -> None:
-        """Adds the user's gradient to the owner's, and drops the user's.
-
-        Called before the norm.
-        """
+        """Adds the user's gradient to the owner's, and drops the user's. Called before the norm."""
         for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
             source, target, here = self._rank_of(user), self._rank_of(owner), self._world.rank
             used = self._modules[user].get_parameter(name)
@@ -88,13 +80,7 @@ class TiedWeights:
             used.grad = None
 
     def publish(self, frozen: Collection[int]) -> None:
-        """Sends the owner's weight to a user on another rank.
-
-        Called after the optimizer, and once at the start.
-
-        Args:
-            frozen: Layers whose weights have not changed.
-        """
+        """Sends the owner's weight to a user on another rank, unless the owner is frozen."""
         for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
             source, target = self._rank_of(owner), self._rank_of(user)
             if source == target or owner in frozen or self._world.rank not in (source, target):

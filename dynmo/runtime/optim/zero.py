@@ -20,12 +20,7 @@ _COUNTER = "step"
 
 
 def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the part of a state that is in the optimizer's share.
-
-    Args:
-        optimizer: Optimizer of a layer.
-        state: State of the whole layer, `parameter/moment` -> tensor of the parameter's shape.
-    """
+    """Returns the part of a layer's whole state that is in the optimizer's share."""
     out: dict[str, Tensor] = {}
     for key, value in state.items():
         name, _, moment = key.rpartition("/")
@@ -42,15 +37,7 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
 def whole_state(
     peers: World, optimizer: LayerOptimizer, experts: Sequence[SharedExpert] = ()
 ) -> dict[str, Tensor]:
-    """Returns the state of a layer of which every peer has a share, on all of them.
-
-    The inverse of `cut_state`. All peers call it.
-
-    Args:
-        peers: The replicas.
-        optimizer: Optimizer of the layer.
-        experts: Experts of the layer that are spread over the replicas.
-    """
+    """Returns the whole state of a layer on all peers, each of which has a share. All call it."""
     own = optimizer.state()
     if optimizer.whole and not experts:
         return own
@@ -95,20 +82,11 @@ def whole_state(
 
 
 def _dtype(of: torch.dtype) -> torch.dtype:
-    """Returns the type of the moments of a parameter."""
     return of if of == torch.float64 else torch.float32
 
 
 def whole_parameters(peers: World, experts: Sequence[SharedExpert]) -> dict[str, Tensor]:
-    """Returns the weights of experts that are spread over the peers, on all of them.
-
-    Args:
-        peers: The replicas. All call it.
-        experts: Experts of a layer.
-
-    Returns:
-        The weights by name.
-    """
+    """Returns the whole weights of experts that are spread over the peers. All call it."""
     out: dict[str, Tensor] = {}
     for expert in experts:
         whole = torch.zeros_like(expert.parameter, requires_grad=False)

@@ -69,19 +69,14 @@ def save(
     state: dict[str, Any],
     keep: int,
 ) -> Saved:
-    """Save a checkpoint after `step` steps. All ranks call it together.
+    """Saves a checkpoint after `step` steps. All ranks call it together.
 
     Args:
         world: The ranks that share `folder`.
-        folder: Folder of the checkpoints.
-        step: Number of steps that are done.
         names: Names of the model's layers, in order.
         layers: Layers that this rank writes: global index and (module, optimizer state).
         state: The run's own part, as JSON. The same on every rank.
         keep: Number of checkpoints that stay, this one included.
-
-    Returns:
-        Its path, its size and the seconds that it took.
 
     Raises:
         RunError: Some rank could not write its part. Every rank raises it, and the checkpoints
@@ -123,10 +118,7 @@ def save(
 
 
 class _Attempt:
-    """The parts that the ranks write of one checkpoint.
-
-    If one fails, all ranks stop together.
-    """
+    """The parts that the ranks write of one checkpoint. If one fails, all ranks stop together."""
 
     def __init__(self, world: World, partial: Path) -> None:
         self._world, self._partial = world, partial
@@ -162,10 +154,7 @@ def _complete(partial: Path, final: Path, manifest: CheckpointManifest) -> None:
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """Renames a complete checkpoint.
-
-    Another one of the same step is removed only now.
-    """
+    """Renames a complete checkpoint. Another one of the same step is removed only now."""
     replaced = final.with_suffix(".replaced.tmp")
     if final.exists():
         _remove(replaced)
@@ -175,10 +164,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 def _remove_old(folder: Path, step: int, keep: int) -> None:
-    """Keeps the last `keep` checkpoints up to `step`, and removes all else.
-
-    Newer ones were damaged, or the run would have gone on from them.
-    """
+    """Keeps the last `keep` checkpoints up to `step`. Newer ones were damaged."""
     complete = [path for path in _named(folder) if (path / MANIFEST).is_file()]
     kept = [path for path in complete if _step(path) <= step][:keep]
     for old in [*(path for path in complete if path not in kept), *folder.glob("step-*.tmp")]:
@@ -251,10 +237,7 @@ def _name(section: str, name: str) -> str:
 
 
 def _named(folder: Path) -> list[Path]:
-    """Returns paths named like a complete checkpoint, newest first.
-
-    A checkpoint gets its name last.
-    """
+    """Returns complete checkpoints, newest first: one gets its name last."""
     named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(named, key=_step, reverse=True)
 
@@ -264,14 +247,9 @@ def _step(path: Path) -> int:
 
 
 def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointManifest, list[str]]:
-    """Finds the newest checkpoint that is whole.
+    """Returns the newest checkpoint that is whole, its manifest, and the problems of newer ones.
 
-    Args:
-        folder: Folder of the checkpoints.
-        world: Ranks that look for it together, each of which reads a part.
-
-    Returns:
-        The checkpoint, its manifest, and the problems of newer ones.
+    Each rank of `world` reads a part.
 
     Raises:
         CheckpointError: There is none.
@@ -306,10 +284,7 @@ def _missing_latest(folder: Path) -> list[str]:
 
 
 def verify(path: Path, world: World | None = None) -> CheckpointManifest:
-    """Checks every file of a checkpoint against its manifest.
-
-    The manifest is checked against itself.
-    """
+    """Checks every file of a checkpoint against its manifest, and the manifest against itself."""
     manifest = read(path)
     if path.name != f"step-{manifest.step:06d}":
         raise CheckpointError(f"{path} has the manifest of step {manifest.step}")
@@ -342,11 +317,6 @@ def _is_whole(file: Path, digest: str) -> bool:
 
 def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, dict[str, bool]]:
     """Reads one layer of a verified checkpoint.
-
-    Args:
-        path: Folder of the checkpoint.
-        index: Global index of the layer.
-        device: Device of the tensors.
 
     Returns:
         Its tensors, and requires_grad of each parameter.
@@ -384,12 +354,6 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
 def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents:
     """Gives a layer's module the form that it has in a checkpoint.
 
-    Args:
-        index: Global index of the layer.
-        name: Name of the layer.
-        module: The layer.
-        tensors: Its tensors in the checkpoint, by (section, name).
-
     Returns:
         The tensors that the module shall take. A buffer that the module makes for itself (not
         `persistent`) is among them only if it has the same shape.
@@ -415,7 +379,6 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents
 def _check_shapes(
     layer: str, module: nn.Module, tensors: Contents, pruned: Collection[str]
 ) -> None:
-    """Raises CheckpointError if a parameter that is not `pruned` has another shape."""
     shapes = {key: tuple(p.shape) for key, p in module.named_parameters() if key not in pruned}
     saved = {
         key: tuple(t.shape)

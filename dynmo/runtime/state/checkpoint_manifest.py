@@ -33,16 +33,7 @@ _SEALED = re.compile(rb'(.*),\n "sha256": "([0-9a-f]{64})"\n\}', re.DOTALL)
 
 
 class CheckpointManifest(BaseModel):
-    """Description of a checkpoint.
-
-    Attributes:
-        version: Version of the format.
-        step: Number of steps that are done.
-        layers: Names of the layers, in order.
-        files: SHA-256 of each file, by path inside the checkpoint.
-        state: The run's own part, as JSON.
-        sha256: Hash of the manifest itself.
-    """
+    """Description of a checkpoint: the SHA-256 of each file by path, and the run's own part."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     version: int

@@ -1,7 +1,4 @@
-"""The digests of a model's weights and buffers, wherever its layers are.
-
-They say whether two runs have the same numbers.
-"""
+"""Digests of a model's weights and buffers, which say whether two runs have the same numbers."""
 
 from __future__ import annotations
 
@@ -18,14 +15,10 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 
 def weights_digest(layer_store: LayerStore) -> str:
-    """Returns the SHA-256 over the SHA-256 of each layer's parameters.
+    """Returns the SHA-256 over the SHA-256 of each layer's parameters. Every rank calls it.
 
-    The layers come in global order, and pruned parameters in dense form. The digests are equal
-    exactly when all weights are. For a parameter in lower precision the float32 master is hashed,
-    since the parameter is the rounded master.
-
-    Args:
-        layer_store: Layers of this rank. Every rank calls it.
+    The layers come in global order, and pruned parameters in dense form. For a parameter in lower
+    precision the float32 master is hashed, since the parameter is the rounded master.
 
     Raises:
         RunError: The replicas' weights are not equal.
@@ -41,16 +34,9 @@ def weights_digest(layer_store: LayerStore) -> str:
 
 
 def buffers_digest(layer_store: LayerStore) -> str:
-    """Returns the SHA-256 over the SHA-256 of each layer's persistent buffers.
+    """Returns the SHA-256 over that of each layer's persistent buffers, like `weights_digest`.
 
-    The layers come in global order. Buffers that encode the sparsity of pruned weights are left
-    out. Name, dtype, shape and values of the others count.
-
-    Args:
-        layer_store: Layers of this rank. Every rank calls it.
-
-    Raises:
-        RunError: The replicas' buffers are not equal.
+    Name, dtype, shape and values count. Buffers that encode the sparsity of pruned weights do not.
     """
 
     def parts(index: int, module: nn.Module) -> Iterable[bytes]:

@@ -1,7 +1,4 @@
-"""Sends experts between the replicas of a group: weights and optimizer state.
-
-Each replica sends one message to each other replica.
-"""
+"""Sends experts between the replicas of a group: weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ def expert_of(name: str, linears: Linears) -> int | None:
 
 
 def tensors_of(expert: int, linears: Linears, state: Mapping[str, Tensor]) -> ExpertTensors:
-    """Returns all tensors of an expert that is here."""
     out: ExpertTensors = {}
     for path, linear in linears.items():
         weight = linear.weights[expert]
@@ -49,10 +45,7 @@ def tensors_of(expert: int, linears: Linears, state: Mapping[str, Tensor]) -> Ex
 
 
 def arrivals(before: ExpertPlacement, after: ExpertPlacement, rank: int) -> list[tuple[int, int]]:
-    """Lists the experts that a replica of a group will get, and their givers.
-
-    Holders take turns.
-    """
+    """Lists the experts that a replica will get, and their givers. Holders take turns."""
     new = [expert for expert in after.held_by(rank) if rank not in before.holders[expert]]
     return [
         (expert, before.holders[expert][(expert + rank) % len(before.holders[expert])])
@@ -94,7 +87,6 @@ def exchange_experts(
 
 
 def _joined(experts: Sequence[ExpertTensors], device: torch.device) -> Tensor:
-    """Returns the bytes of several experts."""
     pieces = [as_bytes(t) for expert in experts for t in expert.values()]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
 

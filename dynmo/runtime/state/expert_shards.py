@@ -62,10 +62,7 @@ class ExpertShards:
             self._hold(modules[index], self.placements[index])
 
     def renew(self, world: World) -> None:
-        """Goes on in other process groups, with as many replicas.
-
-        All ranks call it together.
-        """
+        """Goes on in other process groups, with as many replicas. All ranks call it together."""
         self._world, self.group = world, ExpertGroup(world, self.group.ranks)
 
     def _hold(self, module: nn.Module, placement: ExpertPlacement) -> None:
@@ -100,7 +97,6 @@ class ExpertShards:
     def _shared(
         self, path: str, linear: GroupedLinear, placement: ExpertPlacement
     ) -> list[SharedExpert]:
-        """Returns the experts of one linear."""
         world, ranks = self._world, self.group.ranks
         weights = linear.weights
         like = next(weight for weight in weights if weight is not None)
@@ -132,10 +128,7 @@ class ExpertShards:
         return out
 
     def _sources(self, placement: ExpertPlacement, expert: int, replica: int) -> tuple[int, ...]:
-        """Returns the replicas whose rows for an expert a replica computes.
-
-        Empty if the replica does not hold the expert.
-        """
+        """Returns the replicas whose rows for an expert a replica computes."""
         ranks = self.group.ranks
         first, place = replica // ranks * ranks, replica % ranks
         if place not in placement.holders[expert]:
@@ -176,12 +169,9 @@ class ExpertShards:
     def move(
         self, index: int, module: nn.Module, placement: ExpertPlacement, state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], int]:
-        """Moves experts of one of this rank's layers between the replicas of a group.
+        """Moves experts of an own layer between the replicas of a group, which all call it.
 
-        All replicas of the layer call it. The layer must be connected again.
-
-        Returns:
-            The new state, and the bytes that arrived here.
+        The layer must be connected again. Returns the new state, and the bytes that arrived here.
         """
         before, self.placements[index] = self.placements[index], placement
         linears = dict(_linears(module))
@@ -210,7 +200,6 @@ class ExpertShards:
 
 
 def _linears(module: nn.Module) -> list[tuple[str, GroupedLinear]]:
-    """Returns the experts' linears of a layer, by path."""
     return [
         (path, part) for path, part in module.named_modules() if isinstance(part, GroupedLinear)
     ]

@@ -1,7 +1,6 @@
-"""The layers that train.
+"""The layers that train, the same on every rank.
 
-Frozen layers keep weights and optimizer state until they thaw. The frozen
-layers are the same on every rank.
+Frozen layers keep weights and optimizer state until they thaw.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from dynmo.runtime.optim.tied_weights import Pair
 
 
 class Frozen:
-    """Freezes and thaws layers."""
-
     def __init__(self, modules: Sequence[nn.Module], tied: Sequence[Pair]) -> None:
         self._modules, self._tied = modules, tied
         # Parameters of each frozen layer that trained before, so that it can thaw.
@@ -29,17 +26,14 @@ class Frozen:
 
     @property
     def first_trainable(self) -> int:
-        """Returns the global index of the first layer with something to train."""
+        """The global index of the first layer with something to train."""
         for index, module in enumerate(self._modules):
             if any(p.requires_grad for p in module.parameters()):
                 return index
         raise RunError("no layer has anything to train; leave at least the last one unfrozen")
 
     def first_trainable_after(self, layers: Collection[int]) -> int | None:
-        """Returns the first trainable layer once these layers are frozen too, or None.
-
-        None means that nothing would be left to train.
-        """
+        """Returns the first trainable layer once these layers are frozen too, or None."""
         gone = set(layers) | self.layers
         return next(
             (

@@ -1,7 +1,4 @@
-"""Options of the layers that a rank holds, and of the work that replicas share.
-
-`LayerStore` takes both. The optimizer's own settings are in `runtime/optim/optimizer.py`.
-"""
+"""Options of the layers that a rank holds, and of the work that replicas share."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ class LayerOptions:
     """How the layers of a run compute.
 
     Attributes:
-        dtype: Precision that the layers compute in.
         seed: Seed of the layers' random numbers while training.
         compiles: Whether torch.compile runs the layers.
         cache_bytes: Host memory of each rank for the outputs of a frozen prefix. Steps and

@@ -55,13 +55,6 @@ class LayerStore:
     """The layers of this rank. It is made on every rank alike.
 
     Args:
-        world: This rank's pipeline.
-        model: The model.
-        layout: Placement of all layers.
-        clock: Marks the ops.
-        options: How the layers compute.
-        optimizer: Settings of the optimizers.
-        sharing: What the replicas share.
         is_bare: Whether the rank is outside of the run and holds no layer until it joins
             (`reshaped`).
 
@@ -124,7 +117,7 @@ class LayerStore:
 
     @property
     def shares_experts(self) -> bool:
-        """Returns whether the replicas of a stage hold parts of its experts."""
+        """Whether the replicas of a stage hold parts of its experts."""
         return self._sharing.expert > 1
 
     @property
@@ -137,7 +130,6 @@ class LayerStore:
         return {i: (layer.module, self.optimizers[i]) for i, layer in self.layers.items()}
 
     def rank_of(self, layer: int) -> int:
-        """Returns the rank that holds the layer."""
         return self.layout.rank_of(layer)
 
     # -- layers come and go ------------------------------------------------------------------------
@@ -197,7 +189,6 @@ class LayerStore:
         )
 
     def _drop(self, index: int) -> None:
-        """Drops a layer that leaves this rank."""
         module = self.modules[index]
         for parameter in module.parameters():
             parameter.grad = None
@@ -208,9 +199,7 @@ class LayerStore:
     def rebuild(self, index: int, moments: Mapping[str, Tensor]) -> None:
         """Makes an own layer run again after it got other modules or parameters.
 
-        Args:
-            index: Global index of the layer.
-            moments: State of its optimizer, whole, `parameter/moment` -> tensor.
+        `moments` is the state of its optimizer, whole, `parameter/moment` -> tensor.
         """
         self.outputs.forget([index])
         kept = self.kept[index]
@@ -222,11 +211,6 @@ class LayerStore:
         self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]
     ) -> None:
         """Replaces one of this rank's layers by its saved state, whole.
-
-        Args:
-            index: Global index of the layer.
-            tensors: Its tensors, by (section, name).
-            flags: requires_grad of each parameter.
 
         Raises:
             CheckpointError: The saved optimizer state does not fit this optimizer.
@@ -253,11 +237,6 @@ class LayerStore:
         """Takes note that the plan's layers have changed ranks.
 
         Tied weights are still to be joined, once all ranks are here.
-
-        Args:
-            layout: The new layout.
-            plan: The moves.
-            arrivals: Layers that have come to this rank.
         """
         self.layout = layout
         for move in plan:
@@ -280,11 +259,9 @@ class LayerStore:
         """Takes note that the ranks are another mesh. All ranks call it together.
 
         Args:
-            layout: The new layout.
             gone: Own layers that leave this rank.
             states: States of the own layers that stay. They are whole, except with experts that
                 replicas share: then they are this replica's part.
-            arrivals: Layers that have come.
             experts: Placement of the experts, by layer, for a newcomer.
         """
         self.replicas.close()
@@ -314,31 +291,20 @@ class LayerStore:
     # -- state of a layer beside its module --------------------------------------------------------
 
     def state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
-        """Returns the state of an own layer that moves and is saved beside its module.
+        """Returns the optimizer's state and the tensors that cases keep with an own layer.
 
-        It is the optimizer's state, and the tensors that cases keep with the layer.
-
-        Args:
-            index: Global index of the layer.
-            whole: Whether to gather the state of all replicas' shares, with ZeRO-1. All replicas
-                then call it, in the same order.
+        If `whole`, it is gathered from all replicas, with ZeRO-1. All call it, in the same order.
         """
         kept = {f"{_KEPT}{name}": t.to(self.world.device) for name, t in self.kept[index].items()}
         return (self.moments(index) if whole else self.optimizers[index].state()) | kept
 
     def moments(self, index: int) -> dict[str, Tensor]:
-        """Returns the optimizer's state of a whole layer.
-
-        All replicas call it, in the same order.
-        """
+        """Returns the optimizer's whole state. All replicas call it, in the same order."""
         return whole_state(self.world.peers, self.optimizers[index], self.replicas.experts(index))
 
     @contextmanager
     def whole(self, index: int) -> Generator[nn.Module]:
-        """Yields an own layer with the experts of other replicas, within the context.
-
-        All replicas enter it, in the same order.
-        """
+        """Yields an own layer with all experts. All replicas enter it, in the same order."""
         module = self.modules[index]
         with (
             nullcontext()
@@ -348,12 +314,7 @@ class LayerStore:
             yield module
 
     def own_part(self, index: int, tensors: Contents) -> Contents:
-        """Returns this replica's part of a layer that was saved whole.
-
-        Args:
-            index: Global index of the layer.
-            tensors: Tensors of the whole layer, by (section, name).
-        """
+        """Returns this replica's part of a layer that was saved whole."""
         experts, module = self.experts, self.modules[index]
         if experts is None:
             return tensors
@@ -367,11 +328,7 @@ class LayerStore:
     def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
         """Moves experts between replicas, with their optimizer state. All ranks call it.
 
-        Args:
-            placements: New placements, by layer.
-
-        Returns:
-            Bytes that arrived here.
+        Returns the bytes that arrived here.
         """
         assert self.experts is not None, (
             "without expert parallelism every replica holds every expert"
@@ -448,10 +405,7 @@ def _check(index: int, module: nn.Module, replicas: int) -> None:
 
 
 def _contiguous(module: nn.Module) -> None:
-    """Makes parameters and buffers contiguous.
-
-    Gradients and moments are made row by row, and a layer that arrives has contiguous tensors, too.
-    """
+    """Makes parameters and buffers contiguous, as gradients, moments and layers that arrive are."""
     for parameter in module.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()

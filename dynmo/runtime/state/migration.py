@@ -33,15 +33,7 @@ from dynmo.runtime.comm.world import World
 
 
 class TensorRecord(BaseModel):
-    """Description of one tensor that travels.
-
-    Attributes:
-        section: parameter, buffer, gradient or optimizer.
-        name: Its name in the section.
-        dtype: Name of its type, without "torch.".
-        shape: Its shape.
-        requires_grad: Whether a parameter trains.
-    """
+    """Description of a tensor of the section parameter, buffer, gradient or optimizer."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     section: str
@@ -77,9 +69,9 @@ def contents(module: nn.Module, optimizer_state: dict[str, Tensor]) -> Contents:
 
 
 def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[str, Tensor]:
-    """Puts tensors into a module on the meta device. Shapes may differ from its own.
+    """Puts tensors into a module on the meta device. Returns the optimizer's.
 
-    Pruned linears take the form that they have at the source.
+    Shapes may differ: pruned linears take the form that they have at the source.
     """
     conform(module, {name: t for (section, name), t in tensors.items() if section == "buffer"})
     for name in [n for n, _ in module.named_parameters()]:
@@ -106,13 +98,7 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A layer that has been received and is not yet live.
-
-    Attributes:
-        layer: Index of the layer.
-        tensors: Its tensors, by (section, name).
-        flags: requires_grad of each parameter.
-    """
+    """A layer that has been received and is not yet live, with requires_grad of each parameter."""
 
     layer: int
     tensors: Contents
@@ -121,8 +107,6 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Migration:
-    """Cost of a migration, over all ranks."""
-
     moved_bytes: int
     seconds: float
 
@@ -133,17 +117,12 @@ def exchange(
     leaving: Callable[[int], tuple[nn.Module, dict[str, Tensor]]],
     adopt: Callable[[list[Arrival]], None],
 ) -> Migration:
-    """Runs the moves. All ranks call it together.
+    """Runs the moves, in layer order. All ranks call it together.
 
     Args:
-        world: World of this rank.
-        moves: The moves, in layer order. The same on every rank.
         leaving: Returns module and optimizer state of a layer that leaves this rank. Called once
             for each rank to which the layer goes.
         adopt: Makes the new placement live, with the layers that have arrived.
-
-    Returns:
-        The cost of the migration.
 
     Raises:
         RunError: Some rank could not give or take a layer. Every rank raises it, and the live model
@@ -239,13 +218,6 @@ def pack(
 
 
 def describe(layer: int, module: nn.Module, tensors: Contents) -> Manifest:
-    """Returns a layer's manifest.
-
-    Args:
-        layer: Index of the layer.
-        module: The layer.
-        tensors: Its tensors, by (section, name).
-    """
     flags = {name: p.requires_grad for name, p in module.named_parameters()}
     records = [
         TensorRecord(
@@ -262,14 +234,6 @@ def describe(layer: int, module: nn.Module, tensors: Contents) -> Manifest:
 
 def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
     """Allocates the tensors that a manifest announces.
-
-    Args:
-        text: The manifest, as JSON.
-        move: The move that brings it.
-        device: Device of the tensors.
-
-    Returns:
-        The layer, with tensors that are not yet filled.
 
     Raises:
         RunError: The manifest is damaged, of another layer or of unknown dtypes.

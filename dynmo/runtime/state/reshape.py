@@ -20,25 +20,15 @@ Holders = tuple[tuple[int, ...], ...]
 
 
 def holders(partition: Partition, stage_ranks: Sequence[int], replicas: int) -> Holders:
-    """Returns the global ranks that hold each layer.
-
-    Args:
-        partition: Layers of each stage.
-        stage_ranks: Pipeline rank of each stage.
-        replicas: Number of replicas.
-    """
+    """Returns the global ranks that hold each layer."""
     owners = (stage_ranks[partition.owner(layer)] for layer in range(partition.layers))
     return tuple(tuple(rank * replicas + replica for replica in range(replicas)) for rank in owners)
 
 
 def transfers(old: Holders, new: Holders, within_replicas: bool = False) -> tuple[Move, ...]:
-    """Lists the moves, in layer order.
-
-    A rank that already holds a layer gets nothing.
+    """Lists the moves, in layer order. A rank that already holds a layer gets nothing.
 
     Args:
-        old: Holders of the layers until now.
-        new: Holders from now on.
         within_replicas: Whether each replica's part of a layer goes to the same replica of the new
             mesh, which has as many. If not, the holders of a layer take turns in giving it.
     """
