@@ -15,7 +15,6 @@ have arrived everywhere, every rank still holds what it held.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -160,11 +159,7 @@ class Actions:
         world, before = store.world, store.layout
         layout = self.engine.layouts.moved(before, partition)
         plan = moves_between_ranks(before.partition, partition, before.processes)
-        agree(
-            world,
-            hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(),
-            "the new placement",
-        )
+        agree(world, (before.partition.counts, partition.counts), "the new placement")
         migration = exchange(
             world,
             plan,
@@ -205,11 +200,7 @@ class Actions:
                 "pipeline"
             )
         layout = self.engine.layouts.reshaped(before, pipeline, data, partition)
-        agree(
-            everyone,
-            hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(),
-            "the new mesh",
-        )
+        agree(everyone, (pipeline, data, layout.partition.counts), "the new mesh")
         after = holders(layout.partition, layout.stage_ranks, data)
         plan = transfers(holders(before.partition, before.stage_ranks, before.replicas), after)
         whole = {i: store.state(i, whole=True) for i in sorted(store.layers)}
@@ -280,9 +271,7 @@ class Actions:
             )
         holders = {index: placement.holders for index, placement in sorted(placements.items())}
         everyone = store.world.everyone
-        agree(
-            everyone, hashlib.sha256(repr(holders).encode()).digest(), "the new places of experts"
-        )
+        agree(everyone, holders, "the new places of experts")
         moved = torch.tensor([store.place_experts(placements)])
         self._programs.relower()
         return int(everyone.sum(moved, "all experts to arrive"))
@@ -454,11 +443,7 @@ class Actions:
     def _agree_on_ranks(self, ranks: tuple[int, ...] | int, mesh: NextMesh) -> None:
         """Compares the ranks that stay, or the number of newcomers, and their mesh."""
         decision = (ranks, mesh.pipeline, mesh.data, mesh.partition.counts, mesh.microbatches)
-        agree(
-            self._store.world,
-            hashlib.sha256(repr(decision).encode()).digest(),
-            "which ranks go on",
-        )
+        agree(self._store.world, decision, "which ranks go on")
 
     def _states(self) -> dict[int, dict[str, Tensor]]:
         """Returns the states of this rank's layers, before ranks leave.

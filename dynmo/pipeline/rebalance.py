@@ -5,7 +5,6 @@ gather --> Situation --> decide (pure) --> all ranks agree --> act
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -195,8 +194,7 @@ class Rebalancer:
 
         Floats decide nothing more and are left out. Their last bit may differ between kinds of CPU.
         """
-        digest = hashlib.sha256(repr(decision).encode()).digest()
-        agree(self._engine.store.world, digest, what)
+        agree(self._engine.store.world, decision, what)
 
     # -- mesh and ranks ----------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -190,11 +189,7 @@ def restore_engine(
     The state is the frozen layers, the dynamic cases and the loss scale. All ranks call this
     function together. A warning names code that has changed since.
     """
-    agree(
-        engine.store.world,
-        hashlib.sha256(path.name.encode()).digest(),
-        "which checkpoint to resume from",
-    )
+    agree(engine.store.world, path.name, "which checkpoint to resume from")
     _restore_frozen(engine, state)
     failure: CheckpointError | None = None
     try:

@@ -80,14 +80,10 @@ class FakeCudaWorld(World):
 
     works: list[FakeWork] = field(default_factory=list[FakeWork])
 
-    def send(
-        self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None
-    ) -> dist.Work:
+    def send(self, tensor: Tensor, target: int, tag: int) -> dist.Work:
         return self._work(f"send {target}", tag)
 
-    def receive(
-        self, tensor: Tensor, source: int, tag: int, key: tuple[int, ...] | None = None
-    ) -> dist.Work:
+    def receive(self, tensor: Tensor, source: int, tag: int) -> dist.Work:
         return self._work(f"receive {source}", tag)
 
     def _work(self, what: str, tag: int) -> dist.Work:

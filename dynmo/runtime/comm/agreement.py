@@ -25,12 +25,11 @@ def maxima(world: World, values: Sequence[float]) -> list[float]:
     return world.everyone.largest(table, "a measurement of every rank").tolist()
 
 
-def agree(world: World, digest: bytes | None, what: str) -> None:
-    """Compares a decision over all ranks of all replicas.
+def agree(world: World, value: object, what: str) -> None:
+    """Compares the text form (`repr`) of a value over all ranks of all replicas.
 
     Args:
-        world: World of this rank. All replicas take part.
-        digest: Hash of what this rank decided. None if it has no part.
+        value: What this rank decided. None if it has no part.
         what: What was decided, for messages.
 
     Raises:
@@ -38,7 +37,7 @@ def agree(world: World, digest: bytes | None, what: str) -> None:
     """
     everyone = world.everyone
     table = torch.zeros(everyone.size, dtype=torch.int64)
-    table[everyone.rank] = 0 if digest is None else 1 + int.from_bytes(digest[:7])
+    table[everyone.rank] = 0 if value is None else 1 + _short_digest(repr(value))
     everyone.sum(table, what)
     said = {r: value for r, value in enumerate(table.tolist()) if value}
     if len(set(said.values())) > 1:

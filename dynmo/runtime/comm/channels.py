@@ -29,7 +29,7 @@ import weakref
 
 from torch import Tensor
 
-from dynmo.runtime.comm.headers import key_of
+from dynmo.runtime.comm.headers import tag_of
 from dynmo.runtime.comm.inbox import Inbox
 from dynmo.runtime.comm.outbox import Outbox
 from dynmo.runtime.comm.worker import Worker
@@ -42,7 +42,9 @@ class Transport:
 
     def __init__(self, world: World, programs: tuple[Program, ...]) -> None:
         own = programs[world.rank]
-        world.open_channels(sorted({key_of(c) for p in programs for c in p.depth}))
+        world.open_channels(
+            sorted({(tag_of(c), c.source, c.target) for p in programs for c in p.depth})
+        )
         self._world, self._messages = world, own.microbatches
         self._poster = Worker("poster", bool(own.incoming) and not world.enqueues)
         self._watcher = Worker("watcher", bool(own.incoming))

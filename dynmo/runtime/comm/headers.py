@@ -174,8 +174,3 @@ TAG_VERDICT = 1 << 25
 
 def tag_of(channel: Channel) -> int:
     return 2 * channel.boundary + (channel.direction is Direction.GRADIENT)
-
-
-def key_of(channel: Channel) -> tuple[int, int, int]:
-    """Returns the key of a channel's communicator: tag, source, target (`World.open_channels`)."""
-    return (tag_of(channel), channel.source, channel.target)

@@ -19,7 +19,6 @@ from dynmo.runtime.comm.headers import (
     TAG_HEADERS,
     Spec,
     decode,
-    key_of,
     on_wire,
     rest_of,
     tag_of,
@@ -129,11 +128,7 @@ class Inbox:
     def _receive(self, buffers: tuple[Tensor, ...], header: bool = False) -> list[dist.Work]:
         channel = self.channel
         tag = tag_of(channel) + header * TAG_HEADERS
-        return [
-            self._world.receive(on_wire(b), channel.source, tag, key_of(channel))
-            for b in buffers
-            if b.numel()
-        ]
+        return [self._world.receive(on_wire(b), channel.source, tag) for b in buffers if b.numel()]
 
     def _wait(self, works: list[dist.Work], microbatch: int) -> None:
         for work in works:

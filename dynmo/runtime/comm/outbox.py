@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dynmo.errors import DynmoError, RunError, WaitTimeout
 from dynmo.runtime.comm.device_waits import POLL, WaitLimit
-from dynmo.runtime.comm.headers import TAG_HEADERS, Spec, encode, key_of, on_wire, spec_of, tag_of
+from dynmo.runtime.comm.headers import TAG_HEADERS, Spec, encode, on_wire, spec_of, tag_of
 from dynmo.runtime.comm.inbox import posted_ahead, posted_at_start
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
@@ -83,21 +83,18 @@ class Outbox:
     def _send(
         self, microbatch: int, header: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
     ) -> None:
-        channel, tag, key = self.channel, tag_of(self.channel), key_of(self.channel)
+        channel, tag = self.channel, tag_of(self.channel)
         parts = [
             on_wire(tensor if tensor.is_contiguous() else tensor.detach().contiguous())
             for tensor in tensors
         ]
         try:
-            head = [
-                self._world.send(lead, channel.target, tag + TAG_HEADERS, key)
-                for lead in header[:1]
-            ]
             behind = tag if self._varying else tag + TAG_HEADERS
-            head += [self._world.send(rest, channel.target, behind, key) for rest in header[1:]]
-            works = [
-                self._world.send(part, channel.target, tag, key) for part in parts if part.numel()
+            head = [
+                self._world.send(numbers, channel.target, at)
+                for numbers, at in zip(header, (tag + TAG_HEADERS, behind), strict=False)
             ]
+            works = [self._world.send(part, channel.target, tag) for part in parts if part.numel()]
             if not self._threaded:
                 self._enqueued.append(Enqueued(head, works, [*parts, *header]))
                 self._release_done()

@@ -406,36 +406,34 @@ class World:
         # A communicator is made at its first message. Its sender's thread stands until its
         # receiver's is there, too. So all are made now, in one order. Otherwise two ranks that both
         # send first would wait for each other for ever.
-        for key in opened:
-            _, source, target = key
+        for tag, source, target in opened:
             mark = torch.ones(1, device=self.device)
             what = (
                 f"the channel from {self.describe_rank(source)} to {self.describe_rank(target)} "
                 "to open"
             )
             if self.rank == source:
-                self.wait(self.send(mark, target, 0, key), target, what)
+                self.wait(self.send(mark, target, tag), target, what)
             else:
-                self.wait(self.receive(mark, source, 0, key), source, what)
+                self.wait(self.receive(mark, source, tag), source, what)
             self.settle()
 
-    def _channel(self, key: tuple[int, ...] | None, tensor: Tensor) -> Any:
+    def _channel(self, tensor: Tensor, tag: int, source: int, target: int) -> Any:
         """Returns the communicator of a message, or None if it has none of its own."""
-        if key is None or not tensor.is_cuda:
+        if not tensor.is_cuda:
             return None
-        return self.everyone._channel_groups.get(
-            (key[0], *(self.global_rank(rank) for rank in key[1:]))
-        )
+        groups = self.everyone._channel_groups
+        # The links are measured over one communicator in both directions.
+        ends = self.global_rank(source), self.global_rank(target)
+        return groups.get((tag, *ends)) or groups.get((tag, *reversed(ends)))
 
     def _torch_rank(self, global_rank: int) -> int:
         numbers = self.everyone._torch_ranks
         return numbers[global_rank] if numbers else global_rank
 
-    def send(
-        self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None
-    ) -> dist.Work:
+    def send(self, tensor: Tensor, target: int, tag: int) -> dist.Work:
         """Begins to send a contiguous tensor. It must not change until the work is done."""
-        group = self._channel(key, tensor)
+        group = self._channel(tensor, tag, self.rank, target)
         assert self.group is not None
         tensor = tensor.cpu() if self.staged else tensor
         try:
@@ -452,11 +450,9 @@ class World:
         assert work is not None
         return work
 
-    def receive(
-        self, tensor: Tensor, source: int, tag: int, key: tuple[int, ...] | None = None
-    ) -> dist.Work:
+    def receive(self, tensor: Tensor, source: int, tag: int) -> dist.Work:
         """Begins to receive into a tensor of the shape and type of what is sent."""
-        group = self._channel(key, tensor)
+        group = self._channel(tensor, tag, source, self.rank)
         assert self.group is not None
         try:
             global_rank = self.global_rank(source)

@@ -221,12 +221,8 @@ def measure_links(
         for low, high in together:
             if world.rank not in (low, high):
                 continue
-            times = [
-                _ping(
-                    world, high if world.rank == low else low, (TAG_LINKS, low, high), size, repeats
-                )
-                for size in sizes
-            ]
+            peer = high if world.rank == low else low
+            times = [_ping(world, peer, size, repeats) for size in sizes]
             if world.rank == low:
                 per_byte = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
                 table[pairs.index((low, high))] = torch.tensor(
@@ -258,23 +254,23 @@ PAUSE = 0.005  # seconds
 _LINKS = "the links to be measured"
 
 
-def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
+def _ping(world: World, peer: int, size: int, repeats: int) -> float:
     """Returns the seconds one way, sent and received as channels do.
 
     The first exchange opens the connection and is not counted.
     """
     if world.enqueues:
-        return _ping_on_device(world, peer, key, size, repeats)
+        return _ping_on_device(world, peer, size, repeats)
     sender = Worker("links", threaded=True)
     buffer = torch.zeros(size, dtype=torch.uint8, device=world.device)
     times: list[float] = []
     for _ in range(repeats + 1):
-        incoming = world.receive(torch.empty_like(buffer), peer, TAG_LINKS, key)
+        incoming = world.receive(torch.empty_like(buffer), peer, TAG_LINKS)
         time.sleep(PAUSE)
         start = time.perf_counter()
         if world.rank > peer:
             world.wait(incoming, peer, _LINKS)
-        sender.submit(lambda: world.wait(world.send(buffer, peer, TAG_LINKS, key), peer, _LINKS))
+        sender.submit(lambda: world.wait(world.send(buffer, peer, TAG_LINKS), peer, _LINKS))
         if world.rank < peer:
             world.wait(incoming, peer, _LINKS)
         times.append((time.perf_counter() - start) / 2)
@@ -282,9 +278,7 @@ def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int
     return median(times[1:])
 
 
-def _ping_on_device(
-    world: World, peer: int, key: tuple[int, ...], size: int, repeats: int
-) -> float:
+def _ping_on_device(world: World, peer: int, size: int, repeats: int) -> float:
     """Returns the seconds one way on a CUDA device.
 
     A communicator has one stream for both directions. A receive that is posted first would hold up
@@ -297,7 +291,7 @@ def _ping_on_device(
         time.sleep(PAUSE)
         start = time.perf_counter()
         for act in both:
-            world.wait(act(buffer, peer, TAG_LINKS, key), peer, _LINKS)
+            world.wait(act(buffer, peer, TAG_LINKS), peer, _LINKS)
         world.settle()
         times.append((time.perf_counter() - start) / 2)
     return median(times[1:])

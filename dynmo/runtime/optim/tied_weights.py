@@ -107,15 +107,11 @@ class TiedWeights:
 
     def _pass(self, tensor: Tensor, source: int, target: int, index: int, what: str) -> Tensor:
         """Sends a tensor from one rank to the other. Returns it, filled where it arrives."""
-        world, key = self._world, (TAG_TIED, source, target)
-        what = f"the {what} of tied weight {index}"
+        world, what = self._world, f"the {what} of tied weight {index}"
         if world.rank == source:
-            world.wait(
-                world.send(tensor.contiguous(), target, TAG_TIED, key),
-                target,
-                f"room to send {what}",
-            )
+            sent = world.send(tensor.contiguous(), target, TAG_TIED)
+            world.wait(sent, target, f"room to send {what}")
         else:
-            world.wait(world.receive(tensor, source, TAG_TIED, key), source, what)
+            world.wait(world.receive(tensor, source, TAG_TIED), source, what)
         world.settle()
         return tensor

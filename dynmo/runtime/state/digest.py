@@ -61,10 +61,10 @@ def _digest(
                 digest.update(part)
         table[index] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
     world.sum(table, f"the digests of {what}")
-    digest = hashlib.sha256(table.numpy().tobytes())
+    digest = hashlib.sha256(table.numpy().tobytes()).hexdigest()
     if world.replicas > 1:
-        agree(world, digest.digest(), what)
-    return digest.hexdigest()
+        agree(world, digest, what)
+    return digest
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -275,9 +275,8 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
 def _send(
     world: World, move: Move, tensors: Sequence[Tensor | None]
 ) -> list[tuple[dist.Work, Tensor, Move]]:
-    key = (TAG_MIGRATE, move.source, move.target)
     return [
-        (world.send(on_wire(t), move.target, TAG_MIGRATE, key), t, move)
+        (world.send(on_wire(t), move.target, TAG_MIGRATE), t, move)
         for t in tensors
         if t is not None and t.numel()
     ]
@@ -285,12 +284,8 @@ def _send(
 
 def _take(world: World, move: Move, tensor: Tensor) -> Tensor:
     if tensor.numel():
-        key = (TAG_MIGRATE, move.source, move.target)
-        world.wait(
-            world.receive(on_wire(tensor), move.source, TAG_MIGRATE, key),
-            move.source,
-            f"layer {move.layer} to arrive",
-        )
+        work = world.receive(on_wire(tensor), move.source, TAG_MIGRATE)
+        world.wait(work, move.source, f"layer {move.layer} to arrive")
     return tensor
 
 

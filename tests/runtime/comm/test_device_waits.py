@@ -20,7 +20,6 @@ from dynmo.errors import RunError, WaitTimeout
 from dynmo.runtime.comm import headers
 from dynmo.runtime.comm import inbox as receiving
 from dynmo.runtime.comm.channels import Transport
-from dynmo.runtime.comm.headers import TAG_LINKS
 from dynmo.runtime.comm.inbox import Inbox, posted_ahead
 from dynmo.runtime.comm.outbox import Outbox
 from dynmo.runtime.comm.process_mesh import arrange
@@ -240,7 +239,7 @@ def test_links_are_measured_in_turns(
     monkeypatch.setattr(profiler, "PAUSE", 0.0)
     real = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: real(*shape))
-    assert profiler._ping(world, 1 - rank, (TAG_LINKS, 0, 1), 8, 2) >= 0
+    assert profiler._ping(world, 1 - rank, 8, 2) >= 0
     assert [work.what for work in world.works] == order * 3
 
 
