@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.errors import DynmoError, RunError, WaitTimeout
+from dynmo.errors import DynmoError, RunError
 from dynmo.runtime.comm.device_waits import POLL, WaitLimit
 from dynmo.runtime.comm.headers import TAG_HEADERS, Spec, encode, on_wire, spec_of, tag_of
 from dynmo.runtime.comm.inbox import posted_ahead, posted_at_start
@@ -127,20 +127,14 @@ class Outbox:
 
     def _acquire(self, microbatch: int) -> None:
         """Waits for a place. The worker's own wait has a shorter limit and a better message."""
-        taken = False
-        if self.worker.error is None:
-            taken = (
-                self._room.acquire(timeout=self._world.timeout + 5)
-                if self._threaded
-                else self._acquire_enqueued()
-            )
+        taken = self.worker.error is None and (
+            self._room.acquire(timeout=self._world.timeout + 5)
+            if self._threaded
+            else self._acquire_enqueued()
+        )
         if not taken or self.worker.error is not None:
-            raise self.worker.error or WaitTimeout(
-                f"{self._world.describe_rank(self._world.rank)} waited {self._world.timeout:g} s "
-                f"for {self._world.describe_rank(self.channel.target)}: "
-                f"room to send the {self.channel.direction} of microbatch {microbatch}",
-                [self._world.global_rank(self.channel.target)],
-            )
+            what = f"room to send the {self.channel.direction} of microbatch {microbatch}"
+            raise self.worker.error or self._world.late([self.channel.target], what)
 
     def _acquire_enqueued(self) -> bool:
         """CUDA: waits for a place. Only this thread can find out that a send is done.

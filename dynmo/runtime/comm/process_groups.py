@@ -7,17 +7,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dynmo.errors import RankDied, WaitTimeout
-from dynmo.kernels.torch_private import restart_group_names, set_group_timeout
+from dynmo.kernels.torch_private import restart_group_names
 from dynmo.runtime.comm.error_text import LATE, first_line, ranks_text, reason
 from dynmo.runtime.comm.store import claim, find_missing
-
-# NCCL counts its limit from when work is enqueued, which may be a step ahead of the device. It then
-# ends the process. So its limit is lifted, and `World.look` and `World.settle` keep the real one.
-_NEVER = timedelta(days=30)
 
 
 def backend_of(enqueues: bool) -> str:
@@ -73,11 +68,6 @@ def new_group(ranks: Sequence[int], timeout: float, backend: str | None, callers
     return dist.new_group(
         list(ranks), timedelta(seconds=timeout), backend, use_local_synchronization=own_name
     )
-
-
-def lift_limit(group: Any, device: torch.device) -> None:
-    """Lifts the limit of NCCL alone. gloo's waits keep theirs."""
-    set_group_timeout(group, device, _NEVER)
 
 
 def leave_default_group() -> None:

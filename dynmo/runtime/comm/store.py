@@ -9,7 +9,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -58,8 +58,7 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
         return _meet(rendezvous, Path(rendezvous.file), timeout)
     where = f"{rendezvous.address}:{rendezvous.port}"
     try:
-        with _native_stderr_dropped():
-            store = call_with_limit(timeout + _SLACK, lambda: _tcp_store(rendezvous, timeout))
+        store = _within_limit(timeout, lambda: _join_launcher(rendezvous, timeout))
     except TimeoutError:
         raise WaitTimeout(
             f"rank {rendezvous.rank} waited {timeout:g} s for the store of rank 0 at {where}: "
@@ -158,15 +157,14 @@ def open_rendezvous(record: Mapping[str, Any], timeout: float) -> dist.Store:
         RunError: The run has ended, or cannot be reached.
     """
     if "folder" in record:
-        store = _open_file(Path(record["folder"]), timeout)
         _stay_on_loopback("localhost")  # as the ranks do
-        return store
+        return _open_file(Path(record["folder"]), timeout)
     where = f"{record['address']}:{record['port']}"
     try:
         # A store asks again and again. A plain connection says at once that nobody listens.
-        call_with_limit(timeout, lambda: _connect(record, timeout))
-        with _native_stderr_dropped():
-            store = call_with_limit(timeout + _SLACK, lambda: _client(record, timeout))
+        ends = record["address"], record["port"]
+        call_with_limit(timeout, lambda: socket.create_connection(ends, timeout).close())
+        store = _within_limit(timeout, lambda: _tcp_store(*ends, timeout))
     except ConnectionRefusedError:
         raise RunError(f"the run that met at {where} is not running any more") from None
     except TimeoutError:
@@ -214,17 +212,17 @@ def _check_file(file: IO[bytes]) -> None:
         raise ValueError(f"{file.name} is not the store of a run")
 
 
-def _connect(record: Mapping[str, Any], timeout: float) -> None:
-    socket.create_connection((record["address"], record["port"]), timeout).close()
-
-
-def _client(record: Mapping[str, Any], timeout: float) -> dist.Store:
+def _tcp_store(
+    address: str, port: int, timeout: float, serves: bool = False, listener: int | None = None
+) -> dist.TCPStore:
     return dist.TCPStore(
-        record["address"],
-        record["port"],
-        is_master=False,
+        address,
+        port,
+        is_master=serves,
         timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
+        wait_for_workers=False,  # `World.join` waits, and names those that are absent
+        multi_tenant=True,
+        master_listen_fd=listener,
     )
 
 
@@ -262,19 +260,7 @@ def _serve(file: Path, timeout: float) -> dist.Store:
             # The store would listen on every interface.
             with socket.create_server((address, 0)) as server:
                 port, listener = server.getsockname()[1], server.detach()
-        with _native_stderr_dropped():
-            store = call_with_limit(
-                timeout + _SLACK,
-                lambda: dist.TCPStore(
-                    address,
-                    port,
-                    is_master=True,
-                    timeout=timedelta(seconds=timeout),
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                    master_listen_fd=listener,
-                ),
-            )
+        store = _within_limit(timeout, lambda: _tcp_store(address, port, timeout, True, listener))
     except (OSError, RuntimeError, ValueError, TimeoutError) as error:
         why = first_line(error) or f"no connection within {timeout:g} s"
         advice = "set MASTER_ADDR to an address of its machine that the others reach"
@@ -285,7 +271,7 @@ def _serve(file: Path, timeout: float) -> dist.Store:
     return store
 
 
-def _tcp_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
+def _join_launcher(rendezvous: Rendezvous, timeout: float) -> dist.TCPStore:
     assert rendezvous.address is not None
     assert rendezvous.port is not None
     _resolve(rendezvous.address, timeout)
@@ -296,16 +282,7 @@ def _tcp_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     listener = None
     if serve and rendezvous.loopback:
         listener = socket.create_server((rendezvous.address, rendezvous.port)).detach()
-    return dist.TCPStore(
-        rendezvous.address,
-        rendezvous.port,
-        rendezvous.size,
-        serve,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,  # `World.join` waits, and names those that are absent
-        multi_tenant=True,
-        master_listen_fd=listener,
-    )
+    return _tcp_store(rendezvous.address, rendezvous.port, timeout, serve, listener)
 
 
 def _resolve(address: str, timeout: float) -> None:
@@ -323,6 +300,11 @@ def _resolve(address: str, timeout: float) -> None:
             time.sleep(min(0.5, timeout))
         else:
             return
+
+
+def _within_limit(timeout: float, open_tcp: Callable[[], dist.TCPStore]) -> dist.TCPStore:
+    with _native_stderr_dropped():
+        return call_with_limit(timeout + _SLACK, open_tcp)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 A world is passed explicitly. A generation is one `init_process_group` over a prefixed store
 (`gen/<k>`). A planned change of the world therefore takes milliseconds and needs no restart. CPU
 tensors travel by gloo. CUDA tensors travel by NCCL, with a communicator per channel. In a `staged`
-world gloo carries them through host memory (`staging.py`).
+world gloo carries them through host memory.
 
 All ranks of a generation are one world. `mesh.arrange` gives views of it for pipelines that train
 side by side (replicas). A view is a world too, in which ranks count from 0. So code for one
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import RankDied, WaitTimeout
-from dynmo.kernels.torch_private import abort_communicators, default_store
+from dynmo.kernels.torch_private import abort_communicators, default_store, set_group_timeout
 from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
 from dynmo.runtime.comm.error_text import LATE, first_line, ranks_text, reason
@@ -38,11 +38,34 @@ from dynmo.runtime.comm.process_groups import (
     form_default_group,
     form_group_within,
     leave_default_group,
-    lift_limit,
     new_group,
 )
-from dynmo.runtime.comm.staging import StagedReceive
 from dynmo.runtime.comm.store import find_missing, find_present
+
+# NCCL counts its limit from when work is enqueued, which may be a step ahead of the device. It then
+# ends the process. So its limit is lifted, and `World.look` and `World.settle` keep the real one.
+_NEVER = timedelta(days=30)
+
+
+class _StagedReceive(dist.Work):
+    """A receive into host memory, since gloo has no CUDA tensors.
+
+        sender     device --copy--> host --gloo--> host --copy--> device     receiver
+
+    `wait` waits for the message, and copies it to its target on the current stream.
+    """
+
+    def __init__(self, work: dist.Work, host: Tensor, target: Tensor) -> None:
+        super().__init__()
+        self._work, self._host, self._target = work, host, target
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._work.wait() if timeout is None else self._work.wait(timeout)
+        self._target.copy_(self._host)
+        return True
 
 
 @dataclass
@@ -458,7 +481,7 @@ class World:
             global_rank = self.global_rank(source)
             if self.staged:
                 host = torch.empty_like(tensor, device="cpu")
-                return StagedReceive(self.group.recv([host], global_rank, tag), host, tensor)
+                return _StagedReceive(self.group.recv([host], global_rank, tag), host, tensor)
             work = (
                 dist.irecv(tensor, self._torch_rank(global_rank), group=group)
                 if group
@@ -491,7 +514,7 @@ class World:
         """Raises WaitTimeout if the CUDA stream has stood at a wait for over `timeout`."""
         standing = self.waits.standing()
         if standing is not None and standing[0] >= self.timeout:
-            raise self._late(standing[1].peers, standing[1].what)
+            raise self.late(standing[1].peers, standing[1].what)
 
     def settle(self) -> None:
         """Waits until the CUDA stream has passed all its waits, within `timeout`."""
@@ -500,8 +523,9 @@ class World:
             time.sleep(POLL)
 
     def _lift_limit(self, group: Any) -> None:
+        """Lifts the limit of NCCL alone. gloo's waits keep theirs."""
         if self.enqueues and group is not None:
-            lift_limit(group, self.device)
+            set_group_timeout(group, self.device, _NEVER)
 
     # -- collectives: fixed-schema tensors, never objects ------------------------------------------
 
@@ -558,7 +582,7 @@ class World:
         """Turns a backend's exception into one line that names who waits for whom."""
         text, me = first_line(error), self.describe_rank(self.rank)
         if LATE.search(text):
-            raise self._late(peers, what) from error
+            raise self.late(peers, what) from error
         others = range(self.size) if peers is None else peers
         keys = [f"interrupted/{self.global_rank(rank)}" for rank in others]
         interrupted = [others[at] for at in find_present(self.store, keys)]
@@ -568,7 +592,8 @@ class World:
         whom = self.name_ranks(peers) if peers else "a peer"
         raise RankDied(f"{me} lost {whom} while waiting for {what} ({reason(error)})") from error
 
-    def _late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
+    def late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
+        """Returns the error of a wait for peers, or for some of all others if `peers` is None."""
         late = self._not_waiting(what) if peers is None else list(peers)
         me, others = self.describe_rank(self.rank), self.name_ranks(late)
         waited = f"{me} waited {self.timeout:g} s for {others}: {what}"

@@ -52,11 +52,11 @@ def hashes_to_compare(
     world: World, inputs: Tensor | None, targets: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Hashes a batch, unless this rank has its pipeline to itself."""
-    inputs, targets = (inputs, targets) if world.size > 1 else (None, None)
-    return (
-        None if inputs is None else fingerprint(inputs),
-        None if targets is None else fingerprint(targets),
-    )
+
+    def hashed(batch: Tensor | None) -> Tensor | None:
+        return None if batch is None or world.size == 1 else fingerprint(batch)
+
+    return hashed(inputs), hashed(targets)
 
 
 def find_difference(

@@ -151,11 +151,10 @@ class Engine:
             RunError: The loss or a gradient is not finite. Under a dynamic loss scale such a
                 gradient skips the step.
         """
-        results = (
-            self.advance(step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag, keys=keys)
-            + self.drain()
+        results = self.advance(
+            step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag, keys=keys
         )
-        return results[-1]
+        return (results + self.drain())[-1]
 
     def advance(
         self,

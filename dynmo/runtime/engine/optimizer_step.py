@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from torch import Tensor
+
 from dynmo.errors import RunError
 from dynmo.kernels.torch_private import scale_all
 from dynmo.runtime.engine.executor import StepOutput
@@ -63,25 +65,16 @@ class OptimizerStep:
     def prepare(self) -> None:
         """Readies the gradients: sums those of tied weights and divides the loss scale out."""
         self._layer_store.tied.merge()
+        gradients: list[Tensor] = []
         for layer in self._layer_store.layers.values():
             for parameter in layer.module.parameters():
-                # Fused optimizers read memory as it lies. The tape of a custom module may leave a
-                # gradient in another order.
-                if parameter.grad is not None and not parameter.grad.is_contiguous():
+                if parameter.grad is not None:
+                    # Fused optimizers read memory as it lies. The tape of a custom module may leave
+                    # a gradient in another order.
                     parameter.grad = parameter.grad.contiguous()
-        self._unscale()
-
-    def _unscale(self) -> None:
-        """Divides the loss scale out of the gradients: a power of two, so no bits change."""
-        if self.scaler.scale != 1:
-            gradients = [
-                p.grad
-                for layer in self._layer_store.layers.values()
-                for p in layer.module.parameters()
-                if p.grad is not None
-            ]
-            if gradients:
-                scale_all(gradients, 1 / self.scaler.scale)
+                    gradients.append(parameter.grad)
+        if gradients and self.scaler.scale != 1:  # a power of two, so no bits change
+            scale_all(gradients, 1 / self.scaler.scale)
 
     # -- obstacles to a step -----------------------------------------------------------------------
 
@@ -131,16 +124,13 @@ class OptimizerStep:
     def apply(self, squared_norms: Sequence[float], lr: float, max_norm: float) -> None:
         norm = math.sqrt(math.fsum(squared_norms))
         own = self.clip_scope == "local"
-        self._each(
+        self.each(
             lambda index, optimizer: optimizer.step(
                 lr, clip_factor(math.sqrt(squared_norms[index]) if own else norm, max_norm)
             )
         )
 
-    def take_back(self, undo: Callable[[LayerOptimizer], None]) -> None:
-        self._each(lambda _, optimizer: undo(optimizer))
-
-    def _each(self, act: Callable[[int, LayerOptimizer], None]) -> None:
+    def each(self, act: Callable[[int, LayerOptimizer], None]) -> None:
         """Calls `act` for each layer that trains. With ZeRO-1, waits for the new parameters."""
         frozen, replicas = self._layer_store.frozen.layers, self._layer_store.replicas
         # In one order on all peers, wherever their layers came from.

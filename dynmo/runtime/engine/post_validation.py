@@ -51,7 +51,7 @@ class PostValidation:
     ) -> None:
         self._layer_store, self._end = layer_store, end
         self._policy = BarrierPolicy() if validates else None
-        self._ring = NormRing(layer_store.world, layer_store.layout.processes, end.table.length)
+        self._ring = self._new_ring()
         self._copies = copies
         self._pending: _Pending | None = None
         self._done: list[StepRecord] = []  # results that nobody has been given yet
@@ -153,8 +153,8 @@ class PostValidation:
         switch = self._policy.observe(failed is not None)
         if failed is not None:
             if pending.stepped:
-                end.take_back(
-                    lambda optimizer: (
+                end.each(
+                    lambda _, optimizer: (
                         optimizer.restore() if self._copies else optimizer.invert(pending.lr)
                     )
                 )
@@ -182,11 +182,9 @@ class PostValidation:
 
     def observed(self, result: StepRecord, failed: str | None) -> StepRecord:
         """Records a step with a barrier as its verdict would have been, for the policy."""
-        return (
-            replace(result, switch=self._policy.observe(failed is not None))
-            if self._policy
-            else result
-        )
+        if self._policy is None:
+            return result
+        return replace(result, switch=self._policy.observe(failed is not None))
 
     def take_done(self) -> tuple[StepRecord, ...]:
         done, self._done = tuple(self._done), []
@@ -199,9 +197,11 @@ class PostValidation:
     def reshaped(self) -> None:
         """Makes a new ring, since the ranks are another mesh."""
         self.part()
-        self._ring = NormRing(
-            self._layer_store.world, self._layer_store.layout.processes, self._end.table.length
-        )
+        self._ring = self._new_ring()
+
+    def _new_ring(self) -> NormRing:
+        store = self._layer_store
+        return NormRing(store.world, store.layout.processes, self._end.table.length)
 
     def renewed(self) -> None:
         """Starts anew after ranks have joined that know nothing of earlier steps."""

@@ -77,17 +77,15 @@ class Profiler:
 
     def _read(self, marks: Sequence[OpMark]) -> list[list[float]]:
         """Returns a step's readings of F, B and W. A doubtful one counts if it is alone."""
-        readings = list[list[float]]()
-        for which, kind in enumerate(_by_kind(marks, self._clock.seconds)):
-            known = [seconds for seconds in kind if seconds is not None]
-            if kind and not known:
-                known = [
-                    seconds
-                    for seconds in _by_kind(marks, self._clock.elapsed)[which]
-                    if seconds is not None
-                ]
-            readings.append(known)
-        return readings
+
+        def read(seconds: Callable[[Any, Any], float | None]) -> list[list[float]]:
+            return [[s for s in kind if s is not None] for kind in _by_kind(marks, seconds)]
+
+        readings = read(self._clock.seconds)
+        if all(readings):
+            return readings
+        doubtful = read(self._clock.elapsed)
+        return [known or other for known, other in zip(readings, doubtful, strict=True)]
 
     def seconds(self, index: int) -> Times:
         readings = self._readings.get(index)

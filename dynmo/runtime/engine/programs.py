@@ -87,12 +87,9 @@ class Programs:
     ) -> StepOutput:
         """Runs the program that trains, until this rank's gradients are complete."""
         layer_store = self._layer_store
-        for layer in layer_store.layers.values():
-            layer.module.train()
         executor.scale_loss(scale)
-        layer_store.outputs.begin(keys, training=True)
         hashes = hashes_to_compare(layer_store.world, inputs, targets)
-        with generators_kept(layer_store.world.device), self._buffers_as_they_were():
+        with self._running(keys, training=True):
             step_output = executor.run(step, inputs, targets, is_validated=is_validated)
         step_output.hashes = hashes
         layer_store.replicas.await_gradients()
@@ -109,23 +106,15 @@ class Programs:
         keys: Keys | None = None,
         outputs: dict[int, object] | None = None,
     ) -> float:
-        layer_store = self._layer_store
         executor = self._evaluator(microbatches)
-        for layer in layer_store.layers.values():
-            layer.module.eval()
-        layer_store.outputs.begin(keys, training=False)
         for stage in executor.stages.values():
             stage.collected = outputs
         # A stage chooses for itself what keeps a graph. Here nothing does.
-        with (
-            generators_kept(layer_store.world.device),
-            self._buffers_as_they_were(),
-            torch.enable_grad(),
-        ):
+        with self._running(keys, training=False), torch.enable_grad():
             step_output = executor.run(0, inputs, targets, training=False)
         for stage in executor.stages.values():
             stage.collected = None
-        for layer in layer_store.layers.values():
+        for layer in self._layer_store.layers.values():
             layer.marks.clear()
         return mean_loss(step_output.losses)
 
@@ -144,12 +133,17 @@ class Programs:
         return self._evaluators[microbatches]
 
     @contextmanager
-    def _buffers_as_they_were(self) -> Generator[None]:
+    def _running(self, keys: Keys | None, training: bool) -> Generator[None]:
         """Rejects a forward that writes to a persistent buffer, if there are or may be replicas."""
-        self._replicates = self._replicates or self._layer_store.world.replicas > 1
-        layers = sorted(self._layer_store.layers.items()) if self._replicates else []
+        store = self._layer_store
+        self._replicates = self._replicates or store.world.replicas > 1
+        for layer in store.layers.values():
+            layer.module.train(training)
+        store.outputs.begin(keys, training)
+        layers = sorted(store.layers.items()) if self._replicates else []
         before = [layer.buffers.copies(persistent=True) for _, layer in layers]
-        yield
+        with generators_kept(store.world.device):
+            yield
         for (index, layer), copies in zip(layers, before, strict=True):
             name = layer.buffers.first_persistent(layer.buffers.written(copies))
             if name is not None:
@@ -163,11 +157,10 @@ class Programs:
     def _varying(self) -> list[int]:
         """Returns the boundaries behind stages whose last layer says that its outputs vary."""
         modules, partition = self._layer_store.modules, self._layer_store.layout.partition
-        ends = [partition.range_of(stage).stop - 1 for stage in range(partition.stages - 1)]
         return [
-            boundary
-            for boundary, end in enumerate(ends)
-            if getattr(modules[end], "varying_shapes", False)
+            stage
+            for stage in range(partition.stages - 1)
+            if getattr(modules[partition.range_of(stage).stop - 1], "varying_shapes", False)
         ]
 
     def _execute(
@@ -177,23 +170,18 @@ class Programs:
         microbatches: int,
         timeout: float | None = None,
     ) -> Executor:
-        layer_store, world = self._layer_store, self._layer_store.world
-        last = len(layer_store.layout.stage_ranks) - 1
-        frozen = layer_store.frozen.first_trainable
-        cache = layer_store.outputs if layer_store.outputs.limit else None
-        layer_store.outputs.hold({i for i in layer_store.layers if i < frozen})
+        store, world = self._layer_store, self._layer_store.world
+        last = len(store.layout.stage_ranks) - 1
+        frozen = store.frozen.first_trainable
+        cache = store.outputs if store.outputs.limit else None
+        store.outputs.hold({i for i in store.layers if i < frozen})
         stages: dict[int, Stage] = {}
-        for stage in layer_store.own_stages:
-            own = [layer_store.layers[i] for i in layer_store.layout.partition.range_of(stage)]
+        for stage in store.own_stages:
+            own = [store.layers[i] for i in store.layout.partition.range_of(stage)]
             share = 1 / (microbatches * world.replicas)
             kept = sum(layer.index < frozen for layer in own)
-            loss = layer_store.model.loss if stage == last else None
+            loss = store.model.loss if stage == last else None
             stages[stage] = Stage(own, first, loss, share, cache, kept, world.device)
-        return Executor(
-            programs[world.rank],
-            stages,
-            Transport(world, programs),
-            self._clock,
-            self._streams,
-            timeout,
-        )
+        transport = Transport(world, programs)
+        program = programs[world.rank]
+        return Executor(program, stages, transport, self._clock, self._streams, timeout)

@@ -36,11 +36,8 @@ class ScheduleKeeper:
 
     @property
     def objective(self) -> Objective:
-        return (
-            Objective.MAKESPAN
-            if not self._post_validation or self._layer_store.tied.apart
-            else Objective.SPAN
-        )
+        has_barrier = not self._post_validation or self._layer_store.tied.apart
+        return Objective.MAKESPAN if has_barrier else Objective.SPAN
 
     # -- the schedule ------------------------------------------------------------------------------
 
@@ -67,13 +64,8 @@ class ScheduleKeeper:
 
     def stage_plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> StagePlan:
         """Returns the schedule of a placement at these costs, with its caps and memory."""
-        return plan_stages(
-            self._request,
-            layers,
-            partition,
-            self._boundary_links(),
-            self._layer_store.frozen.first_trainable,
-        )
+        first, links = self._layer_store.frozen.first_trainable, self._boundary_links()
+        return plan_stages(self._request, layers, partition, links, first)
 
     @property
     def _request(self) -> StageRequest:
@@ -94,15 +86,10 @@ class ScheduleKeeper:
         """Returns costs before any are measured: bytes by shape, and equal times."""
         layout, frozen = self._layer_store.layout, self._layer_store.frozen
         shapes = None if self._steps.shapes is None else self._steps.shapes(layout.replicas)
-        return (
-            None
-            if shapes is None
-            else elide(
-                recompute_as_workspace(shapes, layout.recomputed),
-                frozen.first_trainable,
-                frozen.layers,
-            )
-        )
+        if shapes is None:
+            return None
+        costs = recompute_as_workspace(shapes, layout.recomputed)
+        return elide(costs, frozen.first_trainable, frozen.layers)
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         return simulate(self.on(partition, layers), self.stage_costs(layers, partition))
@@ -119,12 +106,9 @@ class ScheduleKeeper:
 
     def elide(self) -> None:
         """Updates the known costs for the frozen layers. This needs no measurement."""
+        frozen = self._layer_store.frozen
         if self.known is not None:
-            self.known = elide(
-                self.known,
-                self._layer_store.frozen.first_trainable,
-                self._layer_store.frozen.layers,
-            )
+            self.known = elide(self.known, frozen.first_trainable, frozen.layers)
 
     @property
     def message_timeout(self) -> float:

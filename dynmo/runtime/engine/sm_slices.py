@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dynmo.errors import ConfigError, needs_extra
-from dynmo.runtime.engine.stage_streams import DefaultStream, SliceStreams, StageStreams
+from dynmo.runtime.engine.stage_streams import SliceStreams, StageStreams
 
 
 class SmSlice(NamedTuple):
@@ -35,7 +35,7 @@ def make_streams(
 ) -> StageStreams:
     """Makes a stream on each slice of a CUDA device. On CPU all stages compute in turn."""
     if slices is None or device.type != "cuda":
-        return DefaultStream()
+        return StageStreams()
     return SliceStreams([each.stream for each in cut(device.index or 0, slices)], stage_ranks)
 
 

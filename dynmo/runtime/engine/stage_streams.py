@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 
@@ -26,43 +25,25 @@ Key = tuple[Direction, int, int]
 """Name of a result that one stage hands to another: direction, receiving stage, microbatch."""
 
 
-class StageStreams(Protocol):
-    """Streams of the stages of one process.
+class StageStreams:
+    """Streams of the stages of one process: here the current stream, for all in turn.
 
     `fork` comes before a program and `join` behind it, on the same stream. Within `of(stage)`,
     `need` comes before an op takes a result, and `produced` after an op has made one.
     """
 
-    def fork(self) -> None: ...
-    def join(self) -> None: ...
-    def of(self, stage: int) -> AbstractContextManager[object]: ...
-    def need(self, key: Key, tensors: Tensors) -> None: ...
-
-    def produced(self, key: Key) -> None: ...
-
-
-class DefaultStream:
-    """All stages compute on the current stream, one after another."""
-
     _here = nullcontext()
 
-    def fork(self) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
+    def fork(self) -> None: ...
+    def join(self) -> None: ...
     def of(self, stage: int) -> AbstractContextManager[object]:
         return self._here
 
-    def need(self, key: Key, tensors: Tensors) -> None:
-        pass
-
-    def produced(self, key: Key) -> None:
-        pass
+    def need(self, key: Key, tensors: Tensors) -> None: ...
+    def produced(self, key: Key) -> None: ...
 
 
-class SliceStreams:
+class SliceStreams(StageStreams):
     """Each stage computes on the stream of its slice."""
 
     def __init__(self, streams: Sequence[torch.cuda.Stream], stage_ranks: Sequence[int]) -> None:

@@ -102,10 +102,8 @@ class StepReduction:
 
     def own(self, step_output: StepOutput, flag: int) -> Tensor:
         """Returns this rank's entries. Its gradients must be complete."""
-        layer_store = self._layer_store
-        world = self._layer_store.world
-        layout = self._layer_store.layout
-        clock = self._clock
+        layer_store, clock = self._layer_store, self._clock
+        world, layout = layer_store.world, layer_store.layout
         own = layout.microbatches
         table = torch.zeros(self.length, dtype=torch.float64)
         norms, losses, rest = self._parts(table)

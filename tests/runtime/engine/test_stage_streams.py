@@ -16,7 +16,7 @@ from torch import nn
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.engine.executor import Executor
-from dynmo.runtime.engine.stage_streams import DefaultStream, Key
+from dynmo.runtime.engine.stage_streams import Key, StageStreams
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 from dynmo.runtime.layer.stage import Stage
 from dynmo.schedule.automatic.make import make
@@ -27,7 +27,7 @@ from tests.runtime.alone import alone
 MICROBATCHES = 4
 
 
-class Noted:
+class Noted(StageStreams):
     """Lanes that compute in turn and note what they are asked.
 
     A note is (what, stage whose slice it is, key).
@@ -59,7 +59,7 @@ class Noted:
         self.asked.append(("produced", self._stage, key))
 
 
-def executor(streams: Noted | DefaultStream, first: int) -> tuple[Executor, list[nn.Module]]:
+def executor(streams: StageStreams, first: int) -> tuple[Executor, list[nn.Module]]:
     torch.manual_seed(0)
     modules: list[nn.Module] = [nn.Linear(4, 4).requires_grad_(i >= first) for i in range(3)]
     stages = {
@@ -106,7 +106,7 @@ def test_stage_waits_for_the_result_of_another_stage(first: int) -> None:
     assert ready.keys() <= waited
     assert len(ready) == MICROBATCHES * (2 + 2 - first)
 
-    plain, others = executor(DefaultStream(), first)
+    plain, others = executor(StageStreams(), first)
     assert [x.tolist() for x in plain.run(0, batch, batch).losses] == [x.tolist() for x in losses]
     for one, other in zip(modules, others, strict=True):
         for p, q in zip(one.parameters(), other.parameters(), strict=True):

@@ -17,7 +17,7 @@ from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import WAIT, Executor, mean_loss
-from dynmo.runtime.engine.stage_streams import DefaultStream
+from dynmo.runtime.engine.stage_streams import StageStreams
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.layer.stage import Stage
@@ -100,7 +100,7 @@ def execute(
     Late.random = Random(late)
     ends = (Transport if late is None else Late)(world, programs)
     timeout = None if late is None else 3e-4
-    executor = Executor(programs[world.rank], stages, ends, HostClock(), DefaultStream(), timeout)
+    executor = Executor(programs[world.rank], stages, ends, HostClock(), StageStreams(), timeout)
     random = torch.Generator().manual_seed(1)
     losses: list[float] = []
     ahead = 0
