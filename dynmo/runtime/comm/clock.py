@@ -107,9 +107,3 @@ class CudaClock:
 
 def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
-
-
-def seconds_or_elapsed(clock: Clock, start: Any, end: Any) -> float:
-    """Returns the seconds of work between two marks, or all seconds if nobody can tell."""
-    seconds = clock.seconds(start, end)
-    return clock.elapsed(start, end) if seconds is None else seconds

@@ -138,7 +138,7 @@ class OptimizerStep:
             if index not in frozen:
                 act(index, optimizer)
                 replicas.send_parameters(index)
-        replicas.await_parameters()
+        replicas.finish("the parameters of the step")
 
     def drop_gradients(self) -> None:
         for optimizer in self._layer_store.optimizers.values():

@@ -92,7 +92,7 @@ class Programs:
         with self._running(keys, training=True):
             step_output = executor.run(step, inputs, targets, is_validated=is_validated)
         step_output.hashes = hashes
-        layer_store.replicas.await_gradients()
+        layer_store.replicas.finish("the gradients of the step")
         self._clock.settle()
         if layer_store.world.device.type == "cpu":  # no other process has a part of a GPU's time
             self._profiler.observe_ops(step_output.intervals)

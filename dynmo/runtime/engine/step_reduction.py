@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dynmo.errors import InputError
-from dynmo.runtime.comm.clock import Clock, seconds_or_elapsed
+from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import find_difference
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.engine.norm_ring import Rollback, Switch
@@ -123,11 +123,12 @@ class StepReduction:
         for rank in {layout.stage_ranks[stage] for stage in layer_store.own_stages}:
             spent = [s for s in step_output.intervals if layout.stage_ranks[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
-            column[0] = sum(
-                seconds_or_elapsed(clock, s.start, s.end)
-                for s in spent
-                if s.kind not in (WAIT, SEND)
-            )
+            busy = 0.0
+            for s in spent:
+                if s.kind not in (WAIT, SEND):
+                    seconds = clock.seconds(s.start, s.end)
+                    busy += clock.elapsed(s.start, s.end) if seconds is None else seconds
+            column[0] = busy
             column[1] = clock.elapsed(spent[0].start, spent[-1].end)
             column[2] = float(flag)
             column[3] = uncounted

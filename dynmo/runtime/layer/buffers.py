@@ -53,21 +53,15 @@ class BufferSet:
     def _is_persistent(self, key: BufferKey) -> bool:
         return key.name not in self._owners[key.owner]._non_persistent_buffers_set
 
-    def written(self, before: Copies) -> Copies:
-        """Returns the earlier values (`copies`) of the buffers that have other values now."""
+    def written(self, before: Copies, waits: bool = True) -> Copies:
+        """Returns the earlier values (`copies`) of the buffers that have other values now.
+
+        If it does not wait for a device, buffers there count as written.
+        """
         return {
             key: before.get(key)
             for key, now in self._pairs(before)
-            if not _is_same(before.get(key), now)
-        }
-
-    def maybe_written(self, before: Copies) -> Copies:
-        """Like `written` without waiting for a device: buffers not on the CPU count as written."""
-        pairs = self._pairs(before)
-        return {
-            key: before.get(key)
-            for key, now in pairs
-            if now is None or not now.is_cpu or not _is_same(before.get(key), now)
+            if not (waits or now is None or now.is_cpu) or not _is_same(before.get(key), now)
         }
 
     def _pairs(self, before: Copies) -> Iterable[tuple[BufferKey, Tensor | None]]:

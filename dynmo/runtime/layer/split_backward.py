@@ -115,7 +115,12 @@ class Layer:
         self.tape = WeightTape()
         self.tape.run, self.tape.taking = self._timed, False
         install(module, self.tape)
-        self._run = guarded(index, module, _compiled(module) if compiles else module)
+        run: Callable[..., Any] = module
+        if compiles:
+            from dynmo.kernels.compiling import compiled
+
+            run = compiled(module)
+        self._run = guarded(index, module, run)
 
     def _timed(self, work: WeightWork) -> None:
         start = self._clock.mark()
@@ -162,9 +167,7 @@ class Layer:
                 to.
         """
         start = self._clock.mark()
-        seed_forward(
-            _device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch
-        )
+        self._seed_forward(inputs[0].device, step, microbatch)
         if graph:
             leaves = tuple(
                 x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs
@@ -213,7 +216,7 @@ class Layer:
             if self._recompute
             else self._call_to_keep(inputs, finish)
         )
-        buffers = self.buffers.maybe_written(before) if keeps else {}
+        buffers = self.buffers.written(before, waits=False) if keeps else {}
         self._writes_in_place.update(
             key for key, (buffer, version) in versions.items() if buffer._version != version
         )
@@ -237,8 +240,11 @@ class Layer:
         """Returns whether the last F drew random numbers from torch's generator of the device."""
         generator = generator_of(device)
         after = generator.get_state()
-        seed_forward(device, self._seed, step, self.index, self._first_microbatch + microbatch)
+        self._seed_forward(device, step, microbatch)
         return not torch.equal(after, generator.get_state())
+
+    def _seed_forward(self, device: torch.device, step: int, microbatch: int) -> None:
+        seed_forward(device, self._seed, step, self.index, self._first_microbatch + microbatch)
 
     def _call(
         self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None, graph: bool
@@ -300,9 +306,7 @@ class Layer:
         finish: Callable[[Tensor], Tensor] | None,
         buffers: Copies,
     ) -> Tensors:
-        seed_forward(
-            _device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch
-        )
+        self._seed_forward(inputs[0].device, step, microbatch)
         with self.buffers.replaced(buffers):
             return self._call_to_keep(inputs, finish)
 
@@ -322,14 +326,9 @@ class Layer:
         state.restore()
 
     def _call_to_keep(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
-        return (
-            self._call(inputs, finish, True)
-            if self._measured
-            else self._call_measured(inputs, finish)
-        )
-
-    def _call_measured(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
-        """Runs `_call` and counts the bytes that autograd keeps. Weights are not activations."""
+        """Runs `_call`. The first time, counts the bytes that autograd keeps beside weights."""
+        if self._measured:
+            return self._call(inputs, finish, True)
         own = {_storage(p) for p in (*self.module.parameters(), *self.module.buffers())}
         kept: list[Tensor] = []
 
@@ -381,9 +380,8 @@ class Layer:
         if groups is not None:
             groups.after_input(microbatch)
         if not self._measured:
-            self.stash_bytes = _storage_bytes(
-                (tensor for _, holds in work for tensor in holds), inputs
-            )
+            held = (tensor for _, holds in work for tensor in holds)
+            self.stash_bytes = _storage_bytes(held, inputs)
             if not self._recompute:
                 self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
             self._measured = True
@@ -494,10 +492,6 @@ def _differs(original: Tensor, copy: Tensor) -> bool:
     return copy._version > 0 or (type(copy) is Tensor and not has_same_bits(original, copy))
 
 
-def _device_of(tensors: Tensors) -> torch.device:
-    return tensors[0].device
-
-
 def _storage(tensor: Tensor) -> int:
     """Identifies a memory block, also on the meta device, where every address is 0."""
     return tensor.untyped_storage()._cdata
@@ -511,9 +505,3 @@ def _storage_bytes(tensors: Iterable[Tensor], inputs: Tensors) -> int:
     sizes = {_storage(t): t.untyped_storage().nbytes() for t in tensors}
     sizes |= {_storage(x): x.nbytes for x in inputs if _storage(x) in sizes}
     return sum(sizes.values())
-
-
-def _compiled(module: nn.Module) -> Callable[..., Any]:
-    from dynmo.kernels.compiling import compiled
-
-    return compiled(module)

@@ -49,6 +49,10 @@ class OptimizerSettings:
         """The number of state tensors of a parameter's size."""
         return 2 if self.name == "adamw" else int(self.momentum > 0)
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.name == "sgd" else ("step", "exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True)
 class Share:
@@ -103,30 +107,34 @@ class LayerOptimizer:
         undivided: Collection[str] = (),
     ) -> None:
         self._settings = settings
-        self._named = {name: p for name, p in module.named_parameters() if name not in shared}
-        divided = [name for name in self._named if name not in undivided]
+        self.parameters = {name: p for name, p in module.named_parameters() if name not in shared}
+        divided = [name for name in self.parameters if name not in undivided]
         ranges = dict(
-            zip(divided, cut([self._named[name].numel() for name in divided], share), strict=True)
+            zip(
+                divided,
+                cut([self.parameters[name].numel() for name in divided], share),
+                strict=True,
+            )
         )
-        self.ranges = {name: ranges.get(name, (0, p.numel())) for name, p in self._named.items()}
-        self.shapes = {name: p.shape for name, p in self._named.items()}
+        self.ranges = {
+            name: ranges.get(name, (0, p.numel())) for name, p in self.parameters.items()
+        }
         self.whole = share.count == 1
-        self._masters: dict[str, Tensor] = {}
+        self.masters: dict[str, Tensor] = {}
         self._pieces: dict[str, Tensor] = {}
-        for name, p in self._named.items():
+        for name, p in self.parameters.items():
             if p.dtype in (torch.float32, torch.float64):
                 self._pieces[name] = p if self.whole else self._slice(name, p.detach())
             else:
                 given = (masters or {}).get(name, p).detach().to(p.device, torch.float32)
-                self._masters[name] = self._pieces[name] = self._slice(
+                self.masters[name] = self._pieces[name] = self._slice(
                     name, given.contiguous()
                 ).clone()
         # Parameters whose state the last step made. Taking that step back drops their state.
         self._fresh: frozenset[str] = frozenset()
         self._kept: dict[str, tuple[Tensor, dict[str, Tensor] | None]] | None = None
-        self._state: dict[
-            str, dict[str, Tensor]
-        ] = {}  # of a piece that has been stepped, by moment
+        # State of each piece that has been stepped, by moment.
+        self._state: dict[str, dict[str, Tensor]] = {}
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor:
         """Returns this share's part of a tensor of the parameter's shape, as a view."""
@@ -140,7 +148,7 @@ class LayerOptimizer:
     def _gradients(self) -> dict[str, Tensor]:
         """Returns the gradient of each piece that has one, in the dtype of the piece."""
         out: dict[str, Tensor] = {}
-        for name, p in self._named.items():
+        for name, p in self.parameters.items():
             if p.grad is not None and self._pieces[name].numel():
                 out[name] = self._slice(name, p.grad).to(self._pieces[name].dtype)
         return out
@@ -159,7 +167,7 @@ class LayerOptimizer:
                 names = [
                     name
                     for name in gradients
-                    if decays(self._named[name]) == decay and (name in self._fresh) == fresh
+                    if decays(self.parameters[name]) == decay and (name in self._fresh) == fresh
                 ]
                 if names:
                     self._apply(names, gradients, lr, self._settings.weight_decay if decay else 0.0)
@@ -204,10 +212,9 @@ class LayerOptimizer:
                     }
                     self._state[name] = {"step": torch.zeros((), device=piece.device)} | moments
             steps, first, second = (
-                [self._state[name][moment] for name in names]
-                for moment in ("step", "exp_avg", "exp_avg_sq")
+                [self._state[name][moment] for name in names] for moment in s.state_names
             )
-            (b1, b2) = s.betas
+            b1, b2 = s.betas
             adamw(
                 pieces,
                 given,
@@ -225,29 +232,23 @@ class LayerOptimizer:
     def _publish(self, names: Iterable[str]) -> None:
         """Rounds the masters into parameters of lower precision, in this share's range."""
         for name in names:
-            master = self._masters.get(name)
+            master = self.masters.get(name)
             if master is not None:
-                self._slice(name, self._named[name].detach()).copy_(master)
+                self._slice(name, self.parameters[name].detach()).copy_(master)
 
     def drop_gradients(self) -> None:
-        for p in self._named.values():
+        for p in self.parameters.values():
             p.grad = None
 
     # -- taking it back (Zero Bubble, post-validation) ---------------------------------------------
 
     def keep(self) -> None:
         """Copies everything that the next `step` will change, for `restore`."""
-        self._kept = {
-            name: (self._pieces[name].detach().clone(), self._state_copy(name))
-            for name in self._gradients()
-        }
-
-    def _state_copy(self, name: str) -> dict[str, Tensor] | None:
-        return (
-            {key: value.clone() for key, value in self._state[name].items()}
-            if name in self._state
-            else None
-        )
+        self._kept = {}
+        for name in self._gradients():
+            state = self._state.get(name)
+            copy = None if state is None else {key: value.clone() for key, value in state.items()}
+            self._kept[name] = self._pieces[name].detach().clone(), copy
 
     def forget(self) -> None:
         self._kept = None
@@ -279,7 +280,7 @@ class LayerOptimizer:
         done = self._gradients()
         with torch.no_grad():
             for name, gradient in done.items():
-                decay = self._settings.weight_decay if decays(self._named[name]) else 0.0
+                decay = self._settings.weight_decay if decays(self.parameters[name]) else 0.0
                 self._invert(name, self._pieces[name], gradient, lr, decay)
         self._publish(done)
 
@@ -307,11 +308,6 @@ class LayerOptimizer:
         if name in self._fresh:
             self._state.pop(name)
 
-    @property
-    def masters(self) -> Mapping[str, Tensor]:
-        """The float32 masters of this share, by parameter."""
-        return self._masters
-
     # -- state that moves and is saved -------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
@@ -320,7 +316,7 @@ class LayerOptimizer:
         Only parameters that have been stepped have moments.
         """
         out = {
-            f"{name}/{_MASTER}": master for name, master in self._masters.items() if master.numel()
+            f"{name}/{_MASTER}": master for name, master in self.masters.items() if master.numel()
         }
         return out | {
             f"{name}/{key}": value
@@ -331,46 +327,39 @@ class LayerOptimizer:
     @property
     def moments(self) -> tuple[str, ...]:
         """The names that `state` may hold for a parameter."""
-        return (
-            *(
-                ("momentum_buffer",)
-                if self._settings.name == "sgd"
-                else ("step", "exp_avg", "exp_avg_sq")
-            ),
-            _MASTER,
-        )
+        return (*self._settings.state_names, _MASTER)
 
     def knows(self, key: str) -> bool:
         """Returns whether `load` can take `parameter/moment`."""
         name, _, moment = key.rpartition("/")
         return (
-            name in (self._masters if moment == _MASTER else self._named) and moment in self.moments
+            name in (self.masters if moment == _MASTER else self.parameters)
+            and moment in self.moments
         )
-
-    def moment_dtype(self, name: str) -> torch.dtype:
-        return self._pieces[name].dtype
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes the tensors that `state` returned, on the device of their parameters."""
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
             if moment == _MASTER:
-                self._masters[name].copy_(value)
+                self.masters[name].copy_(value)
             else:
-                self._state.setdefault(name, {})[moment] = value.to(self._named[name].device)
+                self._state.setdefault(name, {})[moment] = value.to(self.parameters[name].device)
 
     @property
     def state_bytes(self) -> int:
         """The bytes kept for parameters that train, and state that frozen ones left."""
         held = sum(t.nbytes for t in self.state().values())
-        waiting = [n for n, p in self._named.items() if p.requires_grad and not self._state.get(n)]
+        waiting = [
+            n for n, p in self.parameters.items() if p.requires_grad and not self._state.get(n)
+        ]
         return held + sum(self._settings.moments * self._pieces[name].nbytes for name in waiting)
 
     @property
     def rollback_bytes(self) -> int:
         """The bytes that `keep` takes."""
         trained = sum(
-            self._pieces[name].nbytes for name, p in self._named.items() if p.requires_grad
+            self._pieces[name].nbytes for name, p in self.parameters.items() if p.requires_grad
         )
         return (1 + self._settings.moments) * trained
 

@@ -41,7 +41,7 @@ class Replicas:
         self._reducer = Reducer(world.peers) if world.replicas > 1 else None
         self._shares: dict[int, list[Shared]] = {}
         # Experts of each own layer that are spread over the replicas.
-        self._experts: dict[int, list[SharedExpert]] = {}
+        self.experts: dict[int, list[SharedExpert]] = {}
         self._names: dict[int, list[str]] = {}
 
     @property
@@ -73,18 +73,15 @@ class Replicas:
             if self._reducer is not None
             else []
         )
-        self._experts[index] = list(experts)
+        self.experts[index] = list(experts)
         self._names[index] = [
             f"{path}.{key}".lstrip(".")
             for path, part in module.named_modules()
             for key in part._parameters
         ]
 
-    def experts(self, index: int) -> Sequence[SharedExpert]:
-        return self._experts[index]
-
     def drop(self, index: int) -> None:
-        del self._shares[index], self._experts[index], self._names[index]
+        del self._shares[index], self.experts[index], self._names[index]
 
     def reduction(self, index: int) -> Callable[[], None] | None:
         """Returns the function to call when the layer's last W has run, or None."""
@@ -96,7 +93,7 @@ class Replicas:
         # The sum of tied weights is made before it is cut.
         tied = any(index in (owner, user) for (owner, _), (user, _) in self._tied)
         everywhere = tied or not self._sharded
-        shares, experts = self._shares[index], self._experts[index]
+        shares, experts = self._shares[index], self.experts[index]
 
         def work() -> Callable[[], None]:
             missing = reduce_experts(self._world.peers, index, experts)
@@ -105,16 +102,12 @@ class Replicas:
 
         self._reducer.submit(work)
 
-    def await_gradients(self) -> None:
-        if self._reducer is not None:
-            self._reducer.finish("the gradients of the step")
-
     def squared_norms(self) -> dict[int, float] | None:
         """Returns the squared norms of this rank's layers, or None if no gradient is in shares."""
-        if self._reducer is None or not (self._sharded or any(self._experts.values())):
+        if self._reducer is None or not (self._sharded or any(self.experts.values())):
             return None
         layers = {
-            index: sorted([*self._shares[index], *self._experts[index]], key=self._place(index))
+            index: sorted([*self._shares[index], *self.experts[index]], key=self._place(index))
             for index in sorted(self._shares)
         }
         return squared_norms(self._world.peers, layers)
@@ -131,9 +124,10 @@ class Replicas:
                 partial(gather_parameters, self._world.peers, index, self._shares[index])
             )
 
-    def await_parameters(self) -> None:
+    def finish(self, what: str) -> None:
+        """Waits until all that was sent to the other replicas has arrived."""
         if self._reducer is not None:
-            self._reducer.finish("the parameters of the step")
+            self._reducer.finish(what)
 
     def close(self) -> None:
         if self._reducer is not None:

@@ -11,7 +11,7 @@ has optimizer state, so a layer moves as any other does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,30 +44,29 @@ class TiedWeights:
     @property
     def apart(self) -> bool:
         """Whether some weight lives on two ranks, which wait for each other at a step's end."""
-        return any(
-            self._rank_of(owner) != self._rank_of(user) for (owner, _), (user, _) in self._pairs
-        )
+        return any(source != target for source, target, *_ in self._uses())
+
+    def _uses(self) -> Iterator[tuple[int, int, nn.Parameter, nn.Parameter]]:
+        """Yields the ranks of each weight's owner and user, and the parameters there."""
+        for (owner, owner_name), (user, name) in self._pairs:
+            owned = self._modules[owner].get_parameter(owner_name)
+            used = self._modules[user].get_parameter(name)
+            yield self._rank_of(owner), self._rank_of(user), owned, used
 
     def join(self) -> None:
         """Lets both uses on one rank share one memory, after layers came or went."""
-        ends = {
-            (self._rank_of(owner), self._rank_of(user)) for (owner, _), (user, _) in self._pairs
-        }
+        ends = {(a, b) for a, b, *_ in self._uses()}
         self._world.open_channels(
             sorted((TAG_TIED, *way) for a, b in ends if a != b for way in ((a, b), (b, a)))
         )
-        for (owner, owner_name), (user, name) in self._pairs:
-            if self._rank_of(owner) == self._rank_of(user) == self._world.rank:
-                self._modules[user].get_parameter(name).data = (
-                    self._modules[owner].get_parameter(owner_name).data
-                )
+        for source, target, owned, used in self._uses():
+            if source == target == self._world.rank:
+                used.data = owned.data
 
     def merge(self) -> None:
         """Adds the user's gradient to the owner's, and drops the user's. Called before the norm."""
-        for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
-            source, target, here = self._rank_of(user), self._rank_of(owner), self._world.rank
-            used = self._modules[user].get_parameter(name)
-            owned = self._modules[owner].get_parameter(owner_name)
+        here = self._world.rank
+        for index, (target, source, owned, used) in enumerate(self._uses()):
             if not owned.requires_grad:
                 continue
             given = used.grad
@@ -81,17 +80,12 @@ class TiedWeights:
 
     def publish(self, frozen: Collection[int]) -> None:
         """Sends the owner's weight to a user on another rank, unless the owner is frozen."""
-        for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
-            source, target = self._rank_of(owner), self._rank_of(user)
-            if source == target or owner in frozen or self._world.rank not in (source, target):
-                continue
-            mine = self._world.rank == source
-            weight = (
-                self._modules[owner].get_parameter(owner_name)
-                if mine
-                else self._modules[user].get_parameter(name)
-            )
-            self._pass(weight.detach(), source, target, index, "weight")
+        here = self._world.rank
+        for index, (source, target, owned, used) in enumerate(self._uses()):
+            (owner, _), _ = self._pairs[index]
+            if source != target and owner not in frozen and here in (source, target):
+                weight = owned if here == source else used
+                self._pass(weight.detach(), source, target, index, "weight")
 
     def _pass_gradient(
         self, weight: nn.Parameter, source: int, target: int, index: int

@@ -29,7 +29,7 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
         low, high = optimizer.ranges[name]
         if optimizer.whole:
             out[key] = value
-        elif high > low or not optimizer.shapes[name].numel():
+        elif high > low or not optimizer.parameters[name].numel():
             out[key] = value if moment == _COUNTER else value.reshape(-1)[low:high].clone()
     return out
 
@@ -42,47 +42,38 @@ def whole_state(
     if optimizer.whole and not experts:
         return own
     what = "the optimizer's state"
-    # The range that this replica gives, and a parameter of the same shape.
-    given = {expert.name: (expert.ranges[peers.rank], expert.parameter) for expert in experts}
-    divided = [] if optimizer.whole else [name for name in optimizer.ranges if name not in given]
-    keys = [f"{name}/{moment}" for name in (*divided, *given) for moment in optimizer.moments]
+    # The range that this replica gives of each parameter, and a tensor like the whole.
+    spread = {expert.name: (expert.ranges[peers.rank], expert.parameter) for expert in experts}
+    divided = {
+        name: (given, optimizer.parameters[name])
+        for name, given in optimizer.ranges.items()
+        if not optimizer.whole and name not in spread
+    }
+    parts = divided | spread
+    keys = [f"{name}/{moment}" for name in parts for moment in optimizer.moments]
     has = torch.zeros(peers.size, len(keys), dtype=torch.int64)
     has[peers.rank] = torch.tensor([key in own for key in keys])
     holders = peers.sum(has, what).T.tolist()
-    out = {
-        key: value for key, value in own.items() if key.rpartition("/")[0] not in {*divided, *given}
-    }
+    out = {key: value for key, value in own.items() if key.rpartition("/")[0] not in parts}
     for key, by_peer in zip(keys, holders, strict=True):
         if not any(by_peer):
             continue
         name, _, moment = key.rpartition("/")
-        counter = moment == _COUNTER
-        shape = given[name][1].shape if name in given else optimizer.shapes[name]
-        dtype = _dtype(given[name][1].dtype) if name in given else optimizer.moment_dtype(name)
-        whole = torch.zeros(
-            torch.Size(()) if counter else shape,
-            dtype=torch.float32 if counter else dtype,
-            device=peers.device,
-        )
-        if counter:
+        (low, high), like = parts[name]
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        whole = torch.zeros(like.shape, dtype=dtype, device=peers.device)
+        if moment == _COUNTER:
+            whole = torch.zeros((), device=peers.device)
             if peers.rank == by_peer.index(1):
                 whole.copy_(own[key])
         elif key in own:
-            if name in given:
-                low, high = given[name][0]
-                whole.view(-1)[low:high] = own[key].view(-1)[low:high]
-            else:
-                whole.view(-1)[slice(*optimizer.ranges[name])] = own[key].view(-1)
-        if whole.numel():
-            # Summed as bytes, of which one peer gives each and the others 0. A sum of floats would
-            # lose the minus of a zero.
-            peers.sum(as_bytes(whole), what)
+            part = own[key].view(-1)
+            whole.view(-1)[low:high] = part[low:high] if name in spread else part
+        # Summed as bytes, of which one peer gives each and the others 0. A sum of floats would
+        # lose the minus of a zero.
+        peers.sum(as_bytes(whole), what)
         out[key] = whole
     return out
-
-
-def _dtype(of: torch.dtype) -> torch.dtype:
-    return of if of == torch.float64 else torch.float32
 
 
 def whole_parameters(peers: World, experts: Sequence[SharedExpert]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ Whole layers come (`adopt`) and go between steps. The layout knows where all of 
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -300,18 +300,17 @@ class LayerStore:
 
     def moments(self, index: int) -> dict[str, Tensor]:
         """Returns the optimizer's whole state. All replicas call it, in the same order."""
-        return whole_state(self.world.peers, self.optimizers[index], self.replicas.experts(index))
+        return whole_state(self.world.peers, self.optimizers[index], self.replicas.experts[index])
 
     @contextmanager
     def whole(self, index: int) -> Generator[nn.Module]:
         """Yields an own layer with all experts. All replicas enter it, in the same order."""
         module = self.modules[index]
-        with (
-            nullcontext()
-            if self.experts is None
-            else self.experts.whole(module, self.replicas.experts(index))
-        ):
+        if self.experts is None:
             yield module
+        else:
+            with self.experts.whole(module, self.replicas.experts[index]):
+                yield module
 
     def own_part(self, index: int, tensors: Contents) -> Contents:
         """Returns this replica's part of a layer that was saved whole."""
@@ -351,12 +350,9 @@ class LayerStore:
         """Returns the whole float32 masters of an own layer, by parameter."""
         if not self.optimizers[index].masters:
             return {}
-        state = self.state(index, whole=True)
-        return {
-            key.removesuffix("/master"): value
-            for key, value in state.items()
-            if key.endswith("/master")
-        }
+        state = self.state(index, whole=True).items()
+        end = "/master"
+        return {key.removesuffix(end): value for key, value in state if key.endswith(end)}
 
 
 def _shards(world: World, ranks: int, modules: Sequence[nn.Module]) -> ExpertShards:
