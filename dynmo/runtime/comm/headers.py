@@ -67,6 +67,14 @@ def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
     return tuple((t.dtype, tuple(t.shape)) for t in tensors)
 
 
+def bytes_of(spec: Spec) -> int:
+    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in spec)
+
+
+def room_for(spec: Spec, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in spec)
+
+
 def obstacle(tensor: Tensor) -> str | None:
     """Returns why a layer cannot hand on this tensor and what to do instead, or None if it can.
 
@@ -126,7 +134,7 @@ def decode(header: Sequence[Tensor], device: torch.device, what: str) -> Spec:
     if not 0 <= numbers[0] < len(numbers):
         raise _damaged(what, f"it announces {numbers[0]} numbers and has {len(numbers) - 1}")
     spec = tuple(_tensors(numbers[1 : numbers[0] + 1], what))
-    check_announced(sum(dtype.itemsize * math.prod(shape) for dtype, shape in spec), device, what)
+    check_announced(bytes_of(spec), device, what)
     return spec
 
 

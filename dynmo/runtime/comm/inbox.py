@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
@@ -18,9 +17,11 @@ from dynmo.runtime.comm.headers import (
     LEAD,
     TAG_HEADERS,
     Spec,
+    bytes_of,
     decode,
     on_wire,
     rest_of,
+    room_for,
     tag_of,
 )
 from dynmo.runtime.comm.worker import Worker
@@ -43,8 +44,7 @@ def posted_at_start(world: World, messages: int, spec: Spec | None, depth: int) 
         return 0
     if world.enqueues:
         return min(messages, posted_ahead(world, depth, varying=False))
-    size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in spec)
-    return min(messages, posted(messages, size, depth))
+    return min(messages, posted(messages, bytes_of(spec), depth))
 
 
 Posted = tuple[tuple[Tensor, ...], list[dist.Work]]
@@ -115,10 +115,7 @@ class Inbox:
             self._post_header()
             return
         assert self._spec is not None
-        buffers = tuple(
-            torch.empty(shape, dtype=dtype, device=self._world.device)
-            for dtype, shape in self._spec
-        )
+        buffers = room_for(self._spec, self._world.device)
         self._posted.put((buffers, self._receive(buffers)))
 
     def _post_header(self) -> None:
@@ -210,10 +207,7 @@ class Inbox:
         """Returns the next message, which is the one of `microbatch`."""
         if self._varying:
             (lead,) = self._land(microbatch)
-            buffers = tuple(
-                torch.empty(shape, dtype=dtype, device=self._world.device)
-                for dtype, shape in self._read(lead, microbatch)
-            )
+            buffers = room_for(self._read(lead, microbatch), self._world.device)
             self._wait(self._receive(buffers), microbatch)
         else:
             if self._awaits_header:

@@ -1,11 +1,11 @@
-"""Checkpoints: safetensors, written by torch's DCP, and dynmo's own manifest.
+"""Checkpoints: safetensors, and dynmo's own manifest.
 
 Each global layer has a folder. No pickles are written or read.
 
     checkpoints/latest                the name of the newest complete checkpoint
     checkpoints/step-000120/
         manifest.json                 step, layer names, state, SHA-256 of every file
-        layer-0007/                   layer.json (names, dtypes, shapes) and DCP's safetensors
+        layer-0007/                   layer.json (names, dtypes, shapes) and tensors.safetensors
 
 A save goes to `step-N.tmp`, is hashed and synced, then renamed. Only then does `latest` move. A
 load verifies every hash, with some layers for each rank. It falls back one checkpoint if the newest
@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -201,35 +200,17 @@ def _save_layer(
     tensors = {key: t.detach().cpu() for key, t in every if key[0] != "gradient"}
     folder.mkdir()
     write_whole(folder / "layer.json", describe(index, module, tensors).model_dump_json())
-    if tensors:
-        _save_tensors(folder, tensors)
-    else:  # an activation by itself, say, for which DCP writes no file
-        (folder / _TENSORS).write_bytes(save_safetensors({}))
-    with (folder / _TENSORS).open("rb") as file:
+    # A view of a larger memory block would count as shared.
+    whole = {
+        _name(*key): t if t.nbytes == t.untyped_storage().nbytes() else t.clone()
+        for key, t in tensors.items()
+    }
+    with (folder / _TENSORS).open("wb") as file:
+        file.write(save_safetensors(whole))
+        file.flush()
         os.fsync(file.fileno())
     _sync(folder)
     return folder / "layer.json", folder / _TENSORS
-
-
-def _save_tensors(folder: Path, tensors: Contents) -> None:
-    # This import takes over a second, which a run shall not begin with.
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-    with warnings.catch_warnings():
-        # Each rank saves its own layers, on purpose without DCP's collectives (which pickle).
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            dcp.save(
-                {_name(*key): t for key, t in tensors.items()},
-                storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-                no_dist=True,
-            )
-        except dcp.CheckpointException as error:  # no Exception: it would pass every handler
-            (cause, _), *_ = error.failures.values()
-            raise cause from None
-    (written,) = folder.glob("*.safetensors")
-    written.rename(folder / _TENSORS)
 
 
 def _name(section: str, name: str) -> str:
@@ -330,9 +311,7 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
         dtypes = [DTYPES[record.dtype] for record in manifest.tensors]
     except (OSError, ValidationError, KeyError) as error:
         raise CheckpointError(f"{folder}/layer.json {unread(error)}") from None
-    flags = {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"}
     tensors: Contents = {}
-    # Not torch's DCP: its reader takes every *.safetensors of the folder, verified or not.
     try:
         with safe_open(folder / _TENSORS, framework="pt") as file:
             for record, dtype in zip(manifest.tensors, dtypes, strict=True):
@@ -348,7 +327,7 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
         why = error.strerror if isinstance(error, OSError) else None
         told = f"cannot be read: {why}" if why else "is damaged: it lacks a tensor of layer.json"
         raise CheckpointError(f"{folder}/{_TENSORS} {told}") from None
-    return tensors, flags
+    return tensors, manifest.flags
 
 
 def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents:

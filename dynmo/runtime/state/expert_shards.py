@@ -73,7 +73,7 @@ class ExpertShards:
         """Takes note of another placement of a layer that other ranks hold."""
         self.placements[index] = placement
         for _, linear in _linears(module):
-            like = next(weight for weight in linear.weights if weight is not None)
+            like = _one_here(linear)
             for expert in placement.held_by(self.group.place):
                 if linear.weights[expert] is None:
                     linear._parameters[str(expert)] = nn.Parameter(
@@ -98,10 +98,9 @@ class ExpertShards:
         self, path: str, linear: GroupedLinear, placement: ExpertPlacement
     ) -> list[SharedExpert]:
         world, ranks = self._world, self.group.ranks
-        weights = linear.weights
-        like = next(weight for weight in weights if weight is not None)
+        like = _one_here(linear)
         out: list[SharedExpert] = []
-        for expert, weight in enumerate(weights):
+        for expert, weight in enumerate(linear.weights):
             sources = tuple(
                 self._sources(placement, expert, replica) for replica in range(world.replicas)
             )
@@ -110,19 +109,16 @@ class ExpertShards:
             for place, replica in enumerate(holders):
                 (ranges[replica],) = cut([like.numel()], Share(place, len(holders)))
             first = self.group.number * ranks
-            gradients = {
-                first + source: copy for source, copy in linear.source_gradients(expert).items()
-            }
-            name = key_of(path, expert)
+            copies = linear.source_gradients(expert).items()
             out.append(
                 SharedExpert(
-                    name,
-                    like if weight is None else weight,
-                    tuple(ranges),
-                    True,
-                    weight is not None,
-                    gradients,
-                    sources,
+                    name=key_of(path, expert),
+                    parameter=like if weight is None else weight,
+                    ranges=tuple(ranges),
+                    owned=True,
+                    held=weight is not None,
+                    gradients={first + source: copy for source, copy in copies},
+                    sources=sources,
                 )
             )
         return out
@@ -180,7 +176,7 @@ class ExpertShards:
         )
         out = dict(state)
         for path, linear in linears.items():
-            trains = any(weight.requires_grad for weight in linear.weights if weight is not None)
+            trains = _one_here(linear).requires_grad
             for expert, tensors in arrived.items():
                 linear._parameters[str(expert)] = nn.Parameter(
                     tensors[path, None], requires_grad=trains
@@ -197,6 +193,10 @@ class ExpertShards:
             key: t for key, t in out.items() if expert_of(key.rpartition("/")[0], linears) in held
         }
         return out, sum(t.nbytes for tensors in arrived.values() for t in tensors.values())
+
+
+def _one_here(linear: GroupedLinear) -> nn.Parameter:
+    return next(weight for weight in linear.weights if weight is not None)
 
 
 def _linears(module: nn.Module) -> list[tuple[str, GroupedLinear]]:

@@ -14,7 +14,6 @@ global index (`kernels/seeds.py`).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,14 @@ from dynmo.balance.partition import Move
 from dynmo.errors import RunError
 from dynmo.kernels.sparse_linear import conform
 from dynmo.runtime.comm.agreement import share_failures
-from dynmo.runtime.comm.headers import DTYPES, TAG_MIGRATE, check_announced, on_wire
+from dynmo.runtime.comm.headers import (
+    DTYPES,
+    TAG_MIGRATE,
+    bytes_of,
+    check_announced,
+    on_wire,
+    room_for,
+)
 from dynmo.runtime.comm.world import World
 
 
@@ -49,6 +55,11 @@ class Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     layer: int
     tensors: list[TensorRecord]
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """requires_grad of each parameter."""
+        return {r.name: r.requires_grad for r in self.tensors if r.section == "parameter"}
 
 
 # Largest manifest. A tensor takes some 100 bytes of it, so no real one comes near.
@@ -241,11 +252,9 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
+        why = str(error).split("\n")[0]
         raise RunError(
-            (
-                f"the manifest of layer {move.layer} from rank {move.source} cannot be read: "
-                f"{error}"
-            ).split("\n")[0]
+            f"the manifest of layer {move.layer} from rank {move.source} cannot be read: {why}"
         ) from None
     if manifest.layer != move.layer:
         raise RunError(
@@ -260,16 +269,11 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
             )
         if min(r.shape, default=0) < 0:
             raise RunError(f"layer {move.layer}: {r.section} {r.name} has the shape {r.shape}")
-    size = sum(DTYPES[r.dtype].itemsize * math.prod(r.shape) for r in manifest.tensors)
-    check_announced(size, device, f"layer {move.layer} from rank {move.source}")
-    tensors: Contents = {}
-    for r in manifest.tensors:
-        tensors[r.section, r.name] = torch.empty(r.shape, dtype=DTYPES[r.dtype], device=device)
-    return Arrival(
-        move.layer,
-        tensors,
-        {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"},
-    )
+    spec = tuple((DTYPES[r.dtype], tuple(r.shape)) for r in manifest.tensors)
+    check_announced(bytes_of(spec), device, f"layer {move.layer} from rank {move.source}")
+    names = [(r.section, r.name) for r in manifest.tensors]
+    tensors = dict(zip(names, room_for(spec, device), strict=True))
+    return Arrival(move.layer, tensors, manifest.flags)
 
 
 def _send(
