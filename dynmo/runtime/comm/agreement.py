@@ -36,13 +36,11 @@ def agree(world: World, value: object, what: str) -> None:
         RunError: The ranks decided differently. All ranks raise it, those without a part too.
     """
     everyone = world.everyone
-    table = torch.zeros(everyone.size, dtype=torch.int64)
-    table[everyone.rank] = 0 if value is None else 1 + _short_digest(repr(value))
-    everyone.sum(table, what)
-    said = {r: value for r, value in enumerate(table.tolist()) if value}
+    own = torch.tensor(0 if value is None else 1 + _short_digest(repr(value)))
+    said = {r: digest for r, digest in enumerate(everyone.gather(own, what).tolist()) if digest}
     if len(set(said.values())) > 1:
         first = min(said)
-        other = [r for r, value in said.items() if value != said[first]]
+        other = [r for r, digest in said.items() if digest != said[first]]
         raise RunError(
             f"{everyone.describe_rank(first)} and {everyone.name_ranks(other)} disagree on {what}; "
             "do all run the same dynmo, config and data?"
@@ -58,15 +56,12 @@ def first_difference(world: World, parts: Sequence[str], what: str) -> tuple[int
     """
     everyone = world.everyone
     digests = torch.tensor([_short_digest(part) for part in parts], dtype=torch.int64)
-    whole = torch.zeros(everyone.size, 2, dtype=torch.int64)
-    whole[everyone.rank] = torch.tensor([len(parts), _short_digest("\0".join(parts))])
-    everyone.sum(whole, what)
+    own = torch.tensor([len(parts), _short_digest("\0".join(parts))])
+    whole = everyone.gather(own, what)
     if bool((whole == whole[0]).all()):
         return None
     shared = int(whole[:, 0].min())
-    table = torch.zeros(everyone.size, shared, dtype=torch.int64)
-    table[everyone.rank] = digests[:shared]
-    everyone.sum(table, what)
+    table = everyone.gather(digests[:shared], what)
     other = table != table[0]
     differing = other.any(0).nonzero().flatten().tolist()
     if differing:
@@ -81,12 +76,11 @@ def share_failures(world: World, error: BaseException | None, what: str) -> dict
         error: What this rank could not do. None if all went well.
         what: What the ranks wait for here, for messages.
     """
-    everyone = world.everyone
-    table = torch.zeros(everyone.size, _REASON_BYTES, dtype=torch.uint8)
+    text = b""
     if error is not None:
         reason = error.strerror if isinstance(error, OSError) else None
         text = (reason or first_line(error) or type(error).__name__).encode()[:_REASON_BYTES]
-        table[everyone.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    everyone.sum(table, what)
+    own = torch.frombuffer(bytearray(text.ljust(_REASON_BYTES, b"\0")), dtype=torch.uint8)
+    table = world.everyone.gather(own, what)
     rows = (row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in table)
     return {rank: text for rank, text in enumerate(rows) if text}

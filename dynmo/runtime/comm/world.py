@@ -541,6 +541,12 @@ class World:
         """Takes the elementwise maximum over the ranks, in place, and returns the tensor."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
 
+    def gather(self, row: Tensor, what: str) -> Tensor:
+        """Returns the rows of all ranks. They have equal shapes: [ranks, *row.shape]."""
+        table = row.new_zeros(self.size, *row.shape)
+        table[self.rank] = row
+        return self.sum(table, what)
+
     def _all_reduce(self, tensor: Tensor, operation: Any, what: str) -> Tensor:
         if self.size > 1 and tensor.numel():
             host = tensor.cpu() if self.staged else tensor

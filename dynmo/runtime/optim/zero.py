@@ -51,9 +51,8 @@ def whole_state(
     }
     parts = divided | spread
     keys = [f"{name}/{moment}" for name in parts for moment in optimizer.moments]
-    has = torch.zeros(peers.size, len(keys), dtype=torch.int64)
-    has[peers.rank] = torch.tensor([key in own for key in keys])
-    holders = peers.sum(has, what).T.tolist()
+    has = torch.tensor([int(key in own) for key in keys])
+    holders = peers.gather(has, what).T.tolist()
     out = {key: value for key, value in own.items() if key.rpartition("/")[0] not in parts}
     for key, by_peer in zip(keys, holders, strict=True):
         if not any(by_peer):
