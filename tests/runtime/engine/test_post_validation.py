@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,6 +29,7 @@ from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.simulator import simulate
 from dynmo.train.setup import model_of
+from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.runtime.alone import pipeline, tokens
 
@@ -74,8 +76,14 @@ def test_injected_faults_cover_each_kind_and_layer() -> None:
     assert len({layer for each in wanted for _, layer, _ in each}) > 4
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    mostly_matrix(
+        product(SCHEDULES, (1, 2, 3, 4)),
+        everyday=[(schedule, 2 + number % 3) for number, schedule in enumerate(SCHEDULES)]
+        + [("zb-h1", 1), ("zb-v", 1)],
+    ),
+)
 def test_post_validation_has_the_bits_of_a_barrier(pool: Pool, schedule: str, ranks: int) -> None:
     seed = (ranks + list(SCHEDULES).index(schedule)) % 3
     expected = reference(pool, seed, False)

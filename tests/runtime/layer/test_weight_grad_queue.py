@@ -6,6 +6,7 @@ The bits are the same, and the order is that of the program. W never runs later 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from dynmo.runtime.layer.stage import Stage
 from dynmo.runtime.layer.weight_grad_queue import WeightGradQueue
 from dynmo.schedule.lowering import Compute, lower
 from dynmo.schedule.op import Kind, Op, from_text
+from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.runtime.engine.test_executor import EXECUTE, LAYERS
 from tests.runtime.layer.test_split_backward import no_collection
@@ -235,9 +237,16 @@ def both(pool: Pool, ranks: int, schedule: Any, **options: Any) -> list[list[dic
     ]
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("placement", [[0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 2, 3]])
-def test_late_messages_change_no_gradient(pool: Pool, placement: list[int], groups: int) -> None:
+@pytest.mark.parametrize(
+    ("placement", "groups"),
+    mostly_matrix(
+        product(((0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 2, 3)), (1, 2, 4)),
+        everyday=[((0, 1, 1, 0), 2), ((0, 0, 1, 1), 4), ((0, 1, 2, 3), 1)],
+    ),
+)
+def test_late_messages_change_no_gradient(
+    pool: Pool, placement: tuple[int, ...], groups: int
+) -> None:
     """The order in which layers finish stays the same too, because replicas share it."""
     whole, pieces = both(pool, max(placement) + 1, [placement, 1], microbatches=4, groups=groups)
     assert sum(r.pop("ahead") for r in whole) == 0
