@@ -46,14 +46,7 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
 _BY_CODE = tuple(DTYPES.values())
 # NCCL does not know these dtypes. Their tensors travel as bytes.
 _UNKNOWN_TO_NCCL = frozenset(
-    {
-        torch.int16,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.complex64,
-        torch.complex128,
-    }
+    {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128}
 )
 
 LEAD = 64

@@ -217,12 +217,7 @@ class World:
 
     @classmethod
     def adopt(
-        cls,
-        ranks: Sequence[int],
-        *,
-        device: torch.device,
-        timeout: float,
-        staged: bool = False,
+        cls, ranks: Sequence[int], *, device: torch.device, timeout: float, staged: bool = False
     ) -> World:
         """Makes a world within a program's own process groups. Only its ranks call it.
 

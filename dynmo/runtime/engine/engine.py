@@ -114,10 +114,7 @@ class Engine:
         table = StepReduction(store, self.clock)
         self.optimizer_step = OptimizerStep(store, table, self.profiler, scaler, update.clip_scope)
         self.pending = PostValidation(
-            store,
-            self.optimizer_step,
-            validates=post_validation,
-            copies=update.rollback == "exact",
+            store, self.optimizer_step, validates=post_validation, copies=update.rollback == "exact"
         )
 
     # -- training ----------------------------------------------------------------------------------

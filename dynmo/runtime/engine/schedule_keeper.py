@@ -22,12 +22,7 @@ Links = dict[tuple[int, int], LinkCost]
 
 class ScheduleKeeper:
     def __init__(
-        self,
-        layer_store: LayerStore,
-        steps: StepOptions,
-        links: Links,
-        *,
-        post_validation: bool,
+        self, layer_store: LayerStore, steps: StepOptions, links: Links, *, post_validation: bool
     ) -> None:
         self._layer_store, self._steps = layer_store, steps
         self.links, self._post_validation = links, post_validation

@@ -197,11 +197,7 @@ class Layer:
             )
 
     def _forward_for_backward(
-        self,
-        microbatch: int,
-        inputs: Tensors,
-        step: int,
-        finish: Callable[[Tensor], Tensor] | None,
+        self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None
     ) -> Tensors:
         """Runs F and saves the state that B needs. The inputs are leaves of the graph."""
         # The first B shows whether it writes to buffers. Until then, their values are kept.

@@ -315,8 +315,7 @@ def test_a_tied_weight_freezes_with_its_owner() -> None:
     pipeline.step(1, *tokens(1), lr=0.1)
     assert not torch.equal(head.get_parameter("logits.weight"), before[0][0])
     assert torch.equal(
-        head.get_parameter("logits.weight"),
-        pipeline.store.own[0][0].get_parameter("tokens.weight"),
+        head.get_parameter("logits.weight"), pipeline.store.own[0][0].get_parameter("tokens.weight")
     )
 
 

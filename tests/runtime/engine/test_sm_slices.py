@@ -90,11 +90,7 @@ def test_slices_cannot_be_reshaped_or_post_validated() -> None:
         pipeline.store.layout.shape,
         pipeline.store.layout.stage_ranks,
         pipeline.store.own_stages,
-    ) == (
-        (3, 1),
-        (0, 1, 2),
-        (0, 1, 2),
-    )
+    ) == ((3, 1), (0, 1, 2), (0, 1, 2))
     with pytest.raises(ConfigError, match="cannot be reshaped"):
         Actions(pipeline).reshape(pipeline=1, data=3)
     with pytest.raises(ConfigError, match="without post_validation"):

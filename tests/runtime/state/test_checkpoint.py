@@ -350,18 +350,9 @@ def test_manifest_of_another_folder_is_refused(tmp_path: Path) -> None:
         ("", "it is not valid JSON"),
         ("[]", "no object"),
         ('{"version": 1, "step": 1, "layers": [], "state": {}}', "files"),
-        (
-            '{"version": "1", "step": 1, "layers": [], "files": {}, "state": {}}',
-            "version",
-        ),
-        (
-            '{"version": 1, "step": 1, "layers": ["a", 2], "files": {}, "state": {}}',
-            "layers.1",
-        ),
-        (
-            '{"version": 1, "step": 1, "layers": [], "files": {}, "state": {}, "a": 1}',
-            "field a ",
-        ),
+        ('{"version": "1", "step": 1, "layers": [], "files": {}, "state": {}}', "version"),
+        ('{"version": 1, "step": 1, "layers": ["a", 2], "files": {}, "state": {}}', "layers.1"),
+        ('{"version": 1, "step": 1, "layers": [], "files": {}, "state": {}, "a": 1}', "field a "),
     ],
 )
 def test_the_damaged_field_of_a_manifest_is_named(tmp_path: Path, text: str, key: str) -> None:
@@ -450,9 +441,7 @@ def test_weight_tied_after_the_save_is_refused(tmp_path: Path) -> None:
         restore_layer(gpt(tied=True), 5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
 
 
-def test_derived_buffers_of_another_shape_are_not_loaded(
-    tmp_path: Path,
-) -> None:
+def test_derived_buffers_of_another_shape_are_not_loaded(tmp_path: Path) -> None:
     """Rotary tables belong to the sequence's length.
 
     A resumed run may have another length.
