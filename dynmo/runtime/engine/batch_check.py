@@ -83,14 +83,14 @@ def find_difference(
 
 
 def check_batch(
-    layer_store: LayerStore,
+    store: LayerStore,
     inputs: object,
     targets: object,
     microbatches: int,
     needs_targets: bool = True,
 ) -> None:
-    stages, world = layer_store.own_stages, layer_store.world
-    last = len(layer_store.layout.stage_ranks) - 1
+    stages, world = store.own_stages, store.world
+    last = len(store.layout.stage_ranks) - 1
     for name, batch, stage, holder in (
         ("inputs", inputs, 0, "first"),
         ("targets", targets, last, "last"),

@@ -197,8 +197,8 @@ class Engine:
         self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None
     ) -> StepOutput:
         """Runs the first half of `step`. Gradients wait for `update` or `discard`."""
-        layer_store = self.pending.final
-        check_batch(layer_store, inputs, targets, layer_store.layout.microbatches)
+        store = self.pending.final
+        check_batch(store, inputs, targets, store.layout.microbatches)
         if self._halfway:
             raise RunError(
                 "forward_backward was called again before update or discard; a step's "

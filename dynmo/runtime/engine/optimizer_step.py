@@ -27,13 +27,13 @@ from dynmo.runtime.state.layer_store import LayerStore
 class OptimizerStep:
     def __init__(
         self,
-        layer_store: LayerStore,
+        store: LayerStore,
         table: StepReduction,
         profiler: Profiler,
         scaler: LossScaler,
         clip_scope: Literal["global", "local"],
     ) -> None:
-        self._layer_store, self.table, self._profiler = layer_store, table, profiler
+        self._store, self.table, self._profiler = store, table, profiler
         self.scaler, self.clip_scope = scaler, clip_scope
 
     def update(
@@ -42,7 +42,7 @@ class OptimizerStep:
         """Applies the step that all ranks agree on. Returns why unclipped gradients failed, too."""
         self.prepare()
         table = self.table.once(self.table.own(step_output, flag))
-        everyone = self._layer_store.world.everyone
+        everyone = self._store.world.everyone
         everyone.sum(table, "the step to end on every rank")
         result = self.table.read(step, table, step_output, self.scaler.scale)
         failed = self.failed(result.loss, result.squared_norms, max_norm)
@@ -58,15 +58,15 @@ class OptimizerStep:
         else:
             self.apply(result.squared_norms, lr, max_norm)
         self.drop_gradients()
-        self._layer_store.tied.publish(self._layer_store.frozen.layers)
+        self._store.tied.publish(self._store.frozen.layers)
         self.observe()
         return result, failed
 
     def prepare(self) -> None:
         """Readies the gradients: sums those of tied weights and divides the loss scale out."""
-        self._layer_store.tied.merge()
+        self._store.tied.merge()
         gradients: list[Tensor] = []
-        for layer in self._layer_store.layers.values():
+        for layer in self._store.layers.values():
             for parameter in layer.module.parameters():
                 if parameter.grad is not None:
                     # Fused optimizers read memory as it lies. The tape of a custom module may leave
@@ -101,7 +101,7 @@ class OptimizerStep:
             return None
         if result.uncounted is not None:
             replica, microbatch = result.uncounted
-            of = f" of replica {replica}" if self._layer_store.world.replicas > 1 else ""
+            of = f" of replica {replica}" if self._store.world.replicas > 1 else ""
             return RunError(
                 f"step {result.step}: no counted target in microbatch {microbatch}{of}: all are "
                 "-100, so its loss is the mean of nothing; nothing was updated. Leave such rows "
@@ -117,7 +117,7 @@ class OptimizerStep:
         )
 
     def skipped(self, result: StepRecord) -> StepRecord:
-        return replace(result, squared_norms=(0.0,) * self._layer_store.model.layers, skipped=True)
+        return replace(result, squared_norms=(0.0,) * self._store.model.layers, skipped=True)
 
     # -- changes to the layers ---------------------------------------------------------------------
 
@@ -132,23 +132,23 @@ class OptimizerStep:
 
     def each(self, act: Callable[[int, LayerOptimizer], None]) -> None:
         """Calls `act` for each layer that trains. With ZeRO-1, waits for the new parameters."""
-        frozen, replicas = self._layer_store.frozen.layers, self._layer_store.replicas
+        frozen, replicas = self._store.frozen.layers, self._store.replicas
         # In one order on all peers, wherever their layers came from.
-        for index, optimizer in sorted(self._layer_store.optimizers.items()):
+        for index, optimizer in sorted(self._store.optimizers.items()):
             if index not in frozen:
                 act(index, optimizer)
                 replicas.send_parameters(index)
         replicas.finish("the parameters of the step")
 
     def drop_gradients(self) -> None:
-        for optimizer in self._layer_store.optimizers.values():
+        for optimizer in self._store.optimizers.values():
             optimizer.drop_gradients()
 
     def discard(self) -> None:
         """Instead of `update`: drops the gradients and keeps the measurements."""
-        for layer in self._layer_store.layers.values():
+        for layer in self._store.layers.values():
             layer.module.zero_grad()
         self.observe()
 
     def observe(self) -> None:
-        self._profiler.observe(self._layer_store.layers.values())
+        self._profiler.observe(self._store.layers.values())

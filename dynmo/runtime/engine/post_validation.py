@@ -47,9 +47,9 @@ class PostValidation:
     """Holds the last step until it is final, and results that nobody has taken yet."""
 
     def __init__(
-        self, layer_store: LayerStore, end: OptimizerStep, *, validates: bool, copies: bool
+        self, store: LayerStore, end: OptimizerStep, *, validates: bool, copies: bool
     ) -> None:
-        self._layer_store, self._end = layer_store, end
+        self._store, self._end = store, end
         self._policy = BarrierPolicy() if validates else None
         self._ring = self._new_ring()
         self._copies = copies
@@ -61,7 +61,7 @@ class PostValidation:
     @property
     def validates(self) -> bool:
         """Whether the next step has no barrier. A weight tied over two ranks needs one."""
-        return self._policy is not None and self._policy.on and not self._layer_store.tied.apart
+        return self._policy is not None and self._policy.on and not self._store.tied.apart
 
     @property
     def copies(self) -> bool:
@@ -102,7 +102,7 @@ class PostValidation:
         stepped = self._end.failed(0.0, known.squared_norms, max_norm) is None
         if stepped:
             if self._copies:
-                for optimizer in self._layer_store.optimizers.values():
+                for optimizer in self._store.optimizers.values():
                     optimizer.keep()
             # The step assumes that the global norm will not clip. A layer's own norm is known.
             self._end.apply(
@@ -116,7 +116,7 @@ class PostValidation:
     def final(self) -> LayerStore:
         """The layers once the last step is final, for whoever reads or changes the model."""
         self.settle()
-        return self._layer_store
+        return self._store
 
     def drain(self) -> tuple[StepRecord, ...]:
         self.settle()
@@ -168,7 +168,7 @@ class PostValidation:
             result = replace(result, rollback=Rollback(failed, time.perf_counter() - self._begun))
         if self._failure is None:
             end.scaler.observe(failed != NON_FINITE)
-        for optimizer in self._layer_store.optimizers.values():
+        for optimizer in self._store.optimizers.values():
             optimizer.forget()
         end.drop_gradients()
         if self._failure is None:
@@ -200,7 +200,7 @@ class PostValidation:
         self._ring = self._new_ring()
 
     def _new_ring(self) -> NormRing:
-        store = self._layer_store
+        store = self._store
         return NormRing(store.world, store.layout.processes, self._end.table.length)
 
     def renewed(self) -> None:

@@ -33,7 +33,7 @@ _EVALUATORS = 2
 class Programs:
     def __init__(
         self,
-        layer_store: LayerStore,
+        store: LayerStore,
         schedule_keeper: ScheduleKeeper,
         profiler: Profiler,
         clock: Clock,
@@ -43,7 +43,7 @@ class Programs:
         partial_weights: bool,
         replicates: bool,
     ) -> None:
-        self._layer_store, self._schedule_keeper = layer_store, schedule_keeper
+        self._store, self._schedule_keeper = store, schedule_keeper
         self._profiler, self._clock, self._streams = profiler, clock, streams
         self._post_validation, self._partial_weights = post_validation, partial_weights
         self._replicates = replicates
@@ -64,7 +64,7 @@ class Programs:
         After a change the program is lowered again, and the ranks compare the schedule.
         """
         if self._training is None:
-            store, keeper = self._layer_store, self._schedule_keeper
+            store, keeper = self._store, self._schedule_keeper
             schedule = keeper.agreed() if schedule is None else schedule
             schedule = fold(schedule) if store.layout.sliced else schedule
             self._training = self._execute(
@@ -86,15 +86,15 @@ class Programs:
         is_validated: Callable[[], bool] | None = None,
     ) -> StepOutput:
         """Runs the program that trains, until this rank's gradients are complete."""
-        layer_store = self._layer_store
+        store = self._store
         executor.scale_loss(scale)
-        hashes = hashes_to_compare(layer_store.world, inputs, targets)
+        hashes = hashes_to_compare(store.world, inputs, targets)
         with self._running(keys, training=True):
             step_output = executor.run(step, inputs, targets, is_validated=is_validated)
         step_output.hashes = hashes
-        layer_store.replicas.finish("the gradients of the step")
+        store.replicas.finish("the gradients of the step")
         self._clock.settle()
-        if layer_store.world.device.type == "cpu":  # no other process has a part of a GPU's time
+        if store.world.device.type == "cpu":  # no other process has a part of a GPU's time
             self._profiler.observe_ops(step_output.intervals)
         return step_output
 
@@ -114,7 +114,7 @@ class Programs:
             step_output = executor.run(0, inputs, targets, training=False)
         for stage in executor.stages.values():
             stage.collected = None
-        for layer in self._layer_store.layers.values():
+        for layer in self._store.layers.values():
             layer.marks.clear()
         return mean_loss(step_output.losses)
 
@@ -123,7 +123,7 @@ class Programs:
             # The oldest goes. Each has channels and threads of its own.
             while len(self._evaluators) >= _EVALUATORS:
                 self._evaluators.pop(next(iter(self._evaluators))).close()
-            store = self._layer_store
+            store = self._store
             programs = lower_forward(
                 store.layout.processes, store.world.size, microbatches, self._varying()
             )
@@ -135,7 +135,7 @@ class Programs:
     @contextmanager
     def _running(self, keys: Keys | None, training: bool) -> Generator[None]:
         """Rejects a forward that writes to a persistent buffer, if there are or may be replicas."""
-        store = self._layer_store
+        store = self._store
         self._replicates = self._replicates or store.world.replicas > 1
         for layer in store.layers.values():
             layer.module.train(training)
@@ -156,7 +156,7 @@ class Programs:
 
     def _varying(self) -> list[int]:
         """Returns the boundaries behind stages whose last layer says that its outputs vary."""
-        modules, partition = self._layer_store.modules, self._layer_store.layout.partition
+        modules, partition = self._store.modules, self._store.layout.partition
         return [
             stage
             for stage in range(partition.stages - 1)
@@ -170,7 +170,7 @@ class Programs:
         microbatches: int,
         timeout: float | None = None,
     ) -> Executor:
-        store, world = self._layer_store, self._layer_store.world
+        store, world = self._store, self._store.world
         last = len(store.layout.stage_ranks) - 1
         frozen = store.frozen.first_trainable
         cache = store.outputs if store.outputs.limit else None

@@ -22,30 +22,30 @@ Links = dict[tuple[int, int], LinkCost]
 
 class ScheduleKeeper:
     def __init__(
-        self, layer_store: LayerStore, steps: StepOptions, links: Links, *, post_validation: bool
+        self, store: LayerStore, steps: StepOptions, links: Links, *, post_validation: bool
     ) -> None:
-        self._layer_store, self._steps = layer_store, steps
+        self._store, self._steps = store, steps
         self.links, self._post_validation = links, post_validation
         # Costs that the next schedule is made from. None until something is measured.
         self.known: tuple[LayerCost, ...] | None = None
 
     @property
     def objective(self) -> Objective:
-        has_barrier = not self._post_validation or self._layer_store.tied.apart
+        has_barrier = not self._post_validation or self._store.tied.apart
         return Objective.MAKESPAN if has_barrier else Objective.SPAN
 
     # -- the schedule ------------------------------------------------------------------------------
 
     def agreed(self) -> Schedule:
         """Returns the schedule of the next steps, after all ranks have compared it."""
-        schedule = self.on(self._layer_store.layout.partition)
+        schedule = self.on(self._store.layout.partition)
         if self.from_costs:
-            agree(self._layer_store.world, str(schedule), "the schedule")
+            agree(self._store.world, str(schedule), "the schedule")
         return schedule
 
     def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
         """Returns the schedule of a placement, with the layers that are frozen now."""
-        first, links = self._layer_store.frozen.first_trainable, self._boundary_links()
+        first, links = self._store.frozen.first_trainable, self._boundary_links()
         return schedule_on(self._request, layers or self.scheduled, partition, links, first)
 
     @property
@@ -59,12 +59,12 @@ class ScheduleKeeper:
 
     def stage_plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> StagePlan:
         """Returns the schedule of a placement at these costs, with its caps and memory."""
-        first, links = self._layer_store.frozen.first_trainable, self._boundary_links()
+        first, links = self._store.frozen.first_trainable, self._boundary_links()
         return plan_stages(self._request, layers, partition, links, first)
 
     @property
     def _request(self) -> StageRequest:
-        layout, steps = self._layer_store.layout, self._steps
+        layout, steps = self._store.layout, self._steps
         return StageRequest(
             steps.schedule,
             layout.ranks,
@@ -74,12 +74,12 @@ class ScheduleKeeper:
             self.objective,
             self._post_validation,
             layout.replicas,
-            self._layer_store.accumulation_groups // layout.replicas,
+            self._store.accumulation_groups // layout.replicas,
         )
 
     def _guess(self) -> tuple[LayerCost, ...] | None:
         """Returns costs before any are measured: bytes by shape, and equal times."""
-        layout, frozen = self._layer_store.layout, self._layer_store.frozen
+        layout, frozen = self._store.layout, self._store.frozen
         shapes = None if self._steps.shapes is None else self._steps.shapes(layout.replicas)
         if shapes is None:
             return None
@@ -101,7 +101,7 @@ class ScheduleKeeper:
 
     def elide(self) -> None:
         """Updates the known costs for the frozen layers. This needs no measurement."""
-        frozen = self._layer_store.frozen
+        frozen = self._store.frozen
         if self.known is not None:
             self.known = elide(self.known, frozen.first_trainable, frozen.layers)
 
@@ -115,4 +115,4 @@ class ScheduleKeeper:
         return pipeline_costs(layers, partition, links=self._boundary_links())
 
     def _boundary_links(self) -> tuple[LinkCost, ...]:
-        return links_behind(self._layer_store.layout.stage_ranks, self.links)
+        return links_behind(self._store.layout.stage_ranks, self.links)

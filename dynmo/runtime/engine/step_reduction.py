@@ -75,8 +75,8 @@ class StepRecord:
 class StepReduction:
     """The table as this rank fills it in and reads it. float64, [length]."""
 
-    def __init__(self, layer_store: LayerStore, clock: Clock) -> None:
-        self._layer_store, self._clock = layer_store, clock
+    def __init__(self, store: LayerStore, clock: Clock) -> None:
+        self._store, self._clock = store, clock
 
     @property
     def length(self) -> int:
@@ -84,12 +84,12 @@ class StepReduction:
 
     @property
     def _ranks(self) -> int:
-        return self._layer_store.layout.ranks * self._layer_store.layout.replicas
+        return self._store.layout.ranks * self._store.layout.replicas
 
     @property
     def _losses_end(self) -> int:
-        layout = self._layer_store.layout
-        return self._layer_store.model.layers + layout.microbatches * layout.replicas
+        layout = self._store.layout
+        return self._store.model.layers + layout.microbatches * layout.replicas
 
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns views of the norms, the losses, and [_ROWS, ranks].
@@ -97,21 +97,21 @@ class StepReduction:
         The rows are busy, span, flag, uncounted (1 + a number of a microbatch), and the hashes of
         inputs and targets.
         """
-        layers, losses = self._layer_store.model.layers, self._losses_end
+        layers, losses = self._store.model.layers, self._losses_end
         return table[:layers], table[layers:losses], table[losses:].view(_ROWS, self._ranks)
 
     def own(self, step_output: StepOutput, flag: int) -> Tensor:
         """Returns this rank's entries. Its gradients must be complete."""
-        layer_store, clock = self._layer_store, self._clock
-        world, layout = layer_store.world, layer_store.layout
+        store, clock = self._store, self._clock
+        world, layout = store.world, store.layout
         own = layout.microbatches
         table = torch.zeros(self.length, dtype=torch.float64)
         norms, losses, rest = self._parts(table)
-        squares = layer_store.replicas.squared_norms()
+        squares = store.replicas.squared_norms()
         if squares is None:
             squares = {
                 index: squared_norm(p.grad for p in layer.module.parameters())
-                for index, layer in layer_store.layers.items()
+                for index, layer in store.layers.items()
             }
         for index, value in squares.items():
             norms[index] = value
@@ -120,7 +120,7 @@ class StepReduction:
             mine = losses[world.replica * own :][:own]
             mine.copy_(torch.stack(step_output.losses))
             uncounted = _uncounted(mine, step_output.targets)
-        for rank in {layout.stage_ranks[stage] for stage in layer_store.own_stages}:
+        for rank in {layout.stage_ranks[stage] for stage in store.own_stages}:
             spent = [s for s in step_output.intervals if layout.stage_ranks[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
             busy = 0.0
@@ -141,19 +141,19 @@ class StepReduction:
     def difference(self, step: int, table: Tensor) -> InputError | None:
         """Returns the error of ranks that were given different batches, from the complete table."""
         hashes = self._parts(table)[2][4:].tolist()
-        return find_difference(f"step {step}", hashes, self._layer_store.layout.replicas)
+        return find_difference(f"step {step}", hashes, self._store.layout.replicas)
 
     def once(self, table: Tensor) -> Tensor:
         """Clears the norms on all replicas but the first, since all have the same."""
-        if self._layer_store.world.replica:
+        if self._store.world.replica:
             self._parts(table)[0].zero_()
         return table
 
     def complete(self, table: Tensor) -> Tensor:
         """Adds the other replicas' entries to a table that one pipeline has completed."""
-        if self._layer_store.world.replicas == 1:
+        if self._store.world.replicas == 1:
             return table
-        return self._layer_store.world.peers.sum(
+        return self._store.world.peers.sum(
             self.once(table.clone()), "the other replicas' steps to end"
         )
 
@@ -168,7 +168,7 @@ class StepReduction:
         flags = tuple(map(int, flags))
         # The replicas of a rank lie side by side.
         places = [
-            (column % self._layer_store.layout.replicas, int(number) - 1)
+            (column % self._store.layout.replicas, int(number) - 1)
             for column, number in enumerate(uncounted)
             if number
         ]

@@ -14,7 +14,7 @@ from dynmo.runtime.layer.buffers import BufferSet
 from dynmo.runtime.state.layer_store import LayerStore
 
 
-def weights_digest(layer_store: LayerStore) -> str:
+def weights_digest(store: LayerStore) -> str:
     """Returns the SHA-256 over the SHA-256 of each layer's parameters. Every rank calls it.
 
     The layers come in global order, and pruned parameters in dense form. For a parameter in lower
@@ -26,14 +26,13 @@ def weights_digest(layer_store: LayerStore) -> str:
 
     def parts(index: int, module: nn.Module) -> Iterable[bytes]:
         return (
-            _bytes(parameter)
-            for _, parameter in dense_parameters(module, layer_store.masters(index))
+            _bytes(parameter) for _, parameter in dense_parameters(module, store.masters(index))
         )
 
-    return _digest(layer_store, "the weights", parts)
+    return _digest(store, "the weights", parts)
 
 
-def buffers_digest(layer_store: LayerStore) -> str:
+def buffers_digest(store: LayerStore) -> str:
     """Returns the SHA-256 over that of each layer's persistent buffers, like `weights_digest`.
 
     Name, dtype, shape and values count. Buffers that encode the sparsity of pruned weights do not.
@@ -44,19 +43,19 @@ def buffers_digest(layer_store: LayerStore) -> str:
             yield f"{name} {buffer.dtype} {tuple(buffer.shape)} ".encode()
             yield _bytes(buffer)
 
-    return _digest(layer_store, "the buffers", parts)
+    return _digest(store, "the buffers", parts)
 
 
 def _digest(
-    layer_store: LayerStore, what: str, parts: Callable[[int, nn.Module], Iterable[bytes]]
+    store: LayerStore, what: str, parts: Callable[[int, nn.Module], Iterable[bytes]]
 ) -> str:
-    world = layer_store.world
-    table = torch.zeros(layer_store.model.layers, 32, dtype=torch.uint8)
+    world = store.world
+    table = torch.zeros(store.model.layers, 32, dtype=torch.uint8)
     # All replicas use one order, because they make a layer's masters whole together. After a
     # reshape each has received its layers in its own order.
-    for index in sorted(layer_store.layers):
+    for index in sorted(store.layers):
         digest = hashlib.sha256()
-        with layer_store.whole(index) as module:
+        with store.whole(index) as module:
             for part in parts(index, module):
                 digest.update(part)
         table[index] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)

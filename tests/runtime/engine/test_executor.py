@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 
+from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.schedule.test_lowering import LOOPED, VSHAPE
 
@@ -61,18 +63,27 @@ def test_several_stages_per_rank_give_the_bits_of_one_rank(pool: Pool, text: str
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("frozen", [0, 1, 3])
+PLACEMENTS = ("0110", "0101", "0011", "01", "0123", "0120")
+
+
 @pytest.mark.parametrize(
-    "placement", [[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 1, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 0]]
+    ("placement", "frozen", "seed"),
+    mostly_matrix(
+        product(PLACEMENTS, (0, 1, 3), (0, 1)),
+        everyday=[
+            (placement, (0, 1, 3, 0)[n % 4], n // 2 % 2)
+            for n, placement in enumerate(PLACEMENTS * 2)
+        ],
+    ),
 )
 def test_any_order_of_ops_gives_the_bits_of_one_rank(
-    pool: Pool, placement: list[int], frozen: int, seed: int
+    pool: Pool, placement: str, frozen: int, seed: int
 ) -> None:
     """The schedules are random. Every stage is fused or split."""
-    ranks, stages = max(placement) + 1, len(placement)
+    ranks, stages = int(max(placement)) + 1, len(placement)
     frozen = min(frozen, stages - 1)
+    schedule = [[int(rank) for rank in placement], seed]
     results = pool.run(
-        EXECUTE, ranks, schedule=[placement, seed], layers=LAYERS, microbatches=5, frozen=frozen
+        EXECUTE, ranks, schedule=schedule, layers=LAYERS, microbatches=5, frozen=frozen
     )
     assert merged(results) == reference(pool, 5, frozen * LAYERS // stages)
