@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -15,20 +16,13 @@ def call_with_limit(seconds: float, call: Callable[[], Result]) -> Result:
     torch's stores wait for their server without a limit. A late call goes on in a thread that
     ends with the process. It must not keep Python's lock while it waits.
     """
-    results: list[Result] = []
-    errors: list[Exception] = []
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            results.append(call())
+            future.set_result(call())
         except Exception as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)

@@ -388,13 +388,8 @@ class World:
         return world
 
     def _new_group(self, members: Sequence[int], backend: str | None = None) -> Any:
-        if not self._torch_ranks:
-            return dist.new_group(
-                list(members), timeout=timedelta(seconds=self.timeout), backend=backend
-            )
-        return new_group(
-            [self._torch_rank(rank) for rank in members], self.timeout, backend, self.size
-        )
+        ranks = [self._torch_rank(rank) for rank in members]
+        return new_group(ranks, self.timeout, backend, self.size)
 
     # -- point to point ----------------------------------------------------------------------------
 

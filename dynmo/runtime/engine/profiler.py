@@ -242,9 +242,8 @@ def _rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
         free = (known for known in rounds if not any(set(pair) & set(other) for other in known))
         concurrent = next(free, None)
         if concurrent is None:
-            rounds.append([pair])
-        else:
-            concurrent.append(pair)
+            rounds.append(concurrent := [])
+        concurrent.append(pair)
     return rounds
 
 

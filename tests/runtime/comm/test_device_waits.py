@@ -168,10 +168,11 @@ class FakeGroups:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.created: list[tuple[int, ...]] = []
         patch.setattr(dist, "new_group", self._make)
+        patch.setattr(dist, "get_world_size", lambda: 0)
         real = torch.ones
         patch.setattr(torch, "ones", lambda *shape, **options: real(*shape))
 
-    def _make(self, ranks: Sequence[int], **options: Any) -> FakeGroups:
+    def _make(self, ranks: Sequence[int], *_: Any, **options: Any) -> FakeGroups:
         self.created.append(tuple(ranks))
         return self
 
