@@ -1,4 +1,4 @@
-"""Comparisons and messages among the ranks of all replicas: decisions, lists, failures."""
+"""Comparisons and messages among all ranks of all replicas."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def first_difference(world: World, parts: Sequence[str], what: str) -> tuple[int
 
 
 def share_failures(world: World, error: BaseException | None, what: str) -> dict[int, str]:
-    """Returns the reason of each rank that failed, by global rank. The same on every rank.
+    """Returns the reason of each rank that failed, by global rank, on every rank.
 
     Args:
         error: What this rank could not do. None if all went well.

@@ -25,7 +25,7 @@ if sys.platform == "linux":
 
 
 class Clock(Protocol):
-    """`mark()` notes the time, in the order of the device's work. The rest follows `settle()`."""
+    """Notes times in the order of the device's work. They are read after `settle()`."""
 
     def mark(self) -> Any: ...
 
@@ -72,7 +72,7 @@ class HostClock:
 
     @staticmethod
     def seconds(start: Mark, end: Mark) -> float | None:
-        """The elapsed time if the thread kept its core. Else its CPU time if it never waited."""
+        """CPU time if the thread lost its core and never waited. None if it did both."""
         if end.preempted == start.preempted:
             return end - start
         return end.cpu - start.cpu if end.waited == start.waited else None

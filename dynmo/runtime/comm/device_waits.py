@@ -20,7 +20,7 @@ POLL = 5e-5  # seconds between two looks at the device
 
 
 class Wait(NamedTuple):
-    """A wait of one stream for `peers`, or for all others of the world if `peers` is None."""
+    """A wait of one stream for `peers`. None means all others of the world."""
 
     reached: torch.cuda.Event
     passed: torch.cuda.Event
@@ -39,7 +39,7 @@ class DeviceWaits:
     def around(
         self, device: torch.device, peers: Sequence[int] | None, what: str
     ) -> Iterator[None]:
-        """Marks a wait: work enqueued inside holds up the current stream until the peers act."""
+        """Marks a wait: work enqueued inside holds up the current stream."""
         stream = torch.cuda.current_stream(device)  # a thread's own current device may be another
         wait = Wait(torch.cuda.Event(), torch.cuda.Event(), peers, what)
         wait.reached.record(stream)
@@ -65,7 +65,7 @@ class DeviceWaits:
 
 
 class WaitLimit:
-    """A limit in seconds for a host that asks a device. They count while the stream is dry."""
+    """A limit for a host that asks a device. Its seconds count while the stream is dry."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._stream, self._seconds = torch.cuda.current_stream(device), seconds

@@ -15,7 +15,7 @@ def first_line(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Returns a backend's message without the source position and the advice around it."""
+    """Returns a backend's message without source position and advice."""
     return re.sub(r"^\[\S*\] ", "", first_line(error)).split(". ")[0]
 
 

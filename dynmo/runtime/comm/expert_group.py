@@ -22,7 +22,7 @@ from dynmo.runtime.comm.world import World
 
 
 class ExpertGroup:
-    """Sends rows between the replicas of a group: a `dynmo.kernels.row_exchange.RowExchange`.
+    """A `dynmo.kernels.row_exchange.RowExchange` between the replicas of a group.
 
     Args:
         world: This rank's pipeline, one of the mesh. All ranks make their groups together.

@@ -69,7 +69,7 @@ def room_for(spec: Spec, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def obstacle(tensor: Tensor) -> str | None:
-    """Returns why a layer cannot hand on this tensor and what to do instead, or None if it can.
+    """Returns why a layer cannot hand on this tensor, or None if it can.
 
     Backward passes know no complex gradients. A parameter or a buffer may be complex.
     """
@@ -151,7 +151,7 @@ def _damaged(what: str, how: str) -> RunError:
 
 
 def check_announced(size: int, device: torch.device, what: str) -> None:
-    """Raises RunError if a size of `what` cannot be true, before any memory is asked for."""
+    """Raises RunError if a size cannot be true, before any memory is asked for."""
     if device.type == "cuda":
         room = torch.cuda.get_device_properties(device).total_memory
     else:

@@ -34,7 +34,7 @@ _POSTED_ON_CUDA = 1
 
 
 def posted_ahead(world: World, depth: int, varying: bool) -> int:
-    """Returns how many messages may land before they are taken. Varying ones land when taken."""
+    """Returns how many messages may land before they are taken."""
     return 0 if varying else min(_POSTED_ON_CUDA if world.enqueues else POSTED_AHEAD, depth - 1)
 
 
@@ -51,7 +51,7 @@ Posted = tuple[tuple[Tensor, ...], list[dist.Work]]
 
 
 class Inbox:
-    """The receiving end of a channel. Receives are posted ahead of the ops that take them."""
+    """The receiving end of a channel. It keeps receives posted ahead of the ops."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Inbox:
         return buffers
 
     def _expect(self, spec: Spec, microbatch: int) -> None:
-        """Posts receives for this step's shape. The sender fills those posted for another shape."""
+        """Posts receives for this step's shape. The sender fills those for another shape."""
         if spec == self._spec:
             return
         posted, unposted, self._unposted = self._open, self._unposted, 0
@@ -241,7 +241,7 @@ class Inbox:
 
 
 def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
-    """Returns whether the receives are filled within `seconds` of an idle stream. It only asks."""
+    """Returns whether the receives are filled within `seconds` of an idle stream."""
     timeout = WaitLimit(world.device, seconds)
     while not all(work.is_completed() for work in works):
         if timeout.over():

@@ -21,7 +21,7 @@ from dynmo.schedule.lowering import Channel, describe
 
 
 class Enqueued(NamedTuple):
-    """CUDA: a message under way. gloo never reports its header as completed before the wait."""
+    """CUDA: a message under way. gloo reports no header as completed before the wait."""
 
     header: list[dist.Work]
     works: list[dist.Work]
@@ -73,7 +73,7 @@ class Outbox:
         self.worker.submit(lambda: self._send(microbatch, header, (*fillers, *tensors)))
 
     def _fillers(self) -> tuple[Tensor, ...]:
-        """Returns tensors for the receives that the peer has posted for the step before's shape."""
+        """Returns tensors for receives that the peer has posted for another shape."""
         count = posted_at_start(self._world, self._messages, self._spec, self._whole_depth)
         return count * tuple(
             torch.zeros(shape, dtype=dtype, device=self._world.device)
@@ -112,7 +112,7 @@ class Outbox:
         self._room.release()
 
     def _release_done(self) -> bool:
-        """CUDA: frees the places of messages that the peer has. Returns whether there were any."""
+        """CUDA: frees the places of messages that the peer has, if there are any."""
         before = len(self._enqueued)
         while self._enqueued and all(work.is_completed() for work in self._enqueued[0].works):
             # The peer read the header before it could receive the message behind it.
@@ -126,7 +126,7 @@ class Outbox:
         return len(self._enqueued) < before
 
     def _acquire(self, microbatch: int) -> None:
-        """Waits for a place. The worker's own wait has a shorter limit and a better message."""
+        """Waits for a place. The worker's own wait is shorter and has a better message."""
         taken = self.worker.error is None and (
             self._room.acquire(timeout=self._world.timeout + 5)
             if self._threaded

@@ -48,7 +48,7 @@ def form_default_group(
 
 
 def form_group_within(ranks: Sequence[int], *, backend: str, timeout: float) -> Any:
-    """Makes a group of ranks of a program's own process groups. Only these ranks call it."""
+    """Makes a group within a program's own process groups. Only these ranks call it."""
     rank = ranks.index(dist.get_rank())
     what = f"ranks {', '.join(map(str, ranks))} of the process group"
     try:

@@ -50,7 +50,7 @@ def arrange(world: World, replicas: int) -> World:
 
 
 class FirstReplica:
-    """Sums over the ranks of the first replica, for values that all replicas know alike."""
+    """Sums over the ranks of the first replica, for values that must be alike."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -45,7 +45,7 @@ ALONE = Rendezvous(rank=0, size=1, local_rank=0)
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
-    """Reads the world of torchrun, of Slurm or of dynmo's launcher that this process is in, if any.
+    """Reads the world that a launcher started this process in, or None.
 
     Raises:
         ConfigError: The variables are there but incomplete.
@@ -100,7 +100,7 @@ def _of_launcher(environ: Mapping[str, str]) -> Rendezvous:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Rendezvous:
-    """Reads the variables of srun. The first task's host and a port by job are the address."""
+    """Reads the variables of srun. The first task's host and a port by job meet."""
     rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
     local = _number(environ, "SLURM_LOCALID")
     address = environ.get("MASTER_ADDR") or first_host(
@@ -120,7 +120,7 @@ def is_loopback(address: str) -> bool:
 
 
 def first_host(nodelist: str) -> str:
-    """Returns the first host of Slurm's compressed list: `gpu[003-006,9],x1` -> `gpu003`."""
+    """Returns the first host of Slurm's list: `gpu[003-006,9],x1` -> `gpu003`."""
     first = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist).split(",")[0]
     if not first:
         raise ConfigError(

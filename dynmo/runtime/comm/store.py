@@ -77,7 +77,7 @@ def _attempt() -> str:
 
 
 def rendezvous_record(rendezvous: Rendezvous) -> dict[str, Any]:
-    """Returns what a process that joins the run needs to open the same store, for JSON.
+    """Returns what a process that joins the run needs to open the same store.
 
     Raises:
         RunError: No other process can reach the store.
@@ -118,7 +118,7 @@ def read_rendezvous(path: Path) -> dict[str, Any]:
 
 
 def _check_source(file: os.stat_result, path: Path) -> None:
-    """Raises ConfigError if others could have written a file that its folder is closed to."""
+    """Raises ConfigError if others could have written a file in a closed folder."""
     folder = path.parent.stat()
     if file.st_uid not in (os.geteuid(), folder.st_uid):
         why = f"belongs to another user ({file.st_uid})"
@@ -200,7 +200,7 @@ def _file_store(path: Path) -> dist.Store:
 
 
 def _check_file(file: IO[bytes]) -> None:
-    """Raises ValueError if a file is no store: a row of keys and values, each behind its length.
+    """Raises ValueError if a file is no store: keys and values behind their lengths.
 
     torch would wait for the rest of it without an end.
     """
@@ -233,7 +233,7 @@ def _stay_on_loopback(address: str) -> None:
 
 
 def _meet(rendezvous: Rendezvous, file: Path, timeout: float) -> dist.Store:
-    """Opens a store on rank 0, which writes its address to the file that the others wait for."""
+    """Opens a store on rank 0. The others wait for the file with its address."""
     if rendezvous.rank == 0:
         return _serve(file, timeout)
     end = time.monotonic() + timeout
@@ -309,7 +309,7 @@ def _within_limit(timeout: float, open_tcp: Callable[[], dist.TCPStore]) -> dist
 
 @contextmanager
 def _native_stderr_dropped() -> Iterator[None]:
-    """Drops what torch's C++ writes to stderr: some 40 lines about every connection that fails."""
+    """Drops some 40 lines that torch's C++ writes about every connection that fails."""
     if os.environ.get("DYNMO_TRACEBACK") == "1":
         yield
         return
@@ -379,13 +379,13 @@ def read_all(store: dist.Store, key: str, size: int, timeout: float) -> list[str
 
 
 def find_missing(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """Returns the positions of the keys that are not in the store. Empty if it does not answer."""
+    """Returns the positions of keys that are not in the store. Empty without an answer."""
 
     return _find(store, keys, present=False)
 
 
 def find_present(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """Returns the positions of the keys that are in the store. Empty if it does not answer."""
+    """Returns the positions of keys that are in the store. Empty without an answer."""
     return _find(store, keys, present=True)
 
 

@@ -10,7 +10,7 @@ from dynmo.kernels.torch_private import TorchDispatchMode, tree_leaves
 
 
 class Watch(TorchDispatchMode):
-    """Counts bytes of the tensors that ops make while it watches, and knows their maximum.
+    """Counts bytes of tensors that ops make while it watches, and their maximum.
 
     A tensor that it has seen made counts until it is gone, even while it does not watch. Use it for
     shapes only: torch may compute differently under it.

@@ -10,7 +10,7 @@ from dynmo.errors import DynmoError, RunError
 
 
 class Worker:
-    """A thread that runs submitted work in order, or `submit` itself if it is not `threaded`."""
+    """A thread that runs submitted work in order. If not `threaded`, `submit` runs it."""
 
     def __init__(self, name: str, threaded: bool) -> None:
         self._name = name
@@ -39,7 +39,7 @@ class Worker:
                 self.error = RunError(f"{self._name}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Ends the thread once its work is done, but waits shortly: after a failure it may hang."""
+        """Ends the thread once its work is done. After a failure it may never be."""
         self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=0.5)

@@ -204,7 +204,7 @@ class World:
             self.store = self.home
 
     def _meet(self, join_timeout: float) -> None:
-        """Forms the group of this generation. All must have come within `join_timeout` seconds."""
+        """Forms the group. All must have come within `join_timeout` seconds."""
         self.group = form_default_group(
             self.store,
             self.rank,
@@ -274,7 +274,7 @@ class World:
             everyone._threads_before = None
 
     def take_threads(self, threads: int) -> int:
-        """Computes with so many threads on CPU until `close`. Returns torch's number before."""
+        """Sets the number of threads on CPU until `close`. Returns the number before."""
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(threads)
         return self._threads_before
@@ -348,7 +348,7 @@ class World:
         return self
 
     def view(self, subgroups: Sequence[tuple[int, ...]], what: str, apart: bool = False) -> World:
-        """Divides the ranks into worlds of their own. All ranks call it, on the world of all.
+        """Divides all ranks into worlds of their own. All call it on the world of all.
 
         Args:
             subgroups: Global ranks of each world. Every rank is in one.
@@ -394,7 +394,7 @@ class World:
     # -- point to point ----------------------------------------------------------------------------
 
     def open_channels(self, pairs: Sequence[tuple[int, ...]]) -> None:
-        """Makes NCCL's communicators, one per channel. gloo needs none, because it has tags.
+        """Makes NCCL's communicators, one per channel. gloo needs none: it has tags.
 
         Args:
             pairs: Keys (tag, source, target), in the same order on all ranks. A communicator that
@@ -483,7 +483,7 @@ class World:
         return work
 
     def wait(self, work: dist.Work, peer: int, what: str) -> None:
-        """Waits for a message. With NCCL the stream waits, and `look` and `settle` keep the limit.
+        """Waits for a message. With NCCL the stream waits, within the limit of `settle`.
 
         `what` names the message in errors, such as "the activations of microbatch 3".
 
@@ -589,7 +589,7 @@ class World:
         raise RankDied(f"{me} lost {whom} while waiting for {what} ({reason(error)})") from error
 
     def late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
-        """Returns the error of a wait for peers, or for some of all others if `peers` is None."""
+        """Returns the error of a wait for peers. None means some of all others."""
         late = self._not_waiting(what) if peers is None else list(peers)
         me, others = self.describe_rank(self.rank), self.name_ranks(late)
         waited = f"{me} waited {self.timeout:g} s for {others}: {what}"

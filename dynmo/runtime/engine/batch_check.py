@@ -29,7 +29,7 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(batch: Tensor) -> Tensor:
-    """Hashes values, order and shape of a batch on its device, without waiting for the device."""
+    """Hashes values, order and shape of a batch, without waiting for its device."""
     values = batch.detach()
     if values.is_complex():
         values = torch.view_as_real(values)

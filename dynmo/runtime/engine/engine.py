@@ -190,7 +190,7 @@ class Engine:
         return pending.take_done()
 
     def drain(self) -> tuple[StepRecord, ...]:
-        """Waits until the last step is final. Returns the results that were not returned before."""
+        """Waits until the last step is final. Returns results not returned before."""
         return self.pending.drain()
 
     def forward_backward(
@@ -235,7 +235,7 @@ class Engine:
         shares: bool = False,
         outputs: dict[int, object] | None = None,
     ) -> float:
-        """Computes the mean loss over microbatches without training. It is the same on every rank.
+        """Computes the mean loss over microbatches without training, alike on all ranks.
 
         Args:
             inputs: [microbatches, ...] on the rank of the first stage.
@@ -287,7 +287,7 @@ class Engine:
         return self.profiler.gather_halves(self.store.world, self.store.layers, costs)
 
     def digest(self) -> str:
-        """Returns the SHA-256 of all weights. Raises RunError if the replicas' weights differ."""
+        """Returns the SHA-256 of all weights, or raises RunError if replicas differ."""
         return weights_digest(self.pending.final)
 
 

@@ -28,7 +28,7 @@ WAIT, SEND = "wait", "send"
 
 
 class Interval(NamedTuple):
-    """One interval of a rank's step, as marks of its clock: a kind of op, WAIT or SEND."""
+    """One interval of a rank's step, as marks of its clock: an op, WAIT or SEND."""
 
     kind: str
     stage: int
@@ -122,7 +122,7 @@ def _at(batch: Tensor | None, microbatch: int) -> Tensor:
 
 
 def mean_loss(losses: list[Tensor]) -> float:
-    """Returns the mean over the microbatches, added in their order. 0 on a rank that has none."""
+    """Returns the mean over the microbatches, added in their order. 0 for none."""
     return float(torch.stack(losses).double().mean()) if losses else 0.0
 
 

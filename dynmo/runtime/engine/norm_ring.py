@@ -40,7 +40,7 @@ NON_FINITE, CLIPPED, MISMATCHED = "non-finite", "clipped", "mismatched"
 
 @dataclass(frozen=True)
 class Rollback:
-    """A step that was not as some ranks had made it, and the seconds of work thrown away."""
+    """A step that was not as some ranks had made it, and seconds thrown away."""
 
     what: str
     seconds: float
@@ -87,7 +87,7 @@ class NormRing:
         )
 
     def pass_on(self, prefix: Tensor) -> None:
-        """Hands the prefix to the next rank. The last rank has the whole and sends it back."""
+        """Hands the prefix to the next rank. The last rank sends the whole back."""
         self._finish_sends()
         self._post(TAG_VERDICT, self._verdict_from)
         if self._prefix_to is not None:
@@ -142,7 +142,7 @@ class Switch:
 
 
 class BarrierPolicy:
-    """Decides by verdicts, alike on every rank, whether steps are validated afterwards."""
+    """Decides by verdicts, alike on all ranks, whether steps are validated afterwards."""
 
     def __init__(self) -> None:
         self._recent: deque[bool] = deque(maxlen=_WINDOW)

@@ -39,7 +39,7 @@ class OptimizerStep:
     def update(
         self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int
     ) -> tuple[StepRecord, str | None]:
-        """Applies the step that all ranks agree on. Returns why unclipped gradients failed, too."""
+        """Applies the step that all ranks agree on. Returns the obstacle to it, too."""
         self.prepare()
         table = self.table.once(self.table.own(step_output, flag))
         everyone = self._store.world.everyone
@@ -63,7 +63,7 @@ class OptimizerStep:
         return result, failed
 
     def prepare(self) -> None:
-        """Readies the gradients: sums those of tied weights and divides the loss scale out."""
+        """Sums the gradients of tied weights and divides the loss scale out."""
         self._store.tied.merge()
         gradients: list[Tensor] = []
         for layer in self._store.layers.values():
@@ -79,7 +79,7 @@ class OptimizerStep:
     # -- obstacles to a step -----------------------------------------------------------------------
 
     def failed(self, loss: float, squared_norms: Sequence[float], max_norm: float) -> str | None:
-        """Returns why the optimizer cannot step with the unclipped gradients, or None if it can.
+        """Returns the obstacle to a step with unclipped gradients, or None.
 
         Also valid for a prefix, in which the entries of later ranks are still 0.
         """
@@ -131,7 +131,7 @@ class OptimizerStep:
         )
 
     def each(self, act: Callable[[int, LayerOptimizer], None]) -> None:
-        """Calls `act` for each layer that trains. With ZeRO-1, waits for the new parameters."""
+        """Calls `act` for each layer that trains. Waits for parameters with ZeRO-1."""
         frozen, replicas = self._store.frozen.layers, self._store.replicas
         # In one order on all peers, wherever their layers came from.
         for index, optimizer in sorted(self._store.optimizers.items()):

@@ -54,7 +54,7 @@ class StepOptions:
         check_choice("w_granularity", self.w_granularity, ("whole", "linear"))
 
     def layouts(self, layers: int, accumulation_groups: int) -> Layouts:
-        """Returns the layouts that these steps allow. The groups are those of the whole mesh."""
+        """Returns the layouts that these steps allow, with groups of the whole mesh."""
         return Layouts(
             layers,
             self.schedule,

@@ -90,7 +90,7 @@ class PostValidation:
     def end(
         self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int
     ) -> None:
-        """Makes the step if the ranks so far have nothing against it, and tells the next rank."""
+        """Makes the step if ranks so far have nothing against it, and tells the next."""
         if self._failure is not None:
             self._end.discard()
             self._raise()
@@ -139,7 +139,7 @@ class PostValidation:
             )
 
     def _is_validated(self) -> bool:
-        """Acts on the verdict. Returns False if the step was not made as the rank had assumed."""
+        """Acts on the verdict. Returns False if the step was not made as assumed."""
         pending, self._pending = self._pending, None
         assert pending is not None
         end = self._end

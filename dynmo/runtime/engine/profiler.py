@@ -164,7 +164,7 @@ def _in_proportion(
 def _by_kind(
     marks: Sequence[OpMark], seconds: Callable[[Any, Any], float | None]
 ) -> tuple[list[float | None], ...]:
-    """Returns readings of F, B and W in the order of the marks, None where `seconds` knows none."""
+    """Returns readings of F, B and W in order, None where `seconds` knows none."""
     f, b, w = list[float | None](), list[float | None](), list[float | None]()
     for kind, start, end, inside in marks:
         whole, parts = seconds(start, end), [seconds(*pair) for pair in inside]
@@ -182,7 +182,7 @@ def _by_kind(
 
 
 def _rest(whole: float | None, part: float | None) -> float | None:
-    """Returns a whole without a part, or None if one is unknown or the part seems longer.
+    """Returns a whole without a part, or None if one is unknown or the part is longer.
 
     It seems longer if the thread lost its core. The whole is then CPU time. The part is elapsed
     time, of which a virtual machine took some unseen.
@@ -202,7 +202,7 @@ Pair = tuple[int, int]
 def measure_links(
     world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1 << 20), repeats: int = 5
 ) -> dict[Pair, LinkCost]:
-    """Measures the cost of each pair's link, the same on every rank. All ranks call it.
+    """Measures the cost of each pair's link, alike on all ranks. All call it.
 
     Takes the median of several ping-pongs, with pauses, as messages have in training. Back to back
     they would be several times faster than any real message: caches, threads and cores are awake

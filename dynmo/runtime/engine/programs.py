@@ -1,4 +1,4 @@
-"""The programs that this rank runs over its current layers: one trains, and others evaluate.
+"""The programs that this rank runs: one trains, and others evaluate.
 
 They are lowered when they are first needed, and again after layers have moved, frozen or changed.
 """
@@ -134,7 +134,7 @@ class Programs:
 
     @contextmanager
     def _running(self, keys: Keys | None, training: bool) -> Generator[None]:
-        """Rejects a forward that writes to a persistent buffer, if there are or may be replicas."""
+        """Rejects a forward that writes to a persistent buffer if replicas are possible."""
         store = self._store
         self._replicates = self._replicates or store.world.replicas > 1
         for layer in store.layers.values():
@@ -155,7 +155,7 @@ class Programs:
                 )
 
     def _varying(self) -> list[int]:
-        """Returns the boundaries behind stages whose last layer says that its outputs vary."""
+        """Returns the boundaries behind layers that say that their outputs vary in shape."""
         modules, partition = self._store.modules, self._store.layout.partition
         return [
             stage

@@ -50,7 +50,7 @@ class ScheduleKeeper:
 
     @property
     def scheduled(self) -> tuple[LayerCost, ...] | None:
-        """Costs that the present schedule is made from: the known ones, or those of the shapes."""
+        """Costs that the present schedule is made from: known ones, or of shapes."""
         return (self.known or self._guess()) if self.from_costs else None
 
     @property

@@ -33,14 +33,14 @@ class SmSlice(NamedTuple):
 def make_streams(
     device: torch.device, slices: int | None, stage_ranks: Sequence[int]
 ) -> StageStreams:
-    """Makes a stream on each slice of a CUDA device. On CPU all stages compute in turn."""
+    """Makes a stream on each slice of a CUDA device. CPU stages compute in turn."""
     if slices is None or device.type != "cuda":
         return StageStreams()
     return SliceStreams([each.stream for each in cut(device.index or 0, slices)], stage_ranks)
 
 
 def sizes(sms: int, slices: int, least: int, step: int) -> range:
-    """Returns the slice sizes to try: multiples of `step` of at least `least`, largest first."""
+    """Returns the slice sizes to try: multiples of `step`, largest first."""
     step = max(1, step)
     return range(sms // slices // step * step, max(1, least) - 1, -step)
 
@@ -88,7 +88,7 @@ def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
 
 
 def _split(cuda: Any, whole: Any, slices: int) -> Sequence[Any]:
-    """Makes equal groups, as large as the GPU's topology allows. Only trying tells how large."""
+    """Makes equal groups, as large as possible. Only trying tells how large."""
     refused: Exception | None = None
     for count in sizes(
         whole.sm_count, slices, whole.min_partition_size, whole.coscheduled_alignment

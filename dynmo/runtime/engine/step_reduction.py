@@ -139,7 +139,7 @@ class StepReduction:
         return table
 
     def difference(self, step: int, table: Tensor) -> InputError | None:
-        """Returns the error of ranks that were given different batches, from the complete table."""
+        """Returns the error of ranks with different batches, from the complete table."""
         hashes = self._parts(table)[2][4:].tolist()
         return find_difference(f"step {step}", hashes, self._store.layout.replicas)
 

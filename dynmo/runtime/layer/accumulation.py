@@ -22,14 +22,17 @@ from torch import Tensor, nn
 
 
 class Tree:
-    """The sum of tensors, added as the tree above into the given tensors. None stands for zeros."""
+    """The sum of tensors, added as the tree above. None stands for zeros.
+
+    It adds into the tensors that it is given.
+    """
 
     def __init__(self) -> None:
         self._parts: list[Tensor | None] = []
         self._count = 0
 
     def put(self, place: int, tensor: Tensor | None) -> None:
-        """Adds the tensor of a place, which only grows. Places that are left out are zeros."""
+        """Adds the tensor of a place, which only grows. Places left out are zeros."""
         assert place >= self._count, "tensors come in order"
         while self._count < place:
             self._push(None)
@@ -91,7 +94,7 @@ class AccumulationGroups:
 
     @property
     def watching(self) -> bool:
-        """Whether W must be kept apart from B, to see which gives a parameter its gradient."""
+        """Whether W must be apart from B, to see which gives a parameter its gradient."""
         return self._count > 1 and any(p.requires_grad for p in self._undecided)
 
     def after_input(self, microbatch: int) -> None:

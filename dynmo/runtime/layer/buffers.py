@@ -22,7 +22,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 class BufferKey(NamedTuple):
-    """Identifies a buffer: the place of its owner among the modules, and its name there."""
+    """Identifies a buffer: place of its owner among the modules, and its name there."""
 
     owner: int
     name: str

@@ -111,7 +111,7 @@ class OutputCache:
     # -- entries that hold no longer ---------------------------------------------------------------
 
     def forget(self, layers: Iterable[int]) -> None:
-        """Drops the outputs of changed layers, on whatever rank, and of all layers behind them."""
+        """Drops the outputs of changed layers, on any rank, and of all behind them."""
         first = min(layers, default=None)
         if first is not None:
             self._drop([at for at in self._entries if at[0] >= first])

@@ -19,7 +19,7 @@ _CONTAINERS = (list, dict, set)
 
 
 class PlainState:
-    """The attributes of a module and its submodules now. dynmo's own modules are left out."""
+    """The attributes of a module and its submodules now, except for dynmo's own."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = [

@@ -21,7 +21,7 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 
 
 def lower(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rounds the float32 parameters of a module in place. Returns their float32 values, by name."""
+    """Rounds the float32 parameters of a module. Returns their values before."""
     masters: dict[str, Tensor] = {}
     if dtype == torch.float32:
         return masters
@@ -33,7 +33,7 @@ def lower(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def dtype_for(precision: str, device: torch.device) -> torch.dtype:
-    """Returns the type of a precision, a key of `PRECISIONS`, after a trial on the device.
+    """Returns the type of a key of `PRECISIONS`, after a trial on the device.
 
     Raises:
         ConfigError: torch cannot train in this precision on the device.

@@ -136,7 +136,7 @@ class Layer:
         self._outputs_like = self._marks_missing = None
 
     def forget_sizes(self) -> None:
-        """Has the bytes measured again at the next microbatch that trains the changed layer."""
+        """Has the bytes of a changed layer measured at its next microbatch that trains."""
         self._measured = False
         self.activation_bytes = self.stash_bytes = 0
         self._writes_inputs.clear()
@@ -233,7 +233,7 @@ class Layer:
         self.marks.append((Kind.F, start, end, []))
 
     def drew(self, microbatch: int, device: torch.device, step: int) -> bool:
-        """Returns whether the last F drew random numbers from torch's generator of the device."""
+        """Returns whether the last F drew from torch's generator of the device."""
         generator = generator_of(device)
         after = generator.get_state()
         self._seed_forward(device, step, microbatch)
@@ -272,7 +272,7 @@ class Layer:
             raise
 
     def _handed_on(self, out: object) -> Tensors:
-        """Returns the module's outputs contiguous, for a message that travels loses its strides."""
+        """Returns the module's outputs contiguous, as a message would arrive."""
         outputs = cast(
             "tuple[object, ...]", tuple(out) if isinstance(out, tuple | list) else (out,)
         )
@@ -322,7 +322,7 @@ class Layer:
         state.restore()
 
     def _call_to_keep(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
-        """Runs `_call`. The first time, counts the bytes that autograd keeps beside weights."""
+        """Runs `_call`. The first time, counts the bytes that autograd keeps."""
         if self._measured:
             return self._call(inputs, finish, True)
         own = {_storage(p) for p in (*self.module.parameters(), *self.module.buffers())}
@@ -442,7 +442,7 @@ def _roots(outputs: Tensors) -> Roots:
 
 
 def _edge(output: Tensor) -> GradientEdge:
-    """get_gradient_edge without its checks, which are slow after an op that has used the caches."""
+    """get_gradient_edge without its checks, which are slow behind ops that use caches."""
     node = output.grad_fn
     if node is None:
         return get_gradient_edge(output)  # an input, handed on
@@ -453,7 +453,7 @@ def _edge(output: Tensor) -> GradientEdge:
 
 
 def _present(gradients: Tensors) -> tuple[Tensor | None, ...]:
-    """Returns the gradients, with None for those that a boolean tensor behind them denies."""
+    """Returns the gradients, with None for those that the tensor behind them denies."""
     if not gradients or gradients[-1].dtype is not torch.bool:
         return gradients
     *values, there = gradients
@@ -466,7 +466,7 @@ def _present(gradients: Tensors) -> tuple[Tensor | None, ...]:
 
 
 def _run_graph(roots: Roots, gradients: Sequence[Tensor | None]) -> None:
-    """torch.autograd.backward without its checks, which cost as much again as a small graph."""
+    """torch.autograd.backward without its checks, as slow as a small graph."""
     pairs = [
         (root, gradient)
         for root, gradient in zip(roots, gradients, strict=True)
@@ -484,7 +484,7 @@ def _described(spec: Spec) -> str:
 
 
 def _differs(original: Tensor, copy: Tensor) -> bool:
-    """Returns whether a fresh copy has been written to. `.data` does not raise its version."""
+    """Returns whether a fresh copy was written to. `.data` does not raise its version."""
     return copy._version > 0 or (type(copy) is Tensor and not has_same_bits(original, copy))
 
 

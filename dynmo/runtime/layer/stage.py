@@ -122,7 +122,7 @@ class Stage:
         return loss.float() if loss.dtype in LOW else loss
 
     def backward_input(self, microbatch: int, gradients: Tensors | None, deferred: bool) -> Tensors:
-        """Runs B, and W too unless `deferred`. Returns gradients of the first layer that trains.
+        """Runs B, and W too unless `deferred`. Returns gradients of the inputs.
 
         `gradients` are those of the outputs. None on the last stage, whose output is the loss.
         """

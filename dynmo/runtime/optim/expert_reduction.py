@@ -47,7 +47,7 @@ class SharedExpert(Shared):
 def reduce_experts(
     peers: World, layer: int, experts: Sequence[SharedExpert], bucket: int = REDUCED_AT_ONCE
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Sums the gradients of one layer's experts over the peers, in place, for all holders."""
+    """Sums the gradients of a layer's experts over the peers, in place, for all holders."""
     for expert in experts:
         if expert.holders == 1 and expert.held and expert.parameter.requires_grad:
             tree = Tree()
@@ -148,7 +148,7 @@ class _Bucket:
         pieces: Callable[[SharedExpert, int], Sequence[Tensor]],
         size: Callable[[SharedExpert, int], int],
     ) -> list[Tensor]:
-        """Sends each replica its pieces of the experts. `size` counts elements that it sends."""
+        """Sends each replica its pieces. `size` counts the elements that it sends."""
         parts = [
             self._joined([each for expert in self._experts for each in pieces(expert, replica)])
             for replica in range(self._peers.size)
@@ -177,7 +177,7 @@ def _flat(parameter: nn.Parameter) -> Tensor:
 def _rows(
     group: Sequence[SharedExpert], arrived: Sequence[Tensor], me: int
 ) -> list[dict[int, Tensor]]:
-    """Returns this replica's range of the gradients of all replicas' rows, by held expert."""
+    """Returns the gradients of all replicas' rows in this replica's range, by expert."""
     out: list[dict[int, Tensor]] = [{} for _ in group]
     for replica, received in enumerate(arrived):
         start = 0

@@ -95,7 +95,7 @@ class Reducer:
         peers.everyone.channels.add(self)
 
     def submit(self, work: Callable[[], Callable[[], None] | None]) -> None:
-        """Submits work. It may return a function to call in the rank's own thread, at `finish`."""
+        """Submits work. It may return a function for the rank's own thread at `finish`."""
 
         def run() -> None:
             start = time.perf_counter()
@@ -171,7 +171,7 @@ def drop_missing(missing: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
 def _reduce(
     peers: World, group: Sequence[Shared], everywhere: bool, what: str
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Reduces one bucket. Returns parameters without a gradient here, and whether any has."""
+    """Reduces one bucket. Returns gradients missing here, and whether any has them."""
     absent = [s.parameter.grad is None for s in group]
     flats = [_flat_gradient(s.parameter) for s in group]
     # Not from a list, which on CUDA the host would wait for.
@@ -223,7 +223,7 @@ def gather_shares(
 
 
 def squared_norms(peers: World, layers: Mapping[int, Sequence[Shared]]) -> dict[int, float]:
-    """Returns the squared norms of layers that are in shares, with `squared_norm`'s bits."""
+    """Returns the squared norms of layers in shares, with the bits of `squared_norm`."""
     lengths = {index: sum(_blocks(s) for s in shares) for index, shares in layers.items()}
     table = torch.zeros(sum(lengths.values()), dtype=torch.float64)
     start = 0
@@ -245,7 +245,7 @@ def _blocks(shared: Shared) -> int:
 
 
 def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
-    """Groups parameters that train by dtype, and cuts a part of every share for each bucket."""
+    """Groups parameters that train by dtype. A bucket takes a part of every share."""
     groups: dict[torch.dtype, list[_Share]] = {}
     for s in shares:
         if s.parameter.requires_grad:
@@ -274,7 +274,7 @@ def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    """Returns the gradient's own memory as a vector. Makes zeros if there is no gradient."""
+    """Returns the gradient's own memory as a vector: zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = zero_gradient(parameter)
     if not parameter.grad.is_contiguous():

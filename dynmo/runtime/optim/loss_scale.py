@@ -42,7 +42,7 @@ class LossScaler:
 
     @property
     def skips(self) -> bool:
-        """Whether a step whose gradients are not finite is skipped, for a lower scale may do."""
+        """Whether a step with bad gradients is skipped, because a lower scale may do."""
         return self._window is not None and self.scale > 1
 
     def observe(self, finite: bool) -> None:
@@ -61,7 +61,7 @@ class LossScaler:
         return {"scale": self.scale, "good": self._good}
 
     def load(self, state: dict[str, float]) -> None:
-        """Loads a checkpoint's state. A scale that stays is the config's, not the checkpoint's."""
+        """Loads a checkpoint's state. A scale that stays is the config's."""
         if self._window is not None:
             self.scale, self._good = float(state["scale"]), int(state["good"])
 

@@ -56,7 +56,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class Share:
-    """One of `count` equal parts of every layer's optimizer (ZeRO-1). The default is the whole."""
+    """One of `count` equal parts of every layer's optimizer (ZeRO-1)."""
 
     index: int = 0
     count: int = 1
@@ -70,7 +70,7 @@ def decays(parameter: Tensor) -> bool:
 
 
 def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
-    """Returns first element and end of each parameter's range in a share, by the sizes in order.
+    """Returns first element and end of each parameter's range in a share.
 
     The ranges are contiguous over all parameters and consist of whole norm blocks.
     """
@@ -87,7 +87,9 @@ def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
 
 
 class LayerOptimizer:
-    """AdamW or SGD over one layer, by float32 masters for parameters of lower precision.
+    """AdamW or SGD over one layer.
+
+    A parameter that is not float32 is trained through a float32 master.
 
     Args:
         shared: Names of parameters that another layer owns and updates (tied weights).
@@ -154,7 +156,7 @@ class LayerOptimizer:
         return out
 
     def step(self, lr: float, scale: float = 1.0) -> None:
-        """Applies the gradients times `scale`. They stay, multiplied, until `drop_gradients`."""
+        """Applies the gradients times `scale`. They stay, multiplied."""
         gradients = self._gradients()
         if not gradients:
             return
@@ -372,7 +374,7 @@ def squared_norm(gradients: Iterable[Tensor | None]) -> float:
 
 
 def fold_blocks(blocks: Iterable[float]) -> float:
-    """Adds the sums of blocks one by one. A tensor's own sum would be rounded otherwise."""
+    """Adds the sums of blocks one by one, however many there are."""
     total = 0.0
     for block in blocks:
         total += block
@@ -380,7 +382,7 @@ def fold_blocks(blocks: Iterable[float]) -> float:
 
 
 def block_sums(gradient: Tensor) -> list[float]:
-    """Returns the sum of squares of each norm block of a gradient, or of a part from a block on."""
+    """Returns the sum of squares of each norm block of a gradient or a part of it."""
     flat = gradient.detach().reshape(-1).float()
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
     # Not all at once: the squares of a large gradient would take as much memory as it does.
@@ -398,5 +400,5 @@ def block_sums(gradient: Tensor) -> list[float]:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Returns the factor of gradients that limits their norm. A limit of 0 means no clipping."""
+    """Returns the factor of gradients that limits their norm. 0 is no limit."""
     return limit / (norm + 1e-6) if limit and norm > limit else 1.0

@@ -51,7 +51,7 @@ class Replicas:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Seconds of collectives over the replicas, and those that its own work did not hide."""
+        """Seconds of collectives over the replicas, and those that no work hid."""
         return (0.0, 0.0) if self._reducer is None else (self._reducer.worked, self._reducer.waited)
 
     def adopt(
@@ -103,7 +103,7 @@ class Replicas:
         self._reducer.submit(work)
 
     def squared_norms(self) -> dict[int, float] | None:
-        """Returns the squared norms of this rank's layers, or None if no gradient is in shares."""
+        """Returns the squared norms of this rank's layers, or None if all are whole."""
         if self._reducer is None or not (self._sharded or any(self.experts.values())):
             return None
         layers = {
@@ -118,7 +118,7 @@ class Replicas:
         return lambda shared: places[shared.name]
 
     def send_parameters(self, index: int) -> None:
-        """Exchanges the shares of a layer's parameters while this rank goes on, with ZeRO-1."""
+        """Exchanges shares of a layer's parameters meanwhile, with ZeRO-1."""
         if self._reducer is not None and self._sharded:
             self._reducer.submit(
                 partial(gather_parameters, self._world.peers, index, self._shares[index])

@@ -43,7 +43,7 @@ class TiedWeights:
 
     @property
     def apart(self) -> bool:
-        """Whether some weight lives on two ranks, which wait for each other at a step's end."""
+        """Whether some weight lives on two ranks, which wait for each other each step."""
         return any(source != target for source, target, *_ in self._uses())
 
     def _uses(self) -> Iterator[tuple[int, int, nn.Parameter, nn.Parameter]]:
@@ -64,7 +64,7 @@ class TiedWeights:
                 used.data = owned.data
 
     def merge(self) -> None:
-        """Adds the user's gradient to the owner's, and drops the user's. Called before the norm."""
+        """Adds the user's gradient to the owner's, and drops it. Precedes the norm."""
         here = self._world.rank
         for index, (target, source, owned, used) in enumerate(self._uses()):
             if not owned.requires_grad:

@@ -37,7 +37,7 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
 def whole_state(
     peers: World, optimizer: LayerOptimizer, experts: Sequence[SharedExpert] = ()
 ) -> dict[str, Tensor]:
-    """Returns the whole state of a layer on all peers, each of which has a share. All call it."""
+    """Returns the whole state of a layer on all peers, which all call it."""
     own = optimizer.state()
     if optimizer.whole and not experts:
         return own
@@ -76,7 +76,7 @@ def whole_state(
 
 
 def whole_parameters(peers: World, experts: Sequence[SharedExpert]) -> dict[str, Tensor]:
-    """Returns the whole weights of experts that are spread over the peers. All call it."""
+    """Returns the whole weights of spread experts on all peers, which all call it."""
     out: dict[str, Tensor] = {}
     for expert in experts:
         whole = torch.zeros_like(expert.parameter, requires_grad=False)

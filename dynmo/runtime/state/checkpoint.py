@@ -117,7 +117,7 @@ def save(
 
 
 class _Attempt:
-    """The parts that the ranks write of one checkpoint. If one fails, all ranks stop together."""
+    """The parts that ranks write of a checkpoint. If one fails, all stop together."""
 
     def __init__(self, world: World, partial: Path) -> None:
         self._world, self._partial = world, partial
@@ -228,7 +228,7 @@ def _step(path: Path) -> int:
 
 
 def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointManifest, list[str]]:
-    """Returns the newest checkpoint that is whole, its manifest, and the problems of newer ones.
+    """Returns the newest whole checkpoint, its manifest, and problems of newer ones.
 
     Each rank of `world` reads a part.
 
@@ -265,7 +265,7 @@ def _missing_latest(folder: Path) -> list[str]:
 
 
 def verify(path: Path, world: World | None = None) -> CheckpointManifest:
-    """Checks every file of a checkpoint against its manifest, and the manifest against itself."""
+    """Checks every file of a checkpoint against its manifest, and that itself."""
     manifest = read(path)
     if path.name != f"step-{manifest.step:06d}":
         raise CheckpointError(f"{path} has the manifest of step {manifest.step}")

@@ -33,7 +33,7 @@ _SEALED = re.compile(rb'(.*),\n "sha256": "([0-9a-f]{64})"\n\}', re.DOTALL)
 
 
 class CheckpointManifest(BaseModel):
-    """Description of a checkpoint: the SHA-256 of each file by path, and the run's own part."""
+    """Description of a checkpoint: SHA-256 of each file, and the run's own part."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     version: int

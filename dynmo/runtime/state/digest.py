@@ -1,4 +1,4 @@
-"""Digests of a model's weights and buffers, which say whether two runs have the same numbers."""
+"""Digests of weights and buffers. Equal ones mean that two runs are equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 
 def weights_digest(store: LayerStore) -> str:
-    """Returns the SHA-256 over the SHA-256 of each layer's parameters. Every rank calls it.
+    """Returns the SHA-256 over that of each layer's parameters. Every rank calls it.
 
     The layers come in global order, and pruned parameters in dense form. For a parameter in lower
     precision the float32 master is hashed, since the parameter is the rounded master.
@@ -33,7 +33,7 @@ def weights_digest(store: LayerStore) -> str:
 
 
 def buffers_digest(store: LayerStore) -> str:
-    """Returns the SHA-256 over that of each layer's persistent buffers, like `weights_digest`.
+    """Returns the SHA-256 over that of each layer's persistent buffers.
 
     Name, dtype, shape and values count. Buffers that encode the sparsity of pruned weights do not.
     """

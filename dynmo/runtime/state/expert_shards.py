@@ -62,7 +62,7 @@ class ExpertShards:
             self._hold(modules[index], self.placements[index])
 
     def renew(self, world: World) -> None:
-        """Goes on in other process groups, with as many replicas. All ranks call it together."""
+        """Goes on in other process groups, with as many replicas. All ranks call it."""
         self._world, self.group = world, ExpertGroup(world, self.group.ranks)
 
     def _hold(self, module: nn.Module, placement: ExpertPlacement) -> None:
@@ -165,7 +165,7 @@ class ExpertShards:
     def move(
         self, index: int, module: nn.Module, placement: ExpertPlacement, state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], int]:
-        """Moves experts of an own layer between the replicas of a group, which all call it.
+        """Moves experts of an own layer between the replicas of a group. All call it.
 
         The layer must be connected again. Returns the new state, and the bytes that arrived here.
         """

@@ -42,5 +42,5 @@ class ReplicaOptions:
     replicates: bool = False
 
     def groups(self, replicas: int) -> int:
-        """Returns the number of accumulation groups of a mesh that starts with these replicas."""
+        """Returns the accumulation groups of a mesh that starts with these replicas."""
         return self.accumulation_groups or replicas

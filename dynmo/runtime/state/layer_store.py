@@ -401,7 +401,7 @@ def _check(index: int, module: nn.Module, replicas: int) -> None:
 
 
 def _contiguous(module: nn.Module) -> None:
-    """Makes parameters and buffers contiguous, as gradients, moments and layers that arrive are."""
+    """Makes parameters and buffers contiguous, like gradients and moments."""
     for parameter in module.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()

@@ -109,7 +109,7 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A layer that has been received and is not yet live, with requires_grad of each parameter."""
+    """A layer that has been received and is not yet live. `flags` are requires_grad."""
 
     layer: int
     tensors: Contents
@@ -174,7 +174,7 @@ class _Transit:
     def announce(
         self, move: Move, leaving: Callable[[int], tuple[nn.Module, dict[str, Tensor]]]
     ) -> None:
-        """Sends the manifest of a layer that leaves. An empty one says that it cannot leave."""
+        """Sends the manifest of a layer that leaves, or an empty one if it cannot."""
         text = b""
         try:
             text, tensors = pack(move.layer, *leaving(move.layer))
