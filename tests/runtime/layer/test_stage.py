@@ -103,10 +103,3 @@ def test_a_loss_must_be_a_scalar() -> None:
     whole = Stage(whole.layers, 0, lambda out, aim: out - aim)
     with pytest.raises(RunError, match=r"loss function .*\(3, 6\)"):
         whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=True)
-
-
-def test_clear_drops_activations_and_marks() -> None:
-    whole, _ = stage(0)
-    whole.forward(0, (torch.randn(3, 6),), 0, None, training=True)
-    whole.clear()
-    assert not any(layer._saved or layer.marks for layer in whole.layers)
