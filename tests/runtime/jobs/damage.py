@@ -39,8 +39,8 @@ def resume_each(world: World, config: dict[str, Any], folders: list[str]) -> lis
     return [_ended(resume, folder) for folder in folders]
 
 
-def _pipeline(world: World) -> dynmo.Pipeline:
-    torch.manual_seed(0)
+def _pipeline(world: World, config: dict[str, Any]) -> dynmo.Pipeline:
+    torch.manual_seed(config.get("seed", 0))
     layers = [nn.Linear(4, 4) for _ in range(4)]
     model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
     return dynmo.Pipeline(model, world, microbatches=2, schedule="1f1b", balance="none")
@@ -57,14 +57,14 @@ def _to_the_end(pipeline: dynmo.Pipeline, folder: str | None = None) -> str:
 
 def loop(world: World, config: dict[str, Any], folder: str) -> str:
     """A loop of one's own that saves after each step. Returns the digest of the weights."""
-    return _to_the_end(_pipeline(world), folder)
+    return _to_the_end(_pipeline(world, config), folder)
 
 
 def load_each(world: World, config: dict[str, Any], folders: list[str]) -> list[dict[str, Any]]:
     """Goes on with `Pipeline.load` from each of these folders, and says how that ended."""
 
     def go_on(folder: str) -> str:
-        pipeline = _pipeline(world)
+        pipeline = _pipeline(world, config)
         pipeline.load(Path(folder, "checkpoints"))
         return _to_the_end(pipeline)
 
