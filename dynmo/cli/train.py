@@ -35,7 +35,7 @@ from dynmo.errors import ConfigError
 
 if TYPE_CHECKING:
     from dynmo.config import Config
-    from dynmo.elastic.managers.manager import Starter
+    from dynmo.elastic.manager import Starter
     from dynmo.events import Event
     from dynmo.runtime.comm.rendezvous import Rendezvous
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dynmo.elastic.join_requests import Newcomer, join_request_text
-from dynmo.elastic.launcher.launch_folder import launch_folder
+from dynmo.elastic.launch_folder import launch_folder
 from dynmo.elastic.member import describe, own_member
 from dynmo.errors import InputError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 
 from dynmo.elastic.join_requests import JoinRequests, join_request_from
+from dynmo.elastic.manager import Manager
 from dynmo.elastic.managers.choose import make_manager
-from dynmo.elastic.managers.manager import Manager
 from dynmo.elastic.member import Member, count_text, describe
 from dynmo.errors import RunError
 from dynmo.events import Event, FaultEvent, ReleaseEvent

@@ -20,7 +20,7 @@ import torch
 from dynmo.balance.partition import Partition
 from dynmo.balance.repack import kept_ranks
 from dynmo.elastic.grant import Grant, cost_records
-from dynmo.elastic.launcher.launch_folder import tell_launcher
+from dynmo.elastic.launch_folder import tell_launcher
 from dynmo.elastic.member import (
     Member,
     count_text,

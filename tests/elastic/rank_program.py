@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dynmo.elastic.launcher.launch_folder import LaunchFolder
+from dynmo.elastic.launch_folder import LaunchFolder
 from dynmo.elastic.launcher.rank_side import enter_rank, report_failure
+from dynmo.elastic.manager import Report
 from dynmo.elastic.managers.launcher import LauncherManager
-from dynmo.elastic.managers.manager import Report
 from dynmo.elastic.member import Member
 from dynmo.errors import DynmoError, RunError
 

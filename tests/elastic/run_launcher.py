@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from dynmo.elastic.launcher import supervisor
-from dynmo.elastic.managers.manager import Starter
+from dynmo.elastic.manager import Starter
 from dynmo.errors import DynmoError
 from tests.processes import gone, wait_until
 

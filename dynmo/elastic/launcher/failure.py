@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dynmo.elastic.launcher.launch_folder import LaunchFolder
+from dynmo.elastic.launch_folder import LaunchFolder
 from dynmo.errors import InputError, Interrupted, RunError
 
 # The exit status of a rank that stopped on request. It is no failure, and other ranks may still

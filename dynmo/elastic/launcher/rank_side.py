@@ -13,8 +13,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from dynmo.elastic.launch_folder import LaunchFolder
 from dynmo.elastic.launcher.failure import Failure
-from dynmo.elastic.launcher.launch_folder import LaunchFolder
 from dynmo.elastic.managers.local import STOP_SIGNALS
 from dynmo.errors import DynmoError, RankDied, WaitTimeout, place
 

@@ -28,11 +28,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dynmo.elastic.launch_folder import LaunchFolder
 from dynmo.elastic.launcher.environment import most_local_ranks, process_environment
 from dynmo.elastic.launcher.failure import STOPPED, Ending, how_it_ended, read_failures, verdict
-from dynmo.elastic.launcher.launch_folder import LaunchFolder
+from dynmo.elastic.manager import RankCommand, RankProcess, Report, Starter
 from dynmo.elastic.managers.local import STOP_SIGNALS, LocalStarter
-from dynmo.elastic.managers.manager import RankCommand, RankProcess, Report, Starter
 from dynmo.errors import ConfigError, RunError
 
 # Seconds that the other ranks get after a failure, to find out for themselves and say why.

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from dynmo.elastic.manager import Manager
 from dynmo.elastic.managers.command import CommandManager
 from dynmo.elastic.managers.kubernetes import KubernetesManager
 from dynmo.elastic.managers.launcher import LauncherManager
-from dynmo.elastic.managers.manager import Manager
 from dynmo.planner.options import Elastic
 
 

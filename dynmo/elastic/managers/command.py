@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Literal
 
-from dynmo.elastic.managers.manager import Report
+from dynmo.elastic.manager import Report
 from dynmo.elastic.member import Member
 from dynmo.errors import ConfigError, DynmoError, RunError
 

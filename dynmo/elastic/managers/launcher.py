@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dynmo.elastic.launcher.launch_folder import LaunchFolder
-from dynmo.elastic.managers.manager import Report
+from dynmo.elastic.launch_folder import LaunchFolder
+from dynmo.elastic.manager import Report
 from dynmo.elastic.member import Member
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from dynmo.elastic.managers.manager import RankCommand, RankProcess
+from dynmo.elastic.manager import RankCommand, RankProcess
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from dynmo.elastic.managers.manager import RankCommand, RankProcess
+from dynmo.elastic.manager import RankCommand, RankProcess
 from dynmo.errors import ConfigError, needs_extra
 
 # Seconds between two looks for new output of rank 0.

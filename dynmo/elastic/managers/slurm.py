@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from dynmo.elastic.managers.manager import RankCommand, RankProcess
+from dynmo.elastic.manager import RankCommand, RankProcess
 from dynmo.errors import ConfigError, RunError
 
 # Seconds that a command of Slurm may take.

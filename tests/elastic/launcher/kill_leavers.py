@@ -26,11 +26,11 @@ import dynmo.train.joining
 import dynmo.train.run  # noqa: F401
 from dynmo.cli import main
 from dynmo.config import parse
+from dynmo.elastic.launch_folder import LaunchFolder
 from dynmo.elastic.launcher.ending import end_process
-from dynmo.elastic.launcher.launch_folder import LaunchFolder
 from dynmo.elastic.launcher.supervisor import spawn
+from dynmo.elastic.manager import RankCommand, RankProcess
 from dynmo.elastic.managers.local import local_environment
-from dynmo.elastic.managers.manager import RankCommand, RankProcess
 from tests.jobs import SOURCE
 
 STEPS = 4

@@ -32,8 +32,8 @@ from typing import Any
 
 import yaml
 
+from dynmo.elastic.manager import Report
 from dynmo.elastic.managers.kubernetes import KubernetesManager, _JobApi
-from dynmo.elastic.managers.manager import Report
 from dynmo.elastic.member import Member
 from dynmo.errors import RunError
 

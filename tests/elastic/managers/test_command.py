@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from dynmo.elastic.manager import Manager, Report
 from dynmo.elastic.managers.command import CommandManager
-from dynmo.elastic.managers.manager import Manager, Report
 from dynmo.elastic.member import Member
 from dynmo.errors import ConfigError
 from tests.processes import wait_until

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from dynmo.elastic.manager import Manager, Report
 from dynmo.elastic.managers import kubernetes
 from dynmo.elastic.managers.kubernetes import KubernetesManager
-from dynmo.elastic.managers.manager import Manager, Report
 from dynmo.elastic.member import Member
 from dynmo.errors import ConfigError
 from tests.elastic.managers.test_command import wait_for

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dynmo.elastic.launcher import launch_folder
-from dynmo.elastic.launcher.launch_folder import LaunchFolder
+from dynmo.elastic import launch_folder
+from dynmo.elastic.launch_folder import LaunchFolder
 from dynmo.elastic.managers.launcher import LauncherManager
 from dynmo.elastic.member import Member
 

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dynmo.elastic.managers.manager import Report
+from dynmo.elastic.manager import Report
 from dynmo.elastic.member import Member
 from dynmo.files import write_whole
 
