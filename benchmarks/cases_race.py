@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.baselines.placements import balanced_bounds
 from benchmarks.cost_traces import best
-from dynmo.balance.baselines import deepspeed_balanced
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config, parse
 from dynmo.cost.layer_cost import LayerCost
@@ -137,7 +137,7 @@ def sides(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[st
     if case == "pruning":
         section = base["dynamism"] | {"pruning": base["dynamism"]["pruning"] | {"dense_below": 1.0}}
         configs["mask"] = base | {"dynamism": section}
-    configs["dynmo"] = base | {"balance": {"balancer": "schedule-aware", "every": "auto"}}
+    configs["dynmo"] = base | {"balance": {"balancer": "exact", "every": "auto"}}
     return configs
 
 
@@ -180,7 +180,7 @@ def placed_by_parameters(model: Model) -> Partition:
     weights = [
         float(sum(p.numel() for p in layer.parameters())) for layer in model.build(frozenset())
     ]
-    return Partition.from_bounds(deepspeed_balanced(weights, RANKS))
+    return Partition.from_bounds(balanced_bounds(weights, RANKS))
 
 
 class RacingSide:

@@ -43,8 +43,8 @@ SKEW = 0.2
 SIDES: dict[str, dict[str, Any]] = {
     "static": {},
     "experts placed": {"place_every": 4},
-    "layers balanced": {"balancer": "schedule-aware"},
-    "both": {"place_every": 4, "balancer": "schedule-aware"},
+    "layers balanced": {"balancer": "exact"},
+    "both": {"place_every": 4, "balancer": "exact"},
 }
 
 

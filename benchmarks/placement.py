@@ -27,10 +27,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.baselines.placements import algorithm_3, deepspeed_time, published_diffusion
 from benchmarks.output import main
-from dynmo.balance.balancers import BALANCERS, BalanceRequest
+from dynmo.balance.balancers import Balancer, BalanceRequest, balancer
 from dynmo.balance.chunks import chunked
-from dynmo.balance.diffusion import diffuse, published_diffusion
+from dynmo.balance.diffusion import diffuse
 from dynmo.balance.partition import Partition, exact, stage_loads, uniform
 from dynmo.balance.schedule_aware import PlacementProblem, search
 from dynmo.balance.stage_costs import by_name, freeze, pipeline_costs
@@ -320,7 +321,7 @@ def trace_row(case: str) -> dict[str, Any]:
         for name in _BALANCERS:
             try:
                 total[name] += max(
-                    stage_loads(halves, BALANCERS[name](BalanceRequest(layers, current)))
+                    stage_loads(halves, _BALANCERS[name](BalanceRequest(layers, current)))
                 )
             except PartitionError:
                 refused[name] += 1
@@ -331,7 +332,11 @@ def trace_row(case: str) -> dict[str, Any]:
     } | gains
 
 
-_BALANCERS: tuple[str, ...] = ("diffusion", "deepspeed-time", "algorithm-3")
+_BALANCERS: dict[str, Balancer] = {
+    "diffusion": balancer("diffusion"),
+    "deepspeed-time": deepspeed_time,
+    "algorithm-3": algorithm_3,
+}
 
 
 def simulated_row(case: str) -> dict[str, Any]:

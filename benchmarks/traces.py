@@ -10,7 +10,7 @@ parameters, static    whole blocks, by parameters, once
 partition, diffusion  whole blocks, by parameters that train or by time, anew at every moment:
                       DynMo's four, at their best (`exact` places, path diffusion moves; both at
                       once and for nothing)
-ours                  halves of blocks, schedule-aware, as a run decides: every 5 steps of 50 a
+ours                  halves of blocks, placed by `exact`, as a run decides: every 5 steps of 50 a
                       moment, from the costs of the step before, where it gains 2 % at least
 optimum               of whole blocks, of halves: the least time found for a moment's costs, known
                       at once (`share_of_least_bottleneck` is against a proven optimum: the least
@@ -110,7 +110,7 @@ def ours(
         ranks,
         microbatches,
         initial=start.counts,
-        policy=Policy("schedule-aware", every=EVERY),
+        policy=Policy(every=EVERY),
     )
     outcome = replay(workload)
     loads = [

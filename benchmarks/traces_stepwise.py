@@ -116,7 +116,7 @@ def decide(case: str, moments: Sequence[Layers], ranks: int, start: Partition) -
         ranks,
         2 * ranks,
         initial=start.counts,
-        policy=Policy("schedule-aware", every=1),
+        policy=Policy(every=1),
         announced=False,
     )
     return replay(workload)

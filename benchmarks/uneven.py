@@ -119,7 +119,7 @@ def choose(pipelines: dict[str, Engine]) -> tuple[str, Partition]:
     """
     layers = pipelines["zb-h1"].costs()
     targets = {
-        name: balancer("schedule-aware")(_request(name, pipelines[name], layers))
+        name: balancer("exact")(_request(name, pipelines[name], layers))
         for name in ("zb-auto", "zb-v")
     }
     chosen = min(

@@ -7,11 +7,13 @@ write instead.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, cast
 
 from pydantic import (
@@ -25,7 +27,7 @@ from pydantic import (
     ValidationError,
 )
 
-from dynmo.errors import ConfigError, one_line
+from dynmo.errors import ConfigError, InputError, one_line, place
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -200,6 +202,45 @@ def written(pattern: str, form: str) -> AfterValidator:
 
 # The way to a function or class of the user's own.
 OWN = r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
+
+
+@cache
+def find_own(key: str, value: str) -> Callable[..., Any]:
+    """Imports the function that `python:package.module:NAME` names.
+
+    What the user's code raises becomes a ConfigError that names `key` and `value`, but for dynmo's
+    own errors.
+
+    Raises:
+        ConfigError: There is no such module, or nothing to call with this name in it.
+    """
+    where = f"{key} {value!r}"
+    module_name, _, name = value.removeprefix("python:").partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: cannot import {module_name}: {error}; run from its folder or install it"
+        ) from error
+    except (Exception, SystemExit) as error:  # anything that the user's code raises
+        raise ConfigError(
+            f"{where}: importing {module_name} raised {type(error).__name__}: {error}{place(error)}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{where}: {module_name} has no function {name}")
+
+    @wraps(found)
+    def call(*arguments: Any) -> Any:
+        try:
+            return found(*arguments)
+        except InputError:
+            raise
+        except Exception as error:  # anything that the user's code raises
+            raise ConfigError(
+                f"{where}: raised {type(error).__name__}: {error}{place(error)}"
+            ) from error
+
+    return call
 
 
 def _check_memory(value: object) -> object:

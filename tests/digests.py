@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.equality import RANDOM_MOVES
+
 ROOT = Path(__file__).resolve().parents[1]
 GPT: dict[str, Any] = {"blocks": 3, "hidden": 32, "heads": 4, "sequence": 16, "dropout": 0.1}
 OWN: dict[str, Any] = {"kind": "python:tests.models.odd_models:spectral", "sequence": 8}
@@ -41,9 +43,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "balance": {"balancer": "diffusion", "every": 2},
     },
     "zb-v": {"pipeline": {"schedule": "zb-v"}},
-    "v-min-schedule-aware": {
+    "v-min-exact": {
         "pipeline": {"schedule": "v-min"},
-        "balance": {"balancer": "schedule-aware", "every": 2},
+        "balance": {"balancer": "exact", "every": 2},
     },
     "interleaved": {"pipeline": {"schedule": "interleaved-1f1b"}},
     "replicas": {"parallel": {"pipeline": 1, "replicas": 2, "zero": 1}},
@@ -88,7 +90,7 @@ def run(name: str, sections: dict[str, Any]) -> dict[str, Any]:
         "data": {"source": f"file:{ROOT / 'LICENSE'}"},
         "train": {"steps": 8, "global_batch": 8, "micro_batch": 1, "lr": 1e-3, "eval_every": 4},
         "parallel": {"pipeline": 2, "timeout": 60.0},
-        "balance": {"balancer": "random", "every": 1},
+        "balance": {"balancer": RANDOM_MOVES, "every": 1},
     }
     merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults | sections}
     with tempfile.TemporaryDirectory() as folder:

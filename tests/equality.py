@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+RANDOM_MOVES = "python:benchmarks.baselines.placements:random"
+"""Moves layers to a random placement at every decision."""
+
 # Every balancer acts: nothing holds it back, for gains in a model this small are noise.
 BALANCERS: dict[str, dict[str, Any]] = {
     "none": {"balancer": "none"},
     "exact": {"balancer": "exact", "every": 3, "margin": 0.0, "hysteresis": 0.0},
     "diffusion": {"balancer": "diffusion", "every": 1, "margin": 0.0, "hysteresis": 0.0},
-    "random": {"balancer": "random", "every": 1},
+    "random": {"balancer": RANDOM_MOVES, "every": 1},
 }
 
 

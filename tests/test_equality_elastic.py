@@ -239,11 +239,10 @@ def test_repack_shrinks_and_grows_the_run(pool):
     assert fields_of(events, "end", "weights_digest") == fields_of(still, "end", "weights_digest")
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["first-fit", pytest.param("halving", marks=pytest.mark.matrix)]
-)
-def test_published_repack_algorithm_merges_ranks_by_memory(pool, algorithm):
+@pytest.mark.parametrize("rule", ["first_fit", pytest.param("halving", marks=pytest.mark.matrix)])
+def test_published_repack_algorithm_merges_ranks_by_memory(pool, rule):
     """The algorithm merges ranks by memory alone."""
+    algorithm = f"python:benchmarks.baselines.merging:{rule}"
     config = wanted(
         "plain",
         4,

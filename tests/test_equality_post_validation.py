@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.combinations import mostly_matrix
-from tests.equality import BALANCERS, config, fields_of, pruned
+from tests.equality import BALANCERS, RANDOM_MOVES, config, fields_of, pruned
 from tests.pool import Pool
 
 LIMITS = {
@@ -26,7 +26,7 @@ def late(ranks: int, schedule: str, afterwards: bool = True, **sections: Any) ->
 
     Prunes, freezes and moves come between some of them. The others follow each other closely.
     """
-    wanted = pruned(ranks, schedule, {"balancer": "random", "every": 4})
+    wanted = pruned(ranks, schedule, {"balancer": RANDOM_MOVES, "every": 4})
     train: dict[str, Any] = wanted["train"]
     train |= {"steps": 12, "max_grad_norm": LIMITS["adamw"], "eval_every": 5}
     wanted["dynamism"] = {

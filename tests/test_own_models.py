@@ -16,6 +16,7 @@ from dynmo.config import parse
 from dynmo.pipeline.actions import Actions
 from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.train.setup import model_of
+from tests.equality import RANDOM_MOVES
 from tests.pool import JobFailed, Pool
 from tests.runtime.alone import MICROBATCHES, alone, pipeline
 
@@ -36,7 +37,7 @@ def config(function: str, ranks: int = 1, **changes: dict[str, Any]) -> dict[str
             "warmup": 0,
         },
         "parallel": {"pipeline": ranks, "timeout": 20.0},
-        "balance": {"balancer": "random", "every": 1} if ranks > 1 else {"balancer": "none"},
+        "balance": {"balancer": RANDOM_MOVES, "every": 1} if ranks > 1 else {"balancer": "none"},
         "trace": {"steps": 0},
     }
     return {

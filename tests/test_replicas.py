@@ -25,10 +25,11 @@ from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.state.layer_options import ReplicaOptions
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
+from tests.equality import RANDOM_MOVES
 from tests.pool import JobFailed, Pool
 
 STEPS = 6
-RANDOM = {"balancer": "random", "every": 1}
+RANDOM = {"balancer": RANDOM_MOVES, "every": 1}
 
 
 def config(

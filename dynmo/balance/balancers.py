@@ -5,27 +5,21 @@ Every rank that asks the same gets the same answer.
 
 from __future__ import annotations
 
-import hashlib
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from functools import cache, cached_property
 
-from dynmo.balance.baselines import (
-    deepspeed_balanced,
-    deepspeed_type,
-    deepspeed_uniform,
-    in_order,
-    megatron_uniform,
-    placement,
-)
 from dynmo.balance.chunks import chunked
-from dynmo.balance.diffusion import diffuse, published_diffusion
+from dynmo.balance.diffusion import diffuse
+from dynmo.balance.options import BALANCERS, OWN_BALANCER
 from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
 from dynmo.balance.schedule_aware import PlacementProblem, search
-from dynmo.balance.stage_costs import Make
+from dynmo.balance.stage_costs import Make, by_name
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.errors import NoRoomError, PartitionError
+from dynmo.errors import ConfigError, NoRoomError, PartitionError
+from dynmo.options import OWN, find_own
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import MemoryLimits, Pairs
 
@@ -41,17 +35,16 @@ class BalanceRequest:
         resident: Microbatches that each stage keeps alive, from `simulator.resident` of the
             schedule that will run. One entry per stage.
         memory_limit: Bytes, one entry per stage. Needs `resident`. None: memory is ignored.
-        seed: Keys random choices, together with `step`.
-        step: Keys random choices, together with `seed`.
-        names: Names of the layers, for the baselines that go by them. May be empty.
-        make: Gives the schedule that would run at some costs (see `by_name`). "schedule-aware"
-            needs it, and "exact" chooses among ties with it.
+        seed: For your own balancer, if it chooses at random.
+        step: The step before which layers may move.
+        names: Names of the layers. May be empty.
+        make: Gives the schedule that would run at some costs (see `by_name`). "exact" then looks
+            for the least simulated time. None: it looks for the least bottleneck.
         links: One per boundary. Only used with `make`.
         objective: What the schedule keeps short. Only used with `make`.
         first_trainable_layer: The layers before it are frozen. Only used with `make`.
         speeds: One entry per rank.
-        stage_ranks: The rank of each stage, if a rank has several. "exact" and
-            "schedule-aware" take it into account.
+        stage_ranks: The rank of each stage, if a rank has several. "exact" takes it into account.
     """
 
     layers: tuple[LayerCost, ...]
@@ -137,7 +130,7 @@ def _uniform(request: BalanceRequest) -> Partition:
 
 def _exact(request: BalanceRequest) -> Partition:
     if request.make is not None and request.cost == "time":
-        return _simulated(request, request.make, ties_only=True)
+        return _simulated(request, request.make)
     if request.several:
         best = chunked(
             request.weights,
@@ -159,16 +152,7 @@ def _exact(request: BalanceRequest) -> Partition:
     )
 
 
-def _schedule_aware(request: BalanceRequest) -> Partition:
-    if request.make is None:
-        raise PartitionError(
-            "the balancer 'schedule-aware' needs the schedule that will run: "
-            "give the request a `make`, or take 'exact'"
-        )
-    return _simulated(request, request.make, ties_only=False)
-
-
-def _simulated(request: BalanceRequest, make: Make, ties_only: bool) -> Partition:
+def _simulated(request: BalanceRequest, make: Make) -> Partition:
     problem = PlacementProblem(
         request.layers,
         len(set(request.several)) or request.current.stages,
@@ -180,7 +164,6 @@ def _simulated(request: BalanceRequest, make: Make, ties_only: bool) -> Partitio
         objective=request.objective,
         speeds=request.speeds,
         stage_ranks=request.several or None,
-        ties_only=ties_only,
     )
     return search(problem).partition
 
@@ -191,106 +174,6 @@ def _diffusion(request: BalanceRequest) -> Partition:
         request,
         diffuse(request.weights, request.current, fits=memory.fits if memory else None).partition,
     )
-
-
-def _deepspeed_uniform(request: BalanceRequest) -> Partition:
-    return _fitting(
-        request,
-        placement(
-            deepspeed_uniform(len(request.layers), request.current.stages),
-            "DeepSpeed's uniform placement",
-        ),
-    )
-
-
-def _deepspeed(cost: Cost) -> Balancer:
-    def balance(request: BalanceRequest) -> Partition:
-        bounds = deepspeed_balanced(weigh(request.layers, cost), request.current.stages)
-        return _fitting(request, placement(bounds, f"DeepSpeed's placement by {cost}"))
-
-    return balance
-
-
-def _deepspeed_type(pattern: str) -> Balancer:
-    def balance(request: BalanceRequest) -> Partition:
-        bounds = deepspeed_type(request.names, pattern, request.current.stages)
-        return _fitting(request, placement(bounds, f"DeepSpeed's placement by type:{pattern}"))
-
-    return balance
-
-
-def _megatron(embedding: bool, loss: bool) -> Balancer:
-    def balance(request: BalanceRequest) -> Partition:
-        names = request.names or ("",) * len(request.layers)
-        return _fitting(
-            request, megatron_uniform(names, request.current.stages, embedding=embedding, loss=loss)
-        )
-
-    return balance
-
-
-def _algorithm_3(request: BalanceRequest) -> Partition:
-    sizes = (
-        None
-        if request.memory_limit is None
-        else [x.static_bytes + x.activation_bytes for x in request.layers]
-    )
-    return in_order(
-        published_diffusion(
-            request.weights, request.current, layer_bytes=sizes, limits=request.memory_limit
-        )
-    )
-
-
-def _random(request: BalanceRequest) -> Partition:
-    """Any other placement that fits, each with the same chance. For tests.
-
-    Returns `current` if there is no other. The generator is a hash of (seed, step). It needs no
-    state and is the same on every rank.
-    """
-    layers, ranks, memory = len(request.layers), request.current.stages, request.memory
-
-    def room(stage: int, start: int) -> int:
-        last = layers - (ranks - 1 - stage)
-        return last if memory is None else min(last, memory.reach(stage, start))
-
-    # ways[stage][start] is the number of placements of the layers from `start` on, on the stages
-    # from `stage` on. below[...] are running sums, so that a range of ends is one subtraction.
-    ways = [[0] * layers + [1]]
-    below: list[list[int]] = []
-    for stage in reversed(range(ranks)):
-        below.append(list(accumulate(ways[-1], initial=0)))
-        ways.append(
-            [
-                max(0, below[-1][room(stage, start) + 1] - below[-1][start + 1])
-                for start in range(layers)
-            ]
-            + [0]
-        )
-    ways.reverse()
-    below.reverse()
-    # Placements are numbered in lexicographic order. The number of the current one is skipped.
-    fits = memory is None or all(
-        memory.fits(s, span.start, span.stop)
-        for s, span in enumerate(map(request.current.range_of, range(ranks)))
-    )
-    total = ways[0][0] - fits
-    if total < 1:
-        return _fitting(request, request.current)
-    digest = hashlib.sha256(f"balancer random {request.seed} {request.step}".encode()).digest()
-    number = int.from_bytes(digest) % total
-    bounds = request.current.bounds
-    own = sum(below[s][bounds[s + 1]] - below[s][bounds[s] + 1] for s in range(ranks))
-    if fits and number >= own:
-        number += 1
-    picked = [0]
-    for stage in range(ranks):
-        end = picked[-1] + 1
-        while number >= ways[stage + 1][end]:
-            number -= ways[stage + 1][end]
-            end += 1
-        picked.append(end)
-    return Partition.from_bounds(picked)
 
 
 def _fitting(request: BalanceRequest, partition: Partition) -> Partition:
@@ -310,35 +193,61 @@ def _fitting(request: BalanceRequest, partition: Partition) -> Partition:
     return partition
 
 
-BALANCERS: dict[str, Balancer] = {
+_DYNMOS: dict[str, Balancer] = {
     "none": _none,
     "uniform": _uniform,
     "exact": _exact,
-    "schedule-aware": _schedule_aware,
     "diffusion": _diffusion,
-    "random": _random,
-    # Baselines: see `baselines`.
-    "deepspeed-uniform": _deepspeed_uniform,
-    "deepspeed-parameters": _deepspeed("parameters"),
-    "deepspeed-time": _deepspeed("time"),
-    "megatron-uniform": _megatron(embedding=False, loss=False),
-    "megatron-embedding-loss": _megatron(embedding=True, loss=True),
-    "algorithm-3": _algorithm_3,
 }
-
-# "deepspeed-type:attention" balances the layers whose names match the regular expression after
-# the colon.
-_BY_TYPE = "deepspeed-type:"
 
 
 def balancer(name: str) -> Balancer:
-    """The balancer called `name`.
+    """The balancer called `name`: one of BALANCERS, or your own by `python:package.module:NAME`.
+
+    Your own is imported, and tried on a small request.
 
     Raises:
         PartitionError: The name is unknown. The message lists the known ones.
+        ConfigError: There is no such balancer of your own, or it returns no placement.
     """
-    if name.startswith(_BY_TYPE):
-        return _deepspeed_type(name.removeprefix(_BY_TYPE))
-    if name not in BALANCERS:
-        raise PartitionError(f"unknown balancer {name!r}; choose one of {', '.join(BALANCERS)}")
-    return BALANCERS[name]
+    if name in _DYNMOS:
+        return _DYNMOS[name]
+    if re.fullmatch(OWN, name):
+        return _own(name)
+    raise PartitionError(
+        f"unknown balancer {name!r}; choose one of {', '.join(BALANCERS)}, or write "
+        f"{OWN_BALANCER} for your own"
+    )
+
+
+def is_forced(name: str) -> bool:
+    """True if layers move to the balancer's placement whatever a step takes there.
+
+    Your own balancer is forced if it has an attribute `forced` that is true.
+    """
+    return name == "uniform" or (
+        name not in _DYNMOS and bool(getattr(find_own("balancer", name), "forced", False))
+    )
+
+
+@cache
+def _own(name: str) -> Balancer:
+    given = find_own("balancer", name)
+
+    def balance(request: BalanceRequest) -> Partition:
+        partition, layers, stages = given(request), request.current.layers, request.current.stages
+        if not isinstance(partition, Partition) or (layers, stages) != (
+            partition.layers,
+            partition.stages,
+        ):
+            raise ConfigError(
+                f"balancer {name!r}: returned {partition!r}; return a Partition of all {layers} "
+                f"layers on {stages} stages"
+            )
+        return _fitting(request, partition)
+
+    layers = (LayerCost(1.0, 1.0, 1.0),) * 4
+    trial = BalanceRequest(layers, Partition((3, 1)), make=by_name("1f1b", 4))
+    with suppress(PartitionError):  # it has no placement of these layers
+        balance(trial)
+    return balance

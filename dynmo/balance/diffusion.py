@@ -1,6 +1,4 @@
-"""Diffusion along the pipeline, and DynMo's Algorithm 3 as published.
-
-Diffusion keeps the order of the layers. Algorithm 3 does not.
+"""Diffusion along the pipeline. It keeps the order of the layers.
 
     loads        9       3       3      mean 5
     flow     0   |  +4   |  +2   |   0          prefix of the loads - i * mean, over boundary i
@@ -55,7 +53,7 @@ def diffuse(weights: Sequence[float], current: Partition, *, fits: Fits | None =
     Raises:
         PartitionError: The weights are for another number of layers, negative or not finite.
     """
-    sums = _weight_sums(weights, current)
+    sums = weight_sums(weights, current)
     bounds, crossings, rounds = list(current.bounds), list[Move](), 0
     while (better := _next_round(sums, bounds, fits)) is not None:
         crossings.extend(moves(Partition.from_bounds(bounds), Partition.from_bounds(better)))
@@ -63,7 +61,7 @@ def diffuse(weights: Sequence[float], current: Partition, *, fits: Fits | None =
     return Diffusion(Partition.from_bounds(bounds), rounds, tuple(crossings))
 
 
-def _weight_sums(weights: Sequence[float], current: Partition) -> list[int]:
+def weight_sums(weights: Sequence[float], current: Partition) -> list[int]:
     if len(weights) != current.layers:
         raise PartitionError(
             f"{len(weights)} weights for a placement of {current.layers} layers; "
@@ -118,89 +116,3 @@ def _candidates(sums: Sequence[int], bounds: list[int]) -> Iterator[list[int]]:
 
 def _sorted_loads(sums: Sequence[int], bounds: Sequence[int]) -> list[int]:
     return sorted((sums[stop] - sums[start] for start, stop in pairwise(bounds)), reverse=True)
-
-
-@dataclass(frozen=True)
-class Transfers:
-    """The result of Algorithm 3.
-
-    Attributes:
-        ranks: The layers of each rank, in the order in which the rank holds them.
-        moves: The transfers in order.
-    """
-
-    ranks: tuple[tuple[int, ...], ...]
-    moves: tuple[Move, ...]
-
-
-def published_diffusion(
-    weights: Sequence[float],
-    current: Partition,
-    *,
-    layer_bytes: Sequence[int] | None = None,
-    limits: Sequence[int] | None = None,
-    iterations: int = 100,
-) -> Transfers:
-    """DynMo's Algorithm 3 (appendix C.3), a baseline on loads alone.
-
-    The runtime never uses it.
-
-    Every overloaded rank offers its lightest layer to the least loaded rank, wherever that sits.
-    The receiver appends it. A rank then holds layers that are not neighbours, and the network would
-    run in another order. The result is therefore sets of layers, not a `Partition`. As published,
-    memory is a sum of bytes per layer, whatever the schedule keeps.
-
-    The printed text compares with the variance of the start of the iteration. This function
-    compares with the present variance, because the stale one accepts transfers that worsen the
-    balance.
-
-    Args:
-        weights: Load of each layer.
-        current: The placement to start from.
-        layer_bytes: Bytes of each layer. Needs `limits`.
-        limits: Bytes of each rank. Needs `layer_bytes`.
-        iterations: The most iterations. An iteration that accepts nothing is the last.
-
-    Raises:
-        PartitionError: The weights are for another number of layers, or only one of `layer_bytes`
-            and `limits` is given.
-    """
-    sums = _weight_sums(weights, current)
-    if (layer_bytes is None) != (limits is None):
-        raise PartitionError(
-            "a memory check needs both layer_bytes and limits; give both or neither"
-        )
-    weight = [stop - start for start, stop in pairwise(sums)]
-    ranks = [list(current.range_of(rank)) for rank in range(current.stages)]
-    load = [sum(weight[layer] for layer in held) for held in ranks]
-
-    def has_room(target: int, layer: int) -> bool:
-        if layer_bytes is None or limits is None:
-            return True
-        held = sum(layer_bytes[other] for other in ranks[target])
-        return held + layer_bytes[layer] <= limits[target]
-
-    done: list[Move] = []
-    for _ in range(iterations):
-        accepted = len(done)
-        overloaded = [
-            rank for rank in range(current.stages) if load[rank] * current.stages > sums[-1]
-        ]
-        for source in overloaded:
-            target = min(range(current.stages), key=lambda rank: load[rank])
-            layer = min(ranks[source], key=lambda held: weight[held], default=None)
-            if layer is None or target == source:
-                continue
-            # Two loads change and the mean does not. The variance falls by
-            # 2 w (load of source - load of target - w) / ranks.
-            falls = weight[layer] * (load[source] - load[target] - weight[layer]) > 0
-            if not falls or not has_room(target, layer):
-                continue
-            ranks[source].remove(layer)
-            ranks[target].append(layer)
-            load[source] -= weight[layer]
-            load[target] += weight[layer]
-            done.append(Move(layer, source, target))
-        if len(done) == accepted:
-            break
-    return Transfers(tuple(map(tuple, ranks)), tuple(done))

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from dynmo.options import Count, Lax, NonNegative, Options
+from dynmo.options import OWN, Count, Lax, NonNegative, Options, written
 
-BALANCERS = (
-    "none",
-    "uniform",
-    "exact",
-    "schedule-aware",
-    "diffusion",
-    "random",
-    "deepspeed-uniform",
-    "deepspeed-parameters",
-    "deepspeed-time",
-    "megatron-uniform",
-    "megatron-embedding-loss",
-    "algorithm-3",
-)
+BALANCERS = ("none", "uniform", "exact", "diffusion")
+OWN_BALANCER = "python:package.module:NAME"
 if TYPE_CHECKING:
     BalancerName: TypeAlias = str
 else:
-    BalancerName = Literal[BALANCERS]
+    BalancerName = Literal[BALANCERS] | Annotated[str, written(OWN, OWN_BALANCER)]
 
 
 class Balance(Options):
     """Decides where layers live: by which algorithm, by which cost and how often."""
 
     balancer: BalancerName = "exact"
-    """Algorithm that places the layers."""
+    """Algorithm that places the layers, or your own: `python:package.module:NAME`."""
     cost: Literal["time", "parameters"] = "time"
     """Cost of a layer: its measured seconds, or its number of parameters."""
     every: Literal["auto"] | Count = "auto"

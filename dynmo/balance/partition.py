@@ -8,7 +8,7 @@ Every rank has one stage here. For several stages per rank, see `chunks`.
 `exact` solves chains-on-chains partitioning: the least largest stage time over all contiguous
 placements (DynMo, section 3.3). DynMo builds on a DeepSpeed utility with three faults: empty
 stages, an absolute tolerance, and an endless loop if there are fewer layers than ranks. `exact`
-does not have these faults. `baselines` keeps them.
+does not have these faults.
 
 Loads are compared as exact integers (`chains`). The bottleneck is therefore a sum of layers, never
 a number near one, and a tie is a tie.

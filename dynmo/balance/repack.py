@@ -1,21 +1,10 @@
-"""Fewer ranks for a model that has become small (DynMo, appendix C.4).
-
-Algorithm 4 merges ranks:
-
-    8 ranks   3 3 3 3 3 3 3 3        first-fit merges neighbours while their memory fits one rank
-    5 ranks   6 6 6 3 3
-
-`fewest_ranks` asks for every number of ranks what the best placement would take, and returns the
-fewest ranks that are fast enough. The published algorithms merge ranks by memory alone. They are
-kept as baselines, by name. All of them keep the layers in order, so they merge neighbours only.
-"""
+"""Fewer ranks for a model that has become small (DynMo, appendix C.4)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from dynmo.balance.partition import Partition
 from dynmo.errors import PartitionError
@@ -77,78 +66,6 @@ def fewest_ranks(
     return None
 
 
-def first_fit(
-    partition: Partition, memory: Sequence[float], limit: float, target: int
-) -> Partition:
-    """Algorithm 4: merges each rank into the next one if both fit.
-
-    It stops when `target` ranks are left.
-    """
-    left, rank = _loads(partition, memory), 0
-    while rank + 1 < len(left) and len(left) > target:
-        if left[rank].bytes + left[rank + 1].bytes < limit:
-            left[rank : rank + 2] = [left[rank].with_next(left[rank + 1])]
-        else:
-            rank += 1
-    return Partition(tuple(load.layers for load in left))
-
-
-def best_fit(partition: Partition, memory: Sequence[float], limit: float, target: int) -> Partition:
-    """Merges like `first_fit`, but the neighbours that leave the least room first."""
-    left = _loads(partition, memory)
-    while len(left) > target:
-        fitting = [
-            (a.bytes + b.bytes, -rank)
-            for rank, (a, b) in enumerate(pairwise(left))
-            if a.bytes + b.bytes < limit
-        ]
-        if not fitting:
-            break
-        rank = -max(fitting)[1]
-        left[rank : rank + 2] = [left[rank].with_next(left[rank + 1])]
-    return Partition(tuple(load.layers for load in left))
-
-
-def round_robin(
-    partition: Partition, memory: Sequence[float], limit: float, target: int
-) -> Partition:
-    """Merges like `first_fit`, but one pair after the other.
-
-    It begins again behind the last pair.
-    """
-    left, rank, misses = _loads(partition, memory), 0, 0
-    while 1 < len(left) > target and misses < len(left):
-        rank = 0 if rank + 1 >= len(left) else rank
-        fits = left[rank].bytes + left[rank + 1].bytes < limit
-        if fits:
-            left[rank : rank + 2] = [left[rank].with_next(left[rank + 1])]
-        misses = 0 if fits else misses + 1
-        rank += 1
-    return Partition(tuple(load.layers for load in left))
-
-
-def halving(partition: Partition, memory: Sequence[float], limit: float, target: int) -> Partition:
-    """PipeTransformer: merges all pairs of neighbours at once.
-
-    It merges only if every pair fits and at least `target` ranks are left.
-    """
-    left = _loads(partition, memory)
-    while len(left) % 2 == 0 and len(left) // 2 >= target:
-        pairs = list(zip(left[::2], left[1::2], strict=True))
-        if any(a.bytes + b.bytes >= limit for a, b in pairs):
-            break
-        left = [a.with_next(b) for a, b in pairs]
-    return Partition(tuple(load.layers for load in left))
-
-
-BASELINES: dict[str, Callable[[Partition, Sequence[float], float, int], Partition]] = {
-    "first-fit": first_fit,
-    "best-fit": best_fit,
-    "round-robin": round_robin,
-    "halving": halving,
-}
-
-
 def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:
     """Chooses the ranks that stay when a run goes on with fewer.
 
@@ -178,23 +95,3 @@ def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:
     place = {node: position for position, node in enumerate(order)}
     leaving = sorted(range(1, len(nodes)), key=lambda rank: (place[nodes[rank]], -rank))
     return tuple(sorted({*range(len(nodes))} - {*leaving[: len(nodes) - count]}))
-
-
-@dataclass(frozen=True)
-class _Load:
-    """Neighbouring layers of one rank: how many, and their bytes."""
-
-    layers: int
-    bytes: float
-
-    def with_next(self, other: _Load) -> _Load:
-        return _Load(self.layers + other.layers, self.bytes + other.bytes)
-
-
-def _loads(partition: Partition, memory: Sequence[float]) -> list[_Load]:
-    if len(memory) != partition.layers:
-        raise PartitionError(
-            f"{len(memory)} sizes for {partition.layers} layers; give one for each layer"
-        )
-    ranges: Iterator[range] = map(partition.range_of, range(partition.stages))
-    return [_Load(len(layers), sum(memory[layer] for layer in layers)) for layers in ranges]

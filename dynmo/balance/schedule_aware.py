@@ -50,7 +50,7 @@ class PlacementSearchResult:
     Attributes:
         partition: The placement.
         seconds: Simulated time of the placement, in the costs' unit.
-        started: Simulated time of the placement of `exact`, where the search began.
+        started: Simulated time of the placement of the least bottleneck, where the search began.
         evaluations: Number of replays.
     """
 
@@ -76,7 +76,6 @@ class PlacementProblem:
         objective: Whether the span or the makespan should be short.
         speeds: One per rank. None: all are 1.
         stage_ranks: The rank of each stage in the schedule. None: one stage per rank, in order.
-        ties_only: Keep to the least bottleneck.
     """
 
     layers: Sequence[LayerCost]
@@ -89,7 +88,6 @@ class PlacementProblem:
     objective: Objective = Objective.SPAN
     speeds: Sequence[float] | None = None
     stage_ranks: Sequence[int] | None = None
-    ties_only: bool = False
 
 
 def search(problem: PlacementProblem) -> PlacementSearchResult:
@@ -135,7 +133,7 @@ class _Search:
         layers = freeze(problem.layers, problem.first_trainable_layer)
         self.layers, self.links, self.memory = layers, problem.links, problem.memory
         self.stage_ranks, self.stages, self.ranks = stage_ranks, len(stage_ranks), ranks
-        self.make, self.current, self.ties_only = problem.make, problem.current, problem.ties_only
+        self.make, self.current = problem.make, problem.current
         self.objective = problem.objective
         self.rates = speeds
         self.speeds = None if speeds is None else [speeds[rank] for rank in stage_ranks]
@@ -151,7 +149,6 @@ class _Search:
         # which ops a schedule has.
         self.frozen = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers))
         self.shapes: dict[int, Shape] = {}
-        self.limit = math.inf
         self.evaluations = self.budget = 0
 
     def _works(self) -> Floats:
@@ -210,9 +207,7 @@ class _Search:
                 speeds=self.speeds,
             )
             others = []
-        if self.ties_only:
-            self.limit = self.bottleneck(least_bottleneck[0].bounds) * (1 + 1e-12)
-        elif self.links is not None and self.stages == self.ranks:
+        if self.links is not None and self.stages == self.ranks:
             others += self.with_links(weights, self.links)
         others.append(uniform(len(self.layers), self.stages))
         if self.current is not None and self.current.stages == self.stages:
@@ -240,32 +235,14 @@ class _Search:
         ]
 
     def allowed(self, bounds: Bounds) -> bool:
-        """Checks that a placement fits the memory and the least bottleneck.
-
-        A limit that is not set is not checked.
-        """
-        if self.memory is not None:
-            if self.stages > self.ranks:
-                held = [0] * self.ranks
-                for stage, (start, stop) in enumerate(pairwise(bounds)):
-                    held[self.stage_ranks[stage]] += self.memory.need(stage, start, stop)
-                if any(
-                    held[rank] > limit
-                    for rank, limit in zip(self.stage_ranks, self.memory.limits, strict=True)
-                ):
-                    return False
-            elif not all(
-                self.memory.fits(stage, start, stop)
-                for stage, (start, stop) in enumerate(pairwise(bounds))
-            ):
-                return False
-        return self.limit == math.inf or self.bottleneck(bounds) <= self.limit
-
-    def bottleneck(self, bounds: Bounds) -> float:
-        times = [0.0] * self.ranks
-        for rank, time in zip(self.stage_ranks, self.loads(bounds), strict=True):
-            times[rank] += time
-        return max(times)
+        """Checks that a placement fits the memory."""
+        if self.memory is None:
+            return True
+        held = [0] * self.ranks
+        for stage, (start, stop) in enumerate(pairwise(bounds)):
+            held[self.stage_ranks[stage]] += self.memory.need(stage, start, stop)
+        limits = zip(self.stage_ranks, self.memory.limits, strict=True)
+        return all(held[rank] <= limit for rank, limit in limits)
 
     def loads(self, bounds: Bounds) -> list[float]:
         work = self.work

@@ -36,9 +36,6 @@ from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.readings import WINDOW
 from dynmo.errors import PartitionError
 
-# These balancers place without looking at costs, so there is no gain to weigh.
-FORCED = ("uniform", "random", "deepspeed-uniform", "megatron-uniform", "megatron-embedding-loss")
-
 
 @dataclass(frozen=True)
 class Decision:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
     """Returns the request of a mesh search."""
-    from dynmo.planner.mesh_search import BALANCERS, MeshRequest
+    from dynmo.planner.mesh_search import MeshRequest
 
     assert options.gpus is not None
     assert options.global_batch is not None
@@ -51,7 +51,7 @@ def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
         options.global_batch,
         _sizes(options.micro_batch),
         () if options.schedule is None else (options.schedule,),
-        BALANCERS if options.balancer is None else (options.balancer,),
+        options.balancer or "exact",
         options.chunks,
         memory_limit,
         options.zero or 0,

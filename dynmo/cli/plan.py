@@ -24,6 +24,7 @@ from dynmo.cli.plan_output import (
     show_time,
     waiting,
 )
+from dynmo.cli.rank_process import import_from_working_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,6 +42,7 @@ def plan(options: PlanOptions) -> None:
     """Plan placement and schedule for measured layer costs."""
     from dynmo.cost.profile_file import read
 
+    import_from_working_folder()
     options.check_values()
     costs, tolerance = options.costs_path(), options.fewest_ranks
     if tolerance is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dynmo.balance.balancers import BALANCERS
+from dynmo.balance.options import BALANCERS, OWN_BALANCER
 from dynmo.errors import InputError
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES
@@ -62,7 +62,10 @@ class PlanOptions:
     ] = None
     balancer: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"One of {', '.join(BALANCERS)} (default: exact)."),
+        typer.Option(
+            metavar="NAME",
+            help=f"One of {', '.join(BALANCERS)}, or your own: {OWN_BALANCER} (default: exact).",
+        ),
     ] = None
     schedule: Annotated[
         str | None,

@@ -14,6 +14,7 @@ import typer
 from dynmo.cli import ranks
 from dynmo.cli.compiling import compilation_told
 from dynmo.cli.options import command
+from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import InputError, needs_extra
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class SimulateOptions:
 @compilation_told()
 def simulate(options: SimulateOptions) -> None:
     """Replay a changing workload under a balancing policy, or the decisions of a run."""
+    import_from_working_folder()
     if options.workload.suffix == ".jsonl":
         _replay_decisions(options.workload, options.as_json)
         return

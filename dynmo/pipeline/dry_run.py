@@ -19,7 +19,7 @@ from dynmo.dynamism.registry import make_cases
 from dynmo.errors import NoRoomError
 from dynmo.models.model import Model
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.pipeline.placing import check_meshes, first_partition
+from dynmo.pipeline.placing import check_meshes, check_own_rules, first_partition
 from dynmo.pipeline.shape_costs import known_costs, meta_layers, recompute_for, stage_request
 from dynmo.planner.mesh_search import MeshRequest, NoMeshFitsError, search
 from dynmo.planner.recompute import recompute_as_workspace
@@ -133,6 +133,7 @@ def dry_run(
         ConfigError: An option is wrong. `dynmo.Pipeline` would raise the same error.
     """
     limit, facts = options.memory_limit, options.facts(model.layers, model.options, on_cuda)
+    check_own_rules(options)
     cases = make_cases([*options.cases, *own_cases], facts)
     modules = meta_layers(model) if cases else []
     for case in cases:

@@ -36,6 +36,7 @@ from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import SGD, AdamW, LearningRate, PipelineOptions
 from dynmo.pipeline.placing import (
     check_meshes,
+    check_own_rules,
     first_partition,
     first_shape,
     rank_memory_limit,
@@ -221,6 +222,7 @@ class Pipeline:
             torch.use_deterministic_algorithms(True)  # CPU kernels are, with fixed threads
         on_cuda = world.device.type == "cuda"
         facts = options.facts(model.layers, model.options, on_cuda)
+        check_own_rules(options)
         self._make_cases = partial(make_cases, cases, facts)
         self._cases = self._make_cases()
         self._world, self._optimizer = ranks, OptimizerHandle(optimizer.lr)

@@ -6,10 +6,12 @@ import os
 
 import torch
 
+from dynmo.balance.balancers import balancer
 from dynmo.balance.partition import Partition, uniform
 from dynmo.errors import ConfigError
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.saving import SavedPipeline
+from dynmo.planner.rank_merging import find_rule
 from dynmo.runtime.comm.world import World
 
 
@@ -59,6 +61,13 @@ def check_meshes(options: PipelineOptions, layers: int) -> None:
     """Checks that every planned mesh can hold the layers."""
     for _, pipeline, _ in options.elastic.reshape_at:
         first_partition(options, layers, pipeline)
+
+
+def check_own_rules(options: PipelineOptions) -> None:
+    """Tries the user's own balancer and rule for fewer ranks, before anything needs them."""
+    balancer(options.balance.balancer)
+    if options.elastic.algorithm != "fewest":
+        find_rule(options.elastic.algorithm)
 
 
 def rank_memory_limit(options: PipelineOptions, world: World) -> int | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from dynmo.balance.balancers import BALANCERS
+from dynmo.balance.options import BALANCERS
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError, ScheduleError
 from dynmo.planner.evaluate import Plan, PlanRequest
@@ -31,7 +31,7 @@ class Alternative:
 
 
 def other_balancers(request: PlanRequest) -> list[Alternative]:
-    names = [name for name in BALANCERS if name not in (request.balancer, "none", "random")]
+    names = [name for name in BALANCERS if name not in (request.balancer, "none")]
     return _attempt_all((name, replace(request, balancer=name)) for name in names)
 
 
@@ -179,7 +179,7 @@ def _suggestion(request: PlanRequest, free: Plan) -> str:
 
 def _candidates(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     base = replace(request, balancer="exact", any_links=True, quick=True)
-    if request.balancer not in ("exact", "schedule-aware"):
+    if request.balancer != "exact":
         yield "the balancer 'exact'", base
     schedules = [
         replace(base, schedule=name, chunks=None) for name in _BY_MEMORY if name != request.schedule

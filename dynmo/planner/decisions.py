@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dynmo.balance.balancers import BalanceRequest, balancer
+from dynmo.balance.balancers import BalanceRequest, balancer, is_forced
 from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.meshes import accumulation_problem, divisors
 from dynmo.balance.partition import Partition
 from dynmo.balance.stage_costs import pipeline_costs
-from dynmo.balance.trigger import FORCED, Decision, Outlook, confirmed, worth_moving_through
+from dynmo.balance.trigger import Decision, Outlook, confirmed, worth_moving_through
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.mesh_search import MeshRequest
-from dynmo.planner.rank_baselines import merge_ranks
 from dynmo.planner.rank_choice import RankChoice, RankQuestion, choose_ranks, confirmed_ranks
+from dynmo.planner.rank_merging import merge_ranks
 from dynmo.planner.reshape import Reshape, reshape
 from dynmo.planner.situation import DecisionRecord, Layers, Situation
 from dynmo.planner.stage_plan import schedule_for_balancers
@@ -73,7 +73,7 @@ def weigh_move(now: Situation, target: Partition) -> MoveChoice | None:
         )
 
     decision = decide(now.layers)
-    if balance.balancer in FORCED:
+    if is_forced(balance.balancer):
         decision = Decision(True, decision.predicted_gain, f"{balance.balancer}: forced")
     elif decision.move:
         decision = confirmed(decision, list(map(decide, now.halves)), now.preempted)

@@ -180,7 +180,7 @@ def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | 
         stage_ranks=request.stage_ranks,
     )
     failed: InputError | None = None
-    for _ in range(_ROUNDS if request.balancer in _CHOOSING else 1):
+    for _ in range(_ROUNDS if request.balancer == "exact" else 1):
         try:
             return evaluate_partition(
                 request, balancer(request.balancer)(replace(balance_request, memory_limit=told))
@@ -257,7 +257,6 @@ def _residents(request: PlanRequest) -> Iterator[tuple[Pairs, ...] | None]:
 
 
 _TRIES, _QUICK_TRIES = 600_000, 60_000  # the most ops of the plans that are tried
-_CHOOSING = ("exact", "schedule-aware")
 
 
 def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
@@ -266,11 +265,11 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
     A rank needs less than its stages' peaks and the largest workspace together. The balancers may
     therefore refuse a placement that fits. The search starts from the placement that was `refused`
     after its evaluation, and from the one without a limit. It goes on while the fullest rank gets
-    emptier. It is for balancers that choose. A baseline's placement stays as it is.
+    emptier. It is for "exact". Another balancer's placement stays as it is.
     """
     limit = request.memory_limit
     assert limit is not None
-    if request.balancer not in _CHOOSING or not _may_fit(request, limit):
+    if request.balancer != "exact" or not _may_fit(request, limit):
         return None
     free = replace(request, memory_limit=None, quick=True)
     starts = [] if refused is None else [refused]

@@ -41,7 +41,6 @@ from dynmo.schedule.catalogue import check_microbatches, chunks_of
 SCHEDULES = ("zb-h1", "1f1b", "zb-h2", "zb-auto", "zb-v")
 # These need less memory than zb-v and are hardly ever faster. They are tried if memory is limited.
 FRUGAL = ("v-half", "v-min")
-BALANCERS = ("exact", "schedule-aware")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class MeshRequest:
     global_batch: int
     micro_batches: tuple[int, ...] = ()
     schedules: tuple[str, ...] = ()
-    balancers: tuple[str, ...] = BALANCERS
+    balancer: str = "exact"
     chunks: int | None = None
     memory_limit: int | None = None
     zero: int = 0
@@ -175,11 +174,11 @@ def least_seconds(request: MeshRequest) -> float:
 
 
 def search(request: MeshRequest, quick: bool = False) -> MeshSearchResult:
-    """Places every mesh that the request allows by each of the balancers.
+    """Places every mesh that the request allows by the balancer.
 
     Args:
-        quick: Place by the first balancer only, without simulating its ties. Steps then come out
-            some percent longer.
+        quick: Place by the least bottleneck, without simulating. Steps then come out some percent
+            longer.
 
     Raises:
         PartitionError: No pipeline divides the GPUs, no size divides the batch, or nothing fits the
@@ -214,7 +213,7 @@ class _Search:
             if len(shown) == request.keep and self.bound(mesh) > shown[-1]:
                 slower += 1
                 continue
-            candidate = self.plan_mesh(mesh, request.balancers[0], quick=True)
+            candidate = self.plan_mesh(mesh, quick=True)
             if candidate is not None:
                 quick.append(candidate)
         if not quick:
@@ -311,7 +310,7 @@ class _Search:
             mesh.pipeline,
             mesh.microbatches,
             mesh.schedule,
-            request.balancers[0],
+            request.balancer,
             request.chunks,
             request.memory_limit,
             request.objective,
@@ -320,8 +319,8 @@ class _Search:
             replicas=mesh.replicas,
         )
 
-    def plan_mesh(self, mesh: Mesh, balancer: str, quick: bool) -> MeshPlan | None:
-        plan_request = replace(self.plan_request(mesh), balancer=balancer, quick=quick)
+    def plan_mesh(self, mesh: Mesh, quick: bool) -> MeshPlan | None:
+        plan_request = replace(self.plan_request(mesh), quick=quick)
         try:
             return add_reductions(
                 mesh, make_plan(plan_request), self.request.bandwidth, self.request.zero
@@ -386,13 +385,11 @@ class _Search:
         )
 
     def refine(self, candidate: MeshPlan) -> MeshPlan:
-        """The best plan of any of the balancers. None can go under the mesh's bound."""
-        for name in self.request.balancers:
-            if candidate.seconds > self.bound(candidate.mesh) * (1 + 1e-6):
-                other = self.plan_mesh(candidate.mesh, name, quick=False)
-                if other is not None and other.seconds < candidate.seconds:
-                    candidate = other
-        return candidate
+        """Places by simulation, if the quick plan is not at the mesh's bound already."""
+        if candidate.seconds <= self.bound(candidate.mesh) * (1 + 1e-6):
+            return candidate
+        other = self.plan_mesh(candidate.mesh, quick=False)
+        return other if other is not None and other.seconds < candidate.seconds else candidate
 
     def bound(self, mesh: Mesh) -> float:
         """A bound of the seconds of any placement: the busiest rank's work, without waits."""

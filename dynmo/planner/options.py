@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator
 
-from dynmo.options import Count, Lax, NonNegative, Options, Timeout, check_ascending
+from dynmo.options import OWN, Count, Lax, NonNegative, Options, Timeout, check_ascending, written
 
 ShapesAt: TypeAlias = Annotated[
     tuple[Annotated[tuple[Count, Count, Count], Lax], ...], Lax, AfterValidator(check_ascending)
@@ -20,9 +20,11 @@ class Elastic(Options):
     """Whether the run leaves ranks that it does not need, and takes them back when it does."""
     tolerance: NonNegative = 0.05
     """With `repack`: share by which a step may take longer than the first measured steps did."""
-    algorithm: Literal["fewest", "first-fit", "best-fit", "round-robin", "halving"] = "fewest"
-    """How `repack` chooses: the `fewest` ranks that are fast enough. The others merge ranks by
-    memory alone: DynMo's algorithm 4 is `first-fit`, PipeTransformer's is `halving`."""
+    algorithm: Literal["fewest"] | Annotated[str, written(OWN, "python:package.module:NAME")] = (
+        "fewest"
+    )
+    """How `repack` chooses: the `fewest` ranks that are fast enough, or a rule of your own that
+    merges ranks by memory: `python:package.module:NAME`."""
     min_ranks: Count = 1
     """Fewest ranks that `repack` may leave."""
     target_ranks: Count | None = None

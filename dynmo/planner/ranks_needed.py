@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dynmo.balance.balancers import BALANCERS
 from dynmo.balance.partition import Partition
 from dynmo.balance.repack import fewest_ranks
 from dynmo.errors import InputError
@@ -82,13 +81,8 @@ def mean_ranks(rows: tuple[RanksNeeded, ...]) -> float:
 def _best(workload: Workload, ranks: int, moment: int) -> tuple[Partition, float]:
     """The placement that the balancer proposes for a moment, and its seconds."""
     policy = workload.policy
-    balancer = (
-        policy.balancer
-        if policy.balancer in BALANCERS and policy.balancer not in ("none", "random")
-        else "schedule-aware"
-    )
-    replayer = Replayer(
-        replace(workload, ranks=ranks, initial=None, policy=replace(policy, balancer=balancer))
-    )
+    if policy.balancer == "none":
+        policy = replace(policy, balancer="exact")
+    replayer = Replayer(replace(workload, ranks=ranks, initial=None, policy=policy))
     plan = make_plan(replayer.request(moment, replayer.even))
     return plan.partition, replayer.finish(plan.timeline, plan).seconds

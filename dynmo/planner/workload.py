@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import final
 
+from dynmo.balance.balancers import balancer
 from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.options import Balance
 from dynmo.balance.partition import Cost, Partition, uniform
@@ -288,6 +289,7 @@ class Replayer:
     """Predicts the steps of one workload, and decides as a run does."""
 
     def __init__(self, workload: Workload) -> None:
+        balancer(workload.policy.balancer)  # is there, and can be called
         self.workload = workload
         self.stage_ranks = stage_ranks_of(workload.schedule, workload.ranks, workload.chunks)
         self.from_costs = entry(workload.schedule).from_costs
@@ -427,7 +429,7 @@ class Replayer:
         """Decides if layers move, by the function that a run calls."""
         now = self.situation(step, measured, current)
         key = measured, current.counts
-        if key not in self.targets or now.balance.balancer == "random":
+        if key not in self.targets or now.balance.balancer.startswith("python:"):
             try:
                 self.targets[key] = propose(now)
             except PartitionError:  # no placement fits the memory

@@ -39,7 +39,7 @@ def prepare() -> None:
     )
     profile = Profile(layers, tuple(map(str, range(len(layers)))))
     for schedule in ("zb-h1", "zb-auto", "zb-v", "interleaved-1f1b"):
-        for balancer in ("exact", "schedule-aware", "diffusion"):
+        for balancer in ("exact", "diffusion"):
             for limit in (None, 1 << 20):
                 make_plan(
                     PlanRequest(

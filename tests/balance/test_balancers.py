@@ -1,15 +1,18 @@
 """Tests of the balancers in the registry: placements, limits, purity and errors."""
 
-from collections import Counter
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from dynmo.balance.balancers import BALANCERS, BalanceRequest, balancer
+from dynmo.balance.balancers import BalanceRequest, balancer, is_forced
+from dynmo.balance.options import BALANCERS
 from dynmo.balance.partition import Partition, stage_loads
 from dynmo.balance.stage_costs import by_name, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.errors import PartitionError
+from dynmo.errors import ConfigError, PartitionError
+from dynmo.options import find_own
 from dynmo.schedule.simulator import simulate
 
 # The first three layers are frozen: forward only, but as many parameters as the others.
@@ -27,25 +30,14 @@ def limited(sizes: list[int], current: tuple[int, ...], limit: tuple[int, ...]) 
 
 
 def test_each_balancer():
-    placements = {
-        name: balance(REQUEST).counts for name, balance in BALANCERS.items() if name != "random"
-    }
     # By time 1 1 1 3 3 3: three and one layer of 3 against two of 3. The current placement is one
     # of the best already.
-    by_count = dict.fromkeys(
-        (
-            "uniform",
-            "deepspeed-uniform",
-            "deepspeed-parameters",
-            "megatron-uniform",
-            "megatron-embedding-loss",
-        ),
-        (3, 3),
-    )
-    by_time = dict.fromkeys(
-        ("none", "exact", "schedule-aware", "diffusion", "deepspeed-time", "algorithm-3"), (4, 2)
-    )
-    assert placements == by_count | by_time
+    assert {name: balancer(name)(REQUEST).counts for name in BALANCERS} == {
+        "none": (4, 2),
+        "uniform": (3, 3),
+        "exact": (4, 2),
+        "diffusion": (4, 2),
+    }
 
 
 def test_balancing_by_parameters_ignores_freezing():
@@ -80,51 +72,6 @@ def test_every_balancer_is_pure_and_keeps_the_number_of_ranks(name: str):
         assert (partition.layers, partition.stages) == (6, 2)
 
 
-def test_random_draws_every_other_placement():
-    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(5))
-    current = Partition((2, 1, 2))
-    drawn = Counter(
-        balancer("random")(BalanceRequest(layers, current, seed=3, step=step)).counts
-        for step in range(500)
-    )
-    assert set(drawn) == {(1, 1, 3), (1, 2, 2), (1, 3, 1), (2, 2, 1), (3, 1, 1)}
-    assert min(drawn.values()) > 60  # 100 each on average
-    steps = range(20)
-    a, b = (
-        [
-            balancer("random")(BalanceRequest(layers, current, seed=seed, step=step))
-            for step in steps
-        ]
-        for seed in (0, 1)
-    )
-    assert a != b
-
-
-def test_random_is_the_same_on_every_machine():
-    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(50))
-    assert balancer("random")(
-        BalanceRequest(layers, Partition((10,) * 5), seed=1, step=2)
-    ).counts == (14, 3, 5, 10, 18)
-
-
-def test_random_keeps_the_only_placement():
-    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(3))
-    for counts in ((3,), (1, 1, 1)):
-        assert balancer("random")(BalanceRequest(layers, Partition(counts))).counts == counts
-
-
-def test_random_draws_only_placements_that_fit():
-    request = limited([1, 1, 5, 1, 1], (1, 1, 3), (10, 2, 10))
-    drawn = {balancer("random")(replace(request, step=step)).counts for step in range(100)}
-    # Stage 1 cannot hold layer 2. (1, 1, 3) is the current partition.
-    assert drawn == {(3, 1, 1)}
-    unfit = replace(request, current=Partition((2, 1, 2)))
-    assert {balancer("random")(replace(unfit, step=step)).counts for step in range(100)} == {
-        (3, 1, 1),
-        (1, 1, 3),
-    }
-
-
 def test_balancers_keep_memory_limits():
     request = limited([4, 4, 1, 1], (1, 3), (5, 99))
     assert balancer("exact")(request).counts == (1, 3)
@@ -153,7 +100,7 @@ def test_faster_rank_gets_more_layers():
         tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(6)), Partition((3, 3)), speeds=(1.0, 2.0)
     )
     assert balancer("exact")(even).counts == (2, 4)
-    assert balancer("schedule-aware")(replace(even, make=by_name("1f1b", 8))).counts == (2, 4)
+    assert balancer("exact")(replace(even, make=by_name("1f1b", 8))).counts == (2, 4)
 
 
 def test_exact_balances_several_stages_per_rank():
@@ -173,7 +120,7 @@ def test_exact_balances_several_stages_per_rank():
         replace(heavy, stage_ranks=(0, 1))
 
 
-def test_exact_breaks_ties_by_the_simulated_time():
+def test_exact_goes_by_the_simulated_time_if_it_knows_the_schedule():
     # Layer 0 decides the bottleneck, so the others are divided freely. (1, 2, 5) takes an eighth
     # longer than (1, 3, 4).
     layers = (LayerCost(5.0, 5.0, 5.0), *(LayerCost(1.0, 1.0, 1.0) for _ in range(7)))
@@ -195,43 +142,56 @@ def test_exact_breaks_ties_by_the_simulated_time():
     )
 
 
-def test_schedule_aware_needs_a_schedule():
-    with pytest.raises(PartitionError, match="'schedule-aware'"):
-        balancer("schedule-aware")(replace(REQUEST, make=None))
+def own(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> str:
+    """Writes a module and returns the way to its `place`."""
+    (folder / f"{name}.py").write_text(f"from dynmo.balance.partition import Partition\n{text}")
+    monkeypatch.syspath_prepend(folder)
+    return f"python:{name}:place"
 
 
-def test_impossible_baseline_placements_are_refused():
-    heavy = BalanceRequest(
-        tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1)), Partition((3, 1, 1))
-    )
-    with pytest.raises(PartitionError, match="DeepSpeed's placement by time leaves stage 0"):
-        balancer("deepspeed-time")(heavy)
-    with pytest.raises(PartitionError, match="not 5 blocks"):
-        balancer("megatron-uniform")(heavy)
-    with pytest.raises(PartitionError, match="rank 0"):
-        balancer("algorithm-3")(
-            BalanceRequest(
-                tuple(LayerCost(f, 0.0, 0.0) for f in (4, 3, 2, 2, 1, 1, 2)), Partition((3, 2, 2))
-            )
-        )
-    with pytest.raises(PartitionError, match="stage 1 of the placement"):
-        balancer("deepspeed-uniform")(limited([4, 4, 4, 4], (3, 1), (99, 5)))
+def test_own_balancer_places_and_is_held_to_the_memory(tmp_path, monkeypatch):
+    way = own("def place(request):\n    return Partition((2, 2))", tmp_path, monkeypatch, "own_ok")
+    request = limited([4, 4, 1, 1], (1, 3), (8, 99))
+    assert balancer(way)(request).counts == (2, 2)
+    assert not is_forced(way)
+    with pytest.raises(PartitionError, match=r"stage 0 .* needs 8 bytes, its limit is 5"):
+        balancer(way)(replace(request, memory_limit=(5, 99)))
+    with pytest.raises(ConfigError, match="return a Partition of all 6 layers on 2 stages"):
+        balancer(way)(REQUEST)
+    assert is_forced("python:benchmarks.baselines.placements:random")
+    assert is_forced("uniform")
+    assert not is_forced("exact")
 
 
-def test_deepspeed_type_balances_by_layer_name():
-    names = (
-        "embedding",
-        *(f"blocks.{i}.{half}" for i in range(4) for half in ("attention", "feed_forward")),
-        "head",
-    )
-    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in names)
-    request = BalanceRequest(layers, Partition((5, 5)), names=names)
-    assert balancer("deepspeed-type:ATTENTION")(request).counts == (5, 5)
-    assert balancer("megatron-uniform")(request).counts == (5, 5)
-    with pytest.raises(PartitionError, match="9 names for 10 layers"):
-        replace(request, names=names[1:])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("place = 3", "wrong has no function place"),
+        ("raise OSError('gone')", "importing wrong raised OSError: gone"),
+        (
+            "def place(request):\n    return [2, 2]",
+            r"returned \[2, 2\]; return a Partition of all 4",
+        ),
+        ("def place(request):\n    return 1 / 0", r"raised ZeroDivisionError.* \(wrong.py:3\)"),
+        ("def place():\n    return 1", "raised TypeError"),
+    ],
+)
+def test_wrong_balancer_of_your_own_is_refused_at_once(tmp_path, monkeypatch, text, says):
+    monkeypatch.delitem(sys.modules, "wrong", raising=False)
+    find_own.cache_clear()
+    way = own(text, tmp_path, monkeypatch, "wrong")
+    with pytest.raises(ConfigError, match=f"balancer '{way}': .*{says}|balancer '{way}': {says}"):
+        balancer(way)
 
 
-def test_unknown_balancer_name_is_refused():
-    with pytest.raises(PartitionError, match=r"'exat'; choose one of .*exact"):
-        balancer("exat")
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("exat", PartitionError, r"balancer 'exat': unknown; did you mean \"exact\"\?"),
+        ("python:a.b", PartitionError, 'a balancer of your own is written "python:package'),
+        ("python:no.such:place", ConfigError, "cannot import no.such"),
+    ],
+)
+def test_unknown_balancer_is_refused(name, error, says):
+    with pytest.raises(error, match=says):
+        balancer(name)

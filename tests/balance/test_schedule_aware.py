@@ -145,9 +145,7 @@ def test_ties_are_decided_by_time_and_then_by_bytes():
         *(LayerCost(1.0, 1.0, 1.0, weight_bytes=1) for _ in range(7)),
     )
     result = search(
-        PlacementProblem(
-            layers, 3, make=by_name("1f1b", 4), current=Partition((1, 2, 5)), ties_only=True
-        )
+        PlacementProblem(layers, 3, make=by_name("1f1b", 4), current=Partition((1, 2, 5)))
     )
     assert (result.partition.counts, result.seconds, result.started) == ((1, 3, 4), 72.0, 81.0)
     # With one microbatch every placement takes the same time: nothing moves.

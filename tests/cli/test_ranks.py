@@ -29,7 +29,7 @@ def test_fewest_ranks_of_recorded_costs(plan: Run, costs_file: Path) -> None:
         assert len(row["memory"]) == row["ranks"]
         assert sum(row["partition"]) == 10
         assert row["best_micro_batch"]["step_seconds"] <= row["step_seconds"]
-    options = ("--ranks", 6, "--balancer", "schedule-aware", "--no-alternatives")
+    options = ("--ranks", 6, "--no-alternatives")
     assert rows[-1]["step_seconds"] <= answer(plan, "--costs", costs_file, *options)["span"]
 
 

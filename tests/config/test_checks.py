@@ -127,10 +127,13 @@ def test_bad_values_are_refused(key, value, hint):
             ["elastic.target_ranks = 2", "elastic.min_ranks = 3"],
         ),
         (["model.blocks=1", "elastic.target_ranks=9"], ["elastic.target_ranks = 9", "no mesh"]),
-        (["elastic.algorithm=halving"], ['elastic.algorithm = "halving"', "elastic.repack = true"]),
         (
-            ["elastic.algorithm=halving", "elastic.repack=true"],
-            ['elastic.algorithm = "halving"', "pipeline.memory_limit"],
+            ["elastic.algorithm=python:own.rules:merge"],
+            ['elastic.algorithm = "python:own.rules:merge"', "elastic.repack = true"],
+        ),
+        (
+            ["elastic.algorithm=python:own.rules:merge", "elastic.repack=true"],
+            ['elastic.algorithm = "python:own.rules:merge"', "pipeline.memory_limit"],
         ),
         (
             ["elastic.releaser=command"],

@@ -7,20 +7,17 @@ import re
 import tomllib
 from operator import attrgetter
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from dynmo.balance import balancers, repack
-from dynmo.balance.options import BALANCERS, Balance
+from dynmo.balance.options import Balance
 from dynmo.config import Config, load, parse
 from dynmo.errors import ConfigError
 from dynmo.models.options import ModelOptions
 from dynmo.options import parse_bytes, value_text
-from dynmo.planner.options import Elastic
 from tests.config.refusal import refusal
 
 
@@ -400,15 +397,6 @@ def test_run_name_must_be_a_plain_folder_name(text):
 def test_run_name_with_a_newline_is_refused(text):
     with pytest.raises(ConfigError, match="letters, digits"):
         parse({"name": text})
-
-
-def test_config_names_every_balancer():
-    assert set(BALANCERS) == set(balancers.BALANCERS)
-
-
-def test_config_names_every_repack_algorithm():
-    names = get_args(Elastic.model_fields["algorithm"].annotation)
-    assert {*names} == {"fewest", *repack.BASELINES}
 
 
 def outcome(override: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from dynmo.config import parse
 from dynmo.train.setup import cases_of
+from tests.equality import RANDOM_MOVES
 from tests.pool import Pool
 
 OWN = "python:tests.dynamism.own_case:LayerDrop"
@@ -32,7 +33,7 @@ def config(ranks: int, schedule: str, cases: list[str]) -> dict[str, Any]:
         },
         "parallel": {"pipeline": ranks, "timeout": 20.0},
         "pipeline": {"schedule": schedule},
-        "balance": {"balancer": "random" if ranks > 1 else "none", "every": 2},
+        "balance": {"balancer": RANDOM_MOVES if ranks > 1 else "none", "every": 2},
         "dynamism": {
             "cases": cases,
             "pruning": {"dense_below": 0.3, "start": 2, "end": 14, "every": 3},

@@ -36,6 +36,7 @@ from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from tests.combinations import mostly_matrix
 from tests.dynamism.kept import Kept
+from tests.equality import RANDOM_MOVES
 from tests.pool import Pool
 from tests.runtime import alone
 
@@ -60,7 +61,7 @@ def config(
         },
         "parallel": {"pipeline": ranks, "timeout": 20.0},
         "pipeline": {"schedule": schedule},
-        "balance": balance or {"balancer": "random", "every": 2},
+        "balance": balance or {"balancer": RANDOM_MOVES, "every": 2},
         "dynamism": {"cases": ["freezing"], "freezing": OPTIONS | options},
         "checkpoint": {"every": 8},
         "trace": {"steps": 0},

@@ -18,6 +18,7 @@ from dynmo.elastic.launcher.rank_side import describe
 from dynmo.errors import ConfigError, RunError
 from dynmo.train.setup import cases_of
 from tests.dynamism.own_case import LayerDrop
+from tests.equality import RANDOM_MOVES
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def config(ranks: int, **changes: Any) -> dict[str, Any]:
         "model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1},
         "train": {"steps": 12, "global_batch": 6, "micro_batch": 2, "lr": 1e-2, "eval_every": 4},
         "parallel": {"pipeline": ranks, "timeout": 20.0},
-        "balance": {"balancer": "random", "every": 1} if ranks > 1 else {"balancer": "none"},
+        "balance": {"balancer": RANDOM_MOVES, "every": 1} if ranks > 1 else {"balancer": "none"},
         "dynamism": {"cases": [OWN, "freezing"], "freezing": {"schedule": [[3, 2], [7, 4]]}},
         "trace": {"steps": 0},
     } | changes

@@ -27,6 +27,7 @@ from dynmo.models.gpt import AttentionOptions, SharedAttentionHalf
 from dynmo.train.setup import cases_of, model_of
 from tests.combinations import mostly_matrix
 from tests.dynamism.kept import Kept
+from tests.equality import RANDOM_MOVES
 from tests.pool import Pool
 
 
@@ -272,7 +273,7 @@ def reference(pool: Pool, kind: str) -> dict[str, Any]:
 )
 def test_digest_is_equal_on_any_ranks(pool: Pool, ranks: int, schedule: str, kind: str) -> None:
     expected = reference(pool, kind)
-    results = pool.run("train", ranks, config=run(ranks, kind, schedule, "random"))
+    results = pool.run("train", ranks, config=run(ranks, kind, schedule, RANDOM_MOVES))
     assert results[0]["losses"] == expected["losses"]
     assert {r["digest"] for r in results} == {expected["digest"]}
     assert all(a != b for a, b in pairwise(results[0]["layers"])), (
@@ -298,11 +299,11 @@ def test_resumed_run_has_the_same_numbers(pool: Pool, tmp_path: Path, kind: str)
     folder = tmp_path / "run"
     folder.mkdir()
     first = pool.run(
-        "train_in", 3, config=run(3, kind, "zb-h1", "random"), folder=str(folder), stop_after=2
+        "train_in", 3, config=run(3, kind, "zb-h1", RANDOM_MOVES), folder=str(folder), stop_after=2
     )
     assert 3 <= first[0]["steps"] < 6
     second = pool.run(
-        "train_in", 2, config=run(2, kind, "1f1b", "random"), folder=str(folder), resume=True
+        "train_in", 2, config=run(2, kind, "1f1b", RANDOM_MOVES), folder=str(folder), resume=True
     )
     assert second[0]["weights_digest"] == reference(pool, kind)["digest"]
     events = list(read(folder / "events.jsonl"))

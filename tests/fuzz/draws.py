@@ -15,6 +15,7 @@ from typing import Any
 from dynmo.balance.options import BALANCERS
 from dynmo.models.gpt import feed_forward_size
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
+from tests.equality import RANDOM_MOVES
 from tests.fuzz.layers import LAYERS, VOCAB, can_prune
 from tests.fuzz.models import FORMS, LOSSES
 from tests.fuzz.tokens import experts, placing, spread_experts, token_case
@@ -312,7 +313,7 @@ class _Draw:
             peaceful = train["max_grad_norm"] == 0 or train["clip_scope"] == "local"
             if peaceful and train["precision"] != "float16" and self._chance(0.5):
                 pipe["rollback"] = "in-place"
-        balancer = random.choice(["random", "random", "exact", "diffusion", "none", *BALANCERS])
+        balancer = random.choice([RANDOM_MOVES, RANDOM_MOVES, "exact", "diffusion", *BALANCERS])
         balance: Tables = {"balancer": balancer, "cost": random.choice(["time", "parameters"])}
         balance["every"] = random.choice([1, 1, 2, 3, "auto"])
         balance |= random.choice([{}, {"margin": 0.0, "hysteresis": 0.0}])

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from dynmo.config import parse
+from tests.equality import RANDOM_MOVES
 from tests.jobs import SOURCE
 from tests.processes import gone, ranks, start, wait_until
 
@@ -31,7 +32,7 @@ CONFIG = {
         "deterministic": True,
         "reduction_slots": 2,
     },
-    "balance": {"balancer": "random", "every": 1},
+    "balance": {"balancer": RANDOM_MOVES, "every": 1},
     "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[3, 3]]}},
 }
 # Another machine's packages may warn. No kernel of ranks over gloo waits on the device, so modules

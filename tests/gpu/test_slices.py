@@ -18,6 +18,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.sm_slices import cut
 from dynmo.train.setup import device_for, model_of
 from dynmo.train.trainer import Trainer
+from tests.equality import RANDOM_MOVES
 from tests.jobs import SOURCE
 
 SHAPE = {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 64, "dropout": 0.1}
@@ -49,7 +50,7 @@ def run(device: torch.device, parallel: dict[str, Any], schedule: str) -> tuple[
             },
             "parallel": {"device": device.type} | parallel,
             "pipeline": {"schedule": schedule},
-            "balance": {"balancer": "random", "every": 1},
+            "balance": {"balancer": RANDOM_MOVES, "every": 1},
             "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[3, 3]]}},
         }
     )

@@ -23,6 +23,7 @@ from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind, Schedule
 from dynmo.train.setup import model_of, plan_run
 from dynmo.train.trainer import Trainer
+from tests.equality import RANDOM_MOVES
 from tests.pool import JobFailed, Pool
 
 # Eight layers take 4 ms each way. The first four freeze at step 1, which leaves rank 0 a third of
@@ -118,13 +119,13 @@ def test_forced_balancers_move_without_a_predicted_gain(pool: Pool) -> None:
     """
     events = run(
         pool,
-        balance={"balancer": "random", "every": 3},
+        balance={"balancer": RANDOM_MOVES, "every": 3},
         train={"steps": 9},
         model={"f": 0.0, "b": 0.0, "w": 0.0},
     )
     moves, results = of(events, "rebalance"), of(events, "rebalance_result")
     assert [m["step"] for m in moves] == [3, 6]
-    assert all(m["reason"] == "random: forced" for m in moves)
+    assert all(m["reason"] == f"{RANDOM_MOVES}: forced" for m in moves)
     assert [r["id"] for r in results] == [1, 2], (
         "of three steps two are counted, then the next move comes"
     )
@@ -475,7 +476,10 @@ def test_run_continues_if_a_baseline_has_no_placement(pool: Pool) -> None:
         "model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 8},
         "train": {"steps": 6, "global_batch": 4, "micro_batch": 1},
         "parallel": {"pipeline": 2, "timeout": 20.0},
-        "balance": {"balancer": "megatron-uniform", "every": 2},
+        "balance": {
+            "balancer": "python:benchmarks.baselines.placements:megatron_uniform",
+            "every": 2,
+        },
         "trace": {"steps": 0},
     }
     events = pool.run("events", 2, config=wanted)[0]

@@ -26,6 +26,7 @@ from dynmo.planner.options import Elastic
 from dynmo.planner.situation import DecisionRecord, Kind, Situation, read_records
 from dynmo.planner.workload import Policy, Replayer, Workload
 from dynmo.schedule.bounds import Objective
+from tests.equality import RANDOM_MOVES
 
 ONE = LayerCost(0.01, 0.01, 0.01, 10, 100, 100, 200, 5, 2, 10)
 FROZEN = replace(ONE, b=0.0, w=0.0)
@@ -137,9 +138,7 @@ def situations(draw: st.DrawFn) -> Situation:
         most=pipeline * replicas,
         doubt=draw(st.sampled_from((1.0, 2.0))),
         preempted=draw(st.sampled_from((0.0, 0.3))),
-        balance=Balance(
-            balancer=draw(st.sampled_from(("exact", "schedule-aware", "diffusion", "random")))
-        ),
+        balance=Balance(balancer=draw(st.sampled_from(("exact", "diffusion", RANDOM_MOVES)))),
         elastic=Elastic(repack=draw(st.booleans())),
     )
 

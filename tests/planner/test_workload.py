@@ -15,6 +15,7 @@ from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.simulator import simulate
+from tests.equality import RANDOM_MOVES
 
 ONE = LayerCost(1.0, 1.0, 1.0, 10, 100, 100, 200, 5, 2, 10)
 FROZEN = replace(ONE, b=0.0, w=0.0)
@@ -108,7 +109,7 @@ def test_no_balancer_moves_no_layer() -> None:
 
 
 def test_random_balancer_moves_at_every_decision() -> None:
-    assert len(replay(workload(policy=Policy("random", every=5))).moves) == 7
+    assert len(replay(workload(policy=Policy(RANDOM_MOVES, every=5))).moves) == 7
 
 
 def test_perfect_balance_has_even_stages() -> None:

@@ -15,6 +15,7 @@ import pytest
 from dynmo.config import load
 from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepEvent, read
 from dynmo.report.summary import summarize
+from tests.equality import RANDOM_MOVES
 from tests.pool import JobFailed, Pool
 
 SCHEDULED = {"cases": ["freezing"], "freezing": {"schedule": [[2, 1], [6, 3]]}}
@@ -34,7 +35,7 @@ def config(ranks: int, dynamism: dict[str, Any], **changes: Any) -> dict[str, An
             "max_grad_norm": 0.5,
         },
         "parallel": {"pipeline": ranks, "timeout": 20.0},
-        "balance": {"balancer": "random", "every": 1},
+        "balance": {"balancer": RANDOM_MOVES, "every": 1},
         "dynamism": dynamism,
         "checkpoint": {"every": 4},
         "trace": {"steps": 0},

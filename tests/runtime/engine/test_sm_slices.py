@@ -21,6 +21,7 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.engine.sm_slices import cut, sizes
 from dynmo.train.setup import check_world, device_for, model_of
+from tests.equality import RANDOM_MOVES
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone
 
@@ -28,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8},
     "train": {"steps": 4, "global_batch": 8, "micro_batch": 2},
     "parallel": {"pipeline": 3, "slices": True, "device": "cpu"},
-    "balance": {"balancer": "random", "every": 1},
+    "balance": {"balancer": RANDOM_MOVES, "every": 1},
     "checkpoint": {"every": 2},
     "trace": {"steps": 4},
 }

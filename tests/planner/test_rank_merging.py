@@ -1,18 +1,20 @@
-"""Published algorithms that merge ranks by memory."""
+"""Fewer ranks by a rule of the user's own."""
 
 from dataclasses import replace
 
 import pytest
 
 from dynmo.balance.partition import Partition
-from dynmo.balance.repack import BASELINES
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
-from dynmo.errors import NoRoomError
+from dynmo.errors import ConfigError, NoRoomError
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.mesh_search import MeshRequest
-from dynmo.planner.rank_baselines import merge_ranks
 from dynmo.planner.rank_choice import RankQuestion
+from dynmo.planner.rank_merging import find_rule, merge_ranks
+
+MERGING = "python:benchmarks.baselines.merging:"
+RULES = tuple(MERGING + name for name in ("first_fit", "best_fit", "round_robin", "halving"))
 
 
 def ask(limit: int, layer: LayerCost | None = None, replicas: int = 1) -> RankQuestion:
@@ -24,7 +26,7 @@ def ask(limit: int, layer: LayerCost | None = None, replicas: int = 1) -> RankQu
     return RankQuestion(request, mesh, Partition((2, 2, 2, 2)), 1, 4 * replicas, 1.0, 10)
 
 
-@pytest.mark.parametrize("algorithm", BASELINES)
+@pytest.mark.parametrize("algorithm", RULES)
 def test_baselines_merge_ranks_within_memory(algorithm):
     choice = merge_ranks(ask(500), algorithm)
     assert choice.partition == Partition((4, 4))
@@ -34,7 +36,7 @@ def test_baselines_merge_ranks_within_memory(algorithm):
     assert algorithm in choice.decision.reason
 
 
-@pytest.mark.parametrize("algorithm", BASELINES)
+@pytest.mark.parametrize("algorithm", RULES)
 def test_baselines_keep_all_ranks_if_no_merge_fits(algorithm):
     choice = merge_ranks(ask(300), algorithm)
     assert not choice.decision.move
@@ -42,12 +44,26 @@ def test_baselines_keep_all_ranks_if_no_merge_fits(algorithm):
 
 
 def test_baselines_stop_at_the_minimum_of_ranks():
-    assert merge_ranks(replace(ask(10_000), least=3), "first-fit").partition.stages == 3
-    assert merge_ranks(replace(ask(10_000, replicas=2), least=3), "first-fit").mesh.gpus == 4
+    assert merge_ranks(replace(ask(10_000), least=3), RULES[0]).partition.stages == 3
+    assert merge_ranks(replace(ask(10_000, replicas=2), least=3), RULES[0]).mesh.gpus == 4
 
 
 def test_merge_over_the_activation_memory_is_refused():
     """Several microbatches are in flight on a rank, which the algorithms ignore."""
     heavy = LayerCost(1.0, 1.0, 1.0, weight_bytes=10, activation_bytes=100)
-    with pytest.raises(NoRoomError, match="first-fit merges to 2 ranks"):
-        merge_ranks(ask(500, heavy), "first-fit")
+    with pytest.raises(NoRoomError, match="first_fit merges to 2 ranks"):
+        merge_ranks(ask(500, heavy), RULES[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("python:benchmarks.baselines.merging:none", ".* has no function none"),
+        ("python:no.such:merge", "cannot import no.such"),
+        ("python:dynmo.balance.partition:uniform", "raised TypeError"),
+        ("python:builtins:print", "returned None; return a Partition of all 4 layers"),
+    ],
+)
+def test_wrong_rule_is_refused_at_once(name, says):
+    with pytest.raises(ConfigError, match=f"elastic.algorithm '{name}': {says}"):
+        find_rule(name)

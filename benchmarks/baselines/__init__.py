@@ -1,0 +1,1 @@
+"""Published baselines that runs and benchmarks are compared with."""

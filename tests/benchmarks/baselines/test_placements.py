@@ -1,0 +1,269 @@
+"""Placement algorithms of other systems, as published, with their known defects."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+
+from benchmarks.baselines import placements
+from benchmarks.baselines.placements import (
+    Transfers,
+    balanced_bounds,
+    in_order,
+    megatron_placement,
+    placement,
+    probe,
+    published_diffusion,
+    type_bounds,
+    uniform_bounds,
+)
+from dynmo.balance.balancers import BalanceRequest, balancer
+from dynmo.balance.partition import Partition, exact, stage_loads
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.errors import PartitionError
+from tests.balance.test_balancers import REQUEST, limited
+from tests.balance.test_diffusion import cases, many
+
+NAMES = (
+    "embedding",
+    *(f"blocks.{i}.{half}" for i in range(8) for half in ("attention", "feed_forward")),
+    "head",
+)
+
+
+def test_deepspeed_uniform_has_the_published_counts():
+    assert uniform_bounds(10, 4) == [0, 3, 6, 8, 10]
+    assert uniform_bounds(8, 4) == [0, 2, 4, 6, 8]
+    # Older versions gave the remainder to the last stage: 7 layers there, 2 elsewhere.
+    assert uniform_bounds(47, 20, rest_last=True)[-3:] == [36, 38, 47]
+
+
+def test_deepspeed_is_optimal_if_its_tolerance_is_small():
+    for weights, parts in (
+        ([3, 1, 4, 1, 5, 9, 2, 6], 3),
+        ([10.0] * 12, 4),
+        ([100, 300, 200, 400, 100, 100], 2),
+    ):
+        partition = placement(balanced_bounds(weights, parts), "DeepSpeed's")
+        assert max(stage_loads(weights, partition)) == max(
+            stage_loads(weights, exact(weights, parts))
+        )
+
+
+def test_deepspeed_in_seconds_stops_too_early():
+    # The same layers in milliseconds and in seconds: only the number of the tolerance, 1e-3, is the
+    # same.
+    milliseconds = [2.1, 1.2, 1.3, 2.7, 2.7, 2.7, 1.9, 2.5, 1.7, 2.0]
+    seconds = [x / 1000 for x in milliseconds]
+    best = max(stage_loads(milliseconds, exact(milliseconds, 4)))
+
+    def excess(weights: list[float], unit: float) -> float:
+        partition = placement(balanced_bounds(weights, 4), "DeepSpeed's")
+        return max(stage_loads(weights, partition)) / unit / best - 1
+
+    assert excess(milliseconds, 1.0) < 0.001
+    assert excess(seconds, 1e-3) > 0.08
+    assert max(stage_loads(seconds, exact(seconds, 4))) == pytest.approx(best / 1000)
+
+
+def test_deepspeed_leaves_stages_empty():
+    # A first layer as heavy as the bottleneck does not get under it, so the first stage stays
+    # empty.
+    bounds = balanced_bounds([5, 1, 1, 1, 1], 3)
+    assert any(start == stop for start, stop in pairwise(bounds))
+    assert exact([5, 1, 1, 1, 1], 3).counts == (1, 2, 2)
+    with pytest.raises(PartitionError, match="leaves stage 0 without a layer"):
+        placement(bounds, "DeepSpeed's placement")
+    assert balanced_bounds([1.0] * 3, 5) == [0, 1, 2, 3, 3, 3]
+
+
+def test_deepspeed_refuses_an_exact_fit():
+    # Two stages of 2 have the bottleneck 2, but the probe wants less than that.
+    assert not probe([1, 2, 3, 4], 2, 2.0)[1]
+    assert probe([1, 2, 3, 4], 2, 2.001) == ([0, 2, 4], True)
+
+
+def test_deepspeed_with_fewer_layers_than_stages_is_refused():
+    with pytest.raises(PartitionError, match="never ends for 3 layers on 5 stages"):
+        probe([1.0, 2.0, 3.0], 5, 1.0)
+
+
+def test_deepspeed_ends_with_a_tolerance_below_rounding():
+    assert balanced_bounds([1e20, 3e20, 2e20, 1e20], 2) == [0, 2, 4]
+
+
+def test_deepspeed_places_layers_by_type():
+    assert type_bounds(NAMES, "attention", 4) == [0, 5, 9, 13, 18]
+    with pytest.raises(PartitionError, match="type:conv is found in no layer's name"):
+        type_bounds(NAMES, "conv", 4)
+    with pytest.raises(PartitionError, match="not a regular expression"):
+        type_bounds(NAMES, "(", 4)
+
+
+def test_megatron_places_blocks_evenly():
+    assert megatron_placement(NAMES, 4).counts == (5, 4, 4, 5)
+    assert megatron_placement(NAMES, 5, embedding=True, loss=True).counts == (3, 4, 4, 4, 3)
+    assert megatron_placement(NAMES, 3, embedding=True).counts == (5, 6, 7)
+    # Counted as a block, the embedding can be all that its stage has.
+    assert megatron_placement(NAMES, 10, embedding=True, loss=True).counts == (1, *(2,) * 8, 1)
+    with pytest.raises(PartitionError, match="3 stages, not 8 blocks"):
+        megatron_placement(NAMES, 3)
+    with pytest.raises(PartitionError, match="8 blocks and the embedding"):
+        megatron_placement(NAMES, 4, embedding=True)
+    with pytest.raises(PartitionError, match="stage 0 without a layer"):
+        megatron_placement(NAMES[1:], 10, embedding=True, loss=True)
+
+
+def test_algorithm_3_rarely_keeps_the_layer_order():
+    # The lightest layer of rank 0 happens to be its last, and rank 1 the least loaded.
+    lucky = published_diffusion([3.0, 3.0, 1.0, 2.0], Partition((3, 1)))
+    assert lucky.ranks == ((0, 1), (3, 2))
+    assert in_order(lucky).counts == (2, 2)
+    with pytest.raises(PartitionError, match="rank 0 with the layers"):
+        in_order(published_diffusion([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], Partition((3, 2, 2))))
+    with pytest.raises(PartitionError, match="rank 1"):
+        in_order(Transfers(((0, 1), ()), ()))
+
+
+def test_each_baseline():
+    by_count = dict.fromkeys(
+        (
+            placements.deepspeed_uniform,
+            placements.deepspeed_parameters,
+            placements.megatron_uniform,
+            placements.megatron_embedding_loss,
+        ),
+        (3, 3),
+    )
+    by_time = dict.fromkeys((placements.deepspeed_time, placements.algorithm_3), (4, 2))
+    for place, counts in (by_count | by_time).items():
+        assert place(REQUEST).counts == counts, place
+
+
+def test_random_draws_every_other_placement():
+    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(5))
+    current = Partition((2, 1, 2))
+    drawn = Counter(
+        placements.random(BalanceRequest(layers, current, seed=3, step=step)).counts
+        for step in range(500)
+    )
+    assert set(drawn) == {(1, 1, 3), (1, 2, 2), (1, 3, 1), (2, 2, 1), (3, 1, 1)}
+    assert min(drawn.values()) > 60  # 100 each on average
+    steps = range(20)
+    a, b = (
+        [placements.random(BalanceRequest(layers, current, seed=seed, step=step)) for step in steps]
+        for seed in (0, 1)
+    )
+    assert a != b
+
+
+def test_random_is_the_same_on_every_machine():
+    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(50))
+    assert placements.random(
+        BalanceRequest(layers, Partition((10,) * 5), seed=1, step=2)
+    ).counts == (14, 3, 5, 10, 18)
+
+
+def test_random_keeps_the_only_placement():
+    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(3))
+    for counts in ((3,), (1, 1, 1)):
+        assert placements.random(BalanceRequest(layers, Partition(counts))).counts == counts
+
+
+def test_random_draws_only_placements_that_fit():
+    request = limited([1, 1, 5, 1, 1], (1, 1, 3), (10, 2, 10))
+    drawn = {placements.random(replace(request, step=step)).counts for step in range(100)}
+    # Stage 1 cannot hold layer 2. (1, 1, 3) is the current partition.
+    assert drawn == {(3, 1, 1)}
+    unfit = replace(request, current=Partition((2, 1, 2)))
+    assert {placements.random(replace(unfit, step=step)).counts for step in range(100)} == {
+        (3, 1, 1),
+        (1, 1, 3),
+    }
+
+
+def test_impossible_baseline_placements_are_refused():
+    heavy = BalanceRequest(
+        tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1)), Partition((3, 1, 1))
+    )
+    with pytest.raises(PartitionError, match="DeepSpeed's placement by time leaves stage 0"):
+        placements.deepspeed_time(heavy)
+    with pytest.raises(PartitionError, match="not 5 blocks"):
+        placements.megatron_uniform(heavy)
+    with pytest.raises(PartitionError, match="rank 0"):
+        placements.algorithm_3(
+            BalanceRequest(
+                tuple(LayerCost(f, 0.0, 0.0) for f in (4, 3, 2, 2, 1, 1, 2)), Partition((3, 2, 2))
+            )
+        )
+    with pytest.raises(PartitionError, match="stage 1 of the placement"):
+        balancer("python:benchmarks.baselines.placements:deepspeed_uniform")(
+            limited([4, 4, 4, 4], (3, 1), (99, 5))
+        )
+
+
+def test_deepspeed_type_balances_by_layer_name():
+    names = (
+        "embedding",
+        *(f"blocks.{i}.{half}" for i in range(4) for half in ("attention", "feed_forward")),
+        "head",
+    )
+    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in names)
+    request = BalanceRequest(layers, Partition((5, 5)), names=names)
+    assert placements.deepspeed_type("ATTENTION")(request).counts == (5, 5)
+    assert placements.megatron_uniform(request).counts == (5, 5)
+    with pytest.raises(PartitionError, match="9 names for 10 layers"):
+        replace(request, names=names[1:])
+
+
+def variance(loads: list[float]) -> float:
+    return sum(x * x for x in loads) / len(loads) - (sum(loads) / len(loads)) ** 2
+
+
+@many
+@given(cases())
+def test_algorithm_3_lowers_the_variance_with_every_transfer(case: tuple[list[float], Partition]):
+    weights, current = case
+    transfers = published_diffusion(weights, current)
+    held = [list(current.range_of(rank)) for rank in range(current.stages)]
+    spread = [variance([sum(weights[layer] for layer in rank) for rank in held])]
+    for layer, source, target in transfers.moves:
+        held[source].remove(layer)
+        held[target].append(layer)
+        spread.append(variance([sum(weights[layer] for layer in rank) for rank in held]))
+    assert all(after < before for before, after in pairwise(spread))
+    assert transfers.ranks == tuple(map(tuple, held))
+
+
+def test_algorithm_3_breaks_the_order_of_the_layers():
+    # Its known fault: perfectly even loads, on ranks whose layers are no longer neighbours.
+    weights = [4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0]
+    transfers = published_diffusion(weights, Partition((3, 2, 2)))
+    assert transfers.moves == ((2, 0, 1), (1, 0, 2), (5, 2, 0))
+    assert transfers.ranks == ((0, 5), (3, 4, 2), (6, 1))
+    assert [sum(weights[layer] for layer in rank) for rank in transfers.ranks] == [5.0, 5.0, 5.0]
+    assert any(list(rank) != list(range(rank[0], rank[0] + len(rank))) for rank in transfers.ranks)
+
+
+def test_algorithm_3_keeps_memory_limits_and_iterations():
+    weights, current = [1.0] * 6, Partition((5, 1))
+    assert len(published_diffusion(weights, current).ranks[1]) == 3
+    assert len(published_diffusion(weights, current, iterations=1).ranks[1]) == 2
+    assert (
+        len(published_diffusion(weights, current, layer_bytes=[4] * 6, limits=[99, 8]).ranks[1])
+        == 2
+    )
+    with pytest.raises(PartitionError, match="both"):
+        published_diffusion(weights, current, limits=[99, 8])
+
+
+def test_algorithm_3_compares_with_the_current_variance():
+    # The loads are 20, 18 and 1. Two of them are over the mean. The first transfer makes them 10 18
+    # 11. The second would make them 19 9 11, which is better than the start of the iteration and
+    # worse than now.
+    weights = [10.0, 10.0, 9.0, 9.0, 1.0]
+    current = Partition((2, 2, 1))
+    transfers = published_diffusion(weights, current, iterations=1)
+    assert transfers.moves == ((0, 0, 2),)
