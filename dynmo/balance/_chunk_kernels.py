@@ -20,26 +20,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dynmo.balance._kernels import Ints
+from dynmo.balance._kernels import Floats, Ints, need
 from dynmo.jit import jit
 
-Floats = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
 
 Problem = tuple[Ints, Ints, Floats, Ints, Ints, Ints, Ints]
 """sums, rank_of, speeds, held, pairs, pair_at and caps."""
-
-
-@jit()
-def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: int) -> int:
-    """`MemoryLimits.need`."""
-    static = held[0, stop] - held[0, start]
-    activation = held[1, stop] - held[1, start]
-    stash = held[2, stop] - held[2, start]
-    most = 0
-    for i in range(pair_at[stage], pair_at[stage + 1]):
-        most = max(most, static + pairs[i, 0] * activation + pairs[i, 1] * stash)
-    return most
 
 
 @jit()

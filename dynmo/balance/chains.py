@@ -2,13 +2,13 @@
 
 Stages are contiguous.
 
-    sums     0 3 5 9 10 16      of the weights, as integers: every float is one over a power of two
-    stage s  sums[stop] - sums[start] <= limit[s]
+    sums     0 3 5 9 10 16      of the weights, as integers
+    stage s  (sums[stop] - sums[start]) / speed + time of sending  <=  bottleneck
 
 A stage must also fit its memory, and a layer must be left for each stage after it.
 
-The bottleneck is found by bisection between times that placements truly have. It is therefore a
-sum of layers and never a number near one. Ties are resolved by dynamic programming. The loops run
+The bottleneck is found by bisection between times that placements truly have. It is therefore the
+time of a stage and never a number near one. Ties are resolved by dynamic programming. The loops run
 compiled, in `_kernels`.
 """
 
@@ -17,35 +17,39 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from fractions import Fraction
 from itertools import accumulate, pairwise
-from math import gcd
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 
 from dynmo.balance import _kernels as kernels
-from dynmo.balance._kernels import FOUND, STUCK, Ints, Memory
+from dynmo.balance._kernels import FOUND, STUCK, Floats, Ints, Memory
 from dynmo.cost.layer_cost import LinkCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.schedule.memory import MemoryLimits
 
-Time = int | Fraction
+_BITS = 52  # of all weights together, so that loads are exact in a float
 
 
 def integer_sums(weights: Sequence[float]) -> list[int]:
-    """Exact prefix sums of the weights.
+    """Prefix sums of the weights, as integers.
 
-    Every float is an integer over a power of two.
+    They are exact if their common unit is at least 2^-52 of their sum. If not, each weight counts
+    in units of 2^-52 of the sum.
     """
     for layer, weight in enumerate(weights):
         if not math.isfinite(weight) or weight < 0:
             raise PartitionError(
                 f"layer {layer} has the weight {weight}; a weight is a number of at least 0"
             )
+    # Every float is an integer over a power of two.
     ratios = [weight.as_integer_ratio() for weight in weights]
-    unit = max((below for _, below in ratios), default=1)
-    return list(accumulate((above * (unit // below) for above, below in ratios), initial=0))
+    below = max((denominator for _, denominator in ratios), default=1)
+    parts = [above * (below // denominator) for above, denominator in ratios]
+    unit, total = math.gcd(*parts) or 1, sum(parts)
+    if total // unit >= 1 << _BITS:
+        unit = -(-total // (1 << _BITS))
+    return list(accumulate((part // unit for part in parts), initial=0))
 
 
 def enough(layers: int, ranks: int) -> None:
@@ -72,22 +76,16 @@ def tie_unit(largest: int, stages: int) -> int:
     return -(-largest // (1 << bits))
 
 
-def _limbs(values: Sequence[int], limbs: int) -> Ints:
-    """Each value as `limbs` limbs of 32 bits, the most significant first."""
-    text = b"".join(value.to_bytes(4 * limbs, "big") for value in values)
-    return np.frombuffer(text, ">u4").astype(np.int64).reshape(len(values), limbs)
-
-
-def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> list[Fraction] | None:
-    """The speeds as fractions, or None if all are 1."""
+def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> Floats:
+    """Checks the speeds. They are all 1 if none are given."""
     if speeds is None:
-        return None
+        return np.ones(ranks)
     if len(speeds) != ranks:
         raise PartitionError(f"{len(speeds)} speeds for {ranks} ranks; give one per rank")
     for rank, speed in enumerate(speeds):
         if not math.isfinite(speed) or speed <= 0:
             raise PartitionError(f"rank {rank} has the speed {speed}; a speed is a number over 0")
-    return None if all(speed == 1 for speed in speeds) else [Fraction(speed) for speed in speeds]
+    return np.array(speeds, np.float64)
 
 
 def memory_tables(memory: MemoryLimits | None) -> Memory:
@@ -124,31 +122,14 @@ def memory_tables(memory: MemoryLimits | None) -> Memory:
     )
 
 
-class _Filled(NamedTuple):
-    """The result of `greedy`, or of `every` (then with `low`).
-
-    It has a placement if `code` is FOUND, the latest starts, and what each stage was refused.
-    """
-
-    code: int
-    bounds: Ints
-    high: Ints
-    low: Ints | None
-    rise: Ints
-
-
 _TRANSITIONS = 2_500_000  # of the search among ties: some milliseconds
 
 
 @final
 class Problem:
-    """Weights as exact prefix sums, and the limits of a stage.
+    """Weights as prefix sums, and the limits of a stage.
 
-    A stage is limited by its time and its memory, and one layer must be left for each stage after
-    it.
-
-    A time is in units of the weights' own smallest step, divided by a rank's speed. It is an
-    integer while all speeds are 1 and no link counts.
+    A time is in units of the sums, for a speed of 1.
     """
 
     def __init__(
@@ -162,12 +143,7 @@ class Problem:
     ) -> None:
         self.layers, self.ranks, self.memory = len(weights), ranks, memory
         enough(self.layers, ranks)
-        sums = integer_sums(weights)
-        # With the smallest possible integers, a small model is compared in one limb, and its ties
-        # are compared exactly.
-        shared = gcd(*(stop - start for start, stop in pairwise(sums))) or 1
-        self.sums = [x // shared for x in sums] if shared > 1 else sums
-        self.heaviest = max(stop - start for start, stop in pairwise(self.sums))
+        self.sums = np.array(integer_sums(weights), np.int64)
         self.speeds = rank_speeds(speeds, ranks)
         self.classes, self.sends = self._sends(weights, links, output_bytes)
         if memory is not None:
@@ -177,8 +153,7 @@ class Problem:
                     f"memory limits for {memory.stages} stages, but {ranks} ranks; "
                     "give one limit per rank"
                 )
-        self.limbs = max(1, -(-self.sums[-1].bit_length() // 32))
-        self.table = _limbs(self.sums, self.limbs)
+        self.times = self.sums, self.speeds, self.sends, self.classes
         self.bytes = memory_tables(memory)
 
     def _sends(
@@ -186,7 +161,7 @@ class Problem:
         weights: Sequence[float],
         links: Sequence[LinkCost] | None,
         output_bytes: Sequence[int] | None,
-    ) -> tuple[Ints, list[list[Fraction]] | None]:
+    ) -> tuple[Ints, Floats]:
         """The sizes that stages send, and their times.
 
         Returns:
@@ -194,7 +169,7 @@ class Problem:
             e. sends has, for each stage, the time of sending each size.
         """
         if links is None and output_bytes is None:
-            return np.zeros(0, np.int64), None
+            return np.zeros(self.layers + 1, np.int64), np.zeros((self.ranks, 1))
         if links is None or output_bytes is None:
             raise PartitionError(
                 "a link's time needs both the links and output_bytes; give both or neither"
@@ -208,15 +183,8 @@ class Problem:
         sizes = sorted(set(output_bytes[:-1]) or {0})
         known = {size: index for index, size in enumerate(sizes)}
         classes = np.array([0, *(known.get(size, 0) for size in output_bytes)], np.int64)
-        unit = next(
-            (
-                Fraction(w) / (b - a)
-                for w, (a, b) in zip(weights, pairwise(self.sums), strict=True)
-                if w
-            ),
-            Fraction(1),
-        )
-        sends: list[list[Fraction]] = []
+        unit = math.fsum(weights) / int(self.sums[-1]) if self.sums[-1] else 1.0
+        sends = np.zeros((self.ranks, len(sizes)))
         for boundary, link in enumerate(links):
             seconds = [link.seconds(size) for size in sizes]
             for value in seconds:
@@ -225,154 +193,78 @@ class Problem:
                         f"boundary {boundary} takes {value} s; "
                         "a link's time is a number of at least 0"
                     )
-            sends.append([Fraction(value) / unit for value in seconds])
-        return classes, [*sends, [Fraction(0)] * len(sizes)]
-
-    # -- times and limits --------------------------------------------------------------------------
-
-    def time(self, stage: int, start: int, stop: int) -> Time:
-        """Time of a stage."""
-        time: Time = self.sums[stop] - self.sums[start]
-        if self.speeds is not None:
-            time = time / self.speeds[stage]
-        if self.sends is not None:
-            time = time + self.sends[stage][int(self.classes[stop])]
-        return time
-
-    def limits(self, bottleneck: Time) -> list[list[int]]:
-        """The largest load within `bottleneck`, per stage and size sent.
-
-        There is one row for all stages if they are alike. A limit is -1 if sending alone takes
-        longer.
-        """
-        total = self.sums[-1]
-        if self.speeds is None and self.sends is None:
-            return [[min(total, int(bottleneck))]]
-        rows: list[list[int]] = []
-        for stage in range(self.ranks):
-            speed = Fraction(1) if self.speeds is None else self.speeds[stage]
-            sends = [Fraction(0)] if self.sends is None else self.sends[stage]
-            rows.append(
-                [
-                    min(total, math.floor((bottleneck - send) * speed))
-                    if bottleneck >= send
-                    else -1
-                    for send in sends
-                ]
-            )
-        return rows
-
-    def _table(self, bottleneck: Time) -> Ints:
-        """The limits as limbs: [rows, sizes, limbs]."""
-        rows = self.limits(bottleneck)
-        flat = _limbs([max(0, x) for row in rows for x in row], self.limbs).reshape(
-            len(rows), len(rows[0]), self.limbs
-        )
-        if self.sends is not None:
-            flat[np.array(rows) < 0] = -1
-        return flat
+            sends[boundary] = np.array(seconds) / unit
+        return classes, sends
 
     # -- the bottleneck ----------------------------------------------------------------------------
 
-    def least_bottleneck(self) -> Time:
+    def stage_times(self, bounds: Ints) -> Floats:
+        loads = np.diff(self.sums[bounds])
+        return loads / self.speeds + self.sends[np.arange(self.ranks), self.classes[bounds[1:]]]
+
+    def least_bottleneck(self) -> float:
         """The least bottleneck, by bisection between values that placements truly have.
 
         A success lowers `high` to the time of the placement found. A failure raises `low` to the
         least time at which some stage could take one layer more (Pinar and Aykanat's exact
         bisection).
         """
-        low: Time
-        high: Time
-        total = self.sums[-1]
-        if self.speeds is None:
-            low, high = max(self.heaviest, -(-total // self.ranks)), total
-        else:
-            low = max(self.heaviest / max(self.speeds), total / sum(self.speeds, Fraction()))
-            high = total / min(self.speeds)
-        if self.sends is not None:
-            high += max(map(max, self.sends))
-        feasible, value = self.probe(high)
+        total, heaviest = int(self.sums[-1]), int(np.diff(self.sums).max())
+        low = max(heaviest / self.speeds.max(), total / self.speeds.sum())
+        high = total / self.speeds.min() + self.sends.max()
+        feasible, high = self.probe(high)
         if not feasible:
             raise NoRoomError(self.no_memory())
-        high = value
-        trial = min(
-            high, low + (self.heaviest if self.speeds is None else self.heaviest / min(self.speeds))
-        )
+        trial = min(high, low + heaviest / self.speeds.min())
         while low < high:
             feasible, value = self.probe(trial)
             low, high = (low, value) if feasible else (value, high)
-            both = low + high
-            trial = both // 2 if isinstance(both, int) else both / 2
+            middle = (low + high) / 2
+            trial = middle if low < middle < high else low
         return high
 
-    def probe(self, bottleneck: Time) -> tuple[bool, Time]:
+    def probe(self, bottleneck: float) -> tuple[bool, float]:
         """Tries one bottleneck.
 
         Returns:
             (True, the largest time of a placement within `bottleneck`), or (False, the least
             bottleneck worth trying next).
         """
-        filled = self._fill(self._table(bottleneck))
-        if filled.code == FOUND:
-            ends: list[int] = filled.bounds.tolist()
-            if self.speeds is None and self.sends is None:
-                return True, max(self.sums[b] - self.sums[a] for a, b in pairwise(ends))
-            return True, max(self.time(stage, a, b) for stage, (a, b) in enumerate(pairwise(ends)))
-        steps: list[list[list[int]]] = filled.rise.tolist()
-        beyond: Time = (
-            self.sums[-1] + 1 if self.speeds is None else self.sums[-1] / min(self.speeds) + 1
-        )
-        if self.sends is not None:
-            beyond += max(map(max, self.sends))
-        known = min(
-            (self.time(stage, a, b) for stage, row in enumerate(steps) for a, b in row if b >= 0),
-            default=beyond,
-        )
-        return False, known if filled.low is None else min(
-            known, self._earlier(filled.low.tolist(), beyond)
-        )
+        found, rise, bounds, _ = self._fill(bottleneck)
+        return (True, float(self.stage_times(bounds).max())) if found else (False, rise)
 
-    def _earlier(self, low: list[int], beyond: Time) -> Time:
-        """The least bottleneck at which some stage may start earlier than low[s]."""
-        least = beyond
-        for stage, (start, stop) in enumerate(pairwise(low)):
-            if start > stage and self._fits(stage, start - 1, stop):
-                time = Fraction(self.sums[stop] - self.sums[start - 1]) / (
-                    1 if self.speeds is None else self.speeds[stage]
-                )
-                least = min(least, time if self.sends is None else time + min(self.sends[stage]))
-        return math.ceil(least) if isinstance(beyond, int) else least
+    def _fill(self, bottleneck: float) -> tuple[bool, float, Ints, Ints]:
+        """Uses `greedy` if that is enough, else `every`.
 
-    def _fill(self, limits: Ints) -> _Filled:
-        """Uses `greedy` if that is enough, else `every`."""
-        bounds, high = np.zeros(self.ranks + 1, np.int64), np.zeros(self.ranks + 1, np.int64)
-        rise = np.full((self.ranks, limits.shape[1], 2), -1, np.int64)
-        if limits.shape[1] == 1:
-            code, seen = kernels.greedy(self.table, limits, self.bytes, self.ranks, bounds, rise)
+        Returns:
+            Whether there is a placement, the least bottleneck worth trying next, the placement, and
+            the latest starts.
+        """
+        bounds = np.zeros(self.ranks + 1, np.int64)
+        if self.sends.shape[1] == 1:
+            code, rise = kernels.greedy(self.times, self.bytes, bottleneck, bounds)
             if code != STUCK:
-                return _Filled(code, bounds, bounds, None, rise[:seen])
-        low = self._floors(limits)
-        code, seen = kernels.every(
-            self.table, limits, self.classes, self.bytes, low, high, bounds, rise
-        )
-        return _Filled(code, bounds, high, low, rise[:seen])
+                return code == FOUND, rise, bounds, bounds
+        high = np.zeros(self.ranks + 1, np.int64)
+        low = self._floors(bottleneck)
+        code, rise = kernels.every(self.times, self.bytes, bottleneck, low, high, bounds)
+        return code == FOUND, rise, bounds, high
 
-    def _floors(self, limits: Ints) -> Ints:
+    def _floors(self, bottleneck: float) -> Ints:
         low = np.zeros(self.ranks + 1, np.int64)
-        kernels.floors(self.table, limits, self.bytes, self.ranks, low)
+        kernels.floors(self.times, self.bytes, bottleneck, low)
         return low
 
     # -- the best of the ties ----------------------------------------------------------------------
 
     def best_tie(
-        self, bottleneck: Time, current: Sequence[int] | None, move_bytes: Sequence[int]
+        self, bottleneck: float, current: Sequence[int] | None, move_bytes: Sequence[int]
     ) -> list[int]:
         """The bounds of the best placement with no time above `bottleneck`.
 
         Uses dynamic programming over (stage, end).
         """
-        limits = self._table(bottleneck)
-        low, high = self._windows(limits, current)
+        low, high = self._windows(bottleneck, current)
         offset = np.concatenate(([0], np.cumsum(np.maximum(0, high - low + 1))))
         own = np.zeros((self.ranks, 2), np.int64)
         if current is not None:
@@ -382,92 +274,76 @@ class Problem:
         sizes = np.array([0, *accumulate(size // unit for size in move_bytes)], np.int64)
         bounds = np.zeros(self.ranks + 1, np.int64)
         reached = kernels.best_tie(
-            self.table,
-            limits,
-            self.classes,
+            self.times,
             self.bytes,
+            bottleneck,
             (low, high, offset),
             (own, sizes),
-            self._rounded(limits, bottleneck),
+            self._rounded(bottleneck),
             bounds,
         )
         assert reached, "the bottleneck was found, but no placement with it"
         return bounds.tolist()
 
-    def _windows(self, limits: Ints, current: Sequence[int] | None) -> tuple[Ints, Ints]:
+    def _windows(self, bottleneck: float, current: Sequence[int] | None) -> tuple[Ints, Ints]:
         """The first and the last layer that each stage may start with.
 
         If these windows are too large to search, they are narrowed around a placement near
         `current`, or near equal shares.
         """
-        filled = self._fill(limits)
-        low, high = self._floors(limits), filled.high
+        _, _, bounds, high = self._fill(bottleneck)
+        low = self._floors(bottleneck)
         low[0] = 0
         width = high - low + 1
-        if (
-            int((width[:-1] * np.minimum(width[1:], 2 * np.diff(filled.bounds))).sum())
-            <= _TRANSITIONS
-        ):
+        if int((width[:-1] * np.minimum(width[1:], 2 * np.diff(bounds))).sum()) <= _TRANSITIONS:
             return low, high
         wanted = self._even() if current is None or len(current) != self.ranks + 1 else current
         guide = np.zeros(self.ranks + 1, np.int64)
-        if limits.shape[1] > 1 or not kernels.near(
-            self.table, limits, self.bytes, low, np.array(wanted, np.int64), guide
+        if self.sends.shape[1] > 1 or not kernels.near(
+            self.times, self.bytes, bottleneck, low, np.array(wanted, np.int64), guide
         ):
-            guide = filled.bounds
+            guide = bounds
         half = int(math.sqrt(_TRANSITIONS / self.ranks) / 2)
         return np.maximum(low, guide - half), np.minimum(high, guide + half)
 
-    def extremes(self, bottleneck: Time) -> list[list[int]]:
+    def extremes(self, bottleneck: float) -> list[list[int]]:
         """Placements filled from the front, and from the back.
 
         If memory makes a stage stop short, one of them may not exist.
         """
-        limits = self._table(bottleneck)
-        both: list[list[int]] = [
-            self._fill(limits).high.tolist(),
-            [0, *self._floors(limits)[1:].tolist()],
-        ]
+        low = self._floors(bottleneck)
+        low[0] = 0
         return [
-            x
-            for x in both
-            if all(
-                a < b and self.time(s, a, b) <= bottleneck and self._fits(s, a, b)
-                for s, (a, b) in enumerate(pairwise(x))
+            x.tolist()
+            for x in (self._fill(bottleneck)[3], low)
+            if (np.diff(x) > 0).all()
+            and (self.stage_times(x) <= bottleneck).all()
+            and (
+                self.memory is None
+                or all(self.memory.fits(s, a, b) for s, (a, b) in enumerate(pairwise(x.tolist())))
             )
         ]
 
-    def _fits(self, stage: int, start: int, stop: int) -> bool:
-        return self.memory is None or self.memory.fits(stage, start, stop)
-
     def _even(self) -> list[int]:
         """The boundaries nearest to equal shares of the load."""
-        total = self.sums[-1]
+        total = int(self.sums[-1])
         return [
             min(self.layers, bisect_left(self.sums, total * stage // self.ranks))
             for stage in range(self.ranks)
         ] + [self.layers]
 
-    def _rounded(self, limits: Ints, bottleneck: Time) -> tuple[Ints, Ints, Ints]:
-        """Prefix sums of the weights, links' times and slowness, in coarse whole units.
+    def _rounded(self, bottleneck: float) -> tuple[Ints, Ints, Ints]:
+        """Prefix sums of the weights, times of sending and slowness, in coarse whole units.
 
         The units are so coarse that the sum of all squared times is an int64.
         """
-        slowest = Fraction(1) if self.speeds is None else min(self.speeds)
-        largest = max(math.floor(bottleneck * slowest), *map(max, self.limits(bottleneck)))
-        unit = tie_unit(largest, self.ranks)
-        loads = np.array(
-            [0, *accumulate((b - a) // unit for a, b in pairwise(self.sums))], np.int64
-        )
-        slowness = np.full(self.ranks, 1 << 30, np.int64)
-        if self.speeds is not None:
-            slowness[:] = [round((1 << 30) * slowest / speed) for speed in self.speeds]
-        extra = np.zeros((self.ranks, limits.shape[1]), np.int64)
-        if self.sends is not None:
-            extra[:] = [
-                [math.floor(min(send, bottleneck) * slowest / unit) for send in row]
-                for row in self.sends
-            ]
+        slowest = self.speeds.min()
+        within = (bottleneck - self.sends) * self.speeds[:, None]  # the largest loads
+        largest = max(bottleneck * slowest, min(float(self.sums[-1]), within.max()))
+        unit = tie_unit(int(largest), self.ranks)
+        loads = np.concatenate(([0], np.cumsum(np.diff(self.sums) // unit)))
+        extra = np.floor(np.minimum(self.sends, bottleneck) * slowest / unit).astype(np.int64)
+        slowness = ((1 << 30) * slowest / self.speeds).round().astype(np.int64)
         return loads, extra, slowness
 
     def no_memory(self) -> str:

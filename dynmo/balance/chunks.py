@@ -15,14 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from itertools import accumulate, pairwise
 from typing import final
 
 import numpy as np
 
 from dynmo.balance import _chunk_kernels as kernels
-from dynmo.balance._kernels import Ints
+from dynmo.balance._kernels import Floats, Ints
 from dynmo.balance.chains import enough, integer_sums, memory_tables, rank_speeds, same_layers
 from dynmo.balance.partition import Partition, exact, stage_loads
 from dynmo.errors import NoRoomError, PartitionError
@@ -32,7 +30,6 @@ from dynmo.schedule.memory import MemoryLimits
 NODES = 2_000_000  # steps of branch and bound: some hundredths of a second
 _STATES = 30_000_000  # bytes of the search through a V
 _KICKS = 8_000_000  # restarts of the iterated descent, times the stages cubed
-_BITS = 52  # bits of all weights together, so that loads are exact in a float
 
 
 @dataclass(frozen=True)
@@ -92,16 +89,16 @@ def chunked(
             f"memory limits for {memory.stages} stages, but {stages} in the placement; "
             "give one limit per stage"
         )
-    rates = rank_speeds(speeds, ranks) or [Fraction(1)] * ranks
+    rates = rank_speeds(speeds, ranks)
     if stages == ranks:
-        own = [float(rates[rank]) for rank in stage_ranks]
+        own = rates[list(stage_ranks)].tolist()
         partition, proven = exact(weights, ranks, memory=memory, current=current, speeds=own), True
     else:
         partition, proven = _Chunks(weights, stage_ranks, memory, rates).solve(current, nodes)
     loads = stage_loads(weights, partition)
     times = (
         math.fsum(x for x, r in zip(loads, stage_ranks, strict=True) if r == rank)
-        / float(rates[rank])
+        / rates[rank].item()
         for rank in range(ranks)
     )
     return Chunked(partition, max(times), proven)
@@ -114,17 +111,11 @@ class _Chunks:
         weights: Sequence[float],
         stage_ranks: Sequence[int],
         memory: MemoryLimits | None,
-        rates: list[Fraction],
+        rates: Floats,
     ) -> None:
-        sums = integer_sums(weights)
-        parts = [b - a for a, b in pairwise(sums)]
-        unit = math.gcd(*parts) or 1
-        if sums[-1] // unit >= 1 << _BITS:
-            unit = -(-sums[-1] // (1 << _BITS))
         self.weights, self.stage_ranks, self.memory = weights, stage_ranks, memory
         self.stages, self.ranks = len(stage_ranks), len(rates)
-        self.sums = np.array([0, *accumulate(x // unit for x in parts)], np.int64)
-        self.speeds = np.array([float(x) for x in rates])
+        self.sums, self.speeds = np.array(integer_sums(weights), np.int64), rates
         held, pairs, pair_at, _ = memory_tables(memory)
         self.caps: list[int] = []
         if memory is not None:

@@ -10,8 +10,8 @@ placements (DynMo, section 3.3). DynMo builds on a DeepSpeed utility with three 
 stages, an absolute tolerance, and an endless loop if there are fewer layers than ranks. `exact`
 does not have these faults.
 
-Loads are compared as exact integers (`chains`). The bottleneck is therefore a sum of layers, never
-a number near one, and a tie is a tie.
+Loads are integers (`chains.integer_sums`). The bottleneck is therefore a sum of layers, never a
+number near one, and a tie is a tie.
 """
 
 from __future__ import annotations
@@ -206,9 +206,9 @@ def exact(
     2. the least sum of squared times, then of squared counts
     3. the last boundaries nearest to the front
 
-    Times are squared in whole units. The units are 2^-25 of the bottleneck or finer if the weights
-    are not small integers. The bottleneck itself is exact. If there are too many ties, only those
-    near `current`, or near an even spread, are compared.
+    Weights that are not small integers count in units of 2^-52 of their sum. Times are squared in
+    whole units of 2^-25 of the bottleneck or finer. If there are too many ties, only those near
+    `current`, or near an even spread, are compared.
 
     Args:
         weights: Load of each layer.

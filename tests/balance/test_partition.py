@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import combinations, pairwise
-from math import gcd
 from pathlib import Path
 
 import pytest
@@ -43,39 +42,38 @@ def best_of(
     current: Partition | None = None,
     sizes: list[int] | None = None,
     speeds: list[float] | None = None,
-    sends: Callable[[int, int], Fraction] = lambda stage, stop: Fraction(),
+    sends: Callable[[int, int], float] = lambda stage, stop: 0.0,
 ) -> tuple[int, ...]:
     """The goals that `exact` promises to minimise, in its order.
 
-    Times are fractions. Their squares are in whole units.
+    Loads are integers. Times are floats, and their squares are in whole units.
     """
     layers, ranks = len(weights), len(every[0]) - 1
-    rates = [Fraction(speed) for speed in speeds or [1] * ranks]
+    rates, sums = speeds or [1.0] * ranks, integer_sums(weights)
+    step = math.fsum(weights) / sums[-1] if sums[-1] else 1.0
 
-    def time(stage: int, a: int, b: int) -> Fraction:
-        return sum(map(Fraction, weights[a:b]), Fraction()) / rates[stage] + sends(stage, b)
+    def send(stage: int, stop: int) -> float:
+        return sends(stage, stop) / step
+
+    def time(stage: int, a: int, b: int) -> float:
+        return (sums[b] - sums[a]) / rates[stage] + send(stage, b)
 
     least = min(
         max(time(stage, a, b) for stage, (a, b) in enumerate(pairwise(bounds))) for bounds in every
     )
-    # The weights as integers, and those in the units in which ties are compared.
-    step = Fraction(gcd(*(b - a for a, b in pairwise(integer_sums(weights)))) or 1)
-    step /= max(Fraction(w).denominator for w in weights)
-    total, boundaries = sum(map(Fraction, weights), Fraction()), range(1, max(2, layers))
-    largest = max(
-        int(min((least - sends(s, b)) * rate, total) / step)
-        for s, rate in enumerate(rates)
-        for b in boundaries
+    # The unit in which ties are compared.
+    most = max(
+        (least - send(s, b)) * x for s, x in enumerate(rates) for b in range(1, max(2, layers))
     )
-    unit = tie_unit(max(largest, int(least / step * min(rates))), ranks)
-    loads = [int(Fraction(w) / step) // unit for w in weights]
+    unit = tie_unit(int(max(least * min(rates), min(sums[-1], most))), ranks)
+    loads = [(b - a) // unit for a, b in pairwise(sums)]
 
     def rest(bounds: tuple[int, ...]) -> tuple[object, ...]:
         new = Partition.from_bounds(bounds)
         moved = sum((sizes or [1] * layers)[m.layer] for m in moves(current, new)) if current else 0
         times = [
             (sum(loads[a:b]) * round((1 << 30) * min(rates) / rates[s]) >> 30)
-            + int(min(sends(s, b), least) / step * min(rates) / unit)
+            + int(min(send(s, b), least) * min(rates) / unit)
             for s, (a, b) in enumerate(pairwise(bounds))
         ]
         return moved, sum(x * x for x in times), sum(c * c for c in new.counts), bounds[::-1]
@@ -142,8 +140,8 @@ def test_exact_is_optimal_with_speeds_and_links(case: tuple[list[float], int], d
         st.just([8] * layers) | st.lists(st.integers(0, 12), min_size=layers, max_size=layers)
     )
 
-    def sends(stage: int, stop: int) -> Fraction:
-        return Fraction(links[stage].seconds(sent[stop - 1])) if stage < ranks - 1 else Fraction()
+    def sends(stage: int, stop: int) -> float:
+        return links[stage].seconds(sent[stop - 1]) if stage < ranks - 1 else 0.0
 
     every = every_placement(layers, ranks)
     assert exact(weights, ranks, speeds=speeds).bounds == best_of(weights, every, speeds=speeds)
