@@ -48,7 +48,6 @@ from dynmo.balance.expert_placement import (
     ExpertPlacement,
     even_placement,
     expert_moves,
-    round_robin_placement,
 )
 from dynmo.balance.expert_search import load_bound, place_experts
 from dynmo.balance.partition import Partition, moves, uniform
@@ -171,7 +170,7 @@ def row(
     """Measures one line of the first table."""
     counts = draw_counts(blocks, skew, moments)
     even = [[even_placement(EXPERTS, replicas)] * blocks] * moments
-    in_turn = [round_robin_placement(EXPERTS, replicas)] * blocks
+    in_turn = [ExpertPlacement(tuple((i % replicas,) for i in range(EXPERTS)), replicas)] * blocks
     placed_experts = place(counts, replicas, more)
     # The placements of a moment's own counts.
     known_experts = [replace(now, x, more) for now, x in zip(placed_experts, counts, strict=True)]

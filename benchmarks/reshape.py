@@ -79,7 +79,6 @@ def request(layers: Layers, memory: int) -> MeshRequest:
         MICROBATCHES,
         (1,),
         ("zb-h1",),
-        ("exact",),
         memory_limit=limit,
         objective=Objective.MAKESPAN,
         keep=4,

@@ -35,11 +35,7 @@ def evaluate_bounds(
     bounds: Ints,
     scratch: Ints,
 ) -> tuple[float, float, int]:
-    """Time and memory of one placement.
-
-    Returns:
-        The largest time of a rank, the sum of squared times, and the bytes over the caps.
-    """
+    """The largest time of a rank, the sum of squared times, and the bytes over the caps."""
     sums, rank_of, speeds, held, pairs, pair_at, caps = problem
     scratch[:] = 0
     for s in range(len(rank_of)):
@@ -61,9 +57,9 @@ def descend(
     problem: Problem,
     bounds: Ints,
 ) -> tuple[float, float, int]:
-    """Moves one layer at a time along the path between two stages.
+    """Moves one layer at a time along the path between two stages, in `bounds`.
 
-    Goes on while (bytes over, largest time, squares) falls. Changes `bounds`.
+    Goes on while (bytes over, largest time, squares) falls.
     """
     _, rank_of, speeds, _, _, _, _ = problem
     stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
@@ -98,10 +94,8 @@ def wander(
 ) -> tuple[float, int]:
     """Iterated descent: pushes some boundaries by a layer or two, and descends again.
 
-    The pushes come from a generator with a fixed seed.
-
-    Returns:
-        The largest time of a rank, and the bytes over the caps.
+    The pushes come from a generator with a fixed seed. Returns the largest time of a rank, and the
+    bytes over the caps.
     """
     stages = len(bounds) - 1
     best, squares, over = descend(problem, bounds)
@@ -135,11 +129,8 @@ def branch(
 ) -> tuple[float, bool]:
     """Branch and bound: depth first over the stages in order.
 
-    A branch ends if a rank is full. It also ends if the rest weighs as much as the ranks that still
-    come can take.
-
-    Returns:
-        The least time found, and whether everything was seen.
+    A branch ends if a rank is full, or if the rest weighs as much as the ranks that still come can
+    take. Returns the least time found, and whether everything was seen.
     """
     sums, rank_of, speeds, held, pairs, pair_at, caps = problem
     stages, layers, ranks = len(rank_of), len(sums) - 1, len(speeds)
@@ -200,9 +191,7 @@ def nested(problem: Problem, limit: float, reached: Bytes, bounds: Ints) -> tupl
     """Solves the V within `limit`: rank r holds stages r and 2 p - 1 - r.
 
     reached[r, x, y] says that ranks 0 .. r-1 can hold exactly the layers before x and from y on.
-
-    Returns:
-        (True, the placement's largest time), or (False, the least limit worth trying next).
+    Returns (True, the placement's largest time), or (False, the least limit worth trying next).
     """
     ranks = reached.shape[0] - 1
     rise = _reach_inwards(problem, limit, reached)
@@ -214,10 +203,7 @@ def nested(problem: Problem, limit: float, reached: Bytes, bounds: Ints) -> tupl
 
 @jit()
 def _reach_inwards(problem: Problem, limit: float, reached: Bytes) -> float:
-    """Fills in `reached`, from the outer rank to the inner one.
-
-    Returns the least limit worth trying next.
-    """
+    """Fills in `reached`, the outer rank first. Returns the least limit worth trying next."""
     sums, _, speeds, held, pairs, pair_at, caps = problem
     layers, ranks = len(sums) - 1, len(speeds)
     reached[:] = 0

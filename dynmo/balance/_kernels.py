@@ -65,10 +65,7 @@ def fits(
 
 @jit()
 def farthest(sums: Ints, start: int, speed: float, send: float, limit: float, high: int) -> int:
-    """The largest stop for which the layers from `start` on take at most `limit`.
-
-    Searches by doubling, then by halving.
-    """
+    """The largest stop for which the layers from `start` on take at most `limit`."""
     if send > limit:
         return start
     step, low = 1, start
@@ -202,10 +199,7 @@ def every(
 
 @jit()
 def floors(times: Times, memory: Memory, limit: float, low: Ints) -> None:
-    """Finds the first start of each stage.
-
-    The stages from s on would carry or hold too much if s started before low[s].
-    """
+    """Finds the first start of each stage. Earlier, it and those behind would have too much."""
     sums, speeds, sends, _ = times
     held, pairs, pair_at, caps = memory
     stages = len(speeds)
@@ -301,9 +295,9 @@ def best_tie(
 def near(
     times: Times, memory: Memory, limit: float, low: Ints, targets: Ints, bounds: Ints
 ) -> bool:
-    """Finds a placement whose boundaries are near to `targets`. All outputs have one size.
+    """Finds a placement whose boundaries, one by one, are as near to `targets` as possible.
 
-    Each boundary in turn is as near as the limit and low[s] allow.
+    All outputs have one size.
     """
     sums, speeds, sends, _ = times
     held, pairs, pair_at, caps = memory

@@ -28,13 +28,7 @@ _KINDS = {Kind.F: 0, Kind.B: 1, Kind.W: 2, Kind.BW: 3}
 
 @dataclass(frozen=True)
 class Shape:
-    """A schedule as rows of numbers.
-
-    Attributes:
-        schedule: The schedule.
-        counts: Number of ops of each stage and kind (F, B, W, BW).
-        stage_ranks: The rank of each stage.
-    """
+    """A schedule as rows of numbers. `counts` has the ops of each stage and kind (F, B, W, BW)."""
 
     schedule: Schedule
     rows: Ints
@@ -43,11 +37,6 @@ class Shape:
 
 
 def shape_of(schedule: Schedule) -> Shape:
-    """Converts a schedule into rows.
-
-    Raises:
-        ScheduleError: The schedule can never finish.
-    """
     stage_ranks = schedule.stage_ranks
     row_of: dict[Op, int] = {}
     rows: list[int] = []
@@ -79,21 +68,13 @@ def replay(
     best: float,
     whole: bool,
 ) -> float:
-    """The time of the schedule for one placement.
+    """The makespan (`whole`) or the span of a schedule (`Shape`) for one placement.
 
     Args:
-        rows: `Shape.rows`.
-        counts: `Shape.counts`.
-        stage_ranks: `Shape.stage_ranks`.
         works: works[k, s, i] is the time of kind k (F, B, W) of the layers before i on the rank of
             stage s. There is one s only if all ranks are alike.
         sends: sends[s, i] is the time of the output of a stage s that stops at i.
-        bounds: Stage s has the layers bounds[s] .. bounds[s + 1] - 1.
-        best: The replay stops early if some rank's work alone takes this long or longer.
-        whole: Return the makespan instead of the span.
-
-    Returns:
-        The makespan or the span. Infinity if the replay stopped early.
+        best: The result is infinity if some rank's work alone takes this long or longer.
     """
     stages, ranks = len(bounds) - 1, stage_ranks.max() + 1
     cost = np.empty((stages, 4))

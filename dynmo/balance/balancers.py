@@ -29,20 +29,16 @@ class BalanceRequest:
     """The costs of the layers and their current placement.
 
     Attributes:
-        layers: Cost of each layer.
-        current: The placement now. If a rank has several stages, it has a count per stage.
-        cost: What the balancer goes by.
+        current: If a rank has several stages, it has a count per stage.
         resident: Microbatches that each stage keeps alive, from `simulator.resident` of the
-            schedule that will run. One entry per stage.
+            schedule that will run.
         memory_limit: Bytes, one entry per stage. Needs `resident`. None: memory is ignored.
         seed: For your own balancer, if it chooses at random.
         step: The step before which layers may move.
         names: Names of the layers. May be empty.
         make: Gives the schedule that would run at some costs (see `by_name`). "exact" then looks
             for the least simulated time. None: it looks for the least bottleneck.
-        links: One per boundary. Only used with `make`.
-        objective: What the schedule keeps short. Only used with `make`.
-        first_trainable_layer: The layers before it are frozen. Only used with `make`.
+        links: One per boundary. Used with `make`, as are `objective` and `first_trainable_layer`.
         speeds: One entry per rank.
         stage_ranks: The rank of each stage, if a rank has several. "exact" takes it into account.
     """

@@ -1,9 +1,7 @@
-"""Finds the layers of each transformer block.
+"""Finds the layers of each transformer block, by their names.
 
-    names     embedding  blocks.0.attention  blocks.0.feed_forward  blocks.1.attention  ...  head
-    blocks    before     |------------ block 0 ------------|        |-- block 1 --          after
-
-The names of the layers say which layers form a block.
+names     embedding  blocks.0.attention  blocks.0.feed_forward  blocks.1.attention  ...  head
+blocks    before     |------------ block 0 ------------|        |-- block 1 --          after
 """
 
 from __future__ import annotations
@@ -19,14 +17,11 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 def blocks_of(names: Sequence[str]) -> tuple[int, list[range], range]:
     """Groups layers into blocks by the number in their names.
 
-    Layers without numbers are a block each if no layer has a number.
+    Layers are a block each if none has a number.
 
     Returns:
         The number of layers before the first block, the layers of each block, and the layers after
         the last block.
-
-    Raises:
-        PartitionError: A layer without a number stands between blocks.
     """
     numbers = [int(match[1]) if (match := _NUMBER.search(name)) else None for name in names]
     numbered = [i for i, number in enumerate(numbers) if number is not None]

@@ -61,7 +61,6 @@ def enough(layers: int, ranks: int) -> None:
 
 
 def same_layers(have: int, want: int) -> None:
-    """Checks that two numbers of layers are equal."""
     if have != want:
         raise PartitionError(
             f"{have} layers where {want} are expected; both must be of the same model"
@@ -69,7 +68,6 @@ def same_layers(have: int, want: int) -> None:
 
 
 def tie_unit(largest: int, stages: int) -> int:
-    """The step in which loads are counted when ties are compared."""
     if stages * largest * largest < 1 << 62:
         return 1
     bits = (62 - stages.bit_length()) // 2
@@ -77,7 +75,7 @@ def tie_unit(largest: int, stages: int) -> int:
 
 
 def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> Floats:
-    """Checks the speeds. They are all 1 if none are given."""
+    """Without speeds they are all 1."""
     if speeds is None:
         return np.ones(ranks)
     if len(speeds) != ranks:
@@ -127,10 +125,7 @@ _TRANSITIONS = 2_500_000  # of the search among ties: some milliseconds
 
 @final
 class Problem:
-    """Weights as prefix sums, and the limits of a stage.
-
-    A time is in units of the sums, for a speed of 1.
-    """
+    """Weights, and the limits of stages. A time is in units of the sums, for a speed of 1."""
 
     def __init__(
         self,
@@ -162,11 +157,9 @@ class Problem:
         links: Sequence[LinkCost] | None,
         output_bytes: Sequence[int] | None,
     ) -> tuple[Ints, Floats]:
-        """The sizes that stages send, and their times.
+        """classes[e] is the index of the size that a stage sends if it stops at e.
 
-        Returns:
-            classes and sends. classes[e] is the index of the size that a stage sends if it stops at
-            e. sends has, for each stage, the time of sending each size.
+        sends has the time of sending each size: [stage, size].
         """
         if links is None and output_bytes is None:
             return np.zeros(self.layers + 1, np.int64), np.zeros((self.ranks, 1))
@@ -226,9 +219,7 @@ class Problem:
     def probe(self, bottleneck: float) -> tuple[bool, float]:
         """Tries one bottleneck.
 
-        Returns:
-            (True, the largest time of a placement within `bottleneck`), or (False, the least
-            bottleneck worth trying next).
+        Returns (True, the largest time of a placement within it), or (False, the next to try).
         """
         found, rise, bounds, _ = self._fill(bottleneck)
         return (True, float(self.stage_times(bounds).max())) if found else (False, rise)
@@ -236,9 +227,8 @@ class Problem:
     def _fill(self, bottleneck: float) -> tuple[bool, float, Ints, Ints]:
         """Uses `greedy` if that is enough, else `every`.
 
-        Returns:
-            Whether there is a placement, the least bottleneck worth trying next, the placement, and
-            the latest starts.
+        Returns whether there is a placement, the least bottleneck worth trying next, the placement,
+        and the latest starts.
         """
         bounds = np.zeros(self.ranks + 1, np.int64)
         if self.sends.shape[1] == 1:
@@ -260,10 +250,7 @@ class Problem:
     def best_tie(
         self, bottleneck: float, current: Sequence[int] | None, move_bytes: Sequence[int]
     ) -> list[int]:
-        """The bounds of the best placement with no time above `bottleneck`.
-
-        Uses dynamic programming over (stage, end).
-        """
+        """The bounds of the best placement with no time above `bottleneck`."""
         low, high = self._windows(bottleneck, current)
         offset = np.concatenate(([0], np.cumsum(np.maximum(0, high - low + 1))))
         own = np.zeros((self.ranks, 2), np.int64)
@@ -307,10 +294,7 @@ class Problem:
         return np.maximum(low, guide - half), np.minimum(high, guide + half)
 
     def extremes(self, bottleneck: float) -> list[list[int]]:
-        """Placements filled from the front, and from the back.
-
-        If memory makes a stage stop short, one of them may not exist.
-        """
+        """Placements filled from the front, and from the back, if memory allows them."""
         low = self._floors(bottleneck)
         low[0] = 0
         return [
@@ -347,10 +331,7 @@ class Problem:
         return loads, extra, slowness
 
     def no_memory(self) -> str:
-        """Says why no placement fits.
-
-        The cause is found by filling the stages in order as far as memory goes.
-        """
+        """Says why no placement fits, by filling the stages in order as far as memory goes."""
         memory = self.memory
         assert memory is not None, "without memory limits a placement always exists"
         remedy = "use more ranks, a smaller microbatch or a schedule that keeps less"

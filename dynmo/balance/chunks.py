@@ -34,12 +34,9 @@ _KICKS = 8_000_000  # restarts of the iterated descent, times the stages cubed
 
 @dataclass(frozen=True)
 class Chunked:
-    """A placement with several stages per rank.
+    """A placement with several stages per rank, and the time of its most loaded rank.
 
-    Attributes:
-        partition: Number of layers on each stage.
-        seconds: Time of the most loaded rank.
-        proven: Whether it is proven that no placement has less.
+    `proven`: no placement has less.
     """
 
     partition: Partition
@@ -58,16 +55,13 @@ def chunked(
 ) -> Chunked:
     """Places contiguous stages on ranks that have several each. No stage is empty.
 
-    A rank's time is the sum of its stages' loads divided by its speed. Weights that are not small
-    integers count in units of 2^-52 of their sum. With one stage per rank this is `exact`.
+    A rank's time is the sum of its stages' loads divided by its speed. With one stage per rank this
+    is `exact`.
 
     Args:
-        weights: Load of each layer.
-        stage_ranks: The rank of each stage (`Schedule.placement`).
-        memory: Limits. The peaks of a rank's stages together must not be more than the least of
-            their limits. None: unlimited.
+        memory: The peaks of a rank's stages together must not be more than the least of their
+            limits. None: unlimited.
         current: Is returned if nothing takes less time.
-        speeds: One per rank. None: all are 1.
         nodes: The most steps of branch and bound.
 
     Raises:
@@ -128,7 +122,7 @@ class _Chunks:
         self.tables = (self.sums, rank_of, self.speeds, held, pairs, pair_at, caps)
 
     def solve(self, current: Partition | None, nodes: int) -> tuple[Partition, bool]:
-        """Finds the placement, and says whether it is proven to be the best."""
+        """The placement, and whether it is proven to be the best."""
         bounds = np.array(exact(self.weights, self.stages).bounds, np.int64)
         if (
             tuple(self.stage_ranks) == v_stage_ranks(self.ranks)
@@ -159,10 +153,7 @@ class _Chunks:
         )
 
     def nested(self, bounds: Ints) -> float:
-        """Solves the V by bisection between times that placements truly have.
-
-        Works as in `chains`. Returns infinity if nothing fits.
-        """
+        """Solves the V by bisection, as in `chains`. Returns infinity if nothing fits."""
         reached = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.uint8)
         total, largest = int(self.sums[-1]), int(np.diff(self.sums).max())
         low = max(total / float(self.speeds.sum()), largest / float(self.speeds.max()))

@@ -25,10 +25,7 @@ Fits = Callable[[int, int, int], bool]
 class Diffusion:
     """The result of a diffusion.
 
-    Attributes:
-        partition: The placement.
-        rounds: Number of rounds.
-        moves: Each layer's crossing of a boundary, in the order made.
+    `moves` are the layers' crossings of a boundary, in the order made.
     """
 
     partition: Partition
@@ -37,21 +34,12 @@ class Diffusion:
 
 
 def diffuse(weights: Sequence[float], current: Partition, *, fits: Fits | None = None) -> Diffusion:
-    """Path diffusion: per round at most one layer crosses each boundary.
+    """Path diffusion: per round at most one layer crosses each boundary, to the neighbouring stage.
 
-    A layer goes to the neighbouring stage. A round is accepted when the loads, sorted from the
-    largest, fall lexicographically, and every stage that gains a layer `fits`. No placement
-    therefore comes back, and the diffusion ends. It ends when neither the flows nor one path
-    between two stages lower the loads further. The result is usually within one layer of `exact`,
-    without a guarantee.
-
-    Args:
-        weights: Load of each layer.
-        current: The placement to start from.
-        fits: Checks the memory of a stage. None: everything fits.
-
-    Raises:
-        PartitionError: The weights are for another number of layers, negative or not finite.
+    A round is accepted when the loads, sorted from the largest, fall lexicographically, and every
+    stage that gains a layer `fits`. No placement therefore comes back, and the diffusion ends. It
+    ends when neither the flows nor one path between two stages lower the loads further. The result
+    is usually within one layer of `exact`, without a guarantee.
     """
     sums = weight_sums(weights, current)
     bounds, crossings, rounds = list(current.bounds), list[Move](), 0

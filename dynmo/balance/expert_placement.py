@@ -1,12 +1,11 @@
 """The ranks that hold the experts of a layer, with hot experts on several ranks.
 
     expert     0   1   2   3
-    holders   0 1  0  1 2  2         rank 0 holds 0 and 1, rank 1 holds 0 and 2, rank 2 holds 2 and
-    3
+    holders   0 1  0  1 2  2    so rank 0 holds 0 and 1, rank 1 holds 0 and 2, rank 2 holds 2 and 3
 
 A rank computes the tokens of an expert that it holds, for its own tokens. The tokens of the other
 ranks go to the holders in turn. A placement follows from counts of tokens and never from times, so
-every rank makes the same one. `expert_search` finds a placement for given counts.
+every rank makes the same one.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ Holders = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """The ranks of an expert-parallel group that hold each expert.
-
-    Args:
-        holders: For each expert the ranks that hold it, ascending. At least one.
-        ranks: Number of ranks of the group.
+    """The ranks of an expert-parallel group that hold each expert, ascending.
 
     Raises:
         PartitionError: An expert has no holder, or its holders are not ascending ranks of the
@@ -63,7 +58,6 @@ class ExpertPlacement:
 
     @property
     def experts(self) -> int:
-        """Number of experts."""
         return len(self.holders)
 
     @cached_property
@@ -74,31 +68,18 @@ class ExpertPlacement:
         )
 
     def held_by(self, rank: int) -> tuple[int, ...]:
-        """The experts that `rank` holds, ascending."""
         return self._held[rank]
 
     def target(self, expert: int, source: int) -> int:
-        """Returns the rank that computes the tokens of a source.
+        """The rank that computes the tokens of a source for an expert.
 
-        Args:
-            expert: The expert that the tokens chose.
-            source: Rank that the tokens come from.
-
-        Returns:
-            The source itself if it holds the expert. Otherwise the sources that do not hold the
-            expert take its holders in turn.
+        That is the source itself if it holds the expert. The sources that do not hold it take its
+        holders in turn.
         """
         return target_of(self.holders[expert], expert, source)
 
     def loads(self, counts: Counts) -> list[float]:
-        """Counts the tokens that each rank computes.
-
-        Args:
-            counts: Tokens by source and expert.
-
-        Returns:
-            One number for each rank.
-        """
+        """The tokens that each rank computes."""
         check_counts(counts, self.ranks, self.experts)
         loads: list[float] = [0] * self.ranks
         for expert, (holders, tokens) in enumerate(
@@ -133,18 +114,7 @@ def tokens_by_holder(holders: Holders, expert: int, tokens: Sequence[float]) -> 
 
 
 def expert_moves(old: ExpertPlacement, new: ExpertPlacement) -> tuple[tuple[int, int], ...]:
-    """Lists the experts that ranks must receive.
-
-    Args:
-        old: The placement before.
-        new: The placement after, of as many experts on as many ranks.
-
-    Returns:
-        (expert, rank) for each expert that a rank holds only in the new placement.
-
-    Raises:
-        PartitionError: The placements are of different numbers of experts or ranks.
-    """
+    """(expert, rank) for each expert that a rank holds only in the new placement."""
     if (old.experts, old.ranks) != (new.experts, new.ranks):
         raise PartitionError(
             f"{old.experts} experts on {old.ranks} ranks cannot become {new.experts} on "
@@ -157,40 +127,14 @@ def expert_moves(old: ExpertPlacement, new: ExpertPlacement) -> tuple[tuple[int,
 
 
 def even_placement(experts: int, ranks: int) -> ExpertPlacement:
-    """Contiguous experts, as many on every rank, without copies.
-
-    Args:
-        experts: Number of experts. A multiple of `ranks`.
-        ranks: Number of ranks of the group.
-
-    Raises:
-        PartitionError: The experts do not divide over the ranks.
-    """
-    each = _experts_per_rank(experts, ranks)
-    return ExpertPlacement(tuple((expert // each,) for expert in range(experts)), ranks)
-
-
-def round_robin_placement(experts: int, ranks: int) -> ExpertPlacement:
-    """Expert i on rank i mod `ranks`, without copies: a baseline.
-
-    Args:
-        experts: Number of experts. A multiple of `ranks`.
-        ranks: Number of ranks of the group.
-
-    Raises:
-        PartitionError: The experts do not divide over the ranks.
-    """
-    _experts_per_rank(experts, ranks)
-    return ExpertPlacement(tuple((expert % ranks,) for expert in range(experts)), ranks)
-
-
-def _experts_per_rank(experts: int, ranks: int) -> int:
+    """Contiguous experts, as many on every rank, without copies."""
     if ranks < 1 or experts < 1 or experts % ranks:
         raise PartitionError(
             f"{experts} experts do not divide over {ranks} ranks; "
             "choose a number of experts that is a multiple"
         )
-    return experts // ranks
+    each = experts // ranks
+    return ExpertPlacement(tuple((expert // each,) for expert in range(experts)), ranks)
 
 
 def check_counts(counts: Counts, ranks: int, experts: int) -> None:

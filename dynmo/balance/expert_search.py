@@ -46,18 +46,15 @@ def place_experts(
     """Places experts so that the most loaded rank computes few tokens.
 
     The search starts twice: anew, and from `current`. The second start moves fewer experts. Its
-    result is preferred unless the first one is better by `least_gain`.
+    result is preferred unless the first one is better by `least_gain`. If there are as many experts
+    as ranks or more, every rank holds one at least.
 
     Args:
-        counts: Tokens by source and expert. One row for each rank.
+        counts: Tokens by source and expert.
         ranks: Number of ranks of the group.
         per_rank: Most experts that a rank can hold. Places beyond one for each expert serve copies.
-        current: The placement now. None at the start.
-        least_gain: The largest load must fall by more than this share. Otherwise `current` stays.
-
-    Returns:
-        The placement. It is `current` if the search finds none that is better by `least_gain`. If
-        there are as many experts as ranks or more, every rank holds one at least.
+        current: The placement now.
+        least_gain: `current` stays unless the largest load falls by more than this share.
 
     Raises:
         PartitionError: The experts do not fit the ranks, the counts are not one row for each rank,
@@ -95,17 +92,11 @@ def place_experts(
 
 
 def load_bound(counts: Counts, ranks: int, per_rank: int) -> float:
-    """Returns a lower bound of the largest load of any placement.
+    """A lower bound of the largest load of any placement, in tokens.
 
-    Args:
-        counts: Tokens by source and expert. One row for each rank.
-        ranks: Number of ranks of the group.
-        per_rank: Most experts that a rank can hold.
-
-    Returns:
-        The largest of these numbers of tokens: the mean load, the load of the hottest copy if the
-        copies of an expert share its load evenly, and the tokens of one source for one expert. If
-        there is no room for copies, also the hottest expert with the coldest beside it.
+    It is the largest of these: the mean load, the load of the hottest copy if the copies of an
+    expert share its load evenly, and the tokens of one source for one expert. If there is no room
+    for copies, also the hottest expert with the coldest beside it.
     """
     experts = len(counts[0]) if counts else 0
     _check(counts, ranks, per_rank, experts)
@@ -131,7 +122,7 @@ def _totals(counts: Counts) -> list[float]:
 
 
 def _from_scratch(counts: Counts, ranks: int, per_rank: int, enough: float) -> ExpertPlacement:
-    """Packs and improves for several numbers of copies, and returns the best result.
+    """Packs and improves for several numbers of copies.
 
     More copies make even loads easier, but leave less room for changes.
     """
@@ -190,7 +181,6 @@ def _pack(counts: Counts, ranks: int, per_rank: int, places: int) -> ExpertPlace
 def _improve(
     counts: Counts, placement: ExpertPlacement, per_rank: int, enough: float
 ) -> ExpertPlacement:
-    """Improves until no change helps, or the largest load is small enough."""
     search = _Search(counts, placement, per_rank)
     for _ in range(_MOST_IMPROVEMENTS * placement.ranks * per_rank):
         if max(search.loads) <= enough or not search.improve():
@@ -200,8 +190,6 @@ def _improve(
 
 @final
 class _Search:
-    """A placement that improves step by step, with its exact loads."""
-
     def __init__(self, counts: Counts, placement: ExpertPlacement, per_rank: int) -> None:
         self.per_rank, self.ranks = per_rank, placement.ranks
         self.holders = list(placement.holders)
@@ -231,10 +219,10 @@ class _Search:
         return True
 
     def _changes(self, busiest: int) -> Iterator[tuple[float, Change]]:
-        """Changes that could take tokens off the busiest rank.
+        """Changes that could relieve the busiest rank, with the load of the rank that gains.
 
         A change is a move, a copy or a swap of one of its experts. Another expert makes room if its
-        holder is full. Each change comes with the load of the rank that the expert goes to.
+        holder is full.
         """
         only = len(self.held[busiest]) == 1  # it stays, unless another expert comes
         for expert in sorted(self.held[busiest]):
@@ -288,7 +276,6 @@ class _Search:
         return after
 
     def shares(self, expert: int, ranks: Holders) -> dict[int, float]:
-        """The tokens of the expert that each of its holders computes."""
         known = self._known.get((expert, ranks))
         if known is None:
             known = self._known[expert, ranks] = tokens_by_holder(

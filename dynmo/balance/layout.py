@@ -4,11 +4,6 @@
     stages         0   |   1    |   2    |   3
     ranks          0   |   1    |   1    |   0
 
-    partition (3, 3, 3, 3)    number of layers on each stage
-    placement (0, 1, 1, 0)    rank of each stage: two stages a rank, as a V
-
-The layout also has the number of microbatches that each pipeline of the mesh takes.
-
 A pipeline has one layout at a time. It gets another one if layers move (the same ranks) or if the
 mesh is reshaped (more replicas of fewer ranks, or the reverse).
 """
@@ -37,14 +32,7 @@ replicas."""
 class Layout:
     """The layout of one pipeline of a mesh.
 
-    Attributes:
-        ranks: Number of ranks of one pipeline.
-        replicas: Number of pipelines in the mesh.
-        microbatches: Microbatches of one pipeline in a step.
-        partition: Number of layers on each stage.
-        stage_ranks: The rank of each stage.
-        recomputed: The layers that are recomputed in B.
-        sliced: The pipeline's ranks are slices of one GPU, in one process.
+    `sliced`: the pipeline's ranks are slices of one GPU, in one process.
     """
 
     ranks: int
@@ -62,7 +50,7 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The mesh: ranks (or slices) of a pipeline, and number of replicas."""
+        """Ranks (or slices) of a pipeline, and number of replicas."""
         return self.ranks, self.replicas
 
     def stages_of(self, process: int) -> tuple[int, ...]:
@@ -84,13 +72,7 @@ class Layout:
 class Layouts:
     """Makes the layouts that one pipeline can have, for one model and one schedule.
 
-    Attributes:
-        layers: Number of layers of the model.
-        schedule: Name of the schedule.
-        chunks: Stages per rank. None means the schedule's own number.
-        accumulation_groups: Number of accumulation groups of the whole mesh.
-        recompute: The layers that are recomputed.
-        sliced: The pipeline's ranks are slices of one GPU, in one process.
+    `accumulation_groups` counts those of the whole mesh.
     """
 
     layers: int
@@ -103,13 +85,7 @@ class Layouts:
     def make(
         self, ranks: int, replicas: int, microbatches: int, partition: Partition | None = None
     ) -> Layout:
-        """Makes a layout.
-
-        Args:
-            ranks: Number of ranks of one pipeline.
-            replicas: Number of pipelines in the mesh.
-            microbatches: Microbatches of one pipeline in a step.
-            partition: The placement. None: equally many layers for each stage.
+        """Makes a layout. Without a placement, each stage has equally many layers.
 
         Raises:
             InputError: The numbers or the placement do not fit the model, the schedule or each
@@ -135,24 +111,13 @@ class Layouts:
         )
 
     def moved(self, layout: Layout, partition: Partition) -> Layout:
-        """The same ranks with the layers elsewhere.
-
-        Args:
-            layout: The layout now.
-            partition: The new placement.
-        """
+        """The same ranks with the layers elsewhere."""
         return self.make(layout.ranks, layout.replicas, layout.microbatches, partition)
 
     def reshaped(
         self, layout: Layout, ranks: int, replicas: int, partition: Partition | None = None
     ) -> Layout:
         """The same ranks and the same batch, as another mesh.
-
-        Args:
-            layout: The layout now.
-            ranks: Number of ranks of one pipeline.
-            replicas: Number of pipelines in the mesh.
-            partition: The placement. None: equally many layers for each stage.
 
         Raises:
             InputError: The mesh has another number of ranks, the replicas do not divide the
@@ -177,10 +142,6 @@ class Layouts:
         """The same batch on another number of ranks.
 
         Args:
-            layout: The layout now.
-            ranks: Number of ranks of one pipeline.
-            replicas: Number of pipelines in the mesh.
-            partition: The placement. None: equally many layers for each stage.
             microbatches: Microbatches of a step, of all replicas. None: the present number.
 
         Raises:
@@ -207,16 +168,7 @@ class Layouts:
 def moves_between_ranks(
     old: Partition, new: Partition, stage_ranks: Sequence[int]
 ) -> tuple[Move, ...]:
-    """The layers whose rank changes, in layer order.
-
-    Args:
-        old: The placement before.
-        new: The placement after.
-        stage_ranks: The rank of each stage.
-
-    Returns:
-        Moves whose source and target are ranks, not stages.
-    """
+    """The layers whose rank changes, in layer order. Sources and targets are ranks, not stages."""
     across = (
         Move(layer, stage_ranks[source], stage_ranks[target])
         for layer, source, target in moves(old, new)

@@ -11,15 +11,10 @@ from dynmo.schedule.catalogue import check_microbatches, chunks_of
 
 
 def accumulation_problem(groups: int, replicas: int, microbatches: int) -> str | None:
-    """Why a number of accumulation groups does not fit a mesh.
+    """Why a number of accumulation groups does not fit a mesh, or None if it does.
 
-    Args:
-        groups: The number of accumulation groups of all replicas.
-        replicas: The number of replicas.
-        microbatches: Microbatches of a step, over all replicas.
-
-    Returns:
-        The end of a sentence that begins with the number of groups, or None if it fits.
+    The microbatches are those of a step, over all replicas. The answer is the end of a sentence
+    that begins with the number of groups.
     """
     if microbatches % groups:
         return f"does not divide the {microbatches} microbatches of a step"
@@ -33,12 +28,8 @@ def accumulation_problem(groups: int, replicas: int, microbatches: int) -> str |
 class MeshRule:
     """What every mesh of a run must fit.
 
-    Attributes:
-        schedule: Name of the schedule.
-        chunks: Stages per rank. None means the schedule's own number.
-        microbatches: Microbatches of a step, over all replicas.
-        groups: Accumulation groups of all replicas.
-        layers: Number of layers of the model. None means unknown.
+    Microbatches of a step and accumulation groups are those of all replicas. `layers` is None if
+    the model is not known.
     """
 
     schedule: str
@@ -48,11 +39,7 @@ class MeshRule:
     layers: int | None
 
     def shapes(self, ranks: int) -> tuple[tuple[int, int], ...]:
-        """Lists the meshes that so many ranks can form.
-
-        Returns:
-            (ranks of a pipeline, replicas) of each mesh, fewest replicas first.
-        """
+        """(ranks of a pipeline, replicas) of each mesh of so many ranks, fewest replicas first."""
         chunks, shapes = chunks_of(self.schedule, self.chunks), list[tuple[int, int]]()
         for replicas in divisors(math.gcd(ranks, self.microbatches)):
             pipeline = ranks // replicas
@@ -66,14 +53,7 @@ class MeshRule:
         return tuple(shapes)
 
     def suggest_groups(self, replicas: Collection[int]) -> str:
-        """Lists numbers of accumulation groups that fit, for an error message.
-
-        Args:
-            replicas: The numbers fit each of these numbers of replicas.
-
-        Returns:
-            At most four numbers. If none fits, advice to use another batch.
-        """
+        """Numbers of accumulation groups that fit all these numbers of replicas, for a message."""
         fitting = [
             str(n)
             for n in divisors(self.microbatches)
@@ -83,14 +63,13 @@ class MeshRule:
 
 
 def divisors(total: int) -> list[int]:
-    """Returns the divisors in ascending order."""
     return sorted(
         {d for i in range(1, math.isqrt(total) + 1) if total % i == 0 for d in (i, total // i)}
     )
 
 
 def nearest_divisors(value: int, total: int) -> str:
-    """Returns the divisors of `total` next to `value`, for an error message."""
+    """The divisors of `total` next to `value`, for an error message."""
     all_divisors = divisors(total)
     below, above = [d for d in all_divisors if d < value], [d for d in all_divisors if d > value]
     return ", ".join(

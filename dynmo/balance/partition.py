@@ -5,11 +5,6 @@
 
 Every rank has one stage here. For several stages per rank, see `chunks`.
 
-`exact` solves chains-on-chains partitioning: the least largest stage time over all contiguous
-placements (DynMo, section 3.3). DynMo builds on a DeepSpeed utility with three faults: empty
-stages, an absolute tolerance, and an endless loop if there are fewer layers than ranks. `exact`
-does not have these faults.
-
 Loads are integers (`chains.integer_sums`). The bottleneck is therefore a sum of layers, never a
 number near one, and a tie is a tie.
 """
@@ -63,35 +58,27 @@ class Partition:
 
     @classmethod
     def from_bounds(cls, bounds: Sequence[int]) -> Partition:
-        """The placement with these bounds. See `bounds`."""
         return cls(tuple(stop - start for start, stop in pairwise(bounds)))
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return self.bounds[-1]
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.counts)
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """First layer of each stage, then the number of layers.
-
-        Stage s holds bounds[s] .. bounds[s + 1] - 1.
-        """
+        """First layer of each stage, then the number of layers."""
         return tuple(accumulate(self.counts, initial=0))
 
     def range_of(self, stage: int) -> range:
-        """The layers of `stage`."""
         if not 0 <= stage < self.stages:
             raise PartitionError(f"stage {stage} of a placement on {self.stages} stages")
         return range(self.bounds[stage], self.bounds[stage + 1])
 
     def owner(self, layer: int) -> int:
-        """The stage that holds `layer`."""
         if not 0 <= layer < self.layers:
             raise PartitionError(f"layer {layer} of a placement of {self.layers} layers")
         return bisect_right(self.bounds, layer) - 1
@@ -106,26 +93,14 @@ class Move(NamedTuple):
 
 
 def moves(old: Partition, new: Partition) -> tuple[Move, ...]:
-    """The layers whose stage changes, in layer order.
-
-    Args:
-        old: The placement before.
-        new: The placement after. It may have another number of stages.
-
-    Raises:
-        PartitionError: The placements have different numbers of layers.
-    """
+    """The layers whose stage changes, in layer order."""
     same_layers(old.layers, new.layers)
     both = ((layer, old.owner(layer), new.owner(layer)) for layer in range(old.layers))
     return tuple(Move(layer, source, target) for layer, source, target in both if source != target)
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """DynMo's dL = (max - min) / mean (section 2.2). 0 if nothing is loaded.
-
-    Raises:
-        PartitionError: There are no loads.
-    """
+    """DynMo's dL = (max - min) / mean (section 2.2). 0 if nothing is loaded."""
     if not loads:
         raise PartitionError("the imbalance of no loads; give one load per stage")
     mean = math.fsum(loads) / len(loads)
@@ -133,16 +108,9 @@ def imbalance(loads: Sequence[float]) -> float:
 
 
 def weigh(layers: Sequence[LayerCost], cost: str) -> tuple[float, ...]:
-    """One weight per layer.
+    """One weight per layer: F + B + W in seconds, or the number of parameters.
 
     A frozen layer weighs as many parameters as a trained one. This fault of the baseline is kept.
-
-    Args:
-        layers: Cost of each layer.
-        cost: "time" is F + B + W in seconds, "parameters" is their number.
-
-    Raises:
-        PartitionError: The cost is unknown.
     """
     if cost == "time":
         return tuple(layer.seconds for layer in layers)
@@ -152,31 +120,13 @@ def weigh(layers: Sequence[LayerCost], cost: str) -> tuple[float, ...]:
 
 
 def stage_loads(weights: Sequence[float], partition: Partition) -> tuple[float, ...]:
-    """The sum of the weights of each stage, correctly rounded.
-
-    Args:
-        weights: One per layer.
-        partition: Number of layers on each stage.
-
-    Raises:
-        PartitionError: The placement is of another number of layers.
-    """
+    """The sum of the weights of each stage, correctly rounded."""
     same_layers(len(weights), partition.layers)
     return tuple(math.fsum(weights[start:stop]) for start, stop in pairwise(partition.bounds))
 
 
 def uniform(layers: int, ranks: int) -> Partition:
-    """Places equally many layers on every stage.
-
-    If the layers do not divide, the first stages take one more (DeepSpeed's order).
-
-    Args:
-        layers: Number of layers.
-        ranks: Number of stages.
-
-    Raises:
-        PartitionError: There are fewer layers than stages.
-    """
+    """Equally many layers on every stage. The first stages take the rest, as in DeepSpeed."""
     enough(layers, ranks)
     each, more = divmod(layers, ranks)
     return Partition((each + 1,) * more + (each,) * (ranks - more))
@@ -193,7 +143,7 @@ def exact(
     links: Sequence[LinkCost] | None = None,
     output_bytes: Sequence[int] | None = None,
 ) -> Partition:
-    """Places contiguous layers so that the largest stage time is least.
+    """Places contiguous layers so that the largest stage time is least (DynMo, section 3.3).
 
     A stage's time is its load divided by its rank's speed, plus the time of sending its output.
     Sending takes links[s].seconds(output_bytes of its last layer). The last stage sends nothing.
@@ -202,23 +152,13 @@ def exact(
 
     Ties are resolved in this order:
 
-    1. the fewest bytes moved away from `current`
+    1. the fewest bytes moved away from `current` (`move_bytes` of each layer, or layers)
     2. the least sum of squared times, then of squared counts
     3. the last boundaries nearest to the front
 
     Weights that are not small integers count in units of 2^-52 of their sum. Times are squared in
     whole units of 2^-25 of the bottleneck or finer. If there are too many ties, only those near
     `current`, or near an even spread, are compared.
-
-    Args:
-        weights: Load of each layer.
-        ranks: Number of ranks. Each has one stage, and no stage is empty.
-        memory: Limit of each stage. None: unlimited.
-        current: The placement to stay near. None: nothing is placed yet.
-        move_bytes: Bytes of each layer. None: layers are counted.
-        speeds: One per rank. None: all are 1.
-        links: One per boundary. Needs `output_bytes`. None: messages take no time.
-        output_bytes: Size of each layer's output.
 
     Raises:
         PartitionError: There are fewer layers than ranks, a number is negative or not finite, or no

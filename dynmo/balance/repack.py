@@ -15,12 +15,7 @@ Seconds = Callable[[Partition], float]
 
 @dataclass(frozen=True)
 class Repack:
-    """A placement on fewer ranks.
-
-    Attributes:
-        partition: The layers of each rank.
-        seconds: Predicted seconds of a step.
-    """
+    """A placement on fewer ranks, and the predicted seconds of a step on it."""
 
     partition: Partition
     seconds: float
@@ -33,23 +28,16 @@ def fewest_ranks(
     most: int,
     least: int = 1,
 ) -> Repack | None:
-    """Finds the fewest ranks on which a step is fast enough.
+    """Finds the fewest ranks on which a step takes at most `limit` seconds.
 
-    Every number of ranks is tried, fewest first, because a step need not become faster with each
-    rank.
+    Every number of ranks from `least` to `most` is tried, fewest first, because a step need not
+    become faster with each rank.
 
     Args:
         place: The best placement on so many ranks. None if nothing fits their memory.
-        seconds: Predicts the seconds of a step.
-        limit: The most seconds that a step may take.
-        most: The ranks that there are.
-        least: The fewest ranks to consider.
 
     Returns:
-        The placement. None if a step is too slow on any number of ranks, or nothing fits.
-
-    Raises:
-        PartitionError: `least` is not between 1 and `most`.
+        None if a step is too slow on any number of ranks, or nothing fits.
 
     Example:
         >>> even = lambda ranks: Partition((12 // ranks,) * ranks) if 12 % ranks == 0 else None
@@ -67,7 +55,7 @@ def fewest_ranks(
 
 
 def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:
-    """Chooses the ranks that stay when a run goes on with fewer.
+    """Chooses the ranks that stay when a run goes on with fewer, ascending.
 
     As many nodes as possible become empty, because a machine is free only when all of its ranks
     are. The smallest nodes go first, the last of equally small ones before the others. Rank 0
@@ -76,12 +64,6 @@ def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:
     Args:
         nodes: Name of the machine of each rank.
         count: Number of ranks that stay.
-
-    Returns:
-        The ranks that stay, ascending.
-
-    Raises:
-        PartitionError: `count` is not between 1 and the number of ranks.
 
     Example:
         >>> kept_ranks(("a", "a", "b", "b", "b", "c", "c"), 5)

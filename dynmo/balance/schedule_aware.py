@@ -45,14 +45,7 @@ _OPS = 40_000_000  # ops replayed in one round: some tenths of a second
 
 @dataclass(frozen=True)
 class PlacementSearchResult:
-    """The result of `search`.
-
-    Attributes:
-        partition: The placement.
-        seconds: Simulated time of the placement, in the costs' unit.
-        started: Simulated time of the placement of the least bottleneck, where the search began.
-        evaluations: Number of replays.
-    """
+    """`started` is the simulated time of the least bottleneck, where the search began."""
 
     partition: Partition
     seconds: float
@@ -65,15 +58,11 @@ class PlacementProblem:
     """The layers to place, and what a placement is judged by.
 
     Attributes:
-        layers: Cost of each layer.
-        ranks: Number of ranks.
         make: Gives the schedule that would run at some costs.
         links: One per boundary between stages. None: messages take no time.
         memory: Limit of each stage. None: unlimited.
-        current: The placement now.
         first_trainable_layer: The layers before it are a frozen prefix: forward only, whatever
             their costs say.
-        objective: Whether the span or the makespan should be short.
         speeds: One per rank. None: all are 1.
         stage_ranks: The rank of each stage in the schedule. None: one stage per rank, in order.
     """
@@ -91,15 +80,14 @@ class PlacementProblem:
 
 
 def search(problem: PlacementProblem) -> PlacementSearchResult:
-    """Looks for the placement with the least span or makespan.
+    """Looks for the placement with the least span or makespan under its own schedule.
 
-    The schedule is the one that `make` gives for a placement's costs. The result is never worse in
-    the simulator than the placement of `exact` (or `chunked`). It is also never worse than
+    The result is never worse in the simulator than the placement of the least bottleneck, nor than
     `current` if that has as many stages and fits. Of placements of equal time, the one that moves
     the fewest bytes is returned.
 
     Raises:
-        ScheduleError: `make` fails for the placement of `exact`.
+        ScheduleError: `make` fails for the placement of the least bottleneck.
     """
     return _Search(problem).run()
 
@@ -183,10 +171,7 @@ class _Search:
         )
 
     def starts(self) -> list[Bounds]:
-        """Placements of the least bottleneck, the one with the fewest moves first.
-
-        The current and the even placement follow if they are allowed.
-        """
+        """Placements of the least bottleneck, the one with the fewest moves first, and others."""
         weights = [layer.seconds for layer in self.layers]
         if self.stages > self.ranks:
             best = chunked(
@@ -217,7 +202,6 @@ class _Search:
         ]
 
     def with_links(self, weights: Sequence[float], links: Sequence[LinkCost]) -> list[Partition]:
-        """The placement of the least bottleneck if stages also send their output."""
         sizes = [layer.output_bytes for layer in self.layers]
         if not any(link.seconds(size) for link in links for size in sizes):
             return []
@@ -235,7 +219,6 @@ class _Search:
         ]
 
     def allowed(self, bounds: Bounds) -> bool:
-        """Checks that a placement fits the memory."""
         if self.memory is None:
             return True
         held = [0] * self.ranks
@@ -265,7 +248,7 @@ class _Search:
     # -- how long it takes -------------------------------------------------------------------------
 
     def evaluate(self, bounds: Bounds) -> _Candidate:
-        """Evaluates a placement by the simulator, under the schedule made for it."""
+        """Simulates a placement under the schedule made for it."""
         costs = pipeline_costs(
             self.layers, Partition.from_bounds(bounds), links=self.links, speeds=self.speeds
         )
@@ -274,7 +257,6 @@ class _Search:
         return _Candidate(bounds, seconds, self.moved(bounds), schedule)
 
     def better(self, best: _Candidate, bounds: Bounds) -> _Candidate:
-        """The better of the best placement so far and another one."""
         if bounds == best.bounds:
             return best
         try:
@@ -314,10 +296,7 @@ class _Search:
     # -- the descent -------------------------------------------------------------------------------
 
     def descend(self, bounds: Bounds) -> Bounds:
-        """Moves one layer at a time along a path of stages.
-
-        Goes on while the time falls, or stays equal while fewer bytes move.
-        """
+        """Moves one layer at a time while the time falls, or fewer bytes move in the same time."""
         least = self.replay(bounds)
         moved = self.moved(bounds)
         tried = {bounds}
@@ -342,8 +321,7 @@ class _Search:
     def neighbours(self, bounds: Bounds) -> Iterator[Bounds]:
         """Placements with one layer moved between two stages.
 
-        Moves from the most loaded to the least loaded stage come first. The order is a heuristic,
-        because a load is not all that counts.
+        Moves from the most loaded to the least loaded stage come first. This is a heuristic.
         """
         load = self.loads(bounds)
         order = sorted(range(self.stages), key=lambda stage: (-load[stage], stage))

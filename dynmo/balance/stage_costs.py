@@ -32,14 +32,7 @@ def pipeline_costs(
 ) -> Costs:
     """The costs of the stages and boundaries of `partition`.
 
-    Args:
-        layers: Cost of each layer.
-        partition: Number of layers on each stage.
-        links: One per boundary. None: messages take no time.
-        speeds: One per stage. None: all are 1.
-
-    Raises:
-        PartitionError: The number of links or speeds is wrong.
+    There is one link per boundary and one speed per stage. Without links messages take no time.
     """
     stages = stage_costs(layers, partition.counts)
     check_lengths(partition.stages, links, speeds)
@@ -62,7 +55,6 @@ def pipeline_costs(
 def check_lengths(
     stages: int, links: Sequence[LinkCost] | None, speeds: Sequence[float] | None
 ) -> None:
-    """Checks that there is one link per boundary and one speed per stage."""
     if links is not None and len(links) != stages - 1:
         raise PartitionError(
             f"{len(links)} links for {stages} stages; give {stages - 1}, one per boundary"
@@ -75,13 +67,6 @@ def freeze(layers: Sequence[LayerCost], first_trainable_layer: int) -> tuple[Lay
     """Turns the layers before `first_trainable_layer` into a frozen prefix.
 
     A frozen layer runs forward only and keeps nothing.
-
-    Args:
-        layers: Cost of each layer.
-        first_trainable_layer: Index of the first layer that trains.
-
-    Raises:
-        PartitionError: There is no such layer. At least the last layer must train.
     """
     if not 0 <= first_trainable_layer < max(1, len(layers)):
         raise PartitionError(
@@ -96,18 +81,10 @@ def freeze(layers: Sequence[LayerCost], first_trainable_layer: int) -> tuple[Lay
 
 
 def frozen_stages(costs: Costs) -> int:
-    """Number of stages at the front that have neither B nor W.
-
-    The last stage always counts as training.
-    """
+    """Stages at the front that have neither B nor W. The last stage always counts as training."""
     return len(list(takewhile(lambda x: x.b == 0 and x.w == 0, costs.stages[:-1])))
 
 
 def by_name(name: str, microbatches: int) -> Make:
-    """Makes the schedule called `name`, with the frozen prefix that the costs show.
-
-    Args:
-        name: Name of the schedule.
-        microbatches: Microbatches of a step.
-    """
+    """Makes the schedule called `name`, with the frozen prefix that the costs show."""
     return lambda costs: make_by_hand(name, len(costs.stages), microbatches, frozen_stages(costs))

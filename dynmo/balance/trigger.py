@@ -7,20 +7,13 @@ both conditions hold:
     1 - then / now  >=  hysteresis
 
 If a forecast says what will change, the steps left are cut into intervals. The gain is believed
-only as far as it lasts:
+only as far as it lasts, and the move back is paid, too:
 
     intervals  |  now 1.2 s, then 1.0 s  |  now 1.0 s, then 0.9 s  |  now 0.8 s, then 1.1 s  |
     believed   |  saves 0.2 s a step     |  saves 0.1 s a step     |  from here on it is wrong
                step                                                turn             end of the run
 
-The move back at the turn is paid, too.
-
-A gain that rests on measured times must also be certain (`confirmed`). The earlier and the later
-half of the readings must each support it. On a machine that is busy with other processes, it must
-stand out from what they disturb.
-
-`RebalanceWatch` serves `balance.every = "auto"`. After every step it checks the step's measurements
-for a reason to decide.
+A gain that rests on measured times must also be certain (`confirmed`).
 """
 
 from __future__ import annotations
@@ -39,14 +32,10 @@ from dynmo.errors import PartitionError
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision to move or to stay.
+    """A decision to move or to stay, with the reason in one line.
 
-    Attributes:
-        move: True to move.
-        predicted_gain: Share of a step's time that the move is predicted to save. Negative if the
-            move makes a step slower.
-        reason: Why, in one line.
-        uncertain: More readings may confirm a gain that is not acted on yet.
+    `predicted_gain` is the share of a step's time that the move saves. It is negative if the move
+    makes a step slower. `uncertain`: more readings may confirm a gain that is not acted on yet.
     """
 
     move: bool
@@ -66,15 +55,10 @@ def worth_moving(
     """Decides from the seconds of a step now and after a move.
 
     Args:
-        seconds_now: Seconds of a step as placed now.
-        seconds_then: Seconds of a step after the move.
         horizon_steps: Number of steps for which these times are believed to hold.
         move_seconds: Measured cost of a move.
         margin: Multiplies the cost of the move, because predictions are better than what follows.
         hysteresis: The least relative gain. Noise of a percent must not move layers to and fro.
-
-    Raises:
-        PartitionError: A number is negative or not finite.
     """
     given = {
         "seconds_now": seconds_now,
@@ -119,15 +103,9 @@ def forecast_intervals(
 ) -> tuple[ForecastInterval, ...]:
     """Cuts the steps `step` .. end - 1 where a forecast says that costs change.
 
-    The latest forecast of a case for a layer holds. The forecasts of several cases for a layer are
-    multiplied. A layer that will have neither B nor W keeps nothing between F and B. A layer
-    without W keeps nothing for W.
-
-    Args:
-        layers: Cost of each layer now.
-        forecasts: The forecasts of each case.
-        step: The first step.
-        end: The step after the last.
+    `forecasts` has those of each case. The latest forecast of a case for a layer holds, and those
+    of several cases are multiplied. A layer that will have neither B nor W keeps nothing between F
+    and B. A layer without W keeps nothing for W.
     """
     if end <= step:
         return ()
@@ -183,16 +161,12 @@ def worth_moving_through(
     hysteresis: float = 0.02,
     soon: int = SOON,
 ) -> Decision:
-    """Decides as `worth_moving` does, over steps whose differences are known.
+    """Decides as `worth_moving` does, over intervals whose differences are known, in order.
 
     The gain is believed up to the first interval in which the move would be no gain any more. If
     there is such an interval, the layers are assumed to move again then, so the price is paid
     twice. If that interval begins in fewer than `soon` steps, nothing moves. With a single interval
     this is `worth_moving`.
-
-    Args:
-        outlook: Seconds of a step in each interval, in order.
-        soon: The fewest steps for which a gain must last.
     """
     if len(outlook) < 2:
         first = outlook[0] if outlook else Outlook(0, 0, 0.0, 0.0)
@@ -221,7 +195,6 @@ def worth_moving_through(
 
 
 def _wait(first: Outlook, later: Outlook) -> Decision:
-    """The decision to stay because the gain of `first` ends soon, where `later` starts."""
     gain = 1 - first.then / first.now
     return Decision(
         False,
@@ -244,20 +217,17 @@ def confirmed(
     difference: float | None = None,
     what: str = "a gain",
 ) -> Decision:
-    """The decision, if what was measured is certain enough to act on.
+    """Returns `decision` if it is certain enough, and an uncertain one to stay if not.
+
+    The earlier and the later half of the readings must each support it. On a machine that is busy
+    with other processes, it must stand out from what they disturb.
 
     Args:
-        decision: The decision by all readings.
         parts: The same question answered by disjoint parts of the readings. Empty: there is one
             reading only, which proves nothing.
         preempted: The share of its ops' time for which a rank lost its core to other processes.
-        difference: The share of a step's time that must stand out from this disturbance. None: the
-            predicted gain.
+        difference: The share of a step's time that must stand out. None: the predicted gain.
         what: The name of the difference, for the reason.
-
-    Returns:
-        `decision` if it is to stay, or if every part would move, too, and the difference stands out
-        from the disturbance. Otherwise to stay, as an uncertain decision.
     """
     if not decision.move:
         return decision
@@ -285,16 +255,13 @@ _LOOKS = (1, 3)
 
 @final
 class RebalanceWatch:
-    """Says when it is time to check whether a move pays.
+    """Says when it is time to check whether a move pays, for `balance.every = "auto"`.
 
     It is time after some steps at first. It is time one step after the work changed, and again a
-    few steps later. It is also time when the imbalance has drifted by more than `drift` from its
-    value after the last decision. The imbalance is max / mean of the ranks' busy seconds.
+    few steps later. It is also time when the imbalance (max / mean of the ranks' busy seconds) has
+    drifted by more than the share `drift` from its value after the last decision.
 
     The watch is fed with what all ranks know of a step, so all ranks find the same.
-
-    Args:
-        drift: Relative change of the imbalance.
     """
 
     def __init__(self, drift: float) -> None:
@@ -315,19 +282,13 @@ class RebalanceWatch:
             self._reference = median(self._recent)
 
     def on_workload_change(self) -> None:
-        """Notes that the work has changed before the next step.
-
-        If changes follow one another, the first one counts. Otherwise none would ever count.
-        """
+        """Notes that the work has changed. If changes follow one another, the first one counts."""
         if not self._looks:
             self._measured = 0
             self._looks.extend(_LOOKS)
 
     def check_later(self) -> None:
-        """Notes that the decision is not certain yet.
-
-        The next look comes when the readings behind the decision have been replaced.
-        """
+        """Notes that the decision is not certain. The next look comes with all readings new."""
         if not self._looks:
             self._measured = 0
             self._looks.append(WINDOW)

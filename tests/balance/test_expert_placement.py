@@ -17,7 +17,6 @@ from dynmo.balance.expert_placement import (
     Holders,
     even_placement,
     expert_moves,
-    round_robin_placement,
 )
 from dynmo.balance.expert_search import load_bound, place_experts
 from dynmo.errors import PartitionError
@@ -100,7 +99,6 @@ def test_tokens_stay_or_go_to_holders_in_turn(drawn: tuple[Case, ExpertPlacement
 
 def test_baseline_placements_without_copies():
     assert even_placement(6, 3).holders == ((0,), (0,), (1,), (1,), (2,), (2,))
-    assert round_robin_placement(6, 3).holders == ((0,), (1,), (2,), (0,), (1,), (2,))
     assert even_placement(6, 3).held_by(1) == (2, 3)
 
 
@@ -114,7 +112,7 @@ def test_moves_list_the_experts_that_ranks_receive():
     ("make", "message"),
     [
         (lambda: even_placement(7, 2), "7 experts do not divide over 2 ranks"),
-        (lambda: round_robin_placement(0, 2), "0 experts do not divide"),
+        (lambda: even_placement(0, 2), "0 experts do not divide"),
         (lambda: ExpertPlacement(((0,), ()), 2), "expert 1 is held by"),
         (lambda: ExpertPlacement(((0, 2),), 2), "ascending ranks of 0..1"),
         (lambda: ExpertPlacement(((1, 0),), 2), "ascending"),
