@@ -14,10 +14,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynmo.elastic.launcher.rank_side import enter_rank, report_failure
 from dynmo.elastic.launcher.supervisor import spawn
+from dynmo.schedule.op import Kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dynmo.runtime.layer.split_backward import Layer
 
 Taken = TypeVar("Taken")
 
@@ -59,6 +65,25 @@ def alternate(
             if turn >= warmup:
                 times[name].append(taken)
     return times
+
+
+def elapsed(run: Callable[[], object]) -> float:
+    """Returns the seconds of a call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def time_layer(
+    layer: Layer, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+) -> tuple[float, float, float]:
+    """Runs a layer on one microbatch, and returns the seconds of F, B and W."""
+    layer.marks.clear()
+    layer.forward(0, inputs, 0, True, True, None)
+    layer.backward_input(0, gradients, True)
+    layer.backward_weight(0)
+    seconds = {kind: end - start for kind, start, end, _ in layer.marks}
+    return seconds[Kind.F], seconds[Kind.B], seconds[Kind.W]
 
 
 def start_together() -> float:

@@ -28,6 +28,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.baselines.placements import algorithm_3, deepspeed_time, published_diffusion
+from benchmarks.harness import elapsed
 from benchmarks.output import main
 from dynmo.balance.balancers import Balancer, BalanceRequest, balancer
 from dynmo.balance.chunks import chunked
@@ -53,12 +54,7 @@ WEIGHTS: dict[str, Callable[[random.Random], float]] = {
 
 def best_of(run: Callable[[], object], times: int) -> float:
     """Returns the least milliseconds of several runs."""
-    seconds: list[float] = []
-    for _ in range(times):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return 1000 * min(seconds)
+    return 1000 * min(elapsed(run) for _ in range(times))
 
 
 def times_of(repeat: int) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import alternate, bound_of, part_medians, run_ranks
+from benchmarks.harness import alternate, bound_of, part_medians, run_ranks, time_layer
 from benchmarks.output import main
 from dynmo.kernels import hash_attention as kernel
 from dynmo.kernels.drop_attention import Dropped, draw_kept, plan_kept
@@ -47,7 +47,6 @@ from dynmo.kernels.shared_qk import SparseAttention, dense_attention, scale_keys
 from dynmo.models.gpt import AttentionHalf, AttentionOptions, SharedAttentionHalf
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
-from dynmo.schedule.op import Kind
 
 HIDDEN, HEADS, BATCH = 256, 4, 2
 KINDS: dict[str, tuple[SparseAttention, int]] = {
@@ -87,13 +86,8 @@ def half(sequence: int, sparse: SparseAttention | None, shared: bool = True) -> 
 
 def once(layer: Layer, x: Tensor, gy: Tensor) -> Seconds:
     """Times F, B and W of a layer for one microbatch."""
-    layer.marks.clear()
-    layer.forward(0, (x,), 0, True, True, None)
-    layer.backward_input(0, (gy,), True)
-    layer.backward_weight(0)
     layer.module.zero_grad()
-    seconds = {kind: end - start for kind, start, end, _ in layer.marks}
-    return seconds[Kind.F], seconds[Kind.B], seconds[Kind.W]
+    return time_layer(layer, (x,), (gy,))
 
 
 def alone(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor) -> Seconds:

@@ -21,7 +21,6 @@ parts of a step. A step has 8 microbatches, with one reading in 10 steps and one
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import count
 from statistics import median
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import alternate, bound_of, medians
+from benchmarks.harness import alternate, bound_of, elapsed, medians
 from benchmarks.output import main
 from benchmarks.savings_pruning import half
 from dynmo.dynamism.egeria import plasticity, quantised, relations
@@ -152,20 +151,12 @@ def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]
 def watching(module: nn.Module, x: torch.Tensor, rounds: int) -> tuple[float, float]:
     """Returns the seconds of a reading, and of a new reference."""
     reference = quantised(module)
-    reading = median_of(
-        lambda: plasticity(module, reference, (x,), relations(x), (0, 0, 0)), rounds
-    )
-    return reading, median_of(lambda: quantised(module), rounds)
 
+    def read() -> object:
+        return plasticity(module, reference, (x,), relations(x), (0, 0, 0))
 
-def median_of(run: Callable[[], object], rounds: int) -> float:
-    """Returns the median seconds of a function."""
-    seconds: list[float] = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
+    reading = median(elapsed(read) for _ in range(rounds))
+    return reading, median(elapsed(lambda: quantised(module)) for _ in range(rounds))
 
 
 def measure(sequence: int, rounds: int) -> dict[str, Any]:

@@ -26,7 +26,6 @@ docs/pictures/sparse_crossover.svg. DynMo's figure 6 has 75 % on an H100 (4096 x
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -34,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import bound_of, run_ranks
+from benchmarks.harness import bound_of, elapsed, run_ranks, time_layer
 from benchmarks.output import PICTURES, add_number, machine, parser_of, pyplot, save_picture
 from dynmo.config import parse
 from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
@@ -43,7 +42,6 @@ from dynmo.kernels.sparse_linear import SparseLinear, linears, prune, survivors
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
-from dynmo.schedule.op import Kind
 from dynmo.train.setup import model_of
 
 PICTURE = PICTURES / "sparse_crossover.svg"
@@ -71,16 +69,6 @@ def pruned_half(which: int, hidden: int, heads: int, sequence: int, sparsity: fl
     return module
 
 
-def time_once(layer: Layer, x: torch.Tensor, gy: torch.Tensor) -> Seconds:
-    """Runs a layer once, and returns the seconds of F, B and W."""
-    layer.marks.clear()
-    layer.forward(0, (x,), 0, True, True, None)
-    layer.backward_input(0, (gy,), True)
-    layer.backward_weight(0)
-    seconds = {kind: end - start for kind, start, end, _ in layer.marks}
-    return seconds[Kind.F], seconds[Kind.B], seconds[Kind.W]
-
-
 def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Seconds]:
     """Returns medians of each layer's F, B and W.
 
@@ -90,7 +78,7 @@ def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Secon
     rows: list[list[Seconds]] = [[] for _ in layers]
     for turn in range(rounds + 1):
         for place, layer in enumerate(layers):
-            seconds = time_once(layer, x, gy)
+            seconds = time_layer(layer, (x,), (gy,))
             layer.module.zero_grad()
             if turn:
                 rows[place].append(seconds)
@@ -114,12 +102,7 @@ def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, flo
     seconds = {"kernel": 0.0, "packing": 0.0}
 
     def add(key: str, run: Callable[[], object], times: int = 1) -> None:
-        taken: list[float] = []
-        for turn in range(rounds + 1):
-            start = time.perf_counter()
-            run()
-            if turn:
-                taken.append(time.perf_counter() - start)
+        _, *taken = (elapsed(run) for _ in range(rounds + 1))
         seconds[key] += times * median(taken)
 
     for linear in (x for _, x in linears(module) if isinstance(x, SparseLinear)):

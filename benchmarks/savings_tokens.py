@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness import alternate, bound_of, part_medians, run_ranks
+from benchmarks.harness import alternate, bound_of, part_medians, run_ranks, time_layer
 from benchmarks.output import main, markdown
 from benchmarks.savings_attention import ThreadClock
 from dynmo.kernels.token_attention import attend_kept, attend_packed
@@ -46,7 +46,6 @@ from dynmo.models.gpt import AttentionHalf, AttentionOptions, FeedForwardHalf
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, RoutedFeedForwardHalf, Router
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
-from dynmo.schedule.op import Kind
 
 BATCH, HEADS, VOCAB = 2, 4, 256
 SIZES = ((256, 256), (256, 1024), (512, 256), (512, 1024))  # hidden, sequence
@@ -66,13 +65,8 @@ def layer_side(module: nn.Module, inputs: Tensors) -> Side:
     gradients = tuple(torch.randn_like(y) for y in outputs if y.is_floating_point())
 
     def once() -> Seconds:
-        layer.marks.clear()
-        layer.forward(0, inputs, 0, True, True, None)
-        layer.backward_input(0, gradients, True)
-        layer.backward_weight(0)
         module.zero_grad()
-        seconds = {kind: end - start for kind, start, end, _ in layer.marks}
-        return seconds[Kind.F], seconds[Kind.B], seconds[Kind.W]
+        return time_layer(layer, inputs, gradients)
 
     return once
 

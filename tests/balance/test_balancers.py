@@ -187,8 +187,8 @@ def test_wrong_balancer_of_your_own_is_refused_at_once(tmp_path, monkeypatch, te
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [
-        ("exat", PartitionError, r"balancer 'exat': unknown; did you mean \"exact\"\?"),
-        ("python:a.b", PartitionError, 'a balancer of your own is written "python:package'),
+        ("exat", PartitionError, "'exat'; choose one of .*exact"),
+        ("python:a.b", PartitionError, "write python:package.module:NAME for your own"),
         ("python:no.such:place", ConfigError, "cannot import no.such"),
     ],
 )

@@ -266,7 +266,7 @@ def test_recompute_makes_a_mesh_fit():
         ({"gpus": 7}, "7 GPUs .* 4 layers .* 7 or 14 or 28"),
         ({"micro_batches": (3,)}, "global batch of 16 .* microbatches of 3; .* multiple of 3"),
         ({"schedules": ("zb-h9",)}, "unknown schedule 'zb-h9'"),
-        ({"balancer": "best"}, "balancer 'best': unknown"),
+        ({"balancer": "best"}, "unknown balancer 'best'"),
         ({"memory_limit": 100}, r"2 ranks x 2 replicas, .*: memory: rank 0 needs \d+ bytes"),
     ],
 )

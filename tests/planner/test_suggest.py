@@ -57,7 +57,7 @@ def test_suggested_plan_fits() -> None:
     ("wanted", "message"),
     [
         (PlanRequest(profile(), 3, 6, "zb-h3"), "unknown schedule 'zb-h3'"),
-        (PlanRequest(profile(), 3, 6, balancer="best"), "balancer 'best': unknown"),
+        (PlanRequest(profile(), 3, 6, balancer="best"), "unknown balancer 'best'"),
         (
             PlanRequest(profile(), 3, 7, "interleaved-1f1b"),
             "7 microbatches are not a multiple of 3 ranks",
