@@ -46,7 +46,7 @@ SPREAD = ("model.kind=moe", "parallel.replicas=2", "parallel.expert=2")
         ("pipeline.memory_limit", "40XB", "40GiB"),
         ("pipeline.memory_limit", "0", "greater than or equal to 1"),
         ("pipeline.memory_limit", "true", "integer"),
-        ("balance.balancer", "exat", "'exact', 'schedule-aware'"),
+        ("balance.balancer", "exat", "'exact' or 'diffusion' or python:"),
         ("balance.every", "0", "'auto' or greater than or equal to 1"),
         ("balance.every", "atuo", "'auto' or a valid integer"),
         ("balance.every", "true", "integer"),
