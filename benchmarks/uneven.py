@@ -6,7 +6,7 @@ front was pruned. Each takes up to 30 % more or less than that.
 
 Every schedule first runs on the uniform placement. Its step is held against what the simulator says
 for the layer costs and links measured in the same run. Then the plan is made from those costs: the
-better of zb-auto and ZB-V, each with its schedule-aware placement. It is compared with uniform and
+better of zb-auto and ZB-V, each with its own placement. It is compared with uniform and
 ZB-H1. torch's schedules run the same uneven uniform stages beside it.
 """
 
