@@ -120,6 +120,8 @@ def _place(problem: ErrorDetails, data: Any) -> tuple[str | int, ...]:
 
 def _explain(place: tuple[str | int, ...], alternatives: list[ErrorDetails]) -> str:
     first, *others = dict.fromkeys(map(_what, alternatives))
+    if alternatives[0]["type"] == "value_error" and isinstance(alternatives[0]["input"], dict):
+        return first  # a record whose keys do not fit together: the message names them
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     problem = alternatives[0]
     shown = "" if problem["type"] == "missing" else f" = {_short(problem['input'])}"

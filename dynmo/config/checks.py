@@ -23,7 +23,6 @@ def first_problem(config: Config) -> str | None:
 
 
 def _model(config: Config) -> Iterator[str]:
-    yield from config.model.problems()
     if config.model.kind == "emulated" and config.train.precision != "float32":
         yield (
             f'train.precision = "{config.train.precision}", but emulated layers compute nothing '

@@ -51,6 +51,8 @@ def parse(
         text = _unknown(tuple(keys)) if problem.is_unknown else problem.text
         if not overridden.isdisjoint(accumulate(keys, "{}.{}".format)):
             where = "--set"
+        elif any(key.startswith(".".join(keys)) for key in overridden):
+            where = f"{where} and --set"
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise _error(f"{where}: {text}{more}") from None
     problem = first_problem(config)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from dynmo.balance.meshes import nearest_divisors
 from dynmo.options import (
@@ -122,8 +122,13 @@ class ModelOptions(Options):
             return 2 * self.blocks + 2
         return self.layers if self.kind == "emulated" else None
 
-    def problems(self) -> Iterator[str]:
-        """Yields why the options do not fit together, a line each."""
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
         if self.is_gpt:
             if self.hidden % self.heads:
                 near = nearest_divisors(self.heads, self.hidden)

@@ -51,8 +51,6 @@ def load_model(options: ModelOptions, seed: int = 0, cases: Iterable[Any] = ()) 
     """
     if not isinstance(options, ModelOptions):
         raise ConfigError("load_model takes dynmo.ModelOptions(...)")
-    for problem in options.problems():
-        raise ConfigError(problem)
     if options.kind in KINDS:
         model = KINDS[options.kind](options, seed, {case.name: case for case in cases})
     else:

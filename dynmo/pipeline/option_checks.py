@@ -6,8 +6,7 @@ Each problem is one line that names its keys as the configuration file has them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from dynmo.balance.meshes import accumulation_problem, divisors
 from dynmo.dynamism.options import Freezing
@@ -15,15 +14,6 @@ from dynmo.errors import ScheduleError
 from dynmo.models.options import ModelOptions
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.schedule.catalogue import check_microbatches, chunks_of
-
-
-class _Now(NamedTuple):
-    options: PipelineOptions
-    layers: int | None
-    model: ModelOptions | None
-
-
-Rule = Callable[[_Now], Iterator[str]]
 
 
 def problems(
@@ -36,45 +26,42 @@ def problems(
         layers: Number of layers of the model. None if it is not made yet.
         model: Options of the model, if known.
     """
-    now = _Now(options, layers, model)
-    for rule in _RULES:
-        yield from rule(now)
+    if layers is not None:
+        yield from _recompute(options, layers)
+    yield from _accumulation_groups(options, layers)
+    yield from _schedule(options)
+    yield from _placement(options, layers)
+    if options.slices:
+        yield from _slices(options)
+    yield from _repack(options, layers)
+    if options.elastic.reshape:
+        yield from _reshape(options, layers)
+    yield from _reshape_at(options, layers)
+    if options.expert > 1:
+        yield from _expert_parallelism(options, model)
 
 
-def _loss_scale(now: _Now) -> Iterator[str]:
-    options = now.options
-    if options.precision == "float16" and options.loss_scale == 1:
-        yield (
-            'train.loss_scale = 1 with train.precision = "float16": small gradients vanish; '
-            'use "dynamic", or precision = "bfloat16"'
-        )
-
-
-def _recompute(now: _Now) -> Iterator[str]:
-    options = now.options
-    recompute, layers = options.recompute, now.layers
-    last = max(recompute, default=0) if isinstance(recompute, tuple) else 0
-    if layers is not None and last >= layers:
+def _recompute(options: PipelineOptions, layers: int) -> Iterator[str]:
+    last = max(options.recompute, default=0) if isinstance(options.recompute, tuple) else 0
+    if last >= layers:
         yield (
             f"train.recompute names layer {last}, but the model has {layers}, from 0 to "
             f"{layers - 1}"
         )
 
 
-def _accumulation_groups(now: _Now) -> Iterator[str]:
-    options = now.options
+def _accumulation_groups(options: PipelineOptions, layers: int | None) -> Iterator[str]:
     replicas, groups = options.replicas, options.accumulation_groups
     problem = accumulation_problem(groups, replicas, options.all_microbatches)
     if problem:
-        near = options.mesh_rule(now.layers).suggest_groups((replicas,))
+        near = options.mesh_rule(layers).suggest_groups((replicas,))
         yield (
             f"train.reduction_slots = {groups} {problem}; leave it out for one per replica, "
             f"or use {near}"
         )
 
 
-def _schedule(now: _Now) -> Iterator[str]:
-    options = now.options
+def _schedule(options: PipelineOptions) -> Iterator[str]:
     name = options.schedule
     try:
         chunks_of(name, options.chunks)
@@ -89,25 +76,19 @@ def _schedule(now: _Now) -> Iterator[str]:
         )
 
 
-def _placement(now: _Now) -> Iterator[str]:
-    options = now.options
-    layers = now.layers
+def _placement(options: PipelineOptions, layers: int | None) -> Iterator[str]:
     ranks = options.pipeline
     chunks = options.stages_per_rank
-    stages = options.pipeline * options.stages_per_rank
-    initial = options.balance.initial
+    stages, initial = ranks * chunks, options.balance.initial
     if initial is not None and len(initial) != stages:
-        if chunks == 1:
-            yield (
-                f"balance.initial has {len(initial)} entries, parallel.pipeline = {ranks}; "
-                "give one layer count per rank"
-            )
-        else:
-            has = f"{options.schedule} has {stages} stages"
-            yield (
-                f"balance.initial has {len(initial)} entries, but {has}; give one layer count "
-                "per stage"
-            )
+        has = (
+            f"parallel.pipeline = {ranks}"
+            if chunks == 1
+            else f"{options.schedule}: {stages} stages"
+        )
+        yield (
+            f"balance.initial has {len(initial)} entries, but {has}; give one layer count per stage"
+        )
     if layers is not None:
         if stages > layers:
             per_rank = f" x {chunks} stages a rank" if chunks > 1 else ""
@@ -122,10 +103,7 @@ def _placement(now: _Now) -> Iterator[str]:
             )
 
 
-def _slices(now: _Now) -> Iterator[str]:
-    options = now.options
-    if not options.slices:
-        return
+def _slices(options: PipelineOptions) -> Iterator[str]:
     if options.pipeline == 1:
         yield (
             "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU "
@@ -148,32 +126,15 @@ def _slices(now: _Now) -> Iterator[str]:
         )
 
 
-def _repack(now: _Now) -> Iterator[str]:
-    options = now.options
-    elastic = options.elastic
-    if elastic.changes_ranks:
-        which = (
-            "elastic.repack = true"
-            if elastic.repack
-            else f"elastic.target_ranks = {elastic.target_ranks}"
-        )
-        if elastic.reshape or elastic.reshape_at:
-            other = "elastic.reshape" if elastic.reshape else "elastic.reshape_at"
-            yield f"{which} chooses the mesh, too; leave out {other}"
+def _repack(options: PipelineOptions, layers: int | None) -> Iterator[str]:
+    elastic, target = options.elastic, options.elastic.target_ranks
     if elastic.repack and elastic.min_ranks > options.world_size:
         yield (
             f"elastic.min_ranks = {elastic.min_ranks} is more than the run's {options.world_size} "
             f"ranks; use at most {options.world_size}"
         )
-    if elastic.retune and not elastic.changes_ranks:
-        yield (
-            "elastic.retune = true is for elastic.repack or elastic.target_ranks; set one of "
-            "them, or leave retune out"
-        )
     if elastic.algorithm != "fewest":
         key = f'elastic.algorithm = "{elastic.algorithm}"'
-        if not elastic.repack:
-            yield f"{key} is for elastic.repack = true; set that, or leave the algorithm out"
         if options.memory_limit is None:
             yield (
                 f"{key} merges ranks by memory and needs pipeline.memory_limit; set the bytes "
@@ -184,58 +145,37 @@ def _repack(now: _Now) -> Iterator[str]:
                 f"{key} merges ranks of one stage, but {options.schedule} has "
                 f"{options.stages_per_rank} a rank; use another schedule"
             )
-    target = elastic.target_ranks
-    if target is not None and target < elastic.min_ranks:
-        yield (
-            f"elastic.target_ranks = {target} is less than elastic.min_ranks = "
-            f"{elastic.min_ranks}; use at least that many"
-        )
-    if target is not None and not options.mesh_rule(now.layers).shapes(target):
+    if target is not None and not options.mesh_rule(layers).shapes(target):
         yield (
             f"elastic.target_ranks = {target}: no mesh of so many ranks fits the model's layers, "
             f"pipeline.schedule, {options.all_microbatches} microbatches and train.reduction_slots "
             f"= {options.accumulation_groups}; use another number"
         )
-    if elastic.releaser == "command" and not (elastic.release_command or elastic.grow_command):
-        yield 'elastic.releaser = "command" needs elastic.release_command or elastic.grow_command'
-    if elastic.releaser != "command" and (elastic.release_command or elastic.grow_command):
-        key = "release_command" if elastic.release_command else "grow_command"
-        yield (
-            f'elastic.{key} is for elastic.releaser = "command"; set that, or leave the command out'
-        )
 
 
-def _reshape(now: _Now) -> Iterator[str]:
-    options = now.options
-    if not options.elastic.reshape:
+def _reshape(options: PipelineOptions, layers: int | None) -> Iterator[str]:
+    if len(options.mesh_rule(layers).shapes(options.pipeline * options.replicas)) > 1:
         return
-    if options.elastic.reshape_at:
+    microbatches = options.all_microbatches
+    replicas = divisors(math.gcd(options.world_size, microbatches))
+    if replicas == [options.replicas]:
+        ranks = "1 rank" if options.world_size == 1 else f"{options.world_size} ranks"
         yield (
-            "elastic.reshape = true decides when to reshape, and elastic.reshape_at says "
-            "when; leave one of them out"
+            f"elastic.reshape = true: {ranks} and {microbatches} microbatches allow no other "
+            "mesh; leave it out, or change parallel.pipeline, parallel.replicas or "
+            "train.global_batch"
         )
-    elif len(options.mesh_rule(now.layers).shapes(options.pipeline * options.replicas)) == 1:
-        microbatches = options.all_microbatches
-        replicas = divisors(math.gcd(options.world_size, microbatches))
-        if replicas == [options.replicas]:
-            ranks = "1 rank" if options.world_size == 1 else f"{options.world_size} ranks"
-            yield (
-                f"elastic.reshape = true: {ranks} and {microbatches} microbatches allow no other "
-                "mesh; leave it out, or change parallel.pipeline, parallel.replicas or "
-                "train.global_batch"
-            )
-        else:
-            yield (
-                f"elastic.reshape = true: no other mesh of {options.world_size} ranks fits "
-                f"train.reduction_slots = {options.accumulation_groups}; use "
-                f"{options.mesh_rule(now.layers).suggest_groups(replicas)}"
-            )
+    else:
+        yield (
+            f"elastic.reshape = true: no other mesh of {options.world_size} ranks fits "
+            f"train.reduction_slots = {options.accumulation_groups}; use "
+            f"{options.mesh_rule(layers).suggest_groups(replicas)}"
+        )
 
 
-def _reshape_at(now: _Now) -> Iterator[str]:
+def _reshape_at(options: PipelineOptions, layers: int | None) -> Iterator[str]:
     """Every mesh that the run takes must pass the checks of the first one."""
-    options = now.options
-    layers, microbatches = now.layers, options.all_microbatches
+    microbatches = options.all_microbatches
     replicas = (options.replicas, *(data for _, _, data in options.elastic.reshape_at))
     for step, pipeline, data in options.elastic.reshape_at:
         key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
@@ -247,7 +187,7 @@ def _reshape_at(now: _Now) -> Iterator[str]:
             yield f"{key}: {data} replicas do not divide the {microbatches} microbatches of a step"
         problem = accumulation_problem(options.accumulation_groups, data, microbatches)
         if problem:
-            near = options.mesh_rule(now.layers).suggest_groups(replicas)
+            near = options.mesh_rule(layers).suggest_groups(replicas)
             groups = options.accumulation_groups
             yield f"{key}: train.reduction_slots = {groups} {problem}; use {near}"
         stages = pipeline * options.stages_per_rank
@@ -262,12 +202,9 @@ def _reshape_at(now: _Now) -> Iterator[str]:
             yield f"{key}: {error} (train.global_batch / train.micro_batch / replicas)"
 
 
-def _expert_parallelism(now: _Now) -> Iterator[str]:
+def _expert_parallelism(options: PipelineOptions, model: ModelOptions | None) -> Iterator[str]:
     """Checks experts that are spread over replicas, and options that exclude them."""
-    options = now.options
-    ranks, data, model = options.expert, options.replicas, now.model
-    if ranks == 1:
-        return
+    ranks, data = options.expert, options.replicas
     key = f"parallel.expert = {ranks}"
     if model is not None and model.kind != "moe" and not model.kind.startswith("python:"):
         yield (
@@ -306,17 +243,3 @@ def _expert_parallelism(now: _Now) -> Iterator[str]:
                 f"{key}: a replica that finds an output in its cache sends no rows; use "
                 "dynamism.freezing.cache_bytes = 0"
             )
-
-
-_RULES: tuple[Rule, ...] = (
-    _loss_scale,
-    _recompute,
-    _accumulation_groups,
-    _schedule,
-    _placement,
-    _slices,
-    _repack,
-    _reshape,
-    _reshape_at,
-    _expert_parallelism,
-)

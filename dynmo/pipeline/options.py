@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from dynmo.balance.meshes import MeshRule
 from dynmo.balance.options import Balance
@@ -139,6 +139,15 @@ class TrainingOptions(Options):
     """Whether torch.compile runs the parts of a layer between its linear layers."""
     deterministic: bool = False
     """On CUDA, whether to use only kernels that give the same bits in each run."""
+
+    @model_validator(mode="after")
+    def _scales_float16(self) -> Self:
+        if self.precision == "float16" and self.loss_scale == 1:
+            raise ValueError(
+                'train.loss_scale = 1 with train.precision = "float16": small gradients vanish; '
+                'use "dynamic", or precision = "bfloat16"'
+            )
+        return self
 
 
 class AdamW(Options):

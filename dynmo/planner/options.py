@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
 from dynmo.options import OWN, Count, Lax, NonNegative, Options, Timeout, check_ascending, written
 
@@ -51,6 +52,49 @@ class Elastic(Options):
     """Options of `srun` for ranks that are Slurm jobs of their own, such as `--partition=p`."""
     join_timeout: Timeout = 60.0
     """Seconds that the run waits for ranks that it needs. It then goes on without them."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        target = self.target_ranks
+        which = "elastic.repack = true" if self.repack else f"elastic.target_ranks = {target}"
+        if self.changes_ranks and (self.reshape or self.reshape_at):
+            other = "elastic.reshape" if self.reshape else "elastic.reshape_at"
+            yield f"{which} chooses the mesh, too; leave out {other}"
+        if self.reshape and self.reshape_at:
+            yield (
+                "elastic.reshape = true decides when to reshape, and elastic.reshape_at says "
+                "when; leave one of them out"
+            )
+        if self.retune and not self.changes_ranks:
+            yield (
+                "elastic.retune = true is for elastic.repack or elastic.target_ranks; set one of "
+                "them, or leave retune out"
+            )
+        if self.algorithm != "fewest" and not self.repack:
+            yield (
+                f'elastic.algorithm = "{self.algorithm}" is for elastic.repack = true; set that, '
+                "or leave the algorithm out"
+            )
+        if target is not None and target < self.min_ranks:
+            yield (
+                f"elastic.target_ranks = {target} is less than elastic.min_ranks = "
+                f"{self.min_ranks}; use at least that many"
+            )
+        commands = [key for key in ("release_command", "grow_command") if getattr(self, key)]
+        if self.releaser == "command" and not commands:
+            yield (
+                'elastic.releaser = "command" needs elastic.release_command or elastic.grow_command'
+            )
+        if self.releaser != "command" and commands:
+            yield (
+                f'elastic.{commands[0]} is for elastic.releaser = "command"; set that, or leave '
+                "the command out"
+            )
 
     @property
     def changes_ranks(self) -> bool:
