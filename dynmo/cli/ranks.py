@@ -114,7 +114,7 @@ def _like_run(request: MeshRequest, options: PlanOptions) -> MeshRequest:
     if not path.is_file() or options.microbatches is not None:
         return replace(request, replicas=(1,))
     config = load(path)
-    groups, counts = config.accumulation_groups, range(1, config.all_microbatches + 1)
+    groups, counts = config.options.accumulation_groups, range(1, config.all_microbatches + 1)
     fits = [n for n in counts if not accumulation_problem(groups, n, config.all_microbatches)]
     replicas = (config.parallel.replicas,) if config.parallel.expert > 1 else tuple(fits)
     return replace(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import tomli_w
 from pydantic import AfterValidator, Field, create_model
 
-from dynmo.balance.meshes import MeshRule
 from dynmo.balance.options import Balance
 from dynmo.dynamism.options import CASES, CaseOptions, EarlyExit, RunFacts
 from dynmo.models.options import ModelOptions
@@ -26,7 +25,6 @@ from dynmo.pipeline.options import (
     WorldOptions,
 )
 from dynmo.planner.options import Elastic
-from dynmo.schedule.catalogue import chunks_of
 
 
 def _check_unique(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -180,39 +178,9 @@ class Config(Options):
         return count
 
     @property
-    def accumulation_groups(self) -> int:
-        """Number of groups in which a step's gradients are summed, over all replicas."""
-        return self.train.reduction_slots or self.parallel.replicas
-
-    def shape_at(self, step: int) -> tuple[int, int]:
-        """The mesh at this step: ranks of a pipeline, and number of pipelines."""
-        return self.elastic.shape_at(step) or (self.parallel.pipeline, self.parallel.replicas)
-
-    @property
-    def chunks(self) -> int:
-        """Stages per rank."""
-        return chunks_of(self.pipeline.schedule, self.pipeline.chunks)
-
-    @property
-    def stages(self) -> int:
-        """Stages of the pipeline."""
-        return self.parallel.pipeline * self.chunks
-
-    @property
     def ranks(self) -> int:
         """The size of the world: pipeline x replicas. A pipeline of slices is one rank."""
         return (1 if self.parallel.slices else self.parallel.pipeline) * self.parallel.replicas
-
-    @property
-    def mesh_rule(self) -> MeshRule:
-        """What every mesh of the run must fit."""
-        return MeshRule(
-            self.pipeline.schedule,
-            self.pipeline.chunks,
-            self.all_microbatches,
-            self.accumulation_groups,
-            self.layer_count,
-        )
 
     @property
     def optimizer(self) -> AdamW | SGD:

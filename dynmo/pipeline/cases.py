@@ -7,17 +7,14 @@ from contextlib import AbstractContextManager
 
 from dynmo.cost.layer_cost import Forecast
 from dynmo.dynamism.case import Change, Dynamism, Signals, TokenShares, checked, named
-from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.runtime.engine.engine import Engine
 
 
 class Cases:
-    """The dynamic cases of a pipeline."""
-
     def __init__(self, cases: Sequence[Dynamism], engine: Engine) -> None:
         self.all, self._model = cases, engine.model
-        self._context, self._actions = CaseContext(engine), Actions(engine)
+        self._context = CaseContext(engine)
         for case in cases:
             case.check(engine.store.modules)
 
@@ -30,16 +27,14 @@ class Cases:
                 yield case, shares
 
     def act(self, step: int) -> Iterator[tuple[Dynamism, Change]]:
-        """Lets each case change the model before a step."""
         for case in self.all:
             with named(case, "act", step):
                 change = checked(case, case.act(step, self._context), self._model.layers)
             if change is not None:
-                self._actions.on_workload_change(change.layers)
+                self._context.on_workload_change(change.layers)
                 yield case, change
 
     def observe(self, signals: Signals) -> None:
-        """Hands each case the measurements of a step."""
         for case in self.all:
             with named(case, "observe", signals.step):
                 case.observe(signals)
@@ -52,5 +47,4 @@ class Cases:
                 yield dense
 
     def forecasts(self, step: int) -> list[Sequence[Forecast]]:
-        """Returns what each case expects to do after a step."""
         return [case.forecast(step) for case in self.all]

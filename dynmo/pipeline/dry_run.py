@@ -16,10 +16,11 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.dynamism.case import Dynamism
 from dynmo.dynamism.registry import make_cases
-from dynmo.errors import NoRoomError
+from dynmo.errors import ConfigError, NoRoomError
 from dynmo.models.model import Model
+from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.pipeline.placing import check_meshes, check_own_rules, first_partition
+from dynmo.pipeline.placing import check_own_rules, first_partition
 from dynmo.pipeline.shape_costs import known_costs, meta_layers, recompute_for, stage_request
 from dynmo.planner.mesh_search import MeshRequest, NoMeshFitsError, search
 from dynmo.planner.recompute import recompute_as_workspace
@@ -132,14 +133,14 @@ def dry_run(
         NoRoomError: A rank's memory at the schedule's peak is over the limit.
         ConfigError: An option is wrong. `dynmo.Pipeline` would raise the same error.
     """
+    for problem in problems(options, model.layers, model.options):
+        raise ConfigError(problem)
     limit, facts = options.memory_limit, options.facts(model.layers, model.options, on_cuda)
     check_own_rules(options)
     cases = make_cases([*options.cases, *own_cases], facts)
     modules = meta_layers(model) if cases else []
     for case in cases:
         case.check(modules)
-    first_partition(options, model.layers)
-    check_meshes(options, model.layers)
     costs, unknown = known_costs(options, model)
     check_later_ranks(options, model, costs, limit)
     return first_plan(options, model, costs, limit, unknown)

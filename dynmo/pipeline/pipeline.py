@@ -35,7 +35,6 @@ from dynmo.pipeline.optimizers import OptimizerHandle
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import SGD, AdamW, LearningRate, PipelineOptions
 from dynmo.pipeline.placing import (
-    check_meshes,
     check_own_rules,
     first_partition,
     first_shape,
@@ -55,7 +54,7 @@ from dynmo.pipeline.step_result import StepResult
 from dynmo.pipeline.whole_model import WholeModel
 from dynmo.planner.options import Elastic
 from dynmo.runtime.comm import world as comm
-from dynmo.runtime.comm.agreement import agree, first_difference, maxima
+from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.layer.output_cache import Keys
@@ -252,7 +251,6 @@ class Pipeline:
         self._shapes = self._known_shapes(model, options, is_new=saved is None)
         pipeline, replicas = first_shape(options, model.layers, saved)
         partition = first_partition(options, model.layers, pipeline)
-        check_meshes(options, model.layers)
         if saved is not None and len(saved.state.partition) == partition.stages:
             partition = Partition(tuple(saved.state.partition))
         self._engine = make_engine(
@@ -640,28 +638,6 @@ class Pipeline:
     def replica(self) -> int:
         """Number of this rank's replica."""
         return self._engine.store.world.replica
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self._world.device
-
-    def agree(self, digest: bytes | None, what: str) -> None:
-        """Compares a hash over all ranks.
-
-        Args:
-            digest: Hash of something that all ranks must have alike, such as their data. None if
-                this rank has no part in it.
-            what: What is compared, for messages.
-
-        Raises:
-            RunError: Some ranks differ. All ranks raise it.
-        """
-        agree(self._world, digest, what)
-
-    def largest(self, value: float) -> float:
-        """Returns the largest of the ranks' values. All ranks call it together."""
-        return maxima(self._engine.store.world, (value,))[0]
 
     @property
     def microbatches(self) -> int:

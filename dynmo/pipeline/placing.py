@@ -8,7 +8,6 @@ import torch
 
 from dynmo.balance.balancers import balancer
 from dynmo.balance.partition import Partition, uniform
-from dynmo.errors import ConfigError
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.saving import SavedPipeline
 from dynmo.planner.rank_merging import find_rule
@@ -23,18 +22,9 @@ def first_partition(
     Nothing is measured yet, so uniform is the best guess.
     """
     chunks, initial = options.stages_per_rank, options.balance.initial
-    stages = (pipeline or options.pipeline) * chunks
-    if stages > layers:
-        what = f"parallel.pipeline = {stages // chunks}"
-        what += f" with {chunks} stages a rank" if chunks > 1 else ""
-        raise ConfigError(f"{what} is more than the model's {layers} layers; use fewer ranks")
-    if initial is None or stages != options.pipeline * chunks:
-        return uniform(layers, stages)
-    if len(initial) != stages or sum(initial) != layers:
-        raise ConfigError(
-            f"balance.initial = {list(initial)} has {sum(initial)} layers on {len(initial)} "
-            f"stages, but the model has {layers} layers and the pipeline {stages} stages"
-        )
+    ranks = options.pipeline if pipeline is None else pipeline
+    if initial is None or ranks != options.pipeline:
+        return uniform(layers, ranks * chunks)
     return Partition(initial)
 
 
@@ -55,12 +45,6 @@ def first_shape(
         known = options.elastic.reshape and (pipeline, replicas) in meshes
         shape = (pipeline, replicas) if known else options.shape_at(saved.step)
     return shape if shape[0] * shape[1] == started[0] * started[1] else started
-
-
-def check_meshes(options: PipelineOptions, layers: int) -> None:
-    """Checks that every planned mesh can hold the layers."""
-    for _, pipeline, _ in options.elastic.reshape_at:
-        first_partition(options, layers, pipeline)
 
 
 def check_own_rules(options: PipelineOptions) -> None:

@@ -344,11 +344,6 @@ def recompute_for(options: PipelineOptions, model: Model, limit: int | None) -> 
     """
     wanted = options.recompute
     if isinstance(wanted, tuple):
-        if max(wanted, default=0) >= model.layers:
-            raise ConfigError(
-                f"train.recompute names layer {max(wanted)}, but the model has {model.layers}, "
-                f"from 0 to {model.layers - 1}"
-            )
         return wanted
     if wanted != "auto" or limit is None:
         return range(model.layers) if wanted == "all" else ()

@@ -18,6 +18,8 @@ from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.data.order import Order
 from dynmo.dynamism.options import Freezing
 from dynmo.errors import ConfigError
+from dynmo.runtime.comm.agreement import agree, maxima
+from dynmo.runtime.comm.world import World
 
 
 class Batch(NamedTuple):
@@ -42,8 +44,8 @@ class DataLoader:
     read.
     """
 
-    def __init__(self, config: Config, pipeline: Pipeline) -> None:
-        self._config, self._pipeline = config, pipeline
+    def __init__(self, config: Config, world: World, pipeline: Pipeline) -> None:
+        self._config, self._device, self._pipeline = config, world.device, pipeline
         model, train = config.model, config.train
         order = (
             model.sequence,
@@ -62,8 +64,8 @@ class DataLoader:
             self._batches = Batches(corpus, *order)
             ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
             digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
-        pipeline.agree(digest, "the data (data.source)")
-        self._order = Order(int(pipeline.largest(length)), *order) if pipeline.caches else None
+        agree(world, digest, "the data (data.source)")
+        self._order = Order(int(maxima(world, (length,))[0]), *order) if pipeline.caches else None
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
             freezing = config.dynamism.named["freezing"]
@@ -105,7 +107,7 @@ class DataLoader:
 
         A copy from pinned memory runs beside the device's computations.
         """
-        device, pair = self._pipeline.device, (inputs.flatten(0, 1), targets.flatten(0, 1))
+        device, pair = self._device, (inputs.flatten(0, 1), targets.flatten(0, 1))
         if device.type == "cuda":
             pair = (
                 pair[0].pin_memory().to(device, non_blocking=True),

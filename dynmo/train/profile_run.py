@@ -13,11 +13,12 @@ from dataclasses import fields
 from statistics import median
 from typing import Any
 
-from dynmo import LayerCost, Pipeline, World
+from dynmo import LayerCost, Pipeline
 from dynmo.config import Config
 from dynmo.cost.profile_file import Profile
 from dynmo.models.model import Model
 from dynmo.runtime.comm.rendezvous import Rendezvous
+from dynmo.runtime.comm.world import World
 from dynmo.train.loader import DataLoader
 from dynmo.train.setup import own_cases, start
 
@@ -63,7 +64,7 @@ def measure(
     }
     cases = [*config.dynamism.named.values(), *own_cases(config)]
     pipeline = Pipeline(model, world, cases=cases, **options)
-    loader = DataLoader(config, pipeline)
+    loader = DataLoader(config, world, pipeline)
     readings: list[tuple[LayerCost, ...]] = []
     for step in range(steps + 1):
         start = time.perf_counter()

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynmo import Pipeline, StepResult, World
+from dynmo import Pipeline, StepResult
 from dynmo.config import Config, with_options
 from dynmo.errors import InputError, RunError
 from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event
 from dynmo.models.model import Model
+from dynmo.runtime.comm.world import World
 from dynmo.train.loader import DataLoader
 from dynmo.train.run_log import Listener, RunLog
 from dynmo.train.setup import own_cases
@@ -201,7 +202,10 @@ class Trainer:
             if self._log is not None:
                 self._log.record_micro_batch(size)
         if self._mesh != pipeline.shape:
-            self._mesh, self._loader = pipeline.shape, DataLoader(self.config, pipeline)
+            self._mesh, self._loader = (
+                pipeline.shape,
+                DataLoader(self.config, self._world, pipeline),
+            )
 
     def finish(self, seconds: float, interrupted: bool = False) -> RunResult:
         """Ends the run after the last turn.

@@ -363,7 +363,7 @@ def test_mesh_of_a_step_follows_reshape_at():
         "elastic.reshape_at=[[5, 2, 2], [9, 1, 4]]",
     ]
     config = load(overrides=overrides)
-    assert [config.shape_at(step) for step in (0, 4, 5, 8, 9, 99)] == [
+    assert [config.options.shape_at(step) for step in (0, 4, 5, 8, 9, 99)] == [
         (4, 1),
         (4, 1),
         (2, 2),
@@ -371,16 +371,11 @@ def test_mesh_of_a_step_follows_reshape_at():
         (1, 4),
         (1, 4),
     ]
-    assert (
-        config.ranks,
-        config.accumulation_groups,
-        config.microbatches,
-        config.all_microbatches,
-    ) == (4, 4, 8, 8)
     wide = load(overrides=["parallel.replicas=2", "parallel.pipeline=2"])
-    assert (wide.ranks, wide.accumulation_groups, wide.microbatches, wide.all_microbatches) == (
-        4,
-        2,
-        4,
-        8,
-    )
+    for run, counts in ((config, (4, 4, 8, 8)), (wide, (4, 2, 4, 8))):
+        assert (
+            run.ranks,
+            run.options.accumulation_groups,
+            run.microbatches,
+            run.all_microbatches,
+        ) == counts

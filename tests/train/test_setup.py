@@ -33,22 +33,6 @@ def test_first_partition_follows_the_config() -> None:
     assert first_partition(
         parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}}).options, 8
     ).counts == (3, 3, 2)
-    own = {"kind": "python:a:b"}
-    with pytest.raises(
-        ConfigError,
-        match=r"parallel.pipeline = 4 is more than the model's 3 layers; use fewer ranks",
-    ):
-        first_partition(parse({"model": own, "parallel": {"pipeline": 4}}).options, 3)
-    with pytest.raises(
-        ConfigError,
-        match=r"balance.initial = \[1, 2\] has 3 layers on 2 stages, but the model has 4 layers",
-    ):
-        first_partition(
-            parse(
-                {"model": own, "parallel": {"pipeline": 2}, "balance": {"initial": [1, 2]}}
-            ).options,
-            4,
-        )
 
 
 def test_memory_limit_and_device_follow_the_config() -> None:
