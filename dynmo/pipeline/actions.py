@@ -52,17 +52,16 @@ class NextMesh:
         pipeline: Number of ranks of a pipeline.
         data: Number of replicas.
         partition: Layers on each new stage.
-        microbatches: Number of microbatches of all replicas, if the batch is cut otherwise from
-            now on. The numbers then change. None means as many as before.
+        microbatches: Number of microbatches of all replicas. The numbers change if the batch is cut
+            otherwise from now on.
     """
 
     pipeline: int
     data: int
     partition: Partition
-    microbatches: int | None = None
+    microbatches: int
 
     def layout(self, layouts: Layouts, before: Layout) -> Layout:
-        """Returns the layout of this mesh."""
         return layouts.resized(before, self.pipeline, self.data, self.partition, self.microbatches)
 
 
@@ -84,9 +83,6 @@ class Actions:
 
         A frozen prefix of the model runs no backward.
 
-        Args:
-            layers: Indices in the model.
-
         Raises:
             PartitionError: There is no such layer, or none would train.
         """
@@ -101,14 +97,7 @@ class Actions:
         self.on_workload_change({*new, *range(before, after + 1)})
 
     def unfreeze(self, layers: Collection[int]) -> None:
-        """Trains frozen layers again, from the optimizer state that they had.
-
-        Args:
-            layers: Indices in the model.
-
-        Raises:
-            PartitionError: There is no such layer.
-        """
+        """Trains frozen layers again, from the optimizer state that they had."""
         frozen = self._pending.final.frozen
         self._check_layers(layers)
         before = frozen.first_trainable
@@ -125,13 +114,7 @@ class Actions:
             )
 
     def on_workload_change(self, layers: Iterable[int]) -> None:
-        """Drops the measurements of layers whose work changes.
-
-        Their costs change from the next step on.
-
-        Args:
-            layers: Indices in the model.
-        """
+        """Drops the measurements of layers whose work changes from the next step on."""
         store, layers = self._pending.final, list(layers)
         self._profiler.forget(layers)
         store.outputs.forget(layers)
@@ -144,14 +127,8 @@ class Actions:
     def move(self, partition: Partition) -> Migration:
         """Moves layers with weights, gradients, optimizer state and flags. All or nothing.
 
-        Args:
-            partition: Number of layers on each stage, first stage first.
-
-        Returns:
-            The bytes that have moved, and the seconds that it took.
-
         Raises:
-            PartitionError: It has another number of layers or stages.
+            PartitionError: `partition` has another number of layers or stages.
             NoRoomError: The layers do not fit the memory there. Nothing has moved.
         """
         check_partition(partition)
@@ -182,13 +159,8 @@ class Actions:
             data: Number of replicas.
             partition: Layers on each new stage. The default is as even as possible.
 
-        Returns:
-            The bytes that have moved, and the seconds that it took.
-
         Raises:
-            InputError: The ranks, the microbatches, the accumulation groups or the schedule do not
-                fit. All ranks raise it.
-            ConfigError: The pipeline's ranks are slices of one GPU.
+            InputError: The sizes do not fit the model, the batch or the schedule.
         """
         store = self._pending.final
         everyone, before = store.world.everyone, store.layout
@@ -222,10 +194,7 @@ class Actions:
         return migration
 
     def _on_recompute_change(self, layers: frozenset[int]) -> None:
-        """Takes note of layers that begin or cease to be recomputed.
-
-        Their new costs are not measured yet.
-        """
+        """Forgets the costs of layers that begin or cease to be recomputed."""
         if layers:
             self._schedule_keeper.forget()
             self.on_workload_change(layers)
@@ -243,9 +212,6 @@ class Actions:
         Args:
             layer: A layer whose module has other parameters than before.
             moments: Their optimizer state, `parameter/moment` -> tensor.
-
-        Raises:
-            RunError: The last step may still be taken back.
         """
         self._pending.assert_final()
         self._store.rebuild(layer, moments)
@@ -254,14 +220,8 @@ class Actions:
     def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
         """Moves experts between the replicas that share them, with their optimizer state.
 
-        Args:
-            placements: The new placements, by layer.
-
         Returns:
             Bytes that all ranks received.
-
-        Raises:
-            ConfigError: Every replica holds every expert.
         """
         store = self._pending.final
         if store.experts is None:
@@ -278,24 +238,14 @@ class Actions:
 
     # -- other ranks -------------------------------------------------------------------------------
 
-    def shrink(
-        self,
-        kept: Sequence[int],
-        mesh: NextMesh,
-    ) -> Migration:
-        """Goes on with some of the ranks.
-
-        The others hold nothing afterwards, and are alone.
+    def shrink(self, kept: Sequence[int], mesh: NextMesh) -> Migration:
+        """Goes on with some of the ranks. The others hold nothing afterwards, and are alone.
 
         Args:
             kept: Global ranks that stay, ascending. They become ranks 0, 1, ...
             mesh: The mesh of these ranks.
 
-        Returns:
-            The bytes that have moved, and the seconds during which the ranks stood still.
-
         Raises:
-            InputError: The sizes do not fit the model, the batch or the schedule.
             NoRoomError: The layers do not fit the memory there. Nothing has moved.
             ResizeFailed: A rank could not give or take a layer. Nothing has moved.
         """
@@ -328,25 +278,15 @@ class Actions:
         self._finish(before, layout, plan)
         return replace(migration, seconds=time.perf_counter() - start)
 
-    def grow(
-        self,
-        newcomers: int,
-        mesh: NextMesh,
-        join_timeout: float,
-    ) -> Migration:
+    def grow(self, newcomers: int, mesh: NextMesh, join_timeout: float) -> Migration:
         """Goes on with more ranks. The newcomers call `arrive` meanwhile.
 
         Args:
-            newcomers: Number of ranks that join. They get the numbers after those of the present
-                ranks.
+            newcomers: Number of ranks that join, behind the present ranks.
             mesh: The mesh of all these ranks.
             join_timeout: Seconds to wait for them.
 
-        Returns:
-            The bytes that have moved, and the seconds during which the ranks stood still.
-
         Raises:
-            InputError: The sizes do not fit the model, the batch or the schedule.
             ResizeFailed: The newcomers did not come or could not take their layers. The ranks go on
                 as before, and nothing is lost.
         """
@@ -393,7 +333,6 @@ class Actions:
         whole: Mapping[int, dict[str, Tensor]],
         experts: Mapping[int, ExpertPlacement] | None = None,
     ) -> Migration:
-        """Moves layers among the ranks of the new generation, and goes on there."""
         store = self._store
         everyone, after = store.world.everyone, _holders(layout)
 
@@ -412,7 +351,6 @@ class Actions:
         whole: Mapping[int, dict[str, Tensor]],
         error: RunError,
     ) -> NoReturn:
-        """Goes on with the ranks that were here before newcomers failed to join."""
         everyone = self._store.world.everyone
         if self._store.layout is not before:
             # A rank was lost after the exchange, so layers are elsewhere already.
@@ -441,17 +379,13 @@ class Actions:
             )
 
     def _agree_on_ranks(self, ranks: tuple[int, ...] | int, mesh: NextMesh) -> None:
-        """Compares the ranks that stay, or the number of newcomers, and their mesh."""
         decision = (ranks, mesh.pipeline, mesh.data, mesh.partition.counts, mesh.microbatches)
         agree(self._store.world, decision, "which ranks go on")
 
     def _states(self) -> dict[int, dict[str, Tensor]]:
-        """Returns the states of this rank's layers, before ranks leave.
-
-        With ZeRO-1 they have the shares of all replicas, which must still be here. Replicas that
-        share experts keep their own part each.
-        """
         store = self._store
+        # With ZeRO-1 they have the shares of all replicas, which must still be here. Replicas that
+        # share experts keep their own part each.
         return {i: store.state(i, whole=not store.shares_experts) for i in sorted(store.layers)}
 
     def _part(self) -> None:
@@ -483,5 +417,4 @@ class Actions:
 
 
 def _holders(layout: Layout) -> Holders:
-    """Returns the global ranks that hold each layer."""
     return holders(layout.partition, layout.stage_ranks, layout.replicas)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING
 
 from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.partition import Partition
@@ -36,7 +36,6 @@ def make_engine(
     limit: int | None,
     elsewhere: tuple[int, int] | None = None,
 ) -> Engine:
-    """Makes the engine of a pipeline."""
     replicas = world.replicas if elsewhere is None else elsewhere[1]
     dtype = dtype_for(options.precision, world.device)
     recompute, shapes = _from_shapes(options, model, limit)
@@ -52,15 +51,15 @@ def make_engine(
             slices=options.pipeline if options.slices else None,
             memory_limit=limit,
             recompute=recompute,
-            w_granularity=cast(Literal["whole", "linear"], options.w_granularity),
+            w_granularity=options.w_granularity,
             shapes=shapes,
         ),
         update=UpdateOptions(
             optimizer=settings_of(options.optimizer),
-            clip_scope=cast(Literal["global", "local"], options.clip_scope),
+            clip_scope=options.clip_scope,
             scaler=make_scaler(dtype, options.loss_scale, options.loss_scale_window),
             post_validation=options.post_validation,
-            rollback=cast(Literal["exact", "in-place"], options.rollback),
+            rollback=options.rollback,
         ),
         layers=LayerOptions(
             dtype=dtype,
@@ -102,10 +101,7 @@ def join_engine(
     grant: Grant,
     limit: int | None,
 ) -> Engine:
-    """Makes this process a rank of a running pipeline.
-
-    The present ranks grow meanwhile.
-    """
+    """Makes this process a rank of a running pipeline, whose ranks grow meanwhile."""
     engine = make_engine(
         options, world, model, Partition(grant.layers_before), limit, grant.shape_before
     )

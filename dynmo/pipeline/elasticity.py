@@ -13,11 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from dynmo.balance.partition import Partition
 from dynmo.balance.repack import kept_ranks
 from dynmo.elastic.grant import Grant, cost_records
 from dynmo.elastic.launch_folder import tell_launcher
@@ -40,6 +40,7 @@ from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.runtime.comm.store import read_all, tell_all
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.state.migration import Migration
 
 # Bit of a step's flag: rank 0 wants all ranks to decide.
 LOOK = 2
@@ -47,31 +48,23 @@ LOOK = 2
 
 @dataclass(frozen=True)
 class _Plan:
-    """Another mesh.
+    """Another mesh, and why the run goes there.
 
     Attributes:
-        shape: Ranks of a pipeline, and number of replicas.
-        partition: Number of layers on each stage.
-        microbatches: Microbatches of a step, over all replicas.
-        reason: Why the run goes to this mesh.
         gain: Predicted share of a step that the mesh saves, negative for a slowdown.
     """
 
-    shape: tuple[int, int]
-    partition: Partition
-    microbatches: int
+    mesh: NextMesh
     reason: str
     gain: float | None = None
 
     @property
-    def ranks(self) -> int:
-        return self.shape[0] * self.shape[1]
+    def shape(self) -> tuple[int, int]:
+        return self.mesh.pipeline, self.mesh.data
 
-    def change_from(
-        self, ranks: int, shape: tuple[int, int], moved_bytes: int, seconds: float
-    ) -> tuple[int, int, tuple[int, int], tuple[int, int], tuple[int, ...], int, float]:
-        """Returns the fields of `ResizeEvent` behind its id."""
-        return ranks, self.ranks, shape, self.shape, self.partition.counts, moved_bytes, seconds
+    @property
+    def ranks(self) -> int:
+        return self.mesh.pipeline * self.mesh.data
 
 
 class Elasticity:
@@ -141,7 +134,6 @@ class Elasticity:
         return LOOK if self._source is not None and self._is_welcome(self._source.look()) else 0
 
     def _is_welcome(self, waiting: int) -> bool:
-        """Returns True if so many newcomers may change something."""
         elastic, size = self.options.elastic, self._everyone.size
         if not waiting:
             self._refused = 0
@@ -162,10 +154,7 @@ class Elasticity:
         self._called = self._called or any(flag & LOOK for flag in flags)
 
     def acts(self, step: int) -> bool:
-        """Returns True if it may change the ranks before a step.
-
-        The step before must then be final.
-        """
+        """Returns True if it may change the ranks before a step."""
         return (
             self._called
             or self._is_planned(step)
@@ -216,10 +205,9 @@ class Elasticity:
             return None
         self._postponed = None
         partition = first_partition(self.options, self._pipeline.model.layers, shape[0])
-        return _Plan(shape, partition, self.options.all_microbatches, "planned")
+        return _Plan(NextMesh(*shape, partition, self.options.all_microbatches), "planned")
 
     def _ask_planner(self, step: int, there: int) -> _Plan | None:
-        """Asks the planner for a mesh."""
         elastic, size = self.options.elastic, self._everyone.size
         nodes = [member.node for member in self._members()]
         try:
@@ -238,14 +226,9 @@ class Elasticity:
         mesh, decision = wish.choice.mesh, wish.choice.decision
         if not decision.move:
             return None
-        shape = mesh.pipeline, mesh.replicas
-        return _Plan(
-            shape,
-            wish.choice.partition,
-            mesh.microbatches * mesh.replicas,
-            decision.reason,
-            decision.predicted_gain,
-        )
+        microbatches = mesh.microbatches * mesh.replicas
+        target = NextMesh(mesh.pipeline, mesh.replicas, wish.choice.partition, microbatches)
+        return _Plan(target, decision.reason, decision.predicted_gain)
 
     def _await_newcomers(self, step: int, missing: int) -> int:
         """Waits until all missing newcomers are there. Returns the number of present ones."""
@@ -298,9 +281,7 @@ class Elasticity:
         left = [member for member in members if member.rank not in kept]
         generation = world.generation + 1
         try:
-            migration = Actions(pipeline).shrink(
-                kept, NextMesh(*plan.shape, plan.partition, plan.microbatches)
-            )
+            migration = Actions(pipeline).shrink(kept, plan.mesh)
         except (NoRoomError, ResizeFailed) as error:
             self._postponed = plan.shape
             self._tell(FaultEvent(step, f"the run keeps its {before} ranks: {error}"))
@@ -313,24 +294,44 @@ class Elasticity:
         self._account(before, plan)
         if self._source is not None:
             self._source.release(left, [member for member in members if member.rank in kept])
+        event = partial(
+            RepackEvent,
+            predicted_slowdown=None if plan.gain is None else -plan.gain,
+            left=tuple(map(describe, left)),
+        )
+        self._on_resize(step, plan, before, shape, migration, start, event)
+        return True
+
+    def _on_resize(
+        self,
+        step: int,
+        plan: _Plan,
+        before: int,
+        shape: tuple[int, ...],
+        migration: Migration,
+        start: float,
+        event: Callable[..., Event],
+    ) -> None:
         seconds = time.perf_counter() - start
         number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
         self._tell(
             result,
-            RepackEvent(
+            event(
                 step,
-                number,
-                *plan.change_from(before, shape, migration.moved_bytes, seconds),
-                predicted_slowdown=None if plan.gain is None else -plan.gain,
+                id=number,
+                ranks_before=before,
+                ranks_after=plan.ranks,
+                source=shape,
+                target=plan.shape,
+                layers=plan.mesh.partition.counts,
+                moved_bytes=migration.moved_bytes,
+                seconds=seconds,
                 reason=plan.reason,
-                left=tuple(map(describe, left)),
             ),
         )
         self.enroll()
-        return True
 
     def _kept(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
-        """Returns the ranks that stay."""
         if self.options.elastic.releaser == "kubernetes":
             # The job ends the pods with the highest numbers.
             return tuple(range(plan.ranks))
@@ -350,9 +351,7 @@ class Elasticity:
         joined = self._invite(step, plan, newcomers, state())
         try:
             migration = Actions(pipeline).grow(
-                newcomers,
-                NextMesh(*plan.shape, plan.partition, plan.microbatches),
-                self.options.elastic.join_timeout,
+                newcomers, plan.mesh, self.options.elastic.join_timeout
             )
         except ResizeFailed as error:
             self._postponed = plan.shape
@@ -361,28 +360,19 @@ class Elasticity:
             self.enroll()
             return True
         self._account(before, plan)
-        seconds = time.perf_counter() - start
-        number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
         self._most = max(self._most, plan.ranks)
-        self._tell(
-            result,
-            GrowEvent(
-                step,
-                number,
-                *plan.change_from(before, shape, migration.moved_bytes, seconds),
-                predicted_gain=plan.gain,
-                reason=plan.reason,
-                joined=tuple(map(describe, joined)),
-                gpu_seconds_returned=self.gpu_seconds_returned,
-            ),
+        event = partial(
+            GrowEvent,
+            predicted_gain=plan.gain,
+            joined=tuple(map(describe, joined)),
+            gpu_seconds_returned=self.gpu_seconds_returned,
         )
-        self.enroll()
+        self._on_resize(step, plan, before, shape, migration, start, event)
         return True
 
     def _invite(
         self, step: int, plan: _Plan, newcomers: int, state: dict[str, Any]
     ) -> list[Member]:
-        """Calls newcomers, on rank 0."""
         if self._source is None:
             return []
         pipeline, size = self._pipeline, self._everyone.size
@@ -394,13 +384,13 @@ class Elasticity:
                 generation=self._everyone.generation + 1,
                 step=step,
                 shape=plan.shape,
-                layers=plan.partition.counts,
+                layers=plan.mesh.partition.counts,
                 shape_before=(pipeline.store.layout.shape[0], pipeline.store.layout.shape[1]),
                 layers_before=pipeline.store.layout.partition.counts,
                 state=state,
                 costs=cost_records(pipeline.schedule_keeper.known),
                 reference=self.reference,
-                microbatches=plan.microbatches,
+                microbatches=plan.mesh.microbatches,
                 experts=tuple(
                     (layer, placement.holders) for layer, placement in sorted(experts.items())
                 ),
@@ -411,8 +401,8 @@ class Elasticity:
 
     def _account(self, before: int, plan: _Plan) -> None:
         """Counts the GPU-seconds of absent ranks so far, and takes up the plan's microbatches."""
-        if plan.microbatches != self.options.all_microbatches:
-            self.options = self.options.with_microbatches(plan.microbatches)
+        if plan.mesh.microbatches != self.options.all_microbatches:
+            self.options = self.options.with_microbatches(plan.mesh.microbatches)
             self._rebalancer.use(self.options)
         moment = time.monotonic()
         self._returned += (self._most - before) * (moment - self._since)

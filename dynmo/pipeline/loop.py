@@ -101,14 +101,12 @@ class Loop:
         self.tell_barrier()
 
     def emit(self, *events: Event | None) -> None:
-        """Tells the listener of events. None is no event."""
         for event in events:
             if event is not None and self.listen is not None:
                 self.listen(event)
 
     @property
     def left(self) -> bool:
-        """True if this rank is out of the run."""
         return self.elastic is not None and self.elastic.left
 
     # -- changes -----------------------------------------------------------------------------------
@@ -142,10 +140,7 @@ class Loop:
         return results
 
     def _must_drain(self, step: int) -> bool:
-        """Returns True if the step before must be final.
-
-        Something before this step may then change the model, or read it or the last signals.
-        """
+        """Returns True if something may change or read the model before this step."""
         return (
             self.rebalancer.should_check(step)
             or (self.elastic is not None and self.elastic.acts(step))
@@ -153,14 +148,11 @@ class Loop:
         )
 
     def consider(self) -> None:
-        """Decides on the placement and the schedule, and acts if that pays."""
         for event in self.rebalancer.consider(self.step):
             self.emit(event)
             self._keep_trace()
 
     def _resize(self, elastic: Elasticity, step: int) -> None:
-        """Goes on with fewer ranks, or with newcomers, if that is decided."""
-
         def state() -> dict[str, Any]:
             return state_of(
                 self._engine,
@@ -195,7 +187,6 @@ class Loop:
             self.reshape(*wanted)
 
     def reshape(self, pipeline: int, replicas: int, partition: Partition) -> None:
-        """Makes the same ranks `replicas` pipelines of `pipeline` ranks."""
         before = self._engine.store.layout.shape
         self.emit(*self.rebalancer.reshape(self.step, pipeline, replicas, partition))
         if self._engine.store.layout.shape != before:
@@ -276,7 +267,6 @@ class Loop:
         return results
 
     def _finish(self, record: StepRecord) -> StepResult:
-        """Hands the record of a final step to cases, balancer, trace and listener."""
         step, started = record.step, self._started.pop(record.step)
         self.loss = record.loss
         self.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))

@@ -21,7 +21,6 @@ class _Measurement:
         predicted: Share of a step that the move saves.
         before: Seconds of a step before the move.
         is_test: Whether the result says how far predictions can be trusted.
-        after: Seconds of each step after the move.
     """
 
     id: int
@@ -50,7 +49,6 @@ class MoveGain:
         return bool(self._recent)
 
     def observe(self, step: int, seconds: float) -> RebalanceResultEvent | None:
-        """Takes the wall time of a step."""
         self._recent.append(seconds)
         if self._measurement is None:
             return None
@@ -67,10 +65,7 @@ class MoveGain:
         return result
 
     def on_workload_change(self, step: int) -> RebalanceResultEvent | None:
-        """Takes note that the work has changed before `step`.
-
-        Steps before the change do not compare with steps after it.
-        """
+        """Drops the steps before `step`, which do not compare with steps after it."""
         result = self.close(step)
         self._recent.clear()
         self.doubt = 1.0

@@ -14,7 +14,6 @@ from dynmo.runtime.optim.optimizer import OptimizerSettings
 
 
 def settings_of(optimizer: AdamW | SGD) -> OptimizerSettings:
-    """Returns the options of an optimizer as the runtime takes them."""
     if isinstance(optimizer, SGD):
         return OptimizerSettings(
             "sgd", weight_decay=optimizer.weight_decay, momentum=optimizer.momentum
@@ -35,7 +34,6 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
         if len(self.param_groups) > 1:
             raise _one_group()
         # torch's schedulers keep rates beside it, such as `initial_lr`.
@@ -48,16 +46,12 @@ class OptimizerHandle(torch.optim.Optimizer):
         return float(self.param_groups[0]["lr"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses groups beyond the one that holds the learning rate."""
         if self.param_groups:
             raise _one_group()
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Does nothing.
-
-        `Pipeline.step` calls it, so that schedulers see the order they expect.
-        """
+        """Does nothing. `Pipeline.step` calls it, so that schedulers see the order they expect."""
         return None
 
 

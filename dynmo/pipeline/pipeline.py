@@ -232,23 +232,17 @@ class Pipeline:
         # Steps and loss of the time before this process was outside. None while it is a rank.
         self._before: tuple[int, float] | None = (0, math.nan) if outside else None
         if not outside:
-            self._watch(self._start(model, options, listen, resume))
+            self._watch(self._start(resume))
 
-    def _start(
-        self,
-        model: Model,
-        options: PipelineOptions,
-        listen: Callable[[Event], None] | None,
-        resume: str | Path | None,
-    ) -> float | None:
+    def _start(self, resume: str | Path | None) -> float | None:
         """Makes the parts of a pipeline that starts or resumes."""
-        world, saved = self._world, None
+        world, model, options, saved = self._world, self._model, self._options, None
         if isinstance(model, Sequential):
             _agree_on_modules(model, world)
         if resume is not None:
             saved = find_checkpoint(Path(resume), world)
             check_saved(saved, options, model)
-        self._shapes = self._known_shapes(model, options, is_new=saved is None)
+        self._shapes = self._known_shapes(is_new=saved is None)
         pipeline, replicas = first_shape(options, model.layers, saved)
         partition = first_partition(options, model.layers, pipeline)
         if saved is not None and len(saved.state.partition) == partition.stages:
@@ -258,43 +252,36 @@ class Pipeline:
         )
         agree_on_cases(world, self._cases)
         if saved is None:
-            self._loop = self._make_loop(options, listen)
+            self._loop = self._make_loop()
             return None
-        self._go_on(saved, options, listen)
+        self._go_on(saved)
         return saved.state.reference
 
-    def _go_on(
-        self,
-        saved: SavedPipeline,
-        options: PipelineOptions,
-        listen: Callable[[Event], None] | None,
-    ) -> None:
+    def _go_on(self, saved: SavedPipeline) -> None:
         """Restores a checkpoint, and makes the loop that goes on from it."""
         restore_engine(self._engine, saved.path, saved.raw, self._cases)
         state = saved.state
         loss = math.nan if state.loss is None else state.loss
-        self._loop = self._make_loop(options, listen, saved.step, loss, state.moves)
-        if state.lr is not None and options.learning_rate is None:
+        self._loop = self._make_loop(saved.step, loss, state.moves)
+        if state.lr is not None and self._options.learning_rate is None:
             self._optimizer.param_groups[0]["lr"] = state.lr
 
     def _take_up(self, text: str) -> None:
         """Becomes a rank of a running training, by rank 0's grant."""
         from dynmo.elastic.grant import grant_from
 
-        grant, model, options = grant_from(text), self._model, self._options
-        self._cases = self._make_cases()
-        if grant.microbatches != options.all_microbatches:
-            options = options.with_microbatches(grant.microbatches)
-        # First, because all other ranks wait while this one joins.
-        self._shapes = self._known_shapes(model, options, is_new=False)
-        self._engine = join_engine(
-            options, self._world, model, self._cases, grant, self._memory_limit
-        )
+        grant = grant_from(text)
         state = grant.state
-        self._loop = self._make_loop(
-            options, self._listen, grant.step, state["loss"], state["moves"], joined=True
+        self._cases = self._make_cases()
+        if grant.microbatches != self._options.all_microbatches:
+            self._options = self._options.with_microbatches(grant.microbatches)
+        # First, because all other ranks wait while this one joins.
+        self._shapes = self._known_shapes(is_new=False)
+        self._engine = join_engine(
+            self._options, self._world, self._model, self._cases, grant, self._memory_limit
         )
-        if options.learning_rate is None:
+        self._loop = self._make_loop(grant.step, state["loss"], state["moves"], joined=True)
+        if self._options.learning_rate is None:
             self._optimizer.param_groups[0]["lr"] = state["lr"]
         self._before = None
         self._watch(grant.reference)
@@ -307,24 +294,14 @@ class Pipeline:
         raise AttributeError(name)
 
     def _make_loop(
-        self,
-        options: PipelineOptions,
-        listen: Callable[[Event], None] | None,
-        step: int = 0,
-        loss: float = math.nan,
-        moves: int = 0,
-        joined: bool = False,
+        self, step: int = 0, loss: float = math.nan, moves: int = 0, joined: bool = False
     ) -> Loop:
-        engine, cases = self._engine, Cases(self._cases, self._engine)
-        rebalancer = Rebalancer(
-            options,
-            engine,
-            cases,
-            self._shapes,
-            moves,
-            self._memory_limit,
+        options, engine = self._options, self._engine
+        cases = Cases(self._cases, engine)
+        rebalancer = Rebalancer(options, engine, cases, self._shapes, moves, self._memory_limit)
+        loop = Loop(
+            options, engine, cases, rebalancer, self._listen, step=step, loss=loss, joined=joined
         )
-        loop = Loop(options, engine, cases, rebalancer, listen, step=step, loss=loss, joined=joined)
         loop.rate = self._rate
         return loop
 
@@ -344,11 +321,9 @@ class Pipeline:
             of_slices = layout.stage_ranks if layout.sliced else None
             loop.tracer = Tracer(self._world.everyone, engine.clock, self._trace, of_slices)
 
-    def _known_shapes(
-        self, model: Model, options: PipelineOptions, is_new: bool
-    ) -> tuple[LayerCost, ...] | None:
+    def _known_shapes(self, is_new: bool) -> tuple[LayerCost, ...] | None:
         """Returns the layers' bytes by shapes, if a memory limits them."""
-        limit = self._memory_limit
+        limit, model, options = self._memory_limit, self._model, self._options
         if limit is None or options.micro_batch is None or model.options is None:
             return None  # nothing limits the memory, or no shapes are known
         from dynmo.pipeline.dry_run import check_later_ranks, first_plan
@@ -693,7 +668,7 @@ class Pipeline:
             steps: Number of steps that the costs were measured over.
             costs: Cost of each layer. The default is `costs()`.
         """
-        from dynmo.pipeline.profile import profile_of
+        from dynmo.pipeline.gathering import profile_of
         from dynmo.pipeline.shape_costs import shapes_of, with_workspace
 
         measured = tuple(self.costs() if costs is None else costs)
@@ -823,7 +798,8 @@ class Pipeline:
         self.drain()
         before, saved = self._loop, find_checkpoint(Path(folder), self._world)
         check_saved(saved, before.options, self._engine.model)
-        self._go_on(saved, before.options, before.listen)
+        self._options = before.options
+        self._go_on(saved)
         self._loop.tracer, self._loop.elastic = before.tracer, before.elastic
         if before.elastic is not None:
             before.elastic.go_on(self._loop.rebalancer, saved.state.reference)

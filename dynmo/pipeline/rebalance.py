@@ -44,8 +44,6 @@ class Overhead:
 
     Attributes:
         measure: Seconds to gather costs. The profiler knows the seconds to condense them.
-        decide: Seconds to decide.
-        move: Seconds to move layers.
     """
 
     measure: float = 0.0
@@ -101,20 +99,14 @@ class Rebalancer:
     def observe(
         self, step: int, seconds: float, busy: Sequence[float]
     ) -> RebalanceResultEvent | None:
-        """Takes the measurements of a step."""
         if self._watch is not None:
             self._watch.observe(busy)
         return self._gain.observe(step, seconds)
 
     def close_measurement(self, step: int) -> RebalanceResultEvent | None:
-        """Ends the measurement of the last move, at the end of a run.
-
-        See `MoveGain.close`.
-        """
         return self._gain.close(step)
 
     def on_workload_change(self, step: int) -> RebalanceResultEvent | None:
-        """Takes note that the model's work has changed before `step`."""
         self._unshaped = self._options.elastic.reshape
         if self._watch is not None:
             self._watch.on_workload_change()
@@ -122,23 +114,17 @@ class Rebalancer:
 
     def should_check(self, step: int) -> bool:
         """Returns True if it may do something before this step."""
-        options = self._options
+        options, every = self._options, self._options.balance.every
         elastic = options.elastic.reshape or options.elastic.changes_ranks
         acts = options.balance.balancer != "none" or entry(options.schedule).from_costs or elastic
-        every = self._options.balance.every
-        return (
-            acts
-            and step < options.end
-            and (
-                step % every == 0
-                if isinstance(every, int)
-                else self._watch is not None and self._watch.is_due
-            )
-        )
+        if not acts or step >= options.end:
+            return False
+        if isinstance(every, int):
+            return step % every == 0
+        return self._watch is not None and self._watch.is_due
 
     @property
     def measured(self) -> bool:
-        """True if there is a measured step to decide on."""
         return self._gain.measured
 
     def is_due(self, step: int) -> bool:
@@ -190,10 +176,8 @@ class Rebalancer:
         self.records.append(DecisionRecord(kind, situation, answer))
 
     def _agree(self, decision: object, what: str) -> None:
-        """Compares a decision with those of the other ranks.
-
-        Floats decide nothing more and are left out. Their last bit may differ between kinds of CPU.
-        """
+        # Floats decide nothing more and are left out. Their last bit may differ between kinds of
+        # CPU.
         agree(self._engine.store.world, decision, what)
 
     # -- mesh and ranks ----------------------------------------------------------------------------
@@ -223,7 +207,6 @@ class Rebalancer:
         return choice.mesh.pipeline, choice.mesh.replicas, choice.partition
 
     def reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> list[Event]:
-        """Makes the same ranks another mesh, before `step`."""
         engine, start = self._engine, time.perf_counter()
         before, result = engine.store.layout.shape, self._gain.close(step)
         told: list[Event] = [] if result is None else [result]
@@ -237,20 +220,10 @@ class Rebalancer:
         self.on_workload_change(step)
         seconds = time.perf_counter() - start
         self.overhead.move += seconds
-        return [
-            *told,
-            ReshapeEvent(
-                step,
-                before,
-                (pipeline, data),
-                partition.counts,
-                migration.moved_bytes,
-                seconds,
-            ),
-        ]
+        shape, moved = (pipeline, data), migration.moved_bytes
+        return [*told, ReshapeEvent(step, before, shape, partition.counts, moved, seconds)]
 
     def use(self, options: PipelineOptions) -> None:
-        """Goes on under options with other sizes of microbatches."""
         self._options = options
 
     def ranks(self, situation: Situation) -> RankWish:
@@ -270,8 +243,6 @@ class Rebalancer:
         self, step: int, gain: float | None, seconds: float = 0.0
     ) -> tuple[int, Event | None]:
         """Takes note that the ranks have changed before `step`.
-
-        Step measurements begin anew.
 
         Returns:
             The number of the change, and the gain of the last one if it is not reported yet.
@@ -344,7 +315,6 @@ class Rebalancer:
     def _move(
         self, step: int, choice: MoveChoice, measuring: float, deciding: float
     ) -> list[Event]:
-        """Moves layers as all ranks have agreed."""
         start = time.perf_counter()
         source = self._engine.store.layout.partition
         try:

@@ -71,10 +71,7 @@ def save_engine(
     moves: int,
     extra: Mapping[str, Any],
 ) -> Saved:
-    """Saves all layers and the state.
-
-    All ranks call it together, after the last result.
-    """
+    """Saves all layers and the state. All ranks call it together, after the last result."""
     identity = engine.store.identity.with_code(cases).model_dump()
     extra = {**extra, "identity": identity}
     state = state_of(engine, cases, loss=loss, moves=moves, extra=extra)
@@ -166,7 +163,6 @@ def kept_settings(options: PipelineOptions, model: Model) -> dict[str, Any]:
 
 
 def check_saved(saved: SavedPipeline, options: PipelineOptions, model: Model) -> None:
-    """Checks that a pipeline can go on from a checkpoint."""
     if saved.names != model.names:
         raise CheckpointError(
             f"{saved.path} is of another model ({len(saved.names)} layers, this one has "
@@ -186,8 +182,7 @@ def restore_engine(
 ) -> None:
     """Restores the layers of this rank and the engine's state from a checkpoint.
 
-    The state is the frozen layers, the dynamic cases and the loss scale. All ranks call this
-    function together. A warning names code that has changed since.
+    All ranks call it together. A warning names code that has changed since.
     """
     agree(engine.store.world, path.name, "which checkpoint to resume from")
     _restore_frozen(engine, state)

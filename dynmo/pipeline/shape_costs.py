@@ -46,7 +46,7 @@ class ActivationsUnknown(ConfigError):
 
 
 def known_costs(options: PipelineOptions, model: Model) -> tuple[tuple[LayerCost, ...], str | None]:
-    """Returns the bytes of every layer, as far as shapes tell them."""
+    """Returns the bytes of every layer, and why activations are unknown if they are."""
     try:
         return shape_costs(options, model), None
     except ActivationsUnknown as error:
@@ -63,10 +63,7 @@ def shapes_of(
     replicas: int | None = None,
     level: int = logging.WARNING,
 ) -> tuple[LayerCost, ...] | None:
-    """Returns the costs from shapes.
-
-    None if the user's own layers do not run on shapes alone.
-    """
+    """Returns the costs from shapes, or None if the layers do not run on shapes alone."""
     try:
         return shape_costs(options, model, replicas)
     except ConfigError as error:
@@ -82,17 +79,8 @@ def shape_costs(
 ) -> tuple[LayerCost, ...]:
     """Returns the bytes of every layer. Seconds are 0.
 
-    One microbatch runs on fake tensors, which have shapes without memory. Fake tensors are better
-    than the meta device. On the meta device attention would run and save the plain product of all
-    positions with all, which no real device does.
-
-    Args:
-        options: Options of the pipeline.
-        model: The model.
-        replicas: Number of replicas of the mesh. The default is that of the options.
-
-    Returns:
-        One cost a layer.
+    One microbatch runs on fake tensors, which have shapes without memory. On the meta device
+    attention would save the plain product of all positions with all, which no real device does.
 
     Raises:
         ActivationsUnknown: The user's own model needs more than shapes, such as the value of a
@@ -123,10 +111,7 @@ def shape_costs(
 
 
 def static_costs(options: PipelineOptions, model: Model) -> tuple[LayerCost, ...]:
-    """Returns bytes of every layer's parameters, gradients and optimizer state.
-
-    All else is 0.
-    """
+    """Returns the bytes of every layer's parameters, gradients and optimizer state."""
     costs: list[LayerCost] = []
     for module in meta_layers(model):
         lower(module, PRECISIONS[options.precision])
@@ -207,7 +192,6 @@ def _ids(options: PipelineOptions, model: Model) -> Tensor:
 
 
 def _said(error: Exception) -> str:
-    """Returns the error's type, its first line, and its place in the model."""
     lines = [*str(error).strip().splitlines()[:1], *getattr(error, "__notes__", ())]
     return f"{type(error).__name__}: {', '.join(lines)}" if lines else type(error).__name__
 
@@ -291,7 +275,6 @@ class _Workspace(NamedTuple):
 def _shape_microbatch(
     layers: Sequence[Layer], microbatch: int, ids: Tensor, loss: Callable[[Tensor], Tensor]
 ) -> list[_Workspace]:
-    """Runs F, B and W of all layers, and returns the workspace of each."""
     watches = [Watch() for _ in layers]
     forward, backward, weight = ([0] * len(layers) for _ in range(3))
     tensors: Tensors = (ids,)
@@ -374,7 +357,6 @@ def recompute_for(options: PipelineOptions, model: Model, limit: int | None) -> 
 
 
 def stage_request(options: PipelineOptions, replicas: int, limit: int | None) -> StageRequest:
-    """Returns the request to the stage planner."""
     validates = options.post_validation
     return StageRequest(
         options.schedule,

@@ -161,7 +161,6 @@ def _closed_at_exit(world: comm.World) -> comm.World:
 
 
 def _take_threads(world: comm.World, threads: int) -> None:
-    """Computes with so many threads until the world closes."""
     try:
         counts = torch.zeros(world.size, dtype=torch.int64)
         counts[world.rank] = threads
@@ -187,7 +186,6 @@ def _take_threads(world: comm.World, threads: int) -> None:
 
 
 def _use_cuda(device: torch.device) -> None:
-    """Makes the device torch's current one."""
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device = {str(device)!r}, but torch sees {torch.cuda.device_count()} CUDA "

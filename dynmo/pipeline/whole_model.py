@@ -53,7 +53,6 @@ class WholeModel:
         }
 
     def state_dict(self, everywhere: bool = False) -> dict[str, Tensor]:
-        """Returns the whole model's state, as `Pipeline.state_dict` does."""
         everyone = self._pending.final.world.everyone
         receives = everywhere or everyone.rank == 0
         keys, tensors = list[str](), dict[str, Tensor]()
@@ -68,7 +67,6 @@ class WholeModel:
         return {key: tensors[self._tied.get(key, key)] for key in keys} if receives else {}
 
     def load_state_dict(self, state: object) -> None:
-        """Replaces the whole model's state, as `Pipeline.load_state_dict` does."""
         layer_store = self._pending.final
         world, layers = layer_store.world, range(layer_store.model.layers)
         announced = [self._announce(i, self._own_state(i, exact=False)) for i in layers]

@@ -29,20 +29,7 @@ Listener = Callable[[int, float], None]
 def run(
     config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | None = None
 ) -> Profile:
-    """Measures as one rank of the world at `rendezvous`.
-
-    Args:
-        rendezvous: Where the ranks meet.
-        steps: Number of steps to measure.
-        listen: Called after every measured step.
-
-    Returns:
-        The profile, the same on every rank.
-
-    Raises:
-        ConfigError: Input turns out wrong only now.
-        RunError: The run fails.
-    """
+    """Measures as one rank of the world at `rendezvous`. Every rank gets the same profile."""
     with start(config, rendezvous) as (world, model):
         return measure(config, world, model, steps, listen)
 

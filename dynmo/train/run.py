@@ -33,13 +33,6 @@ def run(
         folder: `runs/NAME`, where rank 0 writes. None means that nothing is written.
         resume: Whether to go on from the newest checkpoint.
         listen: Called with every event, on rank 0.
-
-    Returns:
-        The result of the run.
-
-    Raises:
-        ConfigError: Input turns out wrong only now.
-        RunError: The run fails.
     """
     with start(config, rendezvous) as (world, model):
         trainer = Trainer(config, world, model, folder, resume, listen)

@@ -34,13 +34,9 @@ class RunLog:
 
     @property
     def writes(self) -> bool:
-        """Whether there is a folder to write to."""
         return self._folder is not None
 
-    def emit(self, event: Event | None) -> None:
-        """Writes an event, and hands it to the listener. None is no event."""
-        if event is None:
-            return
+    def emit(self, event: Event) -> None:
         if self._events is not None:
             self._events.write(event)
         if self._listen is not None:
@@ -69,7 +65,6 @@ class RunLog:
             )
 
     def record_costs(self, profile: Profile) -> None:
-        """Writes the layers' costs, for `dynmo plan runs/NAME`."""
         if self._folder is None:
             return
         try:

@@ -31,7 +31,6 @@ from dynmo.runtime.comm.world import World
 
 
 def check_world(config: Config, rendezvous: Rendezvous) -> None:
-    """Checks the number of ranks that the launcher started."""
     if rendezvous.size != config.ranks:
         sizes = (
             "replicas (each pipeline is slices of one GPU)"
@@ -63,7 +62,6 @@ _OWN = {"data.source", "parallel.threads", "parallel.timeout"}
 
 
 def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> World:
-    """Meets the other ranks of the run."""
     timeout = config.parallel.timeout
     store = open_store(rendezvous, timeout)
     rank, size, staged = rendezvous.rank, rendezvous.size, config.parallel.staged
@@ -140,23 +138,14 @@ def own_cases(config: Config) -> list[Dynamism]:
 
 
 def cases_of(config: Config, layers: int) -> list[Dynamism]:
-    """Makes all dynamic cases that a config names.
-
-    Args:
-        layers: Number of layers of the model.
-    """
+    """Makes all dynamic cases that a config names."""
     on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
     cases = [*config.dynamism.named.values(), *own_cases(config)]
     return make_cases(cases, config.facts(layers, on_cuda))
 
 
 def plan_run(config: Config) -> RunPlan:
-    """Plans the run of a config without running it.
-
-    Raises:
-        NoRoomError: A rank's memory at the schedule's peak is over the limit.
-        ConfigError: The config is wrong. A run would raise the same error.
-    """
+    """Plans the run of a config without running it. Raises the errors that a run would raise."""
     model = model_of(config)
     if config.model.kind != "emulated":
         check_vocab(config.model.vocab)

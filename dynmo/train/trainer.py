@@ -31,13 +31,9 @@ class RunResult:
     """The result of a finished run, the same on every rank.
 
     Attributes:
-        loss: Loss of the last step.
         weights_digest: SHA-256 of the weights.
         buffers_digest: SHA-256 of the persistent buffers.
         seconds: Seconds of training, without the set-up.
-        interrupted: Whether the run stopped on request.
-        steps: Number of steps that are done.
-        partition: Number of layers on each stage.
         left: Whether this rank has left the run, which goes on.
     """
 
@@ -118,7 +114,6 @@ class Trainer:
         return True
 
     def _tell(self, event: Event) -> None:
-        """Writes an event of the pipeline to the log."""
         if self._log is None:
             self._early.append(event)
             return
@@ -160,9 +155,6 @@ class Trainer:
     def advance(self, stop: bool = False) -> bool:
         """Runs one turn of the loop: changes, step, evaluation, checkpoint.
 
-        Args:
-            stop: Whether this rank wants to stop.
-
         Returns:
             True if some rank wants to stop.
         """
@@ -187,7 +179,6 @@ class Trainer:
         return interrupted
 
     def _is_due(self, step: int, interrupted: bool) -> bool:
-        """Returns True if a checkpoint is due after so many steps."""
         every = self.config.checkpoint.every
         return bool(every) and (step % every == 0 or step == self.config.train.steps or interrupted)
 
@@ -208,15 +199,7 @@ class Trainer:
             )
 
     def finish(self, seconds: float, interrupted: bool = False) -> RunResult:
-        """Ends the run after the last turn.
-
-        Args:
-            seconds: Seconds that its steps took.
-            interrupted: Whether the run stops on request.
-
-        Returns:
-            The result of the run.
-        """
+        """Ends the run after the last turn, whose steps took so many seconds."""
         pipeline = self.pipeline
         self._finish(pipeline.finish())
         step, digest, buffers = pipeline.steps, pipeline.digest(), pipeline.buffers_digest()
