@@ -246,7 +246,7 @@ def test_input_errors_are_those_of_a_run() -> None:
         "elastic": {"reshape_at": [[3, 6, 1]]},
         "train": {"global_batch": 48, "micro_batch": 1, "reduction_slots": 24},
     }
-    with pytest.raises(ConfigError, match=r"parallel.pipeline = 6 .*5 layers"):
+    with pytest.raises(ConfigError, match=r"reshape_at: .*6 stages.*5 layers"):
         plan_run(parse({"model": {"kind": "python:tests.models.user_model:layers"}} | meshes))
     plan = plan_run(
         parse(
