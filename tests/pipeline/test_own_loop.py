@@ -36,23 +36,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Row]], Path]:
-    """The rows of runs of two ranks, and the folder of the last run's checkpoint.
-
-    Whether a move pays is measured, and other programs on the machine disturb that. So up to three
-    runs have the chance to move a layer.
-    """
-    runs: list[list[Row]] = []
-    while True:
-        folder = tmp_path_factory.mktemp("together") / "saved"
-        runs.append(train(folder, ranks=2))
-        if rebalanced(runs[-1]) or len(runs) == 3:
-            return runs, folder
-
-
-def rebalanced(rows: list[Row]) -> bool:
-    """Whether the first rank took more layers: the wide ones are at the end."""
-    return all(counts[0] > 5 for counts, _ in rows)
+def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Path]:
+    """The rows of a run of two ranks, and the folder of its checkpoint."""
+    folder = tmp_path_factory.mktemp("together") / "saved"
+    return train(folder, ranks=2), folder
 
 
 def test_example_loop_is_short_and_imports_dynmo_and_torch_only() -> None:
@@ -62,16 +49,14 @@ def test_example_loop_is_short_and_imports_dynmo_and_torch_only() -> None:
     assert imported - set(sys.stdlib_module_names) == {"dynmo", "torch"}
 
 
-def test_two_ranks_rebalance_and_train_the_same(
-    alone: str, together: tuple[list[list[Row]], Path]
-) -> None:
-    runs, _ = together
-    assert {weights for rows in runs for _, weights in rows} == {alone}
-    assert rebalanced(runs[-1])
+def test_two_ranks_train_the_same(alone: str, together: tuple[list[Row], Path]) -> None:
+    """Whether a layer moves is measured. Rebalances are tested in test_rebalance.py."""
+    rows, _ = together
+    assert {weights for _, weights in rows} == {alone}
 
 
 def test_loaded_run_ends_like_an_uninterrupted_run(
-    alone: str, together: tuple[list[list[Row]], Path]
+    alone: str, together: tuple[list[Row], Path]
 ) -> None:
     _, folder = together
     assert [path.name for path in folder.glob("step-*")] == ["step-000030"]
