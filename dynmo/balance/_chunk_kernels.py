@@ -30,11 +30,7 @@ Problem = tuple[Ints, Ints, Floats, Ints, Ints, Ints, Ints]
 
 
 @jit()
-def evaluate_bounds(
-    problem: Problem,
-    bounds: Ints,
-    scratch: Ints,
-) -> tuple[float, float, int]:
+def evaluate_bounds(problem: Problem, bounds: Ints, scratch: Ints) -> tuple[float, float, int]:
     """The largest time of a rank, the sum of squared times, and the bytes over the caps."""
     sums, rank_of, speeds, held, pairs, pair_at, caps = problem
     scratch[:] = 0
@@ -53,10 +49,7 @@ def evaluate_bounds(
 
 
 @jit()
-def descend(
-    problem: Problem,
-    bounds: Ints,
-) -> tuple[float, float, int]:
+def descend(problem: Problem, bounds: Ints) -> tuple[float, float, int]:
     """Moves one layer at a time along the path between two stages, in `bounds`.
 
     Goes on while (bytes over, largest time, squares) falls.
@@ -86,12 +79,7 @@ def descend(
 
 
 @jit()
-def wander(
-    problem: Problem,
-    bounds: Ints,
-    kicks: int,
-    floor: float,
-) -> tuple[float, int]:
+def wander(problem: Problem, bounds: Ints, kicks: int, floor: float) -> tuple[float, int]:
     """Iterated descent: pushes some boundaries by a layer or two, and descends again.
 
     The pushes come from a generator with a fixed seed. Returns the largest time of a rank, and the
@@ -121,12 +109,7 @@ def wander(
 
 
 @jit()
-def branch(
-    problem: Problem,
-    bounds: Ints,
-    best: float,
-    nodes: int,
-) -> tuple[float, bool]:
+def branch(problem: Problem, bounds: Ints, best: float, nodes: int) -> tuple[float, bool]:
     """Branch and bound: depth first over the stages in order.
 
     A branch ends if a rank is full, or if the rest weighs as much as the ranks that still come can

@@ -66,8 +66,7 @@ class TrainOptions:
         bool, typer.Option("--dry-run", help="Print plan and memory; train nothing.")
     ] = False
     launcher: Annotated[
-        Launcher | None,
-        typer.Option("--launcher", help="Who starts the ranks (default: local)."),
+        Launcher | None, typer.Option("--launcher", help="Who starts the ranks (default: local).")
     ] = None
     join: Annotated[
         bool, typer.Option("--join", help="Become a rank of runs/NAME while it trains.")

@@ -27,15 +27,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationError, create_model
 
-from dynmo.cost.input_file import (
-    Link,
-    Strict,
-    Time,
-    first_problem,
-    read_json,
-    short,
-    unknown_key,
-)
+from dynmo.cost.input_file import Link, Strict, Time, first_problem, read_json, short, unknown_key
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import InputError
 from dynmo.files import write_whole

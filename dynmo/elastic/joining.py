@@ -49,10 +49,7 @@ def outside_world(file: Path, *, device: torch.device, timeout: float, staged: b
 
 
 def join(
-    world: World,
-    identity: Identity,
-    take_up: Callable[[str], None],
-    stopping: Callable[[], bool],
+    world: World, identity: Identity, take_up: Callable[[str], None], stopping: Callable[[], bool]
 ) -> bool:
     """Waits until rank 0 lets this process join, and joins.
 

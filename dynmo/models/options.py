@@ -8,17 +8,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from dynmo.balance.meshes import nearest_divisors
-from dynmo.options import (
-    OWN,
-    BelowOne,
-    Count,
-    Lax,
-    NonNegative,
-    Options,
-    Positive,
-    Whole,
-    written,
-)
+from dynmo.options import OWN, BelowOne, Count, Lax, NonNegative, Options, Positive, Whole, written
 
 OneTime: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 Seconds: TypeAlias = OneTime | Annotated[tuple[OneTime, ...], Lax]

@@ -180,10 +180,7 @@ class Actions:
         def adopt(arrivals: list[Arrival]) -> None:
             self._programs.relower()
             store.reshaped(
-                layout,
-                [i for i in store.layers if everyone.rank not in after[i]],
-                whole,
-                arrivals,
+                layout, [i for i in store.layers if everyone.rank not in after[i]], whole, arrivals
             )
             self._pending.reshaped()
 

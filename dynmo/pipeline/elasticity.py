@@ -21,14 +21,7 @@ import torch
 from dynmo.balance.repack import kept_ranks
 from dynmo.elastic.grant import Grant, cost_records
 from dynmo.elastic.launch_folder import tell_launcher
-from dynmo.elastic.member import (
-    Member,
-    count_text,
-    describe,
-    member_from,
-    member_text,
-    own_member,
-)
+from dynmo.elastic.member import Member, count_text, describe, member_from, member_text, own_member
 from dynmo.elastic.rank_source import RankSource
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent

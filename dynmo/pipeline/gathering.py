@@ -58,11 +58,7 @@ def gather(
         first_trainable=engine.store.frozen.first_trainable,
         links=links,
         mesh=Mesh(
-            layout.ranks,
-            layout.replicas,
-            layout.microbatches,
-            options.samples,
-            options.schedule,
+            layout.ranks, layout.replicas, layout.microbatches, options.samples, options.schedule
         ),
         partition=layout.partition,
         scheduled=keeper.scheduled,

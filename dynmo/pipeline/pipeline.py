@@ -34,12 +34,7 @@ from dynmo.pipeline.loop import Loop
 from dynmo.pipeline.optimizers import OptimizerHandle
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import SGD, AdamW, LearningRate, PipelineOptions
-from dynmo.pipeline.placing import (
-    check_own_rules,
-    first_partition,
-    first_shape,
-    rank_memory_limit,
-)
+from dynmo.pipeline.placing import check_own_rules, first_partition, first_shape, rank_memory_limit
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import (
     SavedPipeline,

@@ -148,8 +148,7 @@ class Rebalancer:
         start = time.perf_counter()
         costs, world = measured_costs(self._engine, self._shapes), self._engine.store.world
         fixed, doubt, preempted, pause = maxima(
-            world,
-            (self._fixed, self._gain.doubt, self._engine.profiler.preempted, self._pause),
+            world, (self._fixed, self._gain.doubt, self._engine.profiler.preempted, self._pause)
         )
         situation = gather(
             self._options,

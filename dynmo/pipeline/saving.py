@@ -88,9 +88,7 @@ def save_engine(
     )
 
 
-def saved_layers(
-    engine: Engine,
-) -> Iterator[tuple[int, tuple[nn.Module, dict[str, Tensor]]]]:
+def saved_layers(engine: Engine) -> Iterator[tuple[int, tuple[nn.Module, dict[str, Tensor]]]]:
     """Yields this rank's layers as a checkpoint has them, one whole layer at a time.
 
     The ranks of the first replica write for all.

@@ -17,13 +17,7 @@ from dynmo.balance.partition import Partition, exact
 from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import InputError, PartitionError, ScheduleError
-from dynmo.planner.evaluate import (
-    Plan,
-    PlanRequest,
-    TooFullError,
-    evaluate_partition,
-    memory_needs,
-)
+from dynmo.planner.evaluate import Plan, PlanRequest, TooFullError, evaluate_partition, memory_needs
 from dynmo.planner.recompute import choose_recomputed, recompute_memory
 from dynmo.planner.stage_plan import (
     one_microbatch,

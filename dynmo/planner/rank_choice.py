@@ -122,10 +122,7 @@ def choose_ranks(question: RankQuestion) -> RankChoice:
 
 
 def confirmed_ranks(
-    question: RankQuestion,
-    choice: RankChoice,
-    parts: Sequence[RankChoice],
-    preempted: float = 0.0,
+    question: RankQuestion, choice: RankChoice, parts: Sequence[RankChoice], preempted: float = 0.0
 ) -> RankChoice:
     """Returns the choice if its measurements are certain enough, or else to stay.
 

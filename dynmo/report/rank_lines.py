@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynmo.events import (
-    FaultEvent,
-    GrowEvent,
-    ReleaseEvent,
-    RepackEvent,
-    ResizeEvent,
-    StepEvent,
-)
+from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, ResizeEvent, StepEvent
 
 RankEvent = RepackEvent | GrowEvent | ReleaseEvent | FaultEvent
 

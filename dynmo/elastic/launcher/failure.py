@@ -53,10 +53,7 @@ def read_failures(folder: LaunchFolder, resized: bool = False) -> dict[int, Fail
 
 
 def verdict(
-    endings: Mapping[int, Ending],
-    reports: Mapping[int, Failure],
-    log_folder: Path,
-    asked: int,
+    endings: Mapping[int, Ending], reports: Mapping[int, Failure], log_folder: Path, asked: int
 ) -> int:
     """Judges a run whose ranks have ended."""
     codes = [ending.code for ending in endings.values()]

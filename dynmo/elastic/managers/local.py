@@ -37,11 +37,7 @@ class LocalStarter:
             env = {**rank.environment, **local_environment(), "LOCAL_RANK": str(local_rank)}
             with contextlib.nullcontext() if rank.log is None else rank.log.open("ab") as out:
                 process = LocalProcess(
-                    rank.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    env=env,
+                    rank.command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -54,12 +54,7 @@ class RankActor:
         env["DYNMO_LAUNCHER"] = str(os.getpid())
         with Path(out).open("ab") as stdout, Path(err).open("ab") as stderr:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                env=env,
-                cwd=folder,
+                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env, cwd=folder
             )
         for number in self._asked:
             self._process.send_signal(number)

@@ -175,12 +175,7 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
     name = " ".join(command[:2])
     try:
         done = subprocess.run(
-            command,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT,
-            check=False,
+            command, cwd=folder, capture_output=True, text=True, timeout=_LIMIT, check=False
         )
     except OSError as error:
         raise RunError(f"{name} cannot be run: {error}") from None
