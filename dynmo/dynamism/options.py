@@ -262,7 +262,7 @@ class Pruning(CaseOptions):
     """Steps between two prunings. Not set: a quarter of the time from `start` to `end`."""
     dense_below: DenseBelow = "auto"
     """Sparsity below which a matrix stays dense: a share, a table of shares by shape, `measured`
-    (timed once per machine and shape), or `auto` (0.6 on CPU, measured on CUDA)."""
+    (timed once per machine and shape), or `auto` (0.75 on CPU, measured on CUDA)."""
 
     def steps_of(self, steps: int | None) -> tuple[int, int, int]:
         """`start`, `end` and `every` in a run of so many steps."""

@@ -33,7 +33,7 @@ from dynmo.kernels.crossover import known_crossover
 from dynmo.kernels.sparse_linear import SparseLinear, dense_size, linears, prune, survivors
 from dynmo.kernels.split import LOW
 
-DENSE_BELOW_ON_CPU = 0.6
+DENSE_BELOW_ON_CPU = 0.75
 
 
 # Rows of a matrix product that are timed if nobody knows the size of a microbatch.
