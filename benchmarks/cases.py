@@ -46,7 +46,7 @@ beside the speed-up over the side that is nearest to its baseline.
 
 from __future__ import annotations
 
-import json
+import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ from benchmarks.cases_race import (
 )
 from benchmarks.cost_traces import best, timeline
 from benchmarks.harness import run_ranks
-from benchmarks.output import add_number, figures_of, markdown, parser_of
+from benchmarks.output import add_number, markdown, parser_of, run
 from benchmarks.published import PUBLISHED
 from dynmo.balance.partition import Partition, uniform
 from dynmo.cost.layer_cost import LayerCost
@@ -351,17 +351,20 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="one round of 40 steps: to see that it works"
     )
-    options = parser.parse_args()
-    if options.steps < 20:
-        parser.error(
-            "--steps: the techniques need 20 steps to act and be answered; give 20 or more"
-        )
-    steps, rounds = (40, 1) if options.quick else (options.steps, options.pairs)
-    result = figures_of(options, lambda: measure(options.case or CASES, steps, rounds))
-    if options.json:
-        print(json.dumps(result))
-    else:
-        print(table(result["rows"]), published_table(result["rows"]), sep="\n\n")
+
+    def measured(options: argparse.Namespace) -> dict[str, Any]:
+        if options.steps < 20:
+            parser.error(
+                "--steps: the techniques need 20 steps to act and be answered; give 20 or more"
+            )
+        steps, rounds = (40, 1) if options.quick else (options.steps, options.pairs)
+        return measure(options.case or CASES, steps, rounds)
+
+    run(
+        parser,
+        measured,
+        lambda x: print(table(x["rows"]), published_table(x["rows"]), sep="\n\n"),
+    )
 
 
 if __name__ == "__main__":

@@ -23,20 +23,14 @@ arithmetic is half of the run times the share of ranks that leave.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import tomli_w
-
-from benchmarks.output import main, markdown
+from benchmarks.harness import train
+from benchmarks.output import markdown, parser_of, run, show
 from dynmo.dynamism.case import Change, Dynamism, Layers
-from dynmo.errors import RunError
 
 ROOT = Path(__file__).parents[1]
 STEPS, DOWN, UP = 30, 8, 16
@@ -83,24 +77,6 @@ class FreezeForAWhile(Dynamism):
     def acts(self, step: int) -> bool:
         """See `Dynamism.acts`."""
         return step in (FROZEN, THAWED)
-
-
-def train(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Trains in processes of their own."""
-    with tempfile.TemporaryDirectory(prefix="dynmo-elastic-") as name:
-        folder = Path(name)
-        (folder / "run.toml").write_text(tomli_w.dumps({"name": "run", **config}))
-        command = [sys.executable, "-m", "dynmo", "train", "run.toml"]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}  # for the case below
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=300, env=env
-        )
-        if done.returncode:
-            raise RunError(
-                f"dynmo train ended with status {done.returncode}: {done.stderr[-1000:]}"
-            )
-        lines = (folder / "runs/run/events.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
 
 
 def last(events: list[dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -222,9 +198,12 @@ def gpu_seconds(events: list[dict[str, Any]]) -> float:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measures every row, and the run that decides by itself."""
     rows: list[dict[str, Any]] = []
-    for row in ROWS:
+    chosen = options.only or [*ROWS, "automatic"]
+    for row in (row for row in ROWS if row in chosen):
         print(f"{row}: 4 to 2 to 4 ranks, and 4 ranks", file=sys.stderr)
         rows.append(resized(row))
+    if "automatic" not in chosen:
+        return {"rows": rows}
     print("elastic.repack, and 4 ranks", file=sys.stderr)
     return {"rows": rows, "automatic": automatic()}
 
@@ -248,4 +227,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure)
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--only",
+        choices=[*ROWS, "automatic"],
+        action="append",
+        help="this row, or the run that decides by itself; several times",
+    )
+    run(parser, measure, show)

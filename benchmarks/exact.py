@@ -14,7 +14,7 @@ without any search.
 
 from __future__ import annotations
 
-import json
+import argparse
 from collections.abc import Iterator
 from random import Random
 from statistics import mean, median
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.output import add_number, machine, parser_of
-from benchmarks.published import table_5
+from benchmarks.output import add_number, parser_of, run
+from benchmarks.published import costs_of, table_5
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.schedule.automatic.exact import exact
 from dynmo.schedule.automatic.zero_bubble import automatic
@@ -42,20 +42,14 @@ class Case(NamedTuple):
 
 def published_cases() -> Iterator[Case]:
     rows = [row for row in table_5() if row["microbatches"] == 24]
-
-    def of(row: dict[str, Any], p: int) -> Costs:
-        return uniform_costs(
-            p, row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"]
-        )
-
     for p, m, k in ((3, 4, 1), (4, 6, 1), (4, 8, 2)):
         yield Case(f"F = B = W  p {p} m {m} memory {k}p", uniform_costs(p, 1, 1, 1), m, [k * p] * p)
         for row in rows:
-            yield Case(f"{row['model']}  p {p} m {m} memory {k}p", of(row, p), m, [k * p] * p)
+            yield Case(f"{row['model']}  p {p} m {m} memory {k}p", costs_of(row, p), m, [k * p] * p)
     for row in rows:
         for k in (1, 2):
             p = row["ranks"]
-            yield Case(f"{row['model']}  p {p} m 24 memory {k}p", of(row, p), 24, [k * p] * p)
+            yield Case(f"{row['model']}  p {p} m 24 memory {k}p", costs_of(row), 24, [k * p] * p)
 
 
 def uneven_cases(count: int) -> Iterator[Case]:
@@ -104,6 +98,22 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
     }
 
 
+def measure_all(options: argparse.Namespace) -> dict[str, Any]:
+    uneven = [measure(case, options.seconds) for case in uneven_cases(options.uneven)]
+    return {
+        "published": [measure(case, options.seconds) for case in published_cases()],
+        "uneven": [row for row in uneven if row["gain"] > 1e-9 or not row["proven"]],
+        "uneven_summary": summary(uneven),
+        "limit": options.seconds,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    console = Console(width=120)
+    console.print(table([*result["published"], *result["uneven"]]))
+    console.print(result["uneven_summary"])
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "cases": len(rows),
@@ -140,23 +150,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     add_number(parser, "seconds", 30, "the solver's limit for each case")
     add_number(parser, "uneven", 100, "cases of uneven stages")
-    options = parser.parse_args()
-    published = [measure(case, options.seconds) for case in published_cases()]
-    uneven = [measure(case, options.seconds) for case in uneven_cases(options.uneven)]
-    shown = [row for row in uneven if row["gain"] > 1e-9 or not row["proven"]]
-    result = {
-        "published": published,
-        "uneven": shown,
-        "uneven_summary": summary(uneven),
-        "limit": options.seconds,
-        "machine": machine(),
-    }
-    if options.json:
-        print(json.dumps(result))
-        return
-    console = Console(width=120)
-    console.print(table([*published, *shown]))
-    console.print(result["uneven_summary"])
+    run(parser, measure_all, show)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ and values of all tokens.
 
 from __future__ import annotations
 
-import json
+import argparse
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import run_ranks
 from benchmarks.learning import block_flops
-from benchmarks.output import add_number, figures_of, markdown, parser_of
+from benchmarks.output import add_number, markdown, parser_of, run
 from benchmarks.quality import config_of
 from dynmo.config import Config
 from dynmo.models.early_exit import ExitHead
@@ -127,12 +127,12 @@ def main() -> None:
     add_number(parser, "hidden", 256, "hidden size of the model")
     add_number(parser, "sequence", 128, "tokens of a row")
     add_number(parser, "rounds", 7, "counted turns")
-    options = parser.parse_args()
-    sizes = {key: getattr(options, key) for key in ("steps", "hidden", "sequence", "rounds")}
-    result = figures_of(
-        options, lambda: run_ranks("benchmarks.exit_thresholds:measure", 1, **sizes)
-    )
-    print(json.dumps(result) if options.json else table(result))
+
+    def measured(options: argparse.Namespace) -> dict[str, Any]:
+        sizes = {key: getattr(options, key) for key in ("steps", "hidden", "sequence", "rounds")}
+        return run_ranks("benchmarks.exit_thresholds:measure", 1, **sizes)
+
+    run(parser, measured, lambda result: print(table(result)))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from typing import Any
 
 from benchmarks.cost_traces import Layers, best, dense, in_halves, perfect, timeline, trace
 from benchmarks.expert_loads import EXPERTS, REPLICAS, Counts, draw_counts
-from benchmarks.output import figures_of, markdown, parser_of, pyplot, save_picture
+from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.published import PUBLISHED
 from dynmo.balance.expert_placement import (
     ExpertPlacement,
@@ -165,10 +165,11 @@ def time_of(moments: Sequence[Layers], partitions: Sequence[Partition]) -> dict[
 
 
 def row(
-    skew: float, replicas: int, more: int, blocks: int = BLOCKS, moments: int = 24
+    skew: float, replicas: int, more: int, blocks: int = BLOCKS, stride: int = 1
 ) -> dict[str, Any]:
     """Measures one line of the first table."""
-    counts = draw_counts(blocks, skew, moments)
+    counts = draw_counts(blocks, skew)[::stride]
+    moments = len(counts)
     even = [[even_placement(EXPERTS, replicas)] * blocks] * moments
     in_turn = [ExpertPlacement(tuple((i % replicas,) for i in range(EXPERTS)), replicas)] * blocks
     placed_experts = place(counts, replicas, more)
@@ -236,9 +237,9 @@ def moved(partitions: Sequence[Partition]) -> dict[str, int]:
     return {"times": sum(map(bool, each)), "layers": sum(each)}
 
 
-def trace_row(blocks: int) -> dict[str, Any]:
+def trace_row(blocks: int, stride: int = 1) -> dict[str, Any]:
     """Measures one line of the second table: the trace of experts at this depth."""
-    moments = trace("moe", blocks, SEQUENCE)
+    moments = trace("moe", blocks, SEQUENCE)[::stride]
     halves = [in_halves(uniform(blocks, STAGES))] * len(moments)
     balanced = balance(moments[:-1])
     sides = {
@@ -350,18 +351,14 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     save_picture(figure, path)
 
 
-def measure(
-    skews: Sequence[float] = SKEWS,
-    groups: Sequence[tuple[int, int]] = GROUPS,
-    depths: Sequence[int] = DEPTHS,
-) -> dict[str, Any]:
+def measure(stride: int) -> dict[str, Any]:
     """Measures all rows of both tables."""
-    rows = [row(skew, *group) for skew in skews for group in groups]
+    rows = [row(skew, *group, stride=stride) for skew in SKEWS for group in GROUPS]
     least = {schedule: rows[0]["sides"]["perfect"]["idle"][schedule] for schedule in SCHEDULES}
     return {
         "simulated": True,
         "rows": rows,
-        "traces": [trace_row(blocks) for blocks in depths],
+        "traces": [trace_row(blocks, stride) for blocks in DEPTHS],
         "least_idle": least,
         "paper": {
             "speedup": PUBLISHED["moe"].speedup,
@@ -380,13 +377,17 @@ def measure(
 
 def main() -> None:
     parser = parser_of(__doc__, picture="experts", reads=True)
-    options = parser.parse_args()
-    result = figures_of(options, measure)
-    if options.plot:
-        draw(result["rows"], options.plot)
-    if options.json:
-        print(json.dumps(result))
-        return
+    add_number(parser, "stride", 1, "of the 24 moments, every so many-th")
+    run(
+        parser,
+        lambda options: measure(options.stride),
+        show,
+        lambda result, path: draw(result["rows"], path),
+    )
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints the tables, and the figures that they lack."""
     texts = {
         "speed-up over static": table(result["rows"]),
         "shares of a step without work": idle_table(result["rows"]),

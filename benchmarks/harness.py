@@ -8,16 +8,24 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import tomli_w
+
 from dynmo.elastic.launcher.rank_side import enter_rank, report_failure
 from dynmo.elastic.launcher.supervisor import spawn
+from dynmo.errors import RunError
 from dynmo.schedule.op import Kind
 
 if TYPE_CHECKING:
@@ -52,6 +60,40 @@ def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) 
         if status:
             sys.exit(status)
         return json.loads(out.read_text())
+
+
+def train(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs `dynmo train` in processes of its own, and returns its events."""
+    with tempfile.TemporaryDirectory(prefix="dynmo-benchmark-") as name:
+        folder = Path(name)
+        (folder / "run.toml").write_text(tomli_w.dumps({"name": "run", **config}))
+        command = [sys.executable, "-m", "dynmo", "train", "run.toml"]
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}  # cases of benchmarks
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=300, env=env
+        )
+        if done.returncode:
+            raise RunError(
+                f"dynmo train ended with status {done.returncode}: {done.stderr[-1000:]}"
+            )
+        lines = (folder / "runs/run/events.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def train_each(
+    function: str, given: Sequence[dict[str, Any]], jobs: int, what: str
+) -> list[dict[str, Any]]:
+    """Calls a function on one rank for each set of arguments, so many at once."""
+    from rich.console import Console
+    from rich.progress import track
+
+    with ProcessPoolExecutor(jobs, get_context("spawn")) if jobs > 1 else nullcontext() as pool:
+        done = (pool.map if pool else map)(partial(_on_one_rank, function), given)
+        return list(track(done, what, len(given), console=Console(stderr=True)))
+
+
+def _on_one_rank(function: str, given: dict[str, Any]) -> Any:
+    return run_ranks(function, 1, **given)
 
 
 def alternate(

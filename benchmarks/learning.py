@@ -14,19 +14,14 @@ without exits. Both take turns on the same windows, on one thread.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-
-from benchmarks.harness import run_ranks
-from benchmarks.output import add_number, figures_of, markdown, parser_of, pyplot, save_picture
+from benchmarks.harness import train_each
+from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.quality import config_of
 from dynmo.config import Config
 from dynmo.events import EvalEvent, Event, TokensEvent
@@ -190,28 +185,17 @@ def measure(
         {"steps": steps, "dynamism": dynamism, "model": model}
         for dynamism, model in (plain, *RUNS[what].values())
     ]
-    console = Console(stderr=True)
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        first = pool.map(_run, [given | common for given in asked])
-        dense, *techniques = track(first, "techniques", len(asked), console=console)
-        lengths = [max(1, round(run["compute"])) for run in techniques]
-        matched = pool.map(
-            _run, [{"steps": length, "dynamism": {}, "model": {}} | common for length in lengths]
+    run_each = partial(train_each, "benchmarks.learning:train", jobs=jobs)
+    dense, *techniques = run_each([x | common for x in asked], what="techniques")
+    lengths = [max(1, round(run["compute"])) for run in techniques]
+    same = [{"steps": length, "dynamism": {}, "model": {}} | common for length in lengths]
+    rows = [
+        {"name": name, **run, "dense": against, "distance": run["loss"] / against["loss"] - 1}
+        for name, run, against in zip(
+            RUNS[what], techniques, run_each(same, what="dense"), strict=True
         )
-        rows = [
-            {"name": name, **run, "dense": against, "distance": run["loss"] / against["loss"] - 1}
-            for name, run, against in zip(
-                RUNS[what],
-                techniques,
-                track(matched, "dense", len(lengths), console=console),
-                strict=True,
-            )
-        ]
+    ]
     return {"steps": steps, "hidden": hidden, "dense": dense, "rows": rows}
-
-
-def _run(given: dict[str, Any]) -> dict[str, Any]:
-    return run_ranks("benchmarks.learning:train", 1, **given)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -296,13 +280,12 @@ def main() -> None:
     add_number(parser, "steps", STEPS, "of each technique")
     add_number(parser, "jobs", 1, "runs at once, a core each")
     add_number(parser, "hidden", HIDDEN, "hidden size of the model")
-    options = parser.parse_args()
-    result = figures_of(
-        options, lambda: measure(options.what, options.steps, options.jobs, hidden=options.hidden)
+    run(
+        parser,
+        lambda x: measure(x.what, x.steps, x.jobs, hidden=x.hidden),
+        lambda result: print(table(result)),
+        draw,
     )
-    if options.plot:
-        draw(result, options.plot)
-    print(json.dumps(result) if options.json else table(result))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,27 @@ def main(
     parser = parser_of(about)
     for name, default, text in options:
         add_number(parser, name, default, text)
-    parsed = parser.parse_args()
-    report(measure(parsed) | {"machine": machine()}, parsed.json)
+    run(parser, measure, show)
+
+
+def run(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    show: Callable[[dict[str, Any]], object],
+    draw: Callable[[dict[str, Any], Path], object] | None = None,
+) -> None:
+    """Measures, or takes the figures of `--read`. Then draws and prints them."""
+    options = parser.parse_args()
+    if getattr(options, "read", None):
+        result = json.loads(options.read.read_text())
+    else:
+        result = measure(options) | {"machine": machine()}
+    if draw and options.plot:
+        draw(result, options.plot)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        show(result)
 
 
 def parser_of(about: str | None, picture: str = "", reads: bool = False) -> argparse.ArgumentParser:
@@ -63,15 +82,6 @@ def add_number(
     return parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
 
 
-def figures_of(
-    options: argparse.Namespace, measure: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """Returns the figures of `--read`. Without `--read`, measures and describes the machine."""
-    if options.read:
-        return json.loads(options.read.read_text())
-    return measure() | {"machine": machine()}
-
-
 def machine() -> dict[str, Any]:
     """Describes the machine and the software, in kind."""
     import torch
@@ -85,10 +95,11 @@ def machine() -> dict[str, Any]:
 
 
 def report(result: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(result)) if as_json else show(result)
+
+
+def show(result: dict[str, Any]) -> None:
     """Prints the figures of a benchmark without tables of its own."""
-    if as_json:
-        print(json.dumps(result))
-        return
     from rich.console import Console
     from rich.pretty import Pretty
 

@@ -16,18 +16,17 @@ traces          48 blocks on 24 ranks, 24 moments of each case (benchmarks/data/
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from itertools import combinations, pairwise
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from benchmarks.baselines.placements import algorithm_3, deepspeed_time, published_diffusion
+from benchmarks.cost_traces import timeline, trace
 from benchmarks.harness import elapsed
 from benchmarks.output import main
 from dynmo.balance.balancers import Balancer, BalanceRequest, balancer
@@ -42,7 +41,6 @@ from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import MemoryLimits
 from dynmo.schedule.simulator import simulate
 
-TRACES = Path(__file__).parent / "data" / "traces"
 RANKS = 24
 WEIGHTS: dict[str, Callable[[random.Random], float]] = {
     "uniform": lambda draw: draw.random(),
@@ -289,16 +287,8 @@ def schedule_table(cases: int) -> list[dict[str, Any]]:
     return out
 
 
-def trace(case: str) -> list[tuple[LayerCost, ...]]:
-    data = json.loads((TRACES / f"{case}-48-2048.json").read_text())
-    return [
-        tuple(LayerCost(*x) for x in zip(*row, strict=True))
-        for row in zip(data["f"], data["b"], data["w"], strict=True)
-    ]
-
-
 def trace_row(case: str) -> dict[str, Any]:
-    moments = trace(case)
+    moments = trace(case, 48, 2048)
     total = dict.fromkeys(
         ("blocks", "halves", "equal shares", *_BALANCERS, "algorithm-3 (loads)"), 0.0
     )
@@ -342,9 +332,8 @@ def simulated_row(case: str) -> dict[str, Any]:
     """
     make = by_name("zb-h1", 48)
     base = blind = seeing = 0.0
-    for layers in trace(case)[::6]:
-        costs = pipeline_costs(layers, uniform(96, RANKS))
-        base += simulate(make(costs), costs).makespan
+    for layers in trace(case, 48, 2048)[::6]:
+        base += timeline(layers, uniform(96, RANKS), 48).makespan
         result = search(PlacementProblem(layers, RANKS, make, objective=Objective.MAKESPAN))
         blind, seeing = blind + result.started, seeing + result.seconds
     return {"exact": base / blind, "schedule-aware": base / seeing}

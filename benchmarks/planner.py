@@ -18,12 +18,12 @@ microbatches on.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import mean, median
@@ -32,9 +32,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.output import PICTURES, add_number, machine, parser_of, pyplot, save_picture
-from benchmarks.published import table_5
-from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
+from benchmarks.harness import elapsed
+from benchmarks.output import PICTURES, add_number, parser_of, pyplot, run, save_picture
+from benchmarks.published import costs_of, table_5
+from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import DynmoError
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
@@ -55,9 +56,7 @@ def published() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for row in table_5():
         p, m = row["ranks"], row["microbatches"]
-        costs = uniform_costs(
-            p, row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"]
-        )
+        costs = costs_of(row)
         for k in (1, 2):
             caps = [k * p] * p
             timeline = simulate(automatic(costs, m, caps=caps), costs)
@@ -175,12 +174,8 @@ def warm(p: int, m: int, runs: int) -> float:
     worst = 0.0
     for roomy in (True, False):
         costs, caps = timed_case(p, roomy)
-        times: list[float] = []
-        for _ in range(runs):
-            start = time.perf_counter()
-            automatic(costs, m, caps=caps)
-            times.append(time.perf_counter() - start)
-        worst = max(worst, min(times))
+        taken = (elapsed(partial(automatic, costs, m, caps=caps)) for _ in range(runs))
+        worst = max(worst, min(taken))
     return worst
 
 
@@ -193,9 +188,8 @@ def new_process(p: int, m: int, cache: str | None = None) -> float:
         f"automatic({costs!r}, {m}, caps={caps!r})"
     )
     environment = dict(os.environ) | ({"NUMBA_CACHE_DIR": cache} if cache else {})
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)
-    return time.perf_counter() - start
+    command = [sys.executable, "-c", code]
+    return elapsed(lambda: subprocess.run(command, check=True, cwd=ROOT, env=environment))
 
 
 def seconds(runs: int) -> dict[str, Any]:
@@ -262,20 +256,15 @@ def main() -> None:
     add_number(parser, "cases", 2000, "cases of uneven stages")
     add_number(parser, "runs", 5, "timed runs, of which the best counts")
     parser.add_argument("--plot", action="store_true", help="also draw the growth with p and m")
-    options = parser.parse_args()
-    result: dict[str, Any] = {
-        "published": published(),
-        "uneven": uneven(options.cases),
-        "seconds": seconds(options.runs),
-    }
-    if options.plot:
-        result["growth"] = growth(options.runs)
-        plot(result["growth"])
-    result["machine"] = machine()
-    if options.json:
-        print(json.dumps(result))
-    else:
-        show(result)
+
+    def measure(options: argparse.Namespace) -> dict[str, Any]:
+        return {
+            "published": published(),
+            "uneven": uneven(options.cases),
+            "seconds": seconds(options.runs),
+        } | ({"growth": growth(options.runs)} if options.plot else {})
+
+    run(parser, measure, show, lambda result, _: plot(result["growth"]))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynmo.cost.layer_cost import Costs, uniform_costs
+
 TABLE_5 = Path(__file__).resolve().parents[1] / "tests" / "facts" / "zero_bubble_table5.json"
 
 
 def table_5() -> list[dict[str, Any]]:
     """Returns the 12 settings of Zero Bubble's table 5. Times are in milliseconds."""
     return json.loads(TABLE_5.read_text())["rows"]
+
+
+def costs_of(row: dict[str, Any], ranks: int | None = None) -> Costs:
+    """Returns the costs of a row of table 5, in milliseconds."""
+    f, b, w, link = (row[f"t_{key}_ms"] for key in ("f", "b", "w", "comm"))
+    return uniform_costs(ranks or row["ranks"], f, b, w, link, row["w_memory_share"])
 
 
 @dataclass(frozen=True)

@@ -13,24 +13,19 @@ is a row too. The dense run under other seeds shows how much chance alone does.
 
 from __future__ import annotations
 
-import json
+import argparse
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-
-from benchmarks.harness import run_ranks
+from benchmarks.harness import train_each
 from benchmarks.output import (
     PICTURES,
     add_number,
-    figures_of,
     markdown,
     parser_of,
     pyplot,
+    run,
     save_picture,
 )
 from dynmo.config import Config, parse
@@ -188,15 +183,7 @@ def measure(
         {"seed": 0, "dynamism": dynamism} for _, _, dynamism in techniques.values()
     ]
     asked += [{"seed": seed, "dynamism": {}} for seed in range(1, seeds)]
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        done = list(
-            track(
-                pool.map(_run, [given | common for given in asked]),
-                "runs",
-                len(asked),
-                console=Console(stderr=True),
-            )
-        )
+    done = train_each("benchmarks.quality:train", [x | common for x in asked], jobs, "runs")
     by_technique = dict(zip(techniques, done, strict=False))
     return {
         "steps": steps,
@@ -206,10 +193,6 @@ def measure(
             run["curve"][-1][1] for run in (by_technique["dense"], *done[len(techniques) :])
         ],
     }
-
-
-def _run(given: dict[str, Any]) -> dict[str, Any]:
-    return run_ranks("benchmarks.quality:train", 1, **given)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -276,14 +259,19 @@ def main() -> None:
         action="append",
         help="this run, beside what it is held against; several times",
     )
-    options = parser.parse_args()
-    if options.only and options.plot:
-        parser.error("--plot draws all runs; leave out --only")
-    given = {"jobs": options.jobs, "hidden": options.hidden, "only": options.only or ()}
-    result = figures_of(options, lambda: measure(options.steps, options.seeds, **given))
-    if options.plot:
-        draw(result["rows"], PICTURE)
-    print(json.dumps(result) if options.json else table(result))
+
+    def measured(options: argparse.Namespace) -> dict[str, Any]:
+        if options.only and options.plot:
+            parser.error("--plot draws all runs; leave out --only")
+        given = {"jobs": options.jobs, "hidden": options.hidden, "only": options.only or ()}
+        return measure(options.steps, options.seeds, **given)
+
+    run(
+        parser,
+        measured,
+        lambda result: print(table(result)),
+        lambda result, _: draw(result["rows"], PICTURE),
+    )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ The paper's figure 4 has 5.8 of 8 GPUs over gradual pruning (`PAPER`).
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ from typing import Any
 
 from benchmarks.baselines import merging
 from benchmarks.cost_traces import Layers, best, dense, name_of, timeline, trace
-from benchmarks.output import figures_of, markdown, parser_of, pyplot, save_picture
+from benchmarks.output import markdown, parser_of, pyplot, run, save_picture
 from benchmarks.repack_search import search_placements
 from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.repack import fewest_ranks
@@ -263,11 +262,12 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model"
     )
-    options = parser.parse_args()
-    result = figures_of(options, lambda: measure(options.blocks))
-    if options.plot:
-        draw(result["rows"], options.plot)
-    print(json.dumps(result) if options.json else report(result))
+    run(
+        parser,
+        lambda options: measure(options.blocks),
+        lambda result: print(report(result)),
+        lambda result, path: draw(result["rows"], path),
+    )
 
 
 if __name__ == "__main__":

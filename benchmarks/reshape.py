@@ -20,7 +20,6 @@ decided     what `balance.reshape` does from moment to moment, 50 steps each: ho
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,7 +36,7 @@ from benchmarks.cost_traces import (
     timeline,
     trace,
 )
-from benchmarks.output import add_number, figures_of, markdown, parser_of, pyplot, save_picture
+from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.cost.profile_file import Profile
 from dynmo.planner.mesh_plan import Mesh, MeshPlan
@@ -225,11 +224,12 @@ def main() -> None:
     parser = parser_of(__doc__, picture="reshape", reads=True)
     add_number(parser, "stride", 1, "of the 24 moments, every so many-th")
     add_number(parser, "cases", len(CASES), "so many of the cases")
-    options = parser.parse_args()
-    result = figures_of(options, lambda: measure(options.stride, options.cases))
-    if options.plot:
-        draw(result["rows"], options.plot)
-    print(json.dumps(result) if options.json else table(result["rows"]))
+    run(
+        parser,
+        lambda options: measure(options.stride, options.cases),
+        lambda result: print(table(result["rows"])),
+        lambda result, path: draw(result["rows"], path),
+    )
 
 
 if __name__ == "__main__":

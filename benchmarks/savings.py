@@ -19,14 +19,15 @@ from benchmarks.output import main
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     sequence, rounds = options.sequence, options.rounds
+    given = {"rounds": rounds, "cases": options.cases}
     return {
         "pruning": run_ranks(
             "benchmarks.savings_pruning:on_a_rank", 1, sequence=sequence, rounds=rounds, tokens=512
         ),
-        "sparse_attention": run_ranks("benchmarks.savings_attention:on_a_rank", 1, rounds=rounds),
+        "sparse_attention": run_ranks("benchmarks.savings_attention:on_a_rank", 1, **given),
         "freezing": savings_freezing.measure(sequence, rounds),
-        "tokens": run_ranks("benchmarks.savings_tokens:on_a_rank", 1, rounds=rounds),
-        "experts": run_ranks("benchmarks.savings_experts:on_a_rank", 1, rounds=rounds),
+        "tokens": run_ranks("benchmarks.savings_tokens:on_a_rank", 1, **given),
+        "experts": run_ranks("benchmarks.savings_experts:on_a_rank", 1, **given),
     }
 
 
@@ -37,5 +38,6 @@ if __name__ == "__main__":
         [
             ("sequence", 2048, "tokens of a layer's microbatch"),
             ("rounds", 7, "counted turns of each side"),
+            ("cases", 5, "so many of the sizes of attention, tokens and experts"),
         ],
     )

@@ -49,6 +49,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
 
 HIDDEN, HEADS, BATCH = 256, 4, 2
+SEQUENCES = (512, 1024, 2048, 4096)
 KINDS: dict[str, tuple[SparseAttention, int]] = {
     "hash, 4 buckets": (Hashed(4, 32, 1), 4),
     "hash, 16 buckets": (Hashed(16, 32, 1), 16),
@@ -235,22 +236,21 @@ def _fbw(seconds: list[float]) -> dict[str, float]:
     return dict(zip("fbw", seconds, strict=True))
 
 
-def lengths(
-    rounds: int, sequences: tuple[int, ...] = (512, 1024, 2048, 4096)
-) -> list[dict[str, Any]]:
-    """Measures several lengths."""
-    return [length(sequence, rounds) for sequence in sequences]
-
-
-def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
+def on_a_rank(world: World, rounds: int, cases: int = len(SEQUENCES)) -> list[dict[str, Any]]:
     """Runs on the one rank."""
-    return lengths(rounds)
+    return [length(sequence, rounds) for sequence in SEQUENCES[:cases]]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    rows = run_ranks("benchmarks.savings_attention:on_a_rank", 1, rounds=options.rounds)
+    rows = run_ranks(
+        "benchmarks.savings_attention:on_a_rank", 1, rounds=options.rounds, cases=options.cases
+    )
     return {"hidden": HIDDEN, "heads": HEADS, "microbatch": BATCH, "lengths": rows}
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, [("rounds", 7, "counted turns")])
+    main(
+        __doc__ or "",
+        measure,
+        [("rounds", 7, "counted turns"), ("cases", len(SEQUENCES), "so many of the lengths")],
+    )

@@ -68,11 +68,11 @@ def rows_to_experts(module: ExpertsHalf, x: Tensor) -> Side:
     return function_side(move, x)
 
 
-def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
+def on_a_rank(world: World, rounds: int, cases: int = len(SHAPES)) -> list[dict[str, Any]]:
     """Runs on the one rank."""
     return [
         shape_row(experts, top_k, load, rounds)
-        for experts, top_k in SHAPES
+        for experts, top_k in SHAPES[:cases]
         for load in ("even", "one")
     ]
 
@@ -126,9 +126,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    rows = run_ranks("benchmarks.savings_experts:on_a_rank", 1, rounds=options.rounds)
+    rows = run_ranks(
+        "benchmarks.savings_experts:on_a_rank", 1, rounds=options.rounds, cases=options.cases
+    )
     return {"hidden": HIDDEN, "tokens": TOKENS, "rows": rows}
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, [("rounds", 7, "counted turns")])
+    main(
+        __doc__ or "",
+        measure,
+        [("rounds", 7, "counted turns"), ("cases", len(SHAPES), "so many of the shapes")],
+    )

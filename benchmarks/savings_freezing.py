@@ -21,6 +21,7 @@ parts of a step. A step has 8 microbatches, with one reading in 10 steps and one
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import count
 from statistics import median
 from typing import Any
@@ -43,7 +44,6 @@ MICROBATCHES, EVERY, REFRESH = 8, 10, 200
 def step(
     layer: Layer, x: torch.Tensor, gy: torch.Tensor, trains: bool, backward: bool
 ) -> dict[str, float]:
-    """Times F, B and W of a layer for one microbatch."""
     layer.marks.clear()
     layer.forward(0, (x,), 0, backward, backward, None)
     if backward:
@@ -71,12 +71,14 @@ def layers(hidden: int, heads: int, sequence: int, rounds: int) -> list[dict[str
         for kind in ("above", "prefix"):
             modules[kind].requires_grad_(False)
         sides = {kind: Layer(0, module, clock, 0) for kind, module in modules.items()}
-        samples: dict[str, list[dict[str, float]]] = {kind: [] for kind in sides}
-        for turn in range(rounds + 1):
-            for kind, layer in sides.items():
-                taken = step(layer, x, gy, kind == "trains", kind != "prefix")
-                if turn:
-                    samples[kind].append(taken)
+        samples = alternate(
+            {
+                kind: partial(step, layer, x, gy, kind == "trains", kind != "prefix")
+                for kind, layer in sides.items()
+            },
+            rounds,
+            warmup=1,
+        )
         times = {
             kind: {op: median(row[op] for row in rows) for op in "fbw"}
             for kind, rows in samples.items()

@@ -25,16 +25,17 @@ docs/pictures/sparse_crossover.svg. DynMo's figure 6 has 75 % on an H100 (4096 x
 
 from __future__ import annotations
 
-import json
+import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.harness import bound_of, elapsed, run_ranks, time_layer
-from benchmarks.output import PICTURES, add_number, machine, parser_of, pyplot, save_picture
+from benchmarks.harness import alternate, bound_of, elapsed, part_medians, run_ranks, time_layer
+from benchmarks.output import PICTURES, add_number, parser_of, pyplot, run, save_picture, show
 from dynmo.config import parse
 from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
 from dynmo.kernels.csr import pack, sddmm_, spmm, unpack
@@ -69,22 +70,18 @@ def pruned_half(which: int, hidden: int, heads: int, sequence: int, sparsity: fl
     return module
 
 
-def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Seconds]:
-    """Returns medians of each layer's F, B and W.
-
-    One round of warm-up, in which a layer measures its sizes, is not counted.
-    """
+def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[list[float]]:
+    """Returns medians of each layer's F, B and W."""
     gy = torch.randn_like(x)
-    rows: list[list[Seconds]] = [[] for _ in layers]
-    for turn in range(rounds + 1):
-        for place, layer in enumerate(layers):
-            seconds = time_layer(layer, (x,), (gy,))
-            layer.module.zero_grad()
-            if turn:
-                rows[place].append(seconds)
-    return [
-        (median(f), median(b), median(w)) for f, b, w in (zip(*row, strict=True) for row in rows)
-    ]
+
+    def once(layer: Layer) -> Seconds:
+        seconds = time_layer(layer, (x,), (gy,))
+        layer.module.zero_grad()
+        return seconds
+
+    # In the round of warm-up a layer measures its sizes.
+    sides = {str(place): partial(once, layer) for place, layer in enumerate(layers)}
+    return list(part_medians(alternate(sides, rounds, warmup=1)).values())
 
 
 def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
@@ -247,16 +244,9 @@ if __name__ == "__main__":
     add_number(parser, "sequence", 2048, "tokens of the layer's microbatch")
     add_number(parser, "rounds", 7, "counted turns of each side")
     add_number(parser, "tokens", 512, "tokens for the crossover")
-    options = parser.parse_args()
-    sizes = {"sequence": options.sequence, "rounds": options.rounds, "tokens": options.tokens}
-    result: dict[str, Any] = run_ranks("benchmarks.savings_pruning:on_a_rank", 1, **sizes)
-    result["machine"] = machine()
-    if options.plot:
-        plot(result["crossover"])
-    if options.json:
-        print(json.dumps(result))
-    else:
-        from rich.console import Console
-        from rich.pretty import Pretty
 
-        Console().print(Pretty(result, expand_all=True))
+    def measure(options: argparse.Namespace) -> dict[str, Any]:
+        sizes = {"sequence": options.sequence, "rounds": options.rounds, "tokens": options.tokens}
+        return run_ranks("benchmarks.savings_pruning:on_a_rank", 1, **sizes)
+
+    run(parser, measure, show, lambda result, _: plot(result["crossover"]))

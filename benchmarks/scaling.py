@@ -23,7 +23,7 @@ costs.
 
 from __future__ import annotations
 
-import json
+import argparse
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks.cost_traces import best, in_blocks, perfect, timeline, trace
 from benchmarks.harness import run_ranks
-from benchmarks.output import add_number, figures_of, markdown, parser_of, pyplot, save_picture
+from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.published import table_5
 from benchmarks.traces_emulated import emulated_table
 from dynmo.balance.partition import exact, uniform
@@ -303,16 +303,17 @@ def main() -> None:
         default=sizes,
         help="real processes of the emulated runs",
     )
-    options = parser.parse_args()
 
-    def measured() -> dict[str, Any]:
+    def measured(options: argparse.Namespace) -> dict[str, Any]:
         result = measure(options.stride) if options.only != "emulated" else {}
         return result | (emulated(options.ranks) if options.only != "simulated" else {})
 
-    result = figures_of(options, measured)
-    if options.plot and "weak" in result:
-        draw(result, options.plot)
-    print(json.dumps(result) if options.json else "\n\n".join(tables(result).values()))
+    run(
+        parser,
+        measured,
+        lambda result: print(*tables(result).values(), sep="\n\n"),
+        lambda result, path: draw(result, path) if "weak" in result else None,
+    )
 
 
 if __name__ == "__main__":

@@ -26,10 +26,19 @@ takes the figures of an earlier `--json` instead of measuring.
 
 from __future__ import annotations
 
-import json
+import argparse
 from typing import Any, NamedTuple, cast
 
-from benchmarks.output import PICTURES, STYLE, figures_of, markdown, parser_of, pyplot, save_picture
+from benchmarks.output import (
+    PICTURES,
+    STYLE,
+    add_number,
+    markdown,
+    parser_of,
+    pyplot,
+    run,
+    save_picture,
+)
 from benchmarks.published import table_5
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
 from dynmo.schedule.automatic.make import make
@@ -93,7 +102,7 @@ def setting_of(row: dict[str, Any], ranks: int | None = None, links: bool = True
     )
 
 
-def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict[str, float]:
+def simulated(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict[str, float]:
     """Simulates one schedule."""
     p = setting.ranks
     placement = stage_ranks_of(side.schedule, p, chunks)
@@ -132,59 +141,61 @@ def attention_setting(ratio: float, ranks: int = 8, hidden: int = 4096, head: in
     return Setting(ranks, linear + products, linear + 2 * products, linear, 0.0, share)
 
 
-def attention(points: int = 16, m: int = 24) -> list[dict[str, Any]]:
+def attention(stride: int, points: int = 16, m: int = 24) -> list[dict[str, Any]]:
     """Sweeps s / h from 0.1 to 30."""
     out: list[dict[str, Any]] = []
-    for i in range(points):
+    for i in range(0, points, stride):
         ratio = 0.1 * 300 ** (i / (points - 1))
         setting = attention_setting(ratio)
         out.append(
             {
                 "ratio": ratio,
                 **{"f": setting.f, "b": setting.b, "w": setting.w, "w_memory": setting.w_memory},
-                "sides": {name: run(side, setting, m) for name, side in SIDES.items()},
+                "sides": {name: simulated(side, setting, m) for name, side in SIDES.items()},
             }
         )
     return out
 
 
-def memory(steps: int = 16) -> list[dict[str, Any]]:
+def memory(stride: int, steps: int = 16) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for row in published_rows(3):
         setting, m = setting_of(row), row["microbatches"]
-        limits = [1 + 2 * i / steps for i in range(steps + 1)]
-        points = [{"limit": limit, **run(Side("zb-auto", limit), setting, m)} for limit in limits]
+        limits = [1 + 2 * i / steps for i in range(0, steps + 1, stride)]
+        points = [
+            {"limit": limit, **simulated(Side("zb-auto", limit), setting, m)} for limit in limits
+        ]
         out.append(
             {"model": row["model"], "ranks": setting.ranks, "microbatches": m, "points": points}
         )
     return out
 
 
-def few() -> list[dict[str, Any]]:
+def few(stride: int) -> list[dict[str, Any]]:
     """Sweeps the number of microbatches from 1 to p."""
     out: list[dict[str, Any]] = []
     for row in published_rows(3):
         for p in (8, 16):
             points: list[dict[str, Any]] = []
-            for m in range(1, p + 1):
+            for m in range(1, p + 1, stride):
                 point: dict[str, Any] = {"microbatches": m}
                 setting, bare = setting_of(row, p), setting_of(row, p, links=False)
                 formula = (m + p - 1) * (bare.f + bare.b) + bare.w
-                base = run(SIDES["1f1b"], setting, m)["span"]
+                base = simulated(SIDES["1f1b"], setting, m)["span"]
                 for name in ("zb-h1", "zb-auto p"):
-                    gain = base / run(SIDES[name], setting, m)["span"] - 1
+                    gain = base / simulated(SIDES[name], setting, m)["span"] - 1
                     point[name] = {
                         "gain": gain,
-                        "of_formula": run(SIDES[name], bare, m)["span"] / formula,
+                        "of_formula": simulated(SIDES[name], bare, m)["span"] / formula,
                     }
                 points.append(point)
             out.append({"model": row["model"], "ranks": p, "points": points})
     return out
 
 
-def published() -> list[dict[str, Any]]:
+def published(stride: int) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
-    for row in published_rows():
+    for row in published_rows()[::stride]:
         setting, m = setting_of(row), row["microbatches"]
         sides: dict[str, Any] = {}
         for name, side in SIDES.items():
@@ -193,20 +204,17 @@ def published() -> list[dict[str, Any]]:
                 if name == "interleaved-1f1b"
                 else chunks_of(side.schedule)
             )
-            sides[name] = run(side, setting, m, chunks)
+            sides[name] = simulated(side, setting, m, chunks)
         out.append(
             {"model": row["model"], "ranks": setting.ranks, "microbatches": m, "sides": sides}
         )
     return out
 
 
-def measure() -> dict[str, Any]:
-    return cast(
-        "dict[str, Any]",
-        rounded(
-            {"attention": attention(), "memory": memory(), "few": few(), "published": published()}
-        ),
-    )
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    sweeps = {"attention": attention, "memory": memory, "few": few, "published": published}
+    figures = {name: sweep(options.stride) for name, sweep in sweeps.items()}
+    return cast("dict[str, Any]", rounded(figures))
 
 
 def rounded(value: object) -> object:
@@ -222,6 +230,11 @@ def rounded(value: object) -> object:
 
 
 _FEW = (0.125, 0.25, 0.5, 1.0)
+
+
+def show(result: dict[str, Any]) -> None:
+    for name, table in tables(result).items():
+        print(f"{name}\n\n{table}\n")
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:
@@ -460,15 +473,8 @@ def main() -> None:
     parser.add_argument(
         "--plot", action="store_true", help="draw the pictures of docs/schedules.md"
     )
-    options = parser.parse_args()
-    result = figures_of(options, measure)
-    if options.plot:
-        draw(result)
-    if options.json:
-        print(json.dumps(result))
-        return
-    for name, table in tables(result).items():
-        print(f"{name}\n\n{table}\n")
+    add_number(parser, "stride", 1, "of the settings, every so many-th")
+    run(parser, measure, show, lambda result, _: draw(result))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from benchmarks.cost_traces import (
     trace,
 )
 from benchmarks.harness import run_ranks
-from benchmarks.output import add_number, figures_of, markdown, parser_of, pyplot, save_picture
+from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.published import PUBLISHED
 from benchmarks.traces_emulated import emulated_table
 from dynmo.balance.diffusion import diffuse
@@ -262,7 +262,19 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     save_picture(figure, path)
 
 
+def draw_idleness(result: dict[str, Any], path: Path) -> None:
+    if "idleness" in result:
+        draw(with_stepwise(result["idleness"], result.get("stepwise", ())), path)
+
+
 # -- output ----------------------------------------------------------------------------------------
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints the tables, and the figures that they lack."""
+    print(*tables(result), sep="\n\n", end="\n\n")
+    others = {key: value for key, value in result.items() if key not in ("rows", "stepwise")}
+    print(json.dumps(others, indent=1))
 
 
 def tables(result: dict[str, Any]) -> list[str]:
@@ -411,17 +423,7 @@ def main() -> None:
         "--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of the emulated runs"
     )
     add_number(parser, "pairs", 3, "of the emulated runs: how often each placement takes its turn")
-    options = parser.parse_args()
-    result = figures_of(options, lambda: measure(options))
-    if options.plot and "idleness" in result:
-        draw(with_stepwise(result["idleness"], result.get("stepwise", ())), options.plot)
-    if options.json:
-        print(json.dumps(result))
-        return
-    for text in tables(result):
-        print(text, end="\n\n")
-    others = {key: value for key, value in result.items() if key not in ("rows", "stepwise")}
-    print(json.dumps(others, indent=1))
+    run(parser, measure, show, draw_idleness)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,212 @@
+"""Each benchmark's command in its smallest form.
+
+Its figures must have the keys of the result file that the documents quote. Functions for ranks run
+in the pool, so that no process starts for up to four ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import harness
+from benchmarks.repack import BASELINES
+from tests.pool import Pool
+
+FOLDER = Path(harness.__file__).parent
+SMALL = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 32}
+RANKS: dict[str, dict[str, Any]] = {
+    # An initialisation with large weights makes an untrained model sure of some tokens: they exit.
+    "benchmarks.cases_race:race": {"sizes": SMALL | {"init_std": 0.5}},
+    "benchmarks.expert_parallel_race:race": {"scale": 0.02},
+}
+"""Arguments that make a function for ranks small, where its command has no option for that."""
+
+SHORT = (
+    "exit_thresholds --steps 20 --hidden 64 --sequence 32 --rounds 1",
+    "replicas --rounds 1 --hidden 64 --blocks 2",
+    "savings_experts --rounds 1 --cases 1",
+    "sweeps --stride 15",
+)
+LONG = (
+    "reshape --stride 12 --cases 1",
+    "freezing --pairs 1 --steps 1 --microbatches 4",
+    "cases --case freezing --steps 20 --pairs 1",
+    "cases --case early_exit --steps 20 --pairs 1",
+    "cases --case mixture_of_depths --steps 20 --pairs 1",
+    "cases --case pruning --steps 20 --pairs 1",
+    "elastic --only plain",
+    "exact --seconds 1 --uneven 2",
+    "executor --rounds 1 --real_rounds 1 --milliseconds 1 --hidden 64",
+    "expert_parallel --steps 6",
+    "experts --stride 12",
+    "granularity --rounds 1 --real_rounds 1 --milliseconds 1",
+    "learning --steps 20 --hidden 64",
+    "learning --what experts --steps 20 --hidden 64",
+    "placement --repeat 1 --cases 5",
+    "planner --cases 5 --runs 1",
+    "post_validation --ranks 2 --steps 2 --rounds 1 --scale 10",
+    "quality --steps 40 --seeds 2 --jobs 2 --hidden 64 --only 'freezing, schedule'",
+    "repack --blocks 24",
+    "savings --rounds 1 --sequence 64 --cases 1",
+    "savings_attention --rounds 1 --cases 1",
+    "savings_freezing --rounds 1 --sequence 64",
+    "savings_pruning --rounds 1 --sequence 64 --tokens 64",
+    "savings_tokens --rounds 1 --cases 1",
+    "scaling --only simulated --stride 12",
+    "steadiness --runs 1 --steps 10 --blocks 1 --busy 0",
+    "traces --only simulated --blocks 24 --cases 1",
+    "traces --only stepwise --blocks 24",
+    "uneven --rounds 1 --milliseconds 1 --microbatches 8",
+)
+
+
+def test_every_benchmark_is_listed() -> None:
+    commands = {path.stem for path in FOLDER.glob("*.py") if '"__main__"' in path.read_text()}
+    assert {command.split()[0] for command in (*SHORT, *LONG)} == commands - {"harness"}
+
+
+@pytest.mark.parametrize(
+    "command", [*SHORT, *(pytest.param(command, marks=pytest.mark.matrix) for command in LONG)]
+)
+def test_command_prints_the_documented_figures(
+    command: str, pool: Pool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = shlex.split(command)
+    run_ranks = harness.run_ranks
+
+    def in_pool(function: str, ranks: int, device: str = "cpu", **arguments: Any) -> Any:
+        arguments |= RANKS.get(function, {})
+        if ranks > 4:
+            return run_ranks(function, ranks, device, **arguments)
+        return pool.run(function, ranks, timeout=250, **arguments)[0]
+
+    monkeypatch.setattr(harness, "run_ranks", in_pool)
+    monkeypatch.setattr(sys, "argv", [name, "--json", *options])
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    figures = json.loads(capsys.readouterr().out)
+    documented = documented_figures(name, "experts" in options)
+    parts = figures.keys() & documented.keys() if "--only" in options else documented.keys()
+    assert parts
+    assert not list(differences({x: figures.get(x) for x in parts}, documented))
+    assert not list(broken_claims(figures))
+    if name in CHECKS:
+        CHECKS[name](figures)
+
+
+def documented_figures(name: str, of_experts: bool) -> dict[str, Any]:
+    """Returns the figures of the benchmark's result file, without those of whole runs."""
+    savings = {"attention": "lengths", "freezing": "", "pruning": ""}
+    kind = name.removeprefix("savings_")
+    if name.startswith("savings_") and kind in savings:
+        part = json.loads((FOLDER / "results/savings.json").read_text())
+        part = part["sparse_attention" if kind == "attention" else kind]
+        return {savings[kind]: part} if savings[kind] else part
+    file = f"{name}_experts" if name == "learning" and of_experts else name
+    return json.loads((FOLDER / f"results/{file}.json").read_text())
+
+
+def differences(figures: Any, documented: Any, path: str = "") -> Iterator[str]:
+    """Yields where the keys of figures differ from those of the documents.
+
+    An item of a list must be like some item of the documented list. The keys of `meshes` are data.
+    """
+    if path.endswith(".meshes"):
+        return
+    if isinstance(documented, list):
+        for place, item in enumerate(figures):
+            each = [list(differences(item, x, f"{path}[{place}]")) for x in documented]
+            yield from min(each, key=len, default=[])
+    elif isinstance(documented, dict):
+        if not isinstance(figures, dict):
+            yield f"{path} is {figures}"
+            return
+        for key in figures.keys() ^ documented.keys():
+            yield f"{path}.{key}"
+        for key in figures.keys() & documented.keys():
+            yield from differences(figures[key], documented[key], f"{path}.{key}")
+
+
+def broken_claims(figures: Any, path: str = "") -> Iterator[str]:
+    """Yields where figures say that weights differ, and where a number is not finite."""
+    if isinstance(figures, float) and not math.isfinite(figures):
+        yield path
+    items = (
+        figures.items()
+        if isinstance(figures, dict)
+        else enumerate(figures)
+        if isinstance(figures, list)
+        else ()
+    )
+    for key, value in items:
+        if key in ("same", "same_weights") and value is not True:
+            yield f"{path}.{key}"
+        yield from broken_claims(value, f"{path}.{key}")
+
+
+# -- what only a small run shows -------------------------------------------------------------------
+
+
+def check_case(figures: dict[str, Any]) -> None:
+    (row,) = figures["rows"]
+    assert all(ratio > 0.5 for ratio in row["ops_over_costs"].values())
+    assert all(0 < share < 1 for share in row["program_share"].values())
+    assert all(layer[0] > 0 for layers in row["costs"] for layer in layers)
+    case, tokens = row["case"], row["tokens"]
+    assert row["what"] or case == "mixture_of_depths", "the technique never acted"
+    if case == "early_exit":
+        assert row["phases"] == [[0, 2], [2, 4], [4, 8], [8, 20]]
+        assert tokens[0]["exited"][0] > 0
+    if case == "mixture_of_depths":
+        assert row["phases"] == [[0, 20]]
+        assert tokens[0]["selected"] == [0.125, 0.125]
+    if case == "freezing":
+        assert [layer[1:] for layer in row["costs"][-1][:5]] == [[0.0, 0.0]] * 5
+
+
+def check_expert_parallel(figures: dict[str, Any]) -> None:
+    rows = figures["rows"]
+    assert not rows["static"]["changes"]
+    assert not rows["static"]["moves"]
+    assert rows["experts placed"]["busiest"] < rows["static"]["busiest"] - 0.2
+    assert rows["both"]["changes"] == rows["experts placed"]["changes"]
+
+
+def check_placement(figures: dict[str, Any]) -> None:
+    assert figures["brute_force"]["equal"] == figures["brute_force"]["cases"]
+
+
+def check_planner(figures: dict[str, Any]) -> None:
+    assert figures["uneven"]["failures"] == figures["uneven"]["cap_violations"] == 0
+
+
+def check_quality(figures: dict[str, Any]) -> None:
+    dense, other = figures["dense_by_seed"]
+    assert dense == figures["rows"][0]["loss"] != other
+
+
+def check_repack(figures: dict[str, Any]) -> None:
+    for row in figures["rows"]:
+        average = row["average"]
+        assert all(average["ours"] <= average[name] <= 8 for name in BASELINES)
+        assert row["ranks"] == row["exhaustive"]
+        assert all(row["complete"])
+        assert min(row["kept"], row["speedup"]) >= 1
+
+
+CHECKS = {
+    "cases": check_case,
+    "expert_parallel": check_expert_parallel,
+    "placement": check_placement,
+    "planner": check_planner,
+    "quality": check_quality,
+    "repack": check_repack,
+}
