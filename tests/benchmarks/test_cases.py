@@ -1,12 +1,10 @@
 """The end-to-end benchmark of the dynamic cases.
 
-The tests check the evaluation of measurements. Small runs check that all sides train the same
-model.
+The tests check the evaluation of measurements, and the configs of the sides.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -29,11 +27,8 @@ from benchmarks.published import PUBLISHED
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost
-from tests.pool import Pool
 
 SMALL = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 32}
-# Larger weights make an untrained model sure of some tokens, so that they exit.
-SURE = {"init_std": 0.5}
 
 
 def test_phases_lie_between_changes() -> None:
@@ -181,50 +176,3 @@ def test_every_side_is_a_valid_run(case: str) -> None:
         assert config.ranks == 2
     model = model_for(case, parse(settings(case, steps)))
     assert placed_by_parameters(model).layers == model.layers
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "freezing",
-        pytest.param("pruning", marks=pytest.mark.matrix),
-        pytest.param("early_exit", marks=pytest.mark.matrix),
-        pytest.param("mixture_of_depths", marks=pytest.mark.matrix),
-    ],
-)
-def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
-    """Timing decides whether layers move, so only the weights are compared."""
-    sizes = SMALL | SURE if case == "early_exit" else SMALL
-    steps = 20 if case in ("early_exit", "mixture_of_depths") else 10  # tokens are told at step 10
-    rounds = pool.run(
-        "benchmarks.cases_race:race", 2, timeout=120, case=case, steps=steps, rounds=1, sizes=sizes
-    )[0]
-    row = summarize(case, rounds)
-    assert row["same_weights"]
-    if case != "mixture_of_depths":
-        assert row["what"], "the technique never acted"
-    assert all(len(one["seconds"]) == len(one["program"]) == steps for one in rounds[0].values())
-    assert all(ratio > 0.5 for ratio in row["ops_over_costs"].values())
-    assert all(
-        0 < program < seconds
-        for one in rounds[0].values()
-        for program, seconds in zip(one["program"], one["seconds"], strict=True)
-    )
-    assert all(layer[0] > 0 for layers in row["costs"] for layer in layers), (
-        "a forward pass was not measured"
-    )
-    if case == "early_exit":
-        assert row["phases"] == [[0, 2], [2, 4], [4, 8], [8, steps]]
-        assert row["tokens"][0]["exited"][0] > 0
-    if case == "mixture_of_depths":
-        assert row["phases"] == [[0, steps]]
-        assert row["tokens"][0]["selected"] == [0.125, 0.125]
-    if case == "freezing":
-        assert [layer[1:] for layer in row["costs"][-1][:5]] == [[0.0, 0.0]] * 5, (
-            "frozen, and not measured before"
-        )
-    if case == "pruning":
-        assert rounds[0]["mask"]["loss"] == pytest.approx(rounds[0]["uniform"]["loss"], rel=1e-4), (
-            "the same, summed in another order"
-        )
-    json.dumps(row)

@@ -22,7 +22,7 @@ def test_counts_follow_the_skew() -> None:
 
 
 def test_gains_of_the_four_sides_are_ordered() -> None:
-    one = row(0.8, REPLICAS, 1, blocks=8, moments=2)
+    one = row(0.8, REPLICAS, 1, blocks=8, stride=12)
     gain, ratio = one["gain"], one["busiest"]
     assert ratio["bound"] <= ratio["known at once"] <= ratio["static"]
     assert 1.0 == gain["static"] < gain["experts placed"] <= gain["perfect"]

@@ -1,9 +1,10 @@
-"""The compute model in the benchmark of early exit and mixture of depths."""
+"""The compute model of early exit and mixture of depths, and the limit of speed that follows."""
 
 from __future__ import annotations
 
 import pytest
 
+from benchmarks.exit_thresholds import BLOCKS, EXITS, limit
 from benchmarks.learning import RUNS, compute_of, step_flops
 from benchmarks.quality import config_of
 from dynmo.events import TokensEvent
@@ -50,3 +51,14 @@ def test_expert_flops_match_the_formula() -> None:
     dense = step_flops(config_of(STEPS, 0, {}, 1, 1, 64), ())
     assert step_flops(one, ()) == dense + 4 * 6 * 8 * 64, "four routers"
     assert step_flops(two, ()) - step_flops(one, ()) == 4 * 6 * 3 * 64 * feed_forward_size(64)
+
+
+def test_speed_limit_follows_the_exit_shares() -> None:
+    case = {"cases": ["early_exit"], "early_exit": {"exits": list(EXITS)}}
+    config = config_of(10, 0, case, 1, 1, 64, {"blocks": BLOCKS})
+    assert limit(config, [0.0, 0.0]) < 1, "exits alone cost"
+    shares = [limit(config, [share, 0.0]) for share in (0.2, 0.5, 1.0)]
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1.75, abs=0.5), (
+        "keys and values of five of eight blocks remain"
+    )

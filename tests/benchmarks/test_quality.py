@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.quality import SHARED, STEPS, chosen, compare, config_of, draw, measure, runs
+from benchmarks.quality import SHARED, STEPS, chosen, compare, config_of, draw, runs
 from tests.pool import Pool
 
 
@@ -77,14 +77,3 @@ def test_small_run_gives_a_row(pool: Pool) -> None:
     )
     assert [step for step, _ in row["curve"]] == [2, 4]
     assert [step for step, _ in row["changes"]] == [1]
-
-
-@pytest.mark.matrix
-def test_parallel_runs_are_returned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run is in its own process. The order is that of the request."""
-    few = {"dense": runs(2)["dense"]}
-    monkeypatch.setattr("benchmarks.quality.runs", lambda steps: few)
-    result = measure(steps=2, seeds=2, jobs=2, evaluations=2, batches=1, hidden=64)
-    (row,) = result["rows"]
-    dense, other = result["dense_by_seed"]
-    assert dense == row["loss"] != other

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.cost_traces import Layers, best, timeline
-from benchmarks.repack import BASELINES, MICROBATCHES, RANKS, least_seconds, row
+from benchmarks.repack import MICROBATCHES, least_seconds
 from benchmarks.repack_search import search_placements, window_seconds
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
@@ -106,14 +106,3 @@ def test_incomplete_search_is_reported() -> None:
 def test_a_frozen_prefix_is_rejected() -> None:
     with pytest.raises(ValueError, match="layer 0 is frozen"):
         search_placements(layers_of([(1, 0, 0), (1, 1, 1)]), 2, 4, 100)
-
-
-def test_no_baseline_needs_fewer_ranks() -> None:
-    one = row("pruning", 24, stride=8)
-    average = one["average"]
-    assert all(average["ours"] <= average[name] <= RANKS for name in BASELINES)
-    assert one["ranks"] == sorted(one["ranks"], reverse=True), "the model only becomes smaller"
-    assert one["ranks"] == one["exhaustive"]
-    assert all(one["complete"])
-    assert one["kept"] >= 1
-    assert one["speedup"] >= 1

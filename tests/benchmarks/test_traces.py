@@ -126,4 +126,4 @@ def test_small_emulated_run_is_no_faster_than_simulated(pool: Pool) -> None:
         > 0.98 * result["simulated_dense_seconds"]
         > result["simulated_seconds"][0]
     )
-    assert result["over_dense"] > 1.3
+    assert result["simulated_over_dense"] > 1.3
