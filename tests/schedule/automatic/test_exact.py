@@ -167,7 +167,7 @@ def test_result_is_optimal_if_b_adds_memory() -> None:
     # behind.
     costs = Costs((StageCost(2, 1, 1, 1, 1, -2), StageCost(1, 3, 2, 2, -1, -1)), (0.5,))
     for caps in ([2, 2], [3, 4], [4, 2], [5, 6]):
-        result = exact(costs, 3, caps=caps, workers=1)
+        result = exact(costs, 3, caps=caps, workers=1, seconds=60)
         assert (
             result.bound
             == length(result.schedule, costs)
