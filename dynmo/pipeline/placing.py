@@ -6,11 +6,9 @@ import os
 
 import torch
 
-from dynmo.balance.balancers import balancer
 from dynmo.balance.partition import Partition, uniform
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.saving import SavedPipeline
-from dynmo.planner.rank_merging import find_rule
 from dynmo.runtime.comm.world import World
 
 
@@ -49,8 +47,13 @@ def first_shape(
 
 def check_own_rules(options: PipelineOptions) -> None:
     """Tries the user's own balancer and rule for fewer ranks, before anything needs them."""
-    balancer(options.balance.balancer)
+    if options.balance.balancer.startswith("python:"):
+        from dynmo.balance.balancers import balancer
+
+        balancer(options.balance.balancer)
     if options.elastic.algorithm != "fewest":
+        from dynmo.planner.rank_merging import find_rule
+
         find_rule(options.elastic.algorithm)
 
 
