@@ -8,11 +8,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import runpy
 import signal
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from dynmo.balance.partition import Partition
+from dynmo.cli import main
 from dynmo.config import Config, parse
 from dynmo.elastic.managers.choose import parks
 from dynmo.errors import NoRoomError
@@ -166,3 +171,65 @@ def train_elastic(world: World, config: dict[str, Any]) -> dict[str, Any]:
         "loss": result.loss,
         "events": [to_json(event) for event in events],
     }
+
+
+@contextlib.contextmanager
+def launched(world: World, size: int, port: str, folder: str = ".") -> Iterator[None]:
+    """This process as torchrun starts it, or as a shell starts a single rank.
+
+    Args:
+        world: World of all ranks. It is closed.
+        size: Number of ranks that torchrun starts.
+        port: A free port.
+        folder: Working folder.
+    """
+    torchrun = {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(world.rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    world.close()
+    with (
+        mock.patch.dict(os.environ, torchrun),
+        mock.patch.object(sys, "path", [*sys.path]),
+        contextlib.chdir(folder),
+    ):
+        for name in ("DYNMO_RENDEZVOUS", "DYNMO_PROCESS", *(torchrun if size == 1 else ())):
+            os.environ.pop(name, None)
+        yield
+
+
+def script(
+    world: World, path: str, port: str, arguments: Sequence[str] = (), size: int | None = None
+) -> str:
+    """Runs a Python script on each rank, and returns what it prints.
+
+    Args:
+        world: World of all ranks.
+        path: Path of the script.
+        port: A free port.
+        arguments: Arguments of the script.
+        size: Number of ranks that the script sees. The default is the size of `world`.
+    """
+    with (
+        launched(world, size or world.size, port),
+        mock.patch.object(sys, "argv", [path, *arguments]),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
+
+
+def command(world: World, lines: list[list[str]], folder: str, port: str) -> tuple[int, str, str]:
+    """Runs `dynmo` with a line for each rank. Returns exit status, stdout and stderr."""
+    with (
+        launched(world, world.size, port, folder),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        sys.modules.pop("models", None)
+        status = main(lines[world.rank])
+    return status, out.getvalue(), err.getvalue()

@@ -48,7 +48,8 @@ class OptimizerHandle(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:
             raise _one_group()
-        super().add_param_group(param_group)
+        # torch's own method imports its compiler, which takes a second.
+        self.param_groups.append({**self.defaults, **param_group})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Does nothing. `Pipeline.step` calls it, so that schedulers see the order they expect."""

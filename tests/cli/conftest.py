@@ -18,7 +18,7 @@ import pytest
 from dynmo.cli import main
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile, write
-from tests.cli.runs import Base, Done, Run, end, events, fill, train
+from tests.cli.runs import Base, Done, Run, end, events, fill, free_port, train
 from tests.processes import gone, ranks
 
 
@@ -104,3 +104,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Done(status, out.out, out.err)
 
     return call
+
+
+@pytest.fixture
+def rank(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`dynmo train` in this process, as the only rank of another launcher."""
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for key, value in (world | {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": "1"}).items():
+        monkeypatch.setenv(key, value)
+    return run

@@ -6,11 +6,12 @@ All of them start at once, beside one run.
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.runs import assert_refused, end, events, fill, train
+from tests.cli.runs import Run, assert_refused, end, events, fill, free_port, train
 from tests.processes import end_all, wait_until
 
 MODEL = """
@@ -88,12 +89,19 @@ def test_newcomer_with_other_code_is_refused(tmp_path: Path) -> None:
         end_all(started)
 
 
-def test_resume_with_other_code_warns_and_names_the_file(tmp_path: Path) -> None:
+def test_resume_with_other_code_warns_and_names_the_file(
+    tmp_path: Path, rank: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_folder(tmp_path, "same")
     sets = (*SETS, "checkpoint.every=2", "train.eval_every=0", "parallel.pipeline=1")
-    assert end(train(folder, sets=(*sets, "train.steps=2"))).status == 0
+    for module in ("own", "helpers"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert rank(folder, "run.toml", sets=(*sets, "train.steps=2")).status == 0
     (folder / "helpers.py").write_text("SHIFT = 0.25\n")
-    done = end(train(folder, "--resume", sets=(*sets, "train.steps=4")))
+    for module in ("own", "helpers"):
+        del sys.modules[module]
+    monkeypatch.setenv("MASTER_PORT", free_port())
+    done = rank(folder, "run.toml", "--resume", sets=(*sets, "train.steps=4"))
     assert done.status == 0, done.err
     assert "helpers.py" in done.err
     assert "own.py" not in done.err

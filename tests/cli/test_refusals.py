@@ -24,8 +24,6 @@ from tests.cli.runs import (
     assert_refused,
     end,
     fill,
-    free_port,
-    train,
     tree,
 )
 from tests.processes import start
@@ -147,15 +145,10 @@ def test_recompute_auto_needs_activations(own: Path, run: Run) -> None:
     assert_refused(done, "train.recompute = 'auto'", "unknown")
 
 
-def test_run_refuses_a_limit_below_its_parameters(
-    own: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_refuses_a_limit_below_its_parameters(own: Path, rank: Run) -> None:
     """The run refuses the limit before the first step and leaves the folder unchanged."""
-    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for key, value in (world | {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": "1"}).items():
-        monkeypatch.setenv(key, value)
     before = tree(own)
-    done = run(own, "run.toml", sets=of("asks", "pipeline.memory_limit=10KB", ONE_RANK))
+    done = rank(own, "run.toml", sets=of("asks", "pipeline.memory_limit=10KB", ONE_RANK))
     assert (done.status, done.out) == (2, "")
     warned, refused = (line for line in done.err.splitlines() if line.startswith("dynmo:"))
     assert "activations unknown" in warned
@@ -208,12 +201,16 @@ def test_user_files_do_not_shadow_standard_modules(work: Path) -> None:
     assert (done.status, json.loads(done.out)["steps"]) == (0, 2)
 
 
-def test_import_error_shows_its_cause(work: Path) -> None:
-    (work / "broken.py").write_text(
+def test_import_error_shows_its_cause(
+    tmp_path: Path, rank: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path)
+    (tmp_path / "broken.py").write_text(
         "raise ImportError('no backend') from KeyError('the real cause')\n"
     )
+    monkeypatch.setenv("DYNMO_TRACEBACK", "1")
     sets = ("model.kind=python:broken:layers", "dynamism.cases=[]", ONE_RANK)
-    done = end(train(work, sets=sets, env={"DYNMO_TRACEBACK": "1"}))
+    done = rank(tmp_path, "run.toml", sets=sets)
     assert done.status == 2
     assert "KeyError: 'the real cause'" in done.err
     assert "cannot import broken: no backend" in done.err.splitlines()[-1]

@@ -9,12 +9,15 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.cli.runs import LONG, end, steps, train
 from tests.processes import ranks, wait_until
 
 REPLICAS = ("parallel.pipeline=1", "parallel.replicas=2", "parallel.zero=1", "train.micro_batch=1")
 
 
+@pytest.mark.matrix
 def test_killed_rank_is_named_by_its_global_rank(work: Path) -> None:
     """The other ranks wait for the killed rank in pipelines and reductions.
 

@@ -19,6 +19,7 @@ from tests.cli.runs import (
     LONG,
     ONE_RANK,
     Base,
+    Done,
     Run,
     assert_refused,
     end,
@@ -29,6 +30,7 @@ from tests.cli.runs import (
     train,
     tree,
 )
+from tests.pool import Pool
 from tests.processes import gone, ranks, start, wait_until
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -104,11 +106,12 @@ def test_exception_on_a_rank_is_reported(work: Path, run: Run) -> None:
     assert_refused(run(work, "run.toml"), "runs/main exists")
 
 
-def test_non_finite_loss_ends_the_run(work: Path) -> None:
+def test_non_finite_loss_ends_the_run(tmp_path: Path, rank: Run) -> None:
     """The run also warns once that its ranks have too few cores."""
+    fill(tmp_path)
     threads = f"parallel.threads={CORES + 1}"
     sets = (*GPT, ONE_RANK, "train.lr=1e30", "train.max_grad_norm=0", threads)
-    done = end(train(work, sets=sets))
+    done = rank(tmp_path, "run.toml", sets=sets)
     assert (done.status, done.out) == (1, "")
     warning, line = (line for line in done.err.splitlines() if line.startswith("dynmo:"))
     assert f"{CORES + 1} threads on {CORES} cores" in warning
@@ -127,12 +130,12 @@ def test_killed_rank_is_reported(work: Path) -> None:
 
 
 def test_hanging_rank_is_reported_after_the_timeout(work: Path) -> None:
-    process = train(work, sets=(*LONG, "parallel.timeout=3"))
+    process = train(work, sets=(*LONG, "parallel.timeout=2"))
     wait_until(lambda: steps(work, "main") >= 1)
     os.kill(ranks(work)[1], signal.SIGSTOP)
     done = end(process, 15)
     assert (done.status, done.out) == (1, "")
-    assert "rank 0 waited 3 s for rank 1" in done.line
+    assert "rank 0 waited 2 s for rank 1" in done.line
 
 
 def test_interrupt_during_start_leaves_no_run(work: Path) -> None:
@@ -182,9 +185,7 @@ def test_world_size_other_than_the_config_is_refused(
     assert not (tmp_path / "runs").exists()
 
 
-def test_rank_of_another_launcher_reports_its_own_error(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_of_another_launcher_reports_its_own_error(tmp_path: Path, rank: Run) -> None:
     """Another launcher does not report the cause, so the rank does.
 
     `--overwrite` replaces the old run.
@@ -193,24 +194,21 @@ def test_rank_of_another_launcher_reports_its_own_error(
     (tmp_path / "runs/main").mkdir(parents=True)
     (tmp_path / "runs/main/config.toml").write_text("")
     (tmp_path / "runs/main/old").write_text("of an earlier run")
-    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for key, value in (world | {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": "1"}).items():
-        monkeypatch.setenv(key, value)
     sets = ("model.kind=python:models:tires", "dynamism.cases=[]", "parallel.pipeline=1")
-    done = run(tmp_path, "run.toml", "--overwrite", sets=sets)
+    done = rank(tmp_path, "run.toml", "--overwrite", sets=sets)
     assert (done.status, done.out.count("\n")) == (1, 2)
     cause = "rank 0: ArithmeticError: tired of this (models.py:13), in F of layer 2"
     assert cause in done.line
     assert set(tree(tmp_path / "runs/main")) == {"config.toml", "events.jsonl"}
     # Wrong input leaves what was there.
     before = tree(tmp_path)
-    done = run(
+    done = rank(
         tmp_path, "run.toml", "--overwrite", sets=("model.kind=python:models:raises", *sets[1:])
     )
     assert (done.status, done.err.count("\n")) == (2, 1)
     assert tree(tmp_path) == before
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["main"]
-    done = run(
+    done = rank(
         tmp_path, "run.toml", sets=("name=new", "model.kind=python:models:raises", *sets[1:])
     )
     assert not (tmp_path / "runs/new").exists()
@@ -238,36 +236,49 @@ def test_crash_leaves_the_stack_in_the_rank_log(work: Path) -> None:
     assert "in crashes" in (work / log[0]).read_text()
 
 
-def test_model_that_differs_by_rank_is_refused(work: Path) -> None:
+def refused(pool: Pool, folder: Path, *sets: tuple[str, ...]) -> list[Done]:
+    """How `dynmo train` ends on ranks that another launcher started with these values."""
+    fill(folder)
+    lines = [
+        ["train", "run.toml", *(word for text in given for word in ("--set", text))]
+        for given in sets
+    ]
+    given = {"lines": lines, "folder": str(folder), "port": free_port()}
+    return [Done(*ended) for ended in pool.run("command", len(sets), **given)]
+
+
+def test_model_that_differs_by_rank_is_refused(pool: Pool, tmp_path: Path) -> None:
     """The error names the first different layer before ranks exchange other messages."""
-    sets = ("model.kind=python:models:longer", "dynamism.cases=[]", "parallel.timeout=6.0")
-    done = end(train(work, sets=sets))
-    assert_refused(done, "layer 2", "rank 0 and rank 1")
-    assert not list((work / "runs").iterdir())
+    sets = ("model.kind=python:models:longer", "dynamism.cases=[]")
+    for done in refused(pool, tmp_path, sets, sets):
+        assert_refused(done, "layer 2", "rank 0 and rank 1")
+    assert not list((tmp_path / "runs").iterdir())
 
 
-def test_configs_that_differ_by_rank_are_refused(work: Path) -> None:
+def test_configs_that_differ_by_rank_are_refused(pool: Pool, tmp_path: Path) -> None:
     """Every rank reports its own value. `parallel.timeout` may differ."""
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     sets = [("train.lr=0.5", "parallel.timeout=20"), ("train.lr=0.25", "parallel.timeout=30")]
-    ranks = [train(work, sets=sets[r], env=world | {"RANK": str(r)}) for r in range(2)]
-    for rank, done in enumerate(map(end, ranks)):
+    for rank, done in enumerate(refused(pool, tmp_path, *sets)):
         mine = f"train.{sets[rank][0][6:].replace('=', ' = ')} on rank {rank}"
         assert_refused(done, "rank 0 and rank 1", mine)
-    assert not list((work / "runs").iterdir())
+    assert not list((tmp_path / "runs").iterdir())
 
 
-def test_silent_listener_on_the_port_times_out(work: Path) -> None:
+def test_silent_listener_on_the_port_times_out(
+    tmp_path: Path, rank: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another program listens on MASTER_PORT and never answers.
 
     The run ends with one line after the timeout.
     """
+    fill(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        world["MASTER_PORT"] = str(server.getsockname()[1])
-        done = end(train(work, sets=("parallel.timeout=1.0",), env=world), 30)
+        world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(server.getsockname()[1])}
+        for key, value in world.items():
+            monkeypatch.setenv(key, value)
+        done = rank(tmp_path, "run.toml", sets=("parallel.timeout=1.0",))
     assert_refused(done, "rank 1 waited 1 s", "rank 0 at 127.0.0.1:", status=1)
-    assert not (work / "runs").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_signal_to_one_slurm_task_stops_all_tasks(work: Path) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,40 +10,34 @@ from torch import nn
 
 import dynmo
 from dynmo.errors import ConfigError, RunError
+from dynmo.runtime.comm.world import World
+from tests.cli.runs import free_port
+from tests.jobs import script
+from tests.pool import Pool
+from tests.processes import wait_until
 from tests.runtime import alone
 
-LOOP = Path(__file__).with_name("joining.py")
-ROOT = Path(__file__).parents[2]
-RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+LOOP = str(Path(__file__).with_name("joining.py"))
 
 
-def started(*command: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *command],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def loop(world: World, file: str, port: str) -> str:
+    """The loop on ranks 0 and 1. The third process finds them through the file and joins."""
+    if world.rank < 2:
+        return script(world, LOOP, port, [file], size=2)
+    wait_until(Path(file).exists)
+    assert Path(file).stat().st_mode & 0o777 == 0o600
+    return script(world, LOOP, port, [file, "join"], size=1)
 
 
-def test_new_process_joins_a_loop_and_gets_its_bits(tmp_path: Path) -> None:
+def test_new_process_joins_a_loop_and_gets_its_bits(pool: Pool, tmp_path: Path) -> None:
     file = tmp_path / "rendezvous.json"
-    with started(*RANKS, str(LOOP), str(file)) as ranks:
-        end = time.monotonic() + 60
-        while not file.exists() and time.monotonic() < end:
-            time.sleep(0.05)
-        assert file.stat().st_mode & 0o777 == 0o600
-        with started(str(LOOP), str(file), "join") as newcomer:
-            joined = newcomer.communicate(timeout=120)[0]
-        said = ranks.communicate(timeout=120)[0]
-    with started(str(LOOP)) as one:
-        expected = one.communicate(timeout=120)[0]
-    (digest,) = {*re.findall(r"weights (\w{64})", expected + said + joined)}
+    *said, joined = pool.run(
+        "tests.pipeline.test_joining:loop", 3, file=str(file), port=free_port()
+    )
+    (expected,) = pool.run("script", 1, path=LOOP, port=free_port())
+    (digest,) = {*re.findall(r"weights (\w{64})", "".join([expected, *said, joined]))}
     assert f"rank 2 of 3: weights {digest}" in joined
-    assert len(re.findall(digest, said)) == 2
-    assert not file.exists(), "rank 0 removes it at its end"
+    assert all(digest in text for text in said)
 
 
 def test_process_outside_has_left_and_says_what_to_do() -> None:

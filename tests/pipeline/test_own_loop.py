@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_script
+from tests.cli.runs import free_port
+from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop.py"
@@ -18,9 +19,10 @@ Row = tuple[tuple[int, ...], str]
 """Placement and weights, as a rank printed them."""
 
 
-def train(folder: Path, ranks: int = 1) -> list[Row]:
+def train(pool: Pool, folder: Path, ranks: int = 1) -> list[Row]:
     """Runs the example, and returns the row of each rank."""
-    out = run_script(EXAMPLE, str(folder), ranks=ranks)
+    given = {"path": str(EXAMPLE), "port": free_port(), "arguments": [str(folder)]}
+    out = "".join(pool.run("script", ranks, **given))
     rows = re.findall(r"layers \(([\d, ]+)\), weights (\w{64})", out)
     assert len(rows) == ranks, out
     return [
@@ -29,17 +31,17 @@ def train(folder: Path, ranks: int = 1) -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights of an undisturbed run of one rank."""
-    ((_, weights),) = train(tmp_path_factory.mktemp("alone") / "saved")
+    ((_, weights),) = train(pool, tmp_path_factory.mktemp("alone") / "saved")
     return weights
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Path]:
+def together(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Path]:
     """The rows of a run of two ranks, and the folder of its checkpoint."""
     folder = tmp_path_factory.mktemp("together") / "saved"
-    return train(folder, ranks=2), folder
+    return train(pool, folder, ranks=2), folder
 
 
 def test_example_loop_is_short_and_imports_dynmo_and_torch_only() -> None:
@@ -56,8 +58,8 @@ def test_two_ranks_train_the_same(alone: str, together: tuple[list[Row], Path]) 
 
 
 def test_loaded_run_ends_like_an_uninterrupted_run(
-    alone: str, together: tuple[list[Row], Path]
+    pool: Pool, alone: str, together: tuple[list[Row], Path]
 ) -> None:
     _, folder = together
     assert [path.name for path in folder.glob("step-*")] == ["step-000030"]
-    assert train(folder)[0][1] == alone
+    assert train(pool, folder)[0][1] == alone
