@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float16": {"train": {"precision": "float16"}},
     "post-validation": {"pipeline": {"post_validation": True}},
 }
-QUICK = ("plain", "pruning", "experts", "post-validation")
+QUICK = ("pruning", "experts", "post-validation")
 
 
 def wanted(
@@ -100,7 +100,7 @@ def test_ranks_leave_and_come_back(pool, case):
     assert len({result["digest"] for result in results}) == 1
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.matrix), 1])
 @pytest.mark.parametrize(
     "case",
     [
@@ -264,7 +264,7 @@ def test_run_with_retune_finishes_after_a_shrink(pool):
     """
     config = {
         "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
-        "train": {"steps": 16, "global_batch": 8, "micro_batch": 2},
+        "train": {"steps": 8, "global_batch": 8, "micro_batch": 2},
         "parallel": {"pipeline": 4},
         "balance": {"balancer": "none", "every": 4},
         "elastic": {"target_ranks": 2, "retune": True, "park": True},
@@ -272,7 +272,7 @@ def test_run_with_retune_finishes_after_a_shrink(pool):
     results = pool.run("train_elastic", 4, config=config)
     events = results[0]["events"]
     assert sizes(events) == [(4, 4, 2)]
-    assert [step for (step,) in fields_of(events, "step", "step")] == list(range(16))
+    assert [step for (step,) in fields_of(events, "step", "step")] == list(range(8))
     losses = fields_of(events, "step", "loss")
     assert all(loss == loss for (loss,) in losses)
 
@@ -281,7 +281,7 @@ def test_repack_keeps_all_ranks_if_fewer_are_too_slow(pool):
     """A step on fewer ranks would be too slow."""
     config = {
         "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
-        "train": {"steps": 12, "global_batch": 8, "micro_batch": 1},
+        "train": {"steps": 7, "global_batch": 8, "micro_batch": 1},
         "parallel": {"pipeline": 4},
         "balance": {"every": 3},
         "elastic": {"repack": True},

@@ -39,7 +39,7 @@ def _reference(pool: Pool, precision: str) -> dict[str, Any]:
     ("ranks", "schedule"),
     mostly_matrix(
         zip(cycle([2, 3, 4]), SCHEDULES),
-        everyday=[(2, "gpipe"), (3, "1f1b"), (4, "zb-h1"), (2, "zb-v"), (4, "zb-auto")],
+        everyday=[(2, "gpipe"), (3, "1f1b"), (4, "zb-auto")],
     ),
 )  # a processor may multiply bfloat16 very slowly
 def test_bfloat16_has_the_same_digest_on_any_ranks(pool: Pool, ranks: int, schedule: str) -> None:
@@ -59,7 +59,7 @@ def test_bfloat16_has_the_same_digest_on_any_ranks(pool: Pool, ranks: int, sched
     ("ranks", "schedule"),
     mostly_matrix(
         [(1, "1f1b"), (2, "zb-h2"), (3, "zb-v"), (4, "zb-auto")],
-        everyday=[(1, "1f1b"), (3, "zb-v")],
+        everyday=[(3, "zb-v")],
     ),
 )
 def test_recompute_leaves_the_digest_unchanged(pool: Pool, ranks: int, schedule: str) -> None:
@@ -78,7 +78,7 @@ def test_low_precision_loss_is_close_to_float32(pool: Pool, precision: str) -> N
     assert low["digest"] != wide["digest"]
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", mostly_matrix(["bfloat16", "float16"], ["float16"]))
 def test_pruning_in_low_precision_has_one_digest(pool: Pool, precision: str) -> None:
     """Weights change from masked to CSR form, and their float32 masters move along.
 

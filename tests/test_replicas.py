@@ -256,9 +256,10 @@ def test_cases_decide_the_same_on_every_replica(pool: Pool) -> None:
         wanted, alone = (
             config(*mesh, cases=False) | {"dynamism": cases} for mesh in ((2, 2), (1, 1))
         )
-        wanted |= {"balance": RANDOM, "elastic": {"reshape_at": [[7, 1, 4], [10, 2, 2]]}}
+        down, up, steps = (7, 10, 14) if "egeria" in str(cases) else (2, 4, 7)
+        wanted |= {"balance": RANDOM, "elastic": {"reshape_at": [[down, 1, 4], [up, 2, 2]]}}
         wanted["parallel"]["zero"], alone["pipeline"]["schedule"] = 1, "1f1b"
-        wanted["train"]["steps"] = alone["train"]["steps"] = 14
+        wanted["train"]["steps"] = alone["train"]["steps"] = steps
         results = run(pool, wanted)
         assert len({r["digest"] for r in results}) == 1
         if "egeria" in str(cases):
@@ -273,12 +274,15 @@ def test_cases_decide_the_same_on_every_replica(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ((2, 2, 1), (1, 1, 0)),
-        ((1, 1, 0), (2, 2, 1)),
-        ((1, 4, 1), (1, 2, 1)),
-        ((4, 1, 0), (1, 4, 0)),
-    ],
+    mostly_matrix(
+        [
+            ((2, 2, 1), (1, 1, 0)),
+            ((1, 1, 0), (2, 2, 1)),
+            ((1, 4, 1), (1, 2, 1)),
+            ((4, 1, 0), (1, 4, 0)),
+        ],
+        everyday=[((2, 2, 1), (1, 1, 0)), ((1, 1, 0), (2, 2, 1)), ((1, 4, 1), (1, 2, 1))],
+    ),
 )
 def test_run_resumes_in_another_mesh(
     pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]
@@ -383,7 +387,7 @@ def test_run_reshapes_if_another_mesh_is_faster(pool: Pool, balancer: str) -> No
             "w": [0.004, 0.02, 0.004],
         },
         "train": {
-            "steps": 8,
+            "steps": 5,
             "global_batch": 4,
             "micro_batch": 1,
             "reduction_slots": 2,

@@ -99,7 +99,7 @@ def test_gain_of_a_move_ends_when_the_work_changes(pool: Pool) -> None:
 
 
 def test_hysteresis_prevents_a_move(pool: Pool) -> None:
-    events = run(pool, balance={"hysteresis": 0.5}, train={"steps": 10})
+    events = run(pool, balance={"hysteresis": 0.5}, train={"steps": 9})
     assert of(events, "rebalance") == []
     (end,) = of(events, "end")
     assert end["decide_seconds"] > 0, "to stay is a decision too"
@@ -108,7 +108,7 @@ def test_hysteresis_prevents_a_move(pool: Pool) -> None:
 
 def test_move_must_repay_its_price(pool: Pool) -> None:
     """The move saves time, but must save 1e9 times its price."""
-    events = run(pool, balance={"margin": 1e9}, train={"steps": 10})
+    events = run(pool, balance={"margin": 1e9}, train={"steps": 9})
     assert of(events, "rebalance") == []
 
 
@@ -144,7 +144,7 @@ def test_the_memory_limit_is_respected(pool: Pool) -> None:
     enough = 4 * layer + last + 2 * 4096
     for room, target in ((enough, [3, 5]), (enough - 1, None)):
         changes = {
-            "train": {"steps": 10},
+            "train": {"steps": 9},
             "pipeline": {"schedule": "gpipe", "memory_limit": room},
             "dynamism": {"cases": []},
         }
@@ -172,7 +172,7 @@ def test_schedule_is_rebuilt_from_measured_costs(pool: Pool) -> None:
         pipeline={"schedule": "zb-auto"},
         balance=balance,
         dynamism=still,
-        train={"steps": 18},
+        train={"steps": 10},
     )
     remade = of(events, "schedule")
     assert remade, "the schedule was never made anew"
@@ -204,7 +204,7 @@ def test_schedule_is_not_rebuilt_from_outdated_costs(pool: Pool) -> None:
 
     The schedule must wait for new measurements.
     """
-    changes = {"model": _UNEVEN, "train": {"steps": 10}, "balance": {"initial": [3, 5]}}
+    changes = {"model": _UNEVEN, "train": {"steps": 9}, "balance": {"initial": [3, 5]}}
     config = CONFIG | {section: CONFIG[section] | keys for section, keys in changes.items()}
     config |= {"pipeline": {"schedule": "zb-auto"}, "dynamism": {}}
     told = pool.run("tests.pipeline.test_rebalance:switching", 2, config=config)[0]
@@ -437,10 +437,10 @@ def test_target_without_memory_for_recompute_is_skipped(pool: Pool) -> None:
     Shapes decide which layers recompute. The balancer uses measured sizes.
     """
     (told, _) = pool.run(
-        "events", 2, config=CONFIG | {"train": CONFIG["train"] | {"steps": 10}}, fits=False
+        "events", 2, config=CONFIG | {"train": CONFIG["train"] | {"steps": 9}}, fits=False
     )
     assert of(told, "rebalance") == []
-    assert [e["layers"] for e in of(told, "step")] == [[4, 4]] * 10
+    assert [e["layers"] for e in of(told, "step")] == [[4, 4]] * 9
 
 
 def test_run_continues_if_no_placement_fits(pool: Pool) -> None:
@@ -493,7 +493,7 @@ def test_auto_interval_fixes_a_bad_initial_placement(pool: Pool) -> None:
         pool,
         balance={"every": "auto", "initial": [6, 2]},
         dynamism={"cases": []},
-        train={"steps": 9},
+        train={"steps": 6},
     )
     assert [(e["step"], e["from"], e["to"]) for e in of(events, "rebalance")] == [
         (5, [6, 2], [4, 4])
