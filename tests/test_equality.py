@@ -357,7 +357,7 @@ def cached(
     wanted = config(
         ranks,
         schedule,
-        {"balancer": "random", "every": 3} if ranks > 1 else BALANCERS["none"],
+        {**BALANCERS["random"], "every": 3} if ranks > 1 else BALANCERS["none"],
         True,
         True,
         dropout=0.0,
