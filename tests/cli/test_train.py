@@ -344,7 +344,7 @@ def test_unreadable_config_is_refused(tmp_path: Path, run: Run) -> None:
     ("function", "mentions"),
     [
         ("nowhere:make", ["nowhere"]),
-        ("wrong:make", ["SyntaxError"]),
+        ("malformed:make", ["SyntaxError"]),
         ("models:absent", ["absent"]),
         ("models:constant", ["constant"]),
         ("models:number", ["number()", "list"]),
@@ -358,7 +358,7 @@ def test_unloadable_own_model_is_refused(
     tmp_path: Path, run: Run, caplog: pytest.LogCaptureFixture, function: str, mentions: list[str]
 ) -> None:
     fill(tmp_path)
-    (tmp_path / "wrong.py").write_text("def make(:\n")
+    (tmp_path / "malformed.py").write_text("def make(:\n")
     kind = f"model.kind=python:{function}"
     done = run(tmp_path, "run.toml", "--dry-run", sets=[kind, "dynamism.cases=[]"])
     assert_refused(done, f"model.kind = 'python:{function}'", *mentions)
