@@ -16,11 +16,11 @@ from tests.processes import end_all, wait_until
 
 MODEL = """
 from torch import nn
-import helpers
+import shifts
 
 class Gain(nn.Module):
     def forward(self, x):
-        return x * 1.0 + helpers.SHIFT
+        return x * 1.0 + shifts.SHIFT
 
 def make():
     width = 8
@@ -31,7 +31,7 @@ def make():
 NEWCOMERS = {
     "same": ("own.py", "width = 8", "width = 8  # the same", []),
     "constant": ("own.py", "x * 1.0", "x * 1.5", ["own.py"]),
-    "helper": ("helpers.py", "0.0", "0.5", ["helpers.py"]),
+    "helper": ("shifts.py", "0.0", "0.5", ["shifts.py"]),
     "dropout": ("own.py", "Dropout(0.0)", "Dropout(0.5)", ["own.py", "p (0.5, not 0.0)"]),
     "width": ("own.py", "width = 8", "width = 9", ["own.py", "[256, 9], trains, not"]),
     "names": ("own.py", "nn.Dropout(0.0)", "nn.Identity()", ["own.py", "2.Identity, not 2.Drop"]),
@@ -44,7 +44,7 @@ def make_folder(root: Path, name: str, run: Path | None = None) -> Path:
     folder = root / name
     folder.mkdir()
     fill(folder)
-    texts = {"own.py": MODEL, "helpers.py": "SHIFT = 0.0\n"}
+    texts = {"own.py": MODEL, "shifts.py": "SHIFT = 0.0\n"}
     file, old, new, _ = NEWCOMERS[name]
     texts[file] = texts[file].replace(old, new) if run is not None else texts[file]
     for path, text in texts.items():
@@ -94,14 +94,14 @@ def test_resume_with_other_code_warns_and_names_the_file(
 ) -> None:
     folder = make_folder(tmp_path, "same")
     sets = (*SETS, "checkpoint.every=2", "train.eval_every=0", "parallel.pipeline=1")
-    for module in ("own", "helpers"):
+    for module in ("own", "shifts"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     assert rank(folder, "run.toml", sets=(*sets, "train.steps=2")).status == 0
-    (folder / "helpers.py").write_text("SHIFT = 0.25\n")
-    for module in ("own", "helpers"):
+    (folder / "shifts.py").write_text("SHIFT = 0.25\n")
+    for module in ("own", "shifts"):
         del sys.modules[module]
     monkeypatch.setenv("MASTER_PORT", free_port())
     done = rank(folder, "run.toml", "--resume", sets=(*sets, "train.steps=4"))
     assert done.status == 0, done.err
-    assert "helpers.py" in done.err
+    assert "shifts.py" in done.err
     assert "own.py" not in done.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dynmo.models.source_code import code_of
@@ -87,7 +88,7 @@ def test_installed_package_counts_by_its_version(folder: Path) -> None:
     (folder / "uses.py").write_text("import numpy\nimport torch, json\nimport safetensors.torch\n")
     code = code_of(["uses"])
     assert set(code) == {"uses.py", "numpy", "safetensors"}
-    assert code["numpy"] == sys.modules["numpy"].__version__
+    assert code["numpy"] == np.__version__
 
 
 def test_file_that_is_no_python_counts_by_its_bytes(folder: Path) -> None:
