@@ -94,9 +94,9 @@ def place_experts(
 def load_bound(counts: Counts, ranks: int, per_rank: int) -> float:
     """A lower bound of the largest load of any placement, in tokens.
 
-    It is the largest of these: the mean load, the load of the hottest copy if the copies of an
-    expert share its load evenly, and the tokens of one source for one expert. If there is no room
-    for copies, also the hottest expert with the coldest beside it.
+    Three loads bound it. The first is the mean load. The second is the load of the hottest copy,
+    if the copies of an expert share its load evenly. The third is the tokens of one source for one
+    expert. Without room for copies, the hottest expert with the coldest beside it bounds it too.
     """
     experts = len(counts[0]) if counts else 0
     _check(counts, ranks, per_rank, experts)

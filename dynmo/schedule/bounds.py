@@ -93,8 +93,10 @@ def lower_bound(
         caps: Most live memory of each stage, in the costs' unit. None means unlimited.
     """
     stages, links, m, last = costs.stages, costs.links, microbatches, len(costs.stages) - 1
-    # The way of one microbatch. lead[s]: from its start to the start of F(s). out[s]: from the end
-    # of F(s) to the end of the last stage's F. back[s]: from there to the end of B(s).
+    # The way of one microbatch, in parts:
+    # lead[s] lasts from its start to the start of F(s),
+    # out[s] from the end of F(s) to the end of the last stage's F,
+    # back[s] from there to the end of B(s).
     lead = list(accumulate((stages[s].f + links[s] for s in range(last)), initial=0.0))
     out = list(
         accumulate((links[s] + stages[s + 1].f for s in reversed(range(last))), initial=0.0)

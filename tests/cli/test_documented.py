@@ -31,7 +31,7 @@ LEFT_OUT = {
     "make test": "is this suite",
     "make gpu": "needs a GPU; tests/benchmarks/test_gpu.py has its dry run",
     ". .venv/bin/activate": "is for a shell",
-    "python -m tests.fuzz --cases 1000": "takes an hour; tests/fuzz/test_fuzz.py has 24 cases",
+    "python -m tests.fuzz --cases 48": "takes minutes; tests/fuzz/test_fuzz.py has 24 cases",
 }
 LOOPS = ("python loop.py", "torchrun --standalone --nproc-per-node=2 loop.py")
 
