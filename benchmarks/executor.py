@@ -40,7 +40,8 @@ from dynmo.cost.layer_cost import LayerCost, split_costs, uniform_costs
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.emulated import make_layers
-from dynmo.models.model import Model, next_token_loss
+from dynmo.models.loss import next_token_loss
+from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World

@@ -36,6 +36,7 @@ from dynmo.models.emulated import EmulatedLayer, mean_loss, precise_timers
 from dynmo.models.model import Model, from_factories
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.batch_check import Inputs, Targets
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.engine.options import StepOptions
@@ -109,7 +110,7 @@ def compare(
         run = pipeline.forward_backward
 
         def recorded(
-            step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None
+            step: int, inputs: Inputs, targets: Targets, keys: Keys | None = None
         ) -> StepOutput:
             step_output = run(step, inputs, targets, keys)
             outcomes[name].append(waits(step_output))

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from dynmo.dynamism.options import Pruning as Pruning
     from dynmo.dynamism.options import SparseAttention as SparseAttention
     from dynmo.errors import DynmoError as DynmoError
+    from dynmo.models.loss import next_token_loss as next_token_loss
     from dynmo.models.model import Model as Model
-    from dynmo.models.model import next_token_loss as next_token_loss
     from dynmo.models.options import ModelOptions as ModelOptions
     from dynmo.models.registry import load_model as load_model
     from dynmo.models.sequential import Sequential as Sequential
@@ -82,7 +82,7 @@ _HOMES = {
     "dry_run": "dynmo.pipeline.dry_run",
     "init": "dynmo.pipeline.start",
     "load_model": "dynmo.models.registry",
-    "next_token_loss": "dynmo.models.model",
+    "next_token_loss": "dynmo.models.loss",
 }
 
 __all__ = [

@@ -18,7 +18,8 @@ from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.kernels.seeds import Purpose, mix
-from dynmo.models.model import from_factories, next_token_loss
+from dynmo.models.loss import next_token_loss
+from dynmo.models.model import from_factories
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions

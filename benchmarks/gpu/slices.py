@@ -42,7 +42,8 @@ from benchmarks.torch_orders import torch_order
 from benchmarks.torch_peer import PEERS, PeerSchedule, TorchPeer
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
-from dynmo.models.model import Model, next_token_loss
+from dynmo.models.loss import next_token_loss
+from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -18,8 +18,9 @@ from dynmo.models.gpt import (
     Head,
     SharedAttentionHalf,
 )
+from dynmo.models.loss import next_token_loss
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, RoutedFeedForwardHalf, Router
-from dynmo.models.model import Factory, Model, from_factories, next_token_loss
+from dynmo.models.model import Factory, Model, from_factories
 from dynmo.models.options import ModelOptions
 
 Named = tuple[str, Callable[[], nn.Module]]

@@ -10,14 +10,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
+from dynmo.models.loss import Counter, Loss, counter_of
 from dynmo.models.options import ModelOptions
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 Factory = Callable[[], nn.Module]
 
 
@@ -39,6 +38,12 @@ class Model:
         code: Names of modules whose code decides the numbers, beside those of the layers and the
             loss.
         options: The options that the model was made from, if `load_model` made it.
+        inputs: Names of the first layer's inputs in a batch that is a dictionary. Empty means the
+            names of its forward's arguments.
+        targets: Names of the targets in such a batch. The loss takes one tensor if there is one
+            name, and a dictionary of tensors if there are several.
+        count: Takes the targets of a microbatch. Returns how many of them the loss counts. None
+            means that microbatches count alike.
     """
 
     names: tuple[str, ...]
@@ -48,6 +53,9 @@ class Model:
     takes_targets: bool = False
     code: tuple[str, ...] = ()
     options: ModelOptions | None = None
+    inputs: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ("labels",)
+    count: Counter | None = None
 
     @property
     def layers(self) -> int:
@@ -64,28 +72,6 @@ class Model:
             The inputs, or inputs and targets as [..., 2, sequence].
         """
         return torch.stack((inputs, targets), dim=-2) if self.takes_targets else inputs
-
-
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy.
-
-    Args:
-        logits: [..., vocabulary], of any floating-point type. Computed in float32.
-        targets: [...] of token ids. A target of -100 does not count.
-
-    Returns:
-        A tensor without dimensions. A step's loss is the mean of its microbatches' means, which is
-        not the mean over all counted targets of the step.
-
-    Example:
-        >>> import torch
-        >>> logits, targets = torch.zeros(2, 3, 10), torch.zeros(2, 3, dtype=torch.long)
-        >>> round(float(next_token_loss(logits, targets)), 4)
-        2.3026
-    """
-    return functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
-    )
 
 
 class _Uninitialised(TorchFunctionMode):
@@ -157,7 +143,7 @@ def from_factories(
         with generators_kept(torch.device("cpu")):
             return build(owned)
 
-    return Model(tuple(names), build_aside, loss, tied, takes_targets)
+    return Model(tuple(names), build_aside, loss, tied, takes_targets, count=counter_of(loss))
 
 
 def check_layers(where: str, layers: Sequence[nn.Module]) -> None:

@@ -16,16 +16,8 @@ from torch import Tensor, nn
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
 from dynmo.models import emulated, gpt_config
-from dynmo.models.model import (
-    Factory,
-    Loss,
-    Model,
-    check_layers,
-    defined_in,
-    from_factories,
-    next_token_loss,
-    on_meta,
-)
+from dynmo.models.loss import Loss, counter_of, next_token_loss
+from dynmo.models.model import Factory, Model, check_layers, defined_in, from_factories, on_meta
 from dynmo.models.options import ModelOptions
 
 KINDS: dict[str, Callable[[ModelOptions, int, Mapping[str, Any]], Model]] = {
@@ -91,7 +83,8 @@ def from_function(path: str, seed: int) -> Model:
             layers = [on_meta(factory) for factory in layers]
     names = tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers))
     code = (path.partition(":")[0], *defined_in([found, given]))
-    return Model(names, build, next_token_loss if given is next_token_loss else loss, code=code)
+    used = next_token_loss if given is next_token_loss else loss
+    return Model(names, build, used, code=code, count=counter_of(given))
 
 
 def _find_function(where: str, path: str) -> Callable[[], object]:

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
+from dynmo.models.loss import Counter, Loss, counter_of, next_token_loss
 from dynmo.models.model import (
     Factory,
-    Loss,
     Model,
     check_layers,
     defined_in,
     from_factories,
     named_tensors,
-    next_token_loss,
 )
 
 # Elements of each tensor that enter a fingerprint.
@@ -45,6 +44,13 @@ class Sequential(Model):
         names: One name per layer, for messages and checkpoints. The default is the index and the
             module's class.
         seed: Seeds the functions.
+        inputs: Names in a batch that the first layer takes, in the order of its arguments. The
+            default is the names of these arguments.
+        targets: Names in a batch that the loss takes. One name gives it a tensor, several give it a
+            dictionary.
+        count: Takes the targets of a microbatch, and returns how many of them its loss is the mean
+            of. A step's loss is the mean over all of them. Cross entropy needs none: a target of
+            -100 does not count. None for another loss means that microbatches count alike.
 
     Raises:
         ConfigError: There is no layer, modules and functions are mixed, or a layer could not move.
@@ -64,6 +70,9 @@ class Sequential(Model):
         *,
         names: Sequence[str] | None = None,
         seed: int = 0,
+        inputs: str | Sequence[str] = (),
+        targets: str | Sequence[str] = "labels",
+        count: Counter | None = None,
     ) -> None:
         given = list(layers)
         modules = [layer for layer in given if isinstance(layer, nn.Module)]
@@ -82,12 +91,21 @@ class Sequential(Model):
             named = names or [
                 f"{index}.{type(module).__name__}" for index, module in enumerate(modules)
             ]
-            super().__init__(tuple(named), _builder(modules), loss)
+            build, code = _builder(modules), ()
         else:
             factories = [layer for layer in given if not isinstance(layer, nn.Module)]
             named = names or [f"layer-{index}" for index in range(len(factories))]
             build = from_factories(named, factories, seed, loss).build
-            super().__init__(tuple(named), build, loss, code=tuple(defined_in(factories)))
+            code = tuple(defined_in(factories))
+        super().__init__(
+            tuple(named),
+            build,
+            loss,
+            code=code,
+            inputs=_names(inputs),
+            targets=_names(targets),
+            count=count or counter_of(loss),
+        )
         object.__setattr__(self, "_modules", tuple(modules))
 
     def fingerprints(self) -> list[str]:
@@ -97,6 +115,10 @@ class Sequential(Model):
         """
         modules: tuple[nn.Module, ...] = self.__dict__["_modules"]
         return [_fingerprint(module) for module in modules]
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _fingerprint(module: nn.Module) -> str:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from dynmo.balance.partition import Partition
 from dynmo.dynamism.case import Signals, TokenShares
 from dynmo.events import (
@@ -21,6 +19,7 @@ from dynmo.events import (
     StepEvent,
     TokensEvent,
 )
+from dynmo.pipeline.batch import Cut
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import first_partition
@@ -219,8 +218,8 @@ class Loop:
 
     def advance(
         self,
-        inputs: Tensor | None,
-        targets: Tensor | None,
+        inputs: Cut,
+        targets: Cut,
         rate: float,
         keys: Keys | None,
         stop: bool,
@@ -289,7 +288,7 @@ class Loop:
 
     def _step_event(self, result: StepResult) -> StepEvent:
         model, samples = self._engine.model.options, self.options.micro_batch
-        tokens = 0
+        tokens = 0 if self._engine.model.count is None else result.counted
         if model is not None and samples is not None:
             tokens = self.options.global_batch * model.sequence
         return StepEvent(
@@ -320,4 +319,5 @@ class Loop:
             any(flag & STOP for flag in record.flags),
             started.layers,
             started.frozen,
+            record.counted,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,9 +28,11 @@ from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import join_engine, make_engine
+from dynmo.pipeline.batch import Batch, BatchCutter, Cut
 from dynmo.pipeline.case_context import agree_on_cases
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.loop import Loop
+from dynmo.pipeline.metrics import Metrics, MetricSums
 from dynmo.pipeline.optimizers import OptimizerHandle
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import SGD, AdamW, LearningRate, PipelineOptions
@@ -59,6 +61,7 @@ from dynmo.schedule.op import Schedule
 
 if TYPE_CHECKING:
     from dynmo.cost.profile_file import Profile
+    from dynmo.pipeline.sampler import ReplicaSampler
     from dynmo.planner.situation import DecisionRecord
 
 _logger = logging.getLogger(__name__)
@@ -336,8 +339,8 @@ class Pipeline:
 
     def step(
         self,
-        inputs: Tensor | None = None,
-        targets: Tensor | None = None,
+        inputs: Batch | None = None,
+        targets: Tensor | list[Tensor] | None = None,
         *,
         keys: Keys | None = None,
         stop: bool = False,
@@ -345,14 +348,17 @@ class Pipeline:
     ) -> StepResult:
         """Trains on one batch: forward, backward, clipping, optimizer.
 
-        The batch is cut along its first dimension. Dynamic cases act before the step, and layers
-        move if balancing decides so (`adapt`).
+        Dynamic cases act before the step, and layers move if balancing decides so (`adapt`).
 
         Args:
-            inputs: This replica's batch, [batch, ...]. `microbatches` must divide `batch`. Only the
-                rank of the first stage needs it. Floats are converted to `precision`.
-            targets: Targets of the loss, [batch, ...]. Only the rank of the last stage
-                needs it. All ranks of a replica that pass a batch pass the same one.
+            inputs: This replica's batch. A tensor [batch, ...] is cut evenly along its first
+                dimension. A dictionary of such tensors, like {"input_ids": ..., "labels": ...}, has
+                the targets too. The model says which names are its inputs and its targets. A list
+                of tensors or dictionaries holds the microbatches themselves, of any shapes. Only
+                the rank of the first stage needs inputs. Floats are converted to `precision`.
+            targets: Targets of the loss, [batch, ...] or a list, if `inputs` has none. Only the
+                rank of the last stage needs them. All ranks of a replica that pass a batch pass the
+                same one.
             keys: Key of each microbatch, on every rank, for `dynmo.Freezing(cache_bytes=...)`. Two
                 keys are equal only if the inputs are, such as the numbers of the samples. None if
                 no microbatch comes again.
@@ -361,14 +367,14 @@ class Pipeline:
 
         Returns:
             The loss, the gradient norm before clipping, and the work of each rank. The loss is the
-            mean of the microbatches' means, whatever the number of targets that count in each
-            (those that are not -100).
+            mean over all counted targets of all microbatches and replicas (`Sequential(count=)`).
 
         Raises:
-            InputError: The batch is missing or cannot be cut, or ranks of one replica pass
-                different batches. No weight was changed.
-            RunError: The loss or a gradient is not finite, no target of a microbatch counts, or
-                this process is no rank of the training (`left`).
+            InputError: The batch is missing or cannot be cut, a name is unknown or missing, no
+                target counts, or ranks of one replica pass different batches. No weight was
+                changed.
+            RunError: The loss or a gradient is not finite, or this process is no rank of the
+                training (`left`).
         """
         results = self.advance(inputs, targets, keys=keys, stop=stop, adapt=adapt)
         if self.left:
@@ -380,8 +386,8 @@ class Pipeline:
 
     def advance(
         self,
-        inputs: Tensor | None = None,
-        targets: Tensor | None = None,
+        inputs: Batch | None = None,
+        targets: Tensor | list[Tensor] | None = None,
         *,
         keys: Keys | None = None,
         stop: bool = False,
@@ -411,7 +417,7 @@ class Pipeline:
         before = self.adapt() if adapt else ()
         if self.left:
             return before
-        cut_inputs, cut_targets = self._cut_both(inputs, targets)
+        cut_inputs, cut_targets = self._cut(inputs, targets)
         results = self._loop.advance(cut_inputs, cut_targets, self._rate(), keys, stop)
         self._optimizer.step()
         return before + results
@@ -450,40 +456,57 @@ class Pipeline:
     @overload
     def evaluate(
         self,
-        inputs: Tensor | None = None,
-        targets: Tensor | None = None,
+        inputs: Batch | None = None,
+        targets: Tensor | list[Tensor] | None = None,
         *,
         dense: bool = False,
         outputs: Literal[False] = False,
         microbatches: int | None = None,
         shared: bool = False,
         keys: Keys | None = None,
+        metrics: None = None,
     ) -> float: ...
 
     @overload
     def evaluate(
         self,
-        inputs: Tensor | None = None,
-        targets: Tensor | None = None,
+        inputs: Batch | None = None,
+        targets: Tensor | list[Tensor] | None = None,
         *,
         dense: bool = False,
         outputs: Literal[True],
         microbatches: int | None = None,
         shared: bool = False,
         keys: Keys | None = None,
+        metrics: None = None,
     ) -> tuple[float, Tensor | tuple[Tensor, ...] | None]: ...
+
+    @overload
+    def evaluate(
+        self,
+        inputs: Batch | None = None,
+        targets: Tensor | list[Tensor] | None = None,
+        *,
+        dense: bool = False,
+        outputs: Literal[False] = False,
+        microbatches: int | None = None,
+        shared: bool = False,
+        keys: Keys | None = None,
+        metrics: Metrics,
+    ) -> tuple[float, dict[str, float]]: ...
 
     def evaluate(
         self,
-        inputs: Tensor | None = None,
-        targets: Tensor | None = None,
+        inputs: Batch | None = None,
+        targets: Tensor | list[Tensor] | None = None,
         *,
         dense: bool = False,
         outputs: bool = False,
         microbatches: int | None = None,
         shared: bool = False,
         keys: Keys | None = None,
-    ) -> float | tuple[float, Tensor | tuple[Tensor, ...] | None]:
+        metrics: Metrics | None = None,
+    ) -> float | tuple[float, Tensor | tuple[Tensor, ...] | dict[str, float] | None]:
         """Computes the mean loss of one batch without training.
 
         Args:
@@ -495,28 +518,42 @@ class Pipeline:
             microbatches: Number of microbatches of the batch. The default is that of a step.
             shared: Whether all replicas pass the same batch. The first one's loss then counts.
             keys: Key of each microbatch, like those of `step`.
+            metrics: Takes outputs and targets of a microbatch, and returns sums by name, such as
+                {"correct": 17, "tokens": 32}. The rank of the last stage calls it.
 
         Returns:
-            The mean loss over all replicas' microbatches, the same on every rank. With
+            The mean loss over all counted targets of all replicas, the same on every rank. With
             `outputs=True`, this loss and the last layer's outputs for this replica's batch,
-            [batch, ...]. The outputs are None on ranks without the last stage.
+            [batch, ...]. The outputs are None on ranks without the last stage. With `metrics`, the
+            loss and the sums over all microbatches and replicas, on every rank.
 
         Raises:
-            InputError: The batch is missing or cannot be cut, or ranks of one replica pass
-                different batches.
+            InputError: The batch is missing or cannot be cut, a name is unknown or missing, or
+                ranks of one replica pass different batches.
             RunError: The outputs of the microbatches cannot be concatenated.
         """
         count = self.microbatches if microbatches is None else microbatches
         if not isinstance(count, int) or count < 1:
             raise InputError(f"microbatches = {count!r}; an evaluation needs 1 or more")
-        cut_inputs, cut_targets = self._cut_both(inputs, targets, count)
+        cut_inputs, cut_targets = self._cut(inputs, targets, count)
+        if outputs and metrics is not None:
+            raise InputError("evaluate returns outputs or metrics; call it once for each")
         collected = dict[int, object]() if outputs else None
+        sums = None if metrics is None else MetricSums(metrics)
         with ExitStack() as off:
             for context in self._loop.cases.dense() if dense else ():
                 off.enter_context(context)
             loss = self._engine.evaluate(
-                cut_inputs, cut_targets, count, keys, shares=not shared, outputs=collected
+                cut_inputs,
+                cut_targets,
+                count,
+                keys,
+                shares=not shared,
+                outputs=collected,
+                observe=sums,
             )
+        if sums is not None:
+            return loss, sums.over(self._engine.store.world, shares=not shared)
         if collected is None:
             return loss
         from dynmo.pipeline.whole_model import join_outputs
@@ -620,6 +657,35 @@ class Pipeline:
         layout = self._engine.store.layout
         ends = layout.stage_ranks[0], layout.stage_ranks[-1]
         return layout.sliced or self._engine.store.world.rank in ends
+
+    def sampler(
+        self, dataset: Sized, batch: int, *, shuffle: bool = True, seed: int = 0
+    ) -> ReplicaSampler:
+        """Returns a sampler with the part of each batch that belongs to this rank's replica.
+
+        For `torch.utils.data.DataLoader(dataset, batch_sampler=...)`. The ranks of a replica get
+        equal indices. Any number of replicas gets the same batches. Rows that fill no whole batch
+        are left out. `set_epoch(n)` of the sampler shuffles anew.
+
+        Args:
+            dataset: Has a length.
+            batch: Samples of a step over all replicas.
+            shuffle: Whether the order is random.
+            seed: Seeds this order.
+
+        Raises:
+            InputError: The replicas do not divide the batch, or the dataset is smaller than it.
+        """
+        from dynmo.pipeline.sampler import ReplicaSampler
+
+        replicas = self.shape[1]
+        if batch < 1 or batch % replicas or batch > len(dataset):
+            raise InputError(
+                f"batch = {batch}: give a multiple of {replicas} replicas, of at most "
+                f"{len(dataset)} samples of the dataset"
+            )
+        place = lambda: (self.replica, self.shape[1])  # noqa: E731
+        return ReplicaSampler(dataset, batch, place, shuffle=shuffle, seed=seed)
 
     @property
     def caches(self) -> bool:
@@ -896,39 +962,11 @@ class Pipeline:
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _cut_both(
-        self, inputs: Tensor | None, targets: Tensor | None, count: int | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Cuts a batch into microbatches, in the precision of the first layer."""
-        count = count or self.microbatches
-        model = self._engine.model
-        first, last = _cut("inputs", inputs, count), _cut("targets", targets, count)
-        if first is not None and first.is_floating_point():
-            first = first.to(PRECISIONS[self.options.precision])
-        if model.takes_targets and first is not None:
-            if last is None:
-                raise InputError(
-                    "the model's first layer needs the targets too; pass targets on this rank"
-                )
-            first = model.first_inputs(first, last)
-        return first, last
-
-
-def _cut(name: str, batch: Tensor | None, count: int) -> Tensor | None:
-    """Reshapes [batch, ...] to [microbatches, batch / microbatches, ...]."""
-    if batch is None:
-        return None
-    if not isinstance(batch, Tensor) or not batch.dim() or len(batch) % count or not len(batch):
-        what = (
-            f"a tensor of shape {list(batch.shape)}"
-            if isinstance(batch, Tensor)
-            else f"a {type(batch).__name__}"
-        )
-        raise InputError(
-            f"{name} is {what}; give a tensor whose first dimension is a multiple of {count} "
-            "microbatches"
-        )
-    return batch.unflatten(0, (count, len(batch) // count))
+    def _cut(self, batch: object, targets: object, count: int | None = None) -> tuple[Cut, Cut]:
+        engine = self._engine
+        dtype = PRECISIONS[self.options.precision]
+        cutter = BatchCutter(engine.model, engine.store.modules[0], dtype, self._world.device)
+        return cutter.cut(batch, targets, count or self.microbatches)
 
 
 def _check_kinds(model: Any, world: Any, optimizer: Any) -> comm.World:

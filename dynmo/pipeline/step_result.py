@@ -14,7 +14,7 @@ class StepResult:
 
     Attributes:
         step: Number of the step.
-        loss: Mean loss over all microbatches.
+        loss: Mean loss over all counted targets.
         norm: Norm of all gradients before clipping.
         rate: Learning rate of the step.
         seconds: Wall time of the step on this rank.
@@ -25,6 +25,7 @@ class StepResult:
         stop: Whether a rank has asked to stop (`stop=True`).
         layers: Number of layers on each stage.
         frozen: Number of frozen layers.
+        counted: Number of targets that the loss counts. Number of microbatches if nothing tells.
     """
 
     step: int
@@ -39,6 +40,7 @@ class StepResult:
     stop: bool
     layers: tuple[int, ...]
     frozen: int
+    counted: float
 
     def __repr__(self) -> str:
         skipped = ", skipped=True" if self.skipped else ""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo.dynamism.case import Change, Dynamism, Layers, Signals
-from dynmo.models.model import next_token_loss
+from dynmo.models.loss import next_token_loss
 from tests.fuzz.layers import LAYERS, VOCAB, WIDTH, square_linear
 
 # -- several tensors between layers --------------------------------------------------------------

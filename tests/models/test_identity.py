@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from dynmo.errors import RunError
 from dynmo.models.identity import Identity, first_of, identity_from, identity_of
-from dynmo.models.model import Factory, from_factories, next_token_loss
+from dynmo.models.loss import next_token_loss
+from dynmo.models.model import Factory, from_factories
 from dynmo.models.sequential import Sequential
 
 

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.models.model import Model, next_token_loss
+from dynmo.models.loss import next_token_loss
+from dynmo.models.model import Model
 from dynmo.train.setup import model_of
 from tests.models import user_model
 

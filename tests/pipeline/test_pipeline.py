@@ -366,13 +366,10 @@ def test_first_placement_of_the_balance_is_used(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (2, 2)])
-def test_microbatch_without_a_counted_target_is_named(
-    pool: Pool, ranks: int, replicas: int
-) -> None:
-    of = " of replica 1" if replicas > 1 else ""
+def test_batch_without_a_counted_target_is_refused(pool: Pool, ranks: int, replicas: int) -> None:
     told = pool.run(JOBS + "uncounted", ranks, replicas=replicas)
     assert len(set(told)) == 1, "the same on all ranks"
-    assert told[0].startswith(f"step 0: no counted target in microbatch 3{of}: ")
+    assert told[0].startswith("step 0: no target of the whole batch is counted")
 
 
 class Counts(dynmo.Dynamism):

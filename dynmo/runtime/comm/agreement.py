@@ -11,8 +11,8 @@ from dynmo.errors import RunError
 from dynmo.runtime.comm.error_text import first_line
 from dynmo.runtime.comm.world import World
 
-# Most bytes of a rank's reason for a failure that the others get.
-_REASON_BYTES = 200
+# Most letters of a rank's reason for a failure that the others get.
+_REASON_LETTERS = 200
 
 
 def _short_digest(text: str) -> int:
@@ -76,11 +76,17 @@ def share_failures(world: World, error: BaseException | None, what: str) -> dict
         error: What this rank could not do. None if all went well.
         what: What the ranks wait for here, for messages.
     """
-    text = b""
+    text = ""
     if error is not None:
         reason = error.strerror if isinstance(error, OSError) else None
-        text = (reason or first_line(error) or type(error).__name__).encode()[:_REASON_BYTES]
-    own = torch.frombuffer(bytearray(text.ljust(_REASON_BYTES, b"\0")), dtype=torch.uint8)
-    table = world.everyone.gather(own, what)
-    rows = (row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in table)
-    return {rank: text for rank, text in enumerate(rows) if text}
+        text = (reason or first_line(error) or type(error).__name__)[:_REASON_LETTERS]
+    return {rank: text for rank, text in enumerate(share_texts(world, text, what)) if text}
+
+
+def share_texts(world: World, text: str, what: str) -> list[str]:
+    """Returns the text of each rank, on every rank."""
+    own, everyone = text.encode(), world.everyone
+    sizes = everyone.gather(torch.tensor(len(own)), what).tolist()
+    padded = bytearray(own.ljust(max(sizes) or 1, b"\0"))
+    table = everyone.gather(torch.frombuffer(padded, dtype=torch.uint8), what)
+    return [row.numpy().tobytes()[:size].decode() for row, size in zip(table, sizes, strict=True)]

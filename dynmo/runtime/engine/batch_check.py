@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
 # Elements that are hashed at once. It limits the memory.
 _PART = 1 << 20
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+Inputs: TypeAlias = Tensor | Sequence[tuple[Tensor, ...]] | None
+"""Microbatches [microbatches, ...], or the first layer's arguments for each microbatch."""
+Targets: TypeAlias = Tensor | Sequence[Tensor | Mapping[str, Tensor]] | None
 
 
 def fingerprint(batch: Tensor) -> Tensor:
@@ -49,14 +55,28 @@ def fingerprint(batch: Tensor) -> Tensor:
 
 
 def hashes_to_compare(
-    world: World, inputs: Tensor | None, targets: Tensor | None
+    world: World, inputs: Inputs, targets: Targets
 ) -> tuple[Tensor | None, Tensor | None]:
     """Hashes a batch, unless this rank has its pipeline to itself."""
 
-    def hashed(batch: Tensor | None) -> Tensor | None:
-        return None if batch is None or world.size == 1 else fingerprint(batch)
+    def hashed(batch: Inputs | Targets) -> Tensor | None:
+        if batch is None or world.size == 1:
+            return None
+        if isinstance(batch, Tensor):
+            return fingerprint(batch)
+        return fingerprint(torch.stack([fingerprint(each) for each in tensors_of(batch)]))
 
     return hashed(inputs), hashed(targets)
+
+
+def tensors_of(batch: object) -> Iterator[Tensor]:
+    """Yields the tensors of a batch in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+        return
+    several = batch.values() if isinstance(batch, Mapping) else batch
+    for each in cast("Iterable[object]", several):
+        yield from tensors_of(each)
 
 
 def find_difference(
@@ -102,16 +122,18 @@ def check_batch(
                     "tensor [microbatches, ...]"
                 )
             continue
-        if not isinstance(batch, Tensor):
+        if not isinstance(batch, Tensor | list):
             raise InputError(
                 f"{name} is a {type(batch).__name__}; give one tensor [microbatches, ...] "
-                "(torch.stack, torch.as_tensor)"
+                "(torch.stack, torch.as_tensor), or a list of microbatches"
             )
-        if batch.dim() == 0 or len(batch) != microbatches:
+        given = cast("Tensor | list[object]", batch)
+        count = len(given) if isinstance(given, list) or given.dim() else 0
+        if count != microbatches:
             own = " of this replica's own" if world.replicas > 1 else ""
-            count = len(batch) if batch.dim() else "no"
+            shape = f", shape {list(given.shape)}" if isinstance(given, Tensor) else ""
             raise InputError(
-                f"{name}: {count} microbatches, shape {list(batch.shape)}, where "
+                f"{name}: {count or 'no'} microbatches{shape}, where "
                 f"{microbatches}{own} are expected; the first dimension counts microbatches"
             )
 

@@ -11,19 +11,23 @@ What changes between steps is in `dynmo.pipeline.actions`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, InputError, RunError
+from dynmo.models.loss import weighted_mean
 from dynmo.models.model import Model
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.batch_check import (
+    Inputs,
+    Targets,
     check_batch,
     check_rates,
     find_difference,
@@ -122,8 +126,8 @@ class Engine:
     def step(
         self,
         step: int,
-        inputs: Tensor | None,
-        targets: Tensor | None,
+        inputs: Inputs,
+        targets: Targets,
         *,
         lr: float,
         max_norm: float = 0.0,
@@ -134,8 +138,8 @@ class Engine:
 
         Args:
             inputs: This replica's microbatches, [microbatches, ...], on the rank of the first
-                stage. Every replica has as many. They follow those of the replica before it in the
-                batch.
+                stage. Or a list with the first layer's arguments for each microbatch. Every replica
+                has as many. They follow those of the replica before it in the batch.
             targets: Likewise, on the rank of the last stage.
             max_norm: Norm to clip the gradients to. 0 clips nothing.
             flag: Number that every rank gets in `StepRecord.flags`, such as a wish to stop.
@@ -156,8 +160,8 @@ class Engine:
     def advance(
         self,
         step: int,
-        inputs: Tensor | None,
-        targets: Tensor | None,
+        inputs: Inputs,
+        targets: Targets,
         *,
         lr: float,
         max_norm: float = 0.0,
@@ -194,7 +198,7 @@ class Engine:
         return self.pending.drain()
 
     def forward_backward(
-        self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None
+        self, step: int, inputs: Inputs, targets: Targets, keys: Keys | None = None
     ) -> StepOutput:
         """Runs the first half of `step`. Gradients wait for `update` or `discard`."""
         store = self.pending.final
@@ -227,13 +231,14 @@ class Engine:
 
     def evaluate(
         self,
-        inputs: Tensor | None,
-        targets: Tensor | None,
+        inputs: Inputs,
+        targets: Targets,
         microbatches: int,
         keys: Keys | None = None,
         *,
         shares: bool = False,
         outputs: dict[int, object] | None = None,
+        observe: Callable[[Any, Any], None] | None = None,
     ) -> float:
         """Computes the mean loss over microbatches without training, alike on all ranks.
 
@@ -244,6 +249,7 @@ class Engine:
                 loss counts, because all have the same.
             outputs: Takes the model's output of each microbatch on the ranks of the last stage.
                 These then need no targets, and the loss is NaN without.
+            observe: Called with outputs and targets of each microbatch on these ranks.
 
         Raises:
             InputError: Ranks of a replica were given different batches.
@@ -252,18 +258,23 @@ class Engine:
             raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
         check_batch(self.pending.final, inputs, targets, microbatches, outputs is None)
         hashes = hashes_to_compare(self.store.world, inputs, targets)
-        loss = self.programs.evaluate(inputs, targets, microbatches, keys, outputs)
         world, ranks = self.store.world, self.store.world.everyone.size
-        table = torch.zeros(1 + 2 * ranks, dtype=torch.float64)
-        table[0], rows = loss, table[1:].view(2, ranks)
-        for row, value in zip(rows, hashes, strict=True):
+        table = torch.zeros(4, ranks, dtype=torch.float64)
+        table[0, world.replica], table[1, world.replica] = self.programs.evaluate(
+            inputs, targets, microbatches, keys, outputs, observe
+        )
+        for row, value in zip(table[2:], hashes, strict=True):
             if value is not None:
                 row[world.everyone.rank] = value
         (world.everyone if shares else FirstReplica(world)).sum(table, "the evaluation to end")
-        difference = find_difference("the evaluation", rows.tolist(), world.replicas)
+        losses, counts, *rows = table
+        difference = find_difference(
+            "the evaluation", [row.tolist() for row in rows], world.replicas
+        )
         if difference is not None:
             raise difference
-        return float(table[0]) / (world.replicas if shares else 1)
+        replicas = world.replicas if shares else 1
+        return weighted_mean(losses[:replicas], counts[:replicas].tolist())
 
     # -- measurements ------------------------------------------------------------------------------
 

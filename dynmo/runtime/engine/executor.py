@@ -6,15 +6,15 @@ No rank arithmetic, no names of schedules.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
+from dynmo.runtime.engine.batch_check import Inputs, Targets
 from dynmo.runtime.engine.stage_streams import Key, StageStreams
 from dynmo.runtime.layer.buffers import BufferSet
 from dynmo.runtime.layer.split_backward import Tensors
@@ -45,13 +45,13 @@ class StepOutput:
         losses: Losses of the microbatches, on the last stage.
         hashes: Hash of the inputs and of the targets that this rank was given. None if it was given
             none, or if no other rank of its replica could be given another.
-        targets: Targets of the microbatches, until the step's table is made.
+        counts: Number of targets that the loss of each microbatch counts, on the last stage.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     intervals: list[Interval] = field(default_factory=list[Interval])
     hashes: tuple[Tensor | None, Tensor | None] = (None, None)
-    targets: Tensor | None = None
+    counts: Sequence[float] = ()
 
 
 class Executor:
@@ -75,8 +75,8 @@ class Executor:
     def run(
         self,
         step: int,
-        inputs: Tensor | None,
-        targets: Tensor | None,
+        inputs: Inputs,
+        targets: Targets,
         training: bool = True,
         is_validated: Callable[[], bool] | None = None,
     ) -> StepOutput:
@@ -116,14 +116,10 @@ class Executor:
             stage.clear()
 
 
-def _at(batch: Tensor | None, microbatch: int) -> Tensor:
+def _at(batch: Inputs, microbatch: int) -> Tensors:
     assert batch is not None, "a first stage needs inputs"
-    return batch[microbatch]
-
-
-def mean_loss(losses: list[Tensor]) -> float:
-    """Returns the mean over the microbatches, added in their order. 0 for none."""
-    return float(torch.stack(losses).double().mean()) if losses else 0.0
+    inputs = batch[microbatch]
+    return (inputs,) if isinstance(inputs, Tensor) else inputs
 
 
 class _ProgramRun:
@@ -131,8 +127,8 @@ class _ProgramRun:
         self,
         executor: Executor,
         step: int,
-        inputs: Tensor | None,
-        targets: Tensor | None,
+        inputs: Inputs,
+        targets: Targets,
         training: bool,
     ) -> None:
         self._executor = executor
@@ -144,7 +140,7 @@ class _ProgramRun:
         self._transport = executor.transport
         self._streams = executor.streams
         self._mark = executor.clock.mark
-        self._output = StepOutput(targets=targets)
+        self._output = StepOutput()
         self._intervals = self._output.intervals
         self._queue = WeightGradQueue(self._program.instructions, self._stages)
         # Tensors on their way to an op or to a channel, by (direction, stage that needs or made
@@ -186,7 +182,7 @@ class _ProgramRun:
     def _forward(self, compute: Compute) -> Any:
         """Runs F, and hands its outputs on. Returns the mark of its start."""
         (_, s, j), takes, to, local = compute
-        x = self._arrived.pop((Direction.ACTIVATION, s, j)) if takes else (_at(self._inputs, j),)
+        x = self._arrived.pop((Direction.ACTIVATION, s, j)) if takes else _at(self._inputs, j)
         self._streams.need((Direction.ACTIVATION, s, j), x)
         start = self._mark()
         targets = None if to is not None or self._targets is None else self._targets[j]

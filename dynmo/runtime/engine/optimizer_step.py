@@ -46,7 +46,7 @@ class OptimizerStep:
         everyone.sum(table, "the step to end on every rank")
         result = self.table.read(step, table, step_output, self.scaler.scale)
         failed = self.failed(result.loss, result.squared_norms, max_norm)
-        error = self.table.difference(step, table)
+        error = self.table.wrong_batch(step, table)
         if error is None and failed == NON_FINITE:
             error = self.error(result)
         if error is not None:
@@ -99,14 +99,6 @@ class OptimizerStep:
         scaler, finite = self.scaler, math.isfinite(result.loss)
         if finite and scaler.skips:
             return None
-        if result.uncounted is not None:
-            replica, microbatch = result.uncounted
-            of = f" of replica {replica}" if self._store.world.replicas > 1 else ""
-            return RunError(
-                f"step {result.step}: no counted target in microbatch {microbatch}{of}: all are "
-                "-100, so its loss is the mean of nothing; nothing was updated. Leave such rows "
-                "out, or use fewer microbatches"
-            )
         scaled = f" (loss scale {scaler.scale:g})" if scaler.scale != 1 or scaler.dynamic else ""
         what = "Lower train.lr or check the data"
         if finite and scaled and not scaler.dynamic:

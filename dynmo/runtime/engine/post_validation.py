@@ -146,8 +146,8 @@ class PostValidation:
         table = self._ring.verdict()
         result = end.table.read(pending.step, table, pending.step_output, end.scaler.scale)
         failed = end.failed(result.loss, result.squared_norms, pending.max_norm)
-        difference = end.table.difference(pending.step, table)
-        if difference is not None:
+        wrong = end.table.wrong_batch(pending.step, table)
+        if wrong is not None:
             failed = MISMATCHED
         assert self._policy is not None
         switch = self._policy.observe(failed is not None)
@@ -164,7 +164,7 @@ class PostValidation:
                 self._failure = end.error(result)
                 result = end.skipped(result)
             elif failed == MISMATCHED:
-                self._failure = difference
+                self._failure = wrong
             result = replace(result, rollback=Rollback(failed, time.perf_counter() - self._begun))
         if self._failure is None:
             end.scaler.observe(failed != NON_FINITE)

@@ -5,18 +5,20 @@ They are lowered when they are first needed, and again after layers have moved, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import generators_kept
+from dynmo.models.loss import counts_of, weighted_mean
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.engine.batch_check import hashes_to_compare
-from dynmo.runtime.engine.executor import Executor, StepOutput, mean_loss
+from dynmo.runtime.engine.batch_check import Inputs, Targets, hashes_to_compare
+from dynmo.runtime.engine.executor import Executor, StepOutput
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
 from dynmo.runtime.engine.stage_streams import StageStreams
@@ -79,19 +81,20 @@ class Programs:
         self,
         executor: Executor,
         step: int,
-        inputs: Tensor | None,
-        targets: Tensor | None,
+        inputs: Inputs,
+        targets: Targets,
         keys: Keys | None,
         scale: float,
         is_validated: Callable[[], bool] | None = None,
     ) -> StepOutput:
         """Runs the program that trains, until this rank's gradients are complete."""
         store = self._store
+        counts = self._count(executor, targets)
         executor.scale_loss(scale)
         hashes = hashes_to_compare(store.world, inputs, targets)
         with self._running(keys, training=True):
             step_output = executor.run(step, inputs, targets, is_validated=is_validated)
-        step_output.hashes = hashes
+        step_output.hashes, step_output.counts = hashes, counts
         store.replicas.finish("the gradients of the step")
         self._clock.settle()
         if store.world.device.type == "cpu":  # no other process has a part of a GPU's time
@@ -100,23 +103,51 @@ class Programs:
 
     def evaluate(
         self,
-        inputs: Tensor | None,
-        targets: Tensor | None,
+        inputs: Inputs,
+        targets: Targets,
         microbatches: int,
         keys: Keys | None = None,
         outputs: dict[int, object] | None = None,
-    ) -> float:
+        observe: Callable[[Any, Any], None] | None = None,
+    ) -> tuple[float, float]:
+        """Returns the mean loss of this replica's microbatches, and how many targets it counts.
+
+        Both are 0 on ranks without the last stage.
+        """
         executor = self._evaluator(microbatches)
+        counts = self._count(executor, targets, shares=False)
         for stage in executor.stages.values():
-            stage.collected = outputs
+            stage.collected, stage.observe = outputs, observe
         # A stage chooses for itself what keeps a graph. Here nothing does.
         with self._running(keys, training=False), torch.enable_grad():
             step_output = executor.run(0, inputs, targets, training=False)
         for stage in executor.stages.values():
-            stage.collected = None
+            stage.collected = stage.observe = None
         for layer in self._store.layers.values():
             layer.marks.clear()
-        return mean_loss(step_output.losses)
+        losses = step_output.losses
+        if not losses:
+            return 0.0, 0.0
+        counts = counts or [1.0] * len(losses)
+        return weighted_mean(torch.stack(losses).double(), counts), sum(counts)
+
+    def _count(self, executor: Executor, targets: Targets, shares: bool = True) -> list[float]:
+        """Counts the targets of each microbatch, and weighs the losses by them.
+
+        Returns:
+            The counts. Empty on ranks without the last stage.
+        """
+        store = self._store
+        stage = executor.stages.get(len(store.layout.stage_ranks) - 1)
+        if stage is None:
+            return []
+        stage.counts = None if targets is None else counts_of(store.model.count, targets)
+        if stage.counts is not None and shares:
+            own = torch.tensor(math.fsum(stage.counts), dtype=torch.float64)
+            stage.total = math.fsum(
+                store.world.peers.gather(own, "the number of counted targets").tolist()
+            )
+        return list(stage.counts or ())
 
     def _evaluator(self, microbatches: int) -> Executor:
         if microbatches not in self._evaluators:

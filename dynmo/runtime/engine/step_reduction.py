@@ -2,8 +2,8 @@
 
 The result is the same on every rank.
 
-    squared norms of the layers | losses of the microbatches | busy, span, flag, uncounted, hashes
-    on all replicas               of all replicas              of every global rank, or slice
+    squared norms of the layers | losses, counts of microbatches | busy, span, flag, hashes
+    on all replicas               of all replicas                  of every global rank, or slice
 
 Exactly one rank writes each entry, except for the norms, which one rank of each pipeline writes.
 The all-reduce therefore only adds zeros and cannot round.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dynmo.errors import InputError
+from dynmo.models.loss import weighted_mean
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import find_difference
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
@@ -25,9 +26,7 @@ from dynmo.runtime.engine.norm_ring import Rollback, Switch
 from dynmo.runtime.optim.optimizer import squared_norm
 from dynmo.runtime.state.layer_store import LayerStore
 
-_ROWS = 6
-# Cross entropy does not count such targets (`ignore_index`).
-_UNCOUNTED = -100
+_ROWS = 5
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class StepRecord:
     """Record of one step. It is the same on every rank.
 
     Attributes:
-        loss: Mean loss over all microbatches.
+        loss: Mean loss over all counted targets.
         norm: Norm of all gradients before clipping.
         squared_norms: Squared norm of each layer's gradients before clipping. 0 if the step was
             skipped.
@@ -47,8 +46,7 @@ class StepRecord:
         rollback: With post-validation, why the step was taken back. None if it was not.
         switch: With post-validation, a change between steps with and without a barrier.
         skipped: Whether gradients overflowed. Nothing was updated then, and the loss scale falls.
-        uncounted: Replica and number of a microbatch whose loss is not a number because all its
-            targets are -100. None if there is none.
+        counted: Number of targets that the loss counts. Without a counter, that of microbatches.
     """
 
     step: int
@@ -63,7 +61,7 @@ class StepRecord:
     rollback: Rollback | None = None
     switch: Switch | None = None
     skipped: bool = False
-    uncounted: tuple[int, int] | None = None
+    counted: float = 0.0
 
     @property
     def idle_ratio(self) -> float:
@@ -89,16 +87,16 @@ class StepReduction:
     @property
     def _losses_end(self) -> int:
         layout = self._store.layout
-        return self._store.model.layers + layout.microbatches * layout.replicas
+        return self._store.model.layers + 2 * layout.microbatches * layout.replicas
 
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns views of the norms, the losses, and [_ROWS, ranks].
+        """Returns views of the norms, of losses and counts [2, microbatches], and [_ROWS, ranks].
 
-        The rows are busy, span, flag, uncounted (1 + a number of a microbatch), and the hashes of
-        inputs and targets.
+        The rows are busy, span, flag, and the hashes of inputs and targets.
         """
         layers, losses = self._store.model.layers, self._losses_end
-        return table[:layers], table[layers:losses], table[losses:].view(_ROWS, self._ranks)
+        both = table[layers:losses].view(2, -1)
+        return table[:layers], both, table[losses:].view(_ROWS, self._ranks)
 
     def own(self, step_output: StepOutput, flag: int) -> Tensor:
         """Returns this rank's entries. Its gradients must be complete."""
@@ -115,11 +113,10 @@ class StepReduction:
             }
         for index, value in squares.items():
             norms[index] = value
-        uncounted = 0
         if step_output.losses:
-            mine = losses[world.replica * own :][:own]
-            mine.copy_(torch.stack(step_output.losses))
-            uncounted = _uncounted(mine, step_output.targets)
+            mine = losses[:, world.replica * own :][:, :own]
+            mine[0] = torch.stack(step_output.losses)
+            mine[1] = torch.tensor(step_output.counts, dtype=torch.float64)
         for rank in {layout.stage_ranks[stage] for stage in store.own_stages}:
             spent = [s for s in step_output.intervals if layout.stage_ranks[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
@@ -131,16 +128,20 @@ class StepReduction:
             column[0] = busy
             column[1] = clock.elapsed(spent[0].start, spent[-1].end)
             column[2] = float(flag)
-            column[3] = uncounted
-            for at, value in enumerate(step_output.hashes, 4):
+            for at, value in enumerate(step_output.hashes, 3):
                 if value is not None:
                     column[at] = value
-        step_output.targets = None
         return table
 
-    def difference(self, step: int, table: Tensor) -> InputError | None:
-        """Returns the error of ranks with different batches, from the complete table."""
-        hashes = self._parts(table)[2][4:].tolist()
+    def wrong_batch(self, step: int, table: Tensor) -> InputError | None:
+        """Returns the error of ranks with different batches, or of a batch that counts nothing."""
+        _, losses, rest = self._parts(table)
+        if not losses[1].any():
+            return InputError(
+                f"step {step}: no target of the whole batch is counted (all labels are -100?); "
+                "nothing was updated"
+            )
+        hashes = rest[3:].tolist()
         return find_difference(f"step {step}", hashes, self._store.layout.replicas)
 
     def once(self, table: Tensor) -> Tensor:
@@ -162,34 +163,18 @@ class StepReduction:
     ) -> StepRecord:
         norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
-        busy, spans, flags, uncounted, *_ = rest.tolist()
+        busy, spans, flags, *_ = rest.tolist()
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
-        loss = float(losses.clone().mean())
-        flags = tuple(map(int, flags))
-        # The replicas of a rank lie side by side.
-        places = [
-            (column % self._store.layout.replicas, int(number) - 1)
-            for column, number in enumerate(uncounted)
-            if number
-        ]
+        counts = losses[1].tolist()
         return StepRecord(
             step,
-            loss,
+            weighted_mean(losses[0], counts),
             norm,
             squares,
             tuple(busy),
             tuple(spans),
-            flags,
+            tuple(map(int, flags)),
             step_output,
             loss_scale,
-            uncounted=min(places, default=None),
+            counted=math.fsum(counts),
         )
-
-
-def _uncounted(losses: Tensor, targets: Tensor | None) -> int:
-    """Returns 1 + the number of the first microbatch without a counted target, or 0."""
-    assert targets is not None, "the rank of the last stage has them"
-    for microbatch in losses.isnan().nonzero().flatten().tolist():
-        if bool((targets[microbatch] == _UNCOUNTED).all()):
-            return microbatch + 1
-    return 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ class Stage:
         first_trainable: Global index of the first layer that trains. A layer below it keeps
             nothing, and B stops there.
         loss: Takes (output, targets) and returns a scalar. Only on the model's last stage.
-        share: Part of this loss in the step's loss: one over the global number of microbatches. B
-            starts with it.
+        share: Part of a microbatch in the step: one over the global number of microbatches.
         outputs: Keeps the outputs of the first `kept` layers for each microbatch.
         kept: Number of leading layers that are frozen.
         device: Device of the tensor that holds the share. A copy to it would hold up each B.
@@ -32,15 +31,22 @@ class Stage:
     Attributes:
         collected: Takes the model's output of each microbatch, on the last stage. None takes
             nothing.
+        observe: Called with the output and the targets of each microbatch, on the last stage.
+        counts: Number of targets that the loss of each microbatch counts. None means that all
+            microbatches count alike.
+        total: Their sum over all microbatches of the step and all replicas.
     """
 
     collected: dict[int, object] | None = None
+    observe: Callable[[Any, Any], None] | None = None
+    counts: Sequence[float] | None = None
+    total: float = 0.0
 
     def __init__(
         self,
         layers: Sequence[Layer],
         first_trainable: int,
-        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        loss: Callable[[Any, Any], Tensor] | None = None,
         share: float = 1.0,
         outputs: OutputCache | None = None,
         kept: int = 0,
@@ -58,13 +64,17 @@ class Stage:
         self._share = torch.full((), self._portion * scale, device=self._device)
         for layer in self.layers:
             layer.tape.loss_share = self._share
+        self._shares = None
+        if self.counts is not None:
+            parts = [scale * count / (self.total or 1.0) for count in self.counts]
+            self._shares = torch.tensor(parts, device=self._device).unbind()
 
     def begin(self) -> None:
         for layer in self.layers:
             layer.begin()
 
     def forward(
-        self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool
+        self, microbatch: int, tensors: Tensors, step: int, targets: object, training: bool
     ) -> Tensors:
         """Runs F of one microbatch. Returns the last layer's outputs, or the loss.
 
@@ -86,16 +96,20 @@ class Stage:
             )
         return tensors
 
-    def _finish(self, microbatch: int, targets: Tensor | None, output: Tensor) -> Tensor:
+    def _finish(self, microbatch: int, targets: object, output: Tensor) -> Tensor:
         assert self._loss is not None
         if self.collected is not None:
             self.collected[microbatch] = _copy(output)  # a loss may write to the output
             if targets is None:
                 return torch.full((), math.nan, device=self._device)
         assert targets is not None, "a last stage needs targets"
+        if self.observe is not None:
+            self.observe(_copy(output), targets)
+        if self.counts is not None and not self.counts[microbatch]:
+            return _zero(output)  # the mean over nothing is no number
         # A loss may write to its targets (to mask some, say). They may be a view of the batch, and
         # a recompute needs them again.
-        loss = cast(object, self._loss(output, targets.clone()))
+        loss = cast(object, self._loss(output, _copy(targets)))
         if not isinstance(loss, Tensor) or loss.dim():
             what = (
                 f"a tensor of shape {tuple(loss.shape)}"
@@ -126,7 +140,8 @@ class Stage:
 
         `gradients` are those of the outputs. None on the last stage, whose output is the loss.
         """
-        gradients = (self._share,) if gradients is None else gradients
+        if gradients is None:
+            gradients = (self._share if self._shares is None else self._shares[microbatch],)
         for layer in reversed(self._trained):
             gradients = layer.backward_input(microbatch, gradients, deferred)
         # A message travels from one device.
@@ -146,8 +161,17 @@ class Stage:
             layer.clear()
 
 
+def _zero(output: object) -> Tensor:
+    """Returns a loss of 0 whose gradients are zeros."""
+    several = cast("Sequence[object]", output if isinstance(output, tuple | list) else (output,))
+    floats = [y for y in several if isinstance(y, Tensor) and y.is_floating_point()]
+    return torch.stack([y.reshape(-1)[:0].sum().float() for y in floats]).sum()
+
+
 def _copy(output: object) -> object:
     """Returns copies of tensors without their graph. Lists become tuples."""
     if isinstance(output, tuple | list):
         return tuple(map(_copy, cast("Sequence[object]", output)))
+    if isinstance(output, Mapping):
+        return {name: _copy(each) for name, each in cast("Mapping[str, object]", output).items()}
     return output.detach().clone() if isinstance(output, Tensor) else output

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dynmo.balance.partition import Partition
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
-from dynmo.models.model import from_factories, next_token_loss
+from dynmo.models.loss import next_token_loss
+from dynmo.models.model import from_factories
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World

@@ -13,7 +13,8 @@ from torch import nn
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.errors import ConfigError, RunError
-from dynmo.models.model import from_factories, next_token_loss
+from dynmo.models.loss import next_token_loss
+from dynmo.models.model import from_factories
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.saving import restore_layer
 from dynmo.runtime.comm.world import World

@@ -16,7 +16,7 @@ from dynmo.kernels.seeds import mix
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.engine.executor import WAIT, Executor, mean_loss
+from dynmo.runtime.engine.executor import WAIT, Executor
 from dynmo.runtime.engine.stage_streams import StageStreams
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.split_backward import Layer
@@ -110,7 +110,9 @@ def execute(
         assert not any(loss.requires_grad for loss in step_output.losses), (
             "a loss keeps its graph, and what that has not saved"
         )
-        losses.append(mean_loss(step_output.losses))
+        losses.append(
+            float(torch.stack(step_output.losses).double().mean()) if step_output.losses else 0.0
+        )
         ahead += sum((a.kind, b.kind) == (WAIT, "W") for a, b in pairwise(step_output.intervals))
     executor.close()
     own = [layer for stage in stages.values() for layer in stage.layers]

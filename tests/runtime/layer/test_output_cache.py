@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.errors import RunError
-from dynmo.models.model import Model, from_factories, next_token_loss
+from dynmo.models.loss import next_token_loss
+from dynmo.models.model import Model, from_factories
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.engine.options import UpdateOptions

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, RunError
-from dynmo.models.model import Model, from_factories, next_token_loss
+from dynmo.models.loss import next_token_loss
+from dynmo.models.model import Model, from_factories
 from dynmo.pipeline.saving import restore_layer
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import UpdateOptions
