@@ -1,0 +1,164 @@
+"""Dictionaries, lists of microbatches, and a loss that counts targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynmo
+from dynmo.errors import InputError
+from tests.pipeline.named_batches import Embed, make_batch, make_layers, plain_losses
+from tests.pool import Pool
+
+JOBS = "tests.pipeline.named_batches:"
+
+
+@pytest.fixture
+def world() -> Iterator[dynmo.World]:
+    with dynmo.init(device="cpu") as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> dict[str, Any]:
+    return pool.run(JOBS + "train", 1)[0]
+
+
+def test_losses_and_weights_are_those_of_plain_torch(alone: dict[str, Any]) -> None:
+    losses, _ = plain_losses(4)
+    assert alone["losses"] == pytest.approx(losses, rel=1e-6)
+    assert alone["counted"] == [33.0]
+    assert alone["sums"]["tokens"] == 33.0
+    assert 0 <= alone["sums"]["right"] <= 33
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"schedule": "zb-auto"}),
+        (2, {"as_list": True, "post_validation": True}),
+        (3, {"schedule": "zb-v", "as_list": True}),
+        (2, {"replicas": 2}),
+        (4, {"replicas": 2, "moves": True}),
+        (3, {"moves": True}),
+    ],
+)
+def test_any_ranks_have_the_bits_of_one(
+    pool: Pool, alone: dict[str, Any], ranks: int, options: dict[str, Any]
+) -> None:
+    for told in pool.run(JOBS + "train", ranks, **options):
+        assert told["losses"] == alone["losses"]
+        assert told["weights"] == alone["weights"]
+        assert told["sums"] == alone["sums"]
+        assert told["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-12)
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+def test_a_batch_that_counts_nothing_changes_nothing(pool: Pool, post_validation: bool) -> None:
+    for told in pool.run(JOBS + "uncounted", 2, post_validation=post_validation):
+        assert "no target of the whole batch is counted" in told["error"]
+        assert told["unchanged"]
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda batch: {key: value for key, value in batch.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (without("attention_mask"), r"lacks attention_mask; its inputs are input_ids, attention"),
+        (lambda batch: batch | {"ids": batch["labels"]}, "has ids, which the model lacks"),
+        (lambda batch: batch | {"labels": [1]}, "labels of the batch is a list; give a tensor"),
+        (
+            lambda batch: batch | {"labels": batch["labels"][:9]},
+            "different numbers of rows: 12, 12",
+        ),
+        (lambda batch: {k: v[:10] for k, v in batch.items()}, "multiple of 4 microbatches"),
+        (lambda batch: [batch] * 3, "3 microbatches, where 4 are expected"),
+        (lambda batch: [batch, 1, batch, batch], "list of dict, int"),
+        (lambda batch: [batch] * 3 + [without("labels")(batch)], "have targets that others lack"),
+        (lambda batch: (batch["input_ids"], batch["labels"]), "is a tuple; give a dictionary"),
+        (without("labels"), "targets is None"),
+    ],
+)
+def test_wrong_batches_are_refused_before_the_step(
+    world: dynmo.World, change: Callable[[dict[str, Tensor]], Any], told: str
+) -> None:
+    pipeline = dynmo.Pipeline(dynmo.Sequential(make_layers()), world, microbatches=4)
+    before = pipeline.digest()
+    with pytest.raises(InputError, match=told):
+        pipeline.step(change(make_batch(0)))
+    assert pipeline.digest() == before
+    assert pipeline.steps == 0
+    pipeline.step(make_batch(0))
+
+
+def test_names_are_given_or_those_of_the_forward(world: dynmo.World) -> None:
+    class Anything(Embed):
+        def forward(self, *given: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(*given)
+
+    torch.manual_seed(0)
+    layers = [Anything(), *make_layers()[1:]]
+    batch = {"ids": make_batch(0)["input_ids"], "keep": make_batch(0)["attention_mask"]}
+    targets = make_batch(0)["labels"]
+    with pytest.raises(InputError, match="does not name its inputs"):
+        dynmo.Pipeline(dynmo.Sequential(layers), world, microbatches=4).step(batch, targets)
+    named = dynmo.Sequential(layers, inputs=("ids", "keep"))
+    dynmo.Pipeline(named, world, microbatches=4).step(batch, targets)
+
+
+def test_several_targets_reach_the_loss_by_name(world: dynmo.World) -> None:
+    def loss(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
+        return ((output - targets["y"]) ** 2 * targets["weight"]).sum() / targets["weight"].sum()
+
+    def count(targets: dict[str, Tensor]) -> Tensor:
+        return targets["weight"].sum()
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 4), nn.Linear(4, 1)]
+    rows = torch.randn(6, 2)
+    batch = {
+        "input": rows,
+        "y": torch.randn(6, 1),
+        "weight": torch.tensor([[1.0]] * 2 + [[0.5]] * 4),
+    }
+    whole = float(loss(nn.Sequential(*layers)(rows), batch).detach())
+    model = dynmo.Sequential(layers, loss, targets=("y", "weight"), count=count)
+    assert dynmo.Pipeline(model, world, microbatches=3).evaluate(batch) == pytest.approx(whole)
+
+
+def test_a_wrong_count_is_refused(world: dynmo.World) -> None:
+    model = dynmo.Sequential(make_layers(), count=lambda targets: -1)
+    pipeline = dynmo.Pipeline(model, world, microbatches=4)
+    with pytest.raises(InputError, match=r"count returned -1; it must return how many targets"):
+        pipeline.step(make_batch(0))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sampler_gives_any_number_of_replicas_the_same_batches(
+    world: dynmo.World, replicas: int
+) -> None:
+    from dynmo.pipeline.sampler import ReplicaSampler
+
+    rows = list(range(22))
+    whole = list(ReplicaSampler(rows, 4, lambda: (0, 1), shuffle=True, seed=3))
+    parts = [
+        list(ReplicaSampler(rows, 4, lambda r=r: (r, replicas), shuffle=True, seed=3))
+        for r in range(replicas)
+    ]
+    assert [list(chain(*each)) for each in zip(*parts, strict=True)] == whole
+    assert len(whole) == 5
+    pipeline = dynmo.Pipeline(dynmo.Sequential(make_layers()), world, microbatches=2)
+    sampler = pipeline.sampler(rows, 4, seed=3)
+    assert list(sampler) == whole
+    sampler.set_epoch(1)
+    assert list(sampler) != whole
+    with pytest.raises(InputError, match="batch = 23"):
+        pipeline.sampler(rows, 23)
