@@ -101,15 +101,13 @@ def saved_layers(engine: Engine) -> Iterator[tuple[int, tuple[nn.Module, dict[st
                 yield index, (module, state)
 
 
-def restore_layer(
-    engine: Engine, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]
-) -> None:
+def restore_layer(engine: Engine, index: int, tensors: dict[tuple[str, str], Tensor]) -> None:
     """Replaces one of this rank's layers by its tensors in a checkpoint."""
     engine.pending.assert_final()
     store = engine.store
     tensors = store.own_part(index, tensors)
     tensors = checkpoint.fit(index, store.model.names[index], store.modules[index], tensors)
-    store.replace(index, tensors, flags)
+    store.replace(index, tensors)
     engine.programs.relower()
 
 
@@ -189,8 +187,9 @@ def restore_engine(
         if engine.store.world.everyone.rank == 0 and "identity" in state:
             _warn_of_changes(engine.store.identity.with_code(cases), path, state["identity"])
         for index in engine.store.own:
-            layer = checkpoint.load_layer(path, index, engine.store.world.device)
-            restore_layer(engine, index, *layer)
+            restore_layer(
+                engine, index, checkpoint.load_layer(path, index, engine.store.world.device)
+            )
     except CheckpointError as error:
         failure = error
     failures = share_failures(engine.store.world, failure, "the checkpoint's layers to be read")

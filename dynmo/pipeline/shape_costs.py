@@ -250,7 +250,9 @@ def _static_cost(options: PipelineOptions, model: Model, module: nn.Module) -> L
         gradient_bytes(p) * (times if p in experts else 1) for p in parameters if p.requires_grad
     )
     masters = sum(
-        gradient_bytes(p) * (times if p in experts else 1) for p in parameters if p.dtype in LOW
+        gradient_bytes(p) * (times if p in experts else 1)
+        for p in parameters
+        if p.dtype in LOW and p.requires_grad
     )
     return LayerCost(
         0.0,

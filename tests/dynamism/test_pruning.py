@@ -432,7 +432,7 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
         CheckpointError,
         match=r"layer 1 \(blocks\.0\.attention\): qkv\.weight is sparse, but not of 96 x 32",
     ):
-        restore_layer(other, 1, tensors, {})
+        restore_layer(other, 1, tensors)
 
 
 def test_restored_pruned_model_is_equal(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_restored_pruned_model_is_equal(tmp_path: Path) -> None:
         )
         for index in range(6):
             restore_layer(
-                other, index, *checkpoint.load_layer(saved.path, index, torch.device("cpu"))
+                other, index, checkpoint.load_layer(saved.path, index, torch.device("cpu"))
             )
         assert other.digest() == pipeline.digest()
         for each in (pipeline, other):

@@ -4,9 +4,10 @@
     master
 
 Every float32 parameter is lowered, norms' weights too. Inside, torch's norms compute in float32. On
-CUDA they take no mixture. The master keeps the bits that rounding hides. Buffers (rotary tables,
-running statistics) stay as the model made them. A table would lose more by rounding than it saves.
-A module casts buffers when it uses them. The loss is taken in float32.
+CUDA they take no mixture. The master keeps the bits that rounding hides. Only a parameter that
+trains has one. Buffers (rotary tables, running statistics) stay as the model made them. A table
+would lose more by rounding than it saves. A module casts buffers when it uses them. The loss is
+taken in float32.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 
 
 def lower(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rounds the float32 parameters of a module. Returns their values before."""
+    """Rounds the float32 parameters of a module. Returns the values before of those that train."""
     masters: dict[str, Tensor] = {}
     if dtype == torch.float32:
         return masters
     for name, parameter in module.named_parameters():
         if parameter.dtype == torch.float32:
-            masters[name] = parameter.data
+            if parameter.requires_grad:
+                masters[name] = parameter.data
             parameter.data = parameter.data.to(dtype)
     return masters
 

@@ -7,7 +7,7 @@ travels with it. A frozen layer is simply not stepped: no decay, no moments.
                -- lower:  `master` ->
 
 With ZeRO-1 a replica owns a share of each layer, cut at whole norm blocks. A parameter of lower
-precision has a float32 master.
+precision has a float32 master from the time that it trains. It keeps the master when it is frozen.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ class Share:
 WHOLE = Share()
 
 
+def needs_master(parameter: Tensor) -> bool:
+    """Returns whether a parameter is trained through a float32 master."""
+    return parameter.dtype not in (torch.float32, torch.float64)
+
+
 def decays(parameter: Tensor) -> bool:
     return parameter.dim() >= 2
 
@@ -94,7 +99,7 @@ class LayerOptimizer:
     Args:
         shared: Names of parameters that another layer owns and updates (tied weights).
         share: The part that is here.
-        masters: First masters, by name. The default is the parameters' values.
+        masters: First masters, by name. The default is the parameters' values, if they train.
         undivided: Names of parameters that are here whole, whatever the share (experts that are
             spread over the replicas).
     """
@@ -125,18 +130,32 @@ class LayerOptimizer:
         self.masters: dict[str, Tensor] = {}
         self._pieces: dict[str, Tensor] = {}
         for name, p in self.parameters.items():
-            if p.dtype in (torch.float32, torch.float64):
-                self._pieces[name] = p if self.whole else self._slice(name, p.detach())
-            else:
-                given = (masters or {}).get(name, p).detach().to(p.device, torch.float32)
-                self.masters[name] = self._pieces[name] = self._slice(
-                    name, given.contiguous()
-                ).clone()
+            if p.requires_grad or not needs_master(p):
+                self._make_piece(name, (masters or {}).get(name, p))
         # Parameters whose state the last step made. Taking that step back drops their state.
         self._fresh: frozenset[str] = frozenset()
         self._kept: dict[str, tuple[Tensor, dict[str, Tensor] | None]] | None = None
         # State of each piece that has been stepped, by moment.
         self._state: dict[str, dict[str, Tensor]] = {}
+
+    def _make_piece(self, name: str, values: Tensor) -> None:
+        p = self.parameters[name]
+        if needs_master(p):
+            given = values.detach().to(p.device, torch.float32).contiguous()
+            self.masters[name] = self._pieces[name] = self._slice(name, given).clone()
+        else:
+            self._pieces[name] = p if self.whole else self._slice(name, p.detach())
+
+    def _piece(self, name: str) -> Tensor:
+        """Returns what the optimizer updates. A thawed parameter gets its master now."""
+        if name not in self._pieces:
+            self._make_piece(name, self.parameters[name])
+        return self._pieces[name]
+
+    def _piece_bytes(self, name: str) -> int:
+        low, high = self.ranges[name]
+        p = self.parameters[name]
+        return (high - low) * (4 if needs_master(p) else p.element_size())
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor:
         """Returns this share's part of a tensor of the parameter's shape, as a view."""
@@ -151,7 +170,7 @@ class LayerOptimizer:
         """Returns the gradient of each piece that has one, in the dtype of the piece."""
         out: dict[str, Tensor] = {}
         for name, p in self.parameters.items():
-            if p.grad is not None and self._pieces[name].numel():
+            if p.grad is not None and self._piece(name).numel():
                 out[name] = self._slice(name, p.grad).to(self._pieces[name].dtype)
         return out
 
@@ -322,7 +341,7 @@ class LayerOptimizer:
         }
         return out | {
             f"{name}/{key}": value
-            for name in self._pieces
+            for name in self.parameters
             for key, value in self._state.get(name, {}).items()
         }
 
@@ -335,8 +354,9 @@ class LayerOptimizer:
         """Returns whether `load` can take `parameter/moment`."""
         name, _, moment = key.rpartition("/")
         return (
-            name in (self.masters if moment == _MASTER else self.parameters)
+            name in self.parameters
             and moment in self.moments
+            and (moment != _MASTER or needs_master(self.parameters[name]))
         )
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -344,7 +364,7 @@ class LayerOptimizer:
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
             if moment == _MASTER:
-                self.masters[name].copy_(value)
+                self._piece(name).copy_(value)
             else:
                 self._state.setdefault(name, {})[moment] = value.to(self.parameters[name].device)
 
@@ -352,16 +372,16 @@ class LayerOptimizer:
     def state_bytes(self) -> int:
         """The bytes kept for parameters that train, and state that frozen ones left."""
         held = sum(t.nbytes for t in self.state().values())
-        waiting = [
-            n for n, p in self.parameters.items() if p.requires_grad and not self._state.get(n)
-        ]
-        return held + sum(self._settings.moments * self._pieces[name].nbytes for name in waiting)
+        training = [name for name, p in self.parameters.items() if p.requires_grad]
+        waiting = sum(self._piece_bytes(name) for name in training if not self._state.get(name))
+        thawed = sum(self._piece_bytes(name) for name in training if name not in self._pieces)
+        return held + self._settings.moments * waiting + thawed
 
     @property
     def rollback_bytes(self) -> int:
         """The bytes that `keep` takes."""
         trained = sum(
-            self._pieces[name].nbytes for name, p in self.parameters.items() if p.requires_grad
+            self._piece_bytes(name) for name, p in self.parameters.items() if p.requires_grad
         )
         return (1 + self._settings.moments) * trained
 

@@ -296,15 +296,8 @@ def _is_whole(file: Path, digest: str) -> bool:
         return False
 
 
-def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, dict[str, bool]]:
-    """Reads one layer of a verified checkpoint.
-
-    Returns:
-        Its tensors, and requires_grad of each parameter.
-
-    Raises:
-        CheckpointError: The layer cannot be read.
-    """
+def load_layer(path: Path, index: int, device: torch.device) -> Contents:
+    """Reads one layer of a verified checkpoint, or raises CheckpointError."""
     folder = path / _folder(index)
     try:
         manifest = Manifest.model_validate_json((folder / "layer.json").read_bytes())
@@ -327,7 +320,7 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
         why = error.strerror if isinstance(error, OSError) else None
         told = f"cannot be read: {why}" if why else "is damaged: it lacks a tensor of layer.json"
         raise CheckpointError(f"{folder}/{_TENSORS} {told}") from None
-    return tensors, manifest.flags
+    return tensors
 
 
 def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dynmo.kernels.sparse_linear import dense_parameters
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.layer.buffers import BufferSet
+from dynmo.runtime.optim.optimizer import needs_master
 from dynmo.runtime.state.layer_store import LayerStore
 
 
@@ -18,16 +19,16 @@ def weights_digest(store: LayerStore) -> str:
     """Returns the SHA-256 over that of each layer's parameters. Every rank calls it.
 
     The layers come in global order, and pruned parameters in dense form. For a parameter in lower
-    precision the float32 master is hashed, since the parameter is the rounded master.
+    precision the float32 master is hashed, since the parameter is the rounded master. One without a
+    master is hashed in float32.
 
     Raises:
         RunError: The replicas' weights are not equal.
     """
 
     def parts(index: int, module: nn.Module) -> Iterable[bytes]:
-        return (
-            _bytes(parameter) for _, parameter in dense_parameters(module, store.masters(index))
-        )
+        for _, parameter in dense_parameters(module, store.masters(index)):
+            yield _bytes(parameter.float() if needs_master(parameter) else parameter)
 
     return _digest(store, "the weights", parts)
 

@@ -207,10 +207,10 @@ class LayerStore:
         self.kept[index] = kept
         self.tied.join()
 
-    def replace(
-        self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]
-    ) -> None:
+    def replace(self, index: int, tensors: dict[tuple[str, str], Tensor]) -> None:
         """Replaces one of this rank's layers by its saved state, whole.
+
+        The same parameters train as before. Other ranks know them by the layer on "meta".
 
         Raises:
             CheckpointError: The saved optimizer state does not fit this optimizer.
@@ -228,9 +228,9 @@ class LayerStore:
                 "resume with the train.optimizer and model.tied that the run was started with"
             )
         self.outputs.forget([index])
-        self._adopt(
-            index, self.modules[index], fill(self.modules[index], tensors, flags), whole=True
-        )
+        module = self.modules[index]
+        flags = {name: p.requires_grad for name, p in module.named_parameters()}
+        self._adopt(index, module, fill(module, tensors, flags), whole=True)
         self.tied.join()
 
     def moved(self, layout: Layout, plan: Sequence[Move], arrivals: Sequence[Arrival]) -> None:

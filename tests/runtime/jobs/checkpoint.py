@@ -107,7 +107,7 @@ def load_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
     pipe = pipeline(world, counts)
     Actions(pipe).freeze(manifest.state["frozen"])
     for index in pipe.store.own:
-        restore_layer(pipe, index, *checkpoint.load_layer(path, index, world.device))
+        restore_layer(pipe, index, checkpoint.load_layer(path, index, world.device))
     layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in pipe.store.own.items()}
     return {"layers": layers, "losses": steps(pipe, manifest.step, 4), "digest": pipe.digest()}
 

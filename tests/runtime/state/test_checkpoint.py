@@ -235,7 +235,7 @@ def test_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     save(pipeline, tmp_path, 2)
     pipeline.step(0, *tokens(0), lr=0.1)
     path = save(pipeline, tmp_path, 2)
-    tensors, _ = checkpoint.load_layer(path, 5, torch.device("cpu"))
+    tensors = checkpoint.load_layer(path, 5, torch.device("cpu"))
     weight = pipeline.store.own[5][0].get_parameter("logits.weight")
     assert torch.equal(tensors["parameter", "logits.weight"], weight)
     assert tensors["optimizer", "logits.weight/step"] == 1
@@ -258,7 +258,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other = gpt(hidden=24)
     before = other.digest()
     with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): tokens.weight is .*16.*24"):
-        restore_layer(other, 0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
+        restore_layer(other, 0, checkpoint.load_layer(path, 0, torch.device("cpu")))
     assert other.digest() == before
 
 
@@ -285,11 +285,11 @@ def test_buffer_made_in_a_forward_is_restored(tmp_path: Path) -> None:
     arrived = checkpoint.load_layer(save(pipe, tmp_path, 1), 1, torch.device("cpu"))
     for registers in (True, False):
         other = pipeline(model(True, registers))
-        restore_layer(other, 1, *arrived)
+        restore_layer(other, 1, arrived)
         assert dict(other.store.own[1][0].named_buffers())["1.seen"].tolist() == [1.0]
     tensors = {
         (section, key.removeprefix("1.") if section == "parameter" else key): t
-        for (section, key), t in arrived[0].items()
+        for (section, key), t in arrived.items()
     }
     with pytest.raises(CheckpointError, match=r"layer 1 \(middle\): .*buffer 1.seen"):
         checkpoint.fit(1, "middle", model(False).build([1])[1], tensors)
@@ -393,7 +393,7 @@ def test_layers_with_no_or_complex_tensors_are_restored(tmp_path: Path, function
     path = save(pipe, tmp_path, 1)
     checkpoint.verify(path)
     for index in other.store.own:
-        restore_layer(other, index, *checkpoint.load_layer(path, index, torch.device("cpu")))
+        restore_layer(other, index, checkpoint.load_layer(path, index, torch.device("cpu")))
         assert fingerprint(*other.store.own[index]) == fingerprint(*pipe.store.own[index])
 
 
@@ -404,7 +404,7 @@ def test_restored_tied_weights_stay_tied(tmp_path: Path) -> None:
     path = save(pipeline, tmp_path, 1)
     other = gpt(tied=True)
     for index in other.store.own:
-        restore_layer(other, index, *checkpoint.load_layer(path, index, torch.device("cpu")))
+        restore_layer(other, index, checkpoint.load_layer(path, index, torch.device("cpu")))
     for each in (pipeline, other):
         for step in (1, 2):
             each.step(step, *tokens(step), lr=0.1)
@@ -431,7 +431,7 @@ def test_checkpoint_of_another_optimizer_is_refused(
     first.step(0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): .*tokens.weight/"):
-        restore_layer(built(resumed), 0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
+        restore_layer(built(resumed), 0, checkpoint.load_layer(path, 0, torch.device("cpu")))
 
 
 def test_weight_tied_after_the_save_is_refused(tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ def test_weight_tied_after_the_save_is_refused(tmp_path: Path) -> None:
     first.step(0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"layer 5 .*logits.weight/step .*model.tied"):
-        restore_layer(gpt(tied=True), 5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
+        restore_layer(gpt(tied=True), 5, checkpoint.load_layer(path, 5, torch.device("cpu")))
 
 
 def test_derived_buffers_of_another_shape_are_not_loaded(tmp_path: Path) -> None:
@@ -451,12 +451,12 @@ def test_derived_buffers_of_another_shape_are_not_loaded(tmp_path: Path) -> None
     longer = gpt(sequence=16)
     tables = {name: buffer.clone() for name, buffer in longer.store.modules[1].named_buffers()}
     layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
-    restore_layer(longer, 1, *layer)
+    restore_layer(longer, 1, layer)
     for name, buffer in longer.store.modules[1].named_buffers():
         assert torch.equal(buffer, tables[name])
-        assert buffer.shape != layer[0]["buffer", name].shape, "the saved one is shorter"
+        assert buffer.shape != layer["buffer", name].shape, "the saved one is shorter"
     for name, parameter in longer.store.modules[1].named_parameters():
-        assert torch.equal(parameter, layer[0]["parameter", name])
+        assert torch.equal(parameter, layer["parameter", name])
     longer.step(0, *tokens(0, sequence=16), lr=0.1)
 
 
@@ -479,10 +479,10 @@ def test_checkpoint_restores_known_and_extra_buffers(tmp_path: Path) -> None:
     path = save(built(["mean", "own"], 3.0), tmp_path, 1)
     layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
     same = built(["mean", "own"])
-    restore_layer(same, 1, *layer)
+    restore_layer(same, 1, layer)
     assert all((buffer == 3).all() for buffer in same.store.modules[1].buffers())
     less = built([])
-    restore_layer(less, 1, *layer)
+    restore_layer(less, 1, layer)
     assert dict(less.store.modules[1].named_buffers())["mean"].tolist() == [3.0] * 8
     with pytest.raises(CheckpointError, match="buffer scale"):
-        restore_layer(built(["mean", "scale"]), 1, *layer)
+        restore_layer(built(["mean", "scale"]), 1, layer)
