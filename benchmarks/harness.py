@@ -119,7 +119,13 @@ def elapsed(run: Callable[[], object]) -> float:
 def time_layer(
     layer: Layer, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> tuple[float, float, float]:
-    """Runs a layer on one microbatch, and returns the seconds of F, B and W."""
+    """Runs a layer on one microbatch, and returns the seconds of F, B and W.
+
+    Args:
+        layer: The layer.
+        inputs: B yields gradients of those that require one.
+        gradients: One for each output that requires one.
+    """
     layer.marks.clear()
     layer.forward(0, inputs, 0, True, True, None)
     layer.backward_input(0, gradients, True)

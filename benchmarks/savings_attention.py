@@ -88,7 +88,7 @@ def half(sequence: int, sparse: SparseAttention | None, shared: bool = True) -> 
 def once(layer: Layer, x: Tensor, gy: Tensor) -> Seconds:
     """Times F, B and W of a layer for one microbatch."""
     layer.module.zero_grad()
-    return time_layer(layer, (x,), (gy,))
+    return time_layer(layer, (x.requires_grad_(),), (gy,))
 
 
 def alone(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor) -> Seconds:

@@ -45,7 +45,7 @@ def step(
     layer: Layer, x: torch.Tensor, gy: torch.Tensor, trains: bool, backward: bool
 ) -> dict[str, float]:
     layer.marks.clear()
-    layer.forward(0, (x,), 0, backward, backward, None)
+    layer.forward(0, (x.requires_grad_(backward),), 0, backward, backward, None)
     if backward:
         layer.backward_input(0, (gy,), True)
     if trains:

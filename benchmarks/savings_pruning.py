@@ -75,7 +75,7 @@ def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[list[
     gy = torch.randn_like(x)
 
     def once(layer: Layer) -> Seconds:
-        seconds = time_layer(layer, (x,), (gy,))
+        seconds = time_layer(layer, (x.requires_grad_(),), (gy,))
         layer.module.zero_grad()
         return seconds
 

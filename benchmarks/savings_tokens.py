@@ -61,8 +61,10 @@ def layer_side(module: nn.Module, inputs: Tensors) -> Side:
     """Returns a side that times F, B and W of a module as a layer."""
     clock = ThreadClock()
     layer = Layer(0, module, clock, 0)
-    outputs = layer.forward(0, inputs, 0, False, True, None)
-    gradients = tuple(torch.randn_like(y) for y in outputs if y.is_floating_point())
+    inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
+    outputs = layer.forward(0, inputs, 0, True, True, None)
+    gradients = tuple(torch.randn_like(y) for y in outputs if y.requires_grad)
+    layer.clear()
 
     def once() -> Seconds:
         module.zero_grad()

@@ -64,7 +64,7 @@ def ours(
 
     def step() -> None:
         for j in range(microbatches):
-            tensors = (x,)
+            tensors = (x.requires_grad_(),)
             for layer in layers:
                 tensors = layer.forward(j, tensors, 0, True, True, None)
             tensors = (gy,)

@@ -3,9 +3,13 @@
 A channel carries tuples of tensors in microbatch order. A header precedes the first message of a
 step. It tells dtypes and shapes (`headers.py`). Receives of a step are posted ahead, so that a
 message lands while the receiver computes. They have the shapes of the step before. If the header
-tells others, the sender fills those receives with zeros, and the receiver posts new ones. If shapes
-vary within a step (`Program.varying`), every message has its header, and the headers' leads are
-posted ahead. A tensor without elements is announced and not sent.
+tells others, the sender fills those receives with zeros, and the receiver posts new ones. A tensor
+without elements is announced and not sent.
+
+Every message has its header if a layer's outputs vary (`Program.varying`), or if the batch is
+ragged: its microbatches have shapes of their own. The first header of the step says so. The rank of
+the first stage knows it from the batch, and each further rank from the first header that it takes.
+The headers' leads are then posted ahead.
 
     the rank's thread   F0 ───────── F1 ─────────
     outbox thread           └ send, wait  └ send,
@@ -45,7 +49,7 @@ class Transport:
         world.open_channels(
             sorted({(tag_of(c), c.source, c.target) for p in programs for c in p.depth})
         )
-        self._world, self._messages = world, own.microbatches
+        self._world, self._messages, self._ragged = world, own.microbatches, False
         self._poster = Worker("poster", bool(own.incoming) and not world.enqueues)
         self._watcher = Worker("watcher", bool(own.incoming))
         self._inboxes = {
@@ -62,7 +66,9 @@ class Transport:
         self._finish = weakref.finalize(self, _end, workers)
         world.channels.add(self)
 
-    def open(self) -> None:
+    def open(self, ragged: bool = False) -> None:
+        """Begins a step. `ragged`: this rank's batch has microbatches of several shapes."""
+        self._ragged = ragged
         for inbox in self._inboxes.values():
             inbox.open(self._messages)
         for outbox in self._outboxes.values():
@@ -75,7 +81,10 @@ class Transport:
 
     def take(self, channel: Channel, microbatch: int) -> tuple[Tensor, ...]:
         """Returns the next message of a channel."""
-        return self._inboxes[channel].take(microbatch)
+        inbox = self._inboxes[channel]
+        tensors = inbox.take(microbatch)
+        self._ragged = self._ragged or inbox.ragged
+        return tensors
 
     def arrived(self, channel: Channel, microbatch: int, timeout: float) -> bool:
         """Returns whether `take` would have the message within `timeout` seconds."""
@@ -83,7 +92,7 @@ class Transport:
 
     def put(self, channel: Channel, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
         """Sends a message. Its tensors must not change until the peer has them."""
-        self._outboxes[channel].put(microbatch, tensors)
+        self._outboxes[channel].put(microbatch, tensors, self._ragged)
 
     def flush(self) -> None:
         for outbox in self._outboxes.values():

@@ -6,7 +6,7 @@ follow in a second tensor, whose length the lead states.
 
     lead    [n, number 1, ..., number 63]       n: number of all numbers
     rest    [number 64, ..., number n]          only if n > 63
-    numbers, for each tensor: dtype, dimensions, size of each dimension
+    numbers: ragged, and for each tensor: dtype, requires a gradient, dimensions, their sizes
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,20 @@ MOST_TENSORS = 4096
 MOST_DIMENSIONS = 64
 
 Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+
+class Announcement(NamedTuple):
+    """What a header tells about a message.
+
+    Attributes:
+        spec: Dtypes and shapes.
+        differentiable: Whether each tensor gets a gradient.
+        ragged: Whether every message of the step has a header of its own.
+    """
+
+    spec: Spec
+    differentiable: tuple[bool, ...]
+    ragged: bool = False
 
 
 def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
@@ -102,10 +117,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def encode(spec: Spec) -> tuple[Tensor, ...]:
+def encode(announced: Announcement) -> tuple[Tensor, ...]:
     """Returns the lead, and the rest if there is one."""
-    assert len(spec) <= MOST_TENSORS, "the layer checks this"
-    numbers = [n for dtype, shape in spec for n in (_CODES[dtype], len(shape), *shape)]
+    assert len(announced.spec) <= MOST_TENSORS, "the layer checks this"
+    both = zip(announced.spec, announced.differentiable, strict=True)
+    numbers = [int(announced.ragged)]
+    for (dtype, shape), differentiable in both:
+        numbers += (_CODES[dtype], int(differentiable), len(shape), *shape)
     numbers = [len(numbers), *numbers]
     lead = torch.tensor(numbers[:LEAD] + [0] * (LEAD - len(numbers)), dtype=torch.int64)
     return (
@@ -116,32 +134,33 @@ def encode(spec: Spec) -> tuple[Tensor, ...]:
 def rest_of(lead: Tensor, what: str) -> Tensor | None:
     """Makes room for the rest of a header, if the lead announces one."""
     count = int(lead[0])
-    if not 0 <= count <= MOST_TENSORS * (2 + MOST_DIMENSIONS):
+    if not 0 <= count <= 1 + MOST_TENSORS * (3 + MOST_DIMENSIONS):
         raise _damaged(what, f"it announces {count} numbers")
     missing = count + 1 - LEAD
     return torch.zeros(missing, dtype=torch.int64) if missing > 0 else None
 
 
-def decode(header: Sequence[Tensor], device: torch.device, what: str) -> Spec:
+def decode(header: Sequence[Tensor], device: torch.device, what: str) -> Announcement:
     numbers = [n for part in header for n in part.tolist()]
-    if not 0 <= numbers[0] < len(numbers):
+    if not 1 <= numbers[0] < len(numbers):
         raise _damaged(what, f"it announces {numbers[0]} numbers and has {len(numbers) - 1}")
-    spec = tuple(_tensors(numbers[1 : numbers[0] + 1], what))
+    tensors = list(_tensors(numbers[2 : numbers[0] + 1], what))
+    spec = tuple((dtype, shape) for dtype, shape, _ in tensors)
     check_announced(bytes_of(spec), device, what)
-    return spec
+    return Announcement(spec, tuple(each for _, _, each in tensors), bool(numbers[1]))
 
 
-def _tensors(numbers: list[int], what: str) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
+def _tensors(numbers: list[int], what: str) -> Iterator[tuple[torch.dtype, tuple[int, ...], bool]]:
     at = 0
     while at < len(numbers):
-        code, dimensions = numbers[at], numbers[at + 1] if at + 1 < len(numbers) else -1
-        shape = tuple(numbers[at + 2 : at + 2 + max(0, dimensions)])
+        code, differentiable, dimensions = (*numbers[at : at + 3], -1, -1)[:3]
+        shape = tuple(numbers[at + 3 : at + 3 + max(0, dimensions)])
         if not 0 <= code < len(_BY_CODE) or len(shape) != dimensions or min(shape, default=0) < 0:
             raise _damaged(
                 what, f"it announces a tensor of dtype {code} and {dimensions} dimensions, {shape}"
             )
-        yield _BY_CODE[code], shape
-        at += 2 + dimensions
+        yield _BY_CODE[code], shape, bool(differentiable)
+        at += 3 + dimensions
 
 
 def _damaged(what: str, how: str) -> RunError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from dynmo.runtime.comm.device_waits import POLL, WaitLimit
 from dynmo.runtime.comm.headers import (
     LEAD,
     TAG_HEADERS,
+    Announcement,
     Spec,
     bytes_of,
     decode,
@@ -65,12 +67,15 @@ class Inbox:
         self._world = world
         self.channel = channel
         self._varying = varying
+        # Whether each message of this step has a header, and whether one said that the batch is
+        # ragged.
+        self._headed, self.ragged = varying, False
         self._poster = poster
         self._watcher = watcher
         # A header that has landed does not mean that its message has.
-        self._ahead = POSTED_AHEAD if varying else posted_ahead(world, depth, varying)
         self._depth = depth
         self._spec: Spec | None = None
+        self._differentiable: tuple[bool, ...] = ()
         self._unposted = self._open = self._messages = 0
         # The next receive is that of the header before the first message of the step. The receives
         # of messages are posted behind it for the shape of the step before.
@@ -84,7 +89,7 @@ class Inbox:
     def open(self, messages: int) -> None:
         assert not self._open, "messages of an earlier step were not taken"
         self._unposted = self._messages = messages
-        self._awaits_header = not self._varying
+        self._headed, self.ragged, self._awaits_header = self._varying, False, not self._varying
         if self._awaits_header:
             self._poster.submit(self._post_header)
         self._post(self._window())
@@ -98,22 +103,19 @@ class Inbox:
 
     def _window(self) -> int:
         """Returns how many receives to keep posted: all of a step's if they are small."""
-        if self._varying:
-            return self._ahead
+        if self._headed:
+            return POSTED_AHEAD
         return posted_at_start(self._world, self._messages, self._spec, self._depth)
 
     def _post(self, count: int) -> None:
-        if self._spec is None and not self._varying:
+        if self._spec is None and not self._headed:
             return
         while self._unposted and self._open < count:
             self._unposted -= 1
             self._open += 1
-            self._poster.submit(self._post_one)
+            self._poster.submit(self._post_header if self._headed else self._post_one)
 
     def _post_one(self) -> None:
-        if self._varying:
-            self._post_header()
-            return
         assert self._spec is not None
         buffers = room_for(self._spec, self._world.device)
         self._posted.put((buffers, self._receive(buffers)))
@@ -186,7 +188,7 @@ class Inbox:
                 self._due = self._next_posted(timeout)
             except queue.Empty:
                 return False
-            if not self._world.enqueues or self._varying or self._awaits_header:
+            if not self._world.enqueues or self._headed or self._awaits_header:
                 self._here = threading.Event()
                 self._watcher.submit(partial(self._watch, self._due[1], microbatch, self._here))
         if self._here is not None:
@@ -205,39 +207,61 @@ class Inbox:
 
     def take(self, microbatch: int) -> tuple[Tensor, ...]:
         """Returns the next message, which is the one of `microbatch`."""
-        if self._varying:
+        if self._headed:
             (lead,) = self._land(microbatch)
-            buffers = room_for(self._read(lead, microbatch), self._world.device)
-            self._wait(self._receive(buffers), microbatch)
-        else:
-            if self._awaits_header:
-                (lead,) = self._land(microbatch)
-                self._awaits_header = False
-                self._expect(self._read(lead, microbatch), microbatch)
-            buffers = self._land(microbatch)
-        return buffers
+            return self._take_announced(self._read(lead, microbatch, first=False), microbatch)
+        if self._awaits_header:
+            (lead,) = self._land(microbatch)
+            self._awaits_header = False
+            announced = self._read(lead, microbatch, first=True)
+            self._differentiable = announced.differentiable
+            if self.ragged:
+                self._drop_posted(microbatch)
+                self._spec, self._headed = None, True
+                self._unposted -= 1
+                self._post(self._window())
+                return self._take_announced(announced, microbatch)
+            self._expect(announced.spec, microbatch)
+        return _marked(self._land(microbatch), self._differentiable)
+
+    def _take_announced(self, announced: Announcement, microbatch: int) -> tuple[Tensor, ...]:
+        buffers = room_for(announced.spec, self._world.device)
+        self._wait(self._receive(buffers), microbatch)
+        return _marked(buffers, announced.differentiable)
 
     def _expect(self, spec: Spec, microbatch: int) -> None:
-        """Posts receives for this step's shape. The sender fills those for another shape."""
-        if spec == self._spec:
-            return
+        """Posts receives for this step's shape."""
+        if spec != self._spec:
+            self._drop_posted(microbatch)
+            self._spec = spec
+            self._post(self._window())
+
+    def _drop_posted(self, microbatch: int) -> None:
+        """Takes the receives of another shape, which the sender fills."""
         posted, unposted, self._unposted = self._open, self._unposted, 0
         for _ in range(posted):
             self._land(microbatch)
-        self._spec, self._unposted = spec, posted + unposted
-        self._post(self._window())
+        self._unposted = posted + unposted
 
-    def _read(self, lead: Tensor, microbatch: int) -> Spec:
-        """Returns the spec that the header announces.
+    def _read(self, lead: Tensor, microbatch: int, first: bool) -> Announcement:
+        """Returns what the header announces.
 
         The rest of a header comes in one sequence with the tensors if headers are posted ahead.
         """
         what = describe(self.channel)
         rest = rest_of(lead, what)
-        if rest is None:
-            return decode((lead,), self._world.device, what)
-        self._wait(self._receive((rest,), header=not self._varying), microbatch)
-        return decode((lead, rest), self._world.device, what)
+        if rest is not None:
+            self._wait(self._receive((rest,), header=first), microbatch)
+        announced = decode((lead,) if rest is None else (lead, rest), self._world.device, what)
+        self.ragged = announced.ragged
+        return announced
+
+
+def _marked(tensors: tuple[Tensor, ...], differentiable: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Returns the tensors. Those that get a gradient require one."""
+    for tensor, requires in zip(tensors, differentiable, strict=True):
+        tensor.requires_grad_(requires)
+    return tensors
 
 
 def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:

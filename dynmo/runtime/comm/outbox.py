@@ -13,7 +13,15 @@ from torch import Tensor
 
 from dynmo.errors import DynmoError, RunError
 from dynmo.runtime.comm.device_waits import POLL, WaitLimit
-from dynmo.runtime.comm.headers import TAG_HEADERS, Spec, encode, on_wire, spec_of, tag_of
+from dynmo.runtime.comm.headers import (
+    TAG_HEADERS,
+    Announcement,
+    Spec,
+    encode,
+    on_wire,
+    spec_of,
+    tag_of,
+)
 from dynmo.runtime.comm.inbox import posted_ahead, posted_at_start
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
@@ -36,6 +44,8 @@ class Outbox:
 
     def __init__(self, world: World, channel: Channel, varying: bool, depth: int) -> None:
         self._world, self.channel, self._varying = world, channel, varying
+        # Whether each message of this step has a header.
+        self._headed = varying
         self._spec: Spec | None = None
         self._is_first, self._messages = True, 0
         threaded = not world.enqueues
@@ -45,23 +55,30 @@ class Outbox:
         # Number of messages that may be here and not yet with the peer. The rest of the depth is
         # posted by the peer.
         self._whole_depth = depth
-        self._depth = depth - posted_ahead(world, depth, varying)
-        self._room = threading.BoundedSemaphore(self._depth)
+        self._posted_ahead = posted_ahead(world, depth, varying)
+        self._depth = depth - self._posted_ahead
+        self._room = threading.Semaphore(self._depth)
         self._threaded = threaded
 
     def open(self, messages: int) -> None:
-        self._is_first, self._messages = True, messages
+        self._is_first, self._messages, self._headed = True, messages, self._varying
 
-    def put(self, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
-        """Sends a message. Waits if the channel is full."""
+    def put(self, microbatch: int, tensors: tuple[Tensor, ...], ragged: bool = False) -> None:
+        """Sends a message. Waits if the channel is full.
+
+        Args:
+            ragged: Whether the microbatches of this step have shapes of their own.
+        """
         spec = spec_of(tensors)
         header: tuple[Tensor, ...] = ()
         fillers: tuple[Tensor, ...] = ()
-        if self._varying or self._is_first:
-            header = encode(spec)
-            if not self._varying and spec != self._spec:
+        behind = tag_of(self.channel) + TAG_HEADERS * (self._is_first and not self._varying)
+        if self._headed or self._is_first:
+            header = encode(Announcement(spec, tuple(t.requires_grad for t in tensors), ragged))
+            if self._is_first and not self._varying and (ragged or spec != self._spec):
                 fillers = self._fillers()
-            self._spec, self._is_first = spec, False
+            self._is_first = False
+            self._begin(spec, ragged)
         elif spec != self._spec:
             raise RunError(
                 f"{describe(self.channel)} changed shape from {self._spec} to {spec} at microbatch "
@@ -70,7 +87,19 @@ class Outbox:
                 "varying_shapes = True"
             )
         self._acquire(microbatch)
-        self.worker.submit(lambda: self._send(microbatch, header, (*fillers, *tensors)))
+        self.worker.submit(lambda: self._send(microbatch, header, behind, (*fillers, *tensors)))
+
+    def _begin(self, spec: Spec, ragged: bool) -> None:
+        """Keeps the shape of the step's messages, or makes room for messages of any shape.
+
+        The peer posts no receives for these, so the whole depth of the channel is here.
+        """
+        if not ragged:
+            self._spec = spec
+        elif not self._headed:
+            self._spec, self._headed = None, True
+            self._depth = self._whole_depth
+            self._room.release(self._posted_ahead)
 
     def _fillers(self) -> tuple[Tensor, ...]:
         """Returns tensors for receives that the peer has posted for another shape."""
@@ -81,7 +110,11 @@ class Outbox:
         )
 
     def _send(
-        self, microbatch: int, header: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
+        self,
+        microbatch: int,
+        header: tuple[Tensor, ...],
+        behind: int,
+        tensors: tuple[Tensor, ...],
     ) -> None:
         channel, tag = self.channel, tag_of(self.channel)
         parts = [
@@ -89,7 +122,6 @@ class Outbox:
             for tensor in tensors
         ]
         try:
-            behind = tag if self._varying else tag + TAG_HEADERS
             head = [
                 self._world.send(numbers, channel.target, at)
                 for numbers, at in zip(header, (tag + TAG_HEADERS, behind), strict=False)
@@ -156,5 +188,5 @@ class Outbox:
         """Waits until the peer has taken every message."""
         for _ in range(self._depth):
             self._acquire(-1)
-        for _ in range(self._depth):
-            self._room.release()
+        self._depth = self._whole_depth - self._posted_ahead
+        self._room.release(self._depth)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dynmo.errors import InputError
+from dynmo.runtime.comm.headers import spec_of
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.layer_store import LayerStore
 
@@ -67,6 +68,13 @@ def hashes_to_compare(
         return fingerprint(torch.stack([fingerprint(each) for each in tensors_of(batch)]))
 
     return hashed(inputs), hashed(targets)
+
+
+def is_ragged(inputs: Inputs) -> bool:
+    """Returns whether the microbatches have several shapes."""
+    if inputs is None or isinstance(inputs, Tensor):
+        return False
+    return len({spec_of(each) for each in inputs}) > 1
 
 
 def tensors_of(batch: object) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.engine.batch_check import Inputs, Targets
+from dynmo.runtime.engine.batch_check import Inputs, Targets, is_ragged
 from dynmo.runtime.engine.stage_streams import Key, StageStreams
 from dynmo.runtime.layer.buffers import BufferSet
 from dynmo.runtime.layer.split_backward import Tensors
@@ -85,7 +85,7 @@ class Executor:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            self.transport.open()
+            self.transport.open(is_ragged(inputs))
             for stage in self.stages.values():
                 stage.begin()
             before = None if is_validated is None else self._buffers.copies()

@@ -43,7 +43,7 @@ from dynmo.schedule.op import Kind
 
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge | None, ...]
-"""Begin of a graph for each floating-point output. None for an output without one."""
+"""Begin of a graph for each output that gets a gradient. None for one without a graph."""
 
 
 class _Saved(NamedTuple):
@@ -51,11 +51,13 @@ class _Saved(NamedTuple):
 
     Attributes:
         graph: Begin of the graph, or a function that builds it again.
+        differentiable: Whether each output gets a gradient.
         buffers: Values that F found in the buffers that it wrote to.
     """
 
     inputs: Tensors
     graph: Roots | Callable[[], Tensors]
+    differentiable: tuple[bool, ...]
     buffers: Copies
 
 
@@ -103,15 +105,19 @@ class Layer:
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # When pieces of W ran ahead of time, by microbatch.
         self._ahead: dict[int, list[tuple[Any, Any]]] = {}
-        # Shapes of the outputs, and whether some input had no gradient, in the first microbatch of
-        # the program that runs.
-        self._outputs_like: Spec | None = None
+        # Of the program that runs: shapes of the outputs by those of the inputs, and whether some
+        # input had no gradient in the first microbatch.
+        self._outputs_like: dict[Spec, Spec] = {}
         self._marks_missing: bool | None = None
+        # Outputs that have a gradient, in the first microbatch. The others are constants that are
+        # handed on, like rotary tables.
+        self._differentiable: tuple[bool, ...] | None = None
         # Marks of this step: kind, start, end, and the parts of W inside a BW, or ahead of a W.
         self.marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]] = []
         self._inside: list[tuple[Any, Any]] = []
         self.activation_bytes = self.stash_bytes = self.output_bytes = 0
-        self._measured = False
+        # Bytes of the largest inputs whose activations and stash were measured. None before that.
+        self._measured_size: int | None = None
         self.tape = WeightTape()
         self.tape.run, self.tape.taking = self._timed, False
         install(module, self.tape)
@@ -127,17 +133,26 @@ class Layer:
         work()
         self._inside.append((start, self._clock.mark()))
 
+    @property
+    def _measured(self) -> bool:
+        return self._measured_size is not None
+
+    def _is_largest(self, inputs: Tensors) -> bool:
+        """Returns whether a microbatch is larger than those that were measured."""
+        return self._measured_size is None or _bytes(inputs) > self._measured_size
+
     def switch_recompute(self, recompute: bool) -> None:
         """Recomputes the activations in B from the next F on. For use between steps."""
         self._recompute = recompute
 
     def begin(self) -> None:
         """Begins a program: its first microbatch sets the shapes of all messages."""
-        self._outputs_like = self._marks_missing = None
+        self._outputs_like.clear()
+        self._marks_missing = self._differentiable = None
 
     def forget_sizes(self) -> None:
         """Has the bytes of a changed layer measured at its next microbatch that trains."""
-        self._measured = False
+        self._measured_size = None
         self.activation_bytes = self.stash_bytes = 0
         self._writes_inputs.clear()
 
@@ -170,29 +185,29 @@ class Layer:
         self._seed_forward(inputs[0].device, step, microbatch)
         if graph:
             leaves = tuple(
-                x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs
+                x.detach().requires_grad_(need_input and x.requires_grad) for x in inputs
             )
             outputs = self._forward_for_backward(microbatch, leaves, step, finish)
         else:
             with torch.no_grad():
                 outputs = self._call(inputs, finish, False)
             if not self.output_bytes:
-                self.output_bytes = sum(y.nbytes for y in outputs)
-        self._check_shapes(microbatch, outputs)
+                self.output_bytes = _bytes(outputs)
+        self._check_shapes(microbatch, inputs, outputs)
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
 
-    def _check_shapes(self, microbatch: int, outputs: Tensors) -> None:
-        """Raises RunError if outputs have other shapes than in the first microbatch.
+    def _check_shapes(self, microbatch: int, inputs: Tensors, outputs: Tensors) -> None:
+        """Raises RunError if inputs of the same shapes had outputs of other shapes before.
 
         One rank refuses them, too, so that any number of ranks trains the same models.
         """
         spec = spec_of(outputs)
-        first = self._outputs_like = self._outputs_like or spec
+        first = self._outputs_like.setdefault(spec_of(inputs), spec)
         if spec != first and not getattr(self.module, "varying_shapes", False):
             raise RunError(
                 f"layer {self.index} ({type(self.module).__name__}) returned {_described(spec)} in "
-                f"microbatch {microbatch}, and {_described(first)} in the first of the step; pad "
+                f"microbatch {microbatch}, and {_described(first)} before in the step; pad "
                 "the tensors, or give the layer the attribute varying_shapes = True"
             )
 
@@ -220,13 +235,39 @@ class Layer:
         written = None if state is None else state.written()
         if written is not None:
             self._check_repeats(written, outputs, rerun)
+        given = self._with_gradients(microbatch, outputs)
+        differentiable = tuple(y.requires_grad for y in given)
         # Only the graph is kept. Tensors that it has not saved may go.
-        self._saved[microbatch] = _Saved(
-            inputs, rerun if self._recompute else _roots(outputs), buffers
+        graph = rerun if self._recompute else _roots(outputs, differentiable)
+        self._saved[microbatch] = _Saved(inputs, graph, differentiable, buffers)
+        # With recompute the graph goes here. Without it, outputs keep their graph. Their users
+        # detach them (the next layer) or only read (a channel, the loss account).
+        return (
+            tuple(y.detach().requires_grad_(y.requires_grad) for y in given)
+            if self._recompute
+            else given
         )
-        # With recompute the graph goes with this detach. Without it, outputs keep their graph.
-        # Their users detach them (the next layer) or only read (a channel, the loss account).
-        return tuple(y.detach() for y in outputs) if self._recompute else outputs
+
+    def _with_gradients(self, microbatch: int, outputs: Tensors) -> Tensors:
+        """Returns the outputs. Those that had a gradient in the first microbatch require one.
+
+        Raises:
+            RunError: An output requires a gradient that had none in the first microbatch.
+        """
+        found = tuple(y.requires_grad for y in outputs)
+        first = self._differentiable = self._differentiable or found
+        if found == first or len(found) != len(first):  # another number has another shape
+            return outputs
+        if any(now and not before for now, before in zip(found, first, strict=True)):
+            raise RunError(
+                f"layer {self.index} ({type(self.module).__name__}) returned an output that "
+                f"requires a gradient in microbatch {microbatch}, and none in the first of the "
+                "step; let it require one in all"
+            )
+        return tuple(
+            y if now == before else y.detach().requires_grad_()
+            for y, now, before in zip(outputs, found, first, strict=True)
+        )
 
     def spare(self, start: Any, end: Any) -> None:
         """Notes that F need not run, for its output was kept."""
@@ -322,8 +363,8 @@ class Layer:
         state.restore()
 
     def _call_to_keep(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
-        """Runs `_call`. The first time, counts the bytes that autograd keeps."""
-        if self._measured:
+        """Runs `_call`. Counts the bytes that autograd keeps for the largest microbatch."""
+        if not self._is_largest(inputs):
             return self._call(inputs, finish, True)
         own = {_storage(p) for p in (*self.module.parameters(), *self.module.buffers())}
         kept: list[Tensor] = []
@@ -336,29 +377,28 @@ class Layer:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = self._call(inputs, finish, True)
         self.tape.whole = used_twice(outputs)
-        self.activation_bytes = _storage_bytes(inputs if self._recompute else kept, inputs)
-        self.output_bytes = sum(y.nbytes for y in outputs)
+        kept_bytes = _storage_bytes(inputs if self._recompute else kept, inputs)
+        self.activation_bytes = max(self.activation_bytes, kept_bytes)
+        self.output_bytes = max(self.output_bytes, _bytes(outputs))
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Tensors, deferred: bool) -> Tensors:
         """Runs B, and W too unless `deferred`.
 
         Args:
-            gradients: One per floating-point output, as the next layer returned them.
+            gradients: One per output that gets one, as the next layer returned them.
             deferred: Whether W runs later (`backward_weight`).
 
         Returns:
-            One gradient per floating-point input. If the first microbatch had none for some input,
-            a boolean tensor follows (see the top of this file).
+            One gradient per input that requires one. If the first microbatch had none for some
+            input, a boolean tensor follows (see the top of this file).
         """
         start = self._clock.mark()
-        inputs, roots, buffers = self._saved.pop(microbatch)
+        inputs, roots, differentiable, buffers = self._saved.pop(microbatch)
         if callable(roots):
-            roots = _roots(roots())
-        groups = self._groups
-        self.tape.deferred = (
-            deferred or not self._measured or (groups is not None and groups.watching)
-        )
+            roots = _roots(roots(), differentiable)
+        groups, measures = self._groups, self._is_largest(inputs)
+        self.tape.deferred = deferred or measures or (groups is not None and groups.watching)
         self.tape.taking = True
         try:
             with self.buffers.replaced(buffers):
@@ -375,12 +415,12 @@ class Layer:
         work = self.tape.take()
         if groups is not None:
             groups.after_input(microbatch)
-        if not self._measured:
+        if measures:
             held = (tensor for _, holds in work for tensor in holds)
-            self.stash_bytes = _storage_bytes(held, inputs)
+            self.stash_bytes = max(self.stash_bytes, _storage_bytes(held, inputs))
             if not self._recompute:
                 self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
-            self._measured = True
+            self._measured_size = _bytes(inputs)
         if not deferred:  # this work was held back only to be looked at
             for each, _ in work:
                 self._timed(each)
@@ -437,8 +477,12 @@ class Layer:
         self.marks.clear()
 
 
-def _roots(outputs: Tensors) -> Roots:
-    return tuple(_edge(y) if y.requires_grad else None for y in outputs if y.is_floating_point())
+def _roots(outputs: Tensors, differentiable: Sequence[bool]) -> Roots:
+    return tuple(
+        _edge(y) if y.requires_grad else None
+        for y, counts in zip(outputs, differentiable, strict=True)
+        if counts
+    )
 
 
 def _edge(output: Tensor) -> GradientEdge:
@@ -486,6 +530,10 @@ def _described(spec: Spec) -> str:
 def _differs(original: Tensor, copy: Tensor) -> bool:
     """Returns whether a fresh copy was written to. `.data` does not raise its version."""
     return copy._version > 0 or (type(copy) is Tensor and not has_same_bits(original, copy))
+
+
+def _bytes(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _storage(tensor: Tensor) -> int:

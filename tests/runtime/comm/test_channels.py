@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dynmo.errors import RankDied, RunError
-from dynmo.runtime.comm.headers import DTYPES, LEAD, decode, encode, obstacle, rest_of
+from dynmo.runtime.comm.headers import DTYPES, LEAD, Announcement, decode, encode, obstacle, rest_of
 from dynmo.runtime.comm.inbox import Inbox
 from dynmo.runtime.comm.worker import Worker
 from dynmo.schedule.lowering import Channel, Direction
@@ -38,21 +38,26 @@ CPU = torch.device("cpu")
 
 def test_header_round_trips_and_damage_is_detected() -> None:
     spec = ((torch.float32, (2, 3)), (torch.int64, ()), (torch.bool, (0, 5)))
-    assert decode(encode(spec), CPU, WHAT) == spec
-    assert decode(encode(()), CPU, WHAT) == ()
+    for announced in (
+        Announcement(spec, (True, False, False)),
+        Announcement(spec, (False, False, False), ragged=True),
+        Announcement((), ()),
+    ):
+        assert decode(encode(announced), CPU, WHAT) == announced
     every = tuple((dtype, (1, place)) for place, dtype in enumerate(DTYPES.values())) * 20
-    lead, rest = encode(every)
+    many = Announcement(every, (False,) * len(every), ragged=True)
+    lead, rest = encode(many)
     room = rest_of(lead, WHAT)
     assert room is not None
     assert (len(lead), room.shape) == (LEAD, rest.shape)
-    assert decode((lead, rest), CPU, WHAT) == every
+    assert decode((lead, rest), CPU, WHAT) == many
     for damaged, reason in (
         ([-1], "it announces -1 numbers"),
         ([2**40], "it announces 1099511627776 numbers"),
-        ([3, 0, 2, 5], r"it announces a tensor of dtype 0 and 2 dimensions, \(5,\)"),
-        ([3, 99, 1, 5], "dtype 99 and 1 dimensions"),
-        ([3, 0, 1, -5], r"dtype 0 and 1 dimensions, \(-5,\)"),
-        ([4, 0, 2, 2**30, 2**30], f"it announces {2**62} bytes"),
+        ([5, 0, 0, 0, 2, 5], r"it announces a tensor of dtype 0 and 2 dimensions, \(5,\)"),
+        ([5, 0, 99, 0, 1, 5], "dtype 99 and 1 dimensions"),
+        ([5, 0, 0, 0, 1, -5], r"dtype 0 and 1 dimensions, \(-5,\)"),
+        ([6, 0, 0, 0, 2, 2**30, 2**30], f"it announces {2**62} bytes"),
     ):
         lead = torch.tensor(damaged + [0] * (LEAD - len(damaged)))
         with pytest.raises(RunError, match=f"{WHAT}: .*{reason}"):

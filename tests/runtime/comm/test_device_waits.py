@@ -20,6 +20,7 @@ from dynmo.errors import RunError, WaitTimeout
 from dynmo.runtime.comm import headers
 from dynmo.runtime.comm import inbox as receiving
 from dynmo.runtime.comm.channels import Transport
+from dynmo.runtime.comm.headers import Announcement
 from dynmo.runtime.comm.inbox import Inbox, posted_ahead
 from dynmo.runtime.comm.outbox import Outbox
 from dynmo.runtime.comm.process_mesh import arrange
@@ -106,7 +107,8 @@ def test_missing_message_is_reported_at_the_end_of_the_step(
 
     The failure is reported only when the stream is blocked at the wait.
     """
-    monkeypatch.setattr(receiving, "decode", lambda header, device, what: ((torch.float32, (2,)),))
+    announced = Announcement(((torch.float32, (2,)),), (False,))
+    monkeypatch.setattr(receiving, "decode", lambda header, device, what: announced)
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.zeros(*shape))
     monkeypatch.setattr(FakeCudaWorld, "open_channels", lambda self, pairs: None)
     world = fake_world(rank=1)

@@ -185,6 +185,10 @@ def layer_of(module: nn.Module) -> Layer:
     return Layer(3, module, HostClock(), seed=0)
 
 
+def with_gradients(inputs: Tensors) -> Tensors:
+    return tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
+
+
 def split(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors], mode: str) -> Result:
     """Runs a layer forwards and backwards.
 
@@ -197,7 +201,8 @@ def split(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors], mo
     layer = layer_of(module)
     result = Result([], [], {})
     for j, x in enumerate(inputs):
-        result.outputs.append(layer.forward(j, x, 0, graph=True, need_input=True, finish=None))
+        leaves = with_gradients(x)
+        result.outputs.append(layer.forward(j, leaves, 0, graph=True, need_input=True, finish=None))
     for j, g in enumerate(gradients):
         result.inputs.append(layer.backward_input(j, g, deferred=mode != "BW"))
         if mode == "W one later" and j:
@@ -270,10 +275,9 @@ def test_split_fused_and_plain_backward_have_equal_gradients(name: str) -> None:
 def test_expected_parameters_are_deferred_to_w(name: str) -> None:
     case = CASES[name]
     layer = layer_of(case.make())
-    (outputs, *_) = (layer.forward(0, case.inputs(), 0, graph=True, need_input=True, finish=None),)
-    layer.backward_input(
-        0, tuple(torch.ones_like(y) for y in outputs if y.is_floating_point()), deferred=True
-    )
+    inputs = with_gradients(case.inputs())
+    outputs = layer.forward(0, inputs, 0, graph=True, need_input=True, finish=None)
+    layer.backward_input(0, tuple(torch.ones_like(y) for y in outputs if y.requires_grad), True)
     assert len(layer._weight_work.get(0, ())) == case.works
     done = {n for n, p in layer.module.named_parameters() if p.grad is not None}
     split_weights = {
@@ -377,7 +381,7 @@ def test_clear_drops_microbatches_in_flight() -> None:
 def test_frozen_layer_above_a_trainable_layer_runs_b_only() -> None:
     """The layer has no W and no stash."""
     layer = layer_of(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).requires_grad_(False))
-    _, (y,) = start(layer, (torch.randn(3, 6),))
+    _, (y,) = start(layer, (torch.randn(3, 6, requires_grad=True),))
     assert layer.activation_bytes == 0, "frozen linears keep weights, not inputs"
     (gx,) = layer.backward_input(0, (torch.ones_like(y),), deferred=True)
     one, two = (p for name, p in layer.module.named_parameters() if name.endswith("weight"))
@@ -460,10 +464,15 @@ def test_loss_at_the_end_has_the_plain_gradient() -> None:
     layer = layer_of(nn.Linear(6, 4))
     x = torch.randn(3, 6)
     (loss,) = layer.forward(
-        0, (x,), 0, graph=True, need_input=True, finish=lambda out: out.square().mean()
+        0,
+        with_gradients((x,)),
+        0,
+        graph=True,
+        need_input=True,
+        finish=lambda out: out.square().mean(),
     )
     (gx,) = layer.backward_input(0, (torch.ones(()),), deferred=False)
-    leaf = x.clone().requires_grad_()
+    leaf = x.detach().clone().requires_grad_()
     expected = nn.functional.linear(leaf, *layer.module.parameters()).square().mean()
     expected.backward()
     assert loss == expected

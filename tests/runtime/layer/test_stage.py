@@ -33,7 +33,7 @@ def stage(
 @pytest.mark.parametrize("first_trainable", [0, 4, 5, 6, 7])
 def test_frozen_prefix_of_a_stage_runs_forward_only(first_trainable: int) -> None:
     whole, modules = stage(first_trainable)
-    x = torch.randn(3, 6)
+    x = torch.randn(3, 6, requires_grad=True)
     (y,) = whole.forward(0, (x,), 0, None, training=True)
     gradients = whole.backward_input(0, (torch.ones_like(y),), deferred=True)
     whole.backward_weight(0)
@@ -46,7 +46,7 @@ def test_frozen_prefix_of_a_stage_runs_forward_only(first_trainable: int) -> Non
     ]
     # A layer hands on a gradient if the layer below it trains. Nobody waits for a gradient where
     # the trainable part begins.
-    expected = x.clone().requires_grad_()
+    expected = x.detach().clone().requires_grad_()
     out = expected
     for module in modules:
         out = module(out)

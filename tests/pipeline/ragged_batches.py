@@ -1,0 +1,157 @@
+"""Jobs of the ranks of `test_ragged.py`: lengths that vary, and tables that are handed on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dynmo
+from dynmo.runtime.comm.world import World as RuntimeWorld
+
+VOCABULARY, HIDDEN = 16, 8
+
+
+class Embed(nn.Module):
+    """Makes hidden states, and a table of angles that every block gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        angles = torch.arange(input_ids.shape[1]).unsqueeze(1) / torch.arange(1, HIDDEN + 1)
+        return self.embedding(input_ids), angles.cos(), angles.sin()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        turned = self.norm(x) * cosine + x.roll(1, -1) * sine
+        return x + self.linear(turned).tanh(), cosine, sine
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        del cosine, sine
+        return self.linear(x)
+
+
+def make_layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Embed(), *(Block() for _ in range(4)), Head()]
+
+
+def make_batch(step: int, microbatches: int) -> list[dict[str, Tensor]]:
+    """Rows of 3 with lengths of their own. Some steps have equal lengths: longer, then shorter."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = [(5, 2, 7, 1), (4, 4, 4, 4), (6, 6, 6, 6), (3, 9, 3, 2), (1, 1, 1, 1)][step % 5]
+    batch = list[dict[str, Tensor]]()
+    for j in range(microbatches):
+        ids = torch.randint(VOCABULARY, (3, lengths[j % 4]), generator=generator)
+        batch.append({"input_ids": ids, "labels": ids.roll(1, 1)})
+    return batch
+
+
+def train(
+    world: dynmo.World,
+    replicas: int = 1,
+    schedule: str = "zb-h1",
+    moves: bool = False,
+    steps: int = 6,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains on lists. Returns losses, digest, and the bytes that travelled from this rank."""
+    count = 4 // replicas
+    pipeline = dynmo.Pipeline(
+        dynmo.Sequential(make_layers()),
+        world,
+        microbatches=count,
+        replicas=replicas,
+        schedule=schedule,
+        reduction_slots=2,
+        **options,
+    )
+    sent = count_messages()
+    losses = list[float]()
+    for step in range(steps):
+        if moves and step in (1, 4):
+            counts = list(pipeline.partition.counts)
+            counts[0], counts[-1] = counts[0] + counts[-1] - 1, 1
+            pipeline.move(counts if step == 1 else counts[::-1])
+        own = make_batch(step, 4)[pipeline.replica * count :][:count]
+        results = pipeline.advance(own if pipeline.needs_data else None)
+        losses += [result.loss for result in results]
+    losses += [result.loss for result in pipeline.drain()]
+    evaluated = pipeline.evaluate(make_batch(0, 4)[pipeline.replica * count :][:count])
+    return {
+        "losses": losses,
+        "weights": pipeline.digest(),
+        "evaluated": evaluated,
+        "sent": sent,
+        "activations": [cost.activation_bytes for cost in pipeline.costs()],
+    }
+
+
+def count_messages() -> dict[str, int]:
+    """Counts what this rank sends from now on: tensors and their bytes."""
+    sent = {"messages": 0, "bytes": 0}
+    send = RuntimeWorld.send
+
+    def counted(self: RuntimeWorld, tensor: Tensor, *given: Any, **options: Any) -> Any:
+        sent["messages"] += 1
+        sent["bytes"] += tensor.nbytes
+        return send(self, tensor, *given, **options)
+
+    RuntimeWorld.send = counted
+    return sent
+
+
+def alike(world: dynmo.World, as_list: bool, steps: int = 3) -> dict[str, int]:
+    """Counts what steps of equal shapes send, from a list or from tensors."""
+    pipeline = dynmo.Pipeline(dynmo.Sequential(make_layers()), world, microbatches=4)
+    given = [
+        {
+            name: torch.cat([each[name] for each in make_batch(1, 4)])
+            for name in ("input_ids", "labels")
+        }
+    ] * steps
+    sent = count_messages()
+    for batch in given:
+        rows = {name: each.unflatten(0, (4, 3)) for name, each in batch.items()}
+        several = [{name: each[j] for name, each in rows.items()} for j in range(4)]
+        pipeline.step(several if as_list else batch)
+    return sent
+
+
+class Fickle(nn.Linear):
+    """Its output gets a gradient in every microbatch but the first."""
+
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        Fickle.calls += 1
+        out = super().forward(input)
+        return out.detach() if Fickle.calls == 1 else out
+
+
+def fickle(world: dynmo.World) -> str:
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 2), Fickle(2, 2), nn.Linear(2, 2)]
+    Fickle.calls = 0
+    model = dynmo.Sequential(layers, nn.functional.mse_loss)
+    pipeline = dynmo.Pipeline(model, world, microbatches=3, schedule="1f1b")
+    try:
+        pipeline.step(torch.ones(3, 2), torch.ones(3, 2))
+    except dynmo.DynmoError as error:
+        return str(error)
+    return "no error"
