@@ -481,5 +481,5 @@ def test_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
     wanted["pipeline"]["post_validation"] = True
     told = pool.run("events", 2, config=wanted)[0]
     switches = [(e["step"], e["on"], e["reason"]) for e in told if e["event"] == "post_validation"]
-    where = "the tied weight of embedding and head is on"
+    where = "the layers of a tied weight are on"
     assert switches[:2] == [(0, False, f"{where} two ranks"), (3, True, f"{where} one rank")]

@@ -105,8 +105,11 @@ def identity_from(record: object) -> Identity:
 def identity_of(model: Model, layers: Sequence[nn.Module]) -> Identity:
     """Describes a model whose layers were just made, on the meta device or not."""
     descriptions, keys = dict[str, dict[str, str]](), list[tuple[str, str]]()
-    for name, layer in zip(model.names, layers, strict=True):
+    for index, (name, layer) in enumerate(zip(model.names, layers, strict=True)):
         description = dict(_layer_parts(layer))
+        for (owner, weight), (user, own) in model.tied:
+            if user == index:
+                description[f"owner of {own}"] = f"{weight} of layer {owner}"
         key = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
         descriptions[key] = description
         keys.append((name, key))

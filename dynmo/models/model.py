@@ -16,6 +16,7 @@ from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
 from dynmo.models.loss import Counter, Loss, counter_of
 from dynmo.models.options import ModelOptions
+from dynmo.models.tied import Pair, pairs_of, untie
 
 Factory = Callable[[], nn.Module]
 
@@ -49,7 +50,7 @@ class Model:
     names: tuple[str, ...]
     build: Callable[[Collection[int]], list[nn.Module]]
     loss: Loss
-    tied: tuple[tuple[tuple[int, str], tuple[int, str]], ...] = ()
+    tied: tuple[Pair, ...] = ()
     takes_targets: bool = False
     code: tuple[str, ...] = ()
     options: ModelOptions | None = None
@@ -122,10 +123,11 @@ def from_factories(
     factories: Sequence[Factory],
     seed: int,
     loss: Loss,
-    tied: Any = (),
+    tied: Iterable[Pair] = (),
     takes_targets: bool = False,
 ) -> Model:
     """Makes a model whose layers can be built one by one, each from its own seed."""
+    pairs = pairs_of("from_factories", tied)
 
     def initialised(index: int) -> nn.Module:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
@@ -136,6 +138,7 @@ def from_factories(
             initialised(i) if i in owned else on_meta(partial(initialised, i))
             for i in range(len(factories))
         ]
+        untie("from_factories", layers, pairs)
         check_layers("from_factories", layers)
         return layers
 
@@ -143,7 +146,7 @@ def from_factories(
         with generators_kept(torch.device("cpu")):
             return build(owned)
 
-    return Model(tuple(names), build_aside, loss, tied, takes_targets, count=counter_of(loss))
+    return Model(tuple(names), build_aside, loss, pairs, takes_targets, count=counter_of(loss))
 
 
 def check_layers(where: str, layers: Sequence[nn.Module]) -> None:
@@ -155,22 +158,31 @@ def check_layers(where: str, layers: Sequence[nn.Module]) -> None:
 
 def _problems(layers: Sequence[nn.Module]) -> Iterator[str]:
     owner: dict[int, tuple[int, str]] = {}
+    tied = list[Pair]()
     for index, layer in enumerate(layers):
         yield from _module_problems(index, layer)
         for what, name, tensor in named_tensors(layer):
             yield from _tensor_problems(f"the {what} {name} of layer {index}", tensor)
             first, other = owner.setdefault(id(tensor), (index, name))
-            if first != index:
+            if first != index and what == "parameter":
+                tied.append(((first, other), (index, name)))
+            elif first != index:
                 yield (
                     f"layers {first} and {index} share the {what} {name}; layers that may sit on "
                     "different ranks cannot share one"
                 )
-            if other != name:
+            elif other != name:
                 yield (
                     f"layer {index} has one {what} under two names, {other} and {name}; a layer "
                     "that moves or is resumed has each once, so let one module keep it, or use "
                     "one module twice"
                 )
+    if tied:
+        (first, _), (index, name) = tied[0]
+        yield (
+            f"layers {first} and {index} share the parameter {name}; give each layer its own, or "
+            f"say dynmo.Sequential(..., tied={tied})"
+        )
 
 
 def _module_problems(index: int, layer: nn.Module) -> Iterator[str]:

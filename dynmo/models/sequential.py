@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from dynmo.models.model import (
     from_factories,
     named_tensors,
 )
+from dynmo.models.tied import Pair, pairs_of, untie
 
 # Elements of each tensor that enter a fingerprint.
 _SAMPLE = 64
@@ -51,9 +52,13 @@ class Sequential(Model):
         count: Takes the targets of a microbatch, and returns how many of them its loss is the mean
             of. A step's loss is the mean over all of them. Cross entropy needs none: a target of
             -100 does not count. None for another loss means that microbatches count alike.
+        tied: Pairs of (layer, parameter) that are one weight, such as ((0, "weight"), (9,
+            "weight")). The first owns it, and the second starts with its value. Modules may share
+            the parameter. The second then gets one of its own, which follows the first.
 
     Raises:
-        ConfigError: There is no layer, modules and functions are mixed, or a layer could not move.
+        ConfigError: There is no layer, modules and functions are mixed, a layer could not move, or
+            a pair of `tied` is no weight.
 
     Example:
         >>> from torch import nn
@@ -73,6 +78,7 @@ class Sequential(Model):
         inputs: str | Sequence[str] = (),
         targets: str | Sequence[str] = "labels",
         count: Counter | None = None,
+        tied: Iterable[Pair] = (),
     ) -> None:
         given = list(layers)
         modules = [layer for layer in given if isinstance(layer, nn.Module)]
@@ -86,7 +92,9 @@ class Sequential(Model):
                 f"Sequential has {len(given)} layers, but {len(names)} names; give one name per "
                 "layer"
             )
+        pairs = pairs_of("Sequential", tied)
         if modules:
+            untie("Sequential", modules, pairs)
             check_layers("Sequential", modules)
             named = names or [
                 f"{index}.{type(module).__name__}" for index, module in enumerate(modules)
@@ -95,12 +103,13 @@ class Sequential(Model):
         else:
             factories = [layer for layer in given if not isinstance(layer, nn.Module)]
             named = names or [f"layer-{index}" for index in range(len(factories))]
-            build = from_factories(named, factories, seed, loss).build
+            build = from_factories(named, factories, seed, loss, pairs).build
             code = tuple(defined_in(factories))
         super().__init__(
             tuple(named),
             build,
             loss,
+            pairs,
             code=code,
             inputs=_names(inputs),
             targets=_names(targets),

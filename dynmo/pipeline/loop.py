@@ -208,10 +208,7 @@ class Loop:
         )
         if stays != self._barrier_stays:
             self._barrier_stays = stays
-            reason = (
-                "the tied weight of embedding and head is on "
-                f"{'two ranks' if stays else 'one rank'}"
-            )
+            reason = f"the layers of a tied weight are on {'two ranks' if stays else 'one rank'}"
             self.emit(PostValidationEvent(self.step, not stays, reason))
 
     # -- steps -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import nn
 
+from dynmo.models.tied import Pair
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.expert_reduction import SharedExpert, reduce_experts
 from dynmo.runtime.optim.gradient_reduction import (
@@ -23,7 +24,6 @@ from dynmo.runtime.optim.gradient_reduction import (
     squared_norms,
 )
 from dynmo.runtime.optim.optimizer import WHOLE, Share
-from dynmo.runtime.optim.tied_weights import Pair
 
 
 class Replicas:

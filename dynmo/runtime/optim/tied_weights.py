@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.kernels.split import zero_gradient
+from dynmo.models.tied import Pair
 from dynmo.runtime.comm.headers import TAG_TIED
 from dynmo.runtime.comm.world import World
-
-# (layer, parameter) of the owner and of the user.
-Pair = tuple[tuple[int, str], tuple[int, str]]
 
 
 class TiedWeights:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from dynmo.errors import RunError
-from dynmo.runtime.optim.tied_weights import Pair
+from dynmo.models.tied import Pair
 
 
 class Frozen:
