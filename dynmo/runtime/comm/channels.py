@@ -42,14 +42,18 @@ from dynmo.schedule.lowering import Begun, Channel, Program
 
 
 class Transport:
-    """This rank's ends of the channels of some programs. All ranks make it at once."""
+    """This rank's ends of the channels of some programs. All ranks make it at once.
+
+    Attributes:
+        ragged: Whether the batch of this step is known to have microbatches of several shapes.
+    """
 
     def __init__(self, world: World, programs: tuple[Program, ...]) -> None:
         own = programs[world.rank]
         world.open_channels(
             sorted({(tag_of(c), c.source, c.target) for p in programs for c in p.depth})
         )
-        self._world, self._messages, self._ragged = world, own.microbatches, False
+        self._world, self._messages, self.ragged = world, own.microbatches, False
         self._poster = Worker("poster", bool(own.incoming) and not world.enqueues)
         self._watcher = Worker("watcher", bool(own.incoming))
         self._inboxes = {
@@ -68,7 +72,7 @@ class Transport:
 
     def open(self, ragged: bool = False) -> None:
         """Begins a step. `ragged`: this rank's batch has microbatches of several shapes."""
-        self._ragged = ragged
+        self.ragged = ragged
         for inbox in self._inboxes.values():
             inbox.open(self._messages)
         for outbox in self._outboxes.values():
@@ -83,7 +87,7 @@ class Transport:
         """Returns the next message of a channel."""
         inbox = self._inboxes[channel]
         tensors = inbox.take(microbatch)
-        self._ragged = self._ragged or inbox.ragged
+        self.ragged = self.ragged or inbox.ragged
         return tensors
 
     def arrived(self, channel: Channel, microbatch: int, timeout: float) -> bool:
@@ -92,7 +96,7 @@ class Transport:
 
     def put(self, channel: Channel, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
         """Sends a message. Its tensors must not change until the peer has them."""
-        self._outboxes[channel].put(microbatch, tensors, self._ragged)
+        self._outboxes[channel].put(microbatch, tensors, self.ragged)
 
     def flush(self) -> None:
         for outbox in self._outboxes.values():

@@ -85,9 +85,12 @@ class Executor:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            self.transport.open(is_ragged(inputs))
+            ragged = is_ragged(inputs)
+            self.transport.open(ragged)
             for stage in self.stages.values():
                 stage.begin()
+                if ragged:
+                    stage.expect_ragged()
             before = None if is_validated is None else self._buffers.copies()
             self.streams.fork()
             step_output = _ProgramRun(self, step, inputs, targets, training).run(is_validated)
@@ -220,7 +223,11 @@ class _ProgramRun:
         channel, s, j = awaited
         if self._executor.timeout is not None:
             start = self._meanwhile(awaited, self._executor.timeout, start)
+        knew = self._transport.ragged
         self._arrived[channel.direction, s, j] = self._transport.take(channel, j)
+        if self._transport.ragged and not knew:
+            for stage in self._stages.values():
+                stage.expect_ragged()
         self._intervals.append(Interval(WAIT, s, j, start, self._mark()))
 
     def _meanwhile(self, awaited: Receive, timeout: float, start: Any) -> Any:

@@ -105,9 +105,10 @@ class Layer:
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # When pieces of W ran ahead of time, by microbatch.
         self._ahead: dict[int, list[tuple[Any, Any]]] = {}
-        # Of the program that runs: shapes of the outputs by those of the inputs, and whether some
-        # input had no gradient in the first microbatch.
+        # Of the program that runs: shapes of the outputs, by those of the inputs if the batch is
+        # ragged, and whether some input had no gradient in the first microbatch.
         self._outputs_like: dict[Spec, Spec] = {}
+        self._ragged = False
         self._marks_missing: bool | None = None
         # Outputs that have a gradient, in the first microbatch. The others are constants that are
         # handed on, like rotary tables.
@@ -134,6 +135,10 @@ class Layer:
         self._inside.append((start, self._clock.mark()))
 
     @property
+    def _varies(self) -> bool:
+        return getattr(self.module, "varying_shapes", False)
+
+    @property
     def _measured(self) -> bool:
         return self._measured_size is not None
 
@@ -147,8 +152,13 @@ class Layer:
 
     def begin(self) -> None:
         """Begins a program: its first microbatch sets the shapes of all messages."""
+        self._ragged = False
         self._outputs_like.clear()
         self._marks_missing = self._differentiable = None
+
+    def expect_ragged(self) -> None:
+        """Allows inputs of several shapes in this program, since each message has a header."""
+        self._ragged = True
 
     def forget_sizes(self) -> None:
         """Has the bytes of a changed layer measured at its next microbatch that trains."""
@@ -198,13 +208,16 @@ class Layer:
         return outputs
 
     def _check_shapes(self, microbatch: int, inputs: Tensors, outputs: Tensors) -> None:
-        """Raises RunError if inputs of the same shapes had outputs of other shapes before.
+        """Raises RunError if outputs have other shapes than before in the program.
+
+        In a ragged batch, outputs are compared for inputs of the same shapes.
 
         One rank refuses them, too, so that any number of ranks trains the same models.
         """
         spec = spec_of(outputs)
-        first = self._outputs_like.setdefault(spec_of(inputs), spec)
-        if spec != first and not getattr(self.module, "varying_shapes", False):
+        like = spec_of(inputs) if self._ragged else ()
+        first = self._outputs_like.setdefault(like, spec)
+        if spec != first and not self._varies:
             raise RunError(
                 f"layer {self.index} ({type(self.module).__name__}) returned {_described(spec)} in "
                 f"microbatch {microbatch}, and {_described(first)} before in the step; pad "
@@ -251,12 +264,14 @@ class Layer:
     def _with_gradients(self, microbatch: int, outputs: Tensors) -> Tensors:
         """Returns the outputs. Those that had a gradient in the first microbatch require one.
 
+        Outputs that vary in shape have a header for each microbatch, so they may vary in this, too.
+
         Raises:
             RunError: An output requires a gradient that had none in the first microbatch.
         """
         found = tuple(y.requires_grad for y in outputs)
         first = self._differentiable = self._differentiable or found
-        if found == first or len(found) != len(first):  # another number has another shape
+        if found == first or self._varies:
             return outputs
         if any(now and not before for now, before in zip(found, first, strict=True)):
             raise RunError(

@@ -73,6 +73,10 @@ class Stage:
         for layer in self.layers:
             layer.begin()
 
+    def expect_ragged(self) -> None:
+        for layer in self.layers:
+            layer.expect_ragged()
+
     def forward(
         self, microbatch: int, tensors: Tensors, step: int, targets: object, training: bool
     ) -> Tensors:
