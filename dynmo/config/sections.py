@@ -5,10 +5,10 @@ Every key has a default, so that an empty file is a valid small run.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 import tomli_w
-from pydantic import AfterValidator, Field, create_model
+from pydantic import AfterValidator, Field, create_model, model_validator
 
 from dynmo.balance.options import Balance
 from dynmo.dynamism.options import CASES, CaseOptions, EarlyExit, RunFacts
@@ -16,9 +16,12 @@ from dynmo.models.options import ModelOptions
 from dynmo.options import OWN, Count, Lax, Options, Seed, Whole, written
 from dynmo.pipeline.options import (
     SGD,
+    TORCH_OPTIMIZERS,
     AdamW,
     LearningRate,
     MeshOptions,
+    NamedOptimizer,
+    OwnOptimizer,
     PipelineOptions,
     ScheduleOptions,
     TrainingOptions,
@@ -41,9 +44,12 @@ RunName: TypeAlias = Annotated[
         "1 to 100 letters, digits, '.', '_' or '-', not starting with '.'",
     ),
 ]
+_OWN_OPTIMIZERS: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
 if TYPE_CHECKING:
     CaseName: TypeAlias = str
+    OptimizerName: TypeAlias = str
 else:
+    OptimizerName = Literal[(*_OWN_OPTIMIZERS, *TORCH_OPTIMIZERS)] | OwnOptimizer
     CaseName = Literal[tuple(CASES)] | Annotated[str, written(OWN, "python:package.module:Class")]
 Cases: TypeAlias = Annotated[tuple[CaseName, ...], Lax, AfterValidator(_check_unique)]
 
@@ -67,12 +73,26 @@ class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
     """Sequences in a step, over all replicas."""
     micro_batch: Count = 4
     """Sequences in a microbatch."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """The optimizer."""
+    optimizer: OptimizerName = "adamw"
+    """The optimizer: dynmo's `adamw` or `sgd`, a class of `torch.optim` in lower case, or
+    `python:package.module:function`. The latter two get `lr`, and have their own defaults."""
     eval_every: Whole = 0
     """Steps between two evaluations. 0 never evaluates."""
     eval_batches: Count = 4
     """Batches in an evaluation."""
+
+    @model_validator(mode="after")
+    def _has_no_idle_options(self) -> Self:
+        if self.optimizer not in _OWN_OPTIMIZERS:
+            fields = type(self).model_fields
+            for key in ("weight_decay", "betas", "eps", "momentum"):
+                if getattr(self, key) != fields[key].default:
+                    raise ValueError(
+                        f'train.{key} has no effect with train.optimizer = "{self.optimizer}", '
+                        "which has its own; leave it out, or name a function that sets it "
+                        '(optimizer = "python:package.module:function")'
+                    )
+        return self
 
 
 class ParallelSection(WorldOptions, MeshOptions):
@@ -183,9 +203,11 @@ class Config(Options):
         return (1 if self.parallel.slices else self.parallel.pipeline) * self.parallel.replicas
 
     @property
-    def optimizer(self) -> AdamW | SGD:
+    def optimizer(self) -> AdamW | SGD | NamedOptimizer:
         """The optimizer that [train] names."""
-        kind = AdamW if self.train.optimizer == "adamw" else SGD
+        kind = _OWN_OPTIMIZERS.get(self.train.optimizer)
+        if kind is None:
+            return NamedOptimizer(name=self.train.optimizer, lr=self.train.lr)
         return kind(**{key: getattr(self.train, key) for key in kind.model_fields})
 
     def pipeline_options(self) -> dict[str, Any]:

@@ -62,6 +62,19 @@ class Model:
     def layers(self) -> int:
         return len(self.names)
 
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What stands before the names of each layer's parameters in the whole model.
+
+        It is the index, as in `torch.nn.Sequential`. A model of dynmo's own has the layer's name,
+        such as "blocks.0.attention".
+        """
+        # A model from a user's function has names such as "0.Linear".
+        listed = all(name.startswith(f"{i}.") for i, name in enumerate(self.names))
+        if listed or len(set(self.names)) < self.layers:
+            return tuple(map(str, range(self.layers)))
+        return self.names
+
     def first_inputs(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the input of the first layer.
 

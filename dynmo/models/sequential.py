@@ -117,6 +117,11 @@ class Sequential(Model):
         )
         object.__setattr__(self, "_modules", tuple(modules))
 
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The index of each layer, as in `torch.nn.Sequential`."""
+        return tuple(map(str, range(self.layers)))
+
     def fingerprints(self) -> list[str]:
         """Returns a digest of some values of each weight and buffer, by layer.
 

@@ -55,7 +55,7 @@ def make_engine(
             shapes=shapes,
         ),
         update=UpdateOptions(
-            optimizer=settings_of(options.optimizer),
+            optimizer=settings_of(options),
             clip_scope=options.clip_scope,
             scaler=make_scaler(dtype, options.loss_scale, options.loss_scale_window),
             post_validation=options.post_validation,

@@ -7,7 +7,6 @@ from typing import Any
 
 from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.profile_file import Profile
-from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.situation import Situation, with_all_shares
@@ -70,7 +69,7 @@ def gather(
         zero=options.zero,
         expert=options.expert,
         accumulation_groups=engine.store.accumulation_groups,
-        moments=settings_of(options.optimizer).moments,
+        moments=engine.store.groups.moments,
         masters=options.precision != "float32",
         shapes=options.mesh_rule(engine.model.layers).shapes(everyone.size)
         if elastic.reshape
@@ -92,7 +91,7 @@ def profile_of(
     """Returns the costs of a pipeline's layers as a costs file records them."""
     if options.zero:
         replicas, masters = pipeline.store.world.replicas, options.precision != "float32"
-        moments = settings_of(options.optimizer).moments
+        moments = pipeline.store.groups.moments
         costs = tuple(with_all_shares(cost, replicas, moments, masters) for cost in costs)
     return Profile(
         layers=costs,

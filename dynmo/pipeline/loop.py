@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,8 @@ class Loop:
         self.step, self.loss = step, loss
         self.elastic: Elasticity | None = None
         self.tracer: Tracer | None = None
-        self.rate: Callable[[], float] = lambda: 0.0  # learning rate of the next step
+        # Returns what schedulers change of the optimizer's groups.
+        self.groups: Callable[[], list[dict[str, Any]]] = list
         self.token_shares: dict[str, TokenShares] = {}
         # A newcomer takes part from the cases' own part of its first step on.
         self._joins_at = step if joined else None
@@ -158,7 +159,7 @@ class Loop:
                 self.cases.all,
                 loss=self.loss,
                 moves=self.rebalancer.moves + 1,
-                extra={"lr": self.rate()},
+                extra={"groups": self.groups()},
             )
 
         size = self._engine.store.world.everyone.size
@@ -217,7 +218,7 @@ class Loop:
         self,
         inputs: Cut,
         targets: Cut,
-        rate: float,
+        rates: Sequence[Mapping[str, Any]],
         keys: Keys | None,
         stop: bool,
     ) -> tuple[StepResult, ...]:
@@ -226,14 +227,16 @@ class Loop:
         if self._adapted != step:
             self._begin = time.perf_counter()
         started = _Started(
-            rate, engine.store.layout.partition.counts, len(engine.store.frozen.layers)
+            float(rates[0]["lr"]),
+            engine.store.layout.partition.counts,
+            len(engine.store.frozen.layers),
         )
         flag = STOP * stop + (0 if self.elastic is None else self.elastic.call())
         records = engine.advance(
             step,
             inputs,
             targets,
-            lr=rate,
+            lr=rates,
             max_norm=self.options.max_grad_norm,
             flag=flag,
             keys=keys,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -13,6 +14,7 @@ from dynmo.dynamism.options import CaseOptions, RunFacts
 from dynmo.models.options import ModelOptions
 from dynmo.options import (
     LARGEST,
+    OWN,
     BelowOne,
     Count,
     Lax,
@@ -25,6 +27,7 @@ from dynmo.options import (
     Threads,
     Timeout,
     Whole,
+    written,
 )
 from dynmo.planner.options import Elastic
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
@@ -180,6 +183,36 @@ class SGD(Options):
     """SGD's momentum."""
 
 
+TORCH_OPTIMIZERS = (
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "asgd",
+    "muon",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "rprop",
+)
+"""Classes of `torch.optim` in lower case, beside those that dynmo has itself."""
+OwnOptimizer: TypeAlias = Annotated[str, written(OWN, "python:package.module:function")]
+if TYPE_CHECKING:
+    TorchName: TypeAlias = str
+else:
+    TorchName = Literal[TORCH_OPTIMIZERS] | OwnOptimizer
+
+
+class NamedOptimizer(Options):
+    """An optimizer of torch, or of the user's own, by its name."""
+
+    name: TorchName
+    """A class of `torch.optim` in lower case, or `python:package.module:function`."""
+    lr: NonNegative = 3e-4
+    """Peak learning rate."""
+
+
 class LearningRate(Options):
     """The learning rate over the steps of a run."""
 
@@ -225,8 +258,10 @@ class PipelineOptions(ScheduleOptions, MeshOptions, TrainingOptions):
     """Steps of the run. Not set: the run has no known end."""
     seed: Seed = 0
     """Seed of the layers' random numbers while training, such as dropout."""
-    optimizer: AdamW | SGD = AdamW()
-    """Optimizer, and its options."""
+    optimizer: AdamW | SGD | NamedOptimizer | Callable[..., Any] = AdamW()
+    """Optimizer and its options, or a function that makes one of torch's."""
+    groups: Callable[..., Any] | None = None
+    """Options of single parameters. Not set: all have the same."""
     learning_rate: LearningRate | None = None
     """How the learning rate changes. Not set: by torch's schedulers on `Pipeline.optimizer`."""
     balance: Annotated[Balance, BeforeValidator(_by_name)] = Balance()

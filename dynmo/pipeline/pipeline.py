@@ -33,14 +33,21 @@ from dynmo.pipeline.case_context import agree_on_cases
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.loop import Loop
 from dynmo.pipeline.metrics import Metrics, MetricSums
-from dynmo.pipeline.optimizers import OptimizerHandle
+from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
 from dynmo.pipeline.option_checks import problems
-from dynmo.pipeline.options import SGD, AdamW, LearningRate, PipelineOptions
+from dynmo.pipeline.options import (
+    SGD,
+    AdamW,
+    LearningRate,
+    NamedOptimizer,
+    PipelineOptions,
+)
 from dynmo.pipeline.placing import check_own_rules, first_partition, first_shape, rank_memory_limit
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import (
     SavedPipeline,
     check_saved,
+    check_settings,
     find_checkpoint,
     kept_settings,
     restore_engine,
@@ -56,6 +63,7 @@ from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.runtime.optim.parameter_groups import GroupRule, Make, ParameterGroups
 from dynmo.runtime.state.digest import buffers_digest
 from dynmo.schedule.op import Schedule
 
@@ -99,7 +107,12 @@ class Pipeline:
         model: The model to train, such as `dynmo.Sequential`.
         world: The ranks, from `dynmo.init`.
         microbatches: Number of microbatches of a step, on each replica.
-        optimizer: `dynmo.AdamW` or `dynmo.SGD`.
+        optimizer: `dynmo.AdamW` or `dynmo.SGD`. Or a function from groups of parameters to one of
+            torch's optimizers, such as `functools.partial(torch.optim.RAdam, lr=1e-3)`. Each layer
+            has an optimizer of its own, so each parameter must be updated by itself.
+        groups: Takes the name of a parameter, as in `state_dict`, and the parameter without values.
+            Returns a dict of the options that it has of its own, such as `{"weight_decay": 0.0}`,
+            or None. The key "optimizer" gives it another function.
         learning_rate: How the rate changes over `steps`. None leaves it to torch's schedulers, on
             `pipeline.optimizer`.
         balance: `dynmo.Balance`, or the name of a balancer: "exact" moves layers between ranks when
@@ -161,7 +174,8 @@ class Pipeline:
         world: World,
         *,
         microbatches: int,
-        optimizer: AdamW | SGD = _DEFAULT.optimizer,
+        optimizer: AdamW | SGD | NamedOptimizer | Make = _DEFAULT.optimizer,
+        groups: GroupRule | None = _DEFAULT.groups,
         learning_rate: LearningRate | None = _DEFAULT.learning_rate,
         balance: Balance | str = _DEFAULT.balance,
         cases: Sequence[CaseOptions | Dynamism] = (),
@@ -222,14 +236,18 @@ class Pipeline:
         check_own_rules(options)
         self._make_cases = partial(make_cases, cases, facts)
         self._cases = self._make_cases()
-        self._world, self._optimizer = ranks, OptimizerHandle(optimizer.lr)
+        self._world = ranks
         self._model, self._options, self._listen = model, options, listen
         self._check_memory, self._trace = check_memory, trace
         self._watches_ranks = elastic is not None
         self._memory_limit = rank_memory_limit(options, ranks)
         # Steps and loss of the time before this process was outside. None while it is a rank.
         self._before: tuple[int, float] | None = (0, math.nan) if outside else None
-        if not outside:
+        if outside:
+            self._optimizer = OptimizerHandle(
+                ParameterGroups(settings_of(options), model, model.build(()), world.device)
+            )
+        else:
             self._watch(self._start(resume))
 
     def _start(self, resume: str | Path | None) -> float | None:
@@ -239,7 +257,7 @@ class Pipeline:
             _agree_on_modules(model, world)
         if resume is not None:
             saved = find_checkpoint(Path(resume), world)
-            check_saved(saved, options, model)
+            check_saved(saved, model)
         self._shapes = self._known_shapes(is_new=saved is None)
         pipeline, replicas = first_shape(options, model.layers, saved)
         partition = first_partition(options, model.layers, pipeline)
@@ -248,6 +266,8 @@ class Pipeline:
         self._engine = make_engine(
             options, arrange(world, replicas), model, partition, self._memory_limit
         )
+        self._optimizer = OptimizerHandle(self._engine.store.groups)
+        self._check_optimizer()
         agree_on_cases(world, self._cases)
         if saved is None:
             self._loop = self._make_loop()
@@ -255,14 +275,29 @@ class Pipeline:
         self._go_on(saved)
         return saved.state.reference
 
+    def _check_optimizer(self) -> None:
+        """Refuses what a user's optimizer cannot do, and says what it does otherwise."""
+        options, groups = self._options, self._engine.store.groups
+        if any(case.name == "pruning" for case in options.cases):
+            groups.check_is_elementwise("dynamism.pruning")
+        keeps = options.post_validation and options.rollback == "in-place" and not groups.inverts
+        if keeps and self._world.everyone.rank == 0:
+            _logger.warning(
+                f'pipeline.rollback = "in-place": no inverse of {groups.name} is known, so copies '
+                "are kept to take a step back"
+            )
+
     def _go_on(self, saved: SavedPipeline) -> None:
         """Restores a checkpoint, and makes the loop that goes on from it."""
+        check_settings(saved, self._engine)
         restore_engine(self._engine, saved.path, saved.raw, self._cases)
         state = saved.state
         loss = math.nan if state.loss is None else state.loss
         self._loop = self._make_loop(saved.step, loss, state.moves)
-        if state.lr is not None and self._options.learning_rate is None:
-            self._optimizer.param_groups[0]["lr"] = state.lr
+        if self._options.learning_rate is None:
+            # Older checkpoints have the learning rate alone.
+            older = [] if state.lr is None else [{"lr": state.lr}]
+            self._optimizer.restore(older if state.groups is None else state.groups)
 
     def _take_up(self, text: str) -> None:
         """Becomes a rank of a running training, by rank 0's grant."""
@@ -280,7 +315,7 @@ class Pipeline:
         )
         self._loop = self._make_loop(grant.step, state["loss"], state["moves"], joined=True)
         if self._options.learning_rate is None:
-            self._optimizer.param_groups[0]["lr"] = state["lr"]
+            self._optimizer.restore(state["groups"])
         self._before = None
         self._watch(grant.reference)
 
@@ -300,7 +335,7 @@ class Pipeline:
         loop = Loop(
             options, engine, cases, rebalancer, self._listen, step=step, loss=loss, joined=joined
         )
-        loop.rate = self._rate
+        loop.groups = self._optimizer.saved
         return loop
 
     def _watch(self, reference: float | None) -> None:
@@ -418,7 +453,7 @@ class Pipeline:
         if self.left:
             return before
         cut_inputs, cut_targets = self._cut(inputs, targets)
-        results = self._loop.advance(cut_inputs, cut_targets, self._rate(), keys, stop)
+        results = self._loop.advance(cut_inputs, cut_targets, self._rates(), keys, stop)
         self._optimizer.step()
         return before + results
 
@@ -449,9 +484,10 @@ class Pipeline:
         """
         return tuple(self._loop.rebalancer.records)
 
-    def _rate(self) -> float:
-        rule, peak = self._loop.options.learning_rate, self._optimizer.lr
-        return peak if rule is None else rule.at(self.steps, self._loop.options.end, peak)
+    def _rates(self) -> tuple[dict[str, Any], ...]:
+        """Returns the options of each group of parameters in the next step."""
+        rule, end = self._loop.options.learning_rate, self._loop.options.end
+        return self._optimizer.options(None if rule is None else partial(rule.at, self.steps, end))
 
     @overload
     def evaluate(
@@ -567,9 +603,10 @@ class Pipeline:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Holds the learning rate for torch's schedulers.
+        """Holds the groups of parameters for torch's schedulers.
 
-        They take it as in `LambdaLR(pipeline.optimizer, ...)`.
+        They take it as in `LambdaLR(pipeline.optimizer, ...)`. The options in `param_groups` are
+        those of the next step. Change them alike on all ranks.
         """
         return self._optimizer
 
@@ -820,8 +857,8 @@ class Pipeline:
         """
         loop, engine = self._loop, self._engine
         loop.settle()
-        extra = kept_settings(loop.options, engine.model) | {
-            "lr": self._optimizer.lr,
+        extra = kept_settings(engine) | {
+            "groups": self._optimizer.saved(),
             "shape": list(engine.store.layout.shape),
             "reference": None if loop.elastic is None else loop.elastic.reference,
         }
@@ -858,7 +895,7 @@ class Pipeline:
         """
         self.drain()
         before, saved = self._loop, find_checkpoint(Path(folder), self._world)
-        check_saved(saved, before.options, self._engine.model)
+        check_saved(saved, self._engine.model)
         self._options = before.options
         self._go_on(saved)
         self._loop.tracer, self._loop.elastic = before.tracer, before.elastic
@@ -910,9 +947,10 @@ class Pipeline:
         """What decides the numbers of the training: versions, code, layers."""
         if self._before is None:
             return self._engine.store.identity.with_code(self._cases)
+        code = [*self._cases, *self._optimizer.code]
         from dynmo.models.identity import identity_of
 
-        return identity_of(self._model, self._model.build(())).with_code(self._cases)
+        return identity_of(self._model, self._model.build(())).with_code(code)
 
     # -- end ---------------------------------------------------------------------------------------
 
@@ -977,10 +1015,16 @@ def _check_kinds(model: Any, world: Any, optimizer: Any) -> comm.World:
         )
     if not isinstance(world, comm.World):
         raise ConfigError(f"world is {_kind(world)}; give what dynmo.init() returns")
-    if not isinstance(optimizer, AdamW | SGD):
+    if isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"optimizer is {_kind(optimizer)}; give dynmo.AdamW(lr=...) or dynmo.SGD(lr=...), "
-            "from which each rank makes the optimizers of its layers"
+            f"optimizer is {_kind(optimizer)}, which has parameters of its own; give a function, "
+            f"such as functools.partial({type(optimizer).__name__}, lr=...), from which each rank "
+            "makes the optimizers of its layers"
+        )
+    if not isinstance(optimizer, AdamW | SGD | NamedOptimizer) and not callable(optimizer):
+        raise ConfigError(
+            f"optimizer is {_kind(optimizer)}; give dynmo.AdamW(lr=...), or a function such as "
+            "functools.partial(torch.optim.SGD, lr=...)"
         )
     return world
 

@@ -17,7 +17,6 @@ from dynmo.errors import CheckpointError, DynmoError, RunError, place
 from dynmo.models.identity import Identity, first_of, identity_from
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
-from dynmo.pipeline.options import SGD, PipelineOptions
 from dynmo.runtime.comm.agreement import agree, share_failures
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
@@ -43,6 +42,7 @@ class SavedState(BaseModel):
     shape: Annotated[list[_Count], Field(min_length=2, max_length=2)] | None = None
     reference: float | None = None
     lr: float | None = None
+    groups: list[dict[str, float | list[float]]] | None = None
 
 
 def state_of(
@@ -152,19 +152,21 @@ def find_checkpoint(folder: Path, world: World) -> SavedPipeline:
     return SavedPipeline(path, manifest.step, tuple(manifest.layers), manifest.state, state)
 
 
-def kept_settings(options: PipelineOptions, model: Model) -> dict[str, Any]:
+def kept_settings(engine: Engine) -> dict[str, Any]:
     """Returns the settings that the optimizer state depends on. A training keeps them."""
-    optimizer = "sgd" if isinstance(options.optimizer, SGD) else "adamw"
-    return {"train.optimizer": optimizer, "model.tied": bool(model.tied)}
+    return {"train.optimizer": engine.store.groups.name, "model.tied": bool(engine.model.tied)}
 
 
-def check_saved(saved: SavedPipeline, options: PipelineOptions, model: Model) -> None:
+def check_saved(saved: SavedPipeline, model: Model) -> None:
     if saved.names != model.names:
         raise CheckpointError(
             f"{saved.path} is of another model ({len(saved.names)} layers, this one has "
             f"{model.layers}, or layers of other names); resume with that model"
         )
-    for key, value in kept_settings(options, model).items():
+
+
+def check_settings(saved: SavedPipeline, engine: Engine) -> None:
+    for key, value in kept_settings(engine).items():
         then = saved.raw.get(key, value)
         if then != value:
             raise CheckpointError(

@@ -35,6 +35,7 @@ from dynmo.runtime.comm.watch import Watch
 from dynmo.runtime.engine.profiler import weight_bytes
 from dynmo.runtime.layer.precision import PRECISIONS, lower
 from dynmo.runtime.layer.split_backward import Layer, Tensors
+from dynmo.runtime.optim.parameter_groups import OptimizerSettings, ParameterGroups
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.op import Schedule
 
@@ -94,9 +95,10 @@ def shape_costs(
         )
     # A layer's error is reported in one line. Torch would print a traceback first.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    groups = _groups(options, model)
     try:
         with FakeTensorMode():
-            costs = _shape_costs(options, model)
+            costs = _shape_costs(options, model, groups)
     except Exception as error:
         kind = "" if model.options is None else model.options.kind
         if kind and not kind.startswith("python:"):
@@ -113,10 +115,18 @@ def shape_costs(
 def static_costs(options: PipelineOptions, model: Model) -> tuple[LayerCost, ...]:
     """Returns the bytes of every layer's parameters, gradients and optimizer state."""
     costs: list[LayerCost] = []
-    for module in meta_layers(model):
+    groups = _groups(options, model)
+    for index, module in enumerate(meta_layers(model)):
         lower(module, PRECISIONS[options.precision])
-        costs.append(_static_cost(options, model, module))
+        costs.append(_static_cost(options, model, groups, index, module))
     return _per_replica(options, costs, None)
+
+
+def _groups(options: PipelineOptions, model: Model) -> ParameterGroups:
+    settings = settings_of(options)
+    # dynmo's own optimizers keep as many bytes for any group.
+    layers = [] if isinstance(settings, OptimizerSettings) else meta_layers(model)
+    return ParameterGroups(settings, model, layers, torch.device("cpu"))
 
 
 def _per_replica(
@@ -196,7 +206,9 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {', '.join(lines)}" if lines else type(error).__name__
 
 
-def _shape_costs(options: PipelineOptions, model: Model) -> list[LayerCost]:
+def _shape_costs(
+    options: PipelineOptions, model: Model, groups: ParameterGroups
+) -> list[LayerCost]:
     targets = _ids(options, model)
     ids = model.first_inputs(_ids(options, model), targets)
     layers: list[Layer] = []
@@ -214,7 +226,7 @@ def _shape_costs(options: PipelineOptions, model: Model) -> list[LayerCost]:
         )
     return [
         replace(
-            _static_cost(options, model, layer.module),
+            _static_cost(options, model, groups, layer.index, layer.module),
             activation_bytes=layer.activation_bytes,
             stash_bytes=layer.stash_bytes,
             output_bytes=layer.output_bytes,
@@ -226,13 +238,18 @@ def _shape_costs(options: PipelineOptions, model: Model) -> list[LayerCost]:
     ]
 
 
-def _static_cost(options: PipelineOptions, model: Model, module: nn.Module) -> LayerCost:
+def _static_cost(
+    options: PipelineOptions,
+    model: Model,
+    groups: ParameterGroups,
+    index: int,
+    module: nn.Module,
+) -> LayerCost:
     """Returns the bytes that a layer keeps.
 
     With expert parallelism these are the bytes on a replica with the most experts allowed.
     """
-    moments = settings_of(options.optimizer).moments
-    copies = options.post_validation and options.rollback == "exact"
+    copies = options.post_validation and (options.rollback == "exact" or not groups.inverts)
     # Each replica's rows have a gradient of their own, so experts that are spread have as many.
     gradients = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
     for half in halves(module) if options.expert > 1 else ():
@@ -246,8 +263,15 @@ def _static_cost(options: PipelineOptions, model: Model, module: nn.Module) -> L
         for linear in (half.gate_up, half.down)
         for p in linear.parameters()
     }
-    trained = sum(
-        gradient_bytes(p) * (times if p in experts else 1) for p in parameters if p.requires_grad
+    trained = {
+        name: gradient_bytes(p) * (times if p in experts else 1)
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
+    state = sum(
+        groups.state_bytes(index, name, p, trained[name] // max(1, p.numel()))
+        for name, p in module.named_parameters()
+        if p.requires_grad
     )
     masters = sum(
         gradient_bytes(p) * (times if p in experts else 1)
@@ -261,8 +285,8 @@ def _static_cost(options: PipelineOptions, model: Model, module: nn.Module) -> L
         parameters=sum(p.numel() for p in parameters),
         weight_bytes=weight_bytes(module),
         gradient_bytes=gradients,
-        optimizer_bytes=moments * trained + masters,
-        rollback_bytes=(1 + moments) * trained * copies,
+        optimizer_bytes=state + masters,
+        rollback_bytes=(sum(trained.values()) + state) * copies,
     )
 
 

@@ -24,8 +24,6 @@ from dynmo.kernels.sparse_linear import (
     encodes_sparsity,
 )
 from dynmo.kernels.split import LOW
-from dynmo.models.model import Model
-from dynmo.models.sequential import Sequential
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.world import World
@@ -45,7 +43,7 @@ class WholeModel:
 
     def __init__(self, engine: Engine) -> None:
         self._layer_store, self._pending = engine.store, engine.pending
-        self._prefixes = _prefixes(engine.model)
+        self._prefixes = engine.model.prefixes
         # Second name of a tied weight -> first name.
         self._tied = {
             f"{self._prefixes[user]}.{name}": f"{self._prefixes[owner]}.{owner_name}"
@@ -192,20 +190,6 @@ class WholeModel:
                     f"{owner!r} and {key!r} are one weight of this model, but differ in the state"
                 )
         return tensors
-
-
-def _prefixes(model: Model) -> tuple[str, ...]:
-    """Returns what stands before the keys of each layer.
-
-    It is the index, as in `torch.nn.Sequential`. A model of dynmo's own has the layer's name, such
-    as "blocks.0.attention".
-    """
-    indices = tuple(map(str, range(model.layers)))
-    # A model from a user's function has names such as "0.Linear".
-    listed = all(name.startswith(f"{i}.") for i, name in enumerate(model.names))
-    if isinstance(model, Sequential) or listed or len(set(model.names)) < model.layers:
-        return indices
-    return model.names
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:

@@ -31,7 +31,7 @@ SPREAD = ("model.kind=moe", "parallel.replicas=2", "parallel.expert=2")
         ("model.f", "[0.1, true]", "model.f[1]"),
         ("data.source", "wiki", "'stdlib' or file:PATH"),
         ("data.source", "file:", "'stdlib' or file:PATH"),
-        ("train.optimizer", "adamm", "'adamw' or 'sgd'"),
+        ("train.optimizer", "adamm", "'radam', 'rmsprop' or 'rprop' or python:package"),
         ("train.loss_scale", "0", "'dynamic' or greater than or equal to 1"),
         ("train.loss_scale", "3", "power of two"),
         ("train.loss_scale", "true", "number"),

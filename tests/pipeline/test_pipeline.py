@@ -210,27 +210,20 @@ def test_result_prints_in_one_short_line(world: dynmo.World) -> None:
 
 def test_optimizer_takes_no_further_group(world: dynmo.World) -> None:
     optimizer = make(world).optimizer
-    with pytest.raises(ConfigError, match="one group"):
+    with pytest.raises(ConfigError, match="takes no other"):
         optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 0.1})
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("key", ["weight_decay", "betas", "momentum"])
-def test_options_beside_the_learning_rate_are_refused(world: dynmo.World, key: str) -> None:
+def test_options_that_the_optimizer_does_not_know_are_refused(world: dynmo.World) -> None:
     pipeline = make(world)
     before = pipeline.digest()
-    pipeline.optimizer.param_groups[0][key] = 0.0
-    with pytest.raises(ConfigError, match=f"pipeline.optimizer: '{key}'"):
+    pipeline.optimizer.param_groups[0]["momentum"] = 0.0
+    with pytest.raises(
+        ConfigError, match=r"pipeline.optimizer: 'momentum' .* knows betas, eps, lr"
+    ):
         pipeline.step(*batch(0))
     assert pipeline.digest() == before
-
-
-def test_torch_schedulers_may_keep_their_rates(world: dynmo.World) -> None:
-    pipeline = make(world)
-    torch.optim.lr_scheduler.OneCycleLR(
-        pipeline.optimizer, max_lr=0.1, total_steps=5, cycle_momentum=False
-    )
-    pipeline.step(*batch(0))
 
 
 def test_invalid_layer_lists_are_refused() -> None:
@@ -327,8 +320,8 @@ def test_replicas_may_pass_different_batches(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"optimizer": torch.optim.AdamW}, "optimizer is the class torch.* give dynmo.AdamW"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer is an object of torch"),
+        ({"optimizer": "adamw"}, "optimizer is an object of str; give dynmo.AdamW"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "functools.partial.SGD, lr=...."),
         ({"model": nn.Sequential(*layers())}, r"wrap the list of its layers in dynmo.Sequential"),
         ({"world": None}, r"world is an object of NoneType; give what dynmo.init\(\) returns"),
         ({"balance": dynmo.Balance(initial=(2, 2))}, r"balance.initial has 2 entries, .* = 1"),

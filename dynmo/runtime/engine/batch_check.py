@@ -19,6 +19,7 @@ from torch import Tensor
 from dynmo.errors import InputError
 from dynmo.runtime.comm.headers import spec_of
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.state.layer_store import LayerStore
 
 # A hash is at most 2**51, so that float64 holds it exactly.
@@ -146,9 +147,10 @@ def check_batch(
             )
 
 
-def check_rates(lr: object, max_norm: object) -> None:
-    if not isinstance(lr, Real) or not 0 <= float(lr) < math.inf:
-        raise InputError(f"lr = {lr!r}; give a finite number of at least 0")
+def check_rates(lr: Rates, max_norm: object) -> None:
+    for rate in [group.get("lr", 0.0) for group in lr] if isinstance(lr, Sequence) else [lr]:
+        if not isinstance(rate, Real | Tensor) or not 0 <= float(rate) < math.inf:
+            raise InputError(f"lr = {rate!r}; give a finite number of at least 0")
     if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
         raise InputError(
             f"max_norm = {max_norm!r}; give a number of at least 0, where 0 clips nothing"

@@ -49,6 +49,7 @@ from dynmo.runtime.engine.sm_slices import make_streams
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.optim.loss_scale import make_scaler
+from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.state.digest import weights_digest
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.runtime.state.layer_store import LayerStore
@@ -118,7 +119,10 @@ class Engine:
         table = StepReduction(store, self.clock)
         self.optimizer_step = OptimizerStep(store, table, self.profiler, scaler, update.clip_scope)
         self.pending = PostValidation(
-            store, self.optimizer_step, validates=post_validation, copies=update.rollback == "exact"
+            store,
+            self.optimizer_step,
+            validates=post_validation,
+            copies=update.rollback == "exact" or not store.groups.inverts,
         )
 
     # -- training ----------------------------------------------------------------------------------
@@ -129,7 +133,7 @@ class Engine:
         inputs: Inputs,
         targets: Targets,
         *,
-        lr: float,
+        lr: Rates,
         max_norm: float = 0.0,
         flag: int = 0,
         keys: Keys | None = None,
@@ -141,6 +145,7 @@ class Engine:
                 stage. Or a list with the first layer's arguments for each microbatch. Every replica
                 has as many. They follow those of the replica before it in the batch.
             targets: Likewise, on the rank of the last stage.
+            lr: Learning rate, or all options of each group of parameters.
             max_norm: Norm to clip the gradients to. 0 clips nothing.
             flag: Number that every rank gets in `StepRecord.flags`, such as a wish to stop.
             keys: Key of each microbatch, on every rank, for the cache of outputs. Two keys are
@@ -163,7 +168,7 @@ class Engine:
         inputs: Inputs,
         targets: Targets,
         *,
-        lr: float,
+        lr: Rates,
         max_norm: float = 0.0,
         flag: int = 0,
         keys: Keys | None = None,
@@ -215,7 +220,7 @@ class Engine:
         return step_output
 
     def update(
-        self, step: int, step_output: StepOutput, *, lr: float, max_norm: float = 0.0, flag: int = 0
+        self, step: int, step_output: StepOutput, *, lr: Rates, max_norm: float = 0.0, flag: int = 0
     ) -> StepRecord:
         """Runs the second half of `step`: agreement of the ranks, clipping, the optimizer."""
         check_rates(lr, max_norm)

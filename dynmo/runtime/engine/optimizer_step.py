@@ -21,6 +21,7 @@ from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
 from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.runtime.optim.optimizer import LayerOptimizer, clip_factor
+from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.state.layer_store import LayerStore
 
 
@@ -37,7 +38,7 @@ class OptimizerStep:
         self.scaler, self.clip_scope = scaler, clip_scope
 
     def update(
-        self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int
+        self, step: int, step_output: StepOutput, lr: Rates, max_norm: float, flag: int
     ) -> tuple[StepRecord, str | None]:
         """Applies the step that all ranks agree on. Returns the obstacle to it, too."""
         self.prepare()
@@ -113,7 +114,7 @@ class OptimizerStep:
 
     # -- changes to the layers ---------------------------------------------------------------------
 
-    def apply(self, squared_norms: Sequence[float], lr: float, max_norm: float) -> None:
+    def apply(self, squared_norms: Sequence[float], lr: Rates, max_norm: float) -> None:
         norm = math.sqrt(math.fsum(squared_norms))
         own = self.clip_scope == "local"
         self.each(

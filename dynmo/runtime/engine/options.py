@@ -14,7 +14,7 @@ from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError
 from dynmo.runtime.optim.loss_scale import LossScaler
-from dynmo.runtime.optim.optimizer import OptimizerSettings
+from dynmo.runtime.optim.parameter_groups import OptimizerSettings, Settings
 
 Shapes = Callable[[int], tuple[LayerCost, ...] | None]
 """Takes the number of replicas and returns the layers' bytes on one of them, from shapes alone.
@@ -74,10 +74,10 @@ class UpdateOptions:
         scaler: Scale of the loss. None means a dynamic scale in float16, and no scale otherwise.
         post_validation: True if steps have no barrier at their end. See `Engine.advance`.
         rollback: The way to take a step back. "exact" restores copies. "in-place" inverts the
-            update without copies and is approximate.
+            update without copies and is approximate. A user's optimizer keeps copies anyway.
     """
 
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    optimizer: Settings = field(default_factory=OptimizerSettings)
     clip_scope: Literal["global", "local"] = "global"
     scaler: LossScaler | None = None
     post_validation: bool = False

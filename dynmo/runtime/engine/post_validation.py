@@ -29,6 +29,7 @@ from dynmo.runtime.engine.norm_ring import (
 )
 from dynmo.runtime.engine.optimizer_step import OptimizerStep
 from dynmo.runtime.engine.step_reduction import StepRecord
+from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.state.layer_store import LayerStore
 
 
@@ -38,7 +39,7 @@ class _Pending:
 
     step: int
     step_output: StepOutput
-    lr: float
+    lr: Rates
     max_norm: float
     stepped: bool
 
@@ -88,7 +89,7 @@ class PostValidation:
         return is_validated
 
     def end(
-        self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int
+        self, step: int, step_output: StepOutput, lr: Rates, max_norm: float, flag: int
     ) -> None:
         """Makes the step if ranks so far have nothing against it, and tells the next."""
         if self._failure is not None:

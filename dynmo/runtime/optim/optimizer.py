@@ -3,7 +3,7 @@
 The norm does not depend on the placement. Each layer has its own optimizer object, so its state
 travels with it. A frozen layer is simply not stepped: no decay, no moments.
 
-    parameter  -- float32: itself -->  source  -- a share of it -->  piece (AdamW sees it)
+    parameter  -- float32: itself -->  source  -- a share of it -->  piece (the update sees it)
                -- lower:  `master` ->
 
 With ZeRO-1 a replica owns a share of each layer, cut at whole norm blocks. A parameter of lower
@@ -14,44 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
 from dynmo.kernels.torch_private import scale_all
+from dynmo.runtime.optim.own_update import OwnUpdate, State
+from dynmo.runtime.optim.parameter_groups import LayerGroups, OptimizerSettings, Rates, Settings
+from dynmo.runtime.optim.state_form import NUMBER
+
+if TYPE_CHECKING:
+    from dynmo.runtime.optim.torch_update import TorchUpdate
 
 # Elements of a norm block. A squared norm is summed over blocks, then over the blocks in order. So
 # it has the same bits however a weight is sharded.
 NORM_BLOCK = 1 << 14
 _BLOCKS_AT_ONCE = 1 << 8
 _MASTER = "master"
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Settings of all optimizers of a run.
-
-    Weight decay acts on matrices only (parameters of two or more dimensions). It is decoupled in
-    AdamW and added to the gradient in SGD.
-    """
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.9
-
-    @property
-    def moments(self) -> int:
-        """The number of state tensors of a parameter's size."""
-        return 2 if self.name == "adamw" else int(self.momentum > 0)
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return ("momentum_buffer",) if self.name == "sgd" else ("step", "exp_avg", "exp_avg_sq")
+# Types of the tensors that stand for Python numbers.
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -92,7 +74,7 @@ def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
 
 
 class LayerOptimizer:
-    """AdamW or SGD over one layer.
+    """The optimizer of one layer: dynmo's own, or a user's.
 
     A parameter that is not float32 is trained through a float32 master.
 
@@ -102,18 +84,19 @@ class LayerOptimizer:
         masters: First masters, by name. The default is the parameters' values, if they train.
         undivided: Names of parameters that are here whole, whatever the share (experts that are
             spread over the replicas).
+        groups: Groups of the parameters. The default is one.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        settings: OptimizerSettings,
+        settings: Settings,
         shared: frozenset[str] = frozenset(),
         share: Share = WHOLE,
         masters: Mapping[str, Tensor] | None = None,
         undivided: Collection[str] = (),
+        groups: LayerGroups | None = None,
     ) -> None:
-        self._settings = settings
         self.parameters = {name: p for name, p in module.named_parameters() if name not in shared}
         divided = [name for name in self.parameters if name not in undivided]
         ranges = dict(
@@ -134,9 +117,10 @@ class LayerOptimizer:
                 self._make_piece(name, (masters or {}).get(name, p))
         # Parameters whose state the last step made. Taking that step back drops their state.
         self._fresh: frozenset[str] = frozenset()
-        self._kept: dict[str, tuple[Tensor, dict[str, Tensor] | None]] | None = None
-        # State of each piece that has been stepped, by moment.
-        self._state: dict[str, dict[str, Tensor]] = {}
+        self._kept: dict[str, tuple[Tensor, dict[str, Any] | None]] | None = None
+        self._state: State = {}
+        matrices = {name for name, p in self.parameters.items() if decays(p)}
+        self._update = _make_update(settings, groups or LayerGroups(), matrices)
 
     def _make_piece(self, name: str, values: Tensor) -> None:
         p = self.parameters[name]
@@ -174,7 +158,7 @@ class LayerOptimizer:
                 out[name] = self._slice(name, p.grad).to(self._pieces[name].dtype)
         return out
 
-    def step(self, lr: float, scale: float = 1.0) -> None:
+    def step(self, rates: Rates, scale: float = 1.0) -> None:
         """Applies the gradients times `scale`. They stay, multiplied."""
         gradients = self._gradients()
         if not gradients:
@@ -182,73 +166,9 @@ class LayerOptimizer:
         if scale != 1.0:
             scale_all(list(gradients.values()), scale)
         self._fresh = frozenset(gradients) - self._state.keys()
-        for decay in (True, False):
-            # torch starts the momentum of all parameters that it is given, or of none.
-            for fresh in (True, False):
-                names = [
-                    name
-                    for name in gradients
-                    if decays(self.parameters[name]) == decay and (name in self._fresh) == fresh
-                ]
-                if names:
-                    self._apply(names, gradients, lr, self._settings.weight_decay if decay else 0.0)
+        pieces = {name: self._pieces[name] for name in gradients}
+        self._update.step(pieces, gradients, self._state, rates)
         self._publish(gradients)
-
-    def _apply(
-        self, names: Sequence[str], gradients: Mapping[str, Tensor], lr: float, weight_decay: float
-    ) -> None:
-        """Applies torch's functions. Its optimizer classes take seconds to import."""
-        s, pieces = self._settings, [self._pieces[name] for name in names]
-        given = [gradients[name] for name in names]
-        common: dict[str, Any] = {
-            "fused": True,
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "maximize": False,
-        }
-        with torch.no_grad():
-            if s.name == "sgd":
-                # Without momentum, the buffers of an earlier run with momentum are dropped.
-                buffers = [
-                    self._state.get(name, {}).get("momentum_buffer") if s.momentum else None
-                    for name in names
-                ]
-                sgd(
-                    pieces,
-                    given,
-                    buffers,
-                    momentum=s.momentum,
-                    dampening=0.0,
-                    nesterov=False,
-                    **common,
-                )
-                for name, buffer in zip(names, buffers, strict=True):
-                    self._state[name] = {} if buffer is None else {"momentum_buffer": buffer}
-                return
-            for name, piece in zip(names, pieces, strict=True):
-                if name not in self._state:
-                    moments = {
-                        moment: torch.zeros_like(piece, requires_grad=False)
-                        for moment in ("exp_avg", "exp_avg_sq")
-                    }
-                    self._state[name] = {"step": torch.zeros((), device=piece.device)} | moments
-            steps, first, second = (
-                [self._state[name][moment] for name in names] for moment in s.state_names
-            )
-            b1, b2 = s.betas
-            adamw(
-                pieces,
-                given,
-                first,
-                second,
-                [],
-                steps,
-                amsgrad=False,
-                beta1=b1,
-                beta2=b2,
-                eps=s.eps,
-                **common,
-            )
 
     def _publish(self, names: Iterable[str]) -> None:
         """Rounds the masters into parameters of lower precision, in this share's range."""
@@ -268,8 +188,10 @@ class LayerOptimizer:
         self._kept = {}
         for name in self._gradients():
             state = self._state.get(name)
-            copy = None if state is None else {key: value.clone() for key, value in state.items()}
-            self._kept[name] = self._pieces[name].detach().clone(), copy
+            self._kept[name] = (
+                self._pieces[name].detach().clone(),
+                None if state is None else {key: _copy(value) for key, value in state.items()},
+            )
 
     def forget(self) -> None:
         self._kept = None
@@ -284,106 +206,118 @@ class LayerOptimizer:
                     self._state.pop(name, None)
                 else:
                     self._state[name] = state
+        self._update.forget()
         self._publish(self._kept)
         self._kept = None
 
-    def invert(self, lr: float) -> None:
+    def invert(self, rates: Rates) -> None:
         """Takes back the last step by arithmetic (Zero Bubble, in-place rollback).
 
-        It needs no copy, and does not give the same bits. The gradients must still be there. A
-        moment whose b is 0 has no past, and becomes 0.
-
-            AdamW  u = lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-                   p = (p + u) / (1 - lr wd)
-                   v = (v - (1 - b2) g^2) / b2;  m = (m - (1 - b1) g) / b1;  t = t - 1
-            SGD    p = p + lr b;  b = (b - g - wd p) / momentum
+        It needs no copy, and does not give the same bits. The gradients must still be there. Only
+        dynmo's own optimizers can.
         """
+        assert isinstance(self._update, OwnUpdate), "others keep copies"
         done = self._gradients()
         with torch.no_grad():
             for name, gradient in done.items():
-                decay = self._settings.weight_decay if decays(self.parameters[name]) else 0.0
-                self._invert(name, self._pieces[name], gradient, lr, decay)
+                self._update.invert(name, self._pieces[name], gradient, self._state[name], rates)
+                if name in self._fresh:
+                    self._state.pop(name)
         self._publish(done)
-
-    def _invert(self, name: str, piece: Tensor, g: Tensor, lr: float, decay: float) -> None:
-        s, state = self._settings, self._state[name]
-        if s.name == "sgd":
-            buffer = state.get("momentum_buffer")
-            if buffer is None:  # no momentum: the step was lr * (g + wd p)
-                piece.add_(g, alpha=lr).div_(1 - lr * decay)
-                return
-            piece.add_(buffer, alpha=lr)
-            buffer.sub_(g).sub_(piece, alpha=decay).div_(s.momentum)
-        else:
-            first, second, t = state["exp_avg"], state["exp_avg_sq"], state["step"]
-            b1, b2 = s.betas
-            count = float(t)
-            root = (second / (1 - b2**count)).sqrt_().add_(s.eps)
-            piece.addcdiv_(first, root, value=lr / (1 - b1**count)).div_(1 - lr * decay)
-            # Rounding may leave a negative square.
-            second = (
-                second.addcmul_(g, g, value=b2 - 1).div_(b2).clamp_(min=0) if b2 else second.zero_()
-            )
-            first = first.sub_(g, alpha=1 - b1).div_(b1) if b1 else first.zero_()
-            t.sub_(1)
-        if name in self._fresh:
-            self._state.pop(name)
 
     # -- state that moves and is saved -------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
         """Returns the state of this share, by `parameter/moment` and `parameter/master`.
 
-        Only parameters that have been stepped have moments.
+        Only parameters that have been stepped have moments. All are on the parameters' device.
         """
         out = {
             f"{name}/{_MASTER}": master for name, master in self.masters.items() if master.numel()
         }
-        return out | {
-            f"{name}/{key}": value
-            for name in self.parameters
-            for key, value in self._state.get(name, {}).items()
-        }
+        for name, parameter in self.parameters.items():
+            for key, value in self._state.get(name, {}).items():
+                if isinstance(value, Tensor):
+                    out[f"{name}/{key}"] = value.to(parameter.device).contiguous()
+                elif value is not None:
+                    out[f"{name}/{key}{NUMBER}"] = torch.tensor(
+                        value, dtype=_NUMBERS.get(type(value)), device=parameter.device
+                    )
+        return out
 
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """The names that `state` may hold for a parameter."""
-        return (*self._settings.state_names, _MASTER)
+    def moments(self, name: str) -> tuple[str, ...]:
+        """Returns the names that `state` may hold for a parameter."""
+        return (*self._update.moments(name, self._dims(name)), _MASTER)
+
+    def is_cut(self, name: str, moment: str) -> bool:
+        """Returns whether a moment has an element for each of the parameter's, in this share."""
+        return moment == _MASTER or self._update.is_cut(name, moment, self._dims(name))
+
+    def _dims(self, name: str) -> int:
+        if not self.whole:
+            return 1
+        return self.parameters[name].dim() if name in self.parameters else 2
 
     def knows(self, key: str) -> bool:
         """Returns whether `load` can take `parameter/moment`."""
         name, _, moment = key.rpartition("/")
-        return (
-            name in self.parameters
-            and moment in self.moments
-            and (moment != _MASTER or needs_master(self.parameters[name]))
+        return name in self.parameters and (
+            needs_master(self.parameters[name])
+            if moment == _MASTER
+            else moment in self.moments(name)
         )
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the tensors that `state` returned, on the device of their parameters."""
+        """Takes the tensors that `state` returned."""
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
             if moment == _MASTER:
                 self._piece(name).copy_(value)
+                continue
+            own = self._state.setdefault(name, {})
+            if moment.endswith(NUMBER):
+                own[moment.removesuffix(NUMBER)] = value.item()
+            elif self._update.on_cpu(name, moment, self._dims(name)):
+                own[moment] = value.cpu()
             else:
-                self._state.setdefault(name, {})[moment] = value.to(self.parameters[name].device)
+                own[moment] = value.to(self.parameters[name].device)
 
     @property
     def state_bytes(self) -> int:
-        """The bytes kept for parameters that train, and state that frozen ones left."""
+        """The bytes kept for parameters that train, and state that frozen ones left.
+
+        State that the first step will make counts as the optimizer's trial has shown.
+        """
         held = sum(t.nbytes for t in self.state().values())
         training = [name for name, p in self.parameters.items() if p.requires_grad]
-        waiting = sum(self._piece_bytes(name) for name in training if not self._state.get(name))
+        waiting = sum(self._new_bytes(name) for name in training if not self._state.get(name))
         thawed = sum(self._piece_bytes(name) for name in training if name not in self._pieces)
-        return held + self._settings.moments * waiting + thawed
+        return held + waiting + thawed
+
+    def _new_bytes(self, name: str) -> int:
+        low, high = self.ranges[name]
+        shape = self.parameters[name].shape if self.whole else (high - low,)
+        return self._update.state_bytes(name, shape, self._piece_bytes(name) // max(1, high - low))
 
     @property
     def rollback_bytes(self) -> int:
         """The bytes that `keep` takes."""
-        trained = sum(
-            self._piece_bytes(name) for name, p in self.parameters.items() if p.requires_grad
-        )
-        return (1 + self._settings.moments) * trained
+        trained = (name for name, p in self.parameters.items() if p.requires_grad)
+        return sum(self._piece_bytes(name) + self._new_bytes(name) for name in trained)
+
+
+def _make_update(
+    settings: Settings, groups: LayerGroups, matrices: Collection[str]
+) -> OwnUpdate | TorchUpdate:
+    if isinstance(settings, OptimizerSettings):
+        return OwnUpdate(settings, groups, matrices)
+    from dynmo.runtime.optim.torch_update import TorchUpdate
+
+    return TorchUpdate(groups)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def squared_norm(gradients: Iterable[Tensor | None]) -> float:

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dynmo.runtime.comm.headers import as_bytes
+from dynmo.runtime.comm.headers import DTYPES, as_bytes
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.expert_reduction import SharedExpert
 from dynmo.runtime.optim.optimizer import LayerOptimizer
 
-# The moment that is one number per parameter, whatever its share.
-_COUNTER = "step"
+_BY_CODE = tuple(DTYPES.values())
+_DIMS = 8  # most dimensions of a state that is not cut
 
 
 def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -30,7 +30,8 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
         if optimizer.whole:
             out[key] = value
         elif high > low or not optimizer.parameters[name].numel():
-            out[key] = value if moment == _COUNTER else value.reshape(-1)[low:high].clone()
+            is_cut = optimizer.is_cut(name, moment)
+            out[key] = value.reshape(-1)[low:high].clone() if is_cut else value
     return out
 
 
@@ -50,20 +51,24 @@ def whole_state(
         if not optimizer.whole and name not in spread
     }
     parts = divided | spread
-    keys = [f"{name}/{moment}" for name in parts for moment in optimizer.moments]
-    has = torch.tensor([int(key in own) for key in keys])
-    holders = peers.gather(has, what).T.tolist()
+    keys = [f"{name}/{moment}" for name in parts for moment in optimizer.moments(name)]
+    if not keys:
+        return own
+    rows = torch.tensor([_header(own.get(key)) for key in keys]).reshape(-1)
+    by_peer = peers.gather(rows, what).view(peers.size, len(keys), -1).transpose(0, 1).tolist()
     out = {key: value for key, value in own.items() if key.rpartition("/")[0] not in parts}
-    for key, by_peer in zip(keys, holders, strict=True):
-        if not any(by_peer):
+    for key, headers in zip(keys, by_peer, strict=True):
+        holder = next((peer for peer, header in enumerate(headers) if header[0]), None)
+        if holder is None:
             continue
         name, _, moment = key.rpartition("/")
         (low, high), like = parts[name]
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        whole = torch.zeros(like.shape, dtype=dtype, device=peers.device)
-        if moment == _COUNTER:
-            whole = torch.zeros((), device=peers.device)
-            if peers.rank == by_peer.index(1):
+        code, count, *sizes = headers[holder]
+        is_cut = optimizer.is_cut(name, moment)
+        shape = like.shape if is_cut else sizes[:count]
+        whole = torch.zeros(shape, dtype=_BY_CODE[code - 1], device=peers.device)
+        if not is_cut:
+            if peers.rank == holder:
                 whole.copy_(own[key])
         elif key in own:
             part = own[key].view(-1)
@@ -73,6 +78,14 @@ def whole_state(
         peers.sum(as_bytes(whole), what)
         out[key] = whole
     return out
+
+
+def _header(tensor: Tensor | None) -> list[int]:
+    """Returns dtype and shape of a tensor, and zeros for None."""
+    if tensor is None:
+        return [0] * (2 + _DIMS)
+    padding = [0] * (_DIMS - tensor.dim())
+    return [1 + _BY_CODE.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
 
 
 def whole_parameters(peers: World, experts: Sequence[SharedExpert]) -> dict[str, Tensor]:

@@ -36,7 +36,8 @@ from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.precision import lower as lower_precision
 from dynmo.runtime.layer.split_backward import Layer
-from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
+from dynmo.runtime.optim.optimizer import LayerOptimizer
+from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
 from dynmo.runtime.optim.replicas import Replicas
 from dynmo.runtime.optim.tied_weights import TiedWeights
 from dynmo.runtime.optim.zero import cut_state, whole_state
@@ -64,6 +65,7 @@ class LayerStore:
         optimizers: Their optimizers, by global index.
         kept: Tensors of dynamic cases, by global index of own layers.
         identity: What decides the model's numbers.
+        groups: Groups of the model's parameters, and their options.
         accumulation_groups: Number of accumulation groups of the whole mesh.
     """
 
@@ -74,14 +76,13 @@ class LayerStore:
         layout: Layout,
         clock: Clock,
         options: LayerOptions,
-        optimizer: OptimizerSettings,
+        optimizer: Settings,
         sharing: ReplicaOptions,
         is_bare: bool = False,
     ) -> None:
         self.world, self.model, self.layout = world, model, layout
         self._clock = clock
         self._options = options
-        self._settings = optimizer
         self._sharing = sharing
         self.accumulation_groups = sharing.groups(world.replicas)
         own = (
@@ -90,9 +91,14 @@ class LayerStore:
             else [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
         )
         self.modules = model.build(frozenset(own))
-        self.identity = identity_of(model, self.modules)
+        self.groups = ParameterGroups(optimizer, model, self.modules, world.device)
+        self.identity = identity_of(model, self.modules).with_code(self.groups.code)
         if not is_bare:
             _check_same(world, self.identity)
+        if sharing.zero:
+            self.groups.check_is_elementwise("zero = 1")
+        if not is_bare:
+            _check_same_groups(world, self.groups)
         # The experts that each replica holds, with expert parallelism.
         self.experts = (
             _shards(world, sharing.expert, self.modules)
@@ -166,7 +172,13 @@ class LayerStore:
         layer.switch_recompute(index in self.layout.recomputed)
         spread = {expert.name for expert in experts}
         optimizer = self.optimizers[index] = LayerOptimizer(
-            module, self._settings, shared, self.replicas.share, masters, spread
+            module,
+            self.groups.settings,
+            shared,
+            self.replicas.share,
+            masters,
+            spread,
+            self.groups.layer(index),
         )
         state = {name: t for name, t in optimizer_state.items() if not name.startswith(_KEPT)}
         optimizer.load(cut_state(optimizer, state) if whole else state)
@@ -374,6 +386,19 @@ def _check_same(world: World, identity: Identity) -> None:
         f"{what} is not the same on rank 0 and {ranks_text(others)} (on rank "
         f"{world.everyone.rank}: {mine}); build the same model from the same code on every rank"
     )
+
+
+def _check_same_groups(world: World, groups: ParameterGroups) -> None:
+    """Raises ConfigError on every rank if the ranks have other groups of parameters."""
+    if groups.is_plain:
+        return
+    difference = first_difference(world, groups.texts(), "the optimizers of all ranks")
+    if difference is not None:
+        index, others = difference
+        raise ConfigError(
+            f"group {index} of the optimizer has other options or parameters on rank 0 than on "
+            f"{ranks_text(others)}; give all ranks the same optimizer and groups"
+        )
 
 
 def _check(index: int, module: nn.Module, replicas: int) -> None:

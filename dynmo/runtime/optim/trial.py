@@ -1,0 +1,197 @@
+"""Tries a user's optimizer on small parameters, to learn what it keeps and whether it can be split.
+
+Each layer has an optimizer of its own, and its state moves with it. That gives the numbers of one
+optimizer over the whole model only if the update of a parameter depends on nothing else. With
+ZeRO-1 even parts of one parameter are updated apart.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynmo.errors import ConfigError, DynmoError, one_line, place
+from dynmo.kernels.seeds import generators_kept
+from dynmo.runtime.comm.headers import DTYPES
+from dynmo.runtime.optim.state_form import Make, StateForm, name_of
+
+Given = tuple[Mapping[str, Any], Sequence[Tensor]]
+"""Options of a group, and its parameters."""
+
+_STEPS = 3
+# Attributes that torch itself sets on an optimizer.
+_OF_TORCH = ("_numel_cache", "_step_count")
+
+
+def make_optimizer(make: Make, groups: Sequence[Given]) -> torch.optim.Optimizer:
+    """Makes an optimizer of these groups.
+
+    Raises:
+        ConfigError: The function raises, or gives something else.
+    """
+    where = f"optimizer: {name_of(make)}"
+    given = [{**options, "params": list(parameters)} for options, parameters in groups]
+    try:
+        optimizer = make(given)
+    except DynmoError:
+        raise
+    except Exception as error:  # anything that the user's code raises
+        raise ConfigError(one_line(f"{where}: {error}{place(error)}")) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"{where} returned an object of {type(optimizer).__name__}; return an optimizer of "
+            "the groups of parameters that it is given"
+        )
+    made = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    if made != [[id(p) for p in parameters] for _, parameters in groups]:
+        raise ConfigError(
+            f"{where} makes groups of its own; let it keep the list of groups that it is given, "
+            "and give groups to the pipeline"
+        )
+    return optimizer
+
+
+def find_forms(
+    make: Make, options: Mapping[str, Any], dims: int, device: torch.device
+) -> dict[str, StateForm]:
+    """Returns the state of a parameter with these dimensions, by key."""
+    parameter = _small(dims, device)
+    optimizer = _train(make, [(options, [parameter])])
+    return {
+        key: _form(name_of(make), key, value, parameter)
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+def check_is_separable(
+    make: Make, groups: Sequence[tuple[Mapping[str, Any], Sequence[int]]], device: torch.device
+) -> None:
+    """Checks that parameters with these dimensions are updated alike together and alone.
+
+    Raises:
+        ConfigError: They are not, or the optimizer has state that is not the parameters'.
+    """
+    name = name_of(make)
+    together = [
+        (options, [_small(each, device, seed) for seed in range(2) for each in dims])
+        for options, dims in groups
+    ]
+    _train(make, together, checks=True)
+    for options, parameters in together:
+        alone = [_small(p.dim(), device, seed) for seed in range(2) for p in _half(parameters)]
+        for parameter in alone:
+            _train(make, [(options, [parameter])])
+        if not all(map(torch.equal, alone, parameters)):
+            raise ConfigError(
+                f"optimizer: {name} needs all parameters at once, but each rank has some; use one "
+                "that updates each parameter by itself"
+            )
+
+
+def is_elementwise(make: Make, options: Mapping[str, Any], device: torch.device) -> bool:
+    """Returns whether parts of a parameter are updated like the whole (ZeRO-1, pruning)."""
+    whole = _small(2, device)
+    parts = [part.clone() for part in whole.reshape(-1).split(4)]
+    gradients = [_gradient(whole, step) for step in range(_STEPS)]
+    try:
+        _train(make, [(options, [whole])], gradients)
+        for place, part in enumerate(parts):
+            _train(make, [(options, [part])], [g.reshape(-1).split(4)[place] for g in gradients])
+        forms = find_forms(make, options, 1, device).values()
+    except ConfigError:
+        return False
+    return torch.equal(torch.cat(parts), whole.reshape(-1)) and all(
+        form.is_cut or not form.shape for form in forms
+    )
+
+
+def _half(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    return parameters[: len(parameters) // 2]
+
+
+def _small(dims: int, device: torch.device, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(range(2, 2 + dims)), generator=generator).to(device)
+
+
+def _gradient(parameter: Tensor, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1 + step)
+    return torch.randn(parameter.shape, generator=generator).to(parameter.device)
+
+
+def _train(
+    make: Make,
+    groups: Sequence[Given],
+    gradients: Sequence[Tensor] | None = None,
+    checks: bool = False,
+) -> torch.optim.Optimizer:
+    """Makes some steps. `gradients` are those of all parameters alike."""
+    name = name_of(make)
+    with generators_kept(torch.device("cpu")):
+        optimizer = make_optimizer(make, groups)
+        _check_step(name, optimizer)
+        before = _own_state(optimizer) if checks else {}
+        for step in range(_STEPS):
+            for _, parameters in groups:
+                for p in parameters:
+                    p.grad = _gradient(p, step) if gradients is None else gradients[step].clone()
+            try:
+                optimizer.step()
+            except Exception as error:  # anything that the user's code raises
+                raise ConfigError(
+                    one_line(f"optimizer: {name} cannot make a step: {error}{place(error)}")
+                ) from error
+        after = _own_state(optimizer) if checks else {}
+    changed = next((key for key in after if repr(before.get(key)) != repr(after[key])), None)
+    if changed is not None:
+        raise ConfigError(
+            f"optimizer: {name} keeps {changed!r} outside of its parameters' state, so it would "
+            "not move with a layer; use one that keeps all in state[parameter]"
+        )
+    return optimizer
+
+
+def _check_step(name: str, optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer: {name} calls the model by a closure and needs all parameters at once; use "
+            "one whose step() needs no closure"
+        )
+
+
+def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns options of groups, and plain attributes, that a step may have changed."""
+    keys = sorted({key for group in optimizer.param_groups for key in group} - {"params"})
+    options = {key: [group.get(key) for group in optimizer.param_groups] for key in keys}
+    own = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if isinstance(value, int | float | Tensor)
+        and not isinstance(value, bool)
+        and not key.startswith(_OF_TORCH)
+    }
+    return deepcopy(options | own)
+
+
+def _form(name: str, key: str, value: object, parameter: Tensor) -> StateForm:
+    if isinstance(value, bool | int | float):
+        return StateForm((), torch.float64, is_number=True)
+    if not isinstance(value, Tensor) or str(value.dtype).removeprefix("torch.") not in DTYPES:
+        kind = value.dtype if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ConfigError(
+            f"optimizer: {name} keeps {key!r}, {kind}, which can neither move nor be saved; use "
+            "one whose state is tensors and numbers"
+        )
+    dtype = None if value.dtype == parameter.dtype and value.dim() else value.dtype
+    own = tuple(parameter.shape) if value.dim() == parameter.dim() else ()
+    shape = tuple(
+        None if own and size == own[place] else size for place, size in enumerate(value.shape)
+    )
+    return StateForm(shape, dtype, value.device.type == "cpu" and parameter.device.type != "cpu")
