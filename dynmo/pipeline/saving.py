@@ -20,6 +20,7 @@ from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.agreement import agree, share_failures
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.layer.modes import evaluating_parts, set_modes
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.checkpoint import Saved
 from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED
@@ -192,12 +193,27 @@ def restore_engine(
             restore_layer(
                 engine, index, checkpoint.load_layer(path, index, engine.store.world.device)
             )
+            _restore_modes(engine, path, index)
     except CheckpointError as error:
         failure = error
     failures = share_failures(engine.store.world, failure, "the checkpoint's layers to be read")
     if failures:
         raise failure or CheckpointError(next(iter(failures.values())))
     _restore_cases(engine, state, cases)
+
+
+def _restore_modes(engine: Engine, path: Path, index: int) -> None:
+    """Sets a layer's modules to the modes that they had. A warning names one that had another."""
+    module = engine.store.modules[index]
+    then, now = checkpoint.load_manifest(path, index).evaluating, evaluating_parts(module)
+    for part in sorted({*then} ^ {*now})[:1]:
+        was, other = ("evaluation", "training") if part in then else ("training", "evaluation")
+        _logger.warning(
+            f"{part or 'the module'} of layer {index} ({engine.model.names[index]}) was in {was} "
+            f"mode in {path}, and is in {other} mode in the present model; it gets the saved mode, "
+            "so call train() or eval() once the pipeline is made"
+        )
+    set_modes(module, then)
 
 
 def _warn_of_changes(identity: Identity, path: Path, then: object) -> None:

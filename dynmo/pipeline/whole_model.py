@@ -110,7 +110,7 @@ class WholeModel:
         text = b""
         if own is not None:
             tensors = {(_SECTION, key): tensor for key, tensor in own.items()}
-            text = describe(index, nn.Module(), tensors).model_dump_json().encode()
+            text = describe(index, nn.Module(), tensors).text().encode()
         length = int(everyone.sum(torch.tensor([len(text)]), what))
         table = torch.zeros(length, dtype=torch.uint8)
         if text:

@@ -22,6 +22,7 @@ from dynmo.runtime.engine.executor import Executor, StepOutput
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
 from dynmo.runtime.engine.stage_streams import StageStreams
+from dynmo.runtime.layer.modes import evaluated
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.layer.stage import Stage
 from dynmo.runtime.state.layer_store import LayerStore
@@ -92,6 +93,7 @@ class Programs:
         counts = self._count(executor, targets)
         executor.scale_loss(scale)
         hashes = hashes_to_compare(store.world, inputs, targets)
+        self._note_modes()
         with self._running(keys, training=True):
             step_output = executor.run(step, inputs, targets, is_validated=is_validated)
         step_output.hashes, step_output.counts = hashes, counts
@@ -119,7 +121,8 @@ class Programs:
         for stage in executor.stages.values():
             stage.collected, stage.observe = outputs, observe
         # A stage chooses for itself what keeps a graph. Here nothing does.
-        with self._running(keys, training=False), torch.enable_grad():
+        modules = [layer.module for layer in self._store.layers.values()]
+        with evaluated(modules), self._running(keys, training=False), torch.enable_grad():
             step_output = executor.run(0, inputs, targets, training=False)
         for stage in executor.stages.values():
             stage.collected = stage.observe = None
@@ -163,13 +166,21 @@ class Programs:
             )
         return self._evaluators[microbatches]
 
+    def _note_modes(self) -> None:
+        """Forgets what was known of layers whose modules have changed their modes."""
+        store = self._store
+        changed = [index for index, layer in store.layers.items() if layer.note_modes()]
+        if store.outputs.limit:
+            # A kept output depends on the layers of earlier ranks, too.
+            first = torch.tensor([-min(changed, default=store.model.layers)])
+            first = -int(store.world.largest(first, "the modes of all layers to be compared"))
+            store.outputs.forget(range(first, store.model.layers))
+
     @contextmanager
     def _running(self, keys: Keys | None, training: bool) -> Generator[None]:
         """Rejects a forward that writes to a persistent buffer if replicas are possible."""
         store = self._store
         self._replicates = self._replicates or store.world.replicas > 1
-        for layer in store.layers.values():
-            layer.module.train(training)
         store.outputs.begin(keys, training)
         layers = sorted(store.layers.items()) if self._replicates else []
         before = [layer.buffers.copies(persistent=True) for _, layer in layers]

@@ -38,6 +38,7 @@ from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import MOST_TENSORS, Spec, obstacle, spec_of
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.buffers import BufferKey, BufferSet, Copies, has_same_bits
+from dynmo.runtime.layer.modes import evaluating_parts
 from dynmo.runtime.layer.plain_state import PlainState
 from dynmo.schedule.op import Kind
 
@@ -102,6 +103,8 @@ class Layer:
         # F writes to its inputs in place, by (keeps a graph, training). The entries may differ. A
         # layer's first F of each kind finds out.
         self._writes_inputs: dict[tuple[bool, bool], bool] = {}
+        # Modules in evaluation mode at the last step that trained. None before that.
+        self._evaluating: list[str] | None = None
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # When pieces of W ran ahead of time, by microbatch.
         self._ahead: dict[int, list[tuple[Any, Any]]] = {}
@@ -165,6 +168,13 @@ class Layer:
         self._measured_size = None
         self.activation_bytes = self.stash_bytes = 0
         self._writes_inputs.clear()
+
+    def note_modes(self) -> bool:
+        """Returns whether the modes have changed since the last step, and measures anew then."""
+        before, self._evaluating = self._evaluating, evaluating_parts(self.module)
+        if changed := before not in (None, self._evaluating):
+            self.forget_sizes()
+        return changed
 
     def forward(
         self,

@@ -199,7 +199,7 @@ def _save_layer(
     every = contents(module, optimizer_state).items()
     tensors = {key: t.detach().cpu() for key, t in every if key[0] != "gradient"}
     folder.mkdir()
-    write_whole(folder / "layer.json", describe(index, module, tensors).model_dump_json())
+    write_whole(folder / "layer.json", describe(index, module, tensors).text())
     # A view of a larger memory block would count as shared.
     whole = {
         _name(*key): t if t.nbytes == t.untyped_storage().nbytes() else t.clone()
@@ -296,13 +296,21 @@ def _is_whole(file: Path, digest: str) -> bool:
         return False
 
 
+def load_manifest(path: Path, index: int) -> Manifest:
+    """Reads the description of one layer of a checkpoint, or raises CheckpointError."""
+    file = path / _folder(index) / "layer.json"
+    try:
+        return Manifest.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(f"{file} {unread(error)}") from None
+
+
 def load_layer(path: Path, index: int, device: torch.device) -> Contents:
     """Reads one layer of a verified checkpoint, or raises CheckpointError."""
-    folder = path / _folder(index)
+    folder, manifest = path / _folder(index), load_manifest(path, index)
     try:
-        manifest = Manifest.model_validate_json((folder / "layer.json").read_bytes())
         dtypes = [DTYPES[record.dtype] for record in manifest.tensors]
-    except (OSError, ValidationError, KeyError) as error:
+    except KeyError as error:
         raise CheckpointError(f"{folder}/layer.json {unread(error)}") from None
     tensors: Contents = {}
     try:

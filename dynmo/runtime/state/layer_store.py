@@ -33,6 +33,7 @@ from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import AccumulationGroups
+from dynmo.runtime.layer.modes import set_modes
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.precision import lower as lower_precision
 from dynmo.runtime.layer.split_backward import Layer
@@ -255,8 +256,7 @@ class LayerStore:
             if move.source == self.world.rank:
                 self._drop(move.layer)
         for arrival in arrivals:
-            state = fill(self.modules[arrival.layer], arrival.tensors, arrival.flags)
-            self._adopt(arrival.layer, self.modules[arrival.layer], state)
+            self._adopt(arrival.layer, self.modules[arrival.layer], self._fill(arrival))
         for index, layer in self.layers.items():
             layer.switch_recompute(index in layout.recomputed)
 
@@ -287,12 +287,18 @@ class LayerStore:
             for index, placement in (experts or {}).items():
                 self.experts.take_note(index, self.modules[index], placement)
         self.replicas = self._new_replicas()
-        arrived = {a.layer: fill(self.modules[a.layer], a.tensors, a.flags) for a in arrivals}
+        arrived = {arrival.layer: self._fill(arrival) for arrival in arrivals}
         for index in sorted({*self.layers, *arrived}):
             state = arrived[index] if index in arrived else states[index]
             self._adopt(index, self.modules[index], state, whole=not self.shares_experts)
         self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
         self.tied.join()
+
+    def _fill(self, arrival: Arrival) -> dict[str, Tensor]:
+        """Puts an arrival into its module. Returns the optimizer's state."""
+        module = self.modules[arrival.layer]
+        set_modes(module, arrival.evaluating)
+        return fill(module, arrival.tensors, arrival.flags)
 
     def empty(self) -> None:
         """Drops all layers, since this rank has left the run."""

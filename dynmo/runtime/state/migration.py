@@ -1,9 +1,9 @@
 """Moves layers between ranks.
 
-A layer has weights, gradients, optimizer state, buffers and frozen flags. A migration moves all
-layers or none. Everything is received beside the live model first. Layers change hands only when
-every rank has all of its new layers. Random state does not travel: streams are keyed by the layer's
-global index (`kernels/seeds.py`).
+A layer has weights, gradients, optimizer state, buffers, frozen flags and modes of its modules. A
+migration moves all layers or none. Everything is received beside the live model first. Layers
+change hands only when every rank has all of its new layers. Random state does not travel: streams
+are keyed by the layer's global index (`kernels/seeds.py`).
 
     for each move, in layer order:   source --- length, JSON (names, dtypes, shapes) ---> target
                                      (the target allocates memory)
@@ -36,6 +36,7 @@ from dynmo.runtime.comm.headers import (
     room_for,
 )
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.modes import evaluating_parts
 
 
 class TensorRecord(BaseModel):
@@ -55,6 +56,11 @@ class Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     layer: int
     tensors: list[TensorRecord]
+    evaluating: list[str] = []
+
+    def text(self) -> str:
+        """Returns JSON, which earlier versions of dynmo read if all modules train."""
+        return self.model_dump_json(exclude=None if self.evaluating else {"evaluating"})
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -109,11 +115,17 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A layer that has been received and is not yet live. `flags` are requires_grad."""
+    """A layer that has been received and is not yet live.
+
+    Attributes:
+        flags: requires_grad of each parameter.
+        evaluating: Modules in evaluation mode.
+    """
 
     layer: int
     tensors: Contents
     flags: dict[str, bool]
+    evaluating: list[str]
 
 
 @dataclass(frozen=True)
@@ -224,7 +236,7 @@ def pack(
 ) -> tuple[bytes, list[Tensor]]:
     """Returns a layer's manifest, and its tensors in the manifest's order."""
     tensors = contents(module, optimizer_state)
-    text = describe(layer, module, tensors).model_dump_json().encode()
+    text = describe(layer, module, tensors).text().encode()
     return text, [t.detach().contiguous() for t in tensors.values()]
 
 
@@ -240,7 +252,7 @@ def describe(layer: int, module: nn.Module, tensors: Contents) -> Manifest:
         )
         for (section, name), t in tensors.items()
     ]
-    return Manifest(layer=layer, tensors=records)
+    return Manifest(layer=layer, tensors=records, evaluating=evaluating_parts(module))
 
 
 def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
@@ -273,7 +285,7 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
     check_announced(bytes_of(spec), device, f"layer {move.layer} from rank {move.source}")
     names = [(r.section, r.name) for r in manifest.tensors]
     tensors = dict(zip(names, room_for(spec, device), strict=True))
-    return Arrival(move.layer, tensors, manifest.flags)
+    return Arrival(move.layer, tensors, manifest.flags, manifest.evaluating)
 
 
 def _send(
