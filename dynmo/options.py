@@ -11,10 +11,10 @@ import importlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +25,7 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    model_validator,
 )
 
 from dynmo.errors import ConfigError, InputError, one_line, place
@@ -65,6 +66,16 @@ class Options(BaseModel, metaclass=_OneLine):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """Yields what is wrong with values that are right each by itself."""
+        yield from ()
 
 
 _SAY = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from dynmo.balance.meshes import nearest_divisors
 from dynmo.options import OWN, BelowOne, Count, Lax, NonNegative, Options, Positive, Whole, written
@@ -111,12 +111,6 @@ class ModelOptions(Options):
             # Each block is two layers. Embedding and head are one layer each.
             return 2 * self.blocks + 2
         return self.layers if self.kind == "emulated" else None
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        for problem in self._problems():
-            raise ValueError(problem)
-        return self
 
     def _problems(self) -> Iterator[str]:
         if self.is_gpt:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from dynmo.balance.meshes import MeshRule
 from dynmo.balance.options import Balance
@@ -143,14 +143,12 @@ class TrainingOptions(Options):
     deterministic: bool = False
     """On CUDA, whether to use only kernels that give the same bits in each run."""
 
-    @model_validator(mode="after")
-    def _scales_float16(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.precision == "float16" and self.loss_scale == 1:
-            raise ValueError(
+            yield (
                 'train.loss_scale = 1 with train.precision = "float16": small gradients vanish; '
                 'use "dynamic", or precision = "bfloat16"'
             )
-        return self
 
 
 class AdamW(Options):

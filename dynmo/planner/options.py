@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator
 
 from dynmo.options import OWN, Count, Lax, NonNegative, Options, Timeout, check_ascending, written
 
@@ -52,12 +52,6 @@ class Elastic(Options):
     """Options of `srun` for ranks that are Slurm jobs of their own, such as `--partition=p`."""
     join_timeout: Timeout = 60.0
     """Seconds that the run waits for ranks that it needs. It then goes on without them."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        for problem in self._problems():
-            raise ValueError(problem)
-        return self
 
     def _problems(self) -> Iterator[str]:
         target = self.target_ranks
