@@ -126,6 +126,7 @@ def time_layer(
         inputs: B yields gradients of those that require one.
         gradients: One for each output that requires one.
     """
+    layer.begin()
     layer.marks.clear()
     layer.forward(0, inputs, 0, True, True, None)
     layer.backward_input(0, gradients, True)

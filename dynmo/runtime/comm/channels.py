@@ -71,7 +71,7 @@ class Transport:
         world.channels.add(self)
 
     def open(self, ragged: bool = False) -> None:
-        """Begins a step. `ragged`: this rank's batch has microbatches of several shapes."""
+        """Begins a step. `ragged` is what the rank of the first stage knows from the batch."""
         self.ragged = ragged
         for inbox in self._inboxes.values():
             inbox.open(self._messages)

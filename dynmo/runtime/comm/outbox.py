@@ -52,16 +52,20 @@ class Outbox:
         self.worker = Worker(f"outbox {channel.source}-{channel.target}", threaded)
         # CUDA: waiting for a send in place would hold up the compute stream.
         self._enqueued: deque[Enqueued] = deque()
-        # Number of messages that may be here and not yet with the peer. The rest of the depth is
-        # posted by the peer.
-        self._whole_depth = depth
-        self._posted_ahead = posted_ahead(world, depth, varying)
-        self._depth = depth - self._posted_ahead
-        self._room = threading.Semaphore(self._depth)
-        self._threaded = threaded
+        self._whole_depth, self._threaded = depth, threaded
+        self._limit()
 
     def open(self, messages: int) -> None:
         self._is_first, self._messages, self._headed = True, messages, self._varying
+
+    def _limit(self) -> None:
+        """Sets how many messages may be here and not yet with the peer, while none is here.
+
+        The rest of the depth is posted by the peer, unless each message has a header.
+        """
+        ahead = posted_ahead(self._world, self._whole_depth, self._headed)
+        self._depth = self._whole_depth - ahead
+        self._room = threading.BoundedSemaphore(self._depth)
 
     def put(self, microbatch: int, tensors: tuple[Tensor, ...], ragged: bool = False) -> None:
         """Sends a message. Waits if the channel is full.
@@ -75,10 +79,12 @@ class Outbox:
         behind = tag_of(self.channel) + TAG_HEADERS * (self._is_first and not self._varying)
         if self._headed or self._is_first:
             header = encode(Announcement(spec, tuple(t.requires_grad for t in tensors), ragged))
-            if self._is_first and not self._varying and (ragged or spec != self._spec):
-                fillers = self._fillers()
-            self._is_first = False
-            self._begin(spec, ragged)
+            if self._is_first and not self._varying:
+                if ragged or spec != self._spec:
+                    fillers = self._fillers()
+                self._headed = ragged
+                self._limit()
+            self._spec, self._is_first = None if self._headed else spec, False
         elif spec != self._spec:
             raise RunError(
                 f"{describe(self.channel)} changed shape from {self._spec} to {spec} at microbatch "
@@ -88,18 +94,6 @@ class Outbox:
             )
         self._acquire(microbatch)
         self.worker.submit(lambda: self._send(microbatch, header, behind, (*fillers, *tensors)))
-
-    def _begin(self, spec: Spec, ragged: bool) -> None:
-        """Keeps the shape of the step's messages, or makes room for messages of any shape.
-
-        The peer posts no receives for these, so the whole depth of the channel is here.
-        """
-        if not ragged:
-            self._spec = spec
-        elif not self._headed:
-            self._spec, self._headed = None, True
-            self._depth = self._whole_depth
-            self._room.release(self._posted_ahead)
 
     def _fillers(self) -> tuple[Tensor, ...]:
         """Returns tensors for receives that the peer has posted for another shape."""
@@ -188,5 +182,5 @@ class Outbox:
         """Waits until the peer has taken every message."""
         for _ in range(self._depth):
             self._acquire(-1)
-        self._depth = self._whole_depth - self._posted_ahead
-        self._room.release(self._depth)
+        for _ in range(self._depth):
+            self._room.release()

@@ -85,7 +85,7 @@ class Executor:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            ragged = is_ragged(inputs)
+            ragged = 0 in self.stages and is_ragged(inputs)
             self.transport.open(ragged)
             for stage in self.stages.values():
                 stage.begin()

@@ -108,14 +108,13 @@ class Layer:
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # When pieces of W ran ahead of time, by microbatch.
         self._ahead: dict[int, list[tuple[Any, Any]]] = {}
-        # Of the program that runs: shapes of the outputs, by those of the inputs if the batch is
-        # ragged, and whether some input had no gradient in the first microbatch.
-        self._outputs_like: dict[Spec, Spec] = {}
+        # Of the program that runs: outputs of the first microbatch, and which of them have a
+        # gradient. The others are constants that are handed on, like rotary tables. If the batch is
+        # ragged, the key is the shapes of the inputs.
+        self._outputs_like: dict[Spec, tuple[Spec, tuple[bool, ...]]] = {}
         self._ragged = False
+        # Whether some input had no gradient in the first microbatch of the program that runs.
         self._marks_missing: bool | None = None
-        # Outputs that have a gradient, in the first microbatch. The others are constants that are
-        # handed on, like rotary tables.
-        self._differentiable: tuple[bool, ...] | None = None
         # Marks of this step: kind, start, end, and the parts of W inside a BW, or ahead of a W.
         self.marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]] = []
         self._inside: list[tuple[Any, Any]] = []
@@ -138,10 +137,6 @@ class Layer:
         self._inside.append((start, self._clock.mark()))
 
     @property
-    def _varies(self) -> bool:
-        return getattr(self.module, "varying_shapes", False)
-
-    @property
     def _measured(self) -> bool:
         return self._measured_size is not None
 
@@ -157,7 +152,7 @@ class Layer:
         """Begins a program: its first microbatch sets the shapes of all messages."""
         self._ragged = False
         self._outputs_like.clear()
-        self._marks_missing = self._differentiable = None
+        self._marks_missing = None
 
     def expect_ragged(self) -> None:
         """Allows inputs of several shapes in this program, since each message has a header."""
@@ -197,7 +192,7 @@ class Layer:
 
         Raises:
             RunError: The layer's output cannot travel, has another shape than that of the first
-                microbatch, or the layer writes to its inputs.
+                microbatch or a gradient that it lacked, or the layer writes to its inputs.
             ConfigError: With `checks_state`, the output depends on plain attributes that F writes
                 to.
         """
@@ -210,29 +205,46 @@ class Layer:
             outputs = self._forward_for_backward(microbatch, leaves, step, finish)
         else:
             with torch.no_grad():
-                outputs = self._call(inputs, finish, False)
+                outputs = self._like_first(microbatch, inputs, self._call(inputs, finish, False))
             if not self.output_bytes:
                 self.output_bytes = _bytes(outputs)
-        self._check_shapes(microbatch, inputs, outputs)
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
 
-    def _check_shapes(self, microbatch: int, inputs: Tensors, outputs: Tensors) -> None:
-        """Raises RunError if outputs have other shapes than before in the program.
+    def _like_first(self, microbatch: int, inputs: Tensors, outputs: Tensors) -> Tensors:
+        """Returns the outputs. Those that had a gradient in the first microbatch require one.
 
-        In a ragged batch, outputs are compared for inputs of the same shapes.
+        In a ragged batch, the first microbatch with inputs of the same shapes counts. Outputs that
+        vary in shape have a header for each microbatch, so they may vary in this, too.
 
-        One rank refuses them, too, so that any number of ranks trains the same models.
+        Raises:
+            RunError: Outputs have other shapes than in the first microbatch, or a gradient that
+                they had not. One rank refuses them, too, so that any number of ranks trains the
+                same models.
         """
-        spec = spec_of(outputs)
+        if getattr(self.module, "varying_shapes", False):
+            return outputs
+        spec, found = spec_of(outputs), tuple(y.requires_grad for y in outputs)
         like = spec_of(inputs) if self._ragged else ()
-        first = self._outputs_like.setdefault(like, spec)
-        if spec != first and not self._varies:
+        first_spec, first = self._outputs_like.setdefault(like, (spec, found))
+        what = f"layer {self.index} ({type(self.module).__name__}) returned"
+        if spec != first_spec:
             raise RunError(
-                f"layer {self.index} ({type(self.module).__name__}) returned {_described(spec)} in "
-                f"microbatch {microbatch}, and {_described(first)} before in the step; pad "
-                "the tensors, or give the layer the attribute varying_shapes = True"
+                f"{what} {_described(spec)} in microbatch {microbatch}, and "
+                f"{_described(first_spec)} before in the step; pad the tensors, or give the layer "
+                "the attribute varying_shapes = True"
             )
+        if found == first:
+            return outputs
+        if any(now and not before for now, before in zip(found, first, strict=True)):
+            raise RunError(
+                f"{what} an output that requires a gradient in microbatch {microbatch}, and none "
+                "in the first of the step; let it require one in all"
+            )
+        return tuple(
+            y if now == before else y.detach().requires_grad_()
+            for y, now, before in zip(outputs, found, first, strict=True)
+        )
 
     def _forward_for_backward(
         self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None
@@ -258,8 +270,10 @@ class Layer:
         written = None if state is None else state.written()
         if written is not None:
             self._check_repeats(written, outputs, rerun)
-        given = self._with_gradients(microbatch, outputs)
-        differentiable = tuple(y.requires_grad for y in given)
+        # The loss gets a gradient even if it requires none. Its graph is then empty.
+        is_last = finish is not None
+        given = outputs if is_last else self._like_first(microbatch, inputs, outputs)
+        differentiable = tuple(is_last or y.requires_grad for y in given)
         # Only the graph is kept. Tensors that it has not saved may go.
         graph = rerun if self._recompute else _roots(outputs, differentiable)
         self._saved[microbatch] = _Saved(inputs, graph, differentiable, buffers)
@@ -269,29 +283,6 @@ class Layer:
             tuple(y.detach().requires_grad_(y.requires_grad) for y in given)
             if self._recompute
             else given
-        )
-
-    def _with_gradients(self, microbatch: int, outputs: Tensors) -> Tensors:
-        """Returns the outputs. Those that had a gradient in the first microbatch require one.
-
-        Outputs that vary in shape have a header for each microbatch, so they may vary in this, too.
-
-        Raises:
-            RunError: An output requires a gradient that had none in the first microbatch.
-        """
-        found = tuple(y.requires_grad for y in outputs)
-        first = self._differentiable = self._differentiable or found
-        if found == first or self._varies:
-            return outputs
-        if any(now and not before for now, before in zip(found, first, strict=True)):
-            raise RunError(
-                f"layer {self.index} ({type(self.module).__name__}) returned an output that "
-                f"requires a gradient in microbatch {microbatch}, and none in the first of the "
-                "step; let it require one in all"
-            )
-        return tuple(
-            y if now == before else y.detach().requires_grad_()
-            for y, now, before in zip(outputs, found, first, strict=True)
         )
 
     def spare(self, start: Any, end: Any) -> None:

@@ -95,12 +95,27 @@ def test_messages_of_fixed_shape_arrive_in_order(
     assert done == [30, 30]
 
 
+@pytest.mark.parametrize("varying", [False, True])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_messages_of_varying_shape_arrive_in_order(pool: Pool, depth: int) -> None:
+def test_messages_of_varying_shape_arrive_in_order(pool: Pool, depth: int, varying: bool) -> None:
     shapes = [[["float32", [1 + j % 4, j]]] * (1 + j % 3) for j in range(10)]
     assert pool.run(
-        JOBS + "channel", 2, steps=[shapes, shapes[::-1]], varying=True, depth=depth
+        JOBS + "channel", 2, steps=[shapes, shapes[::-1]], varying=varying, depth=depth
     ) == [20, 20]
+
+
+@pytest.mark.parametrize("again", [None, (0, 0), (1, 0), (3, 2)])
+@pytest.mark.parametrize("depth", [3, 20])
+def test_steps_may_be_ragged_or_alike(
+    pool: Pool, depth: int, again: tuple[int, int] | None
+) -> None:
+    """Each kind of step follows each other, also if steps begin again."""
+    ragged = [PLAIN, SEVERAL, MANY, [], SEVERAL] * 2
+    short = [[["float32", [1 + j]]] for j in range(10)]
+    steps = [[PLAIN] * 10, ragged, ragged, short, [MANY] * 10, [MANY] * 10, ragged, [PLAIN] * 10]
+    steps += [[PLAIN] * 9 + [SEVERAL], [PLAIN] * 10]
+    done = pool.run(JOBS + "channel", 2, steps=steps, varying=False, depth=depth, again=again)
+    assert done == [100, 100]
 
 
 @pytest.mark.parametrize("depth", [1, 20])
@@ -116,10 +131,10 @@ def test_non_contiguous_tensors_arrive_intact(pool: Pool) -> None:
     ) == [4, 4]
 
 
-@pytest.mark.parametrize("varying", [False, True])
-def test_message_arrival_can_be_queried(pool: Pool, varying: bool) -> None:
+@pytest.mark.parametrize(("varying", "ragged"), [(False, False), (True, False), (False, True)])
+def test_message_arrival_can_be_queried(pool: Pool, varying: bool, ragged: bool) -> None:
     """A message has not arrived before it is sent. A query does not take the message."""
-    _, told = pool.run(JOBS + "asked", 2, varying=varying)
+    _, told = pool.run(JOBS + "asked", 2, varying=varying, ragged=ragged)
     assert told == [False, True, True] * 3
 
 
@@ -140,17 +155,18 @@ def test_a_changed_shape_is_an_error(pool: Pool) -> None:
     assert "at microbatch 2; pad the tensors, or give the layer" in sender
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("depth", [1, 12])
-def test_channel_depth_limits_messages_in_flight(pool: Pool, depth: int) -> None:
+def test_channel_depth_limits_messages_in_flight(pool: Pool, depth: int, ragged: bool) -> None:
     """At most `depth` messages may be sent and not taken.
 
-    Once shapes are known, the channel also accepts that many.
+    Once shapes are known, the channel also accepts that many. A ragged step needs no shapes.
     """
-    _, counts = pool.run(JOBS + "backpressure", 2, depth=depth, messages=16)
+    _, counts = pool.run(JOBS + "backpressure", 2, depth=depth, messages=16, ragged=ragged)
     for step, row in enumerate(counts):
         assert len(row) == 16
         assert all(count <= min(16, depth + taken) for taken, count in enumerate(row)), (step, row)
-    assert counts[0][0] >= 1
+    assert counts[0][0] == depth if ragged else counts[0][0] >= 1
     assert counts[1][0] == depth
 
 

@@ -91,6 +91,26 @@ def test_timeout_starts_when_the_device_is_idle(device: FakeDevice) -> None:
     assert time.perf_counter() - start >= 0.3
 
 
+def test_ragged_step_has_the_whole_depth(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer posts no receive, so the outbox holds as many messages as the channel."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape))
+    world = fake_world()
+    box = outbox(world, 3)
+    for ragged, places in ((True, 3), (False, 2), (True, 3)):
+        box.open(4)
+        for j in range(places):
+            box.put(j, (torch.zeros(2, 3 + j * ragged),), ragged)
+        with pytest.raises(WaitTimeout, match=r"rank 1: .*activations? of microbatch 3"):
+            box.put(3, (torch.zeros(2, 3 + 3 * ragged),), ragged)
+        for work in world.works:
+            work.completed = True
+        box.flush()
+        device.catch_up()
+
+
 # -- receiving -------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dynmo.errors import RankDied, RunError
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.world import World
-from dynmo.schedule.lowering import Channel, Direction, Program
+from dynmo.schedule.lowering import Begun, Channel, Direction, Program
 
 DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
 
@@ -43,9 +43,16 @@ def message(shapes: list[Any], j: int) -> tuple[Tensor, ...]:
 
 
 def channel(
-    world: World, steps: list[list[list[Any]]], varying: bool, depth: int, transposed: bool = False
+    world: World,
+    steps: list[list[list[Any]]],
+    varying: bool,
+    depth: int,
+    transposed: bool = False,
+    again: tuple[int, int] | None = None,
 ) -> int:
     """Sends messages to rank 1, which compares what arrives.
+
+    A step is ragged if its messages differ in shape. Rank 1 learns that from its first header.
 
     Args:
         world: Two ranks.
@@ -53,6 +60,7 @@ def channel(
         varying: True if the shapes of the channel may change.
         depth: Number of messages that fit into the channel.
         transposed: True sends tensors that are not contiguous.
+        again: (sent, taken) before each step begins again.
 
     Returns:
         The number of messages that arrived.
@@ -60,7 +68,11 @@ def channel(
     ends = transport(world, len(steps[0]), depth, varying)
     seen = 0
     for shapes in steps:
-        ends.open()
+        ends.open(world.rank == 0 and any(each != shapes[0] for each in shapes))
+        if again is not None:
+            for j in range(again[world.rank]):
+                _ = ends.take(DOWN, j) if world.rank else ends.put(DOWN, j, message(shapes[j], j))
+            ends.rewind((Begun(DOWN, *again),) if world.rank else ())
         for j, each in enumerate(shapes):
             sent = message(each, j)
             if world.rank == 0:
@@ -77,16 +89,16 @@ def channel(
     return seen
 
 
-def asked(world: World, varying: bool) -> list[bool]:
+def asked(world: World, varying: bool, ragged: bool) -> list[bool]:
     """Rank 1 asks for messages before and after rank 0 has put them.
 
     Returns the answers from the second message on, because the first tells the shapes.
     """
     ends = transport(world, 4, 4, varying)
-    ends.open()
+    ends.open(ragged and world.rank == 0)
     told: list[bool] = []
     for j in range(4):
-        sent = message([["float32", [2, 3]], ["int64", [4]]], j)
+        sent = message([["float32", [2, 3 + j * ragged]], ["int64", [4]]], j)
         if world.rank == 1 and j:
             told.append(ends.arrived(DOWN, j, 0.01))
         world.barrier("rank 1 to have asked")
@@ -142,7 +154,7 @@ def shapes_change(world: World) -> Any:
     return "no error"
 
 
-def backpressure(world: World, depth: int, messages: int) -> list[list[int]]:
+def backpressure(world: World, depth: int, messages: int, ragged: bool) -> list[list[int]]:
     """Rank 1 takes late, and counts the messages that rank 0 could put before.
 
     It counts before each take, in two steps, because the first step has no shapes.
@@ -150,11 +162,11 @@ def backpressure(world: World, depth: int, messages: int) -> list[list[int]]:
     ends = transport(world, messages, depth)
     counts: list[list[int]] = []
     for step in range(2):
-        ends.open()
+        ends.open(ragged and world.rank == 0)
         counts.append([])
         for j in range(messages):
             if world.rank == 0:
-                ends.put(DOWN, j, (torch.zeros(1000),))
+                ends.put(DOWN, j, (torch.zeros(1000 + j * ragged),))
                 world.store.set(f"put/{step}/{j}", "1")
             else:
                 time.sleep(0.2 if j == 0 else 0.01)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dynmo.errors import RunError
 from dynmo.kernels.split import SplitLinear, WeightTape
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.split_backward import Layer, Tensors
@@ -478,6 +479,62 @@ def test_loss_at_the_end_has_the_plain_gradient() -> None:
     assert loss == expected
     assert leaf.grad is not None
     torch.testing.assert_close(gx, leaf.grad)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_loss_may_have_no_gradient(recompute: bool) -> None:
+    """Then nothing trains, as in a layer whose output the next one ignores."""
+    layer = layer_of(nn.Linear(6, 4))
+    layer.switch_recompute(recompute)
+    for j in range(2):
+        layer.forward(
+            j,
+            with_gradients((torch.randn(3, 6),)),
+            0,
+            graph=True,
+            need_input=True,
+            finish=lambda out, j=j: (out if j else out.detach()).square().mean(),
+        )
+    gx, there = layer.backward_input(0, (torch.ones(()),), deferred=False)
+    assert not there.item()
+    assert not gx.any()
+    assert all(p.grad is None for p in layer.module.parameters())
+    gx, there = layer.backward_input(1, (torch.ones(()),), deferred=False)
+    assert there.item()
+    assert gx.any()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_constant_outputs_stay_constant(recompute: bool) -> None:
+    """They have no gradient. A gradient that comes and goes is zeros while it is away."""
+
+    class Tables(nn.Module):
+        def forward(self, x: Tensor, table: Tensor, ids: Tensor, keep: bool = True) -> Any:
+            y = x * table
+            return (y if ids[0] else y.detach()), table, ids
+
+    layer = layer_of(Tables())
+    layer.switch_recompute(recompute)
+    table = torch.randn(3, 6)
+    for j in range(2):
+        outputs = layer.forward(
+            j,
+            (torch.randn(3, 6, requires_grad=True), table, torch.tensor([1 - j])),
+            0,
+            graph=True,
+            need_input=True,
+            finish=None,
+        )
+        assert [y.requires_grad for y in outputs] == [True, False, False]
+    for j in range(2):
+        (gx,) = layer.backward_input(j, (torch.ones(3, 6),), deferred=True)
+        assert torch.equal(gx, torch.zeros(3, 6) if j else table)
+    layer.begin()
+    given = (torch.randn(3, 6, requires_grad=True), table, torch.tensor([0]))
+    outputs = layer.forward(0, given, 0, graph=True, need_input=True, finish=None)
+    assert not any(y.requires_grad for y in outputs)
+    with pytest.raises(RunError, match=r"layer 3 \(Tables\) returned an output that requires a"):
+        layer.forward(1, (*given[:2], torch.tensor([1])), 0, True, True, None)
 
 
 def test_each_op_records_one_mark() -> None:
