@@ -151,6 +151,14 @@ def test_learning_rate_example_falls_to_zero(folder: Path) -> None:
     assert namespace["pipeline"].optimizer.param_groups[0]["lr"] == pytest.approx(0)
 
 
+def test_own_optimizer_example_trains(folder: Path) -> None:
+    namespace: dict[str, Any] = {}
+    exec(block(HOW_TO / "own-optimizer.md", "python"), namespace)
+    groups = namespace["pipeline"].optimizer.param_groups
+    assert [group["lr"] for group in groups] == pytest.approx([1e-2 / 6, 1e-3 / 6])
+    assert namespace["result"].loss < 0.3
+
+
 def test_own_case_example_freezes_layers(folder: Path) -> None:
     namespace: dict[str, Any] = {}
     exec(block(HOW_TO / "own-case.md", "python", "# my_case.py"), namespace)

@@ -227,7 +227,7 @@ class Loop:
         if self._adapted != step:
             self._begin = time.perf_counter()
         started = _Started(
-            float(rates[0]["lr"]),
+            float(rates[0].get("lr", 0.0)),
             engine.store.layout.partition.counts,
             len(engine.store.frozen.layers),
         )

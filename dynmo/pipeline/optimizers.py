@@ -92,7 +92,7 @@ class OptimizerHandle(torch.optim.Optimizer):
                         f"{', '.join(sorted(known))}"
                     )
             options = {key: _copy(group[key]) for key in group if key in known}
-            if rule is not None:
+            if rule is not None and "lr" in options:
                 options["lr"] = rule(float(options["lr"]))
             out.append(options)
         return tuple(out)

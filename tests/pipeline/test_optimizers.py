@@ -15,6 +15,8 @@ from torch import nn
 import dynmo
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.pipeline.options import TORCH_OPTIMIZERS
+from tests.combinations import mostly_matrix
+from tests.equality import BALANCERS
 from tests.pipeline.optimizer_jobs import (
     ADAMW,
     MICROBATCHES,
@@ -201,6 +203,39 @@ def test_zero_takes_what_works_element_by_element(pool: Pool) -> None:
     assert refused.keys() == {"muon", "adafactor", "counting"}
     assert all("does not work element by element" in reason for reason in refused.values())
     assert refused["adafactor"].startswith("zero = 1: Adafactor ")
+
+
+def file_config(optimizer: str, ranks: int, replicas: int = 1, expert: int = 1) -> dict[str, Any]:
+    return {
+        "model": {"kind": "moe", "blocks": 2, "hidden": 16, "heads": 2, "sequence": 8},
+        "train": {
+            "steps": 4,
+            "global_batch": 8,
+            "micro_batch": 1,
+            "lr": 1e-2,
+            "optimizer": optimizer,
+            "reduction_slots": 2,
+        },
+        "parallel": {"pipeline": ranks, "replicas": replicas, "expert": expert},
+        "balance": BALANCERS["random" if ranks > 1 else "none"],
+    }
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    mostly_matrix(
+        ["radam", "adafactor", "python:tests.pipeline.optimizer_jobs:Counting"], ["adafactor"]
+    ),
+)
+def test_optimizers_of_the_file_train_experts_anywhere(pool: Pool, optimizer: str) -> None:
+    """Two replicas share the experts. Layers move between two ranks."""
+    digests = {
+        pool.run("train", ranks * replicas, config=file_config(optimizer, ranks, replicas, expert))[
+            0
+        ]["digest"]
+        for ranks, replicas, expert in ((1, 1, 1), (2, 2, 2))
+    }
+    assert len(digests) == 1
 
 
 def test_names_of_the_file_are_those_of_torch() -> None:
