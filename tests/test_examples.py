@@ -41,3 +41,14 @@ def test_ranks_leave_and_come_back_in_a_loop(pool: Pool) -> None:
     assert len(re.findall(digest, spread)) == 4
     sizes = {int(step): size for step, size in re.findall(r"step (\d+): rank 0 of (\d)", spread)}
     assert sizes == {step: "2" if 4 <= step < 8 else "4" for step in range(12)}
+
+
+def test_loop_over_a_data_loader_gives_one_digest_on_any_ranks(pool: Pool) -> None:
+    loop = ROOT / "examples" / "own_data.py"
+    alone, spread = run(pool, loop, 1), run(pool, loop, 2)
+    (held_out,) = {*re.findall(r"held out (.*), weights", alone)}
+    (digest,) = {*re.findall(r"weights (\w{64})", alone + spread)}
+    assert len(re.findall(digest, spread)) == 2
+    assert held_out in spread, "outputs come on the last rank"
+    assert "False" in spread, "and on no other"
+    assert sum(bool(line) for line in loop.read_text().splitlines()) <= 40

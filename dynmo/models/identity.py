@@ -135,7 +135,7 @@ def _layer_parts(layer: nn.Module) -> Iterator[tuple[str, str]]:
     for prefix, module in layer.named_modules():
         path = f"{prefix}." if prefix else ""
         yield f"class of {prefix or 'the layer'}", _class_name(type(module))
-        for name, value in vars(module).items():
+        for name, value in sorted(vars(module).items()):
             if name in _HOOKS and value:
                 # The keys count the hooks of the process.
                 yield f"{path}{name}", _short(_Writer(own).text(list(value.values())))

@@ -2,7 +2,7 @@
 
 python -m tests.fuzz --cases 1000 --seed 1            # from the repository's root
 python -m tests.fuzz --seed 1 --only 37               # one of them again
-python -m tests.fuzz --cases 1000 --out benchmarks/results/fuzz.json    # README's figure
+python -m tests.fuzz --cases 48 --out benchmarks/results/fuzz.json    # README's figure
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from dynmo.config import load, parse
 from dynmo.dynamism.options import CASES
 from dynmo.schedule.catalogue import SCHEDULES
 from tests.equality import RANDOM_MOVES
+from tests.fuzz import loops
 from tests.fuzz.__main__ import main
 from tests.fuzz.draws import STOP, Case, Tables, draw, reference_of
 from tests.fuzz.layers import LAYERS
@@ -57,6 +58,21 @@ def test_short_fuzz_run_finds_no_difference(runner: Runner, part: int) -> None:
     """`python -m tests.fuzz --seed 20 --cases 24`, in parts."""
     outcomes = [runner.run(draw(SEED, number)) for number in range(part, SHORT, 6)]
     assert [(o.case.number, o.what, o.detail) for o in outcomes if o.kind != EQUAL] == []
+
+
+def test_short_run_of_loops_finds_no_difference(pool: Pool) -> None:
+    """`python -m tests.fuzz.loops --seed 2 --cases 6`."""
+    assert [loops.run_case(pool, loops.draw(2, number)) for number in range(6)] == [None] * 6
+
+
+def test_drawn_loops_cover_every_choice() -> None:
+    cases = [loops.draw(1, number) for number in range(300)]
+    assert {case["form"] for case in cases} == {"dictionary", "list", "tensors"}
+    assert {case["ranks"] for case in cases} == {1, 2, 3, 4}
+    assert {case["options"]["schedule"] for case in cases} == set(SCHEDULES)
+    assert len({case["optimizer"] for case in cases}) == 7
+    for key in ("masked", "tied", "groups", "eval_part", "moves"):
+        assert {case[key] for case in cases} == {False, True}
 
 
 # -- what is drawn -------------------------------------------------------------------------------

@@ -134,6 +134,9 @@ def test_layer_is_described_alike_here_and_elsewhere() -> None:
         AliasedBuffer,
     ]
     assert described(*factories) == described(*factories, own=(0, 1, 2, 3, 4))
+    recurrent = Sequential([nn.RNN(2, 2), nn.RNN(2, 2)])
+    first, last = (identity_of(recurrent, recurrent.build((own,))) for own in (0, 1))
+    assert first.differences(last) == [], "copies have their attributes in another order"
 
 
 def test_message_names_layer_attribute_and_values() -> None:
