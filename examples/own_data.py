@@ -1,4 +1,5 @@
 """A loop of your own: a DataLoader, dictionaries, lengths, parameter groups, a scheduler."""
+# pyright: reportIncompatibleMethodOverride=false
 
 from functools import partial
 from typing import Any

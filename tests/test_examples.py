@@ -51,4 +51,5 @@ def test_loop_over_a_data_loader_gives_one_digest_on_any_ranks(pool: Pool) -> No
     assert len(re.findall(digest, spread)) == 2
     assert held_out in spread, "outputs come on the last rank"
     assert "False" in spread, "and on no other"
-    assert sum(bool(line) for line in loop.read_text().splitlines()) <= 40
+    lines = [line for line in loop.read_text().splitlines() if line and not line.startswith("#")]
+    assert len(lines) <= 40
