@@ -100,7 +100,26 @@ def draw(seed: int, number: int, elastic: float = 0.35) -> Case:
     Returns:
         The same case for the same arguments.
     """
-    return _Draw(Random(seed * 1_000_003 + number), number, elastic).case()
+    case = _Draw(Random(seed * 1_000_003 + number), number, elastic).case()
+    _draw_optimizer(Random(f"optimizer {seed} {number}"), case)
+    return case
+
+
+def _draw_optimizer(random: Random, case: Case) -> None:
+    """Gives a quarter of the cases one of torch's optimizers, which have options of their own."""
+    if random.random() >= 0.25:
+        return
+    configs = [case.config, *([] if case.resumed is None else [case.resumed])]
+    is_cut = any(
+        config["parallel"].get("zero") or "pruning" in config["dynamism"].get("cases", [])
+        for config in configs
+    )
+    name = random.choice(
+        ["adam", "radam", "adagrad", "rmsprop", *([] if is_cut else ["adafactor"])]
+    )
+    for config in configs:
+        train = {**config["train"], "optimizer": name}
+        config["train"] = {k: v for k, v in train.items() if k not in ("weight_decay", "momentum")}
 
 
 def _kinds(kind: str) -> list[Any]:

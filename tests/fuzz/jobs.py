@@ -87,8 +87,12 @@ def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             groups, lr=0.0, betas=train.betas, eps=train.eps
         )
-    else:
+    elif train.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=train.momentum)
+    else:
+        classes = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim)}
+        parameters = [p for group in groups for p in group["params"]]
+        optimizer = classes[train.optimizer](parameters)
     losses: list[float] = []
     for step in range(train.steps):
         for group in optimizer.param_groups:
