@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeGuard, cast
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
 from dynmo.models import emulated, gpt_config
-from dynmo.models.loss import Loss, counter_of, next_token_loss
-from dynmo.models.model import Factory, Model, check_layers, defined_in, from_factories, on_meta
+from dynmo.models.copies import as_fakes, without_memory
+from dynmo.models.loss import Counter, Loss, counter_of, next_token_loss
+from dynmo.models.model import Factory, Model, check_layers, defined_in, from_factories
 from dynmo.models.options import ModelOptions
+from dynmo.models.sequential import Sequential
+from dynmo.models.tied import Pair
 
 KINDS: dict[str, Callable[[ModelOptions, int, Mapping[str, Any]], Model]] = {
     "gpt": gpt_config.make,
@@ -50,41 +54,123 @@ def load_model(options: ModelOptions, seed: int = 0, cases: Iterable[Any] = ()) 
     return replace(model, options=options)
 
 
+class _Returned(NamedTuple):
+    """What the user's function returned."""
+
+    layers: list[nn.Module] | list[Factory]
+    loss: Loss
+    tied: tuple[Pair, ...] = ()
+    counter: Counter | None = None
+    targets: tuple[str, ...] = ("labels",)
+    inputs: tuple[str, ...] = ()
+
+
 def from_function(path: str, seed: int) -> Model:
     """Makes a model of the user's own function.
 
-    It returns a list of layers, or (list of layers, loss function). Layers are as for `Sequential`.
+    It returns a list of layers, (list of layers, loss function), or a `Sequential`. Layers are as
+    for `Sequential`. The function is called once, on torch's default device, and its modules are
+    handed out when they are built first.
     """
     where = f"model.kind = 'python:{path}'"
     found = _find_function(where, path)
     function = partial(_call, where, path.partition(":")[2], found, seed)
-    try:
-        with torch.device("meta"):
-            layers, given = function()
-    except ConfigError:  # shapes alone may not be enough: the function may ask for a number
-        layers, given = function()
-    # Tensors of the loss are made with the layers. In a run of shapes only, they are fake tensors.
-    losses: dict[type[Tensor], Loss] = {}
+    first = function()
+    layers = _Layers(first, function, seed)
+    # Tensors of a loss are made with the layers. In a run of shapes only, they are fake tensors.
+    losses: dict[type[Tensor], Loss] = {} if _on_meta() else {Tensor: first.loss}
 
-    def build(owned: Collection[int]) -> list[nn.Module]:
-        layers, losses[_tensor_type()] = function()
-        if not _are_modules(layers):
-            return from_factories(names, layers, seed, loss).build(owned)
-        return [layer if index in owned else layer.to("meta") for index, layer in enumerate(layers)]
-
-    def loss(output: Tensor, targets: Tensor) -> Tensor:
-        own = losses.get(_tensor_type()) or function()[1]
+    def loss(output: Tensor, targets: Any) -> Tensor:
+        if _tensor_type() not in losses:
+            losses[_tensor_type()] = function().loss
+        own = losses[_tensor_type()]
         if isinstance(own, nn.Module):
             own.to(output.device)
         return own(output, targets)
 
-    if not _are_modules(layers):
-        with generators_kept(torch.device("cpu")):
-            layers = [on_meta(factory) for factory in layers]
-    names = tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers))
-    code = (path.partition(":")[0], *defined_in([found, given]))
-    used = next_token_loss if given is next_token_loss else loss
-    return Model(names, build, used, code=code, count=counter_of(given))
+    return Model(
+        layers.names,
+        layers.build,
+        first.loss if _keeps_no_tensor(first.loss) else loss,
+        first.tied,
+        code=(path.partition(":")[0], *defined_in([found, first.loss])),
+        inputs=first.inputs,
+        targets=first.targets,
+        count=first.counter,
+    )
+
+
+class _Layers:
+    """The layers of a user's function, which is called again only if there is no other way.
+
+    Attributes:
+        names: Index and class of each layer.
+    """
+
+    def __init__(self, first: _Returned, function: Callable[[], _Returned], seed: int) -> None:
+        self._function, self._seed, self._tied = function, seed, first.tied
+        # Real modules, until they are handed out.
+        self._whole: list[nn.Module] | None = None
+        # Copies without memory, if all layers can be copied.
+        self._copies: list[nn.Module] | None = None
+        self._factories: list[Factory] = []
+        if not _are_modules(first.layers):
+            self._factories = cast("list[Factory]", first.layers)
+            layers = self._copies = self._made(self._factories, ())
+        elif _on_meta():
+            layers = self._copies = first.layers
+        else:
+            layers = self._whole = first.layers
+        self.names = tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers))
+
+    def build(self, owned: Collection[int]) -> list[nn.Module]:
+        known = self._whole or self._copies
+        is_fake = _tensor_type() is not Tensor
+        if known is not None and (is_fake or not owned):
+            copies = _copied(known, as_fakes if is_fake else without_memory)
+            if copies is not None:
+                return copies
+        if self._factories:
+            copies = _copied(self._copies or [], without_memory)
+            factories = [
+                make if copies is None or index in owned else partial(copies.__getitem__, index)
+                for index, make in enumerate(self._factories)
+            ]
+            return self._made(factories, owned)
+        if is_fake or self._whole is None:
+            layers = cast("list[nn.Module]", self._function().layers)
+        else:
+            layers, self._whole = self._whole, None
+            self._copies = _copied(layers, without_memory)
+        return [layer if index in owned else layer.to("meta") for index, layer in enumerate(layers)]
+
+    def _made(self, factories: Sequence[Factory], owned: Collection[int]) -> list[nn.Module]:
+        names = [""] * len(factories)
+        made = from_factories(names, factories, self._seed, next_token_loss, self._tied)
+        return made.build(owned)
+
+
+def _copied(
+    layers: Sequence[nn.Module], copy: Callable[[nn.Module], nn.Module]
+) -> list[nn.Module] | None:
+    """Returns copies, or None if some layer cannot be copied."""
+    try:
+        return [copy(layer) for layer in layers]
+    except Exception:  # whatever the attributes of the user's modules raise
+        return None
+
+
+def _keeps_no_tensor(loss: Loss) -> bool:
+    if isinstance(loss, nn.Module):
+        return next(chain(loss.parameters(), loss.buffers()), None) is None
+    if not isinstance(loss, FunctionType) or loss.__closure__ is not None:
+        return False
+    defaults = (*(loss.__defaults__ or ()), *(loss.__kwdefaults__ or {}).values())
+    return not any(isinstance(value, Tensor) for value in defaults)
+
+
+def _on_meta() -> bool:
+    return torch.empty(0).is_meta
 
 
 def _find_function(where: str, path: str) -> Callable[[], object]:
@@ -107,9 +193,7 @@ def _find_function(where: str, path: str) -> Callable[[], object]:
     return function
 
 
-def _call(
-    where: str, name: str, function: Callable[[], object], seed: int
-) -> tuple[list[nn.Module] | list[Factory], Loss]:
+def _call(where: str, name: str, function: Callable[[], object], seed: int) -> _Returned:
     """Calls the user's function. Each call makes the layers anew, from the same bits."""
     try:
         with generators_kept(torch.device("cpu")):
@@ -118,7 +202,9 @@ def _call(
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: {name}() raised {_describe(error)}") from error
     layers, loss = (
-        returned
+        (returned.given, returned.loss)
+        if isinstance(returned, Sequential)
+        else returned
         if isinstance(returned, tuple) and len(returned) == 2
         else (returned, next_token_loss)
     )
@@ -130,7 +216,7 @@ def _call(
     ):
         raise ConfigError(
             f"{where}: {name}() must return a list of torch modules or of functions "
-            "that make one each, or (list, loss)"
+            "that make one each, (list, loss), or a dynmo.Sequential"
         )
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ConfigError(
@@ -138,11 +224,13 @@ def _call(
         )
     if isinstance(layers[0], nn.Module):
         check_layers(where, list(layers))
-        return list(layers), cast(Loss, loss)
-    factories = [
-        partial(_make_layer, where, index, factory) for index, factory in enumerate(layers)
-    ]
-    return factories, cast(Loss, loss)
+        used = list(layers)
+    else:
+        used = [partial(_make_layer, where, index, make) for index, make in enumerate(layers)]
+    if isinstance(returned, Sequential):
+        rest = returned.tied, returned.count, returned.targets, returned.inputs
+        return _Returned(used, returned.loss, *rest)
+    return _Returned(used, cast(Loss, loss), counter=counter_of(loss))
 
 
 def _shadowed_hint(module: ModuleType) -> str:

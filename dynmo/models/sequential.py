@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dynmo.errors import ConfigError
+from dynmo.models.copies import without_memory
 from dynmo.models.loss import Counter, Loss, counter_of, next_token_loss
 from dynmo.models.model import (
     Factory,
@@ -115,7 +116,7 @@ class Sequential(Model):
             targets=_names(targets),
             count=count or counter_of(loss),
         )
-        object.__setattr__(self, "_modules", tuple(modules))
+        object.__setattr__(self, "_given", given)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -127,8 +128,12 @@ class Sequential(Model):
 
         There are none if each layer is made on the rank that holds it.
         """
-        modules: tuple[nn.Module, ...] = self.__dict__["_modules"]
-        return [_fingerprint(module) for module in modules]
+        return [_fingerprint(layer) for layer in self.given if isinstance(layer, nn.Module)]
+
+    @property
+    def given(self) -> list[Any]:
+        """The modules, or the functions that make them."""
+        return self.__dict__["_given"]
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -148,23 +153,8 @@ def _fingerprint(module: nn.Module) -> str:
 def _builder(modules: Sequence[nn.Module]) -> Callable[[Collection[int]], list[nn.Module]]:
     def build(owned: Collection[int]) -> list[nn.Module]:
         return [
-            module if index in owned else _without_memory(module)
+            module if index in owned else without_memory(module)
             for index, module in enumerate(modules)
         ]
 
     return build
-
-
-def _without_memory(module: nn.Module) -> nn.Module:
-    """Returns a copy on the meta device.
-
-    torch refuses to copy a tensor that was computed from parameters, such as the weight that
-    `torch.nn.utils.weight_norm` sets before each forward.
-    """
-    computed = {
-        id(value): torch.empty_like(value, device="meta", requires_grad=False)
-        for part in module.modules()
-        for value in vars(part).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
-    return copy.deepcopy(module, computed).to("meta")

@@ -131,6 +131,14 @@ def model_of(config: Config) -> Model:
     return load_model(config.model, config.seed, config.dynamism.named.values())
 
 
+def _shapes_of(config: Config) -> Model:
+    """Loads the model without memory, if a user's function can make it on the meta device."""
+    if config.model.kind.startswith("python:"):
+        with contextlib.suppress(ConfigError), torch.device("meta"):
+            return model_of(config)
+    return model_of(config)
+
+
 def own_cases(config: Config) -> list[Dynamism]:
     """Makes the dynamic cases of the user's own classes that a config names."""
     own = [case for case in config.dynamism.cases if case.startswith("python:")]
@@ -146,7 +154,7 @@ def cases_of(config: Config, layers: int) -> list[Dynamism]:
 
 def plan_run(config: Config) -> RunPlan:
     """Plans the run of a config without running it. Raises the errors that a run would raise."""
-    model = model_of(config)
+    model = _shapes_of(config)
     if config.model.kind != "emulated":
         check_vocab(config.model.vocab)
     open_corpus(config.data.source)

@@ -5,6 +5,8 @@ Initial weights depend on the seed and the layer only.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -53,7 +55,7 @@ def test_rank_runs_only_its_own_factories() -> None:
     user_model.Counted.created.clear()
     built = model.build([2])
     assert [next(x.parameters()).is_meta for x in built] == [True, True, False, True]
-    assert user_model.Counted.created == ["meta", "cpu"]
+    assert user_model.Counted.created == ["cpu"]
     assert torch.equal(
         built[2].get_parameter("weight"), model.build([1, 2])[2].get_parameter("weight")
     )
@@ -62,6 +64,32 @@ def test_rank_runs_only_its_own_factories() -> None:
         model.loss(logits, targets),
         functional.cross_entropy(logits, targets, weight=torch.arange(256.0)),
     )
+
+
+@pytest.mark.parametrize("name", ["layers", "weighted"])
+def test_function_is_called_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Later builds without values are copies, and no rank keeps the memory of other layers."""
+    made, function = list[Any](), getattr(user_model, name)
+
+    def counted() -> Any:
+        returned = function()
+        made.extend(returned[0] if isinstance(returned, tuple) else returned)
+        return returned
+
+    monkeypatch.setattr(user_model, name, counted)
+    model = load(HERE + name)
+    with torch.device("meta"):
+        assert all(p.is_meta for layer in model.build(()) for p in layer.parameters())
+    built = model.build([0])
+    assert [layer is own for layer, own in zip(built, made, strict=True)] == [True] * model.layers
+    assert [p.is_meta for layer in made[1:] for p in layer.parameters()].count(False) == 0
+    with FakeTensorMode():
+        ids = torch.zeros((3, 4), dtype=torch.int64)
+        out: Any = ids
+        for layer in model.build(range(model.layers)):
+            out = layer(*out) if isinstance(out, tuple) else layer(out)
+    assert len(made) == model.layers
+    assert not next(built[0].parameters()).is_meta
 
 
 def test_layers_may_compute_in_their_constructor() -> None:

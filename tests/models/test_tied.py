@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import dynmo
+from dynmo import ModelOptions, load_model
 from dynmo.errors import ConfigError
 from tests.models.tied_layers import TIED, batch, layers, plain
 from tests.pool import Pool
+from tests.test_own_models import run
 
 JOBS = "tests.models.tied_layers:"
 
@@ -138,3 +140,10 @@ def test_one_module_in_two_layers_is_refused() -> None:
     tied: Any = [((0, f"0.{name}"), (1, f"0.{name}")) for name in ("weight", "bias")]
     with pytest.raises(ConfigError, match="belong to one module; give each layer a module"):
         dynmo.Sequential(made, tied=tied)
+
+
+def test_function_of_a_run_returns_tied_layers(pool: Pool) -> None:
+    ran = [run(pool, "tests.models.tied_layers:of_bytes", ranks) for ranks in (1, 2)]
+    assert ran[0]["digest"] == ran[1]["digest"]
+    modules = load_model(ModelOptions(kind="python:tests.models.tied_layers:of_bytes")).build(())
+    assert all(parameter.is_meta for module in modules for parameter in module.parameters())

@@ -25,22 +25,27 @@ class Head(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def layers() -> list[nn.Module]:
+def layers(vocabulary: int = VOCABULARY) -> list[nn.Module]:
     """Modules that share two parameters."""
     torch.manual_seed(0)
     made = [
-        nn.Embedding(VOCABULARY, WIDTH),
+        nn.Embedding(vocabulary, WIDTH),
         nn.Linear(WIDTH, WIDTH),
         nn.Linear(WIDTH, WIDTH),
         Head(WIDTH),
         nn.Linear(WIDTH, WIDTH),
-        Head(VOCABULARY),
+        Head(vocabulary),
     ]
     for (owner, owner_name), (user, name) in TIED:
         made[user].get_submodule(name.rpartition(".")[0]).weight = made[owner].get_parameter(
             owner_name
         )
     return made
+
+
+def of_bytes() -> dynmo.Sequential:
+    """The model of a run from a file."""
+    return dynmo.Sequential(layers(256), tied=TIED)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
