@@ -74,8 +74,10 @@ def test_any_ranks_have_the_bits_of_one(
 def test_steps_that_are_taken_back_have_the_same_bits(pool: Pool) -> None:
     """Each step clips, so post-validation takes each back and begins the next anew."""
     (alone,) = pool.run(JOBS + "train", 1, max_grad_norm=0.05)
-    for told in pool.run(JOBS + "train", 2, max_grad_norm=0.05, post_validation=True):
-        assert (told["losses"], told["weights"]) == (alone["losses"], alone["weights"])
+    for ranks, schedule in ((2, "zb-h1"), (3, "zb-v")):
+        options = {"schedule": schedule, "max_grad_norm": 0.05, "post_validation": True}
+        for told in pool.run(JOBS + "train", ranks, **options):
+            assert (told["losses"], told["weights"]) == (alone["losses"], alone["weights"])
 
 
 def test_the_largest_microbatch_counts_as_activations(pool: Pool, alone: dict[str, Any]) -> None:
@@ -91,6 +93,8 @@ def test_tables_send_no_gradient_back_and_alike_steps_one_header(pool: Pool) -> 
     hidden, table = rows * length * HIDDEN * 4, length * HIDDEN * 4
     assert first["bytes"] == steps * (header + microbatches * (hidden + 2 * table))
     assert last["bytes"] == steps * (header + microbatches * hidden)
+    assert first["messages"] == steps * (1 + 3 * microbatches)
+    assert last["messages"] == steps * (1 + microbatches)
 
 
 def test_an_output_that_gets_a_gradient_later_is_refused(pool: Pool) -> None:

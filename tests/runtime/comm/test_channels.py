@@ -104,8 +104,12 @@ def test_messages_of_varying_shape_arrive_in_order(pool: Pool, depth: int, varyi
     ) == [20, 20]
 
 
-@pytest.mark.parametrize("again", [None, (0, 0), (1, 0), (3, 2)])
-@pytest.mark.parametrize("depth", [3, 20])
+@pytest.mark.parametrize(
+    ("depth", "again"),
+    mostly_matrix(
+        product((3, 20), (None, (0, 0), (1, 0), (3, 2))), everyday=[(20, None), (3, (3, 2))]
+    ),
+)
 def test_steps_may_be_ragged_or_alike(
     pool: Pool, depth: int, again: tuple[int, int] | None
 ) -> None:

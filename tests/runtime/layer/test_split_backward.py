@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -535,6 +535,24 @@ def test_constant_outputs_stay_constant(recompute: bool) -> None:
     assert not any(y.requires_grad for y in outputs)
     with pytest.raises(RunError, match=r"layer 3 \(Tables\) returned an output that requires a"):
         layer.forward(1, (*given[:2], torch.tensor([1])), 0, True, True, None)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_only_inputs_of_other_shapes_have_other_outputs(ragged: bool) -> None:
+    """And only in a ragged step."""
+
+    class Rows(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return x.unbind()
+
+    layer = layer_of(Rows())
+    layer.begin()
+    if ragged:
+        layer.expect_ragged()
+    long, short = (torch.randn(rows, 6, requires_grad=True) for rows in (3, 2))
+    layer.forward(0, (long,), 0, graph=True, need_input=True, finish=None)
+    with nullcontext() if ragged else pytest.raises(RunError, match="in microbatch 1, and"):
+        layer.forward(1, (short.detach(),), 0, graph=True, need_input=True, finish=None)
 
 
 def test_each_op_records_one_mark() -> None:
