@@ -24,7 +24,7 @@ def test_compiled_layer_equals_the_eager_layer() -> None:
         Layer(0, module, HostClock(), 0, compiles)
         for module, compiles in zip(sides, (False, True), strict=True)
     ]
-    x, gy = torch.randn(2, 16, 32), torch.randn(2, 16, 32)
+    x, gy = torch.randn(2, 16, 32, requires_grad=True), torch.randn(2, 16, 32)
     results: list[list[torch.Tensor]] = []
     for layer, module in zip(layers, sides, strict=True):
         (y,) = layer.forward(0, (x,), 0, True, True, None)
