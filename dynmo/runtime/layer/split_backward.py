@@ -17,6 +17,10 @@ zeros: torch's optimizers skip a parameter without one. A boolean tensor behind 
 layer's inputs then says which of them are there. The others are zeros, so that all messages of a
 boundary have one shape. The first microbatch of a step decides whether the boolean tensor follows.
 Without it, a gradient that is missing later counts as zeros: the parameters behind it have one.
+
+An output that requires no gradient is constant: a mask, say, or a rotary table. The next layer's
+input is then constant, too. It has no graph and no gradient, however far it is handed on. The first
+microbatch decides for all whose messages its header announces (`Layer._like_first`).
 """
 
 from __future__ import annotations

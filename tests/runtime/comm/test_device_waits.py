@@ -173,6 +173,28 @@ def test_at_most_one_receive_is_posted_on_the_device(
 
 
 @pytest.mark.usefixtures("device")
+def test_ragged_step_posts_no_receive_ahead_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is posted for the step before is filled first."""
+    spec = ((torch.float32, (2,)),)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.zeros(*shape))
+    monkeypatch.setattr(
+        receiving, "decode", lambda header, device, what: Announcement(spec, (True,), ragged=True)
+    )
+    world = fake_world(rank=1)
+    poster, watcher = (Worker(name, threaded=False) for name in ("poster", "watcher"))
+    inbox = Inbox(world, DOWN, False, 20, poster, watcher)
+    inbox._spec = spec
+    for filler in (1, 0):
+        world.works.clear()
+        inbox.open(3)
+        for j in range(3):
+            assert sum(not work.host for work in world.works) == filler + j
+            (tensor,) = inbox.take(j)
+            assert tensor.requires_grad
+        assert inbox.ragged
+
+
+@pytest.mark.usefixtures("device")
 def test_arrival_query_polls_the_receive() -> None:
     world = fake_world(rank=1)
     works: list[Any] = [FakeWork("receive 0", host=False)]
