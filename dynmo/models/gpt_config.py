@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,8 @@ def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
     names, factories = [name for name, _ in layers], [factory for _, factory in layers]
     tied = (((0, "tokens.weight"), (len(names) - 1, "logits.weight")),) if options.tied else ()
     loss = early_exit.loss_of_exits if exits else next_token_loss
-    return from_factories(names, factories, seed, loss, tied, takes_targets=exits)
+    model = from_factories(names, factories, seed, loss, tied, takes_targets=exits)
+    return replace(model, inputs=("input_ids",))
 
 
 def _feed_forward(

@@ -165,3 +165,19 @@ def test_sampler_gives_any_number_of_replicas_the_same_batches(
     assert list(sampler) != whole
     with pytest.raises(InputError, match="batch = 23"):
         pipeline.sampler(rows, 23)
+
+
+@pytest.mark.parametrize("cases", [[], [dynmo.EarlyExit(exits=[0])]])
+def test_dynmos_own_model_takes_a_dictionary(world: dynmo.World, cases: Any) -> None:
+    options = dynmo.ModelOptions(blocks=2, hidden=16, heads=2, sequence=8)
+    ids = torch.randint(256, (6, 8), generator=torch.Generator().manual_seed(0))
+
+    def losses(*batch: Any) -> list[float]:
+        model = dynmo.load_model(options, cases=cases)
+        pipeline = dynmo.Pipeline(model, world, microbatches=2, cases=cases)
+        return [pipeline.step(*batch).loss for _ in range(2)]
+
+    whole = losses(ids, ids.roll(-1, 1))
+    assert losses({"input_ids": ids, "labels": ids.roll(-1, 1)}) == whole
+    parts = [{"input_ids": part, "labels": part.roll(-1, 1)} for part in ids.chunk(2)]
+    assert losses(parts) == whole
