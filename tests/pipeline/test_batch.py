@@ -167,7 +167,7 @@ def test_sampler_gives_any_number_of_replicas_the_same_batches(
         pipeline.sampler(rows, 23)
 
 
-@pytest.mark.parametrize("cases", [[], [dynmo.EarlyExit(exits=[0])]])
+@pytest.mark.parametrize("cases", [[], [dynmo.EarlyExit(exits=[0], start=1)]])
 def test_dynmos_own_model_takes_a_dictionary(world: dynmo.World, cases: Any) -> None:
     options = dynmo.ModelOptions(blocks=2, hidden=16, heads=2, sequence=8)
     ids = torch.randint(256, (6, 8), generator=torch.Generator().manual_seed(0))
