@@ -60,6 +60,7 @@ LONG = (
     "placement --repeat 1 --cases 5",
     "planner --cases 5 --runs 1",
     "quality --steps 40 --seeds 2 --jobs 2 --hidden 64 --only 'freezing, schedule'",
+    "ragged --rounds 1 --steps 1 --microbatches 4 --longest 32 --hidden 64",
     "reshape --stride 12 --cases 1",
     "savings --rounds 1 --sequence 64 --cases 1",
     "savings_pruning --rounds 1 --sequence 64 --tokens 64",
