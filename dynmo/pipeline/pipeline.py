@@ -32,7 +32,6 @@ from dynmo.pipeline.batch import Batch, BatchCutter, Cut
 from dynmo.pipeline.case_context import agree_on_cases
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.loop import Loop
-from dynmo.pipeline.metrics import Metrics, MetricSums
 from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import (
@@ -69,6 +68,7 @@ from dynmo.schedule.op import Schedule
 
 if TYPE_CHECKING:
     from dynmo.cost.profile_file import Profile
+    from dynmo.pipeline.metrics import Metrics
     from dynmo.pipeline.sampler import ReplicaSampler
     from dynmo.planner.situation import DecisionRecord
 
@@ -575,7 +575,11 @@ class Pipeline:
         if outputs and metrics is not None:
             raise InputError("evaluate returns outputs or metrics; call it once for each")
         collected = dict[int, object]() if outputs else None
-        sums = None if metrics is None else MetricSums(metrics)
+        sums = None
+        if metrics is not None:
+            from dynmo.pipeline.metrics import MetricSums
+
+            sums = MetricSums(metrics)
         with ExitStack() as off:
             for context in self._loop.cases.dense() if dense else ():
                 off.enter_context(context)
