@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,7 +72,7 @@ def train(
     steps: int = 6,
     **options: Any,
 ) -> dict[str, Any]:
-    """Trains on lists. Returns losses, digest, and the bytes that travelled from this rank."""
+    """Trains on lists of microbatches."""
     count = 4 // replicas
     pipeline = dynmo.Pipeline(
         dynmo.Sequential(make_layers()),
@@ -81,7 +83,6 @@ def train(
         reduction_slots=2,
         **options,
     )
-    sent = count_messages()
     losses = list[float]()
     for step in range(steps):
         if moves and step in (1, 4):
@@ -97,13 +98,13 @@ def train(
         "losses": losses,
         "weights": pipeline.digest(),
         "evaluated": evaluated,
-        "sent": sent,
         "activations": [cost.activation_bytes for cost in pipeline.costs()],
     }
 
 
-def count_messages() -> dict[str, int]:
-    """Counts what this rank sends from now on: tensors and their bytes."""
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """Counts what this rank sends: tensors and their bytes."""
     sent = {"messages": 0, "bytes": 0}
     send = RuntimeWorld.send
 
@@ -113,7 +114,10 @@ def count_messages() -> dict[str, int]:
         return send(self, tensor, *given, **options)
 
     RuntimeWorld.send = counted
-    return sent
+    try:
+        yield sent
+    finally:
+        RuntimeWorld.send = send
 
 
 def alike(world: dynmo.World, as_list: bool, steps: int = 3) -> dict[str, int]:
@@ -125,11 +129,11 @@ def alike(world: dynmo.World, as_list: bool, steps: int = 3) -> dict[str, int]:
             for name in ("input_ids", "labels")
         }
     ] * steps
-    sent = count_messages()
-    for batch in given:
-        rows = {name: each.unflatten(0, (4, 3)) for name, each in batch.items()}
-        several = [{name: each[j] for name, each in rows.items()} for j in range(4)]
-        pipeline.step(several if as_list else batch)
+    with counting() as sent:
+        for batch in given:
+            rows = {name: each.unflatten(0, (4, 3)) for name, each in batch.items()}
+            several = [{name: each[j] for name, each in rows.items()} for j in range(4)]
+            pipeline.step(several if as_list else batch)
     return sent
 
 
