@@ -19,7 +19,7 @@ Each is timed from a start together to the end of the slowest rank's last op, wi
 The speed is in counted tokens a second, which no side pads.
 
 The limit of the arithmetic is the multiplications of the padded steps over those of the ragged
-ones, in the linears and in the products of all positions with all.
+ones. Linears count, and so do the products of all positions with all.
 """
 
 from __future__ import annotations

@@ -130,9 +130,9 @@ class BatchCutter:
         names = BatchNames.of(self._model, self._first)
         pairs = [names.split(cast(Named, each), f"microbatch {j}") for j, each in enumerate(given)]
         inputs, wanted = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        for what, there in (("inputs", inputs), ("targets", wanted)):
-            sizes = [0 if each is None else len(each) for each in there]
-            if (what == "inputs" and len(set(sizes)) > 1) or (not all(sizes) and any(sizes)):
+        numbers = {len(each) for each in inputs}, {each is None for each in wanted}
+        for what, found in zip(("inputs", "targets"), numbers, strict=True):
+            if len(found) > 1:
                 raise InputError(
                     f"some microbatches have {what} that others lack; give all of them the same "
                     "names"

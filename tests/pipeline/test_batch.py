@@ -137,6 +137,21 @@ def test_several_targets_reach_the_loss_by_name(world: dynmo.World) -> None:
     assert dynmo.Pipeline(model, world, microbatches=3).evaluate(batch) == pytest.approx(whole)
 
 
+def test_a_target_may_be_a_number(world: dynmo.World) -> None:
+    """Each microbatch is one row, whose target has no dimensions."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 4), nn.Linear(4, 1)]
+    batch = [{"input": torch.randn(2), "labels": torch.randn(())} for _ in range(3)]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output.squeeze() - target).square()
+
+    pipeline = dynmo.Pipeline(dynmo.Sequential(layers, loss), world, microbatches=3)
+    parts = [loss(nn.Sequential(*layers)(each["input"]), each["labels"]) for each in batch]
+    expected = float(torch.stack(parts).mean().detach())
+    assert pipeline.step(batch).loss == pytest.approx(expected)
+
+
 def test_a_wrong_count_is_refused(world: dynmo.World) -> None:
     model = dynmo.Sequential(make_layers(), count=lambda targets: -1)
     pipeline = dynmo.Pipeline(model, world, microbatches=4)

@@ -88,6 +88,3 @@ class TorchUpdate:
     def forget(self) -> None:
         """Drops the optimizers, whose parameters have state that was taken back."""
         self._pieces, self._made = {}, {}
-
-    def invert(self, *_: object) -> None:
-        raise NotImplementedError("a step of a user's optimizer is taken back by copies")
