@@ -34,8 +34,16 @@ from dynmo.models.source_code import code_of, dynmo_version, function_digest
 # Attributes that every module has. Its tensors are described apart.
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Objects of these packages say where or how a process runs.
-_OPAQUE = ("torch.distributed", "torch._C", "dynmo.runtime", "logging", "threading", "_thread")
+# Objects of these packages say where or how a process runs, or belong to other layers.
+_OPAQUE = (
+    "torch.distributed",
+    "torch._C",
+    "dynmo.runtime",
+    "dynmo.models.huggingface.skeleton.Unowned",
+    "logging",
+    "threading",
+    "_thread",
+)
 # Limits of what is written of an attribute: depth, objects, letters.
 _DEEPEST, _MOST, _LONGEST = 8, 100_000, 60
 # Differences that a message names. It counts the others.

@@ -47,6 +47,27 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
+def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross entropy of the next tokens, with labels as transformers has them.
+
+    Args:
+        logits: [rows, tokens, vocabulary], of any floating-point type. Computed in float32.
+        labels: [rows, tokens] of token ids, in the places of the ids. The label of a token is
+            compared with the logits of the token before. -100 does not count.
+
+    Returns:
+        A tensor without dimensions.
+    """
+    labels = functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:].contiguous()
+    logits = logits.float()
+    return functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+def count_labels(labels: Tensor) -> Tensor:
+    """Counts the labels that `causal_lm_loss` compares."""
+    return (labels[..., 1:] != _IGNORED).sum()
+
+
 def counter_of(loss: object) -> Counter | None:
     """Returns the counter of torch's cross entropy. None for a loss that is not known."""
     given: dict[str, Any] = {}

@@ -75,6 +75,10 @@ class Model:
             return tuple(map(str, range(self.layers)))
         return self.names
 
+    def full_name(self, layer: int, name: str) -> str:
+        """Returns the name of a layer's parameter or buffer in the whole model."""
+        return f"{self.prefixes[layer]}.{name}".lstrip(".")
+
     def first_inputs(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the input of the first layer.
 

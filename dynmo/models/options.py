@@ -29,6 +29,7 @@ KEYS_OF_KIND: dict[str, tuple[str, ...]] = {
     "gpt": _OF_GPT,
     "moe": (*_OF_GPT, *_OF_EXPERTS),
     "emulated": ("layers", "f", "b", "w", "bytes"),
+    "hf": ("path", "cut", "trust_remote_code"),
 }
 
 
@@ -45,11 +46,11 @@ class ModelOptions(Options):
     """
 
     kind: (
-        Literal["gpt", "moe", "emulated"]
+        Literal["gpt", "moe", "emulated", "hf"]
         | Annotated[str, written(OWN, "python:package.module:function")]
     ) = "gpt"
-    """`gpt`, `moe` (a GPT with experts), `emulated` (layers that sleep), or your own:
-    `python:package.module:function`."""
+    """`gpt`, `moe` (a GPT with experts), `emulated` (layers that sleep), `hf` (a folder of
+    transformers), or your own: `python:package.module:function`."""
     blocks: Count = 8
     """Number of transformer blocks. Each block is two layers: attention and feed-forward."""
     hidden: Count = 256
@@ -93,6 +94,12 @@ class ModelOptions(Options):
     """Seconds of W, the gradient of the weights. One number for all layers, or one per layer."""
     bytes: Count = 65536
     """Bytes of a message between two stages of the emulated model."""
+    path: str = ""
+    """Folder of a causal language model of transformers: a config and safetensors."""
+    cut: Literal["auto", "blocks"] = "auto"
+    """`auto` cuts blocks into halves if a probe proves that it can be. `blocks` does not."""
+    trust_remote_code: bool = False
+    """Whether to run Python code that the folder of the model has."""
 
     @model_serializer(mode="wrap")
     def _without_other_kinds(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:

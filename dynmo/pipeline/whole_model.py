@@ -43,10 +43,10 @@ class WholeModel:
 
     def __init__(self, engine: Engine) -> None:
         self._layer_store, self._pending = engine.store, engine.pending
-        self._prefixes = engine.model.prefixes
+        self._name = engine.model.full_name
         # Second name of a tied weight -> first name.
         self._tied = {
-            f"{self._prefixes[user]}.{name}": f"{self._prefixes[owner]}.{owner_name}"
+            self._name(user, name): self._name(owner, owner_name)
             for (owner, owner_name), (user, name) in engine.model.tied
         }
 
@@ -99,7 +99,7 @@ class WholeModel:
                 for name, t in dense_parameters(module, floats)
             }
             own = {
-                f"{self._prefixes[index]}.{name}": dense.get(id(tensor), tensor.detach())
+                self._name(index, name): dense.get(id(tensor), tensor.detach())
                 for name, _, tensor in _entries(module)
             }
         return own if layer_store.world.replica == 0 else None
@@ -138,7 +138,7 @@ class WholeModel:
         optimizer = self._layer_store.optimizers[index]
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for key, owner, tensor in _entries(module):
-            value = values.get(f"{self._prefixes[index]}.{key}")
+            value = values.get(self._name(index, key))
             if value is None:  # a tied weight that another layer owns
                 continue
             value = value.to(tensor.device)

@@ -141,10 +141,9 @@ class ParameterGroups:
         self._of: list[dict[str, int]] = []
         for index, module in enumerate(modules):
             users = {name for _, (layer, name) in model.tied if layer == index}
-            prefix = model.prefixes[index]
             self._of.append(
                 {
-                    name: self._place(f"{prefix}.{name}", p, device)
+                    name: self._place(model.full_name(index, name), p, device)
                     for name, p in module.named_parameters()
                     if name not in users
                 }

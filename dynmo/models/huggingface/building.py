@@ -1,0 +1,121 @@
+"""Builds the layers of a transformers model, with values for those that a rank holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.kernels.seeds import generators_kept
+from dynmo.models.huggingface.cut import Halves, half_of
+from dynmo.models.huggingface.frame import Frame
+from dynmo.models.huggingface.shells import BlockShell, EmbeddingShell, HeadShell, Shell
+from dynmo.models.huggingface.skeleton import units_of
+from dynmo.models.huggingface.structure import Structure, has_weights
+from dynmo.models.huggingface.transformers_private import initialise
+from dynmo.models.model import check_layers
+
+Fill = Callable[[int, nn.Module], None]
+"""Takes the index of a layer and the layer, whose tensors have memory. Sets their values."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layer of dynmo in a transformers model.
+
+    Attributes:
+        name: Name of the layer.
+        block: Index of the block. None for embedding and head.
+        half: 0 for attention, 1 for the feed-forward. None for a whole block.
+    """
+
+    name: str
+    block: int | None = None
+    half: int | None = None
+
+
+def places(halves: Sequence[Halves | None]) -> list[Place]:
+    """Returns the layers of a model whose blocks are cut like this."""
+    between = list[Place]()
+    for index, each in enumerate(halves):
+        if each is None:
+            between.append(Place(f"blocks.{index}", index))
+        else:
+            between.append(Place(f"blocks.{index}.attention", index, 0))
+            between.append(Place(f"blocks.{index}.feed-forward", index, 1))
+    return [Place("embedding"), *between, Place("head")]
+
+
+class Builder:
+    """Builds layers. Each call makes modules of its own.
+
+    Args:
+        halves: How each block is cut. None leaves it whole.
+        fill: Sets the values of a layer's parameters and buffers.
+    """
+
+    def __init__(self, structure: Structure, halves: Sequence[Halves | None], fill: Fill) -> None:
+        self._structure, self._halves, self._fill = structure, halves, fill
+        self.places = places(halves)
+
+    def build(self, owned: Collection[int]) -> list[nn.Module]:
+        """Returns all layers. Those that are not owned are on the meta device."""
+        with generators_kept(torch.device("cpu")):
+            frame = Frame(self._structure, self._shared())
+            layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
+            for index in sorted(owned):
+                give_memory(layers[index])
+                self._fill(index, layers[index])
+        check_layers("dynmo.huggingface", layers)
+        return layers
+
+    def _shared(self) -> dict[str, nn.Module]:
+        """Returns the modules without weights that layers share, with their buffers."""
+        model, made = self._structure.model, dict[str, nn.Module]()
+        for path in units_of(model, self._structure.blocks):
+            module = model.get_submodule(path)
+            if not is_owned(module):
+                made[path] = copy.deepcopy(module)
+                give_memory(made[path])
+                initialise(model, made[path])
+        return made
+
+    def _shell(self, frame: Frame, place: Place) -> Shell:
+        structure = self._structure
+        if place.block is not None:
+            block = copy.deepcopy(structure.block(place.block))
+            halves = self._halves[place.block]
+            if halves is not None and place.half is not None:
+                block = half_of(block, halves, place.half)
+            return BlockShell(frame, place.block, block)
+        is_first = place.name == "embedding"
+        owned = {
+            path: copy.deepcopy(structure.model.get_submodule(path))
+            for path in (structure.before if is_first else structure.after)
+            if is_owned(structure.model.get_submodule(path))
+        }
+        if is_first:
+            return EmbeddingShell(frame, owned, structure.base)
+        return HeadShell(frame, owned, "")
+
+
+def is_owned(module: nn.Module) -> bool:
+    """Whether a module belongs to one layer: it has weights, or draws random numbers."""
+    return has_weights(module) or isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def give_memory(module: nn.Module) -> None:
+    """Gives parameters and buffers memory on the CPU. Their values are arbitrary."""
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = _empty(tensor)
+
+
+def _empty(like: Tensor) -> Tensor:
+    made = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    return nn.Parameter(made, like.requires_grad) if isinstance(like, nn.Parameter) else made

@@ -1,0 +1,196 @@
+"""Cuts a block into an attention half and a feed-forward half, if a probe proves that it can be.
+
+The probe runs the block on the meta device with hooks. A block can be cut if
+
+- two of its modules do its work (the others have vectors at most: norms), once each,
+- each takes one tensor that depends on the hidden states, and returns one that counts,
+- the input of the second depends on the output of the first.
+
+A half is the block's own code. The other half's module returns zeros, so the residual adds nothing.
+Everything else stays whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.models.huggingface.skeleton import (
+    PassedOver,
+    Substitute,
+    mapped,
+    shallow_copy,
+    tensors_of,
+)
+from dynmo.models.huggingface.structure import Structure
+from dynmo.models.huggingface.transformers_private import experts_on_shapes
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The children of a block, by half.
+
+    Attributes:
+        main: The child of each half that does the work.
+        elements: Length of the tuple that each main child returns. None for a tensor.
+        others: The other children of each half.
+    """
+
+    main: tuple[str, str]
+    elements: tuple[int | None, int | None]
+    others: tuple[tuple[str, ...], tuple[str, ...]]
+
+
+class AddsNothing(Substitute):
+    """Returns zeros of the shape of its input.
+
+    Args:
+        elements: Length of the tuple that the module returns. None if it returns a tensor.
+    """
+
+    def __init__(self, module: nn.Module, elements: int | None) -> None:
+        super().__init__(module)
+        self._elements = elements
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+        zeros = torch.zeros_like(given)
+        return zeros if self._elements is None else (zeros, *[None] * (self._elements - 1))
+
+
+def half_of(block: nn.Module, halves: Halves, half: int) -> nn.Module:
+    """Returns one half of a block: a copy that keeps the children of the half only."""
+    twin, other = shallow_copy(block), 1 - half
+    name = halves.main[other]
+    twin._modules[name] = AddsNothing(block.get_submodule(name), halves.elements[other])
+    for name in halves.others[other]:
+        twin._modules[name] = PassedOver(block.get_submodule(name))
+    return twin
+
+
+@dataclass
+class _Call:
+    """A call of a child during the probe."""
+
+    name: str
+    inputs: list[Tensor]
+    output: Any
+
+
+def halves_of(structure: Structure, index: int) -> Halves | str:
+    """Returns how a block is cut, or why it stays whole."""
+    block = structure.block(index)
+    if next(block.parameters(recurse=False), None) is not None:
+        return "the block has parameters of its own"
+    calls: list[_Call] = []
+    hidden = structure.hidden.detach().requires_grad_()
+
+    def note(name: str) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            # What a child returns is a new leaf for those that come after it.
+            given = [x for x in tensors_of((args, kwargs)) if x.requires_grad]
+            leaf = mapped(output, lambda x: _traced(x))
+            calls.append(_Call(name, given, leaf))
+            return leaf
+
+        return hook
+
+    removable = [
+        child.register_forward_hook(note(name), with_kwargs=True)
+        for name, child in block.named_children()
+    ]
+    args, kwargs = structure.arguments[index]
+    try:
+        with experts_on_shapes():
+            out = block(hidden, *args, **kwargs)
+    except Exception as error:
+        return f"it does not run on shapes alone ({type(error).__name__})"
+    finally:
+        for each in removable:
+            each.remove()
+    return _halves(block, calls, hidden, out[0] if isinstance(out, tuple | list) else out)
+
+
+def _traced(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _halves(block: nn.Module, calls: list[_Call], hidden: Tensor, out: Tensor) -> Halves | str:
+    names = [call.name for call in calls]
+    if len(set(names)) < len(names):
+        return "a module runs twice"
+    main = [call for call in calls if _works(block.get_submodule(call.name))]
+    idle = [
+        n for n, c in block.named_children() if n not in names and any(True for _ in c.parameters())
+    ]
+    if len(main) != 2 or idle:
+        return f"{len(main)} modules do its work, not two"
+    first, second = main
+    if any(len(call.inputs) != 1 for call in main):
+        return "a module takes several tensors that depend on the hidden states"
+    elements = list[int | None]()
+    for call in main:
+        many = isinstance(call.output, tuple | list)
+        rest = list(tensors_of(call.output[1:])) if many else []
+        if any(_depends(out, x) for x in rest if x.requires_grad):
+            return f"{call.name} returns several tensors that count"
+        elements.append(len(call.output) if many else None)
+    others: tuple[list[str], list[str]] = ([], [])
+    returned = {id(first): 0, id(second): 1}
+    produced = {id(x): 0 for x in tensors_of(first.output)}
+    reached = False
+    for call in calls:
+        if call is first or call is second:
+            reached = reached or call is first
+            continue
+        after_first = calls.index(call) > calls.index(first)
+        own_output = any(id(x) in produced for x in call.inputs)
+        half = 0 if not after_first or own_output else 1
+        others[half].append(call.name)
+        if half == 0 and after_first:
+            produced.update({id(x): 0 for x in tensors_of(call.output)})
+    if not _second_needs_first(calls, first, second):
+        return "its two modules take the same hidden states (parallel attention)"
+    silent = [name for name, _ in block.named_children() if name not in names]
+    return Halves(
+        (first.name, second.name),
+        (elements[0], elements[1]),
+        (tuple(others[0]), (*others[1], *silent)),
+    )
+
+
+def _works(module: nn.Module) -> bool:
+    """True for a module with matrices. Norms have vectors."""
+    return any(parameter.dim() > 1 for parameter in module.parameters())
+
+
+def _depends(out: Tensor, on: Tensor) -> bool:
+    return (
+        torch.autograd.grad(out, on, torch.ones_like(out), retain_graph=True, allow_unused=True)[0]
+        is not None
+    )
+
+
+def _second_needs_first(calls: list[_Call], first: _Call, second: _Call) -> bool:
+    """Follows what the second took back to what the first returned, over the norms between."""
+    wanted = {id(x) for x in tensors_of(first.output)}
+    reached = list(second.inputs)
+    seen = set[int]()
+    while reached:
+        tensor = reached.pop()
+        if id(tensor) in wanted:
+            return True
+        for call in calls:
+            leaves = [x for x in tensors_of(call.output) if x.requires_grad]
+            for leaf in leaves:
+                if id(leaf) in seen:
+                    continue
+                if tensor is leaf or (tensor.grad_fn is not None and _depends(tensor, leaf)):
+                    if id(leaf) in wanted:
+                        return True
+                    seen.add(id(leaf))
+                    reached += call.inputs
+    return False

@@ -1,0 +1,100 @@
+"""What a model's own code gives its blocks: masks, rotary positions and other constants.
+
+A frame is a skeleton whose blocks are recorders. It runs once for each microbatch and rank. All
+blocks of the rank take their arguments from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, skeleton
+from dynmo.models.huggingface.structure import Arguments, Recorder, Structure, forget, has_weights
+
+# Microbatches whose arguments are kept. Recomputation comes back to an earlier microbatch.
+_KEPT = 2
+
+
+class Frame:
+    """Makes the arguments of the blocks on one rank.
+
+    Args:
+        shared: Modules without weights, by path. They run on the device of the hidden states.
+    """
+
+    def __init__(self, structure: Structure, shared: dict[str, nn.Module]) -> None:
+        self.structure, self.shared = structure, shared
+        self._recorders: list[Recorder] = []
+        whole = skeleton(structure.model, structure.blocks, self._unit, self._recorder)
+        self._base = whole.get_submodule(structure.base).eval()
+        width = getattr(structure.model.get_input_embeddings(), "embedding_dim", None)
+        self._width = width or structure.hidden.shape[-1]
+        self._known: list[tuple[tuple[Any, ...], list[Arguments]]] = []
+        self._device = torch.device("cpu")
+
+    def _unit(self, path: str, module: nn.Module) -> nn.Module:
+        if path in self.structure.after or isinstance(module, nn.modules.dropout._DropoutNd):
+            return PassedOver(module)
+        return StandIn(module) if has_weights(module) else Borrowed(self.shared[path])
+
+    def _recorder(self, index: int, block: nn.Module) -> Recorder:
+        self._recorders.append(Recorder(block, self.structure.elements[index]))
+        return self._recorders[-1]
+
+    def arguments(
+        self, block: int, hidden: Tensor, mask: Tensor | None, positions: Tensor | None
+    ) -> Arguments:
+        """Returns the arguments of a block.
+
+        Args:
+            hidden: The hidden states [rows, tokens, width]. Only shape, type and device count.
+            mask: The attention mask of the batch.
+            positions: The position ids of the batch.
+        """
+        key = (
+            hidden.shape,
+            hidden.dtype,
+            hidden.device,
+            type(hidden),
+            *(None if x is None else x._version for x in (mask, positions)),
+        )
+        for (known, known_mask, known_positions), arguments in self._known:
+            if known == key and known_mask is mask and known_positions is positions:
+                return arguments[block]
+        made = self._run(hidden, mask, positions)
+        self._known = [((key, mask, positions), made), *self._known[: _KEPT - 1]]
+        return made[block]
+
+    @torch.no_grad()
+    def _run(
+        self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None
+    ) -> list[Arguments]:
+        self.move(hidden.device)
+        self._base(
+            inputs_embeds=self.embedded(hidden), **named_inputs(mask, positions), use_cache=False
+        )
+        made = [each.arguments for each in self._recorders]
+        forget(self._recorders)
+        return made
+
+    def embedded(self, hidden: Tensor) -> Tensor:
+        """Returns what stands for embedded ids. Its values have no effect."""
+        if self._width == hidden.shape[-1]:
+            return hidden.detach()
+        return hidden.new_zeros(*hidden.shape[:-1], self._width)
+
+    def move(self, device: torch.device) -> None:
+        """Moves the modules without weights to the device of the rank."""
+        if device != self._device:
+            for module in self.shared.values():
+                module.to(device)
+            self._device = device
+
+
+def named_inputs(mask: Tensor | None, positions: Tensor | None) -> dict[str, Tensor]:
+    """Returns the inputs beside the ids, by the names of transformers."""
+    given = {"attention_mask": mask, "position_ids": positions}
+    return {name: value for name, value in given.items() if value is not None}

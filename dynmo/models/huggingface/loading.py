@@ -1,0 +1,1 @@
+"""The values of layers: read from files, or drawn."""

@@ -1,0 +1,151 @@
+"""dynmo's layers of a transformers model: embedding, blocks, and the output layer.
+
+A layer registers the model's own modules under the model's own names. Hidden states go from layer
+to layer, followed by the attention mask and the position ids of the batch if there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from dynmo.models.huggingface.frame import Frame, named_inputs
+from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, Unowned, skeleton
+from dynmo.models.huggingface.structure import Recorder, forget
+
+Carried = tuple[Tensor, ...]
+
+
+def packed(hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> Carried:
+    """Returns what a layer hands on. A mask [rows, tokens] gets a third dimension.
+
+    So a mask has at least three dimensions, and position ids have two.
+    """
+    if mask is not None and mask.dim() == 2:
+        mask = mask.unsqueeze(1)
+    return (hidden, *(x for x in (mask, positions) if x is not None))
+
+
+def unpacked(carried: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Returns attention mask and position ids of what follows the hidden states."""
+    mask = next((x for x in carried if x.dim() > 2), None)
+    positions = next((x for x in carried if x.dim() == 2), None)
+    return (mask.squeeze(1) if mask is not None and mask.dim() == 3 else mask), positions
+
+
+class Shell(nn.Module):
+    """A layer that has modules of a transformers model under the model's names.
+
+    Args:
+        frame: The frame of this rank.
+        paths: Paths of the modules that the layer owns.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__()
+        self._frame = Unowned(frame)
+
+    @property
+    def frame(self) -> Frame:
+        return self._frame.value
+
+    def own(self, path: str, module: nn.Module) -> None:
+        """Registers a module under its path in the model."""
+        where: nn.Module = self
+        *parents, name = path.split(".")
+        for parent in parents:
+            if parent not in where._modules:
+                where.add_module(parent, nn.Module())
+            where = where.get_submodule(parent)
+        where.add_module(name, module)
+
+
+class EndShell(Shell):
+    """A layer that runs the model's own code around the blocks.
+
+    Args:
+        owned: The modules that it owns, by path.
+        path: Path of the part that it runs. Empty means the whole model.
+    """
+
+    def __init__(self, frame: Frame, owned: Mapping[str, nn.Module], path: str) -> None:
+        super().__init__(frame)
+        recorders = list[Recorder]()
+        for where, module in owned.items():
+            self.own(where, module)
+        structure = frame.structure
+
+        def unit(where: str, module: nn.Module) -> nn.Module:
+            if where in owned:
+                return owned[where]
+            if where in frame.shared:
+                return Borrowed(frame.shared[where])
+            return StandIn(module) if where in structure.before else PassedOver(module)
+
+        def block(index: int, module: nn.Module) -> nn.Module:
+            recorders.append(Recorder(module, structure.elements[index]))
+            return recorders[-1]
+
+        whole = skeleton(structure.model, structure.blocks, unit, block)
+        parts = structure.blocks.split(".")
+        spine = [whole.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+        self._recorders = Unowned(recorders)
+        self._spine, self._runs = Unowned(spine), Unowned(whole.get_submodule(path))
+
+    def run_model(self, mask: Tensor | None, positions: Tensor | None, **inputs: Tensor) -> Any:
+        self.frame.move(next(iter(inputs.values())).device)
+        for module in self._spine.value:
+            module.training = self.training
+        return self._runs.value(**inputs, **named_inputs(mask, positions), use_cache=False)
+
+
+class EmbeddingShell(EndShell):
+    """The first layer: everything that the model runs before its first block."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Carried:
+        self.run_model(attention_mask, position_ids, input_ids=input_ids)
+        hidden = self._recorders.value[0].taken
+        assert hidden is not None
+        forget(self._recorders.value)
+        return packed(hidden, attention_mask, position_ids)
+
+
+class HeadShell(EndShell):
+    """The last layer: everything that the model runs after its last block. Returns logits."""
+
+    def forward(self, hidden: Tensor, *carried: Tensor) -> Tensor:
+        mask, positions = unpacked(carried)
+        self._recorders.value[-1].given = hidden
+        try:
+            out = self.run_model(mask, positions, inputs_embeds=self.frame.embedded(hidden))
+        finally:
+            self._recorders.value[-1].given = None
+            forget(self._recorders.value)
+        return out.logits
+
+
+class BlockShell(Shell):
+    """A block, or one half of it.
+
+    Args:
+        index: Index of the block.
+        block: The block. Of a half, a copy in which the other half adds nothing.
+    """
+
+    def __init__(self, frame: Frame, index: int, block: nn.Module) -> None:
+        super().__init__(frame)
+        self.own(frame.structure.block_path(index), block)
+        self._index, self._block = index, Unowned(block)
+
+    def forward(self, hidden: Tensor, *carried: Tensor) -> Carried:
+        mask, positions = unpacked(carried)
+        args, kwargs = self.frame.arguments(self._index, hidden, mask, positions)
+        out = self._block.value(hidden, *args, **kwargs)
+        return (out[0] if isinstance(out, tuple | list) else out, *carried)

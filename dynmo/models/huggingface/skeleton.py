@@ -1,0 +1,168 @@
+"""Copies of a transformers model in which modules stand for others.
+
+A copy runs the model's own forward: its masks, rotary positions, scales and caps. Its blocks and
+the modules that belong to other layers are replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+_T = TypeVar("_T")
+
+
+class Unowned(Generic[_T]):
+    """Something that a module uses, but does not own. It is not moved, saved or compared."""
+
+    def __init__(self, value: _T) -> None:
+        self.value = value
+
+
+class Substitute(nn.Module):
+    """Stands for a module. Its attributes are those of the module, which it does not own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._original = Unowned(module)
+
+    @property
+    def original(self) -> nn.Module:
+        return self._original.value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_original" not in self.__dict__:
+                raise
+            return getattr(self.original, name)
+
+
+class Borrowed(Substitute):
+    """Lends a module without weights to several layers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs)
+
+
+class PassedOver(Substitute):
+    """Returns its first argument: the module's result is not needed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+class StandIn(Substitute):
+    """Returns zeros of the shapes that the module, which is on the meta device, would return."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._shapes = dict[str, Any]()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = (args, kwargs)
+        device = next((x.device for x in tensors_of(given)), torch.device("cpu"))
+        key = repr(mapped(given, lambda x: (x.shape, x.dtype)))
+        if key not in self._shapes:
+            args, kwargs = mapped(given, on_meta)
+            with torch.no_grad():
+                self._shapes[key] = self.original(*args, **kwargs)
+        return mapped(
+            self._shapes[key], lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device)
+        )
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def mapped(value: _T, change: Callable[[Tensor], Any]) -> _T:
+    """Applies `change` to each tensor in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return cast(_T, type(value)(*(mapped(x, change) for x in cast("tuple[Any, ...]", value))))
+    if isinstance(value, tuple | list):
+        each = [mapped(x, change) for x in cast("list[Any]", value)]
+        return cast(_T, each if isinstance(value, list) else tuple(each))
+    if isinstance(value, dict):
+        return cast(_T, {k: mapped(x, change) for k, x in cast("dict[Any, Any]", value).items()})
+    return value
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """Yields the tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in cast("Mapping[Any, object]", value).values():
+            yield from tensors_of(each)
+    elif isinstance(value, tuple | list):
+        for each in cast("list[object]", value):
+            yield from tensors_of(each)
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Returns a copy that has the same children, and may get others."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    twin._parameters = dict(module._parameters)
+    twin._buffers = dict(module._buffers)
+    return twin
+
+
+def units_of(model: nn.Module, blocks: str) -> Iterator[str]:
+    """Yields the paths of the modules around the list of blocks, each as large as possible."""
+    parts = blocks.split(".")
+    for depth in range(len(parts)):
+        spine = ".".join(parts[:depth])
+        for name, _ in model.get_submodule(spine).named_children():
+            if name != parts[depth]:
+                yield f"{spine}.{name}".lstrip(".")
+
+
+def skeleton(
+    model: nn.Module,
+    blocks: str,
+    unit: Callable[[str, nn.Module], nn.Module | None],
+    block: Callable[[int, nn.Module], nn.Module],
+) -> nn.Module:
+    """Returns a copy of a model with other modules.
+
+    Args:
+        blocks: Path of the list of blocks.
+        unit: Takes the path of a module around the blocks, and the module. Returns what stands
+            for it.
+        block: Takes the index of a block, and the block. Returns what stands for it.
+    """
+    head, _, rest = blocks.partition(".")
+    return _copied("", model, head, rest, unit, block)
+
+
+def _copied(
+    path: str,
+    module: nn.Module,
+    head: str,
+    rest: str,
+    unit: Callable[[str, nn.Module], nn.Module | None],
+    block: Callable[[int, nn.Module], nn.Module],
+) -> nn.Module:
+    twin = shallow_copy(module)
+    for name, child in module.named_children():
+        where = f"{path}.{name}".lstrip(".")
+        if name != head:
+            twin._modules[name] = unit(where, child)
+        elif rest:
+            following, _, later = rest.partition(".")
+            twin._modules[name] = _copied(where, child, following, later, unit, block)
+        else:
+            listed = shallow_copy(child)
+            for index, (key, each) in enumerate(child.named_children()):
+                listed._modules[key] = block(index, each)
+            twin._modules[name] = listed
+    return twin

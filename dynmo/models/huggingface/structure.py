@@ -1,0 +1,300 @@
+"""What a transformers model runs before, in and after its blocks.
+
+Nothing is known about families. One forward of a skeleton shows the order. Recorders stand for the
+blocks, and modules with weights are replaced by stand-ins that know the shapes of their results.
+
+    embedding  --->  block 0  --->  block 1  --->  ...  --->  norm, output layer
+    (before)                  recorders                        (after)
+
+Each recorder must take the tensor that the one before returned. Code between two blocks, or a
+tensor that depends on the hidden states and goes by another way, would be lost in a pipeline.
+Such a model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.errors import ConfigError
+from dynmo.models.huggingface.skeleton import (
+    StandIn,
+    Substitute,
+    mapped,
+    on_meta,
+    skeleton,
+    tensors_of,
+    units_of,
+)
+from dynmo.models.huggingface.transformers_private import experts_on_shapes
+
+# Size of the forward that shows the structure.
+ROWS, TOKENS = 3, 5
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a block after its hidden states: by position, and by name."""
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+class UnfitModelError(ConfigError):
+    """A model that cannot be cut into layers."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The parts of a model.
+
+    Attributes:
+        model: The model on the meta device.
+        base: Path of the part that takes ids and returns hidden states.
+        blocks: Path of the list of blocks.
+        before: Paths of the modules that run before the first block.
+        after: Paths of the modules that run after the last block.
+        elements: Length of the tuple that each block returns. None for a tensor.
+        arguments: The arguments of each block on the meta device, after its hidden states.
+        hidden: The hidden states on the meta device.
+    """
+
+    model: nn.Module
+    base: str
+    blocks: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    elements: tuple[int | None, ...]
+    arguments: tuple[Arguments, ...]
+    hidden: Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return len(self.elements)
+
+    def block(self, index: int) -> nn.Module:
+        return self.model.get_submodule(self.block_path(index))
+
+    def block_path(self, index: int) -> str:
+        return f"{self.blocks}.{index}"
+
+
+class Recorder(Substitute):
+    """Stands for a block. Hands its hidden states on, and keeps its other arguments.
+
+    Args:
+        elements: Length of the tuple that the block returns. None if it returns a tensor.
+    """
+
+    def __init__(self, block: nn.Module, elements: int | None = None) -> None:
+        super().__init__(block)
+        self.elements = elements
+        # Takes the place of the hidden states, if it is set.
+        self.given: Tensor | None = None
+        self.taken: Tensor | None = None
+        self.arguments: Arguments = ((), {})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.taken, self.arguments = split_hidden(args, kwargs)
+        return self.returned(self.taken if self.given is None else self.given)
+
+    def returned(self, hidden: Tensor) -> Any:
+        return hidden if self.elements is None else (hidden, *[None] * (self.elements - 1))
+
+
+def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Arguments]:
+    """Returns the hidden states and the other arguments of a block."""
+    if args:
+        return args[0], (args[1:], kwargs)
+    rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    return kwargs["hidden_states"], ((), rest)
+
+
+def forget(recorders: Iterable[Recorder]) -> None:
+    """Frees the tensors that recorders keep."""
+    for each in recorders:
+        each.taken, each.arguments = None, ((), {})
+
+
+class _Probe(Recorder):
+    """A recorder that runs its block on the meta device, to see what it returns."""
+
+    def __init__(self, index: int, block: nn.Module, calls: list[int | str]) -> None:
+        super().__init__(block)
+        self._index, self._calls = index, calls
+        self.extra: list[Tensor] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls.append(self._index)
+        self.taken, self.arguments = split_hidden(args, kwargs)
+        given = mapped((args, kwargs), on_meta)
+        with torch.no_grad():
+            out = self.original(*given[0], **given[1])
+        self.elements = len(out) if isinstance(out, tuple | list) else None
+        first = out if self.elements is None else out[0]
+        if not isinstance(first, Tensor) or first.shape != self.taken.shape:
+            raise UnfitModelError(
+                f"block {self._index} returns no hidden states of the shape that it took"
+            )
+        if self.elements is None:
+            return self.taken
+        # What else it returns is traced: nobody may use it.
+        rest = mapped(tuple(out[1:]), lambda x: torch.zeros(x.shape, dtype=x.dtype))
+        self.extra = [x for x in tensors_of(rest) if x.is_floating_point()]
+        for each in self.extra:
+            each.requires_grad_()
+        return (self.taken, *rest)
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """Finds the parts of a causal language model of transformers.
+
+    Args:
+        model: The model on the meta device.
+
+    Raises:
+        UnfitModelError: It cannot be cut into layers. The message says what is in the way.
+    """
+    blocks = find_blocks(model)
+    base = model.base_model_prefix
+    if not hasattr(model, base) or not blocks.startswith(f"{base}."):
+        raise UnfitModelError(f"its blocks ({blocks}) are not part of its base model ({base})")
+    _check_spine(model, blocks)
+    calls: list[int | str] = []
+    probes: list[_Probe] = []
+
+    def unit(path: str, module: nn.Module) -> nn.Module:
+        made = StandIn(module)
+        made.register_forward_pre_hook(lambda *_: calls.append(path))
+        return made
+
+    def block(index: int, module: nn.Module) -> nn.Module:
+        probes.append(_Probe(index, module, calls))
+        return probes[-1]
+
+    whole = skeleton(model, blocks, unit, block)
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    _run(whole, input_ids=ids)
+    before, after = _order(model, blocks, calls, len(probes))
+    hidden = probes[0].taken
+    assert hidden is not None
+    leaf = torch.zeros(*ids.shape, _width(model, hidden), requires_grad=True)
+    out = _run(whole, inputs_embeds=leaf)
+    _check_chain(probes, out)
+    return Structure(
+        model=model,
+        base=base,
+        blocks=blocks,
+        before=before,
+        after=after,
+        elements=tuple(each.elements for each in probes),
+        arguments=tuple(mapped(each.arguments, on_meta) for each in probes),
+        hidden=on_meta(hidden),
+    )
+
+
+def find_blocks(model: nn.Module) -> str:
+    """Returns the path of the list of blocks."""
+    wanted = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and (wanted in (None, len(module)))
+    ]
+    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    if len(outer) != 1:
+        found = ", ".join(outer) or "none"
+        raise UnfitModelError(f"it has not one list of {wanted or 'all its'} blocks, but {found}")
+    return outer[0]
+
+
+def _check_spine(model: nn.Module, blocks: str) -> None:
+    parts = blocks.split(".")
+    for depth in range(len(parts) + 1):
+        path = ".".join(parts[:depth])
+        for name, _ in model.get_submodule(path).named_parameters(recurse=False):
+            raise UnfitModelError(
+                f"the parameter {f'{path}.{name}'.lstrip('.')} belongs to no module that could be "
+                "moved"
+            )
+
+
+def _run(model: nn.Module, **inputs: Tensor) -> Any:
+    try:
+        with experts_on_shapes():
+            return model(**inputs, use_cache=False)
+    except ConfigError:
+        raise
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise UnfitModelError(
+            f"its forward with {next(iter(inputs))} raised {type(error).__name__}: {lines[0]}"
+        ) from error
+
+
+def _order(
+    model: nn.Module, blocks: str, calls: Sequence[int | str], count: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the modules that run before the first and after the last block."""
+    ran = [call for call in calls if isinstance(call, int)]
+    if ran != list(range(count)):
+        raise UnfitModelError(f"its blocks do not run once each and in order, but {ran}")
+    first, last = calls.index(0), calls.index(count - 1)
+    between = [call for call in calls[first:last] if isinstance(call, str)]
+    if between:
+        raise UnfitModelError(f"{between[0]} runs between two blocks")
+    before = list(dict.fromkeys(call for call in calls[:first] if isinstance(call, str)))
+    after = list(dict.fromkeys(call for call in calls[last:] if isinstance(call, str)))
+    twice = next((path for path in before if path in after), None)
+    if twice is not None:
+        raise UnfitModelError(f"{twice} runs before and after the blocks")
+    for path in units_of(model, blocks):
+        # What never runs is saved with the output layer.
+        if path not in before and has_weights(model.get_submodule(path)):
+            after += [] if path in after else [path]
+    return tuple(before), tuple(after)
+
+
+def has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _width(model: nn.Module, hidden: Tensor) -> int:
+    embedding = model.get_input_embeddings()
+    return getattr(embedding, "embedding_dim", hidden.shape[-1])
+
+
+def _check_chain(probes: Sequence[_Probe], out: object) -> None:
+    """Checks that hidden states go from block to block, and nothing else does."""
+    for index, probe in enumerate(probes):
+        if index and probe.taken is not probes[index - 1].taken:
+            raise UnfitModelError(
+                f"its code changes the hidden states between blocks {index - 1} and {index}"
+            )
+        for what, value in _named(probe.arguments):
+            for part in _leaves(value):
+                if isinstance(part, Tensor) and part.requires_grad:
+                    raise UnfitModelError(
+                        f"block {index} takes {what}, which depends on the hidden states"
+                    )
+                if not isinstance(part, Tensor) and not isinstance(part, _PLAIN):
+                    raise UnfitModelError(
+                        f"block {index} takes {what}, a {type(part).__name__}, which blocks may "
+                        "share"
+                    )
+
+
+def _named(arguments: Arguments) -> Iterator[tuple[str, Any]]:
+    for index, value in enumerate(arguments[0], 1):
+        yield f"argument {index}", value
+    yield from arguments[1].items()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
