@@ -25,7 +25,7 @@ from dynmo.models.huggingface.skeleton import (
     shallow_copy,
     tensors_of,
 )
-from dynmo.models.huggingface.structure import Structure
+from dynmo.models.huggingface.structure import Structure, has_weights
 from dynmo.models.huggingface.transformers_private import experts_on_shapes
 
 
@@ -139,19 +139,16 @@ def _halves(block: nn.Module, calls: list[_Call], hidden: Tensor, out: Tensor) -
             return f"{call.name} returns several tensors that count"
         elements.append(len(call.output) if many else None)
     others: tuple[list[str], list[str]] = ([], [])
-    returned = {id(first): 0, id(second): 1}
-    produced = {id(x): 0 for x in tensors_of(first.output)}
-    reached = False
+    produced = {id(x) for x in tensors_of(first.output)}
     for call in calls:
         if call is first or call is second:
-            reached = reached or call is first
             continue
         after_first = calls.index(call) > calls.index(first)
         own_output = any(id(x) in produced for x in call.inputs)
         half = 0 if not after_first or own_output else 1
         others[half].append(call.name)
         if half == 0 and after_first:
-            produced.update({id(x): 0 for x in tensors_of(call.output)})
+            produced.update(id(x) for x in tensors_of(call.output))
     if not _second_needs_first(calls, first, second):
         return "its two modules take the same hidden states (parallel attention)"
     silent = [name for name, _ in block.named_children() if name not in names]
