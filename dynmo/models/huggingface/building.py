@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from dynmo.kernels.seeds import generators_kept
 from dynmo.models.huggingface.cut import Halves, half_of
 from dynmo.models.huggingface.frame import Frame
+from dynmo.models.huggingface.halves_check import check_halves, kind_of
+from dynmo.models.huggingface.router import RouterLoss
 from dynmo.models.huggingface.shells import BlockShell, EmbeddingShell, HeadShell, Shell
 from dynmo.models.huggingface.skeleton import units_of
 from dynmo.models.huggingface.structure import Structure, has_weights
@@ -55,22 +57,46 @@ class Builder:
     Args:
         halves: How each block is cut. None leaves it whole.
         fill: Sets the values of a layer's parameters and buffers.
+        router: The loss of the routers, if there is one.
     """
 
-    def __init__(self, structure: Structure, halves: Sequence[Halves | None], fill: Fill) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        halves: Sequence[Halves | None],
+        fill: Fill,
+        router: RouterLoss | None = None,
+    ) -> None:
         self._structure, self._halves, self._fill = structure, halves, fill
+        self._router = router
         self.places = places(halves)
 
     def build(self, owned: Collection[int]) -> list[nn.Module]:
         """Returns all layers. Those that are not owned are on the meta device."""
         with generators_kept(torch.device("cpu")):
-            frame = Frame(self._structure, self._shared())
+            frame = Frame(self._structure, self._shared(), self._router)
             layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
             for index in sorted(owned):
                 give_memory(layers[index])
                 self._fill(index, layers[index])
+            self._check_cuts(layers, owned)
         check_layers("dynmo.huggingface", layers)
         return layers
+
+    def _check_cuts(self, layers: Sequence[nn.Module], owned: Collection[int]) -> None:
+        """Compares one block of each kind with its halves, if this rank holds both."""
+        checked = set[object]()
+        for index in sorted(owned):
+            first, place = layers[index], self.places[index]
+            if place.half != 0 or index + 1 not in owned or has_no_values():
+                continue
+            assert isinstance(first, BlockShell)
+            assert place.block is not None
+            second, halves = layers[index + 1], self._halves[place.block]
+            kind = kind_of(self._structure.block(place.block))
+            if kind not in checked and halves is not None and isinstance(second, BlockShell):
+                check_halves(first, second, halves)
+                checked.add(kind)
 
     def _shared(self) -> dict[str, nn.Module]:
         """Returns the modules without weights that layers share, with their buffers."""
@@ -105,6 +131,11 @@ class Builder:
 def is_owned(module: nn.Module) -> bool:
     """Whether a module belongs to one layer: it has weights, or draws random numbers."""
     return has_weights(module) or isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def has_no_values() -> bool:
+    """True while new tensors are fake: they have shapes, but no values."""
+    return type(torch.empty(0)) is not Tensor
 
 
 def give_memory(module: nn.Module) -> None:

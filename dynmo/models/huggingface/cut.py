@@ -124,7 +124,7 @@ def _halves(block: nn.Module, calls: list[_Call], hidden: Tensor, out: Tensor) -
         return "a module runs twice"
     main = [call for call in calls if _works(block.get_submodule(call.name))]
     idle = [
-        n for n, c in block.named_children() if n not in names and any(True for _ in c.parameters())
+        name for name, child in block.named_children() if name not in names and has_weights(child)
     ]
     if len(main) != 2 or idle:
         return f"{len(main)} modules do its work, not two"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynmo.models.huggingface.router import RouterLoss
 from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, skeleton
 from dynmo.models.huggingface.structure import Arguments, Recorder, Structure, forget, has_weights
 
@@ -23,10 +24,13 @@ class Frame:
 
     Args:
         shared: Modules without weights, by path. They run on the device of the hidden states.
+        router: The loss of the routers, if there is one.
     """
 
-    def __init__(self, structure: Structure, shared: dict[str, nn.Module]) -> None:
-        self.structure, self.shared = structure, shared
+    def __init__(
+        self, structure: Structure, shared: dict[str, nn.Module], router: RouterLoss | None = None
+    ) -> None:
+        self.structure, self.shared, self.router = structure, shared, router
         self._recorders: list[Recorder] = []
         whole = skeleton(structure.model, structure.blocks, self._unit, self._recorder)
         self._base = whole.get_submodule(structure.base).eval()

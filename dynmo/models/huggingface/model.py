@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.huggingface.building import Builder
 from dynmo.models.huggingface.cut import Halves, halves_of
+from dynmo.models.huggingface.router import router_loss_of, with_router_loss
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
 from dynmo.models.huggingface.transformers_private import initialise
 from dynmo.models.loss import causal_lm_loss, count_labels
@@ -37,11 +40,13 @@ class HuggingFaceModel(Model):
     Its parameters have the names that transformers gives them.
 
     Attributes:
+        config: The configuration of transformers.
         structure: The parts of the model, on the meta device.
         folder: The folder that the weights are read from. None means that they are drawn.
         whole: Why blocks are not cut into halves: reason by index of the block.
     """
 
+    config: PreTrainedConfig
     structure: Structure
     folder: Path | None = None
     whole: Mapping[int, str] = field(default_factory=dict)
@@ -50,11 +55,6 @@ class HuggingFaceModel(Model):
     def prefixes(self) -> tuple[str, ...]:
         """Nothing, since parameters have their names in the whole model."""
         return ("",) * self.layers
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The configuration of transformers."""
-        return self.structure.model.config
 
 
 def from_pretrained(
@@ -90,7 +90,13 @@ def from_pretrained(
     if cut not in ("auto", "blocks"):
         raise ConfigError(f'cut = {cut!r}; use "auto" or "blocks"')
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), trust_remote_code=trust_remote_code
+        )
+    router = router_loss_of(model)
+    if router is not None:
+        # dynmo sums it over the layers. The model's own forward need not.
+        model.config.get_text_config().output_router_logits = False
     structure = _structure(model, source)
     halves = [
         halves_of(structure, index) if cut == "auto" else "cut is 'blocks'"
@@ -102,17 +108,18 @@ def from_pretrained(
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
         initialise(model, layer)
 
-    builder = Builder(structure, cuts, fill)
+    builder = Builder(structure, cuts, fill, router)
     text = config.get_text_config()
     return HuggingFaceModel(
         names=tuple(place.name for place in builder.places),
         build=builder.build,
-        loss=causal_lm_loss,
+        loss=causal_lm_loss if router is None else partial(with_router_loss, weight=router.weight),
         tied=_tied(builder, model),
         code=(type(model).__module__,),
         options=ModelOptions(kind="hf", path=str(folder or ""), vocab=text.vocab_size),
         inputs=INPUTS,
         count=count_labels,
+        config=config,
         structure=structure,
         folder=folder,
         whole={index: each for index, each in enumerate(halves) if isinstance(each, str)},
