@@ -6,8 +6,6 @@ blocks of the rank take their arguments from it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +15,36 @@ from dynmo.models.huggingface.structure import Arguments, Recorder, Structure, f
 
 # Microbatches whose arguments are kept. Recomputation comes back to an earlier microbatch.
 _KEPT = 2
+
+
+class _Key:
+    """What the arguments of the blocks depend on.
+
+    It holds mask and positions, so that no other tensor gets their memory.
+    """
+
+    def __init__(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
+        self._form = (hidden.shape, hidden.dtype, hidden.device, type(hidden))
+        self._given = (mask, positions)
+        self._versions = [None if x is None else x._version for x in self._given]
+
+    def is_same(self, other: _Key) -> bool:
+        return (
+            self._form == other._form
+            and self._versions == other._versions
+            and all(map(_is_same_memory, self._given, other._given))
+        )
+
+
+def _is_same_memory(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one is other:
+        return one is other
+    # A fake tensor has no memory.
+    return (
+        type(one) is type(other) is Tensor
+        and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        and one.data_ptr() == other.data_ptr()
+    )
 
 
 class Frame:
@@ -36,7 +64,7 @@ class Frame:
         self._base = whole.get_submodule(structure.base).eval()
         width = getattr(structure.model.get_input_embeddings(), "embedding_dim", None)
         self._width = width or structure.hidden.shape[-1]
-        self._known: list[tuple[tuple[Any, ...], list[Arguments]]] = []
+        self._known: list[tuple[_Key, list[Arguments]]] = []
         self._device = torch.device("cpu")
 
     def _unit(self, path: str, module: nn.Module) -> nn.Module:
@@ -58,18 +86,12 @@ class Frame:
             mask: The attention mask of the batch.
             positions: The position ids of the batch.
         """
-        key = (
-            hidden.shape,
-            hidden.dtype,
-            hidden.device,
-            type(hidden),
-            *(None if x is None else x._version for x in (mask, positions)),
-        )
-        for (known, known_mask, known_positions), arguments in self._known:
-            if known == key and known_mask is mask and known_positions is positions:
+        key = _Key(hidden, mask, positions)
+        for known, arguments in self._known:
+            if known.is_same(key):
                 return arguments[block]
         made = self._run(hidden, mask, positions)
-        self._known = [((key, mask, positions), made), *self._known[: _KEPT - 1]]
+        self._known = [(key, made), *self._known[: _KEPT - 1]]
         return made[block]
 
     @torch.no_grad()

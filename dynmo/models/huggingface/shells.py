@@ -26,7 +26,8 @@ def packed(hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> Car
     """
     if mask is not None and mask.dim() == 2:
         mask = mask.unsqueeze(1)
-    return (hidden, *(x for x in (mask, positions) if x is not None))
+    # Copies, because the caller may write to the batch. The frame knows a microbatch by its memory.
+    return (hidden, *(x.clone() for x in (mask, positions) if x is not None))
 
 
 def without_sums(carried: Carried) -> tuple[Carried, Carried]:
