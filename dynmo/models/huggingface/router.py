@@ -123,12 +123,11 @@ def router_loss_of(model: PreTrainedModel) -> RouterLoss | None:
     config = model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         return None
-    weight = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None))
-    theirs = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    weight: Any = _attribute(model, config, "router_aux_loss_coef")
+    theirs: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     recorder = _recorder(model)
-    experts, top_k = (
-        _number(model, config, name) for name in ("num_experts", "num_experts_per_tok")
-    )
+    experts: Any = _attribute(model, config, "num_experts")
+    top_k: Any = _attribute(model, config, "num_experts_per_tok")
     if None not in (weight, theirs, recorder, experts, top_k):
         kind, index, within = recorder
         made = RouterLoss(kind, index, within, experts, top_k, float(weight))
@@ -140,7 +139,7 @@ def router_loss_of(model: PreTrainedModel) -> RouterLoss | None:
     )
 
 
-def _number(model: nn.Module, config: Any, name: str) -> Any:
+def _attribute(model: nn.Module, config: Any, name: str) -> Any:
     found = getattr(model, name, None)
     return getattr(config, name, None) if found is None else found
 

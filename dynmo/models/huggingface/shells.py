@@ -169,10 +169,10 @@ class BlockShell(Shell):
             return (hidden_of(block(hidden, *args, **kwargs)), *carried)
         with router.noted(block) as logits:
             out = hidden_of(block(hidden, *args, **kwargs))
-        kept, sums = without_sums(carried)
+        kept, (probabilities, counts) = without_sums(carried)
         for each in logits:
-            sums = router.added(*sums, each, mask)
-        return (out, *kept, *sums)
+            probabilities, counts = router.added(probabilities, counts, each, mask)
+        return (out, *kept, probabilities, counts)
 
 
 def hidden_of(out: Any) -> Tensor:
