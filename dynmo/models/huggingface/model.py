@@ -63,6 +63,7 @@ def from_pretrained(
     cut: Cut = "auto",
     seed: int = 0,
     trust_remote_code: bool = False,
+    **config_values: Any,
 ) -> HuggingFaceModel:
     """Makes a model for `dynmo.Pipeline` of a causal language model of transformers.
 
@@ -76,6 +77,8 @@ def from_pretrained(
             that it can be. "blocks" leaves blocks whole.
         seed: Seed of weights that are drawn.
         trust_remote_code: Whether to run Python code that the folder has.
+        config_values: Values that replace those of the config, such as
+            `output_router_logits=True`, which adds the loss of the routers.
 
     Returns:
         The model. `pipeline.step` takes `{"input_ids": ..., "labels": ...}`, and
@@ -85,8 +88,11 @@ def from_pretrained(
     Raises:
         ConfigError: The folder has no such model, or it cannot be cut into layers.
     """
-    folder = None if isinstance(source, PreTrainedConfig) else Path(source)
-    config = source if isinstance(source, PreTrainedConfig) else _config(source, trust_remote_code)
+    if isinstance(source, PreTrainedConfig):
+        folder, config = None, copy.deepcopy(source)
+    else:
+        folder, config = Path(source), _config(source, trust_remote_code)
+    _replace(config, config_values)
     if cut not in ("auto", "blocks"):
         raise ConfigError(f'cut = {cut!r}; use "auto" or "blocks"')
     with torch.device("meta"):
@@ -152,6 +158,14 @@ def _config(source: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
             "folder of float weights"
         )
     return config
+
+
+def _replace(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
+    text = config.get_text_config()
+    for name, value in values.items():
+        if not hasattr(text, name):
+            raise ConfigError(f"{type(text).__name__} has no {name}; see the model's config.json")
+        setattr(text, name, value)
 
 
 def _structure(model: nn.Module, source: object) -> Structure:
