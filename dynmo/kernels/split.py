@@ -52,8 +52,8 @@ def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
         parameter.grad.add_(amount)
 
 
-# The kernels of a CPU round a narrow product otherwise if they add it to something. A product of its
-# own, as autograd makes it, keeps the bits of plain torch (adapters), and takes little memory.
+# A CPU rounds a narrow product otherwise if it adds it to something at once. A product of its own,
+# as autograd makes it, keeps the bits of plain torch (adapters), and takes little memory.
 _NARROW = 64
 
 
