@@ -79,7 +79,8 @@ def test_every_tensor_is_the_one_that_transformers_loads(kind: str, tmp_path: Pa
 
 
 def test_a_file_of_the_base_model_gets_its_prefix(tmp_path: Path) -> None:
-    save("gpt2", tmp_path).base_model.save_pretrained(tmp_path)
+    model: Any = save("gpt2", tmp_path)
+    model.base_model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert "wte.weight" in file.keys()  # noqa: SIM118
     check_same(tmp_path)
