@@ -6,7 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from dynmo.errors import ConfigError
 
-_OLDEST = 5
+# Earlier ones have other private functions.
+_OLDEST = (5, 20)
 
 
 def check_installed() -> None:
@@ -20,7 +21,7 @@ def check_installed() -> None:
     except PackageNotFoundError:
         problem = "transformers is not installed"
     else:
-        if int(found.partition(".")[0]) >= _OLDEST:
+        if tuple(int(number) for number in found.split(".")[:2]) >= _OLDEST:
             return
-        problem = f"transformers {found} is older than {_OLDEST}.0"
+        problem = f"transformers {found} is older than {'.'.join(map(str, _OLDEST))}"
     raise ConfigError(f"{problem}, which models of Hugging Face need; pip install 'dynmo[hf]'")

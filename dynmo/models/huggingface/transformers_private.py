@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,6 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import guard_torch_init_functions
 from transformers.integrations import moe
-from transformers.utils.loading_report import LoadStateDictInfo
 
 TESTED = ("5.23.0",)
 
@@ -136,13 +136,6 @@ def without_ignored(
     model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]
 ) -> tuple[set[str], set[str]]:
     """Drops the missing and unexpected names that transformers ignores for this model."""
-    info = LoadStateDictInfo(
-        missing_keys={*missing},
-        unexpected_keys={*unexpected},
-        mismatched_keys=set(),
-        error_msgs=[],
-        conversion_errors={},
-        skipped_pp_keys=set(),
-    )
-    model._adjust_missing_and_unexpected_keys(info)
+    info = SimpleNamespace(missing_keys={*missing}, unexpected_keys={*unexpected})
+    model._adjust_missing_and_unexpected_keys(cast(Any, info))
     return info.missing_keys, info.unexpected_keys

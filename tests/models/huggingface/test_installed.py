@@ -12,7 +12,11 @@ from dynmo.models.huggingface import installed
 
 @pytest.mark.parametrize(
     ("version", "problem"),
-    [(None, "transformers is not installed"), ("4.57.1", "transformers 4.57.1 is older than 5.0")],
+    [
+        (None, "transformers is not installed"),
+        ("4.57.1", "transformers 4.57.1 is older than 5.20"),
+        ("5.3.0", "transformers 5.3.0 is older than 5.20"),
+    ],
 )
 def test_a_missing_or_old_transformers_is_named(
     monkeypatch: pytest.MonkeyPatch, version: str | None, problem: str
@@ -30,7 +34,7 @@ def test_a_missing_or_old_transformers_is_named(
     )
 
 
-@pytest.mark.parametrize("version", ["5.0.0", "5.23.0", "10.1.0.dev0"])
+@pytest.mark.parametrize("version", ["5.20.0", "5.23.0", "5.30.0.dev0", "10.1.0"])
 def test_a_newer_transformers_will_do(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(installed, "version", lambda _: version)
     installed.check_installed()
