@@ -55,7 +55,7 @@ def shapes_of_state(module: nn.Module) -> dict[str, Tensor]:
     for key, owner, tensor in entries(module):
         is_low = id(tensor) in parameters and tensor.dtype in LOW
         is_sparse = isinstance(owner, SparseLinear) and tensor is owner.own_weight
-        shape = (owner.out_features, owner.in_features) if is_sparse else tensor.shape
+        shape = (*owner.csr.shape,) if is_sparse else tensor.shape
         dtype = torch.float32 if is_low else tensor.dtype
         made[key] = torch.empty(shape, dtype=dtype, device="meta")
     return made
