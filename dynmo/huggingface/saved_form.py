@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ class SavedForm:
     """
 
     def __init__(self, model: HuggingFaceModel, dtype: torch.dtype | None) -> None:
-        self._model, self._dtype = model.structure.model, dtype
+        self._model: Any = model.structure.model
+        self._dtype = dtype
         users = {name for _, (_, name) in model.tied}
         self._left_out = users | set(_names(self._model, "_keys_to_ignore_on_save"))
         kept = _names(self._model, "_keep_in_fp32_modules_strict")

@@ -72,7 +72,7 @@ class TensorFile:
             if like is None or (like.shape, like.dtype) != (tensor.shape, tensor.dtype):
                 raise RunError(f"{name} is not in the header of {self._path.name} as it is")
             self._file.seek(self._data + self._offsets[name])
-            self._file.write(memoryview(as_bytes(tensor.detach().cpu()).numpy()))
+            self._file.write(as_bytes(tensor.detach().cpu()).numpy().data)
 
     def __enter__(self) -> Self:
         return self

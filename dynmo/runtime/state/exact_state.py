@@ -10,7 +10,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from dynmo.kernels.sparse_linear import SparseLinear, dense_parameters, encodes_sparsity
+from dynmo.kernels.sparse_linear import (
+    SparseLinear,
+    dense_parameters,
+    dense_shape,
+    encodes_sparsity,
+)
 from dynmo.kernels.split import LOW
 
 
@@ -54,8 +59,8 @@ def shapes_of_state(module: nn.Module) -> dict[str, Tensor]:
     made = dict[str, Tensor]()
     for key, owner, tensor in entries(module):
         is_low = id(tensor) in parameters and tensor.dtype in LOW
-        is_sparse = isinstance(owner, SparseLinear) and tensor is owner.own_weight
-        shape = (*owner.csr.shape,) if is_sparse else tensor.shape
         dtype = torch.float32 if is_low else tensor.dtype
-        made[key] = torch.empty(shape, dtype=dtype, device="meta")
+        made[key] = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        if isinstance(owner, SparseLinear) and tensor is owner.own_weight:
+            made[key] = made[key].new_empty(dense_shape(owner))
     return made
