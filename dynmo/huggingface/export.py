@@ -1,6 +1,6 @@
 """The folder of a transformers model while it is written.
 
-    FOLDER.tmp/  or, if FOLDER exists,  FOLDER/.partial/
+    .FOLDER.partial/  or, if FOLDER exists,  FOLDER/.partial/
         model-00001-of-00002.safetensors      the layers of one shard
         model-00002-of-00002.safetensors
         model.safetensors.index.json          tensor -> file
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dynmo.errors import RunError
+from dynmo.errors import InputError
 from dynmo.files import write_whole
 from dynmo.huggingface.companions import write_companions
 from dynmo.huggingface.saved_form import SavedForm, first_float
@@ -59,7 +59,9 @@ class Export:
     ) -> None:
         self._folder, self._model, self._modules = folder, model, modules
         self._is_new = not folder.is_dir()
-        self.partial = folder.with_name(f"{folder.name}.tmp") if self._is_new else folder / _PARTIAL
+        self.partial = (
+            folder.with_name(f".{folder.name}{_PARTIAL}") if self._is_new else folder / _PARTIAL
+        )
         self._form, self._shards = SavedForm(model, dtype), shards
         count = len(shards)
         self.files = [
@@ -74,7 +76,7 @@ class Export:
     def prepare(self) -> None:
         """Makes the partial folder. One rank calls it, before the others write."""
         if self._folder.exists() and not self._folder.is_dir():
-            raise RunError(f"{self._folder} is a file; give a folder")
+            raise InputError(f"{self._folder} is a file; give a folder")
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
 
