@@ -94,10 +94,12 @@ def _continued(
 
 def _next_ids(pipeline: Pipeline, inputs: dict[str, Tensor]) -> Tensor:
     """Returns the most likely next id of each row, on every rank."""
-    _, logits = pipeline.evaluate(inputs, outputs=True, microbatches=1, shared=True)
-    world = pipeline._engine.store.world
+    engine, outputs = pipeline._engine, dict[int, Any]()
+    engine.evaluate(pipeline._cut(inputs, None, 1)[0], None, 1, outputs=outputs)
+    world = engine.store.world
     ids = torch.zeros(len(inputs["input_ids"]), dtype=torch.int64)
-    if world.replica == 0 and isinstance(logits, Tensor):
+    if outputs and world.replica == 0:
+        logits = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
         ids.copy_(logits[:, -1].float().argmax(-1))
     return world.everyone.sum(ids, "the next token")
 

@@ -25,7 +25,7 @@ from dynmo.models.huggingface.skeleton import (
     shallow_copy,
     tensors_of,
 )
-from dynmo.models.huggingface.structure import Structure
+from dynmo.models.huggingface.structure import Structure, has_weights
 from dynmo.models.huggingface.transformers_private import experts_on_shapes
 
 
