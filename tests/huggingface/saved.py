@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ def save_model(folder: Path, kind: str = "llama", **options: Any) -> PreTrainedM
     ids = {"pad_token_id": PAD, "bos_token_id": START, "eos_token_id": END}
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config_of(kind, **{**ids, **options}))
-    model.save_pretrained(folder)
+    with contextlib.redirect_stderr(io.StringIO()):  # it shows progress
+        model.save_pretrained(folder)
     return model.eval()
 
 
