@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dynmo.cli.options import command
-from dynmo.errors import ConfigError, InputError, needs_extra
+from dynmo.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from dynmo.config import Config
@@ -57,13 +57,8 @@ class ExportOptions:
 @command
 def export(options: ExportOptions) -> None:
     """Write the model of a checkpoint as transformers does."""
-    try:
-        from dynmo.huggingface.from_checkpoint import export_checkpoint, find_checkpoint
-        from dynmo.huggingface.saved_form import type_of
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise InputError(needs_extra("transformers", "hf")) from None
+    from dynmo.huggingface.from_checkpoint import export_checkpoint, find_checkpoint
+    from dynmo.huggingface.saved_form import type_of
 
     dtype = type_of(options.dtype)
     if options.folder.exists() and not options.folder.is_dir():

@@ -13,8 +13,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dynmo.errors import ConfigError, needs_extra
-
 if TYPE_CHECKING:
     from dynmo.huggingface.generation import generate as generate
     from dynmo.huggingface.saving import save_pretrained as save_pretrained
@@ -36,14 +34,8 @@ def __getattr__(name: str) -> Any:
             f"module 'dynmo.huggingface' has no attribute {name!r}; its names are "
             f"{', '.join(__all__)}"
         )
-    try:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise ConfigError(
-            f"dynmo.huggingface.{name}: {needs_extra('transformers', 'hf')}"
-        ) from None
+    importlib.import_module("dynmo.models.huggingface")  # raises without transformers
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
