@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dynmo
-from dynmo.huggingface import from_pretrained, save_pretrained
+from dynmo.huggingface import from_checkpoint, from_pretrained, save_pretrained
 from dynmo.kernels.sparse_linear import linears, prune
 from dynmo.models.huggingface.model import Cut
 from dynmo.pipeline.actions import Actions
@@ -22,6 +22,7 @@ from dynmo.pipeline.case_context import CaseContext
 from dynmo.runtime.comm.world import World
 from tests.cli.runs import Run, assert_refused
 from tests.full_disk import full_at
+from tests.huggingface.jobs import plain_of
 from tests.huggingface.saved import save_model
 from tests.models.huggingface.small import make_batch
 
@@ -108,6 +109,27 @@ def test_a_checkpoint_of_a_loop_needs_the_folder_of_the_model(
         "files": ["model.safetensors"],
         "bytes": sum(each.nbytes for each in weights.values()),
     }
+
+
+def test_large_models_have_several_files(
+    world: World, tmp_path: Path, export: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_model(source, "mixtral")
+    pipeline = trained(world, source)
+    step = pipeline.save(tmp_path / "saved")
+    monkeypatch.setattr(from_checkpoint, "_MOST", 50_000)
+    answer = json.loads(export(step, out, "--model", source, "--json").out)
+    assert answer["files"] == [f"model-{at:05}-of-00007.safetensors" for at in range(1, 8)]
+    assert {*files(out)} == {
+        *answer["files"],
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+    }
+    plain, state = plain_of(str(out)).state_dict(), pipeline.state_dict()
+    assert plain.keys() == state.keys()
+    assert all(torch.equal(plain[key], state[key]) for key in state)
 
 
 @pytest.mark.parametrize("sparse", [True, False])
