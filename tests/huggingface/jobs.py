@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,10 @@ def plain_of(folder: str, told: dict[str, Any] | None = None) -> Any:
     return plain.eval()
 
 
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
 def exported(world: World, kind: str, folder: str, **options: Any) -> dict[str, Any]:
     """Saves a trained model, and compares it with what transformers loads."""
     pipeline = trained(world, kind, **options)
@@ -51,15 +56,17 @@ def exported(world: World, kind: str, folder: str, **options: Any) -> dict[str, 
     seen = dict[str, Any]()
     plain = plain_of(folder, seen)
     state, loaded = pipeline.state_dict(everywhere=True), plain.state_dict()
-    seen["state"] = state.keys() == loaded.keys() and all(
-        torch.equal(state[key], loaded[key]) for key in state
-    )
+    seen["state"] = equal(loaded, state)
     ids = make_batch(2, padded=False)["input_ids"]
     _, out = pipeline.evaluate({"input_ids": ids}, outputs=True, shared=True)
     if options.get("precision", "float32") == "float32" and isinstance(out, Tensor):
         parts = ids.chunk(pipeline.microbatches)
         with torch.no_grad():
             seen["logits"] = torch.equal(out, torch.cat([plain(part).logits for part in parts]))
+    again = dynmo.Pipeline(
+        from_pretrained(folder), world, microbatches=MICROBATCHES, schedule="1f1b"
+    )
+    seen["again"] = equal(again.state_dict(everywhere=True), state)
     seen["goes on"] = pipeline.step(make_batch(1, padded=False)).loss > 0
     return seen
 
@@ -80,10 +87,6 @@ def continued(
 ) -> list[list[int]]:
     """Ids that a pipeline continues, with the weights of a folder."""
     pipeline = dynmo.Pipeline(from_pretrained(folder), world, microbatches=2, **options)
-    state = {}
-    if world.rank == 0:
-        state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    pipeline.load_state_dict(state)
     longer = generate(pipeline, torch.tensor(ids), max_new_tokens=new)
     assert longer.dtype == torch.int64
     return longer.tolist()
