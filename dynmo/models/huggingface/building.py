@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.kernels.seeds import generators_kept
+from dynmo.kernels.torch_private import unset_fake_temporarily
 from dynmo.models.huggingface.cut import Halves, half_of
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.halves_check import check_halves, kind_of
@@ -104,7 +105,7 @@ class Builder:
         for path in units_of(model, self._structure.blocks):
             module = model.get_submodule(path)
             if not is_owned(module):
-                made[path] = copy.deepcopy(module)
+                made[path] = _copied(module)
                 give_memory(made[path])
                 initialise(model, made[path])
         return made
@@ -112,14 +113,14 @@ class Builder:
     def _shell(self, frame: Frame, place: Place) -> Shell:
         structure = self._structure
         if place.block is not None:
-            block = copy.deepcopy(structure.block(place.block))
+            block = _copied(structure.block(place.block))
             halves = self._halves[place.block]
             if halves is not None and place.half is not None:
                 block = half_of(block, halves, place.half)
             return BlockShell(frame, place.block, block)
         is_first = place.name == "embedding"
         owned = {
-            path: copy.deepcopy(structure.model.get_submodule(path))
+            path: _copied(structure.model.get_submodule(path))
             for path in (structure.before if is_first else structure.after)
             if is_owned(structure.model.get_submodule(path))
         }
@@ -136,6 +137,12 @@ def is_owned(module: nn.Module) -> bool:
 def has_no_values() -> bool:
     """True while new tensors are fake: they have shapes, but no values."""
     return type(torch.empty(0)) is not Tensor
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Copies a module on the meta device, also in a run of shapes only."""
+    with unset_fake_temporarily():
+        return copy.deepcopy(module)
 
 
 def give_memory(module: nn.Module) -> None:

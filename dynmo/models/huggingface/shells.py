@@ -8,13 +8,16 @@ the sums of the routers if they have a loss.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
+from dynmo.kernels.torch_private import FakeTensor
 from dynmo.models.huggingface.frame import Frame, named_inputs
 from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, Unowned, skeleton
 from dynmo.models.huggingface.structure import Recorder, forget
+from dynmo.models.huggingface.transformers_private import experts_on_shapes
 
 Carried = tuple[Tensor, ...]
 
@@ -165,10 +168,12 @@ class BlockShell(Shell):
         mask, positions = unpacked(carried)
         args, kwargs = self.frame.arguments(self.index, hidden, mask, positions)
         router, block = self.frame.router, self.block
-        if router is None:
-            return (hidden_of(block(hidden, *args, **kwargs)), *carried)
-        with router.noted(block) as logits:
-            out = hidden_of(block(hidden, *args, **kwargs))
+        on_shapes = isinstance(hidden, FakeTensor)
+        with experts_on_shapes() if on_shapes else nullcontext():
+            if router is None:
+                return (hidden_of(block(hidden, *args, **kwargs)), *carried)
+            with router.noted(block) as logits:
+                out = hidden_of(block(hidden, *args, **kwargs))
         kept, (probabilities, counts) = without_sums(carried)
         for each in logits:
             probabilities, counts = router.added(probabilities, counts, each, mask)
