@@ -46,7 +46,7 @@ def check_input(config: Config) -> None:
     from dynmo.data.corpus import check_vocab, open_corpus
     from dynmo.elastic.managers.choose import make_manager
 
-    if config.model.kind != "emulated":
+    if config.model.kind not in ("emulated", "hf"):
         check_vocab(config.model.vocab)
     if config.data.source.startswith("file:"):
         open_corpus(config.data.source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -100,6 +100,11 @@ def from_pretrained(
     if cut not in ("auto", "blocks"):
         raise ConfigError(f'cut = {cut!r}; use "auto" or "blocks"')
     model = meta_model(folder or type(config).__name__, config, trust_remote_code)
+    if _stop_checkpointing(model):
+        _logger.warning(
+            "gradient_checkpointing in the model's config is switched off; use train.recompute in "
+            "a file, or recompute= in Python"
+        )
     weights = weights_of(folder, model, seed) if folder is not None else None
     router = router_loss_of(model)
     if router is not None:
@@ -135,13 +140,21 @@ def from_pretrained(
     )
 
 
-def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
+def make(options: ModelOptions, seed: int) -> HuggingFaceModel:
     """Makes the model that a configuration file names."""
     if not options.path:
         raise ConfigError('model.kind = "hf" needs model.path, the folder of a transformers model')
-    return from_pretrained(
+    model = from_pretrained(
         options.path, cut=options.cut, seed=seed, trust_remote_code=options.trust_remote_code
     )
+    text = model.config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < options.sequence:
+        raise ConfigError(
+            f"model.sequence = {options.sequence}, but {options.path} has {most} positions "
+            f"(max_position_embeddings in its config.json); use {most} or less"
+        )
+    return replace(model, options=options.model_copy(update={"vocab": text.vocab_size}))
 
 
 def disk_bytes(model: HuggingFaceModel) -> tuple[int, ...]:
@@ -160,6 +173,14 @@ def _replace(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
         if not hasattr(text, name):
             raise ConfigError(f"{type(text).__name__} has no {name}; see the model's config.json")
         setattr(text, name, value)
+
+
+def _stop_checkpointing(model: nn.Module) -> bool:
+    """Turns transformers' own recomputation off. Returns whether it was on."""
+    asking = [x for x in model.modules() if getattr(x, "gradient_checkpointing", False)]
+    for module in asking:
+        setattr(module, "gradient_checkpointing", False)  # noqa: B010 (a module of any class)
+    return bool(asking)
 
 
 def _structure(model: nn.Module, source: object) -> Structure:
