@@ -101,7 +101,7 @@ def shape_costs(
             costs = _shape_costs(options, model, groups)
     except Exception as error:
         kind = "" if model.options is None else model.options.kind
-        if kind and not kind.startswith("python:"):
+        if kind and kind != "hf" and not kind.startswith("python:"):
             raise
         name = f"model.kind = '{kind}'" if kind else "the model"
         said = f"{name}: on shapes alone, its layers raised {_said(error)}{place(error)}"
