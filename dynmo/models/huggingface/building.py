@@ -74,7 +74,8 @@ class Builder:
 
     def build(self, owned: Collection[int]) -> list[nn.Module]:
         """Returns all layers. Those that are not owned are on the meta device."""
-        with generators_kept(torch.device("cpu")):
+        # A dry run builds layers with another default device.
+        with generators_kept(torch.device("cpu")), torch.device("cpu"):
             frame = Frame(self._structure, self._shared(), self._router)
             layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
             for index in sorted(owned):

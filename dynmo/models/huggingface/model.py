@@ -154,7 +154,8 @@ def make(options: ModelOptions, seed: int) -> HuggingFaceModel:
             f"model.sequence = {options.sequence}, but {options.path} has {most} positions "
             f"(max_position_embeddings in its config.json); use {most} or less"
         )
-    return replace(model, options=options.model_copy(update={"vocab": text.vocab_size}))
+    found = {"vocab": text.vocab_size, "dropout": _dropout(model.structure.model)}
+    return replace(model, options=options.model_copy(update=found))
 
 
 def disk_bytes(model: HuggingFaceModel) -> tuple[int, ...]:
@@ -173,6 +174,13 @@ def _replace(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
         if not hasattr(text, name):
             raise ConfigError(f"{type(text).__name__} has no {name}; see the model's config.json")
         setattr(text, name, value)
+
+
+def _dropout(model: nn.Module) -> float:
+    """Returns the largest probability of dropout in the model's code."""
+    modules = [x for x in model.modules() if isinstance(x, nn.modules.dropout._DropoutNd)]
+    attention = [getattr(x, "attention_dropout", 0.0) for x in model.modules()]
+    return max(0.0, *(x.p for x in modules), *(x for x in attention if isinstance(x, float)))
 
 
 def _stop_checkpointing(model: nn.Module) -> bool:
