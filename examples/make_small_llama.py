@@ -20,7 +20,7 @@ config = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=128,
     bos_token_id=None,
-    eos_token_id=tokenizer.eos_token_id,
+    eos_token_id=0,
 )
 torch.manual_seed(0)
 LlamaForCausalLM(config).save_pretrained(folder)
