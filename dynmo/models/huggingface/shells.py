@@ -8,16 +8,14 @@ the sums of the routers if they have a loss.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
-from dynmo.kernels.torch_private import FakeTensor
 from dynmo.models.huggingface.frame import Frame, named_inputs
 from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, Unowned, skeleton
 from dynmo.models.huggingface.structure import Recorder, forget
-from dynmo.models.huggingface.transformers_private import experts_on_shapes
+from dynmo.models.huggingface.transformers_private import on_shapes
 
 Carried = tuple[Tensor, ...]
 
@@ -108,7 +106,8 @@ class EndShell(Shell):
         self.frame.move(next(iter(inputs.values())).device)
         for module in self._spine.value:
             module.training = self.training
-        return self._runs.value(**inputs, **named_inputs(mask, positions), use_cache=False)
+        with on_shapes(next(iter(inputs.values()))):
+            return self._runs.value(**inputs, **named_inputs(mask, positions), use_cache=False)
 
 
 class EmbeddingShell(EndShell):
@@ -168,8 +167,7 @@ class BlockShell(Shell):
         mask, positions = unpacked(carried)
         args, kwargs = self.frame.arguments(self.index, hidden, mask, positions)
         router, block = self.frame.router, self.block
-        on_shapes = isinstance(hidden, FakeTensor)
-        with experts_on_shapes() if on_shapes else nullcontext():
+        with on_shapes(hidden):
             if router is None:
                 return (hidden_of(block(hidden, *args, **kwargs)), *carried)
             with router.noted(block) as logits:
