@@ -14,6 +14,7 @@ from dynmo.kernels.torch_private import unset_fake_temporarily
 from dynmo.models.huggingface.cut import Halves, half_of
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.halves_check import check_halves, kind_of
+from dynmo.models.huggingface.progress import Progress
 from dynmo.models.huggingface.router import RouterLoss
 from dynmo.models.huggingface.shells import BlockShell, EmbeddingShell, HeadShell, Shell
 from dynmo.models.huggingface.skeleton import units_of
@@ -78,9 +79,11 @@ class Builder:
         with generators_kept(torch.device("cpu")), torch.device("cpu"):
             frame = Frame(self._structure, self._shared(), self._router)
             layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
-            for index in sorted(owned):
+            progress = Progress(len(owned))
+            for number, index in enumerate(sorted(owned), 1):
                 give_memory(layers[index])
                 self._fill(index, layers[index])
+                progress.tell(number)
             self._check_cuts(layers, owned)
         check_layers("dynmo.huggingface", layers)
         return layers
