@@ -17,7 +17,7 @@ with dynmo.init(device="cpu") as world:
     pipeline = dynmo.Pipeline(model, world, microbatches=4, optimizer=dynmo.AdamW(lr=1e-3))
     for step in range(20):
         batch = rows[8 * step % (len(rows) - 7) :][:8]
-        result = pipeline.step({"input_ids": batch, "labels": batch})
-        print(f"step {step}: {result}")
+        print(pipeline.step({"input_ids": batch, "labels": batch}))
+    print(f"weights {pipeline.digest()}")
     dynmo.huggingface.save_pretrained(pipeline, saved)
     print(dynmo.huggingface.generate(pipeline, "def ", max_new_tokens=8))
