@@ -66,6 +66,8 @@ class Builder:
         with generators_kept(torch.device("cpu")):
             frame = Frame(self._structure, self._shared())
             layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
+            for layer in layers:
+                untie_within(layer)
             for index in sorted(owned):
                 give_memory(layers[index])
                 self._fill(index, layers[index])
@@ -80,7 +82,7 @@ class Builder:
             if not is_owned(module):
                 made[path] = copy.deepcopy(module)
                 give_memory(made[path])
-                initialise(model, made[path])
+                initialise(model, made[path], path)
         return made
 
     def _shell(self, frame: Frame, place: Place) -> Shell:
@@ -105,6 +107,20 @@ class Builder:
 def is_owned(module: nn.Module) -> bool:
     """Whether a module belongs to one layer: it has weights, or draws random numbers."""
     return has_weights(module) or isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def untie_within(layer: nn.Module) -> None:
+    """Gives a weight that a layer has under two names a parameter for each."""
+    known = set[int]()
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in known:
+                module._parameters[name] = nn.Parameter(
+                    parameter.detach().clone(), parameter.requires_grad
+                )
+            known.add(id(parameter))
 
 
 def give_memory(module: nn.Module) -> None:

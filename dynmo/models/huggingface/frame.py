@@ -11,8 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, skeleton
-from dynmo.models.huggingface.structure import Arguments, Recorder, Structure, forget, has_weights
+from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, skeleton, spine_of
+from dynmo.models.huggingface.structure import (
+    Arguments,
+    Recorder,
+    Structure,
+    embedding_width,
+    forget,
+    has_weights,
+)
 
 # Microbatches whose arguments are kept. Recomputation comes back to an earlier microbatch.
 _KEPT = 2
@@ -30,13 +37,15 @@ class Frame:
         self._recorders: list[Recorder] = []
         whole = skeleton(structure.model, structure.blocks, self._unit, self._recorder)
         self._base = whole.get_submodule(structure.base).eval()
-        width = getattr(structure.model.get_input_embeddings(), "embedding_dim", None)
-        self._width = width or structure.hidden.shape[-1]
+        # Modules that hold the blocks. Their buffers move with the rank.
+        self.spine = [whole.get_submodule(path) for path in spine_of(structure.blocks)]
+        self._width = embedding_width(structure.model, structure.hidden)
         self._known: list[tuple[tuple[Any, ...], list[Arguments]]] = []
         self._device = torch.device("cpu")
 
     def _unit(self, path: str, module: nn.Module) -> nn.Module:
-        if path in self.structure.after or isinstance(module, nn.modules.dropout._DropoutNd):
+        is_after = path in self.structure.after and path not in self.structure.before
+        if is_after or isinstance(module, nn.modules.dropout._DropoutNd):
             return PassedOver(module)
         return StandIn(module) if has_weights(module) else Borrowed(self.shared[path])
 
@@ -91,6 +100,9 @@ class Frame:
         if device != self._device:
             for module in self.shared.values():
                 module.to(device)
+            for module in self.spine:
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(device)
             self._device = device
 
 

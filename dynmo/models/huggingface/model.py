@@ -165,12 +165,17 @@ def _tied(builder: Builder, model: nn.Module) -> tuple[Pair, ...]:
         for index, layer in enumerate(builder.build(()))
         for name, _ in layer.named_parameters()
     }
-    keys: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    return tuple(
-        ((homes[owner], owner), (homes[user], user))
-        for user, owner in keys.items()
-        if user in homes and owner in homes
-    )
+    uses = dict[int, list[str]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in homes:
+            uses.setdefault(id(parameter), []).append(name)
+    # Files have the weight under the name of its owner.
+    users: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    pairs = list[Pair]()
+    for names in uses.values():
+        owner, *others = sorted(names, key=lambda name: name in users)
+        pairs += [((homes[owner], owner), (homes[name], name)) for name in others]
+    return tuple(pairs)
 
 
 def _first_line(error: BaseException) -> str:

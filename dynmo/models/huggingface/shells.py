@@ -12,7 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynmo.models.huggingface.frame import Frame, named_inputs
-from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, Unowned, skeleton
+from dynmo.models.huggingface.skeleton import (
+    Borrowed,
+    PassedOver,
+    StandIn,
+    Unowned,
+    skeleton,
+    spine_of,
+)
 from dynmo.models.huggingface.structure import Recorder, forget
 
 Carried = tuple[Tensor, ...]
@@ -89,8 +96,8 @@ class EndShell(Shell):
             return recorders[-1]
 
         whole = skeleton(structure.model, structure.blocks, unit, block)
-        parts = structure.blocks.split(".")
-        spine = [whole.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+        spine = [whole.get_submodule(path) for path in spine_of(structure.blocks)]
+        frame.spine += spine
         self._recorders = Unowned(recorders)
         self._spine, self._runs = Unowned(spine), Unowned(whole.get_submodule(path))
 

@@ -117,13 +117,29 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def units_of(model: nn.Module, blocks: str) -> Iterator[str]:
-    """Yields the paths of the modules around the list of blocks, each as large as possible."""
+    """Yields the paths of the modules around the list of blocks, each as large as possible.
+
+    A list of modules has no forward, so each of its modules counts.
+    """
+    for spine in spine_of(blocks):
+        for name, child in model.get_submodule(spine).named_children():
+            where = f"{spine}.{name}".lstrip(".")
+            if f"{blocks}.".startswith(f"{where}."):
+                continue
+            yield from (f"{where}.{key}" for key, _ in child.named_children()) if is_list(
+                child
+            ) else (where,)
+
+
+def spine_of(blocks: str) -> list[str]:
+    """Returns the paths of the modules that hold the list of blocks, the model first."""
     parts = blocks.split(".")
-    for depth in range(len(parts)):
-        spine = ".".join(parts[:depth])
-        for name, _ in model.get_submodule(spine).named_children():
-            if name != parts[depth]:
-                yield f"{spine}.{name}".lstrip(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
+
+
+def is_list(module: nn.Module) -> bool:
+    """Whether a module only holds others."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def skeleton(
@@ -155,7 +171,11 @@ def _copied(
     twin = shallow_copy(module)
     for name, child in module.named_children():
         where = f"{path}.{name}".lstrip(".")
-        if name != head:
+        if name != head and is_list(child):
+            twin._modules[name] = listed = shallow_copy(child)
+            for key, each in child.named_children():
+                listed._modules[key] = unit(f"{where}.{key}", each)
+        elif name != head:
             twin._modules[name] = unit(where, child)
         elif rest:
             following, _, later = rest.partition(".")

@@ -27,10 +27,11 @@ from dynmo.models.huggingface.skeleton import (
     mapped,
     on_meta,
     skeleton,
+    spine_of,
     tensors_of,
     units_of,
 )
-from dynmo.models.huggingface.transformers_private import experts_on_shapes
+from dynmo.models.huggingface.transformers_private import experts_on_shapes, initialise_own
 
 # Size of the forward that shows the structure.
 ROWS, TOKENS = 3, 5
@@ -158,10 +159,11 @@ def structure_of(model: nn.Module) -> Structure:
         UnfitModelError: It cannot be cut into layers. The message says what is in the way.
     """
     blocks = find_blocks(model)
-    base = model.base_model_prefix
-    if not hasattr(model, base) or not blocks.startswith(f"{base}."):
-        raise UnfitModelError(f"its blocks ({blocks}) are not part of its base model ({base})")
-    _check_spine(model, blocks)
+    base, _, inner = blocks.partition(".")
+    if not inner:
+        raise UnfitModelError(f"its blocks ({blocks}) are not part of a base model")
+    _check_tensors(model, blocks)
+    fill_spine(model, blocks)
     calls: list[int | str] = []
     probes: list[_Probe] = []
 
@@ -180,7 +182,7 @@ def structure_of(model: nn.Module) -> Structure:
     before, after = _order(model, blocks, calls, len(probes))
     hidden = probes[0].taken
     assert hidden is not None
-    leaf = torch.zeros(*ids.shape, _width(model, hidden), requires_grad=True)
+    leaf = torch.zeros(*ids.shape, embedding_width(model, hidden), requires_grad=True)
     out = _run(whole, inputs_embeds=leaf)
     _check_chain(probes, out)
     return Structure(
@@ -196,29 +198,66 @@ def structure_of(model: nn.Module) -> Structure:
 
 
 def find_blocks(model: nn.Module) -> str:
-    """Returns the path of the list of blocks."""
-    wanted = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists = [
-        path
+    """Returns the path of the list of blocks.
+
+    It is the only list of the length that the config gives, or the only list, or the only list of
+    modules that the class says not to split.
+    """
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    whole: set[str] = set(getattr(model, "_no_split_modules", None) or ())
+    lists = {
+        path: module
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and (wanted in (None, len(module)))
-    ]
-    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    if len(outer) != 1:
-        found = ", ".join(outer) or "none"
-        raise UnfitModelError(f"it has not one list of {wanted or 'all its'} blocks, but {found}")
-    return outer[0]
+        if isinstance(module, nn.ModuleList) and len(module)
+    }
+    outer = {
+        path: module
+        for path, module in lists.items()
+        if not any(path.startswith(f"{other}.") for other in lists)
+    }
+    choices = (
+        [path for path, module in outer.items() if len(module) == count],
+        list(outer),
+        [path for path, module in outer.items() if type(module[0]).__name__ in whole],
+    )
+    found = next((each for each in choices if len(each) == 1), None)
+    if found is None:
+        raise UnfitModelError(f"it has not one list of blocks, but {', '.join(outer) or 'none'}")
+    return found[0]
 
 
-def _check_spine(model: nn.Module, blocks: str) -> None:
-    parts = blocks.split(".")
-    for depth in range(len(parts) + 1):
-        path = ".".join(parts[:depth])
+def _check_tensors(model: nn.Module, blocks: str) -> None:
+    """Checks that each tensor of the model belongs to a module that could be moved."""
+    for path in (*spine_of(blocks), blocks):
         for name, _ in model.get_submodule(path).named_parameters(recurse=False):
             raise UnfitModelError(
                 f"the parameter {f'{path}.{name}'.lstrip('.')} belongs to no module that could be "
                 "moved"
             )
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            is_own = name in ("_parameters", "_buffers")
+            if not is_own and any(each.is_meta for each in tensors_of(value)):
+                raise UnfitModelError(
+                    f"the tensor {f'{path}.{name}'.lstrip('.')} is neither a parameter nor a buffer"
+                )
+
+
+def fill_spine(model: nn.Module, blocks: str) -> None:
+    """Gives the buffers of the modules that hold the blocks their values. No layer owns them."""
+    for path in spine_of(blocks):
+        module = model.get_submodule(path)
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if name not in module._non_persistent_buffers_set:
+                raise UnfitModelError(
+                    f"the buffer {f'{path}.{name}'.lstrip('.')} belongs to no module that could be "
+                    "moved"
+                )
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        if module._buffers:
+            initialise_own(model, module, path)
 
 
 def _run(model: nn.Module, **inputs: Tensor) -> Any:
@@ -248,7 +287,7 @@ def _order(
     before = list(dict.fromkeys(call for call in calls[:first] if isinstance(call, str)))
     after = list(dict.fromkeys(call for call in calls[last:] if isinstance(call, str)))
     twice = next((path for path in before if path in after), None)
-    if twice is not None:
+    if twice is not None and has_weights(model.get_submodule(twice)):
         raise UnfitModelError(f"{twice} runs before and after the blocks")
     for path in units_of(model, blocks):
         # What never runs is saved with the output layer.
@@ -261,8 +300,12 @@ def has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _width(model: nn.Module, hidden: Tensor) -> int:
-    embedding = model.get_input_embeddings()
+def embedding_width(model: nn.Module, hidden: Tensor) -> int:
+    """Returns the last dimension of embedded ids."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return hidden.shape[-1]
     return getattr(embedding, "embedding_dim", hidden.shape[-1])
 
 

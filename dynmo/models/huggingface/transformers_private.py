@@ -31,8 +31,26 @@ def experts_on_shapes() -> Generator[None]:
 
 
 @torch.no_grad()
-def initialise(model: PreTrainedModel, module: nn.Module) -> None:
-    """Sets the first values of a module's parameters and buffers, as the model would."""
-    for child in module.children():
-        initialise(model, child)
-    model._init_weights(module)
+def initialise(model: PreTrainedModel, module: nn.Module, path: str = "") -> None:
+    """Sets the first values of a module's parameters and buffers, as the model would.
+
+    Args:
+        path: Path of the module in the model. A layer has the paths of the model.
+    """
+    for name, child in module.named_children():
+        initialise(model, child, f"{path}.{name}".lstrip("."))
+    initialise_own(model, module, path)
+
+
+@torch.no_grad()
+def initialise_own(model: PreTrainedModel, module: nn.Module, path: str) -> None:
+    """Sets the first values of a module's own parameters and buffers, but not of its parts.
+
+    A model may hold other models, such as one for images. Each initialises its own modules.
+    """
+    parts = path.split(".") if path else []
+    for depth in range(len(parts), -1, -1):
+        holder = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(holder, PreTrainedModel):
+            holder._init_weights(module)
+            return
