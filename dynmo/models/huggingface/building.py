@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dynmo.kernels.seeds import generators_kept
 from dynmo.models.huggingface.cut import Halves, half_of
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.shells import BlockShell, EmbeddingShell, HeadShell, Shell
 from dynmo.models.huggingface.skeleton import units_of
+from dynmo.models.huggingface.buffers import check_buffers, unset_buffer
 from dynmo.models.huggingface.structure import Structure, has_weights
 from dynmo.models.huggingface.transformers_private import initialise
 from dynmo.models.model import check_layers
@@ -71,6 +72,7 @@ class Builder:
             for index in sorted(owned):
                 give_memory(layers[index])
                 self._fill(index, layers[index])
+                check_buffers(layers[index])
         check_layers("dynmo.huggingface", layers)
         return layers
 
@@ -83,6 +85,7 @@ class Builder:
                 made[path] = copy.deepcopy(module)
                 give_memory(made[path])
                 initialise(model, made[path], path)
+                check_buffers(made[path], path)
         return made
 
     def _shell(self, frame: Frame, place: Place) -> Shell:
@@ -126,12 +129,10 @@ def untie_within(layer: nn.Module) -> None:
 def give_memory(module: nn.Module) -> None:
     """Gives parameters and buffers memory on the CPU. Their values are arbitrary."""
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = _empty(tensor)
-
-
-def _empty(like: Tensor) -> Tensor:
-    made = torch.empty(like.shape, dtype=like.dtype, device="cpu")
-    return nn.Parameter(made, like.requires_grad) if isinstance(like, nn.Parameter) else made
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                made = torch.empty_like(parameter, device="cpu")
+                part._parameters[name] = nn.Parameter(made, parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = unset_buffer(buffer)

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, skeleton, spine_of
+from dynmo.models.huggingface.skeleton import (
+    Borrowed,
+    PassedOver,
+    StandIn,
+    set_first_parameter,
+    skeleton,
+    spine_of,
+)
 from dynmo.models.huggingface.structure import (
     Arguments,
     Recorder,
@@ -40,8 +47,8 @@ class Frame:
         # Modules that hold the blocks. Their buffers move with the rank.
         self.spine = [whole.get_submodule(path) for path in spine_of(structure.blocks)]
         self._width = embedding_width(structure.model, structure.hidden)
+        self._moved: tuple[torch.device, torch.dtype] | None = None
         self._known: list[tuple[tuple[Any, ...], list[Arguments]]] = []
-        self._device = torch.device("cpu")
 
     def _unit(self, path: str, module: nn.Module) -> nn.Module:
         is_after = path in self.structure.after and path not in self.structure.before
@@ -81,7 +88,7 @@ class Frame:
     def _run(
         self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> list[Arguments]:
-        self.move(hidden.device)
+        self.move(hidden)
         self._base(
             inputs_embeds=self.embedded(hidden), **named_inputs(mask, positions), use_cache=False
         )
@@ -90,20 +97,20 @@ class Frame:
         return made
 
     def embedded(self, hidden: Tensor) -> Tensor:
-        """Returns what stands for embedded ids. Its values have no effect."""
-        if self._width == hidden.shape[-1]:
-            return hidden.detach()
-        return hidden.new_zeros(*hidden.shape[:-1], self._width)
+        """Returns what stands for embedded ids. Its values have no effect, and may be changed."""
+        return hidden.new_zeros(*hidden.shape[:2], self._width)
 
-    def move(self, device: torch.device) -> None:
-        """Moves the modules without weights to the device of the rank."""
-        if device != self._device:
-            for module in self.shared.values():
-                module.to(device)
-            for module in self.spine:
-                for name, buffer in module._buffers.items():
-                    module._buffers[name] = None if buffer is None else buffer.to(device)
-            self._device = device
+    def move(self, like: Tensor) -> None:
+        """Moves what belongs to no layer to the device and the dtype of hidden states."""
+        if (like.device, like.dtype) == self._moved:
+            return
+        for module in self.shared.values():
+            module.to(like.device)
+        for module in self.spine:
+            set_first_parameter(module, like)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(like.device)
+        self._moved = (like.device, like.dtype)
 
 
 def named_inputs(mask: Tensor | None, positions: Tensor | None) -> dict[str, Tensor]:

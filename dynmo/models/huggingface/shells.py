@@ -102,7 +102,8 @@ class EndShell(Shell):
         self._spine, self._runs = Unowned(spine), Unowned(whole.get_submodule(path))
 
     def run_model(self, mask: Tensor | None, positions: Tensor | None, **inputs: Tensor) -> Any:
-        self.frame.move(next(iter(inputs.values())).device)
+        given = (*inputs.values(), *self.parameters())
+        self.frame.move(next(each for each in given if each.is_floating_point()))
         for module in self._spine.value:
             module.training = self.training
         return self._runs.value(**inputs, **named_inputs(mask, positions), use_cache=False)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 _T = TypeVar("_T")
 
+_FIRST = "first_parameter"
+
 
 class Unowned(Generic[_T]):
     """Something that a module uses, but does not own. It is not moved, saved or compared."""
@@ -58,23 +60,32 @@ class PassedOver(Substitute):
 
 
 class StandIn(Substitute):
-    """Returns zeros of the shapes that the module, which is on the meta device, would return."""
+    """Returns zeros of the shapes that the module, which is on the meta device, would return.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        traced: Whether what is made of the zeros requires a gradient.
+    """
+
+    def __init__(self, module: nn.Module, traced: bool = False) -> None:
         super().__init__(module)
-        self._shapes = dict[str, Any]()
+        self._shapes, self._traced = dict[str, Any](), traced
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = (args, kwargs)
-        device = next((x.device for x in tensors_of(given)), torch.device("cpu"))
+        real = (x.device for x in tensors_of(given) if not x.is_meta)
+        device = next(real, torch.device("cpu"))
         key = repr(mapped(given, lambda x: (x.shape, x.dtype)))
         if key not in self._shapes:
             args, kwargs = mapped(given, on_meta)
             with torch.no_grad():
                 self._shapes[key] = self.original(*args, **kwargs)
-        return mapped(
-            self._shapes[key], lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device)
-        )
+        return mapped(self._shapes[key], lambda x: self._zeros(x, device))
+
+    def _zeros(self, like: Tensor, device: torch.device) -> Tensor:
+        zeros = torch.zeros(like.shape, dtype=like.dtype, device=device)
+        # Code may change its inputs in place, which a leaf does not allow.
+        traced = self._traced and like.is_floating_point()
+        return zeros.requires_grad_().clone() if traced else zeros
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -113,6 +124,15 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     twin._modules = dict(module._modules)
     twin._parameters = dict(module._parameters)
     twin._buffers = dict(module._buffers)
+    return twin
+
+
+def overlaid(module: nn.Module, parts: nn.Module) -> nn.Module:
+    """Returns a copy of a module with those parts that another one has under the same names."""
+    twin = shallow_copy(module)
+    for name, child in parts.named_children():
+        is_holder = type(child) is nn.Module
+        twin._modules[name] = overlaid(module.get_submodule(name), child) if is_holder else child
     return twin
 
 
@@ -157,7 +177,19 @@ def skeleton(
         block: Takes the index of a block, and the block. Returns what stands for it.
     """
     head, _, rest = blocks.partition(".")
-    return _copied("", model, head, rest, unit, block)
+    whole = _copied("", model, head, rest, unit, block)
+    for path in spine_of(blocks):
+        # A model takes its dtype and its device from its first parameter.
+        whole.get_submodule(path)._parameters[_FIRST] = nn.Parameter(torch.empty(0), False)
+    return whole
+
+
+def set_first_parameter(module: nn.Module, like: Tensor) -> None:
+    """Gives a module that holds the blocks in a skeleton the dtype and the device of a tensor."""
+    first = module._parameters[_FIRST]
+    assert first is not None
+    if (first.dtype, first.device) != (like.dtype, like.device):
+        module._parameters[_FIRST] = nn.Parameter(like.new_empty(0), False)
 
 
 def _copied(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
+from dynmo.models.huggingface.buffers import unset_buffer
 from dynmo.models.huggingface.skeleton import (
     StandIn,
     Substitute,
@@ -168,7 +169,7 @@ def structure_of(model: nn.Module) -> Structure:
     probes: list[_Probe] = []
 
     def unit(path: str, module: nn.Module) -> nn.Module:
-        made = StandIn(module)
+        made = StandIn(module, traced=has_weights(module))
         made.register_forward_pre_hook(lambda *_: calls.append(path))
         return made
 
@@ -177,22 +178,28 @@ def structure_of(model: nn.Module) -> Structure:
         return probes[-1]
 
     whole = skeleton(model, blocks, unit, block)
-    ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)
     _run(whole, input_ids=ids)
+    seen = [each.arguments for each in probes]
     before, after = _order(model, blocks, calls, len(probes))
     hidden = probes[0].taken
     assert hidden is not None
     leaf = torch.zeros(*ids.shape, embedding_width(model, hidden), requires_grad=True)
-    out = _run(whole, inputs_embeds=leaf)
-    _check_chain(probes, out)
+    # A model may scale its inputs in place, which a leaf does not allow.
+    _run(whole, inputs_embeds=leaf.clone())
+    _check_chain(probes)
+    _check_state(model)
+    elements = tuple(each.elements for each in probes)
+    arguments = _arguments(model, blocks, elements, leaf)
+    _check_arguments(seen, arguments)
     return Structure(
         model=model,
         base=base,
         blocks=blocks,
         before=before,
         after=after,
-        elements=tuple(each.elements for each in probes),
-        arguments=tuple(mapped(each.arguments, on_meta) for each in probes),
+        elements=elements,
+        arguments=tuple(mapped(each, on_meta) for each in arguments),
         hidden=on_meta(hidden),
     )
 
@@ -234,13 +241,16 @@ def _check_tensors(model: nn.Module, blocks: str) -> None:
                 f"the parameter {f'{path}.{name}'.lstrip('.')} belongs to no module that could be "
                 "moved"
             )
+    for name in _other_tensors(model):
+        raise UnfitModelError(f"the tensor {name} is neither a parameter nor a buffer")
+
+
+def _other_tensors(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             is_own = name in ("_parameters", "_buffers")
             if not is_own and any(each.is_meta for each in tensors_of(value)):
-                raise UnfitModelError(
-                    f"the tensor {f'{path}.{name}'.lstrip('.')} is neither a parameter nor a buffer"
-                )
+                yield f"{path}.{name}".lstrip(".")
 
 
 def fill_spine(model: nn.Module, blocks: str) -> None:
@@ -255,7 +265,7 @@ def fill_spine(model: nn.Module, blocks: str) -> None:
                     f"the buffer {f'{path}.{name}'.lstrip('.')} belongs to no module that could be "
                     "moved"
                 )
-            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            module._buffers[name] = unset_buffer(buffer)
         if module._buffers:
             initialise_own(model, module, path)
 
@@ -309,7 +319,7 @@ def embedding_width(model: nn.Module, hidden: Tensor) -> int:
     return getattr(embedding, "embedding_dim", hidden.shape[-1])
 
 
-def _check_chain(probes: Sequence[_Probe], out: object) -> None:
+def _check_chain(probes: Sequence[_Probe]) -> None:
     """Checks that hidden states go from block to block, and nothing else does."""
     for index, probe in enumerate(probes):
         if index and probe.taken is not probes[index - 1].taken:
@@ -320,13 +330,52 @@ def _check_chain(probes: Sequence[_Probe], out: object) -> None:
             for part in _leaves(value):
                 if isinstance(part, Tensor) and part.requires_grad:
                     raise UnfitModelError(
-                        f"block {index} takes {what}, which depends on the hidden states"
+                        f"block {index} takes {what}, which depends on hidden states or weights"
                     )
                 if not isinstance(part, Tensor) and not isinstance(part, _PLAIN):
                     raise UnfitModelError(
                         f"block {index} takes {what}, a {type(part).__name__}, which blocks may "
                         "share"
                     )
+
+
+def _arguments(
+    model: nn.Module, blocks: str, elements: Sequence[int | None], embedded: Tensor
+) -> list[Arguments]:
+    """Returns the arguments of the blocks if these return nothing but hidden states."""
+    recorders: list[Recorder] = []
+
+    def block(index: int, module: nn.Module) -> nn.Module:
+        recorders.append(Recorder(module, elements[index]))
+        return recorders[-1]
+
+    whole = skeleton(model, blocks, lambda _, module: StandIn(module), block)
+    with torch.no_grad():
+        _run(whole, inputs_embeds=embedded.clone())
+    return [each.arguments for each in recorders]
+
+
+def _check_arguments(seen: Sequence[Arguments], found: Sequence[Arguments]) -> None:
+    """Checks that arguments depend neither on ids nor on what other blocks return."""
+    for index, (one, other) in enumerate(zip(seen, found, strict=True)):
+        for (what, value), (_, same) in zip(_named(one), _named(other), strict=True):
+            if not _equal(value, same):
+                raise UnfitModelError(
+                    f"block {index} takes {what}, which depends on the ids or on another block"
+                )
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and (isinstance(one, Tensor) or one == other)
+
+
+def _check_state(model: nn.Module) -> None:
+    for name in _other_tensors(model):
+        raise UnfitModelError(f"it keeps {name} from one forward to the next")
 
 
 def _named(arguments: Arguments) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import moe
 
+from dynmo.models.huggingface.skeleton import overlaid
+
 TESTED = ("5.23.0",)
 
 
@@ -39,7 +41,10 @@ def initialise(model: PreTrainedModel, module: nn.Module, path: str = "") -> Non
     """
     for name, child in module.named_children():
         initialise(model, child, f"{path}.{name}".lstrip("."))
-    initialise_own(model, module, path)
+    # A model may initialise parts of its blocks itself, and looks for them in its lists.
+    is_holder = type(module) is nn.Module
+    whole = overlaid(model.get_submodule(path), module) if is_holder else module
+    initialise_own(model, whole, path)
 
 
 @torch.no_grad()

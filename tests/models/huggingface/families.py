@@ -76,7 +76,12 @@ def difference(
     for (_, owner), (_, user) in model.tied:
         if found[user] is not None:
             found[owner] = found[user] if found[owner] is None else found[owner] + found[user]
-    wanted = {name: p.grad for name, p in whole.named_parameters()}
+    users = {user for _, (_, user) in model.tied}
+    wanted = {
+        name: parameter.grad
+        for name, parameter in whole.named_parameters(remove_duplicate=False)
+        if name not in users
+    }
     gradients = {
         name: _distance(wanted[name], found.get(name))
         for name in wanted

@@ -110,15 +110,55 @@ MLA = (
     "deepseek_v32",
     "dots3_note",
     "glm4_moe_lite",
+    "dots3_note_text",
     "glm_moe_dsa",
     "minicpm3",
     "youtu",
 )
 
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_THREE = ["full_attention"] * 3
+
+# What a model type needs beside the sizes.
 EXTRA: dict[str, dict[str, Any]] = {
     **dict.fromkeys(MLA, {"num_key_value_heads": 4}),
+    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "cohere_compass_text": {
+        "layer_types": _THREE,
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "fuyu": {"text_config": {"model_type": "persimmon", **SIZES}},
+    "gemma3": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
+    "gemma4_text": {"layer_types": _THREE},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma4_unified_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma4_unified_text": {"layer_types": _THREE},
+    "git": {"vision_config": _VISION},
+    "got_ocr2": {"text_config": {"model_type": "qwen2", **SIZES}},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "longcat_flash": {"num_layers": 3},
     "mamba2": {"num_heads": 8, "head_dim": 8},
-    "qwen3_5": {"tie_word_embeddings": False},
+    "moshi": {"audio_vocab_size": VOCABULARY},
+    "moss_transcribe_diarize": {"text_config": {"model_type": "qwen3", **SIZES}},
+    "reformer": {"axial_pos_embds": False},
+    "roc_bert": {"shape_vocab_size": 16, "pronunciation_vocab_size": 16},
+    "xlnet": {"d_head": 8},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
