@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,11 @@ from dynmo.models.huggingface.cut import Halves, half_of
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.shells import BlockShell, EmbeddingShell, HeadShell, Shell
 from dynmo.models.huggingface.skeleton import units_of
-from dynmo.models.huggingface.buffers import check_buffers, unset_buffer
+from dynmo.models.huggingface.values import check_buffers, marked_buffer
 from dynmo.models.huggingface.structure import Structure, has_weights
 from dynmo.models.huggingface.transformers_private import initialise
 from dynmo.models.model import check_layers
+from dynmo.models.tied import Pair
 
 Fill = Callable[[int, nn.Module], None]
 """Takes the index of a layer and the layer, whose tensors have memory. Sets their values."""
@@ -75,6 +76,26 @@ class Builder:
                 check_buffers(layers[index])
         check_layers("dynmo.huggingface", layers)
         return layers
+
+    def tied(self) -> tuple[Pair, ...]:
+        """Returns the weights that two layers share, or that a layer has under two names."""
+        model = self._structure.model
+        homes = {
+            name: index
+            for index, layer in enumerate(self.build(()))
+            for name, _ in layer.named_parameters()
+        }
+        uses = dict[int, list[str]]()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in homes:
+                uses.setdefault(id(parameter), []).append(name)
+        # Files have the weight under the name of its owner.
+        users: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        pairs = list[Pair]()
+        for names in uses.values():
+            owner, *others = sorted(names, key=lambda name: name in users)
+            pairs += [((homes[owner], owner), (homes[name], name)) for name in others]
+        return tuple(pairs)
 
     def _shared(self) -> dict[str, nn.Module]:
         """Returns the modules without weights that layers share, with their buffers."""
@@ -135,4 +156,4 @@ def give_memory(module: nn.Module) -> None:
                 part._parameters[name] = nn.Parameter(made, parameter.requires_grad)
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = unset_buffer(buffer)
+                part._buffers[name] = marked_buffer(buffer)

@@ -17,11 +17,10 @@ from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.huggingface.building import Builder
 from dynmo.models.huggingface.cut import Halves, halves_of
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
-from dynmo.models.huggingface.transformers_private import initialise
+from dynmo.models.huggingface.values import draw
 from dynmo.models.loss import causal_lm_loss, count_labels
 from dynmo.models.model import Model
 from dynmo.models.options import ModelOptions
-from dynmo.models.tied import Pair
 
 _logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ def from_pretrained(
 
     def fill(index: int, layer: nn.Module) -> None:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
-        initialise(model, layer)
+        draw(model, layer)
 
     builder = Builder(structure, cuts, fill)
     text = config.get_text_config()
@@ -108,7 +107,7 @@ def from_pretrained(
         names=tuple(place.name for place in builder.places),
         build=builder.build,
         loss=causal_lm_loss,
-        tied=_tied(builder, model),
+        tied=builder.tied(),
         code=(type(model).__module__,),
         options=ModelOptions(kind="hf", path=str(folder or ""), vocab=text.vocab_size),
         inputs=INPUTS,
@@ -156,26 +155,6 @@ def _structure(model: nn.Module, source: object) -> Structure:
             f"{name} cannot be cut into layers: {error}; cut it by hand, as layers of "
             "dynmo.Sequential"
         ) from None
-
-
-def _tied(builder: Builder, model: nn.Module) -> tuple[Pair, ...]:
-    """Returns the weights that two layers share."""
-    homes = {
-        name: index
-        for index, layer in enumerate(builder.build(()))
-        for name, _ in layer.named_parameters()
-    }
-    uses = dict[int, list[str]]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in homes:
-            uses.setdefault(id(parameter), []).append(name)
-    # Files have the weight under the name of its owner.
-    users: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    pairs = list[Pair]()
-    for names in uses.values():
-        owner, *others = sorted(names, key=lambda name: name in users)
-        pairs += [((homes[owner], owner), (homes[name], name)) for name in others]
-    return tuple(pairs)
 
 
 def _first_line(error: BaseException) -> str:

@@ -127,6 +127,23 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
+def without_memory(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module on the CPU whose tensors are one zero each, repeated."""
+    twin = copy.deepcopy(module)
+    for part in twin.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(_repeated(parameter), False)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = _repeated(buffer)
+    return twin
+
+
+def _repeated(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=like.dtype).expand(like.shape)
+
+
 def overlaid(module: nn.Module, parts: nn.Module) -> nn.Module:
     """Returns a copy of a module with those parts that another one has under the same names."""
     twin = shallow_copy(module)

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.buffers import unset_buffer
+from dynmo.models.huggingface.values import marked_buffer
 from dynmo.models.huggingface.skeleton import (
     StandIn,
     Substitute,
@@ -31,6 +32,7 @@ from dynmo.models.huggingface.skeleton import (
     spine_of,
     tensors_of,
     units_of,
+    without_memory,
 )
 from dynmo.models.huggingface.transformers_private import experts_on_shapes, initialise_own
 
@@ -131,9 +133,7 @@ class _Probe(Recorder):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._calls.append(self._index)
         self.taken, self.arguments = split_hidden(args, kwargs)
-        given = mapped((args, kwargs), on_meta)
-        with torch.no_grad():
-            out = self.original(*given[0], **given[1])
+        out = self._run(args, kwargs)
         self.elements = len(out) if isinstance(out, tuple | list) else None
         first = out if self.elements is None else out[0]
         if not isinstance(first, Tensor) or first.shape != self.taken.shape:
@@ -150,6 +150,17 @@ class _Probe(Recorder):
         return (self.taken, *rest)
 
 
+    @torch.no_grad()
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = mapped((args, kwargs), on_meta)
+        try:
+            return self.original(*given[0], **given[1])
+        except (NotImplementedError, RuntimeError):
+            # The block needs values, as experts do that count their tokens.
+            given = mapped((args, kwargs), torch.Tensor.detach)
+            return without_memory(self.original)(*given[0], **given[1])
+
+
 def structure_of(model: nn.Module) -> Structure:
     """Finds the parts of a causal language model of transformers.
 
@@ -159,6 +170,7 @@ def structure_of(model: nn.Module) -> Structure:
     Raises:
         UnfitModelError: It cannot be cut into layers. The message says what is in the way.
     """
+    _check_config(model.config)
     blocks = find_blocks(model)
     base, _, inner = blocks.partition(".")
     if not inner:
@@ -233,6 +245,12 @@ def find_blocks(model: nn.Module) -> str:
     return found[0]
 
 
+def _check_config(config: PreTrainedConfig) -> None:
+    for name, value in vars(config).items():
+        if name.endswith("layerdrop") and value:
+            raise UnfitModelError(f"{name} = {value} skips blocks at random; set it to 0")
+
+
 def _check_tensors(model: nn.Module, blocks: str) -> None:
     """Checks that each tensor of the model belongs to a module that could be moved."""
     for path in (*spine_of(blocks), blocks):
@@ -265,7 +283,7 @@ def fill_spine(model: nn.Module, blocks: str) -> None:
                     f"the buffer {f'{path}.{name}'.lstrip('.')} belongs to no module that could be "
                     "moved"
                 )
-            module._buffers[name] = unset_buffer(buffer)
+            module._buffers[name] = marked_buffer(buffer)
         if module._buffers:
             initialise_own(model, module, path)
 
@@ -279,7 +297,8 @@ def _run(model: nn.Module, **inputs: Tensor) -> Any:
     except Exception as error:
         lines = str(error).splitlines() or [""]
         raise UnfitModelError(
-            f"its forward with {next(iter(inputs))} raised {type(error).__name__}: {lines[0]}"
+            f"its code does not run from {next(iter(inputs))} alone, without weights: it raised "
+            f"{type(error).__name__}: {lines[0]}"
         ) from error
 
 

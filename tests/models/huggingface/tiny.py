@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -125,6 +126,12 @@ _VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 _THREE = ["full_attention"] * 3
+_ASSISTANT = {
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "layer_types": _THREE,
+}
 
 # What a model type needs beside the sizes.
 EXTRA: dict[str, dict[str, Any]] = {
@@ -134,6 +141,8 @@ EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": _THREE,
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
     },
+    "dots3_note": {"per_layer_config": {}, "num_key_value_heads": 4, "swa_head_dim": 16},
+    "dots3_note_text": {"per_layer_config": {}, "num_key_value_heads": 4, "swa_head_dim": 16},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
@@ -141,14 +150,14 @@ EXTRA: dict[str, dict[str, Any]] = {
     "fuyu": {"text_config": {"model_type": "persimmon", **SIZES}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
     "gemma4_text": {"layer_types": _THREE},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
-    "gemma4_unified_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma4_assistant": {"text_config": _ASSISTANT},
+    "gemma4_unified_assistant": {"text_config": _ASSISTANT},
     "gemma4_unified_text": {"layer_types": _THREE},
     "git": {"vision_config": _VISION},
     "got_ocr2": {"text_config": {"model_type": "qwen2", **SIZES}},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "longcat_flash": {"num_layers": 3},
+    "longcat_flash": {"num_layers": 3, "num_key_value_heads": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "moshi": {"audio_vocab_size": VOCABULARY},
     "moss_transcribe_diarize": {"text_config": {"model_type": "qwen3", **SIZES}},
@@ -163,15 +172,21 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def config(kind: str) -> PreTrainedConfig:
-    """Returns a tiny config of a model type."""
-    return AutoConfig.for_model(kind, **_keys(CONFIG_MAPPING[kind], kind))
+    """Returns a tiny config of a model type, without dropout."""
+    made = AutoConfig.for_model(kind, **_keys(CONFIG_MAPPING[kind], kind))
+    for each in (made, *(getattr(made, key) for key in made.sub_configs)):
+        for key, value in vars(each).items():
+            if isinstance(value, float) and re.search("drop|jitter", key):
+                setattr(each, key, 0.0)
+    return made
 
 
 def _keys(of: type[PreTrainedConfig], kind: str) -> dict[str, Any]:
     """Returns the sizes that a config has, and those of the configs in it."""
     known = {*of.__dataclass_fields__, *of.attribute_map}
     found = {key: value for key, value in SIZES.items() if key in known}
+    extra = EXTRA.get(kind, {})
     for key, each in of.sub_configs.items():
         if issubclass(each, PreTrainedConfig) and "model_type" in vars(each):
-            found[key] = _keys(each, each.model_type)
-    return {**found, **EXTRA.get(kind, {})}
+            found[key] = {**_keys(each, each.model_type), **extra.get(key, {})}
+    return {**extra, **found, **{key: extra[key] for key in extra if key not in of.sub_configs}}
