@@ -34,6 +34,7 @@ SHORT = (
     "exact --seconds 1 --uneven 2",
     "exit_thresholds --steps 20 --hidden 64 --sequence 32 --rounds 1",
     "handed_on --hidden 64 --blocks 2 --sequence 8",
+    "stand_ins --hidden 64 --blocks 2 --sequence 8 --rounds 2",
     "post_validation --ranks 2 --steps 2 --rounds 1 --scale 10",
     "repack --blocks 24",
     "replicas --rounds 1 --hidden 64 --blocks 2",

@@ -12,11 +12,13 @@ from torch import nn
 from dynmo.kernels.seeds import generators_kept
 from dynmo.models.huggingface.cut import Halves, half_of
 from dynmo.models.huggingface.frame import Frame
+from dynmo.models.huggingface.halves_check import check_halves, kind_of
+from dynmo.models.huggingface.router import RouterLoss
 from dynmo.models.huggingface.shells import BlockShell, EmbeddingShell, HeadShell, Shell
 from dynmo.models.huggingface.skeleton import units_of
-from dynmo.models.huggingface.values import check_buffers, marked_buffer
 from dynmo.models.huggingface.structure import Structure, has_weights
 from dynmo.models.huggingface.transformers_private import initialise
+from dynmo.models.huggingface.values import check_buffers, has_no_values, marked_buffer
 from dynmo.models.model import check_layers
 from dynmo.models.tied import Pair
 
@@ -57,23 +59,33 @@ class Builder:
     Args:
         halves: How each block is cut. None leaves it whole.
         fill: Sets the values of a layer's parameters and buffers.
+        router: The loss of the routers, if there is one.
     """
 
-    def __init__(self, structure: Structure, halves: Sequence[Halves | None], fill: Fill) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        halves: Sequence[Halves | None],
+        fill: Fill,
+        router: RouterLoss | None = None,
+    ) -> None:
         self._structure, self._halves, self._fill = structure, halves, fill
+        self._router = router
         self.places = places(halves)
 
     def build(self, owned: Collection[int]) -> list[nn.Module]:
         """Returns all layers. Those that are not owned are on the meta device."""
         with generators_kept(torch.device("cpu")):
-            frame = Frame(self._structure, self._shared())
+            frame = Frame(self._structure, self._shared(), self._router)
             layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
             for layer in layers:
                 untie_within(layer)
             for index in sorted(owned):
                 give_memory(layers[index])
                 self._fill(index, layers[index])
-                check_buffers(layers[index])
+                if not has_no_values():
+                    check_buffers(layers[index])
+            self._check_cuts(layers, owned)
         check_layers("dynmo.huggingface", layers)
         return layers
 
@@ -96,6 +108,21 @@ class Builder:
             owner, *others = sorted(names, key=lambda name: name in users)
             pairs += [((homes[owner], owner), (homes[name], name)) for name in others]
         return tuple(pairs)
+
+    def _check_cuts(self, layers: Sequence[nn.Module], owned: Collection[int]) -> None:
+        """Compares one block of each kind with its halves, if this rank holds both."""
+        checked = set[object]()
+        for index in sorted(owned):
+            first, place = layers[index], self.places[index]
+            if place.half != 0 or index + 1 not in owned or has_no_values():
+                continue
+            assert isinstance(first, BlockShell)
+            assert place.block is not None
+            second, halves = layers[index + 1], self._halves[place.block]
+            kind = kind_of(self._structure.block(place.block))
+            if kind not in checked and halves is not None and isinstance(second, BlockShell):
+                check_halves(first, second, halves)
+                checked.add(kind)
 
     def _shared(self) -> dict[str, nn.Module]:
         """Returns the modules without weights that layers share, with their buffers."""
@@ -141,9 +168,7 @@ def untie_within(layer: nn.Module) -> None:
             if parameter is None:
                 continue
             if id(parameter) in known:
-                module._parameters[name] = nn.Parameter(
-                    parameter.detach().clone(), parameter.requires_grad
-                )
+                module._parameters[name] = copy.deepcopy(parameter)
             known.add(id(parameter))
 
 
@@ -152,7 +177,7 @@ def give_memory(module: nn.Module) -> None:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                made = torch.empty_like(parameter, device="cpu")
+                made = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
                 part._parameters[name] = nn.Parameter(made, parameter.requires_grad)
         for name, buffer in part._buffers.items():
             if buffer is not None:

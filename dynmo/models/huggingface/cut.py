@@ -122,12 +122,10 @@ def _passes_on(structure: Structure, index: int, halves: Halves) -> bool:
     """Runs a block without its modules: what is left must return the hidden states unchanged."""
     taken: list[Tensor] = []
     bare = half_of(half_of(structure.block(index), halves, 0), halves, 1)
-    bare._modules[halves.main[1]].register_forward_pre_hook(
+    bare.get_submodule(halves.main[1]).register_forward_pre_hook(
         lambda _, args, kwargs: taken.append(next(tensors_of((args, kwargs)))), with_kwargs=True
     )
-    args, kwargs = mapped(
-        structure.arguments[index], lambda x: torch.zeros(x.shape, dtype=x.dtype)
-    )
+    args, kwargs = mapped(structure.arguments[index], lambda x: torch.zeros(x.shape, dtype=x.dtype))
     shape = structure.hidden.shape
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     try:
@@ -149,7 +147,7 @@ def _halves(block: nn.Module, calls: list[_Call], hidden: Tensor, out: Tensor) -
         return "a module runs twice"
     main = [call for call in calls if _works(block.get_submodule(call.name))]
     idle = [
-        n for n, c in block.named_children() if n not in names and any(True for _ in c.parameters())
+        name for name, child in block.named_children() if name not in names and has_weights(child)
     ]
     if len(main) != 2 or idle:
         return f"{len(main)} modules do its work, not two"

@@ -6,11 +6,10 @@ blocks of the rank take their arguments from it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from dynmo.models.huggingface.router import RouterLoss
 from dynmo.models.huggingface.skeleton import (
     Borrowed,
     PassedOver,
@@ -32,15 +31,48 @@ from dynmo.models.huggingface.structure import (
 _KEPT = 2
 
 
+class _Key:
+    """What the arguments of the blocks depend on.
+
+    It holds mask and positions, so that no other tensor gets their memory.
+    """
+
+    def __init__(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
+        self._form = (hidden.shape, hidden.dtype, hidden.device, type(hidden))
+        self._given = (mask, positions)
+        self._versions = [None if x is None else x._version for x in self._given]
+
+    def is_same(self, other: _Key) -> bool:
+        return (
+            self._form == other._form
+            and self._versions == other._versions
+            and all(map(_is_same_memory, self._given, other._given))
+        )
+
+
+def _is_same_memory(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one is other:
+        return one is other
+    # A fake tensor has no memory.
+    return (
+        type(one) is type(other) is Tensor
+        and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        and one.data_ptr() == other.data_ptr()
+    )
+
+
 class Frame:
     """Makes the arguments of the blocks on one rank.
 
     Args:
         shared: Modules without weights, by path. They run on the device of the hidden states.
+        router: The loss of the routers, if there is one.
     """
 
-    def __init__(self, structure: Structure, shared: dict[str, nn.Module]) -> None:
-        self.structure, self.shared = structure, shared
+    def __init__(
+        self, structure: Structure, shared: dict[str, nn.Module], router: RouterLoss | None = None
+    ) -> None:
+        self.structure, self.shared, self.router = structure, shared, router
         self._recorders: list[Recorder] = []
         whole = skeleton(structure.model, structure.blocks, self._unit, self._recorder)
         self._base = whole.get_submodule(structure.base).eval()
@@ -48,7 +80,7 @@ class Frame:
         self.spine = [whole.get_submodule(path) for path in spine_of(structure.blocks)]
         self._width = embedding_width(structure.model, structure.hidden)
         self._moved: tuple[torch.device, torch.dtype] | None = None
-        self._known: list[tuple[tuple[Any, ...], list[Arguments]]] = []
+        self._known: list[tuple[_Key, list[Arguments]]] = []
 
     def _unit(self, path: str, module: nn.Module) -> nn.Module:
         is_after = path in self.structure.after and path not in self.structure.before
@@ -70,18 +102,12 @@ class Frame:
             mask: The attention mask of the batch.
             positions: The position ids of the batch.
         """
-        key = (
-            hidden.shape,
-            hidden.dtype,
-            hidden.device,
-            type(hidden),
-            *(None if x is None else x._version for x in (mask, positions)),
-        )
-        for (known, known_mask, known_positions), arguments in self._known:
-            if known == key and known_mask is mask and known_positions is positions:
+        key = _Key(hidden, mask, positions)
+        for known, arguments in self._known:
+            if known.is_same(key):
                 return arguments[block]
         made = self._run(hidden, mask, positions)
-        self._known = [((key, mask, positions), made), *self._known[: _KEPT - 1]]
+        self._known = [(key, made), *self._known[: _KEPT - 1]]
         return made[block]
 
     @torch.no_grad()

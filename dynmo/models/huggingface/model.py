@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.huggingface.building import Builder
+from dynmo.models.huggingface.configs import meta_model, read_config
 from dynmo.models.huggingface.cut import Halves, halves_of
+from dynmo.models.huggingface.loading import Weights, weights_of
+from dynmo.models.huggingface.router import router_loss_of, with_router_loss
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
 from dynmo.models.huggingface.values import draw
 from dynmo.models.loss import causal_lm_loss, count_labels
@@ -36,24 +41,23 @@ class HuggingFaceModel(Model):
     Its parameters have the names that transformers gives them.
 
     Attributes:
+        config: The configuration of transformers.
         structure: The parts of the model, on the meta device.
         folder: The folder that the weights are read from. None means that they are drawn.
+        weights: The weights in that folder.
         whole: Why blocks are not cut into halves: reason by index of the block.
     """
 
+    config: PreTrainedConfig
     structure: Structure
     folder: Path | None = None
+    weights: Weights | None = None
     whole: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
         """Nothing, since parameters have their names in the whole model."""
         return ("",) * self.layers
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The configuration of transformers."""
-        return self.structure.model.config
 
 
 def from_pretrained(
@@ -62,6 +66,7 @@ def from_pretrained(
     cut: Cut = "auto",
     seed: int = 0,
     trust_remote_code: bool = False,
+    **config_values: Any,
 ) -> HuggingFaceModel:
     """Makes a model for `dynmo.Pipeline` of a causal language model of transformers.
 
@@ -75,6 +80,8 @@ def from_pretrained(
             that it can be. "blocks" leaves blocks whole.
         seed: Seed of weights that are drawn.
         trust_remote_code: Whether to run Python code that the folder has.
+        config_values: Values that replace those of the config, such as
+            `output_router_logits=True`, which adds the loss of the routers.
 
     Returns:
         The model. `pipeline.step` takes `{"input_ids": ..., "labels": ...}`, and
@@ -84,12 +91,19 @@ def from_pretrained(
     Raises:
         ConfigError: The folder has no such model, or it cannot be cut into layers.
     """
-    folder = None if isinstance(source, PreTrainedConfig) else Path(source)
-    config = source if isinstance(source, PreTrainedConfig) else _config(source, trust_remote_code)
+    if isinstance(source, PreTrainedConfig):
+        folder, config = None, copy.deepcopy(source)
+    else:
+        folder, config = Path(source), read_config(Path(source), trust_remote_code)
+    _replace(config, config_values)
     if cut not in ("auto", "blocks"):
         raise ConfigError(f'cut = {cut!r}; use "auto" or "blocks"')
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model = meta_model(folder or type(config).__name__, config, trust_remote_code)
+    weights = weights_of(folder, model, seed) if folder is not None else None
+    router = router_loss_of(model)
+    if router is not None:
+        # dynmo sums it over the layers. The model's own forward need not.
+        model.config.get_text_config().output_router_logits = False
     structure = _structure(model, source)
     halves = [
         halves_of(structure, index) if cut == "auto" else "cut is 'blocks'"
@@ -101,19 +115,21 @@ def from_pretrained(
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
         draw(model, layer)
 
-    builder = Builder(structure, cuts, fill)
+    builder = Builder(structure, cuts, fill if weights is None else weights.fill, router)
     text = config.get_text_config()
     return HuggingFaceModel(
         names=tuple(place.name for place in builder.places),
         build=builder.build,
-        loss=causal_lm_loss,
+        loss=causal_lm_loss if router is None else partial(with_router_loss, weight=router.weight),
         tied=builder.tied(),
         code=(type(model).__module__,),
         options=ModelOptions(kind="hf", path=str(folder or ""), vocab=text.vocab_size),
         inputs=INPUTS,
         count=count_labels,
+        config=config,
         structure=structure,
         folder=folder,
+        weights=weights,
         whole={index: each for index, each in enumerate(halves) if isinstance(each, str)},
     )
 
@@ -127,26 +143,25 @@ def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
     )
 
 
-def _config(source: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
-    folder = Path(source)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{folder} has no config.json; give the folder of a transformers model (download it "
-            "first)"
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder}: {_first_line(error)}") from None
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{folder} has quantized weights, whose state could not move between ranks; give a "
-            "folder of float weights"
-        )
-    return config
+def disk_bytes(model: HuggingFaceModel) -> tuple[int, ...]:
+    """Returns the bytes in files that each layer is read from. 0 if weights are drawn.
+
+    A weight that two layers share counts for both.
+    """
+    if model.weights is None:
+        return (0,) * model.layers
+    return tuple(model.weights.bytes_of(layer) for layer in model.build(()))
 
 
-def _structure(model: nn.Module, source: object) -> Structure:
+def _replace(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
+    text = config.get_text_config()
+    for name, value in values.items():
+        if not hasattr(text, name):
+            raise ConfigError(f"{type(text).__name__} has no {name}; see the model's config.json")
+        setattr(text, name, value)
+
+
+def _structure(model: PreTrainedModel, source: object) -> Structure:
     try:
         return structure_of(model)
     except UnfitModelError as error:
@@ -155,7 +170,3 @@ def _structure(model: nn.Module, source: object) -> Structure:
             f"{name} cannot be cut into layers: {error}; cut it by hand, as layers of "
             "dynmo.Sequential"
         ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

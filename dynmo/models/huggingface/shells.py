@@ -1,7 +1,8 @@
 """dynmo's layers of a transformers model: embedding, blocks, and the output layer.
 
 A layer registers the model's own modules under the model's own names. Hidden states go from layer
-to layer, followed by the attention mask and the position ids of the batch if there are any.
+to layer, followed by the attention mask and the position ids of the batch if there are any, and by
+the sums of the routers if they have a loss.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ def packed(hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> Car
     """
     if mask is not None and mask.dim() == 2:
         mask = mask.unsqueeze(1)
-    return (hidden, *(x for x in (mask, positions) if x is not None))
+    # Copies, because the caller may write to the batch. The frame knows a microbatch by its memory.
+    return (hidden, *(x.clone() for x in (mask, positions) if x is not None))
+
+
+def without_sums(carried: Carried) -> tuple[Carried, Carried]:
+    """Returns what is carried beside the sums of the routers, and these."""
+    return tuple(x for x in carried if x.dim() > 1), tuple(x for x in carried if x.dim() == 1)
 
 
 def unpacked(carried: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -122,13 +129,18 @@ class EmbeddingShell(EndShell):
         hidden = self._recorders.value[0].taken
         assert hidden is not None
         forget(self._recorders.value)
-        return packed(hidden, attention_mask, position_ids)
+        carried = packed(hidden, attention_mask, position_ids)
+        router = self.frame.router
+        return carried if router is None else (*carried, *router.start(hidden.device))
 
 
 class HeadShell(EndShell):
-    """The last layer: everything that the model runs after its last block. Returns logits."""
+    """The last layer: everything that the model runs after its last block.
 
-    def forward(self, hidden: Tensor, *carried: Tensor) -> Tensor:
+    It returns logits, and the loss of the routers if there is one.
+    """
+
+    def forward(self, hidden: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         mask, positions = unpacked(carried)
         self._recorders.value[-1].given = hidden
         try:
@@ -136,7 +148,8 @@ class HeadShell(EndShell):
         finally:
             self._recorders.value[-1].given = None
             forget(self._recorders.value)
-        return out.logits
+        router, (_, sums) = self.frame.router, without_sums(carried)
+        return out.logits if router is None else (out.logits, router.loss(*sums))
 
 
 class BlockShell(Shell):
@@ -150,10 +163,26 @@ class BlockShell(Shell):
     def __init__(self, frame: Frame, index: int, block: nn.Module) -> None:
         super().__init__(frame)
         self.own(frame.structure.block_path(index), block)
-        self._index, self._block = index, Unowned(block)
+        self.index, self._block = index, Unowned(block)
+
+    @property
+    def block(self) -> nn.Module:
+        return self._block.value
 
     def forward(self, hidden: Tensor, *carried: Tensor) -> Carried:
         mask, positions = unpacked(carried)
-        args, kwargs = self.frame.arguments(self._index, hidden, mask, positions)
-        out = self._block.value(hidden, *args, **kwargs)
-        return (out[0] if isinstance(out, tuple | list) else out, *carried)
+        args, kwargs = self.frame.arguments(self.index, hidden, mask, positions)
+        router, block = self.frame.router, self.block
+        if router is None:
+            return (hidden_of(block(hidden, *args, **kwargs)), *carried)
+        with router.noted(block) as logits:
+            out = hidden_of(block(hidden, *args, **kwargs))
+        kept, (probabilities, counts) = without_sums(carried)
+        for each in logits:
+            probabilities, counts = router.added(probabilities, counts, each, mask)
+        return (out, *kept, probabilities, counts)
+
+
+def hidden_of(out: Any) -> Tensor:
+    """Returns the hidden states of what a block returned."""
+    return out[0] if isinstance(out, tuple | list) else out

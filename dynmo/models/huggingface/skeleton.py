@@ -163,9 +163,11 @@ def units_of(model: nn.Module, blocks: str) -> Iterator[str]:
             where = f"{spine}.{name}".lstrip(".")
             if f"{blocks}.".startswith(f"{where}."):
                 continue
-            yield from (f"{where}.{key}" for key, _ in child.named_children()) if is_list(
-                child
-            ) else (where,)
+            yield from (
+                (f"{where}.{key}" for key, _ in child.named_children())
+                if is_list(child)
+                else (where,)
+            )
 
 
 def spine_of(blocks: str) -> list[str]:

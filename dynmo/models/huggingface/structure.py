@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.values import marked_buffer
 from dynmo.models.huggingface.skeleton import (
     StandIn,
     Substitute,
@@ -35,6 +34,7 @@ from dynmo.models.huggingface.skeleton import (
     without_memory,
 )
 from dynmo.models.huggingface.transformers_private import experts_on_shapes, initialise_own
+from dynmo.models.huggingface.values import marked_buffer
 
 # Size of the forward that shows the structure.
 ROWS, TOKENS = 3, 5
@@ -64,7 +64,7 @@ class Structure:
         hidden: The hidden states on the meta device.
     """
 
-    model: nn.Module
+    model: PreTrainedModel
     base: str
     blocks: str
     before: tuple[str, ...]
@@ -149,7 +149,6 @@ class _Probe(Recorder):
             each.requires_grad_()
         return (self.taken, *rest)
 
-
     @torch.no_grad()
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = mapped((args, kwargs), on_meta)
@@ -161,7 +160,7 @@ class _Probe(Recorder):
             return without_memory(self.original)(*given[0], **given[1])
 
 
-def structure_of(model: nn.Module) -> Structure:
+def structure_of(model: PreTrainedModel) -> Structure:
     """Finds the parts of a causal language model of transformers.
 
     Args:
@@ -216,7 +215,7 @@ def structure_of(model: nn.Module) -> Structure:
     )
 
 
-def find_blocks(model: nn.Module) -> str:
+def find_blocks(model: PreTrainedModel) -> str:
     """Returns the path of the list of blocks.
 
     It is the only list of the length that the config gives, or the only list, or the only list of
@@ -271,7 +270,7 @@ def _other_tensors(model: nn.Module) -> Iterator[str]:
                 yield f"{path}.{name}".lstrip(".")
 
 
-def fill_spine(model: nn.Module, blocks: str) -> None:
+def fill_spine(model: PreTrainedModel, blocks: str) -> None:
     """Gives the buffers of the modules that hold the blocks their values. No layer owns them."""
     for path in spine_of(blocks):
         module = model.get_submodule(path)
@@ -329,7 +328,7 @@ def has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def embedding_width(model: nn.Module, hidden: Tensor) -> int:
+def embedding_width(model: PreTrainedModel, hidden: Tensor) -> int:
     """Returns the last dimension of embedded ids."""
     try:
         embedding = model.get_input_embeddings()

@@ -16,6 +16,11 @@ from dynmo.errors import ConfigError
 from dynmo.models.huggingface.transformers_private import initialise
 
 
+def has_no_values() -> bool:
+    """True while new tensors are fake: they have shapes, but no values."""
+    return type(torch.empty(0)) is not Tensor
+
+
 def marked_buffer(like: Tensor) -> Tensor:
     """Returns a buffer on the CPU that has no value yet."""
     return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype, device="cpu")
@@ -40,6 +45,8 @@ def draw(model: PreTrainedModel, layer: nn.Module) -> None:
         for parameter in layer.parameters():
             parameter.fill_(_mark(parameter.dtype))
     initialise(model, layer)
+    if has_no_values():
+        return
     for name in _without_value((*layer.named_parameters(), *layer.named_buffers())):
         raise ConfigError(
             f"{name} cannot be drawn, because the model's _init_weights does not set it; give a "

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.building import Builder
+from dynmo.models.huggingface.configs import meta_model
 from dynmo.models.huggingface.cut import Halves, halves_of
 from dynmo.models.huggingface.structure import Structure, structure_of
 from dynmo.models.huggingface.transformers_private import initialise
@@ -62,10 +63,9 @@ def family(name: str) -> Family:
     told = Family(name, kind)
     try:
         made = config(kind)
-        with torch.device("meta"):
-            meta = AutoModelForCausalLM.from_config(made)
-    except (AttributeError, ImportError, TypeError, ValueError) as error:
-        told.outcome, told.reason = "not built", str(error).strip().splitlines()[0]
+        meta = meta_model(kind, made, trust_remote_code=False)
+    except ConfigError as error:
+        told.outcome, told.reason = "not built", str(error).removeprefix(f"{kind}: ")
         return told
     try:
         structure = structure_of(meta)

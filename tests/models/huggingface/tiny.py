@@ -135,7 +135,7 @@ _ASSISTANT = {
 
 # What a model type needs beside the sizes.
 EXTRA: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(MLA, {"num_key_value_heads": 4}),
+    **{kind: {"num_key_value_heads": 4} for kind in MLA},
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "cohere_compass_text": {
         "layer_types": _THREE,
@@ -181,7 +181,7 @@ def config(kind: str) -> PreTrainedConfig:
     return made
 
 
-def _keys(of: type[PreTrainedConfig], kind: str) -> dict[str, Any]:
+def _keys(of: Any, kind: str) -> dict[str, Any]:
     """Returns the sizes that a config has, and those of the configs in it."""
     known = {*of.__dataclass_fields__, *of.attribute_map}
     found = {key: value for key, value in SIZES.items() if key in known}

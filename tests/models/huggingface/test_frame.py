@@ -1,0 +1,53 @@
+"""The arguments of blocks, which a rank makes once for each microbatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dynmo
+from dynmo.models.huggingface.frame import Frame
+from dynmo.models.huggingface.model import from_pretrained
+from tests.models.huggingface.small import config_of, frame_of, make_batch
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counted: list[int] = []
+    run = Frame._run
+
+    def count(self: Frame, *arguments: Any) -> Any:
+        counted.append(1)
+        return run(self, *arguments)
+
+    monkeypatch.setattr(Frame, "_run", count)
+    return counted
+
+
+@pytest.mark.parametrize(("padded", "expected"), [(False, 0), (True, 4)])
+def test_a_frame_runs_once_for_each_microbatch(
+    runs: list[int], padded: bool, expected: int
+) -> None:
+    with dynmo.init(device="cpu") as world:
+        pipeline = dynmo.Pipeline(from_pretrained(config_of("llama")), world, microbatches=4)
+        pipeline.step(make_batch(0, padded))
+        runs.clear()
+        pipeline.step(make_batch(1, padded))
+        assert len(runs) == expected
+
+
+def test_a_mask_that_was_written_to_counts(runs: list[int]) -> None:
+    frame = frame_of(from_pretrained(config_of("llama")))
+    hidden, mask = torch.zeros(3, 5, 32), torch.ones(3, 5, dtype=torch.int64)
+    first = frame.arguments(0, hidden, mask, None)
+    assert frame.arguments(1, hidden.clone(), mask, None)[1].keys() == first[1].keys()
+    assert len(runs) == 1
+    mask[0, 0] = 0
+    other = frame.arguments(0, hidden, mask, None)
+    assert len(runs) == 2
+    assert first[1]["attention_mask"] is None
+    assert other[1]["attention_mask"] is not None
+    frame.arguments(0, torch.zeros(2, 5, 32), mask[:2], None)
+    assert len(runs) == 3
