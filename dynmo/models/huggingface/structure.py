@@ -240,7 +240,8 @@ def find_blocks(model: PreTrainedModel) -> str:
     )
     found = next((each for each in choices if len(each) == 1), None)
     if found is None:
-        raise UnfitModelError(f"it has not one list of blocks, but {', '.join(outer) or 'none'}")
+        some = [*outer][:2] + [f"{len(outer) - 2} more"] * (len(outer) > 2)
+        raise UnfitModelError(f"it has not one list of blocks, but {', '.join(some) or 'none'}")
     return found[0]
 
 

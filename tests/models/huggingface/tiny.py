@@ -126,11 +126,14 @@ _VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 _THREE = ["full_attention"] * 3
-_ASSISTANT = {
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0,
-    "num_kv_shared_layers": 0,
-    "layer_types": _THREE,
+_DOTS = {
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "num_key_value_heads": 4,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 8,
 }
 
 # What a model type needs beside the sizes.
@@ -141,8 +144,8 @@ EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": _THREE,
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
     },
-    "dots3_note": {"per_layer_config": {}, "num_key_value_heads": 4, "swa_head_dim": 16},
-    "dots3_note_text": {"per_layer_config": {}, "num_key_value_heads": 4, "swa_head_dim": 16},
+    "dots3_note": _DOTS,
+    "dots3_note_text": _DOTS,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
@@ -150,8 +153,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     "fuyu": {"text_config": {"model_type": "persimmon", **SIZES}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
     "gemma4_text": {"layer_types": _THREE},
-    "gemma4_assistant": {"text_config": _ASSISTANT},
-    "gemma4_unified_assistant": {"text_config": _ASSISTANT},
     "gemma4_unified_text": {"layer_types": _THREE},
     "git": {"vision_config": _VISION},
     "got_ocr2": {"text_config": {"model_type": "qwen2", **SIZES}},
