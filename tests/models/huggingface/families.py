@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dynmo.errors import ConfigError
@@ -101,7 +101,7 @@ def batches() -> dict[str, dict[str, Tensor]]:
     }
 
 
-def whole_model(made: PreTrainedConfig) -> nn.Module:
+def whole_model(made: PreTrainedConfig) -> PreTrainedModel:
     """Returns the model of transformers. It trains, without dropout."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(made).train()
