@@ -1,0 +1,21 @@
+"""Which blocks a probe cuts into halves."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynmo.models.huggingface.cut import halves_of
+from tests.models.huggingface.test_structure import structure
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("phi", "a module runs twice"),
+        ("cohere", "its two modules take the same hidden states (parallel attention)"),
+        ("beam", "the hidden states change even where a module adds nothing"),
+        ("doge", "the block has parameters of its own"),
+    ],
+)
+def test_blocks_stay_whole(kind: str, reason: str) -> None:
+    assert halves_of(structure(kind), 0) == reason

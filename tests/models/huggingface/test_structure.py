@@ -1,0 +1,73 @@
+"""The parts of a model, and the models that cannot be taken apart."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from dynmo.models.huggingface.configs import meta_model
+from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
+from tests.models.huggingface.tiny import config
+
+
+def structure(kind: str) -> Structure:
+    return structure_of(meta_model(kind, config(kind), trust_remote_code=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "count"),
+    [
+        ("llama", "model.layers", 3),
+        ("bart", "model.decoder.layers", 3),
+        # Each block holds two attentions, so the config counts six.
+        ("longcat_flash", "model.layers", 3),
+        # A second list has modules without weights.
+        ("granite_swa", "model.layers", 3),
+        # The prefix of its class is no attribute.
+        ("llama4", "model.layers", 3),
+    ],
+)
+def test_blocks_are_found(kind: str, blocks: str, count: int) -> None:
+    found = structure(kind)
+    assert (found.blocks, found.count) == (blocks, count)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("roformer", "block 0 takes argument 2, which depends on hidden states or weights"),
+        ("hy_v4", "block 1 takes prev_topk_indices, which depends on the ids or on another block"),
+        ("gemma4_unified_text", "takes shared_kv_states, a KVSharingDict, which blocks may share"),
+        ("xlnet", "the parameter transformer.mask_emb belongs to no module that could be moved"),
+        ("recurrent_gemma", "it keeps model.layers.0.temporal_block.rg_lru.recurrent_states"),
+        ("xlm", "not one list of blocks, but transformer.attentions, transformer.layer_norm1, 2"),
+        ("cpmant", "its code does not run from inputs_embeds alone, without weights"),
+    ],
+)
+def test_unfit_models_are_refused(kind: str, reason: str) -> None:
+    with pytest.raises(UnfitModelError, match=re.escape(reason)):
+        structure(kind)
+
+
+def test_blocks_that_are_skipped_at_random_are_refused() -> None:
+    made = config("opt")
+    made.layerdrop = 0.1
+    with pytest.raises(UnfitModelError, match=r"layerdrop = 0\.1 skips blocks at random"):
+        structure_of(meta_model("opt", made, trust_remote_code=False))
+
+
+def test_a_norm_without_weights_runs_on_both_sides() -> None:
+    found = structure("nanochat")
+    assert "model.norm" in found.before
+    assert "model.norm" in found.after
+
+
+def test_buffers_around_the_blocks_have_values() -> None:
+    positions = structure("openai-gpt").model.get_buffer("transformer.position_ids")
+    assert torch.equal(positions, torch.arange(len(positions)))
+
+
+def test_experts_that_count_their_tokens_run_without_memory() -> None:
+    assert structure("jetmoe").elements == (None,) * 3
