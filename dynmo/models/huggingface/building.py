@@ -58,6 +58,10 @@ class Builder:
         halves: How each block is cut. None leaves it whole.
         fill: Sets the values of a layer's parameters and buffers.
         router: The loss of the routers, if there is one.
+
+    Attributes:
+        places: The layers.
+        frozen: Indices of the layers that do not train. May be set before layers are built.
     """
 
     def __init__(
@@ -70,12 +74,15 @@ class Builder:
         self._structure, self._halves, self._fill = structure, halves, fill
         self._router = router
         self.places = places(halves)
+        self.frozen: Collection[int] = ()
 
     def build(self, owned: Collection[int]) -> list[nn.Module]:
         """Returns all layers. Those that are not owned are on the meta device."""
         with generators_kept(torch.device("cpu")):
             frame = Frame(self._structure, self._shared(), self._router)
             layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
+            for index in self.frozen:
+                layers[index].requires_grad_(False)
             for index in sorted(owned):
                 give_memory(layers[index])
                 self._fill(index, layers[index])

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.huggingface.building import Builder
 from dynmo.models.huggingface.cut import Halves, halves_of
+from dynmo.models.huggingface.frozen import Freeze, frozen_layers
 from dynmo.models.huggingface.router import router_loss_of, with_router_loss
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
 from dynmo.models.huggingface.transformers_private import initialise
@@ -25,6 +26,9 @@ from dynmo.models.loss import causal_lm_loss, count_labels
 from dynmo.models.model import Model
 from dynmo.models.options import ModelOptions
 from dynmo.models.tied import Pair
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 _logger = logging.getLogger(__name__)
 
@@ -61,6 +65,9 @@ def from_pretrained(
     source: str | Path | PreTrainedConfig,
     *,
     cut: Cut = "auto",
+    lora: LoraConfig | None = None,
+    freeze: Iterable[Freeze] = (),
+    train_last: int | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
     **config_values: Any,
@@ -75,7 +82,10 @@ def from_pretrained(
             drawn as transformers draws them.
         cut: "auto" cuts a block into an attention half and a feed-forward half if a probe proves
             that it can be. "blocks" leaves blocks whole.
-        seed: Seed of weights that are drawn.
+        lora: Adapters of peft. All other weights are then frozen.
+        freeze: Blocks by index, and layers by name, that do not train: `("embedding", range(8))`.
+        train_last: Number of last blocks that train, with the output layer. All else is frozen.
+        seed: Seed of weights that are drawn, and of adapters.
         trust_remote_code: Whether to run Python code that the folder has.
         config_values: Values that replace those of the config, such as
             `output_router_logits=True`, which adds the loss of the routers.
@@ -99,6 +109,7 @@ def from_pretrained(
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), trust_remote_code=trust_remote_code
         )
+    fill_adapters = None if lora is None else _with_adapters(model, lora)
     router = router_loss_of(model)
     if router is not None:
         # dynmo sums it over the layers. The model's own forward need not.
@@ -113,14 +124,20 @@ def from_pretrained(
     def fill(index: int, layer: nn.Module) -> None:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
         initialise(model, layer)
+        if fill_adapters is not None:
+            fill_adapters(layer)
 
     builder = Builder(structure, cuts, fill, router)
+    builder.frozen = frozen_layers(builder.places, freeze, train_last)
+    layers = builder.build(())
+    if not any(p.requires_grad for layer in layers for p in layer.parameters()):
+        raise ConfigError("nothing is left to train; freeze less")
     text = config.get_text_config()
     return HuggingFaceModel(
         names=tuple(place.name for place in builder.places),
         build=builder.build,
         loss=causal_lm_loss if router is None else partial(with_router_loss, weight=router.weight),
-        tied=_tied(builder, model),
+        tied=_tied(layers, model),
         code=(type(model).__module__,),
         options=ModelOptions(kind="hf", path=str(folder or ""), vocab=text.vocab_size),
         inputs=INPUTS,
@@ -179,12 +196,19 @@ def _structure(model: nn.Module, source: object) -> Structure:
         ) from None
 
 
-def _tied(builder: Builder, model: nn.Module) -> tuple[Pair, ...]:
+def _with_adapters(model: PreTrainedModel, lora: LoraConfig) -> Callable[[nn.Module], None]:
+    """Puts adapters into a model. Returns what sets their first values in a layer."""
+    try:
+        from dynmo.models.huggingface.adapters import add_adapters, initialise_adapters
+    except ImportError as error:
+        raise ConfigError(f"lora needs peft ({error}); pip install 'dynmo[lora]'") from None
+    return partial(initialise_adapters, lora=add_adapters(model, lora))
+
+
+def _tied(layers: Sequence[nn.Module], model: nn.Module) -> tuple[Pair, ...]:
     """Returns the weights that two layers share."""
     homes = {
-        name: index
-        for index, layer in enumerate(builder.build(()))
-        for name, _ in layer.named_parameters()
+        name: index for index, layer in enumerate(layers) for name, _ in layer.named_parameters()
     }
     keys: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return tuple(
