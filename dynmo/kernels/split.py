@@ -52,11 +52,18 @@ def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
         parameter.grad.add_(amount)
 
 
+# A CPU rounds a narrow product otherwise if it adds it to something at once. A product of its own,
+# as autograd makes it, keeps the bits of plain torch (adapters), and takes little memory.
+_NARROW = 64
+
+
 def add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
     """Add left @ right to weight.grad."""
     if weight.dtype not in LOW:
         if weight.grad is None:
             weight.grad = torch.mm(left, right)
+        elif left.is_cpu and min(left.shape[0], right.shape[1]) <= _NARROW:
+            weight.grad.add_(torch.mm(left, right))
         else:
             weight.grad.addmm_(left, right)
     elif left.is_cuda:
@@ -254,11 +261,21 @@ def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
 
 
 def accumulate_embedding(weight: nn.Parameter, ids: Tensor, gy: Tensor) -> None:
-    """Add gy to weight.grad[ids], in the order of the tokens."""
+    """Add gy to weight.grad[ids].
+
+    As in autograd, the tokens of a microbatch are summed first, in their order. On other devices
+    than the CPU the sum has no fixed order, and finding equal ids would wait for the device.
+    """
     with torch.no_grad():
-        if weight.grad is None:
+        flat, is_first = ids.reshape(-1), weight.grad is None
+        if is_first:
             weight.grad = zero_gradient(weight)
-        weight.grad.index_add_(0, ids.reshape(-1), as_rows(gy).to(weight.grad.dtype))
+        gradient = cast(Tensor, weight.grad)
+        rows = as_rows(gy).to(gradient.dtype)
+        if not is_first and type(gradient) is Tensor and gradient.is_cpu:
+            flat, places = flat.unique(return_inverse=True)
+            rows = rows.new_zeros(len(flat), rows.shape[1]).index_add_(0, places, rows)
+        gradient.index_add_(0, flat, rows)
 
 
 class SplitEmbedding(nn.Embedding):
