@@ -17,11 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dynmo.errors import ConfigError
-
-NAME = "default"
-"""The name that peft gives the only adapter of a model."""
-
-_BASE = ".base_layer."
+from dynmo.models.huggingface.adapter_names import NAME
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> LoraConfig:
@@ -73,13 +69,3 @@ def initialise_adapters(layer: nn.Module, lora: LoraConfig) -> None:
         for linear in (*each.lora_A.values(), *each.lora_B.values()):
             linear.reset_parameters()
         each.reset_lora_parameters(NAME, lora.init_lora_weights)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter."""
-    return f".{NAME}." in name or name.endswith(f".{NAME}")
-
-
-def base_name(name: str) -> str:
-    """Returns the name of a weight in the model without adapters."""
-    return name.replace(_BASE, ".")

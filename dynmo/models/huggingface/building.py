@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.kernels.seeds import generators_kept
+from dynmo.models.huggingface.adapter_names import is_adapter
 from dynmo.models.huggingface.cut import Halves, half_of
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.halves_check import check_halves, kind_of
@@ -62,6 +63,7 @@ class Builder:
     Attributes:
         places: The layers.
         frozen: Indices of the layers that do not train. May be set before layers are built.
+        float32_adapters: Whether adapters stay in float32 in any precision. May be set, too.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Builder:
         self._router = router
         self.places = places(halves)
         self.frozen: Collection[int] = ()
+        self.float32_adapters = False
 
     def build(self, owned: Collection[int]) -> list[nn.Module]:
         """Returns all layers. Those that are not owned are on the meta device."""
@@ -83,6 +86,10 @@ class Builder:
             layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
             for index in self.frozen:
                 layers[index].requires_grad_(False)
+            if self.float32_adapters:
+                for layer in layers:
+                    names = (name for name, _ in layer.named_parameters() if is_adapter(name))
+                    layer.kept_in_float32 = tuple(names)
             for index in sorted(owned):
                 give_memory(layers[index])
                 self._fill(index, layers[index])

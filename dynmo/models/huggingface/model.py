@@ -66,6 +66,7 @@ def from_pretrained(
     *,
     cut: Cut = "auto",
     lora: LoraConfig | None = None,
+    float32_adapters: bool = False,
     freeze: Iterable[Freeze] = (),
     train_last: int | None = None,
     seed: int = 0,
@@ -83,6 +84,7 @@ def from_pretrained(
         cut: "auto" cuts a block into an attention half and a feed-forward half if a probe proves
             that it can be. "blocks" leaves blocks whole.
         lora: Adapters of peft. All other weights are then frozen.
+        float32_adapters: Whether adapters stay in float32 in any `precision` of the pipeline.
         freeze: Blocks by index, and layers by name, that do not train: `("embedding", range(8))`.
         train_last: Number of last blocks that train, with the output layer. All else is frozen.
         seed: Seed of weights that are drawn, and of adapters.
@@ -128,6 +130,7 @@ def from_pretrained(
             fill_adapters(layer)
 
     builder = Builder(structure, cuts, fill, router)
+    builder.float32_adapters = float32_adapters
     builder.frozen = frozen_layers(builder.places, freeze, train_last)
     layers = builder.build(())
     if not any(p.requires_grad for layer in layers for p in layer.parameters()):
