@@ -83,7 +83,7 @@ class Builder:
         """Returns all layers. Those that are not owned are on the meta device."""
         with generators_kept(torch.device("cpu")):
             frame = Frame(self._structure, self._shared(), self._router)
-            layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
+            layers = [self._shell(frame, place) for place in self.places]
             for index in self.frozen:
                 layers[index].requires_grad_(False)
             if self.float32_adapters:
@@ -94,8 +94,9 @@ class Builder:
                 give_memory(layers[index])
                 self._fill(index, layers[index])
             self._check_cuts(layers, owned)
-        check_layers("dynmo.huggingface", layers)
-        return layers
+        modules: list[nn.Module] = [*layers]
+        check_layers("dynmo.huggingface", modules)
+        return modules
 
     def _check_cuts(self, layers: Sequence[nn.Module], owned: Collection[int]) -> None:
         """Compares one block of each kind with its halves, if this rank holds both."""

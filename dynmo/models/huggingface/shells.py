@@ -47,8 +47,12 @@ class Shell(nn.Module):
 
     Args:
         frame: The frame of this rank.
-        paths: Paths of the modules that the layer owns.
+
+    Attributes:
+        kept_in_float32: Names of parameters that no precision lowers.
     """
+
+    kept_in_float32: tuple[str, ...] = ()
 
     def __init__(self, frame: Frame) -> None:
         super().__init__()
