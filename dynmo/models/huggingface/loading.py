@@ -1,1 +1,190 @@
-"""The values of layers: read from files, or drawn."""
+"""Reads the weights of a rank's own layers from the files of a transformers model.
+
+Files may have other names and shapes than the model: one tensor for each expert, say.
+`transformers`' own conversions know them. They run once on shapes, so every rank finds all that is
+wrong before the run starts. Then they run for the tensors of own layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dynmo.errors import ConfigError
+from dynmo.kernels.seeds import Purpose, mix
+from dynmo.models.huggingface.adapter_names import base_name
+from dynmo.models.huggingface.building import has_no_values
+from dynmo.models.huggingface.transformers_private import (
+    Conversion,
+    conversions_of,
+    initialise,
+    without_ignored,
+)
+from dynmo.models.huggingface.weight_files import Reader, Stored, stored_in
+
+_logger = logging.getLogger(__name__)
+
+_Sources = dict[str, tuple[Conversion, str]]
+
+
+class Weights:
+    """The weights of a model in the files of a folder. `weights_of` makes it.
+
+    Args:
+        model: The model on the meta device.
+        stored: The tensors in the files, by key.
+        sources: For each tensor of the model that is in files, the conversion that makes it and
+            its name there.
+        seed: Seed of tensors that are not in files.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, stored: Mapping[str, Stored], sources: _Sources, seed: int
+    ) -> None:
+        self._model, self._stored, self._sources, self._seed = model, stored, sources, seed
+
+    def fill(self, index: int, layer: nn.Module) -> None:
+        """Sets the values of a layer on the CPU. Fake tensors have none."""
+        if has_no_values():
+            return
+        own = {name: x for name, x in _state(layer).items() if name in self._sources}
+        torch.manual_seed(mix(self._seed, Purpose.INITIAL, index))
+        initialise(self._model, layer, keep=own.values())
+        with Reader() as reader:
+            for conversion, names in self._conversions(own).items():
+                self._read(reader, conversion, {name: own[name] for name in names})
+
+    @torch.no_grad()
+    def _read(self, reader: Reader, conversion: Conversion, into: Mapping[str, Tensor]) -> None:
+        made = conversion.convert(
+            self._model, lambda key: reader.tensor(self._stored[key].file, key)
+        )
+        for name, tensor in into.items():
+            tensor.copy_(made[self._sources[name][1]])
+
+    def bytes_of(self, layer: nn.Module) -> int:
+        """Returns the bytes in files that a layer is made of."""
+        keys = {key for each in self._conversions(_state(layer)) for key in each.keys}
+        return sum(self._stored[key].bytes for key in keys)
+
+    def _conversions(self, names: Iterable[str]) -> dict[Conversion, list[str]]:
+        found = defaultdict[Conversion, list[str]](list)
+        for name in names:
+            if name in self._sources:
+                found[self._sources[name][0]].append(name)
+        return found
+
+
+def weights_of(folder: Path, model: PreTrainedModel, seed: int = 0) -> Weights:
+    """Finds the weights of a model in a folder. Reads headers only.
+
+    A weight that the config ties is not tied if the files have two values of it, as in
+    transformers.
+
+    Args:
+        folder: A folder with safetensors.
+        model: The model on the meta device.
+        seed: Seed of tensors that are not in files.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or the weights do not fit the model.
+    """
+    stored = stored_in(folder, getattr(model.config, "transformers_weights", None))
+    conversions, unexpected = conversions_of(model, stored)
+    sources = _checked(folder, model, stored, conversions)
+    _tie(model, stored, sources)
+    missing, unexpected = without_ignored(
+        model, (name for name, _ in model.named_parameters() if name not in sources), unexpected
+    )
+    if missing:
+        raise ConfigError(
+            f"{folder} lacks {_some(missing)}; its config.json is of another model, or files are "
+            "missing"
+        )
+    if unexpected and os.environ.get("RANK", "0") == "0":
+        _logger.warning(
+            f"{folder} has weights that {type(model).__name__} has not, and they are left out: "
+            f"{_some(unexpected)}"
+        )
+    return Weights(model, stored, sources, seed)
+
+
+def _checked(
+    folder: Path,
+    model: PreTrainedModel,
+    stored: Mapping[str, Stored],
+    conversions: Iterable[Conversion],
+) -> _Sources:
+    """Returns the source of each tensor of the model, after a conversion of shapes alone."""
+    wanted, sources = model.state_dict(), _Sources()
+    for conversion in conversions:
+        try:
+            made = conversion.convert(
+                model, lambda key: torch.empty(stored[key].shape, device="meta")
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"{folder}: {conversion.first} cannot be made of {_some(conversion.keys)} "
+                f"({str(error).splitlines()[0]}); its config.json is of another model, or files "
+                "are missing"
+            ) from error
+        for name in made.keys() & wanted.keys():
+            if made[name].shape != wanted[name].shape:
+                file = stored[conversion.keys[0]].file
+                raise ConfigError(
+                    f"{file}: {name} has shape {list(made[name].shape)}, and by config.json it "
+                    f"has {list(wanted[name].shape)}; the config does not fit these weights"
+                )
+            sources[name] = conversion, name
+    return sources
+
+
+def _tie(model: PreTrainedModel, stored: Mapping[str, Stored], sources: _Sources) -> None:
+    """Gives weights that share a value the same source."""
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    users = defaultdict[str, list[str]](list)
+    for user, owner in tied.items():
+        users[owner].append(user)
+    for owner, names in users.items():
+        there = next((name for name in (owner, *names) if name in sources), None)
+        if there is None:
+            continue
+        for name in (owner, *names):
+            if name not in sources:
+                sources[name] = sources[there]
+            elif not _equal(model, stored, sources[there], sources[name]):
+                del tied[name]
+
+
+def _equal(
+    model: PreTrainedModel,
+    stored: Mapping[str, Stored],
+    one: tuple[Conversion, str],
+    other: tuple[Conversion, str],
+) -> bool:
+    if one == other:
+        return True
+    with Reader() as reader:
+        values = [
+            conversion.convert(model, lambda key: reader.tensor(stored[key].file, key))[name]
+            for conversion, name in (one, other)
+        ]
+        return torch.equal(*values)
+
+
+def _state(layer: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and those buffers that are saved, by their names without adapters."""
+    state = layer.state_dict(keep_vars=True)
+    return {base_name(name): x for name, x in state.items() if isinstance(x, Tensor)}
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first} and {len(others)} more" if others else first

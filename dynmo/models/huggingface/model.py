@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, mix
+from dynmo.models.huggingface.adapter_names import base_name
 from dynmo.models.huggingface.building import Builder
+from dynmo.models.huggingface.configs import meta_model, read_config
 from dynmo.models.huggingface.cut import Halves, halves_of
 from dynmo.models.huggingface.frozen import Freeze, frozen_layers
+from dynmo.models.huggingface.loading import Weights, weights_of
 from dynmo.models.huggingface.router import router_loss_of, with_router_loss
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
 from dynmo.models.huggingface.transformers_private import initialise
@@ -47,12 +50,14 @@ class HuggingFaceModel(Model):
         config: The configuration of transformers.
         structure: The parts of the model, on the meta device.
         folder: The folder that the weights are read from. None means that they are drawn.
+        weights: The weights in that folder.
         whole: Why blocks are not cut into halves: reason by index of the block.
     """
 
     config: PreTrainedConfig
     structure: Structure
     folder: Path | None = None
+    weights: Weights | None = None
     whole: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -103,14 +108,12 @@ def from_pretrained(
     if isinstance(source, PreTrainedConfig):
         folder, config = None, copy.deepcopy(source)
     else:
-        folder, config = Path(source), _config(source, trust_remote_code)
+        folder, config = Path(source), read_config(Path(source), trust_remote_code)
     _replace(config, config_values)
     if cut not in ("auto", "blocks"):
         raise ConfigError(f'cut = {cut!r}; use "auto" or "blocks"')
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), trust_remote_code=trust_remote_code
-        )
+    model = meta_model(folder or type(config).__name__, config, trust_remote_code)
+    weights = weights_of(folder, model, seed) if folder is not None else None
     fill_adapters = None if lora is None else _with_adapters(model, lora)
     router = router_loss_of(model)
     if router is not None:
@@ -125,7 +128,10 @@ def from_pretrained(
 
     def fill(index: int, layer: nn.Module) -> None:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
-        initialise(model, layer)
+        if weights is None:
+            initialise(model, layer)
+        else:
+            weights.fill(index, layer)
         if fill_adapters is not None:
             fill_adapters(layer)
 
@@ -148,6 +154,7 @@ def from_pretrained(
         config=config,
         structure=structure,
         folder=folder,
+        weights=weights,
         whole={index: each for index, each in enumerate(halves) if isinstance(each, str)},
     )
 
@@ -161,23 +168,14 @@ def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
     )
 
 
-def _config(source: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
-    folder = Path(source)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{folder} has no config.json; give the folder of a transformers model (download it "
-            "first)"
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder}: {_first_line(error)}") from None
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{folder} has quantized weights, whose state could not move between ranks; give a "
-            "folder of float weights"
-        )
-    return config
+def disk_bytes(model: HuggingFaceModel) -> tuple[int, ...]:
+    """Returns the bytes in files that each layer is read from. 0 if weights are drawn.
+
+    A weight that two layers share counts for both.
+    """
+    if model.weights is None:
+        return (0,) * model.layers
+    return tuple(model.weights.bytes_of(layer) for layer in model.build(()))
 
 
 def _replace(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
@@ -211,15 +209,13 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig) -> Callable[[nn.Mod
 def _tied(layers: Sequence[nn.Module], model: nn.Module) -> tuple[Pair, ...]:
     """Returns the weights that two layers share."""
     homes = {
-        name: index for index, layer in enumerate(layers) for name, _ in layer.named_parameters()
+        base_name(name): (index, name)
+        for index, layer in enumerate(layers)
+        for name, _ in layer.named_parameters()
     }
     keys: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return tuple(
-        ((homes[owner], owner), (homes[user], user))
+        (homes[owner], homes[user])
         for user, owner in keys.items()
         if user in homes and owner in homes
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -5,12 +5,25 @@ Tested with the versions of `TESTED`.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.initialization import guard_torch_init_functions
 from transformers.integrations import moe
 
 TESTED = ("5.23.0",)
@@ -30,9 +43,99 @@ def experts_on_shapes() -> Generator[None]:
         moe._can_use_grouped_mm = before
 
 
-@torch.no_grad()
-def initialise(model: PreTrainedModel, module: nn.Module) -> None:
-    """Sets the first values of a module's parameters and buffers, as the model would."""
+def initialise(model: PreTrainedModel, module: nn.Module, keep: Iterable[Tensor] = ()) -> None:
+    """Sets the first values of a module's parameters and buffers, as the model would.
+
+    Args:
+        model: The model that the module belongs to.
+        module: The module. Its children are set first.
+        keep: Tensors that get values later, so drawing theirs would be a waste.
+    """
+    kept = list(keep)
+    for tensor in kept:
+        cast(Any, tensor)._is_hf_initialized = True
+    try:
+        with torch.no_grad(), guard_torch_init_functions():
+            _initialise(model, module)
+    finally:
+        for tensor in kept:
+            del cast(Any, tensor)._is_hf_initialized
+
+
+def _initialise(model: PreTrainedModel, module: nn.Module) -> None:
     for child in module.children():
-        initialise(model, child)
+        _initialise(model, child)
     model._init_weights(module)
+
+
+@dataclass(frozen=True, eq=False)
+class Conversion:
+    """Tensors of files that become one or several tensors of a model.
+
+    Attributes:
+        first: Name of the first tensor that they become.
+        converter: What makes others of them. None means that one tensor has another name at most.
+        sources: Pattern of the converter, and key in the files, of each.
+    """
+
+    first: str
+    converter: WeightConverter | None
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for _, key in self.sources]
+
+    def convert(self, model: PreTrainedModel, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors of the model by name.
+
+        Args:
+            model: The whole model, on the meta device.
+            read: Returns the tensor that a key stands for in the files.
+        """
+        if self.converter is None:
+            return {self.first: read(self.sources[0][1])}
+        converter = deepcopy(self.converter)
+        for pattern, key in self.sources:
+            converter.add_tensor(self.first, key, pattern, cast(Any, partial(read, key)))
+        made = converter.convert(self.first, model=model, config=model.config)
+        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+
+def conversions_of(
+    model: PreTrainedModel, keys: Iterable[str]
+) -> tuple[list[Conversion], set[str]]:
+    """Returns how the tensors of files become those of a model, and names that it lacks.
+
+    The model keeps its conversions, which transformers reverts when it saves the model.
+
+    Args:
+        model: The model on the meta device.
+        keys: The keys in the files.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
+    wanted, prefix = model.state_dict(), model.base_model_prefix
+    made, unexpected = dict[str, Conversion](), set[str]()
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted:
+            unexpected.add(name)
+            continue
+        converter = None if pattern is None else converter_of[pattern]
+        made.setdefault(name, Conversion(name, converter)).sources.append((pattern or key, key))
+    cast(Any, model)._weight_conversions = [each for each in mapping if each.was_used()]
+    return list(made.values()), unexpected
+
+
+def without_ignored(
+    model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]
+) -> tuple[set[str], set[str]]:
+    """Drops the missing and unexpected names that transformers ignores for this model."""
+    info = SimpleNamespace(missing_keys={*missing}, unexpected_keys={*unexpected})
+    model._adjust_missing_and_unexpected_keys(cast(Any, info))
+    return info.missing_keys, info.unexpected_keys

@@ -1,0 +1,89 @@
+"""Folders whose model dynmo cannot train are refused with one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import T5Config
+
+from dynmo.errors import ConfigError
+from dynmo.models.huggingface.model import from_pretrained
+from tests.models.huggingface.saved_models import config_of, save
+
+REMOTE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+
+
+def write(folder: Path, **keys: Any) -> Path:
+    """Writes the config of a Llama with other keys."""
+    known = config_of("llama").to_dict()
+    (folder / "config.json").write_text(json.dumps({**known, **keys}))
+    return folder
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        from_pretrained(folder)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"quant_method": "gptq", "bits": 4},
+    ],
+)
+def test_quantized_weights_are_refused(tmp_path: Path, quantization: dict[str, Any]) -> None:
+    write(tmp_path, quantization_config=quantization)
+    assert refusal(tmp_path).startswith(f"{tmp_path} has quantized weights")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model_type": "own", "auto_map": REMOTE},
+        {"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "own.Model"}},
+    ],
+)
+def test_code_in_the_folder_needs_leave(tmp_path: Path, keys: dict[str, Any]) -> None:
+    write(tmp_path, **keys)
+    assert refusal(tmp_path) == (
+        f"{tmp_path} has Python code that its model needs; read it, and allow it with "
+        "trust_remote_code=True (model.trust_remote_code = true)"
+    )
+
+
+def test_a_known_type_needs_no_code_of_the_folder(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    write(tmp_path, auto_map=REMOTE)
+    assert from_pretrained(tmp_path).layers == 6
+
+
+def test_a_model_that_is_not_causal_is_refused(tmp_path: Path) -> None:
+    T5Config().save_pretrained(tmp_path)
+    assert "no causal language model of the type 't5'" in refusal(tmp_path)
+    with pytest.raises(ConfigError, match="T5Config: transformers has no causal"):
+        from_pretrained(T5Config())
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"model_type": "unheard-of"}', "{}"])
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert refusal(tmp_path).startswith(f"{tmp_path}: ")
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path).startswith(f"{tmp_path} has no config.json")
+
+
+def test_weights_are_float32_whatever_the_config_says() -> None:
+    config = config_of("llama", dtype="bfloat16")
+    layers = from_pretrained(config).build(())
+    assert {x.dtype for layer in layers for x in layer.parameters()} == {torch.float32}
+    assert config.dtype == torch.bfloat16

@@ -1,0 +1,40 @@
+"""transformers is an optional dependency, and old versions are refused."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from dynmo.errors import ConfigError
+from dynmo.models.huggingface import installed
+
+
+@pytest.mark.parametrize(
+    ("version", "problem"),
+    [
+        (None, "transformers is not installed"),
+        ("4.57.1", "transformers 4.57.1 is older than 5.20"),
+        ("5.3.0", "transformers 5.3.0 is older than 5.20"),
+    ],
+)
+def test_a_missing_or_old_transformers_is_named(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, problem: str
+) -> None:
+    def found(_: str) -> str:
+        if version is None:
+            raise PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(installed, "version", found)
+    with pytest.raises(ConfigError) as caught:
+        installed.check_installed()
+    assert str(caught.value) == (
+        f"{problem}, which models of Hugging Face need; pip install 'dynmo[hf]'"
+    )
+
+
+@pytest.mark.parametrize("version", ["5.20.0", "5.23.0", "5.30.0.dev0", "10.1.0"])
+def test_a_newer_transformers_will_do(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(installed, "version", lambda _: version)
+    installed.check_installed()

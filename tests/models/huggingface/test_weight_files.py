@@ -1,0 +1,88 @@
+"""Missing and damaged files are named before anything is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dynmo.errors import ConfigError
+from dynmo.models.huggingface.model import from_pretrained
+from tests.models.huggingface.saved_models import change, save
+
+INDEX = "model.safetensors.index.json"
+
+
+def refusal(folder: Path) -> str:
+    """Returns the one line that says what is wrong with a folder."""
+    with pytest.raises(ConfigError) as caught:
+        from_pretrained(folder)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[Path]:
+    """A Llama in several files."""
+    save("llama", tmp_path)
+    return sorted(tmp_path.glob("*.safetensors"))
+
+
+def test_a_missing_shard_is_named(shards: list[Path]) -> None:
+    shards[1].unlink()
+    assert refusal(shards[1].parent) == (
+        f"{shards[1]} is missing, but {INDEX} lists it; download it again"
+    )
+
+
+@pytest.mark.parametrize("length", [0, 4, 40, -1])
+def test_a_truncated_shard_is_named(shards: list[Path], length: int) -> None:
+    shards[1].write_bytes(shards[1].read_bytes()[:length])
+    assert refusal(shards[1].parent).startswith(f"{shards[1]} cannot be read (")
+
+
+def test_a_damaged_header_is_named(shards: list[Path]) -> None:
+    content = bytearray(shards[0].read_bytes())
+    content[8:24] = b"\xff" * 16
+    shards[0].write_bytes(content)
+    assert refusal(shards[0].parent).startswith(f"{shards[0]} cannot be read (")
+
+
+def test_a_shard_that_is_lost_after_the_start_is_named(shards: list[Path]) -> None:
+    model = from_pretrained(shards[0].parent)
+    for shard in shards:
+        shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"\.safetensors cannot be read \("):
+        model.build({1})
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}'])
+def test_a_damaged_index_is_named(shards: list[Path], content: str) -> None:
+    index = shards[0].parent / INDEX
+    index.write_text(content)
+    assert refusal(index.parent) == f"{index} is no index of weights; download it again"
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    model = save("llama", tmp_path, shard="1GB")
+    (tmp_path / "model.safetensors").unlink()
+    assert "has no model.safetensors and no" in refusal(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert "has its weights in pytorch_model.bin" in refusal(tmp_path)
+
+
+def test_the_config_may_name_the_file(tmp_path: Path) -> None:
+    save("llama", tmp_path, shard="1GB")
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    named = json.dumps({**config, "transformers_weights": "other.safetensors"})
+    (tmp_path / "config.json").write_text(named)
+    assert from_pretrained(tmp_path).weights is not None
+
+
+def test_an_empty_file_lacks_all_weights(tmp_path: Path) -> None:
+    save("llama", tmp_path, shard="1GB")
+    change(tmp_path, lambda tensors: tensors.clear())
+    assert " lacks lm_head.weight and 20 more; its config.json is of " in refusal(tmp_path)
