@@ -64,6 +64,7 @@ class Builder:
         places: The layers.
         frozen: Indices of the layers that do not train. May be set before layers are built.
         float32_adapters: Whether adapters stay in float32 in any precision. May be set, too.
+        base_folder: Folder of the frozen weights that checkpoints leave out. May be set, too.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Builder:
         self.places = places(halves)
         self.frozen: Collection[int] = ()
         self.float32_adapters = False
+        self.base_folder: str | None = None
 
     def build(self, owned: Collection[int]) -> list[nn.Module]:
         """Returns all layers. Those that are not owned are on the meta device."""
@@ -86,8 +88,9 @@ class Builder:
             layers = [self._shell(frame, place) for place in self.places]
             for index in self.frozen:
                 layers[index].requires_grad_(False)
-            if self.float32_adapters:
-                for layer in layers:
+            for layer in layers:
+                layer.base_folder = self.base_folder
+                if self.float32_adapters:
                     names = (name for name, _ in layer.named_parameters() if is_adapter(name))
                     layer.kept_in_float32 = tuple(names)
             for index in sorted(owned):

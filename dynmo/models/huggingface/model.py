@@ -66,12 +66,13 @@ class HuggingFaceModel(Model):
         return ("",) * self.layers
 
 
-def from_pretrained(
+def from_pretrained(  # noqa: PLR0913
     source: str | Path | PreTrainedConfig,
     *,
     cut: Cut = "auto",
     lora: LoraConfig | None = None,
     float32_adapters: bool = False,
+    saves_base: bool = True,
     freeze: Iterable[Freeze] = (),
     train_last: int | None = None,
     seed: int = 0,
@@ -90,6 +91,8 @@ def from_pretrained(
             that it can be. "blocks" leaves blocks whole.
         lora: Adapters of peft. All other weights are then frozen.
         float32_adapters: Whether adapters stay in float32 in any `precision` of the pipeline.
+        saves_base: Whether checkpoints have frozen weights. If not, they have the folder and a
+            hash of each.
         freeze: Blocks by index, and layers by name, that do not train: `("embedding", range(8))`.
         train_last: Number of last blocks that train, with the output layer. All else is frozen.
         seed: Seed of weights that are drawn, and of adapters.
@@ -137,6 +140,7 @@ def from_pretrained(
 
     builder = Builder(structure, cuts, fill, router)
     builder.float32_adapters = float32_adapters
+    builder.base_folder = None if saves_base or folder is None else str(folder)
     builder.frozen = frozen_layers(builder.places, freeze, train_last)
     layers = builder.build(())
     if not any(p.requires_grad for layer in layers for p in layer.parameters()):
