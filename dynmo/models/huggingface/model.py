@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,8 @@ from dynmo.models.tied import Pair
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+    from dynmo.models.huggingface.adapters import Adapters
+
 _logger = logging.getLogger(__name__)
 
 INPUTS = ("input_ids", "attention_mask", "position_ids")
@@ -50,6 +52,7 @@ class HuggingFaceModel(Model):
         config: The configuration of transformers.
         structure: The parts of the model, on the meta device.
         folder: The folder that the weights are read from. None means that they are drawn.
+        lora: The config of the model's adapters, if it has some.
         weights: The weights in that folder.
         whole: Why blocks are not cut into halves: reason by index of the block.
     """
@@ -57,6 +60,7 @@ class HuggingFaceModel(Model):
     config: PreTrainedConfig
     structure: Structure
     folder: Path | None = None
+    lora: LoraConfig | None = None
     weights: Weights | None = None
     whole: Mapping[int, str] = field(default_factory=dict)
 
@@ -70,7 +74,7 @@ def from_pretrained(  # noqa: PLR0913
     source: str | Path | PreTrainedConfig,
     *,
     cut: Cut = "auto",
-    lora: LoraConfig | None = None,
+    lora: LoraConfig | str | Path | None = None,
     float32_adapters: bool = False,
     saves_base: bool = True,
     freeze: Iterable[Freeze] = (),
@@ -89,7 +93,8 @@ def from_pretrained(  # noqa: PLR0913
             drawn as transformers draws them.
         cut: "auto" cuts a block into an attention half and a feed-forward half if a probe proves
             that it can be. "blocks" leaves blocks whole.
-        lora: Adapters of peft. All other weights are then frozen.
+        lora: Adapters of peft, or the folder of adapters to go on from. All other weights are then
+            frozen.
         float32_adapters: Whether adapters stay in float32 in any `precision` of the pipeline.
         saves_base: Whether checkpoints have frozen weights. If not, they have the folder and a
             hash of each.
@@ -117,7 +122,7 @@ def from_pretrained(  # noqa: PLR0913
         raise ConfigError(f'cut = {cut!r}; use "auto" or "blocks"')
     model = meta_model(folder or type(config).__name__, config, trust_remote_code)
     weights = weights_of(folder, model, seed) if folder is not None else None
-    fill_adapters = None if lora is None else _with_adapters(model, lora)
+    adapters = None if lora is None else _with_adapters(model, lora, folder)
     router = router_loss_of(model)
     if router is not None:
         # dynmo sums it over the layers. The model's own forward need not.
@@ -135,8 +140,8 @@ def from_pretrained(  # noqa: PLR0913
             initialise(model, layer)
         else:
             weights.fill(index, layer)
-        if fill_adapters is not None:
-            fill_adapters(layer)
+        if adapters is not None:
+            adapters.fill(layer)
 
     builder = Builder(structure, cuts, fill, router)
     builder.float32_adapters = float32_adapters
@@ -158,6 +163,7 @@ def from_pretrained(  # noqa: PLR0913
         config=config,
         structure=structure,
         folder=folder,
+        lora=None if adapters is None else adapters.config,
         weights=weights,
         whole={index: each for index, each in enumerate(halves) if isinstance(each, str)},
     )
@@ -201,13 +207,15 @@ def _structure(model: nn.Module, source: object) -> Structure:
         ) from None
 
 
-def _with_adapters(model: PreTrainedModel, lora: LoraConfig) -> Callable[[nn.Module], None]:
-    """Puts adapters into a model. Returns what sets their first values in a layer."""
+def _with_adapters(
+    model: PreTrainedModel, lora: LoraConfig | str | Path, base: Path | None
+) -> Adapters:
+    """Puts adapters into a model on the meta device."""
     try:
-        from dynmo.models.huggingface.adapters import add_adapters, initialise_adapters
+        from dynmo.models.huggingface.adapters import Adapters
     except ImportError as error:
         raise ConfigError(f"lora needs peft ({error}); pip install 'dynmo[lora]'") from None
-    return partial(initialise_adapters, lora=add_adapters(model, lora))
+    return Adapters(model, lora, base)
 
 
 def _tied(layers: Sequence[nn.Module], model: nn.Module) -> tuple[Pair, ...]:
