@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dynmo import huggingface as huggingface
     from dynmo.balance.options import Balance as Balance
     from dynmo.balance.partition import Partition as Partition
     from dynmo.cost.layer_cost import Forecast as Forecast
@@ -127,6 +128,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         value: Any = version("dynmo")
+    elif name == "huggingface":
+        value = importlib.import_module("dynmo.huggingface")
     elif name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     else:

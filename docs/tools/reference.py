@@ -144,9 +144,13 @@ def words(annotation: Any) -> list[str]:
 
 
 def commands() -> dict[str, Any]:
-    """The commands of `dynmo` by name."""
+    """The commands of `dynmo` by name, such as "train" and "checkpoint.export"."""
     group: Any = typer.main.get_command(app)
-    return cast("dict[str, Any]", group.commands)
+    found = dict[str, Any]()
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", None)
+        found |= {name: command} if inner is None else {f"{name}.{x}": y for x, y in inner.items()}
+    return found
 
 
 def options_table(name: str) -> str:

@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from dynmo.cli.checkpoint import checkpoint
 from dynmo.cli.plan import plan
 from dynmo.cli.profile import profile
 from dynmo.cli.report import report
@@ -37,6 +38,7 @@ app.command("plan")(plan)
 app.command("schedule")(schedule)
 app.command("simulate")(simulate)
 app.command("report")(report)
+app.add_typer(checkpoint, name="checkpoint")
 
 # Base class of the usage errors (wrong option, missing argument, wrong type). Typer does not export
 # it by name.

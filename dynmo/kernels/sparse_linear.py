@@ -238,6 +238,10 @@ def dense_size(linear: nn.Linear) -> int:
     return linear.out_features * linear.in_features
 
 
+def dense_shape(linear: nn.Linear) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
+
+
 def survivors(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
     """Return the weights that are not pruned, or their float32 masters, [kept]."""
     weight = linear.weight.detach() if master is None else master

@@ -9,7 +9,7 @@ It travels in host memory (gloo): the wait has a limit, and no GPU needs room fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -17,19 +17,14 @@ from torch import Tensor, nn
 
 from dynmo.balance.partition import Move
 from dynmo.errors import CheckpointError, RunError
-from dynmo.kernels.sparse_linear import (
-    MaskedLinear,
-    SparseLinear,
-    dense_parameters,
-    encodes_sparsity,
-)
-from dynmo.kernels.split import LOW
+from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.buffers import has_same_bits
 from dynmo.runtime.optim.zero import cut_state
+from dynmo.runtime.state.exact_state import entries, exact_state
 from dynmo.runtime.state.migration import describe, unpack
 
 _SECTION = "state"
@@ -90,17 +85,11 @@ class WholeModel:
         layer_store = self._layer_store
         if index not in layer_store.layers:
             return None
+        masters = layer_store.masters(index) if exact else {}
         with layer_store.whole(index) as module:
-            masters = layer_store.masters(index) if exact else {}
-            named = dict(module.named_parameters())
-            floats = {n: m for n, m in masters.items() if named[n].is_floating_point()}
-            dense = {
-                id(named[name]): t.float() if t.dtype in LOW else t
-                for name, t in dense_parameters(module, floats)
-            }
             own = {
-                self._name(index, name): dense.get(id(tensor), tensor.detach())
-                for name, _, tensor in _entries(module)
+                self._name(index, key): tensor
+                for key, tensor in exact_state(module, masters).items()
             }
         return own if layer_store.world.replica == 0 else None
 
@@ -137,7 +126,7 @@ class WholeModel:
         module = self._layer_store.modules[index]
         optimizer = self._layer_store.optimizers[index]
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        for key, owner, tensor in _entries(module):
+        for key, owner, tensor in entries(module):
             value = values.get(self._name(index, key))
             if value is None:  # a tied weight that another layer owns
                 continue
@@ -190,22 +179,6 @@ class WholeModel:
                     f"{owner!r} and {key!r} are one weight of this model, but differ in the state"
                 )
         return tensors
-
-
-def _entries(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yields key, owner and tensor of what `module.state_dict()` has, in its order.
-
-    Buffers that encode the sparsity of pruned weights are left out.
-    """
-    for path, owner in module.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                yield prefix + name, owner, parameter
-        for name, buffer in owner._buffers.items():
-            is_saved = name not in owner._non_persistent_buffers_set
-            if buffer is not None and is_saved and not encodes_sparsity(owner, name):
-                yield prefix + name, owner, buffer
 
 
 def _surviving(owner: nn.Module, dense: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ LEFT_OUT = {
     "make test": "is this suite",
     "make gpu": "needs a GPU; tests/benchmarks/test_gpu.py has its dry run",
     ". .venv/bin/activate": "is for a shell",
+    "dynmo checkpoint export runs/my-run tuned": "needs a model; test_checkpoint.py exports one",
     "python -m tests.fuzz --cases 48": "takes minutes; tests/fuzz/test_fuzz.py has 24 cases",
 }
 LOOPS = ("python loop.py", "torchrun --standalone --nproc-per-node=2 loop.py")
@@ -71,7 +72,8 @@ RUNS = {
         "python -m dynmo.train.compile_ahead": ["python -m dynmo.train.compile_ahead"],
     },
 }
-COMMANDS = ("train", "report", "schedule", "profile", "plan", "simulate")  # their help is shown
+# Their help is shown.
+COMMANDS = ("train", "report", "schedule", "profile", "plan", "simulate", "checkpoint export")
 # These start no ranks, and run in this process.
 QUICK = ("dynmo schedule --schedule zb-h1 --ranks 4 --microbatches 8",)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, needs_extra
 
 # Earlier ones have other private functions.
 _OLDEST = (5, 20)
@@ -19,9 +19,10 @@ def check_installed() -> None:
     try:
         found = version("transformers")
     except PackageNotFoundError:
-        problem = "transformers is not installed"
-    else:
-        if tuple(int(number) for number in found.split(".")[:2]) >= _OLDEST:
-            return
-        problem = f"transformers {found} is older than {'.'.join(map(str, _OLDEST))}"
-    raise ConfigError(f"{problem}, which models of Hugging Face need; pip install 'dynmo[hf]'")
+        raise ConfigError(needs_extra("transformers", "hf")) from None
+    if tuple(int(number) for number in found.split(".")[:2]) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise ConfigError(
+            f"transformers {found} is older than {oldest}, which models of Hugging Face need; "
+            "install a newer one"
+        )

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 from transformers.initialization import guard_torch_init_functions
 from transformers.integrations import moe
@@ -139,3 +140,8 @@ def without_ignored(
     info = SimpleNamespace(missing_keys={*missing}, unexpected_keys={*unexpected})
     model._adjust_missing_and_unexpected_keys(cast(Any, info))
     return info.missing_keys, info.unexpected_keys
+
+
+def as_in_files(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a part of a model's state under the names and in the shapes of its files."""
+    return revert_weight_conversion(model, state)

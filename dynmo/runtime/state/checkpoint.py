@@ -21,8 +21,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
-from dynmo.errors import CheckpointError, RunError
+from dynmo.errors import CheckpointError
 from dynmo.files import write_whole
 from dynmo.kernels.sparse_linear import conform
-from dynmo.runtime.comm.agreement import share_failures
+from dynmo.runtime.comm.attempt import Attempt
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.base_weights import base_of
@@ -85,7 +84,7 @@ def save(
     start = time.perf_counter()
     final = folder / f"step-{step:06d}"
     partial = final.with_suffix(".tmp")
-    attempt = _Attempt(world, partial)
+    attempt = Attempt(world, partial, "earlier checkpoints are untouched")
     with attempt.part():
         if world.rank == 0:
             _remove(partial)
@@ -115,34 +114,6 @@ def save(
     if world.rank == 0:
         _remove_old(folder, step, keep)
     return Saved(final, int(size), time.perf_counter() - start)
-
-
-class _Attempt:
-    """The parts that ranks write of a checkpoint. If one fails, all stop together."""
-
-    def __init__(self, world: World, partial: Path) -> None:
-        self._world, self._partial = world, partial
-        self._failure: Exception | None = None
-
-    @contextmanager
-    def part(self) -> Iterator[None]:
-        """Runs one part. Keeps its error for `agree`, and later parts may fail as well."""
-        try:
-            yield
-        except Exception as error:
-            self._failure = self._failure or error
-
-    def agree(self, what: str) -> None:
-        """Raises RunError on every rank if a part failed on any."""
-        failures = share_failures(self._world, self._failure, what)
-        if not failures:
-            return
-        if self._world.rank == 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
-        why = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
-        raise RunError(
-            f"{self._partial} could not be written ({why}); earlier checkpoints are untouched"
-        ) from self._failure
 
 
 def _complete(partial: Path, final: Path, manifest: CheckpointManifest) -> None:

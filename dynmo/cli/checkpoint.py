@@ -1,0 +1,139 @@
+"""`dynmo checkpoint export` makes a folder of transformers of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dynmo.cli.options import command
+from dynmo.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from dynmo.config import Config
+    from dynmo.models.huggingface.model import HuggingFaceModel
+
+_logger = logging.getLogger(__name__)
+
+checkpoint = typer.Typer(help="Use the checkpoints of a run.")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of `dynmo checkpoint export`."""
+
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="A run, such as runs/NAME, its folder of checkpoints, or one of them (step-N).",
+            show_default=False,
+        ),
+    ]
+    folder: Annotated[
+        Path,
+        typer.Argument(help="The folder that transformers will load.", show_default=False),
+    ]
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="The folder that the model was loaded from (default: model.path of the run).",
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="Type of the weights, such as bfloat16."),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
+
+
+@checkpoint.command("export")
+@command
+def export(options: ExportOptions) -> None:
+    """Write the model of a checkpoint as transformers does."""
+    from dynmo.huggingface.from_checkpoint import export_checkpoint, find_checkpoint
+    from dynmo.huggingface.saved_form import type_of
+
+    dtype = type_of(options.dtype)
+    if options.folder.exists() and not options.folder.is_dir():
+        raise InputError(f"{options.folder} is a file; give a folder")
+    if not options.run.is_dir():
+        raise InputError(f"{options.run} is no folder; give a run, such as runs/NAME")
+    inside = options.run / "checkpoints"
+    path, manifest, problems = find_checkpoint(inside if inside.is_dir() else options.run)
+    for problem in problems:
+        _logger.warning(f"{problem}; {path.name} is exported")
+    model = _model(options, path, manifest.layers)
+    with _progress(path, model.layers) as listen:
+        done = export_checkpoint(path, model, options.folder, dtype, listen)
+    if options.as_json:
+        answer = {
+            "checkpoint": str(path),
+            "step": manifest.step,
+            "folder": str(options.folder),
+            "files": done.files,
+            "bytes": done.bytes,
+        }
+        print(json.dumps(answer))
+    else:
+        gigabytes = f"{done.bytes / 1e9:,.3f} GB"
+        print(f"{options.folder}: the weights after {manifest.step} steps, {gigabytes}")
+
+
+def _model(options: ExportOptions, path: Path, names: list[str]) -> HuggingFaceModel:
+    """Returns the model of a checkpoint, whose layers have these names."""
+    from dynmo.models.huggingface.model import from_pretrained
+
+    source, trust = options.model, False
+    if source is None:
+        config = _config_of(path)
+        if config.model.kind != "hf":
+            raise ConfigError(
+                f'{path} is of a run with model.kind = "{config.model.kind}"; only a model of '
+                'transformers (model.kind = "hf") can be exported'
+            )
+        source, trust = Path(config.model.path), config.model.trust_remote_code
+    for cut in ("auto", "blocks"):
+        model = from_pretrained(source, cut=cut, trust_remote_code=trust)
+        if list(model.names) == names:
+            return model
+    raise ConfigError(
+        f"{path} is of another model than {source} (its layers are {names[0]}, {names[1]}, ..., "
+        f"{len(names)} in all); give the folder that it was loaded from, with --model FOLDER"
+    )
+
+
+def _config_of(path: Path) -> Config:
+    """Returns the config of the run that a checkpoint belongs to."""
+    from dynmo.config import load
+
+    file = path.resolve().parents[1] / "config.toml"
+    if not file.is_file():
+        raise InputError(
+            f"{path} belongs to no run of dynmo train ({file} is missing); give the folder that "
+            "the model was loaded from, with --model FOLDER"
+        )
+    return load(file)
+
+
+@contextlib.contextmanager
+def _progress(path: Path, layers: int) -> Iterator[Callable[[int], None]]:
+    """Shows progress on stderr, while it is open."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed}/{task.total} layers"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"exporting {path.name}", total=layers)
+        yield lambda done: progress.update(task, completed=done)

@@ -1,0 +1,128 @@
+"""The folder of a transformers model while it is written.
+
+    .FOLDER.partial/  or, if FOLDER exists,  FOLDER/.partial/
+        model-00001-of-00002.safetensors      the layers of one shard
+        model-00002-of-00002.safetensors
+        model.safetensors.index.json          tensor -> file
+        config.json, generation_config.json, files of the tokenizer
+
+Files go into place when all are complete. Until then the files of FOLDER are as before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.errors import InputError
+from dynmo.files import write_whole
+from dynmo.huggingface.companions import write_companions
+from dynmo.huggingface.saved_form import SavedForm, first_float
+from dynmo.huggingface.tensor_file import TensorFile
+from dynmo.models.huggingface.model import HuggingFaceModel
+
+_PARTIAL = ".partial"
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+# transformers finds a model by this file, so it comes last.
+_CONFIG = "config.json"
+
+
+class Export:
+    """Writes a model of transformers into a folder.
+
+    Args:
+        folder: The folder. Other files that it has stay there.
+        modules: All layers. They may be on the meta device.
+        shards: The layers of each file of weights.
+        dtype: Type of floating-point weights in the files. None keeps what they have.
+
+    Attributes:
+        partial: The folder until it is complete.
+        files: Names of the files of weights.
+        bytes: Bytes of all weights.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: HuggingFaceModel,
+        modules: Sequence[nn.Module],
+        shards: Sequence[Sequence[int]],
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._folder, self._model, self._modules = folder, model, modules
+        self._is_new = not folder.is_dir()
+        self.partial = (
+            folder.with_name(f".{folder.name}{_PARTIAL}") if self._is_new else folder / _PARTIAL
+        )
+        self._form, self._shards = SavedForm(model, dtype), shards
+        count = len(shards)
+        self.files = [
+            "model.safetensors" if count == 1 else f"model-{at:05}-of-{count:05}.safetensors"
+            for at in range(1, count + 1)
+        ]
+        self._shapes = [self._form.shapes(module) for module in modules]
+        every = [each for shapes in self._shapes for each in shapes.values()]
+        self.bytes = sum(each.nbytes for each in every)
+        self._dtype = first_float(every) if dtype is None else dtype
+
+    def prepare(self) -> None:
+        """Makes the partial folder. One rank calls it, before the others write."""
+        if self._folder.exists() and not self._folder.is_dir():
+            raise InputError(f"{self._folder} is a file; give a folder")
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+
+    def shard(self, number: int) -> TensorFile:
+        """Begins the file of a shard."""
+        return TensorFile(self.partial / self.files[number], self._shapes_of(number))
+
+    def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors of a layer for its shard, on the CPU."""
+        return self._form.tensors({name: each.detach().cpu() for name, each in state.items()})
+
+    def complete(self) -> None:
+        """Writes the other files and puts all into place. One rank calls it, after the others."""
+        if len(self._shards) > 1:
+            write_whole(self.partial / _INDEX, self._index())
+        write_companions(self._model, self._dtype, self.partial)
+        if self._is_new:
+            self.partial.rename(self._folder)
+        else:
+            self._replace_files()
+
+    def _shapes_of(self, number: int) -> dict[str, Tensor]:
+        return {
+            name: each
+            for index in self._shards[number]
+            for name, each in self._shapes[index].items()
+        }
+
+    def _index(self) -> str:
+        weights = {
+            name: file for number, file in enumerate(self.files) for name in self._shapes_of(number)
+        }
+        parameters = sum(self._form.parameters(module) for module in self._modules)
+        metadata = {"total_parameters": parameters, "total_size": self.bytes}
+        index = {"metadata": metadata, "weight_map": weights}
+        return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+    def _replace_files(self) -> None:
+        """Moves the files into the folder, and removes weights that are no longer of the model."""
+        made = [
+            path.relative_to(self.partial) for path in self.partial.rglob("*") if path.is_file()
+        ]
+        for name in sorted(made, key=lambda each: (str(each) == _CONFIG, each)):
+            (self._folder / name).parent.mkdir(exist_ok=True)
+            (self.partial / name).replace(self._folder / name)
+        for path in self._folder.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and Path(path.name) not in made:
+                path.unlink()
+        shutil.rmtree(self.partial)

@@ -1,0 +1,137 @@
+"""Makes a folder of transformers of a checkpoint, in one process and layer by layer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.errors import CheckpointError, RunError
+from dynmo.huggingface.export import Export
+from dynmo.huggingface.saved_form import SavedForm
+from dynmo.models.huggingface.model import HuggingFaceModel
+from dynmo.runtime.comm.headers import DTYPES
+from dynmo.runtime.state import checkpoint
+from dynmo.runtime.state.checkpoint_manifest import MANIFEST, CheckpointManifest
+from dynmo.runtime.state.exact_state import exact_state
+from dynmo.runtime.state.migration import Contents, fill
+
+# Most bytes of a file of weights, as in transformers.
+_MOST = 50 * 10**9
+_MASTER = "/master"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written.
+
+    Attributes:
+        files: Names of the files of weights.
+        bytes: Bytes of all weights.
+    """
+
+    files: list[str]
+    bytes: int
+
+
+def export_checkpoint(
+    path: Path,
+    model: HuggingFaceModel,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    listen: Callable[[int], None] = lambda _: None,
+) -> Exported:
+    """Writes the model of a verified checkpoint as `save_pretrained` does.
+
+    Args:
+        path: The checkpoint, whose layers are those of `model`.
+        dtype: Type of floating-point weights in the files. None writes float32.
+        listen: Called with the number of layers that are done.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model.
+        InputError: `folder` is a file.
+        RunError: The folder cannot be written. Its files are as before.
+    """
+    modules = model.build(())
+    for index, module in enumerate(modules):
+        _take_types(module, path, index)
+    form = SavedForm(model, dtype)
+    sizes = [sum(each.nbytes for each in form.shapes(module).values()) for module in modules]
+    shards = in_shards(sizes, _MOST)
+    export = Export(folder, model, modules, shards, dtype)
+    try:
+        export.prepare()
+        for number, layers in enumerate(shards):
+            with export.shard(number) as file:
+                for index in layers:
+                    file.write(export.tensors(_state(path, model, index, modules[index])))
+                    modules[index].to("meta")
+                    listen(index + 1)
+        export.complete()
+    except OSError as error:
+        raise RunError(
+            f"{folder} could not be written ({error.strerror or error}); its files are as before"
+        ) from error
+    finally:
+        shutil.rmtree(export.partial, ignore_errors=True)
+    return Exported(export.files, export.bytes)
+
+
+def in_shards(sizes: Iterable[int], most: int) -> list[list[int]]:
+    """Returns the layers of each shard: consecutive ones, of `most` bytes or a single layer."""
+    shards, room = [list[int]()], most
+    for index, size in enumerate(sizes):
+        if size > room and shards[-1]:
+            shards.append([])
+            room = most
+        shards[-1].append(index)
+        room -= size
+    return shards
+
+
+def _take_types(module: nn.Module, path: Path, index: int) -> None:
+    """Gives the parameters of a layer on the meta device their types in the checkpoint."""
+    records = checkpoint.load_manifest(path, index).tensors
+    types = {each.name: each.dtype for each in records if each.section == "parameter"}
+    for name, parameter in module.named_parameters():
+        dtype = DTYPES.get(types.get(name, ""))
+        if dtype is not None:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _state(path: Path, model: HuggingFaceModel, index: int, module: nn.Module) -> dict[str, Tensor]:
+    """Returns the state of a layer in a checkpoint."""
+    tensors: Contents = checkpoint.load_layer(path, index, torch.device("cpu"))
+    tensors = checkpoint.fit(index, model.names[index], module, tensors)
+    flags = dict.fromkeys((name for name, _ in module.named_parameters()), False)
+    optimizer = fill(module, tensors, flags)
+    masters = {
+        name: optimizer[f"{name}{_MASTER}"] for name in flags if f"{name}{_MASTER}" in optimizer
+    }
+    return exact_state(module, masters)
+
+
+def find_checkpoint(folder: Path) -> tuple[Path, CheckpointManifest, list[str]]:
+    """Returns the newest whole checkpoint of a folder, or the folder itself if it is one.
+
+    Every file is read, and its hash compared.
+
+    Returns:
+        The checkpoint, its manifest, and problems of newer ones.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if (folder / MANIFEST).exists():
+        return folder, checkpoint.verify(folder), []
+    if not any(folder.glob("step-*")):
+        raise CheckpointError(
+            f"{folder} has no checkpoint; give a run (runs/NAME), its folder of checkpoints, or "
+            "one of them (step-N)"
+        )
+    return checkpoint.find(folder)

@@ -1,0 +1,148 @@
+"""Continues text with the model of a pipeline."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
+
+from dynmo.errors import ConfigError, InputError, one_line
+from dynmo.huggingface.saving import transformers_model
+from dynmo.models.huggingface.model import HuggingFaceModel
+from dynmo.pipeline.pipeline import Pipeline
+
+
+@overload
+def generate(
+    pipeline: Pipeline, ids_or_text: Tensor, *, max_new_tokens: int = 32, tokenizer: Any = None
+) -> Tensor: ...
+
+
+@overload
+def generate(
+    pipeline: Pipeline, ids_or_text: str, *, max_new_tokens: int = 32, tokenizer: Any = None
+) -> str: ...
+
+
+def generate(
+    pipeline: Pipeline,
+    ids_or_text: Tensor | str,
+    *,
+    max_new_tokens: int = 32,
+    tokenizer: Any = None,
+) -> Tensor | str:
+    """Continues token ids or a text by the most likely tokens.
+
+    All ranks call it together, with the same arguments. Every new token takes a forward over the
+    whole sequence, so it is for a look at a model in training, not for serving. The ids are those
+    of transformers' `generate(do_sample=False)`. Of the generation config, only the ids of the end
+    and of padding count.
+
+    Args:
+        pipeline: The pipeline. Its model is one of `from_pretrained`.
+        ids_or_text: Token ids [tokens] or [rows, tokens], or a text. Rows that are shorter than
+            others begin with the padding id of the generation config.
+        max_new_tokens: Most tokens that are added. A row ends earlier after an id of the end.
+        tokenizer: A tokenizer of transformers, for a text. None takes that of the model's folder.
+
+    Returns:
+        The ids with the new ones behind them, as int64 on the CPU, or the text without special
+        tokens. The same on every rank.
+
+    Raises:
+        ConfigError: The model is not one of transformers, or there is no tokenizer for a text.
+        InputError: The ids have another form.
+    """
+    model = transformers_model(pipeline._model, "generate")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens = {max_new_tokens!r}; give 1 or more")
+    if isinstance(ids_or_text, str):
+        tokenizer = tokenizer or _tokenizer(model.folder)
+        ids = torch.tensor([tokenizer(ids_or_text)["input_ids"]], dtype=torch.int64)
+        (row,) = _continued(pipeline, model, _checked(ids), max_new_tokens)
+        return tokenizer.decode(row, skip_special_tokens=True)
+    ids = _checked(ids_or_text)
+    longer = _continued(pipeline, model, ids.reshape(-1, ids.shape[-1]), max_new_tokens)
+    return longer if ids.dim() == 2 else longer[0]
+
+
+def _continued(
+    pipeline: Pipeline, model: HuggingFaceModel, ids: Tensor, max_new_tokens: int
+) -> Tensor:
+    ends, padding = _special_ids(model)
+    inputs = {"input_ids": ids, **_padded(model, ids, ends, padding)}
+    unfinished = torch.ones(len(ids), dtype=torch.bool)
+    for _ in range(max_new_tokens):
+        added = _next_ids(pipeline, inputs)
+        added = torch.where(unfinished, added, padding or 0)
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], added[:, None]], dim=1)
+        unfinished &= ~torch.isin(added, torch.tensor(ends, dtype=torch.int64))
+        if not unfinished.any():
+            break
+        if "attention_mask" in inputs:
+            mask = inputs["attention_mask"]
+            inputs["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        if "position_ids" in inputs:
+            positions = inputs["position_ids"]
+            inputs["position_ids"] = torch.cat([positions, positions[:, -1:] + 1], dim=1)
+    return inputs["input_ids"]
+
+
+def _next_ids(pipeline: Pipeline, inputs: dict[str, Tensor]) -> Tensor:
+    """Returns the most likely next id of each row, on every rank."""
+    engine, outputs = pipeline._engine, dict[int, Any]()
+    engine.evaluate(pipeline._cut(inputs, None, 1)[0], None, 1, outputs=outputs)
+    world = engine.store.world
+    ids = torch.zeros(len(inputs["input_ids"]), dtype=torch.int64)
+    if outputs and world.replica == 0:
+        logits = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+        ids.copy_(logits[:, -1].float().argmax(-1))
+    return world.everyone.sum(ids, "the next token")
+
+
+def _padded(
+    model: HuggingFaceModel, ids: Tensor, ends: list[int], padding: int | None
+) -> dict[str, Tensor]:
+    """Returns the inputs beside the ids, if some ids are padding."""
+    if padding is None or padding in ends or not bool((ids == padding).any()):
+        return {}
+    mask = (ids != padding).long()
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    known = inspect.signature(model.structure.model.forward).parameters
+    given = {"attention_mask": mask, "position_ids": positions}
+    return {name: value for name, value in given.items() if name in known}
+
+
+def _special_ids(model: HuggingFaceModel) -> tuple[list[int], int | None]:
+    """Returns the ids that end a row, and the id of padding."""
+    config = GenerationConfig.from_model_config(model.config)
+    if model.folder is not None and (model.folder / "generation_config.json").is_file():
+        config = GenerationConfig.from_pretrained(model.folder)
+    given: Any = config.eos_token_id
+    ends = [] if given is None else [given] if isinstance(given, int) else list(given)
+    padding: Any = config.pad_token_id
+    return ends, ends[0] if padding is None and ends else padding
+
+
+def _tokenizer(folder: Path | None) -> Any:
+    try:
+        if folder is None:
+            raise OSError("the model was made of a config")
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"no tokenizer for the text ({one_line(str(error))[:200]}); give token ids, or "
+            "tokenizer=..."
+        ) from None
+
+
+def _checked(ids: Tensor) -> Tensor:
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() not in (1, 2):
+        raise InputError("generate takes a text, or token ids [tokens] or [rows, tokens]")
+    if not ids.numel():
+        raise InputError("generate needs one token at least")
+    return ids.detach().to("cpu", torch.int64)

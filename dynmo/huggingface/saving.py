@@ -1,0 +1,92 @@
+"""Saves the model of a pipeline as transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from dynmo.errors import ConfigError
+from dynmo.huggingface.export import Export
+from dynmo.huggingface.saved_form import type_of
+from dynmo.models.huggingface.model import HuggingFaceModel
+from dynmo.models.model import Model
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.attempt import Attempt
+from dynmo.runtime.state.exact_state import exact_state
+from dynmo.runtime.state.layer_store import LayerStore
+
+
+def save_pretrained(
+    pipeline: Pipeline, folder: str | Path, *, dtype: torch.dtype | str | None = None
+) -> None:
+    """Saves the model of a pipeline in a folder that transformers loads.
+
+    All ranks call it together, and share the file system. Each rank of the pipeline writes its
+    layers into a file of its own, one layer at a time. The folder gets the configs too, and the
+    tokenizer of the folder that the model was loaded from.
+
+    Args:
+        pipeline: The pipeline. Its model is one of `from_pretrained`.
+        folder: The folder, new or not. Other files that it has stay there.
+        dtype: Type of the weights in the files, such as "bfloat16". None writes float32: the
+            masters, if the pipeline computes in lower precision.
+
+    Raises:
+        ConfigError: The model is not one of transformers, or there is no such type.
+        RunError: A rank could not write its part. Every rank raises it, and the files of the folder
+            are as before.
+    """
+    engine = pipeline._engine
+    model = transformers_model(engine.model, "save_pretrained")
+    kind = type_of(dtype)
+    store = engine.pending.final
+    world = store.world
+    if world.replicas > 1:
+        engine.digest()  # raises if replicas differ: the first replica's weights are saved for all
+    layers = range(model.layers)
+    shards = [[at for at in layers if store.rank_of(at) == rank] for rank in range(world.size)]
+    folder = Path(folder)
+    export = Export(folder, model, store.modules, shards, kind)
+    attempt = Attempt(world, export.partial, f"the files of {folder} are as before")
+    with attempt.part():
+        if world.everyone.rank == 0:
+            export.prepare()
+    attempt.agree("the folder of the model")
+    _write_layers(store, export, attempt, shards[world.rank])
+    attempt.agree("the layers of the model to be written")
+    with attempt.part():
+        if world.everyone.rank == 0:
+            export.complete()
+    attempt.agree("the folder of the model to be complete")
+
+
+def _write_layers(
+    store: LayerStore, export: Export, attempt: Attempt, layers: Sequence[int]
+) -> None:
+    """Writes own layers. The ranks of the first replica write for all."""
+    with ExitStack() as stack:
+        file = None
+        with attempt.part():
+            if store.world.replica == 0:
+                file = stack.enter_context(export.shard(store.world.rank))
+        # The loop runs to the end, whatever fails: with ZeRO-1 replicas gather masters together.
+        for index in layers:
+            masters = store.masters(index)
+            with store.whole(index) as module, attempt.part():
+                if file is not None:
+                    file.write(export.tensors(exact_state(module, masters)))
+        with attempt.part():
+            stack.close()
+
+
+def transformers_model(model: Model, what: str) -> HuggingFaceModel:
+    """Returns a model as one of transformers, or raises ConfigError."""
+    if not isinstance(model, HuggingFaceModel):
+        raise ConfigError(
+            f"dynmo.huggingface.{what}: the pipeline's model is not one of transformers; make it "
+            "with dynmo.huggingface.from_pretrained, or save pipeline.state_dict()"
+        )
+    return model

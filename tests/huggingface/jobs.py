@@ -1,0 +1,97 @@
+"""Jobs of the ranks of this folder's tests. Each returns JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import dynmo
+from dynmo.errors import DynmoError
+from dynmo.huggingface import from_pretrained, generate, save_pretrained
+from dynmo.runtime.comm.world import World
+from tests.full_disk import full_at
+from tests.models.huggingface.small import config_of, make_batch
+
+MICROBATCHES = 4
+
+
+def trained(world: World, kind: str, **options: Any) -> dynmo.Pipeline:
+    """A pipeline after a step, in which each replica has its rows of the batch."""
+    replicas = options.get("replicas", 1)
+    pipeline = dynmo.Pipeline(
+        from_pretrained(config_of(kind)),
+        world,
+        microbatches=MICROBATCHES // replicas,
+        optimizer=dynmo.AdamW(lr=0.01),
+        **options,
+    )
+    batch = make_batch(0, padded=False)
+    rows = {name: each.chunk(replicas)[world.rank % replicas] for name, each in batch.items()}
+    pipeline.step(rows)
+    return pipeline
+
+
+def plain_of(folder: str, told: dict[str, Any] | None = None) -> Any:
+    """What transformers loads from a folder. `told` gets the keys that do not fit."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    plain, info = loaded
+    if told is not None:
+        told["keys"] = sorted({*info["missing_keys"], *info["unexpected_keys"]})
+    return plain.eval()
+
+
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def exported(world: World, kind: str, folder: str, **options: Any) -> dict[str, Any]:
+    """Saves a trained model, and compares it with what transformers loads."""
+    pipeline = trained(world, kind, **options)
+    save_pretrained(pipeline, folder)
+    seen = dict[str, Any]()
+    plain = plain_of(folder, seen)
+    state, loaded = pipeline.state_dict(everywhere=True), plain.state_dict()
+    seen["state"] = equal(loaded, state)
+    ids = make_batch(2, padded=False)["input_ids"]
+    _, out = pipeline.evaluate({"input_ids": ids}, outputs=True, shared=True)
+    if options.get("precision", "float32") == "float32" and isinstance(out, Tensor):
+        parts = ids.chunk(pipeline.microbatches)
+        with torch.no_grad():
+            seen["logits"] = torch.equal(out, torch.cat([plain(part).logits for part in parts]))
+    again = dynmo.Pipeline(
+        from_pretrained(folder), world, microbatches=MICROBATCHES, schedule="1f1b"
+    )
+    seen["again"] = equal(again.state_dict(everywhere=True), state)
+    seen["goes on"] = pipeline.step(make_batch(1, padded=False)).loss > 0
+    return seen
+
+
+def save_on_a_full_disk(world: World, folder: str, number: int, full: int) -> str:
+    """The error if one rank cannot sync its file of this number."""
+    pipeline = trained(world, "llama")
+    try:
+        with full_at(number if world.rank == full else -1):
+            save_pretrained(pipeline, folder)
+    except DynmoError as error:
+        return str(error)
+    return ""
+
+
+def continued(
+    world: World, folder: str, ids: list[list[int]], new: int, **options: Any
+) -> list[list[int]]:
+    """Ids that a pipeline continues, with the weights of a folder."""
+    pipeline = dynmo.Pipeline(from_pretrained(folder), world, microbatches=2, **options)
+    longer = generate(pipeline, torch.tensor(ids), max_new_tokens=new)
+    assert longer.dtype == torch.int64
+    return longer.tolist()
+
+
+def text_continued(world: World, folder: str, text: str) -> str:
+    pipeline = dynmo.Pipeline(from_pretrained(Path(folder)), world, microbatches=2)
+    return generate(pipeline, text, max_new_tokens=4)

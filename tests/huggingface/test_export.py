@@ -1,0 +1,242 @@
+"""`save_pretrained`: transformers loads what a pipeline has."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import dynmo
+from dynmo.errors import ConfigError, RunError
+from dynmo.huggingface import save_pretrained
+from dynmo.huggingface.from_checkpoint import in_shards
+from dynmo.huggingface.saved_form import SavedForm
+from dynmo.huggingface.tensor_file import TensorFile
+from dynmo.kernels.sparse_linear import prune
+from dynmo.models.huggingface.model import from_pretrained
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.state.exact_state import exact_state, shapes_of_state
+from tests.full_disk import full_at
+from tests.huggingface.jobs import MICROBATCHES, plain_of, trained
+from tests.models.huggingface.small import config_of
+from tests.pool import Pool
+
+JOBS = "tests.huggingface.jobs:"
+MESHES: dict[str, Any] = {
+    "1 rank": {"ranks": 1, "schedule": "1f1b"},
+    "zb-v": {"ranks": 2, "schedule": "zb-v"},
+    "zero": {"ranks": 4, "replicas": 2, "zero": 1, "schedule": "zb-h1"},
+    "bfloat16": {"ranks": 2, "schedule": "1f1b", "precision": "bfloat16"},
+    "zero, bfloat16": {
+        "ranks": 4,
+        "replicas": 2,
+        "zero": 1,
+        "schedule": "1f1b",
+        "precision": "bfloat16",
+    },
+}
+EVERYDAY = [("llama", "1 rank"), ("mixtral", "zb-v"), ("gemma", "zero, bfloat16")]
+REST = [
+    pytest.param(kind, mesh, marks=pytest.mark.matrix)
+    for kind in ("llama", "mixtral", "gemma", "gpt2", "qwen3_moe", "gpt_oss")
+    for mesh in MESHES
+    if (kind, mesh) not in EVERYDAY
+]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with dynmo.init(device="cpu") as world:
+        assert isinstance(world, World)
+        yield world
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: t for path in folder.glob("*.safetensors") for k, t in load_file(path).items()}
+
+
+@pytest.mark.parametrize(("kind", "mesh"), [*EVERYDAY, *REST])
+def test_transformers_loads_the_weights_of_any_mesh(
+    pool: Pool, tmp_path: Path, kind: str, mesh: str
+) -> None:
+    """Names, shapes and values are those of transformers' own `save_pretrained`."""
+    options = dict(MESHES[mesh])
+    ranks = options.pop("ranks")
+    folder, again = tmp_path / "model", tmp_path / "again"
+    for seen in pool.run(f"{JOBS}exported", ranks, kind=kind, folder=str(folder), **options):
+        assert seen["keys"] == []
+        assert all(value for key, value in seen.items() if key != "keys")
+    plain_of(str(folder)).save_pretrained(again)
+    ours, theirs = weights(folder), weights(again)
+    assert {k: t.shape for k, t in ours.items()} == {k: t.shape for k, t in theirs.items()}
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / name).read_text()) == json.loads((again / name).read_text())
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    count = ranks // options.get("replicas", 1)
+    if count == 1:
+        assert shards == ["model.safetensors"]
+        assert not (folder / "model.safetensors.index.json").exists()
+        return
+    assert shards == [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {k: n for n in shards for k in load_file(folder / n)}
+    assert index["metadata"] == {
+        "total_size": sum(each.nbytes for each in ours.values()),
+        "total_parameters": plain_of(str(folder)).num_parameters(),
+    }
+
+
+def test_weights_get_the_type_that_is_asked_for(world: World, tmp_path: Path) -> None:
+    pipeline = trained(world, "llama", schedule="1f1b")
+    save_pretrained(pipeline, tmp_path, dtype="bfloat16")
+    state, saved = pipeline.state_dict(), weights(tmp_path)
+    assert {key: each.to(torch.bfloat16) for key, each in state.items()}.keys() == saved.keys()
+    assert all(torch.equal(saved[key], state[key].to(torch.bfloat16)) for key in saved)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_a_model_keeps_in_float32_stays_so() -> None:
+    model = from_pretrained(config_of("llama"))
+    model.structure.model._keep_in_fp32_modules_strict = {"input_layernorm"}  # pyright: ignore
+    shapes = SavedForm(model, torch.bfloat16).shapes(model.build(())[1])
+    norm = "model.layers.0.input_layernorm.weight"
+    assert {key for key, each in shapes.items() if each.dtype == torch.float32} == {norm}
+
+
+def test_files_beside_the_model_stay_and_old_weights_go(world: World, tmp_path: Path) -> None:
+    stale = ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    for name in (*stale, "README.md", "model.safetensors", "config.json"):
+        (tmp_path / name).write_text("before")
+    pipeline = trained(world, "llama", schedule="1f1b")
+    with full_at(0), pytest.raises(RunError, match=r"No space left .* are as before"):
+        save_pretrained(pipeline, tmp_path)
+    assert {*files(tmp_path).values()} == {b"before"}
+    assert len(files(tmp_path)) == 5
+    save_pretrained(pipeline, tmp_path)
+    left = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    assert {*files(tmp_path)} == left
+    assert (tmp_path / "README.md").read_text() == "before"
+    assert weights(tmp_path).keys() == pipeline.state_dict().keys()
+
+
+def test_tokenizer_and_generation_config_are_copied(world: World, tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "tuned"
+    save_pretrained(trained(world, "llama", schedule="1f1b"), source)
+    beside = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "chat_template.jinja")
+    for name in (*beside, "generation_config.json", "pytorch_model.bin"):
+        (source / name).write_text('{"max_length": 7}')
+    pipeline = dynmo.Pipeline(from_pretrained(source), world, microbatches=MICROBATCHES)
+    save_pretrained(pipeline, folder)
+    assert {*files(folder)} == {
+        *beside,
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    assert (folder / "generation_config.json").read_text() == '{"max_length": 7}'
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_pruned_weights_are_dense(sparse: bool) -> None:
+    model = from_pretrained(config_of("llama"))
+    layer = model.build(range(model.layers))[1]
+    name = "model.layers.0.self_attn.q_proj"
+    linear = layer.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    wanted = linear.weight.detach() * (linear.weight > 0)
+    prune(linear, linear.weight.detach().flatten() > 0, sparse, {})
+    state, form = exact_state(layer, {}), SavedForm(model, None)
+    assert torch.equal(form.tensors(state)[f"{name}.weight"], wanted)
+    shapes = shapes_of_state(layer)
+    assert {k: t.shape for k, t in state.items()} == {k: t.shape for k, t in shapes.items()}
+
+
+def test_a_rank_that_fails_fails_all(pool: Pool, tmp_path: Path) -> None:
+    """Nothing of the folder is left, wherever the disk is full."""
+    folder = tmp_path / "model"
+    for number, full in ((0, 1), (0, 0), (1, 0)):
+        said = pool.run(
+            f"{JOBS}save_on_a_full_disk", 2, folder=str(folder), number=number, full=full
+        )
+        assert said[0] == said[1]
+        assert re.fullmatch(
+            rf"\S+ could not be written \(rank {full}: No space left on device\); the files of "
+            r"\S+ are as before",
+            said[0],
+        )
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_no_folder(world: World, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    pipeline = trained(world, "llama", schedule="1f1b")
+    with pytest.raises(RunError, match="file is a file; give a folder"):
+        save_pretrained(pipeline, tmp_path / "file")
+    with pytest.raises(RunError, match="Not a directory"):
+        save_pretrained(pipeline, tmp_path / "file" / "model")
+    assert files(tmp_path) == {"file": b"mine"}
+
+
+def test_other_models_and_types_are_refused(world: World, tmp_path: Path) -> None:
+    own = dynmo.Sequential([nn.Linear(4, 4)], loss=nn.functional.mse_loss)
+    pipeline = dynmo.Pipeline(own, world, microbatches=2)
+    with pytest.raises(ConfigError, match="not one of transformers; make it with"):
+        save_pretrained(pipeline, tmp_path)
+    with pytest.raises(ConfigError, match="dtype = 'int8'; known are float32"):
+        save_pretrained(trained(world, "llama", schedule="1f1b"), tmp_path, dtype="int8")
+    assert files(tmp_path) == {}
+
+
+def test_tensors_of_any_type_are_written_in_any_order(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.tensor([True, False, True]),
+        "c": torch.arange(3, dtype=torch.bfloat16),
+        "a": torch.tensor(5),
+        "e": torch.empty(0, 3),
+        "d": torch.arange(6.0).view(2, 3).t(),
+    }
+    path = tmp_path / "file.safetensors"
+    with TensorFile(path, {name: each.to("meta") for name, each in tensors.items()}) as file:
+        for name, each in tensors.items():
+            file.write({name: each})
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_a_file_lacks_nothing_of_its_header(tmp_path: Path) -> None:
+    shapes = {"a": torch.empty(2, device="meta")}
+    with (
+        pytest.raises(RunError, match=r"a was not written to \S+x.safetensors"),
+        TensorFile(tmp_path / "x.safetensors", shapes),
+    ):
+        pass
+    with (
+        pytest.raises(RunError, match="a is not in the header"),
+        TensorFile(tmp_path / "y.safetensors", shapes) as file,
+    ):
+        file.write({"a": torch.empty(3)})
+
+
+def test_shards_are_consecutive_layers() -> None:
+    assert in_shards([3, 3, 3, 9, 1], 6) == [[0, 1], [2], [3], [4]]
+    assert in_shards([1, 1], 6) == [[0, 1]]
+
+
+def test_names_are_loaded_when_they_are_used() -> None:
+    assert dynmo.huggingface.save_pretrained is save_pretrained
+    assert dir(dynmo.huggingface) == ["from_pretrained", "generate", "save_pretrained"]
+    with pytest.raises(AttributeError, match="'load'; its names are from_pretrained"):
+        dynmo.huggingface.load  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]

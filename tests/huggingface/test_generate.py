@@ -1,0 +1,114 @@
+"""`generate`: a pipeline continues ids and texts as transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+import dynmo
+from dynmo.errors import ConfigError, InputError
+from dynmo.huggingface import from_pretrained, generate
+from dynmo.runtime.comm.world import World
+from tests.huggingface.saved import PAD, save_model, save_tokenizer
+from tests.models.huggingface.small import VOCAB, config_of
+from tests.pool import Pool
+
+JOBS = "tests.huggingface.jobs:"
+NEW = 12
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with dynmo.init(device="cpu") as world:
+        assert isinstance(world, World)
+        yield world
+
+
+def prompt(padded: bool = False) -> Tensor:
+    """Ids of 3 rows, maybe with padding before two of them."""
+    ids = torch.randint(3, VOCAB, (3, 6), generator=torch.Generator().manual_seed(0))
+    if padded:
+        ids[0, :2] = PAD
+        ids[2, :4] = PAD
+    return ids
+
+
+def wanted(model: Any, ids: Tensor) -> Tensor:
+    return model.generate(ids, do_sample=False, use_cache=False, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "padded", "options"),
+    [
+        (1, "llama", True, {"schedule": "1f1b"}),
+        (2, "llama", False, {"schedule": "zb-v"}),
+        (4, "mixtral", True, {"schedule": "1f1b", "replicas": 2}),
+        pytest.param(2, "gemma", True, {"schedule": "1f1b"}, marks=pytest.mark.matrix),
+        pytest.param(2, "gpt2", True, {"schedule": "1f1b"}, marks=pytest.mark.matrix),
+        pytest.param(1, "bloom", True, {"schedule": "1f1b"}, marks=pytest.mark.matrix),
+    ],
+)
+def test_ids_are_those_of_transformers(
+    pool: Pool, tmp_path: Path, ranks: int, kind: str, padded: bool, options: dict[str, Any]
+) -> None:
+    plain, ids = save_model(tmp_path, kind), prompt(padded)
+    longer = wanted(plain, ids).tolist()
+    arguments = {"folder": str(tmp_path), "ids": ids.tolist(), "new": NEW, **options}
+    assert pool.run(f"{JOBS}continued", ranks, **arguments) == [longer] * ranks
+
+
+def test_rows_end_by_themselves(pool: Pool, tmp_path: Path) -> None:
+    """The ids of the end are those of the generation config. Shorter rows get padding."""
+    plain, ids = save_model(tmp_path), prompt()
+    free = wanted(plain, ids)
+    ends = [int(free[0, 8]), int(free[1, 10]), int(free[2, 7])]
+    generation: Any = plain.generation_config
+    generation.eos_token_id = ends
+    generation.save_pretrained(tmp_path)
+    longer = wanted(plain, ids)
+    assert longer.shape[1] < free.shape[1]
+    assert bool((longer == PAD).any())
+    arguments = {"folder": str(tmp_path), "ids": ids.tolist(), "new": NEW}
+    assert pool.run(f"{JOBS}continued", 1, **arguments) == [longer.tolist()]
+
+
+def test_a_text_is_continued_with_the_tokenizer_of_the_folder(pool: Pool, tmp_path: Path) -> None:
+    save_model(tmp_path)
+    save_tokenizer(tmp_path)
+    texts = pool.run(f"{JOBS}text_continued", 2, folder=str(tmp_path), text="1234")
+    assert texts[0] == texts[1]
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
+    assert texts[0].startswith(tokenizer.decode(tokenizer("1234")["input_ids"]))
+    assert len(texts[0]) > len("1 2 3 4")
+
+
+@pytest.mark.parametrize("options", [{}, {"output_router_logits": True}])
+def test_ids_of_one_row_stay_one_row(world: World, options: dict[str, Any]) -> None:
+    model = from_pretrained(config_of("mixtral", **options))
+    pipeline = dynmo.Pipeline(model, world, microbatches=2)
+    longer = generate(pipeline, torch.tensor([5, 6, 7], dtype=torch.int32), max_new_tokens=2)
+    assert (longer.shape, longer.dtype) == ((5,), torch.int64)
+    assert longer[:3].tolist() == [5, 6, 7]
+
+
+def test_what_cannot_be_continued_is_refused(world: World) -> None:
+    pipeline = dynmo.Pipeline(from_pretrained(config_of("llama")), world, microbatches=2)
+    with pytest.raises(ConfigError, match=r"no tokenizer .* made of a config\); give token ids"):
+        generate(pipeline, "text")
+    wrong: list[Any] = [torch.ones(3), torch.ones(1, 1, 1, dtype=torch.int64), [1, 2]]
+    for ids in wrong:
+        with pytest.raises(InputError, match="takes a text, or token ids"):
+            generate(pipeline, ids)
+    with pytest.raises(InputError, match="one token at least"):
+        generate(pipeline, torch.ones(2, 0, dtype=torch.int64))
+    with pytest.raises(InputError, match="max_new_tokens = 0; give 1 or more"):
+        generate(pipeline, torch.ones(2, dtype=torch.int64), max_new_tokens=0)
+    own = dynmo.Sequential([nn.Linear(4, 4)], loss=nn.functional.mse_loss)
+    with pytest.raises(ConfigError, match="generate: the pipeline's model is not one of"):
+        generate(dynmo.Pipeline(own, world, microbatches=2), torch.ones(2, dtype=torch.int64))
