@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig
 
 import dynmo
+from dynmo.huggingface import save_pretrained
 from dynmo.models.huggingface.model import HuggingFaceModel, from_pretrained
 from dynmo.runtime.comm.world import World
 from tests.models.huggingface.small import config_of, make_batch
@@ -51,3 +52,40 @@ def train(
             pipeline.move(move)
         losses.append(pipeline.step(make_batch(step, padded=False)).loss)
     return {"losses": losses, "weights": pipeline.digest()}
+
+
+def export(
+    world: World,
+    base: str,
+    folder: str,
+    meshes: list[list[int]] | None = None,
+    checkpoints: str | None = None,
+    resume: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains adapters of a folder's model while ranks change, and saves them.
+
+    Returns nothing on ranks that have left.
+    """
+    pipeline = dynmo.Pipeline(
+        model_of(base, saves_base=False),
+        world,
+        microbatches=4,
+        steps=STEPS,
+        optimizer=adamw,
+        max_grad_norm=1e9,
+        elastic=dynmo.Elastic(reshape_at=meshes or ()),
+        resume=resume,
+        **options,
+    )
+    while pipeline.steps < STEPS:
+        pipeline.adapt()
+        if pipeline.left and not pipeline.join():
+            return {}
+        pipeline.step(make_batch(pipeline.steps, padded=False))
+        if pipeline.steps == 2 and checkpoints is not None:
+            pipeline.save(checkpoints)
+    save_pretrained(pipeline, folder)
+    told = {"weights": pipeline.digest(), "size": world.size}
+    pipeline.close()
+    return told
