@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import runpy
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -36,6 +40,16 @@ def pool() -> Iterator[Pool]:
     workers = Pool(4)
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Llama of 10 layers, with a tokenizer of 300 tokens."""
+    folder = tmp_path_factory.mktemp("models") / "small-llama"
+    script = Path(__file__).parents[1] / "examples" / "make_small_llama.py"
+    with mock.patch.object(sys, "argv", [str(script), str(folder)]):
+        runpy.run_path(str(script))
+    return folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

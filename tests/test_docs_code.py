@@ -51,6 +51,7 @@ WHOLE_TOML = [
     (TUTORIAL, "# first.toml"),
     (TUTORIAL, "# run.toml"),
     (HOW_TO / "own-data.md", ""),
+    (HOW_TO / "hugging-face.md", ""),
     *((page, "") for page in CASES),
 ]
 
@@ -143,6 +144,15 @@ def test_tutorial_loop_resumes_from_its_checkpoint(folder: Path) -> None:
 def test_own_data_loop_prints_its_losses(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     exec(block(HOW_TO / "own-data.md", "python"), {})
     assert re.fullmatch(r"(\d+\.\d+\n){5}", capsys.readouterr().out)
+
+
+def test_hugging_face_loop_saves_a_model(
+    capsys: pytest.CaptureFixture[str], folder: Path, small_llama: Path
+) -> None:
+    (folder / "my-model").symlink_to(small_llama)
+    exec(block(HOW_TO / "hugging-face.md", "python"), {})
+    assert re.match(r"(\d+\.\d+\n){10}tensor", capsys.readouterr().out)
+    assert (folder / "tuned" / "model.safetensors").is_file()
 
 
 def test_learning_rate_example_falls_to_zero(folder: Path) -> None:

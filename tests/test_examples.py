@@ -53,3 +53,31 @@ def test_loop_over_a_data_loader_gives_one_digest_on_any_ranks(pool: Pool) -> No
     assert "False" in spread, "and on no other"
     lines = [line for line in loop.read_text().splitlines() if line and not line.startswith("#")]
     assert len(lines) <= 40
+
+
+def test_fine_tuning_gives_one_digest_on_any_ranks(
+    pool: Pool, small_llama: Path, tmp_path: Path
+) -> None:
+    script, saved = ROOT / "examples" / "finetune.py", tmp_path / "saved"
+    alone = run(pool, script, 1, str(small_llama), str(tmp_path / "alone"))
+    spread = run(pool, script, 2, str(small_llama), str(saved))
+    (digest,) = {*re.findall(r"weights (\w{64})", alone + spread)}
+    assert len(re.findall(digest, spread)) == 2
+    losses = [float(loss) for loss in re.findall(r"loss=([\d.]+)", alone)]
+    assert losses[-1] < losses[0] - 0.5
+    assert len(list(saved.glob("*.safetensors"))) == 2
+    assert (saved / "tokenizer.json").read_text() == (small_llama / "tokenizer.json").read_text()
+    assert len(script.read_text().splitlines()) <= 25
+
+
+def test_fine_tuning_from_a_file(pool: Pool, small_llama: Path, tmp_path: Path) -> None:
+    config = ROOT / "examples" / "finetune.toml"
+    (tmp_path / "small-llama").symlink_to(small_llama)
+    (tmp_path / "text").write_text("some text to learn\n" * 500)
+    sets = ["--set", "data.source=file:text", "--set", "train.steps=4"]
+    line = ["train", str(config), "--json", *sets]
+    (status, out, _), *_ = pool.run(
+        "command", 2, lines=[line] * 2, folder=str(tmp_path), port=free_port()
+    )
+    assert (status, json.loads(out)["steps"]) == (0, 4)
+    assert len(config.read_text().splitlines()) <= 15

@@ -37,6 +37,7 @@ from dynmo.schedule.memory import rank_memory
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.jobs import SOURCE
+from tests.models.huggingface.saved_models import save
 from tests.pool import Pool
 
 MICROBATCHES = 8
@@ -249,6 +250,21 @@ def test_predicted_peak_includes_the_reduction_over_replicas(
     parallel = {"replicas": 2, "zero": zero}
     hidden = 256 if zero else 64
     check_peaks(pool, 4, settings(schedule, parallel=parallel, hidden=hidden, sequence=4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    mostly_matrix(
+        [("llama", False), ("llama", True), ("mixtral", False), ("gpt2", False)],
+        everyday=[("llama", False), ("gpt2", False)],
+    ),
+)
+def test_model_of_transformers_has_the_predicted_peak(
+    pool: Pool, tmp_path: Path, kind: str, recompute: bool
+) -> None:
+    save(kind, tmp_path, hidden_size=64, intermediate_size=128, vocab_size=256)
+    config = settings("zb-h1") | {"model": {"kind": "hf", "path": str(tmp_path), "sequence": 32}}
+    check_peaks(pool, 2, config, recompute=list(range(6)) if recompute else [])
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from dynmo.cli.rank_process import (
     prepare_joined_rank,
     rank_command,
     run_local_rank,
+    show_progress_of_reading,
     stdout_for_json,
 )
 from dynmo.errors import InputError, RunError
@@ -146,6 +147,7 @@ def _measure(options: ProfileOptions, config: Config, rendezvous: Rendezvous) ->
         return 0
     for warning in warnings_of(config):
         _logger.warning(warning)
+    show_progress_of_reading()
     with (
         compilation_told(),
         stdout_for_json(options.as_json),

@@ -7,6 +7,7 @@ as a local rank. A process that torchrun or Slurm has started is a rank itself.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ def check_input(config: Config) -> None:
     from dynmo.data.corpus import check_vocab, open_corpus
     from dynmo.elastic.managers.choose import make_manager
 
-    if config.model.kind != "emulated":
+    if config.model.kind not in ("emulated", "hf"):
         check_vocab(config.model.vocab)
     if config.data.source.startswith("file:"):
         open_corpus(config.data.source)
@@ -101,6 +102,11 @@ def described_errors(rank: int | None) -> Iterator[None]:
         raise
     except Exception as error:
         raise RunError(f"{describe(error, rank)} (DYNMO_TRACEBACK=1 shows more)") from error
+
+
+def show_progress_of_reading() -> None:
+    """Lets a rank tell how much of a large model it has read."""
+    logging.getLogger("dynmo.models.huggingface.progress").setLevel(logging.INFO)
 
 
 def stdout_for_json(as_json: bool) -> contextlib.AbstractContextManager[object]:

@@ -28,6 +28,7 @@ from dynmo.cli.rank_process import (
     rank_command,
     report_to_launcher,
     run_local_rank,
+    show_progress_of_reading,
     stdout_for_json,
 )
 from dynmo.cli.run_folder import RUNS, forget_replaced, how_to_go_on, run_folder, told_how_to_go_on
@@ -190,6 +191,7 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, options: TrainOp
     for warning in warnings_of(config):
         _logger.warning(warning)
     seen: set[str] = set()
+    show_progress_of_reading()
     with (
         compilation_told(),
         stdout_for_json(options.as_json),
@@ -286,3 +288,5 @@ def _dry_run(config: Config, as_json: bool) -> None:
     from dynmo.cli.console import console_for_tables
 
     console_for_tables().print(plan.table())
+    for line in plan.block_lines():
+        print(line)

@@ -30,7 +30,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         _override(data, text)
     if _kind_of(data) != before:  # drop the file's keys that the new kind does not have
         keys = {text.partition("=")[0].strip() for text in overrides}
-        strange = keys_of_other_kinds(_kind_of(data)).intersection(KEYS_OF_KIND.get(before, ()))
+        known = {*KEYS_OF_KIND.get(before, ()), "vocab"}
+        strange = keys_of_other_kinds(_kind_of(data)) & known
         _drop(data, {key for key in strange if f"model.{key}" not in keys})
     where = "defaults" if path is None else str(path)
     return parse(data, where, frozenset(text.partition("=")[0].strip() for text in overrides))
@@ -103,9 +104,14 @@ def _check_kind(data: Mapping[str, Any], where: str, overridden: Collection[str]
     unused = [key for key in data.get("model", {}) if key in others]
     if not unused:
         return
-    owner = next(kind for kind, keys in KEYS_OF_KIND.items() if unused[0] in keys)
+    owner = next((kind for kind, keys in KEYS_OF_KIND.items() if unused[0] in keys), None)
     place = "--set" if f"model.{unused[0]}" in overridden else where
     more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+    if owner is None:
+        raise _error(
+            f"{place}: model.{unused[0]} is in the folder of model.kind = {value_text(kind)}; "
+            f"leave it out{more}"
+        )
     hint = (
         f", or use kind = {value_text(owner)}"
         if not kind.startswith("python:")

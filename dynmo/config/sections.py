@@ -58,7 +58,8 @@ class DataSection(Options):
     """The text that the model is trained on."""
 
     source: Literal["stdlib"] | Annotated[str, written("file:.+", "file:PATH")] = "stdlib"
-    """`stdlib` (the sources of the running Python, as bytes) or `file:PATH`."""
+    """`stdlib` (the sources of the running Python) or `file:PATH`. Its bytes are the tokens, or a
+    model of kind `hf` has a tokenizer."""
     shuffle: Literal["windows", "batches"] = "windows"
     """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
     `batches` repeats the batches of the first epoch in another order."""

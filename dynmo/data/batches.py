@@ -17,7 +17,12 @@ from dynmo.data.order import Order
 
 
 class Batches:
-    """Batches of sequences, in microbatches. The arguments are those of `Order`."""
+    """Batches of sequences, in microbatches. The other arguments are those of `Order`.
+
+    Args:
+        shifted: Whether the target of a token is the next token. Otherwise it is the token itself,
+            as the losses of transformers have it.
+    """
 
     def __init__(
         self,
@@ -27,8 +32,10 @@ class Batches:
         micro_batch: int,
         seed: int,
         shuffle: str = "windows",
+        shifted: bool = True,
     ) -> None:
         self._corpus, self._sequence, self._micro_batch = corpus, sequence, micro_batch
+        self._shifted = shifted
         self._order = Order(len(corpus), sequence, global_batch, micro_batch, seed, shuffle)
         self.windows, self.held_out_windows = self._order.windows, self._order.held_out_windows
 
@@ -37,14 +44,14 @@ class Batches:
 
         They are those of all replicas in order.
         """
-        return _split(self._rows(self._order.train(step), shift=0))
+        return self._split(self._rows(self._order.train(step), shift=0))
 
     def held_out(self, index: int) -> tuple[Tensor, Tensor]:
         """Return (inputs, targets) of one microbatch to evaluate on.
 
         Both are int64 [micro_batch, sequence]. The first window follows the last.
         """
-        return _split(self._rows(self._order.held_out(index), shift=1))
+        return self._split(self._rows(self._order.held_out(index), shift=1))
 
     def _rows(self, windows: NDArray[np.int64], shift: int) -> NDArray[np.int64]:
         length = self._sequence + 1
@@ -52,7 +59,7 @@ class Batches:
         rows = np.stack([self._corpus[start : start + length] for start in starts])
         return rows.reshape(*windows.shape, length).astype(np.int64)
 
-
-def _split(rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    tokens = torch.from_numpy(rows)
-    return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+    def _split(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        tokens = torch.from_numpy(rows)
+        inputs = tokens[..., :-1].contiguous()
+        return inputs, tokens[..., 1:].contiguous() if self._shifted else inputs

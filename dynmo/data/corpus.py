@@ -1,4 +1,4 @@
-"""A corpus is one array of bytes, and a byte is a token.
+"""A corpus is one array of bytes, and a byte is a token. `tokenizer.py` makes other tokens.
 
 "stdlib" is the standard library of the running Python, so every machine has some megabytes of text.
 "file:PATH" is any file. It is read a window at a time, so it may be larger than memory.
@@ -63,7 +63,7 @@ class FileCorpus:
         return np.frombuffer(text, dtype=np.uint8)
 
 
-Corpus = NDArray[np.uint8] | FileCorpus
+Corpus = NDArray[np.uint8] | NDArray[np.int32] | FileCorpus
 
 
 def check_vocab(vocab: int) -> None:

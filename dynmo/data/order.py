@@ -53,12 +53,12 @@ class Order:
         shuffle: str = "windows",
     ) -> None:
         assert global_batch % micro_batch == 0, "the config checks this"
-        # The corpus needs two bytes more than the windows: the last target, and a gap. The gap
+        # The corpus needs two tokens more than the windows: the last target, and a gap. The gap
         # keeps the last training target out of the held-out text.
         windows = (length - 2) // sequence
         if windows < 2:
             raise ConfigError(
-                f"data.source has {length} bytes, model.sequence = {sequence} needs at least "
+                f"data.source has {length} tokens, model.sequence = {sequence} needs at least "
                 f"{2 * sequence + 2} (a window to train on and one held out); use a longer file or "
                 "a shorter sequence"
             )

@@ -100,6 +100,11 @@ def _needs(run: RunFacts, case: str, part: str) -> Iterator[str]:
             f'dynamism.{case}: model.kind = "emulated" has no {part}; use "gpt" or a model of your '
             "own"
         )
+    elif run.model is not None and run.model.kind == "hf":
+        yield (
+            f'dynamism.cases: "{case}" changes code that model.kind = "hf" takes from '
+            'transformers; leave it out, or use "gpt" or a model of your own'
+        )
 
 
 def _chosen_tokens(run: RunFacts, case: str) -> Iterator[str]:
@@ -506,8 +511,8 @@ class Experts(CaseOptions):
         model = run.model
         if model is not None and model.kind != "moe" and not model.kind.startswith("python:"):
             yield (
-                f'dynamism.cases: "experts", but model.kind = "{model.kind}" has no experts; use '
-                'model.kind = "moe"'
+                f'dynamism.cases: "experts", but model.kind = "{model.kind}" has no experts of '
+                'dynmo; use model.kind = "moe"'
             )
 
 

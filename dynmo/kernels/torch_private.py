@@ -14,13 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _FunctionBase as FunctionBase
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dynmo.errors import ConfigError
 
-__all__ = ["FakeTensorMode", "FunctionBase", "TorchDispatchMode", "tree_leaves"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionBase",
+    "TorchDispatchMode",
+    "tree_leaves",
+    "unset_fake_temporarily",
+]
 
 # The first version that was not tried. pyproject.toml has the same limit.
 BELOW = (2, 14)

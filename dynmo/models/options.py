@@ -31,12 +31,15 @@ KEYS_OF_KIND: dict[str, tuple[str, ...]] = {
     "emulated": ("layers", "f", "b", "w", "bytes"),
     "hf": ("path", "cut", "trust_remote_code"),
 }
+# Keys of all other kinds. The folder says what they are.
+_NOT_OF_HF = ("vocab",)
 
 
 def keys_of_other_kinds(kind: str) -> frozenset[str]:
     """The keys of [model] that a model of this kind does not have."""
     own = KEYS_OF_KIND.get(kind, ())
-    return frozenset(key for keys in KEYS_OF_KIND.values() for key in keys if key not in own)
+    strange = [key for keys in KEYS_OF_KIND.values() for key in keys if key not in own]
+    return frozenset([*strange, *(_NOT_OF_HF if kind == "hf" else ())])
 
 
 class ModelOptions(Options):
@@ -58,7 +61,8 @@ class ModelOptions(Options):
     heads: Count = 4
     """Number of attention heads."""
     vocab: Count = 256
-    """Number of different tokens. The data are bytes, so 256 is enough."""
+    """Number of different tokens. The data are bytes, so 256 is enough. The folder of `hf` has
+    its own."""
     sequence: Count = 256
     """Tokens in a sequence."""
     dropout: BelowOne = 0.0

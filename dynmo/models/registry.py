@@ -50,8 +50,8 @@ def load_model(options: ModelOptions, seed: int = 0, cases: Iterable[Any] = ()) 
     if options.kind == "hf":
         from dynmo.models.huggingface.model import make
 
-        model = make(options, seed, {})
-    elif options.kind in KINDS:
+        return make(options, seed)
+    if options.kind in KINDS:
         model = KINDS[options.kind](options, seed, {case.name: case for case in cases})
     else:
         model = from_function(options.kind.removeprefix("python:"), seed)

@@ -6,12 +6,13 @@ allocated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.table import Table
 
+from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.dynamism.case import Dynamism
@@ -45,6 +46,9 @@ class RunPlan:
         precision: The precision that the model computes in.
         recompute: The layers that recompute.
         activations_unknown: Why the layers' activations are unknown. `memory` is then without them.
+        disk: Bytes in files that each stage is read from. None if no model of transformers is read.
+        halves: Blocks of a model of transformers that are cut into halves.
+        whole: Why other blocks stay whole: reason by index of the block.
     """
 
     names: tuple[str, ...]
@@ -58,6 +62,9 @@ class RunPlan:
     precision: str = "float32"
     recompute: tuple[int, ...] = ()
     activations_unknown: str | None = None
+    disk: tuple[int, ...] | None = None
+    halves: tuple[int, ...] = ()
+    whole: Mapping[int, str] = field(default_factory=dict[int, str])
 
     def check_memory(self) -> None:
         """Raises NoRoomError if a rank needs more than the limit. The message names the rank."""
@@ -77,7 +84,16 @@ class RunPlan:
             )
 
     def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "names"}
+        unused = {"names"} if self.disk is not None else {"names", "disk", "halves", "whole"}
+        return {key: value for key, value in vars(self).items() if key not in unused}
+
+    def block_lines(self) -> Iterator[str]:
+        """Yields which blocks are cut into halves, and why others are not."""
+        if self.halves:
+            yield f"{_blocks(self.halves)} cut into an attention and a feed-forward half"
+        for reason in dict.fromkeys(self.whole.values()):
+            blocks = [index for index, why in self.whole.items() if why == reason]
+            yield f"{_blocks(blocks)} whole: {reason}"
 
     def table(self) -> Table:
         recompute = (
@@ -99,6 +115,7 @@ class RunPlan:
             "last",
             "parameters",
             "memory at peak" if not known else "memory without activations",
+            *(["read from disk"] if self.disk is not None else []),
         ):
             table.add_column(heading, justify="left" if heading in ("first", "last") else "right")
         start = 0
@@ -111,8 +128,19 @@ class RunPlan:
                 if self.stage_ranks.index(rank) == stage
                 else ""
             )
-            table.add_row(str(rank), str(count), first, last, f"{self.parameters[stage]:,}", memory)
+            row = [str(rank), str(count), first, last, f"{self.parameters[stage]:,}", memory]
+            if self.disk is not None:
+                row.append(f"{self.disk[stage] / 2**20:,.1f} MiB")
+            table.add_row(*row)
         return table
+
+
+def _blocks(indices: Sequence[int]) -> str:
+    """Writes indices of blocks with their ranges, such as "blocks 0-3, 7"."""
+    starts = [i for i in indices if i - 1 not in indices]
+    ends = [i for i in indices if i + 1 not in indices]
+    ranges = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return f"{'block' if len(indices) == 1 else 'blocks'} {', '.join(ranges)}"
 
 
 def dry_run(
@@ -143,7 +171,24 @@ def dry_run(
         case.check(modules)
     costs, unknown = known_costs(options, model)
     check_later_ranks(options, model, costs, limit)
-    return first_plan(options, model, costs, limit, unknown)
+    plan = first_plan(options, model, costs, limit, unknown)
+    if model.options is None or model.options.kind != "hf":
+        return plan
+    return _with_files(plan, model)
+
+
+def _with_files(plan: RunPlan, model: Model) -> RunPlan:
+    """Adds what is known of a model of transformers."""
+    from dynmo.models.huggingface.model import HuggingFaceModel, disk_bytes
+
+    assert isinstance(model, HuggingFaceModel)
+    sizes, partition = disk_bytes(model), Partition(plan.partition)
+    return replace(
+        plan,
+        disk=tuple(sum(sizes[i] for i in partition.range_of(s)) for s in range(partition.stages)),
+        halves=tuple(i for i in range(model.structure.count) if i not in model.whole),
+        whole=model.whole,
+    )
 
 
 def check_later_ranks(

@@ -208,8 +208,8 @@ def _expert_parallelism(options: PipelineOptions, model: ModelOptions | None) ->
     key = f"parallel.expert = {ranks}"
     if model is not None and model.kind != "moe" and not model.kind.startswith("python:"):
         yield (
-            f'{key}, but model.kind = "{model.kind}" has no experts; use model.kind = "moe", '
-            "or leave it out"
+            f'{key}, but model.kind = "{model.kind}" has no experts of dynmo; use '
+            'model.kind = "moe", or leave it out'
         )
     if data % ranks:
         yield (

@@ -101,7 +101,7 @@ def shape_costs(
             costs = _shape_costs(options, model, groups)
     except Exception as error:
         kind = "" if model.options is None else model.options.kind
-        if kind and not kind.startswith("python:"):
+        if kind and kind != "hf" and not kind.startswith("python:"):
             raise
         name = f"model.kind = '{kind}'" if kind else "the model"
         said = f"{name}: on shapes alone, its layers raised {_said(error)}{place(error)}"
@@ -255,6 +255,11 @@ def _static_cost(
     for half in halves(module) if options.expert > 1 else ():
         half.hold(range(most_experts(options.facts(None, model.options, on_cuda=False))))
     parameters = list(module.parameters())
+    # The layer that owns a tied weight updates it.
+    users = {name for _, (layer, name) in model.tied if layer == index}
+    updated = {
+        name: p for name, p in module.named_parameters() if p.requires_grad and name not in users
+    }
     # ZeRO-1 divides by the replicas all bytes that are not divided as experts (`_per_replica`).
     times = options.replicas if options.zero and options.expert > 1 else 1
     experts = {
@@ -264,20 +269,13 @@ def _static_cost(
         for p in linear.parameters()
     }
     trained = {
-        name: gradient_bytes(p) * (times if p in experts else 1)
-        for name, p in module.named_parameters()
-        if p.requires_grad
+        name: gradient_bytes(p) * (times if p in experts else 1) for name, p in updated.items()
     }
     state = sum(
         groups.state_bytes(index, name, p, trained[name] // max(1, p.numel()))
-        for name, p in module.named_parameters()
-        if p.requires_grad
+        for name, p in updated.items()
     )
-    masters = sum(
-        gradient_bytes(p) * (times if p in experts else 1)
-        for p in parameters
-        if p.dtype in LOW and p.requires_grad
-    )
+    masters = sum(trained[name] for name, p in updated.items() if p.dtype in LOW)
     return LayerCost(
         0.0,
         0.0,

@@ -14,12 +14,13 @@ from torch import Tensor
 from dynmo import Pipeline
 from dynmo.config import Config
 from dynmo.data.batches import Batches
-from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.data.order import Order
 from dynmo.dynamism.options import Freezing
 from dynmo.errors import ConfigError
+from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.comm.world import World
+from dynmo.train.text import check_tokens, open_text
 
 
 class Batch(NamedTuple):
@@ -44,24 +45,23 @@ class DataLoader:
     read.
     """
 
-    def __init__(self, config: Config, world: World, pipeline: Pipeline) -> None:
+    def __init__(self, config: Config, world: World, pipeline: Pipeline, model: Model) -> None:
         self._config, self._device, self._pipeline = config, world.device, pipeline
-        model, train = config.model, config.train
+        train, options = config.train, model.options or config.model
         order = (
-            model.sequence,
+            config.model.sequence,
             train.global_batch,
             train.micro_batch,
             config.seed,
             config.data.shuffle,
         )
         self._batches: Batches | None = None
-        if model.kind != "emulated":
-            check_vocab(model.vocab)
+        check_tokens(options)
         digest, length = None, 0
         if pipeline.needs_data:
-            corpus = open_corpus(config.data.source)
+            corpus = open_text(config.data.source, options)
             length = len(corpus)
-            self._batches = Batches(corpus, *order)
+            self._batches = Batches(corpus, *order, shifted=options.kind != "hf")
             ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
             digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
         agree(world, digest, "the data (data.source)")

@@ -51,7 +51,7 @@ def measure(
     }
     cases = [*config.dynamism.named.values(), *own_cases(config)]
     pipeline = Pipeline(model, world, cases=cases, **options)
-    loader = DataLoader(config, world, pipeline)
+    loader = DataLoader(config, world, pipeline, model)
     readings: list[tuple[LayerCost, ...]] = []
     for step in range(steps + 1):
         start = time.perf_counter()

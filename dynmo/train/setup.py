@@ -16,7 +16,7 @@ import torch
 
 from dynmo import Dynamism, RunPlan, dry_run, load_model
 from dynmo.config import Config
-from dynmo.data.corpus import check_vocab, open_corpus
+from dynmo.data.corpus import open_corpus
 from dynmo.data.file_kind import kind_of
 from dynmo.dynamism.registry import from_class, make_cases
 from dynmo.elastic.launcher.environment import prepare_cuda
@@ -28,6 +28,7 @@ from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.world import World
+from dynmo.train.text import check_tokens
 
 
 def check_world(config: Config, rendezvous: Rendezvous) -> None:
@@ -155,8 +156,7 @@ def cases_of(config: Config, layers: int) -> list[Dynamism]:
 def plan_run(config: Config) -> RunPlan:
     """Plans the run of a config without running it. Raises the errors that a run would raise."""
     model = _shapes_of(config)
-    if config.model.kind != "emulated":
-        check_vocab(config.model.vocab)
+    check_tokens(model.options or config.model)
     open_corpus(config.data.source)
     on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
     return dry_run(model, config.options, own_cases(config), on_cuda)
@@ -178,8 +178,9 @@ def _warn_of_data(config: Config) -> str | None:
         kind = kind_of(path)
     if kind is None:
         return None
+    how = "as plain text" if config.model.kind == "hf" else "byte by byte"
     return (
-        f'data.source = "{config.data.source}" looks like {kind}, and is trained byte by byte; '
+        f'data.source = "{config.data.source}" looks like {kind}, and is trained {how}; '
         "give a file of plain text, or pass tokens in a loop of your own"
     )
 

@@ -72,7 +72,7 @@ class Trainer:
         self._log: RunLog | None = None
         self._early: list[Event] = []
         self._stepped = False  # whether a step is done
-        self._world, self._listen = world, listen
+        self._world, self._model, self._listen = world, model, listen
         self.pipeline = Pipeline(
             model,
             world,
@@ -195,7 +195,7 @@ class Trainer:
         if self._mesh != pipeline.shape:
             self._mesh, self._loader = (
                 pipeline.shape,
-                DataLoader(self.config, self._world, pipeline),
+                DataLoader(self.config, self._world, pipeline, self._model),
             )
 
     def finish(self, seconds: float, interrupted: bool = False) -> RunResult:

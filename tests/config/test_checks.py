@@ -21,7 +21,7 @@ SPREAD = ("model.kind=moe", "parallel.replicas=2", "parallel.expert=2")
 @pytest.mark.parametrize(
     ("key", "value", "hint"),
     [
-        ("model.kind", "gtp", "'gpt', 'moe' or 'emulated' or python:package.module:function"),
+        ("model.kind", "gtp", "'gpt', 'moe', 'emulated' or 'hf' or python:package.module:function"),
         ("model.kind", "python:nothing", "python:package.module:function"),
         ("model.kind", "python:a/b:c", "python:package.module:function"),
         ("model.dropout", "1", "less than 1"),

@@ -177,7 +177,7 @@ def test_held_out_batches_repeat_and_do_not_depend_on_the_seed():
 
 def test_short_corpus_error_names_the_bytes_needed():
     Batches(numbered(2), SEQUENCE, 1, 1, 0)
-    with pytest.raises(ConfigError, match=r"9 bytes, model.sequence = 4 .*10"):
+    with pytest.raises(ConfigError, match=r"9 tokens, model.sequence = 4 .*10"):
         Batches(numbered(2)[:-1], SEQUENCE, 1, 1, 0)
 
 

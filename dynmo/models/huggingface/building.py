@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from dynmo.kernels.seeds import generators_kept
 from dynmo.models.huggingface.adapter_names import is_adapter
+from dynmo.kernels.torch_private import unset_fake_temporarily
 from dynmo.models.huggingface.cut import Halves, half_of
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.halves_check import check_halves, kind_of
+from dynmo.models.huggingface.progress import Progress
 from dynmo.models.huggingface.router import RouterLoss
 from dynmo.models.huggingface.shells import BlockShell, EmbeddingShell, HeadShell, Shell
 from dynmo.models.huggingface.skeleton import units_of
@@ -83,7 +85,8 @@ class Builder:
 
     def build(self, owned: Collection[int]) -> list[nn.Module]:
         """Returns all layers. Those that are not owned are on the meta device."""
-        with generators_kept(torch.device("cpu")):
+        # A dry run builds layers with another default device.
+        with generators_kept(torch.device("cpu")), torch.device("cpu"):
             frame = Frame(self._structure, self._shared(), self._router)
             layers = [self._shell(frame, place) for place in self.places]
             for index in self.frozen:
@@ -93,9 +96,11 @@ class Builder:
                 if self.float32_adapters:
                     names = (name for name, _ in layer.named_parameters() if is_adapter(name))
                     layer.kept_in_float32 = tuple(names)
-            for index in sorted(owned):
+            progress = Progress(len(owned))
+            for number, index in enumerate(sorted(owned), 1):
                 give_memory(layers[index])
                 self._fill(index, layers[index])
+                progress.tell(number)
             self._check_cuts(layers, owned)
         modules: list[nn.Module] = [*layers]
         check_layers("dynmo.huggingface", modules)
@@ -122,7 +127,7 @@ class Builder:
         for path in units_of(model, self._structure.blocks):
             module = model.get_submodule(path)
             if not is_owned(module):
-                made[path] = copy.deepcopy(module)
+                made[path] = _copied(module)
                 give_memory(made[path])
                 initialise(model, made[path])
         return made
@@ -130,14 +135,14 @@ class Builder:
     def _shell(self, frame: Frame, place: Place) -> Shell:
         structure = self._structure
         if place.block is not None:
-            block = copy.deepcopy(structure.block(place.block))
+            block = _copied(structure.block(place.block))
             halves = self._halves[place.block]
             if halves is not None and place.half is not None:
                 block = half_of(block, halves, place.half)
             return BlockShell(frame, place.block, block)
         is_first = place.name == "embedding"
         owned = {
-            path: copy.deepcopy(structure.model.get_submodule(path))
+            path: _copied(structure.model.get_submodule(path))
             for path in (structure.before if is_first else structure.after)
             if is_owned(structure.model.get_submodule(path))
         }
@@ -154,6 +159,12 @@ def is_owned(module: nn.Module) -> bool:
 def has_no_values() -> bool:
     """True while new tensors are fake: they have shapes, but no values."""
     return type(torch.empty(0)) is not Tensor
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Copies a module on the meta device, also in a run of shapes only."""
+    with unset_fake_temporarily():
+        return copy.deepcopy(module)
 
 
 def give_memory(module: nn.Module) -> None:

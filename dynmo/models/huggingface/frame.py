@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dynmo.models.huggingface.router import RouterLoss
 from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, skeleton
 from dynmo.models.huggingface.structure import Arguments, Recorder, Structure, forget, has_weights
+from dynmo.models.huggingface.transformers_private import on_shapes
 
 # Microbatches whose arguments are kept. Recomputation comes back to an earlier microbatch.
 _KEPT = 2
@@ -99,9 +100,9 @@ class Frame:
         self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> list[Arguments]:
         self.move(hidden.device)
-        self._base(
-            inputs_embeds=self.embedded(hidden), **named_inputs(mask, positions), use_cache=False
-        )
+        given = {"inputs_embeds": self.embedded(hidden), **named_inputs(mask, positions)}
+        with on_shapes(hidden):
+            self._base(**given, use_cache=False)
         made = [each.arguments for each in self._recorders]
         forget(self._recorders)
         return made

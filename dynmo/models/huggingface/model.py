@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -121,6 +121,11 @@ def from_pretrained(  # noqa: PLR0913
     if cut not in ("auto", "blocks"):
         raise ConfigError(f'cut = {cut!r}; use "auto" or "blocks"')
     model = meta_model(folder or type(config).__name__, config, trust_remote_code)
+    if _stop_checkpointing(model):
+        _logger.warning(
+            "gradient_checkpointing in the model's config is switched off; use train.recompute in "
+            "a file, or recompute= in Python"
+        )
     weights = weights_of(folder, model, seed) if folder is not None else None
     adapters = None if lora is None else _with_adapters(model, lora, folder)
     router = router_loss_of(model)
@@ -169,13 +174,22 @@ def from_pretrained(  # noqa: PLR0913
     )
 
 
-def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
+def make(options: ModelOptions, seed: int) -> HuggingFaceModel:
     """Makes the model that a configuration file names."""
     if not options.path:
         raise ConfigError('model.kind = "hf" needs model.path, the folder of a transformers model')
-    return from_pretrained(
+    model = from_pretrained(
         options.path, cut=options.cut, seed=seed, trust_remote_code=options.trust_remote_code
     )
+    text = model.config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < options.sequence:
+        raise ConfigError(
+            f"model.sequence = {options.sequence}, but {options.path} has {most} positions "
+            f"(max_position_embeddings in its config.json); use {most} or less"
+        )
+    found = {"vocab": text.vocab_size, "dropout": _dropout(model.structure.model)}
+    return replace(model, options=options.model_copy(update=found))
 
 
 def disk_bytes(model: HuggingFaceModel) -> tuple[int, ...]:
@@ -194,6 +208,21 @@ def _replace(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
         if not hasattr(text, name):
             raise ConfigError(f"{type(text).__name__} has no {name}; see the model's config.json")
         setattr(text, name, value)
+
+
+def _dropout(model: nn.Module) -> float:
+    """Returns the largest probability of dropout in the model's code."""
+    modules = [x for x in model.modules() if isinstance(x, nn.modules.dropout._DropoutNd)]
+    attention = [getattr(x, "attention_dropout", 0.0) for x in model.modules()]
+    return max(0.0, *(x.p for x in modules), *(x for x in attention if isinstance(x, float)))
+
+
+def _stop_checkpointing(model: nn.Module) -> bool:
+    """Turns transformers' own recomputation off. Returns whether it was on."""
+    asking = [x for x in model.modules() if getattr(x, "gradient_checkpointing", False)]
+    for module in asking:
+        setattr(module, "gradient_checkpointing", False)  # noqa: B010 (a module of any class)
+    return bool(asking)
 
 
 def _structure(model: nn.Module, source: object) -> Structure:

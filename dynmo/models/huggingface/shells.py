@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dynmo.models.huggingface.frame import Frame, named_inputs
 from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, Unowned, skeleton
 from dynmo.models.huggingface.structure import Recorder, forget
+from dynmo.models.huggingface.transformers_private import on_shapes
 
 Carried = tuple[Tensor, ...]
 
@@ -111,7 +112,8 @@ class EndShell(Shell):
         self.frame.move(next(iter(inputs.values())).device)
         for module in self._spine.value:
             module.training = self.training
-        return self._runs.value(**inputs, **named_inputs(mask, positions), use_cache=False)
+        with on_shapes(next(iter(inputs.values()))):
+            return self._runs.value(**inputs, **named_inputs(mask, positions), use_cache=False)
 
 
 class EmbeddingShell(EndShell):
@@ -171,10 +173,11 @@ class BlockShell(Shell):
         mask, positions = unpacked(carried)
         args, kwargs = self.frame.arguments(self.index, hidden, mask, positions)
         router, block = self.frame.router, self.block
-        if router is None:
-            return (hidden_of(block(hidden, *args, **kwargs)), *carried)
-        with router.noted(block) as logits:
-            out = hidden_of(block(hidden, *args, **kwargs))
+        with on_shapes(hidden):
+            if router is None:
+                return (hidden_of(block(hidden, *args, **kwargs)), *carried)
+            with router.noted(block) as logits:
+                out = hidden_of(block(hidden, *args, **kwargs))
         kept, (probabilities, counts) = without_sums(carried)
         for each in logits:
             probabilities, counts = router.added(probabilities, counts, each, mask)

@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from dynmo.kernels.torch_private import unset_fake_temporarily
+
 _T = TypeVar("_T")
 
 
@@ -69,8 +71,9 @@ class StandIn(Substitute):
         device = next((x.device for x in tensors_of(given)), torch.device("cpu"))
         key = repr(mapped(given, lambda x: (x.shape, x.dtype)))
         if key not in self._shapes:
-            args, kwargs = mapped(given, on_meta)
-            with torch.no_grad():
+            # The module has no fake tensors in a run of shapes only.
+            with torch.no_grad(), unset_fake_temporarily():
+                args, kwargs = mapped(given, on_meta)
                 self._shapes[key] = self.original(*args, **kwargs)
         return mapped(
             self._shapes[key], lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device)

@@ -6,7 +6,7 @@ Tested with the versions of `TESTED`.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -26,6 +26,8 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import guard_torch_init_functions
 from transformers.integrations import moe
+
+from dynmo.kernels.torch_private import FakeTensor
 
 TESTED = ("5.23.0",)
 
@@ -42,6 +44,23 @@ def experts_on_shapes() -> Generator[None]:
         yield
     finally:
         moe._can_use_grouped_mm = before
+
+
+def on_shapes(like: Tensor) -> AbstractContextManager[None]:
+    """Lets a model run on fake tensors as it runs on values, if `like` is one."""
+    return _on_fakes() if isinstance(like, FakeTensor) else nullcontext()
+
+
+@contextmanager
+def _on_fakes() -> Generator[None]:
+    # Positions without values may be those of several sequences. A mask for them takes memory.
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        with experts_on_shapes():
+            yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
 
 
 def initialise(model: PreTrainedModel, module: nn.Module, keep: Iterable[Tensor] = ()) -> None:

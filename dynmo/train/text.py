@@ -1,0 +1,56 @@
+"""The tokens that a run trains on: bytes, or those of a tokenizer in the model's folder."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from dynmo.data.corpus import VOCAB, Corpus, check_vocab, open_corpus
+from dynmo.errors import ConfigError
+from dynmo.models.options import ModelOptions
+
+
+def check_tokens(options: ModelOptions) -> None:
+    """Raises ConfigError if the model cannot read the tokens that a text would have."""
+    if options.kind == "hf":
+        _tokenizer_of(Path(options.path), options.vocab, options.trust_remote_code)
+    elif options.kind != "emulated":
+        check_vocab(options.vocab)
+
+
+def open_text(source: str, options: ModelOptions) -> Corpus:
+    """Returns the tokens of a text.
+
+    Args:
+        source: "stdlib" or "file:PATH".
+        options: Those of the model, with the vocabulary of its folder.
+    """
+    if options.kind != "hf":
+        return open_corpus(source)
+    return _tokens(source, Path(options.path), options.vocab, options.trust_remote_code)
+
+
+# A reshape opens the same text again.
+@lru_cache(maxsize=1)
+def _tokens(source: str, folder: Path, vocab: int, trust_remote_code: bool) -> Corpus:
+    corpus, tokenizer = open_corpus(source), _tokenizer_of(folder, vocab, trust_remote_code)
+    if tokenizer is None:
+        return corpus
+    from dynmo.data.tokenizer import tokens_of
+
+    return tokens_of(corpus, tokenizer)
+
+
+def _tokenizer_of(folder: Path, vocab: int, trust_remote_code: bool) -> Any:
+    """Returns the tokenizer of the model's folder. None means that bytes are tokens."""
+    from dynmo.data.tokenizer import has_tokenizer, load_tokenizer
+
+    if has_tokenizer(folder):
+        return load_tokenizer(folder, vocab, trust_remote_code)
+    if vocab < VOCAB:
+        raise ConfigError(
+            f"{folder} has no tokenizer, and its model has {vocab} tokens, fewer than the {VOCAB} "
+            "bytes; save the tokenizer there"
+        )
+    return None
