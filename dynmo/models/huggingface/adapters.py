@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.adapter_files import AdapterFiles
 from dynmo.models.huggingface.adapter_names import NAME
+from dynmo.models.options import LoraOptions
 
 
 class Adapters:
@@ -67,6 +68,25 @@ class Adapters:
             for linear in (*each.lora_A.values(), *each.lora_B.values()):
                 cast(nn.Linear, linear).reset_parameters()
             each.reset_lora_parameters(NAME, self.config.init_lora_weights)
+
+
+def lora_config(options: LoraOptions) -> LoraConfig:
+    """Returns the config of peft that [model.lora] means.
+
+    Raises:
+        ConfigError: peft refuses it.
+    """
+    targets = options.targets
+    try:
+        return LoraConfig(
+            r=options.r,
+            lora_alpha=options.alpha,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            layers_to_transform=list(options.layers) or None,
+            lora_dropout=options.dropout,
+        )
+    except ValueError as error:
+        raise ConfigError(f"model.lora: {str(error).splitlines()[0]}") from None
 
 
 def _check(lora: object) -> None:

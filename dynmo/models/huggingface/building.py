@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.kernels.seeds import generators_kept
-from dynmo.models.huggingface.adapter_names import is_adapter
 from dynmo.kernels.torch_private import unset_fake_temporarily
+from dynmo.models.huggingface.adapter_names import is_adapter
 from dynmo.models.huggingface.cut import Halves, half_of
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.halves_check import check_halves, kind_of

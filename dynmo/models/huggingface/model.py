@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, mix
@@ -32,8 +34,6 @@ from dynmo.models.tied import Pair
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-    from dynmo.models.huggingface.adapters import Adapters
 
 _logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def from_pretrained(  # noqa: PLR0913
             "a file, or recompute= in Python"
         )
     weights = weights_of(folder, model, seed) if folder is not None else None
-    adapters = None if lora is None else _with_adapters(model, lora, folder)
+    adapters = None if lora is None else _adapters_module().Adapters(model, lora, folder)
     router = router_loss_of(model)
     if router is not None:
         # dynmo sums it over the layers. The model's own forward need not.
@@ -178,8 +178,16 @@ def make(options: ModelOptions, seed: int) -> HuggingFaceModel:
     """Makes the model that a configuration file names."""
     if not options.path:
         raise ConfigError('model.kind = "hf" needs model.path, the folder of a transformers model')
+    lora = options.lora
     model = from_pretrained(
-        options.path, cut=options.cut, seed=seed, trust_remote_code=options.trust_remote_code
+        options.path,
+        cut=options.cut,
+        lora=None if lora is None else _adapters_module().lora_config(lora),
+        float32_adapters=lora is not None and lora.float32,
+        saves_base=options.saves_base,
+        train_last=options.train_last,
+        seed=seed,
+        trust_remote_code=options.trust_remote_code,
     )
     text = model.config.get_text_config()
     most = getattr(text, "max_position_embeddings", None)
@@ -236,15 +244,12 @@ def _structure(model: nn.Module, source: object) -> Structure:
         ) from None
 
 
-def _with_adapters(
-    model: PreTrainedModel, lora: LoraConfig | str | Path, base: Path | None
-) -> Adapters:
-    """Puts adapters into a model on the meta device."""
+def _adapters_module() -> ModuleType:
+    """Imports what needs peft."""
     try:
-        from dynmo.models.huggingface.adapters import Adapters
+        return importlib.import_module("dynmo.models.huggingface.adapters")
     except ImportError as error:
         raise ConfigError(f"lora needs peft ({error}); pip install 'dynmo[lora]'") from None
-    return Adapters(model, lora, base)
 
 
 def _tied(layers: Sequence[nn.Module], model: nn.Module) -> tuple[Pair, ...]:
