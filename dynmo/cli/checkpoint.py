@@ -88,9 +88,10 @@ def export(options: ExportOptions) -> None:
 
 def _model(options: ExportOptions, path: Path, names: list[str]) -> HuggingFaceModel:
     """Returns the model of a checkpoint, whose layers have these names."""
-    from dynmo.models.huggingface.model import from_pretrained
+    from dynmo.models.huggingface.model import make
+    from dynmo.models.options import ModelOptions
 
-    source, trust = options.model, False
+    found, source = ModelOptions(kind="hf"), options.model
     if source is None:
         config = _config_of(path)
         if config.model.kind != "hf":
@@ -98,9 +99,10 @@ def _model(options: ExportOptions, path: Path, names: list[str]) -> HuggingFaceM
                 f'{path} is of a run with model.kind = "{config.model.kind}"; only a model of '
                 'transformers (model.kind = "hf") can be exported'
             )
-        source, trust = Path(config.model.path), config.model.trust_remote_code
+        found, source = config.model, Path(config.model.path)
     for cut in ("auto", "blocks"):
-        model = from_pretrained(source, cut=cut, trust_remote_code=trust)
+        update = {"path": str(source), "cut": cut, "sequence": 1}
+        model = make(found.model_copy(update=update), seed=0)
         if list(model.names) == names:
             return model
     raise ConfigError(

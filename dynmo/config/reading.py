@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from pydantic import ValidationError
 
@@ -199,9 +199,12 @@ def _fields(parts: Sequence[str]) -> dict[str, Any] | None:
     """Returns key -> type of the section at `parts`, or None if that is no section."""
     section: Any = Config
     for part in parts:
-        section = section.model_fields[part].annotation if part in section.model_fields else None
-        if not (isinstance(section, type) and issubclass(section, Options)):
+        annotation = section.model_fields[part].annotation if part in section.model_fields else None
+        choices = (annotation, *get_args(annotation))  # a section that may be missing is a union
+        found = [x for x in choices if isinstance(x, type) and issubclass(x, Options)]
+        if not found:
             return None
+        section = found[0]
     return {
         key: field.annotation for key, field in cast(type[Options], section).model_fields.items()
     }

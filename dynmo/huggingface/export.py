@@ -1,33 +1,28 @@
 """The folder of a transformers model while it is written.
 
-    .FOLDER.partial/  or, if FOLDER exists,  FOLDER/.partial/
-        model-00001-of-00002.safetensors      the layers of one shard
-        model-00002-of-00002.safetensors
-        model.safetensors.index.json          tensor -> file
-        config.json, generation_config.json, files of the tokenizer
-
-Files go into place when all are complete. Until then the files of FOLDER are as before.
+model-00001-of-00002.safetensors      the layers of one shard
+model-00002-of-00002.safetensors
+model.safetensors.index.json          tensor -> file
+config.json, generation_config.json, files of the tokenizer
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.errors import InputError
 from dynmo.files import write_whole
 from dynmo.huggingface.companions import write_companions
+from dynmo.huggingface.partial_folder import PartialFolder
 from dynmo.huggingface.saved_form import SavedForm, first_float
 from dynmo.huggingface.tensor_file import TensorFile
 from dynmo.models.huggingface.model import HuggingFaceModel
 
-_PARTIAL = ".partial"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 # transformers finds a model by this file, so it comes last.
@@ -44,7 +39,6 @@ class Export:
         dtype: Type of floating-point weights in the files. None keeps what they have.
 
     Attributes:
-        partial: The folder until it is complete.
         files: Names of the files of weights.
         bytes: Bytes of all weights.
     """
@@ -57,11 +51,7 @@ class Export:
         shards: Sequence[Sequence[int]],
         dtype: torch.dtype | None,
     ) -> None:
-        self._folder, self._model, self._modules = folder, model, modules
-        self._is_new = not folder.is_dir()
-        self.partial = (
-            folder.with_name(f".{folder.name}{_PARTIAL}") if self._is_new else folder / _PARTIAL
-        )
+        self._place, self._model, self._modules = PartialFolder(folder), model, modules
         self._form, self._shards = SavedForm(model, dtype), shards
         count = len(shards)
         self.files = [
@@ -73,12 +63,14 @@ class Export:
         self.bytes = sum(each.nbytes for each in every)
         self._dtype = first_float(every) if dtype is None else dtype
 
+    @property
+    def partial(self) -> Path:
+        """The folder until it is complete."""
+        return self._place.path
+
     def prepare(self) -> None:
         """Makes the partial folder. One rank calls it, before the others write."""
-        if self._folder.exists() and not self._folder.is_dir():
-            raise InputError(f"{self._folder} is a file; give a folder")
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
+        self._place.prepare()
 
     def shard(self, number: int) -> TensorFile:
         """Begins the file of a shard."""
@@ -93,10 +85,7 @@ class Export:
         if len(self._shards) > 1:
             write_whole(self.partial / _INDEX, self._index())
         write_companions(self._model, self._dtype, self.partial)
-        if self._is_new:
-            self.partial.rename(self._folder)
-        else:
-            self._replace_files()
+        self._place.complete(_CONFIG, _WEIGHTS)
 
     def _shapes_of(self, number: int) -> dict[str, Tensor]:
         return {
@@ -113,16 +102,3 @@ class Export:
         metadata = {"total_parameters": parameters, "total_size": self.bytes}
         index = {"metadata": metadata, "weight_map": weights}
         return json.dumps(index, indent=2, sort_keys=True) + "\n"
-
-    def _replace_files(self) -> None:
-        """Moves the files into the folder, and removes weights that are no longer of the model."""
-        made = [
-            path.relative_to(self.partial) for path in self.partial.rglob("*") if path.is_file()
-        ]
-        for name in sorted(made, key=lambda each: (str(each) == _CONFIG, each)):
-            (self._folder / name).parent.mkdir(exist_ok=True)
-            (self.partial / name).replace(self._folder / name)
-        for path in self._folder.iterdir():
-            if _WEIGHTS.fullmatch(path.name) and Path(path.name) not in made:
-                path.unlink()
-        shutil.rmtree(self.partial)

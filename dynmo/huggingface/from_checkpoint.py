@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError, RunError
-from dynmo.huggingface.export import Export
 from dynmo.huggingface.saved_form import SavedForm
+from dynmo.huggingface.saving import export_of
+from dynmo.models.huggingface.adapter_names import is_adapter
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.state import checkpoint
@@ -63,7 +64,7 @@ def export_checkpoint(
     form = SavedForm(model, dtype)
     sizes = [sum(each.nbytes for each in form.shapes(module).values()) for module in modules]
     shards = in_shards(sizes, _MOST)
-    export = Export(folder, model, modules, shards, dtype)
+    export = export_of(model)(folder, model, modules, shards, dtype)
     try:
         export.prepare()
         for number, layers in enumerate(shards):
@@ -107,6 +108,8 @@ def _take_types(module: nn.Module, path: Path, index: int) -> None:
 def _state(path: Path, model: HuggingFaceModel, index: int, module: nn.Module) -> dict[str, Tensor]:
     """Returns the state of a layer in a checkpoint."""
     tensors: Contents = checkpoint.load_layer(path, index, torch.device("cpu"))
+    if model.lora is not None:
+        return _adapters(tensors)
     tensors = checkpoint.fit(index, model.names[index], module, tensors)
     flags = dict.fromkeys((name for name, _ in module.named_parameters()), False)
     optimizer = fill(module, tensors, flags)
@@ -114,6 +117,15 @@ def _state(path: Path, model: HuggingFaceModel, index: int, module: nn.Module) -
         name: optimizer[f"{name}{_MASTER}"] for name in flags if f"{name}{_MASTER}" in optimizer
     }
     return exact_state(module, masters)
+
+
+def _adapters(tensors: Contents) -> dict[str, Tensor]:
+    """Returns the adapters of a layer. A checkpoint may lack the weights beside them."""
+    names = (name for section, name in tensors if section == "parameter" and is_adapter(name))
+    return {
+        name: tensors.get(("optimizer", f"{name}{_MASTER}"), tensors["parameter", name]).float()
+        for name in names
+    }
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, CheckpointManifest, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +19,16 @@ from dynmo.runtime.comm.attempt import Attempt
 from dynmo.runtime.state.exact_state import exact_state
 from dynmo.runtime.state.layer_store import LayerStore
 
+if TYPE_CHECKING:
+    from dynmo.huggingface.adapter_export import AdapterExport
+
 
 def save_pretrained(
     pipeline: Pipeline, folder: str | Path, *, dtype: torch.dtype | str | None = None
 ) -> None:
     """Saves the model of a pipeline in a folder that transformers loads.
+
+    Of a model with adapters, the adapters alone are saved, in a folder that peft loads.
 
     All ranks call it together, and share the file system. Each rank of the pipeline writes its
     layers into a file of its own, one layer at a time. The folder gets the configs too, and the
@@ -49,7 +55,7 @@ def save_pretrained(
     layers = range(model.layers)
     shards = [[at for at in layers if store.rank_of(at) == rank] for rank in range(world.size)]
     folder = Path(folder)
-    export = Export(folder, model, store.modules, shards, kind)
+    export = export_of(model)(folder, model, store.modules, shards, kind)
     attempt = Attempt(world, export.partial, f"the files of {folder} are as before")
     with attempt.part():
         if world.everyone.rank == 0:
@@ -64,7 +70,7 @@ def save_pretrained(
 
 
 def _write_layers(
-    store: LayerStore, export: Export, attempt: Attempt, layers: Sequence[int]
+    store: LayerStore, export: Export | AdapterExport, attempt: Attempt, layers: Sequence[int]
 ) -> None:
     """Writes own layers. The ranks of the first replica write for all."""
     with ExitStack() as stack:
@@ -80,6 +86,15 @@ def _write_layers(
                     file.write(export.tensors(exact_state(module, masters)))
         with attempt.part():
             stack.close()
+
+
+def export_of(model: HuggingFaceModel) -> type[Export | AdapterExport]:
+    """Returns what writes a model: the adapters alone, if it has some."""
+    if model.lora is None:
+        return Export
+    from dynmo.huggingface.adapter_export import AdapterExport  # needs peft
+
+    return AdapterExport
 
 
 def transformers_model(model: Model, what: str) -> HuggingFaceModel:

@@ -29,7 +29,7 @@ KEYS_OF_KIND: dict[str, tuple[str, ...]] = {
     "gpt": _OF_GPT,
     "moe": (*_OF_GPT, *_OF_EXPERTS),
     "emulated": ("layers", "f", "b", "w", "bytes"),
-    "hf": ("path", "cut", "trust_remote_code"),
+    "hf": ("path", "cut", "trust_remote_code", "train_last", "lora", "saves_base"),
 }
 # Keys of all other kinds. The folder says what they are.
 _NOT_OF_HF = ("vocab",)
@@ -40,6 +40,24 @@ def keys_of_other_kinds(kind: str) -> frozenset[str]:
     own = KEYS_OF_KIND.get(kind, ())
     strange = [key for keys in KEYS_OF_KIND.values() for key in keys if key not in own]
     return frozenset([*strange, *(_NOT_OF_HF if kind == "hf" else ())])
+
+
+class LoraOptions(Options):
+    """Adapters of a model of transformers, as peft makes them. All other weights are frozen."""
+
+    r: Count = 16
+    """Width of an adapter."""
+    alpha: Count = 32
+    """An adapter's output counts `alpha / r` times."""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Lax] = "all-linear"
+    """Names of the linears that get adapters, such as `["q_proj", "v_proj"]`. `all-linear` is all
+    but the output layer."""
+    layers: Annotated[tuple[Whole, ...], Lax] = ()
+    """Blocks whose linears get adapters. Empty means all. Needs `targets` by name."""
+    dropout: BelowOne = 0.0
+    """Probability that an adapter's input is dropped."""
+    float32: bool = False
+    """Whether adapters stay in float32 in any `train.precision`."""
 
 
 class ModelOptions(Options):
@@ -104,6 +122,12 @@ class ModelOptions(Options):
     """`auto` cuts blocks into halves if a probe proves that it can be. `blocks` does not."""
     trust_remote_code: bool = False
     """Whether to run Python code that the folder of the model has."""
+    train_last: Whole | None = None
+    """Number of last blocks that train, with the output layer. Not set: all train."""
+    lora: LoraOptions | None = None
+    """Adapters that train instead of the weights. Not set: none."""
+    saves_base: bool = True
+    """Whether checkpoints have frozen weights. If not, they have the folder and a hash of each."""
 
     @model_serializer(mode="wrap")
     def _without_other_kinds(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:

@@ -22,6 +22,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.modes import evaluating_parts, set_modes
 from dynmo.runtime.state import checkpoint
+from dynmo.runtime.state.base_weights import from_base
 from dynmo.runtime.state.checkpoint import Saved
 from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED
 
@@ -190,9 +191,12 @@ def restore_engine(
         if engine.store.world.everyone.rank == 0 and "identity" in state:
             _warn_of_changes(engine.store.identity.with_code(cases), path, state["identity"])
         for index in engine.store.own:
-            restore_layer(
-                engine, index, checkpoint.load_layer(path, index, engine.store.world.device)
-            )
+            module = engine.store.modules[index]
+            base = checkpoint.load_manifest(path, index).base
+            left_out = from_base(f"layer {index} ({engine.model.names[index]})", module, base)
+            tensors = checkpoint.load_layer(path, index, engine.store.world.device)
+            tensors |= {("parameter", name): tensor for name, tensor in left_out.items()}
+            restore_layer(engine, index, tensors)
             _restore_modes(engine, path, index)
     except CheckpointError as error:
         failure = error

@@ -11,6 +11,7 @@ from torch import nn
 
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.torch_private import unset_fake_temporarily
+from dynmo.models.huggingface.adapter_names import base_name, is_adapter
 from dynmo.models.huggingface.cut import Halves, half_of
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.halves_check import check_halves, kind_of
@@ -62,6 +63,12 @@ class Builder:
         halves: How each block is cut. None leaves it whole.
         fill: Sets the values of a layer's parameters and buffers.
         router: The loss of the routers, if there is one.
+
+    Attributes:
+        places: The layers.
+        frozen: Indices of the layers that do not train. May be set before layers are built.
+        float32_adapters: Whether adapters stay in float32 in any precision. May be set, too.
+        base_folder: Folder of the frozen weights that checkpoints leave out. May be set, too.
     """
 
     def __init__(
@@ -74,15 +81,25 @@ class Builder:
         self._structure, self._halves, self._fill = structure, halves, fill
         self._router = router
         self.places = places(halves)
+        self.frozen: Collection[int] = ()
+        self.float32_adapters = False
+        self.base_folder: str | None = None
 
     def build(self, owned: Collection[int]) -> list[nn.Module]:
         """Returns all layers. Those that are not owned are on the meta device."""
         # A dry run builds layers with another default device.
         with generators_kept(torch.device("cpu")), torch.device("cpu"):
             frame = Frame(self._structure, self._shared(), self._router)
-            layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
+            layers = [self._shell(frame, place) for place in self.places]
             for layer in layers:
                 untie_within(layer)
+            for index in self.frozen:
+                layers[index].requires_grad_(False)
+            for layer in layers:
+                layer.base_folder = self.base_folder
+                if self.float32_adapters:
+                    names = (name for name, _ in layer.named_parameters() if is_adapter(name))
+                    layer.kept_in_float32 = tuple(names)
             progress = Progress(len(owned))
             for number, index in enumerate(sorted(owned), 1):
                 give_memory(layers[index])
@@ -91,8 +108,9 @@ class Builder:
                     check_buffers(layers[index])
                 progress.tell(number)
             self._check_cuts(layers, owned)
-        check_layers("dynmo.huggingface", layers)
-        return layers
+        modules: list[nn.Module] = [*layers]
+        check_layers("dynmo.huggingface", modules)
+        return modules
 
     def tied(self) -> tuple[Pair, ...]:
         """Returns the weights that two layers share, or that a layer has under two names."""
@@ -110,7 +128,7 @@ class Builder:
         users: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         pairs = list[Pair]()
         for names in uses.values():
-            owner, *others = sorted(names, key=lambda name: name in users)
+            owner, *others = sorted(names, key=lambda name: base_name(name) in users)
             pairs += [((homes[owner], owner), (homes[name], name)) for name in others]
         return tuple(pairs)
 
@@ -138,7 +156,8 @@ class Builder:
                 made[path] = _copied(module)
                 give_memory(made[path])
                 initialise(model, made[path], path)
-                check_buffers(made[path], path)
+                if not has_no_values():
+                    check_buffers(made[path], path)
         return made
 
     def _shell(self, frame: Frame, place: Place) -> Shell:

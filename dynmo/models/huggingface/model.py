@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.huggingface.building import Builder
 from dynmo.models.huggingface.configs import meta_model, read_config
 from dynmo.models.huggingface.cut import Halves, halves_of
+from dynmo.models.huggingface.frozen import Freeze, frozen_layers
 from dynmo.models.huggingface.loading import Weights, weights_of
 from dynmo.models.huggingface.router import router_loss_of, with_router_loss
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
@@ -27,6 +30,9 @@ from dynmo.models.huggingface.values import draw
 from dynmo.models.loss import causal_lm_loss, count_labels
 from dynmo.models.model import Model
 from dynmo.models.options import ModelOptions
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 _logger = logging.getLogger(__name__)
 
@@ -45,6 +51,7 @@ class HuggingFaceModel(Model):
         config: The configuration of transformers.
         structure: The parts of the model, on the meta device.
         folder: The folder that the weights are read from. None means that they are drawn.
+        lora: The config of the model's adapters, if it has some.
         weights: The weights in that folder.
         whole: Why blocks are not cut into halves: reason by index of the block.
     """
@@ -52,6 +59,7 @@ class HuggingFaceModel(Model):
     config: PreTrainedConfig
     structure: Structure
     folder: Path | None = None
+    lora: LoraConfig | None = None
     weights: Weights | None = None
     whole: Mapping[int, str] = field(default_factory=dict)
 
@@ -61,10 +69,15 @@ class HuggingFaceModel(Model):
         return ("",) * self.layers
 
 
-def from_pretrained(
+def from_pretrained(  # noqa: PLR0913
     source: str | Path | PreTrainedConfig,
     *,
     cut: Cut = "auto",
+    lora: LoraConfig | str | Path | None = None,
+    float32_adapters: bool = False,
+    saves_base: bool = True,
+    freeze: Iterable[Freeze] = (),
+    train_last: int | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
     **config_values: Any,
@@ -79,7 +92,14 @@ def from_pretrained(
             drawn as transformers draws them.
         cut: "auto" cuts a block into an attention half and a feed-forward half if a probe proves
             that it can be. "blocks" leaves blocks whole.
-        seed: Seed of weights that are drawn.
+        lora: Adapters of peft, or the folder of adapters to go on from. All other weights are then
+            frozen.
+        float32_adapters: Whether adapters stay in float32 in any `precision` of the pipeline.
+        saves_base: Whether checkpoints have frozen weights. If not, they have the folder and a
+            hash of each.
+        freeze: Blocks by index, and layers by name, that do not train: `("embedding", range(8))`.
+        train_last: Number of last blocks that train, with the output layer. All else is frozen.
+        seed: Seed of weights that are drawn, and of adapters.
         trust_remote_code: Whether to run Python code that the folder has.
         config_values: Values that replace those of the config, such as
             `output_router_logits=True`, which adds the loss of the routers.
@@ -106,6 +126,7 @@ def from_pretrained(
             "a file, or recompute= in Python"
         )
     weights = weights_of(folder, model, seed) if folder is not None else None
+    adapters = None if lora is None else _adapters_module().Adapters(model, lora, folder)
     router = router_loss_of(model)
     if router is not None:
         # dynmo sums it over the layers. The model's own forward need not.
@@ -119,9 +140,20 @@ def from_pretrained(
 
     def fill(index: int, layer: nn.Module) -> None:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
-        draw(model, layer)
+        if weights is None:
+            draw(model, layer)
+        else:
+            weights.fill(index, layer)
+        if adapters is not None:
+            adapters.fill(layer)
 
-    builder = Builder(structure, cuts, fill if weights is None else weights.fill, router)
+    builder = Builder(structure, cuts, fill, router)
+    builder.float32_adapters = float32_adapters
+    builder.base_folder = None if saves_base or folder is None else str(folder)
+    builder.frozen = frozen_layers(builder.places, freeze, train_last)
+    layers = builder.build(())
+    if not any(p.requires_grad for layer in layers for p in layer.parameters()):
+        raise ConfigError("nothing is left to train; freeze less")
     text = config.get_text_config()
     return HuggingFaceModel(
         names=tuple(place.name for place in builder.places),
@@ -135,6 +167,7 @@ def from_pretrained(
         config=config,
         structure=structure,
         folder=folder,
+        lora=None if adapters is None else adapters.config,
         weights=weights,
         whole={index: each for index, each in enumerate(halves) if isinstance(each, str)},
     )
@@ -144,8 +177,16 @@ def make(options: ModelOptions, seed: int) -> HuggingFaceModel:
     """Makes the model that a configuration file names."""
     if not options.path:
         raise ConfigError('model.kind = "hf" needs model.path, the folder of a transformers model')
+    lora = options.lora
     model = from_pretrained(
-        options.path, cut=options.cut, seed=seed, trust_remote_code=options.trust_remote_code
+        options.path,
+        cut=options.cut,
+        lora=None if lora is None else _adapters_module().lora_config(lora),
+        float32_adapters=lora is not None and lora.float32,
+        saves_base=options.saves_base,
+        train_last=options.train_last,
+        seed=seed,
+        trust_remote_code=options.trust_remote_code,
     )
     text = model.config.get_text_config()
     most = getattr(text, "max_position_embeddings", None)
@@ -200,3 +241,11 @@ def _structure(model: PreTrainedModel, source: object) -> Structure:
             f"{name} cannot be cut into layers: {error}; cut it by hand, as layers of "
             "dynmo.Sequential"
         ) from None
+
+
+def _adapters_module() -> ModuleType:
+    """Imports what needs peft."""
+    try:
+        return importlib.import_module("dynmo.models.huggingface.adapters")
+    except ImportError as error:
+        raise ConfigError(f"lora needs peft ({error}); pip install 'dynmo[lora]'") from None

@@ -55,8 +55,14 @@ class Shell(nn.Module):
 
     Args:
         frame: The frame of this rank.
-        paths: Paths of the modules that the layer owns.
+
+    Attributes:
+        kept_in_float32: Names of parameters that no precision lowers.
+        base_folder: Folder of the frozen weights that checkpoints leave out. None saves all.
     """
+
+    kept_in_float32: tuple[str, ...] = ()
+    base_folder: str | None = None
 
     def __init__(self, frame: Frame) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ def stored_in(folder: Path, named: str | None = None) -> dict[str, Stored]:
     return {
         key: stored
         for file in _files(folder, named or _usual(folder))
-        for key, stored in _header(file)
+        for key, stored in header_of(file)
     }
 
 
@@ -102,7 +102,8 @@ def _files(folder: Path, name: str) -> list[Path]:
     return [folder / each for each in names]
 
 
-def _header(file: Path) -> Generator[tuple[str, Stored]]:
+def header_of(file: Path) -> Generator[tuple[str, Stored]]:
+    """Yields the key of each tensor of a file, and the tensor's shape and size."""
     with Reader() as reader:
         for key in reader.keys(file):
             tensor = reader.tensor(file, key)

@@ -12,6 +12,8 @@ taken in float32.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,12 +24,16 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 
 
 def lower(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rounds the float32 parameters of a module. Returns the values before of those that train."""
+    """Rounds the float32 parameters of a module. Returns the values before of those that train.
+
+    Those that the module names in `kept_in_float32` stay as they are.
+    """
     masters: dict[str, Tensor] = {}
     if dtype == torch.float32:
         return masters
+    kept: Collection[str] = getattr(module, "kept_in_float32", ())
     for name, parameter in module.named_parameters():
-        if parameter.dtype == torch.float32:
+        if parameter.dtype == torch.float32 and name not in kept:
             if parameter.requires_grad:
                 masters[name] = parameter.data
             parameter.data = parameter.data.to(dtype)

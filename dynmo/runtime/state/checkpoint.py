@@ -38,6 +38,7 @@ from dynmo.kernels.sparse_linear import conform
 from dynmo.runtime.comm.attempt import Attempt
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.state.base_weights import base_of
 from dynmo.runtime.state.checkpoint_manifest import (
     MANIFEST,
     VERSION,
@@ -167,10 +168,14 @@ def _files(layers: int) -> list[str]:
 def _save_layer(
     folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]
 ) -> tuple[Path, Path]:
-    every = contents(module, optimizer_state).items()
-    tensors = {key: t.detach().cpu() for key, t in every if key[0] != "gradient"}
+    every, base = contents(module, optimizer_state).items(), base_of(module)
+    left_out = {("parameter", name) for name in base.hashes} if base is not None else set()
+    tensors = {
+        key: t.detach().cpu() for key, t in every if key[0] != "gradient" and key not in left_out
+    }
     folder.mkdir()
-    write_whole(folder / "layer.json", describe(index, module, tensors).text())
+    manifest = describe(index, module, tensors).model_copy(update={"base": base})
+    write_whole(folder / "layer.json", manifest.text())
     # A view of a larger memory block would count as shared.
     whole = {
         _name(*key): t if t.nbytes == t.untyped_storage().nbytes() else t.clone()

@@ -37,6 +37,7 @@ from dynmo.runtime.comm.headers import (
 )
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.modes import evaluating_parts
+from dynmo.runtime.state.base_weights import BaseWeights
 
 
 class TensorRecord(BaseModel):
@@ -57,10 +58,12 @@ class Manifest(BaseModel):
     layer: int
     tensors: list[TensorRecord]
     evaluating: list[str] = []
+    base: BaseWeights | None = None
 
     def text(self) -> str:
         """Returns JSON, which earlier versions of dynmo read if all modules train."""
-        return self.model_dump_json(exclude=None if self.evaluating else {"evaluating"})
+        unset = {name for name in ("evaluating", "base") if not getattr(self, name)}
+        return self.model_dump_json(exclude=unset)
 
     @property
     def flags(self) -> dict[str, bool]:

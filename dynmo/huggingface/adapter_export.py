@@ -1,0 +1,78 @@
+"""The folder of adapters, as peft writes it.
+
+Each rank writes its adapters into a part of its own. One rank joins the parts, for peft has one
+file of weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.huggingface.partial_folder import PartialFolder
+from dynmo.huggingface.tensor_file import TensorFile
+from dynmo.models.huggingface.adapter_files import CONFIG, WEIGHTS
+from dynmo.models.huggingface.adapter_names import is_adapter, saved_name
+from dynmo.models.huggingface.model import HuggingFaceModel
+from dynmo.models.huggingface.weight_files import Reader
+from dynmo.runtime.state.exact_state import shapes_of_state
+
+
+class AdapterExport:
+    """Writes the adapters of a model into a folder. It is used like `Export`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: HuggingFaceModel,
+        modules: Sequence[nn.Module],
+        shards: Sequence[Sequence[int]],
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._place, self._model = PartialFolder(folder), model
+        self._shards, self._dtype = shards, dtype
+        self._shapes = [self.tensors(shapes_of_state(module)) for module in modules]
+        self.files = [WEIGHTS]
+        self.bytes = sum(each.nbytes for shapes in self._shapes for each in shapes.values())
+
+    @property
+    def partial(self) -> Path:
+        return self._place.path
+
+    def prepare(self) -> None:
+        self._place.prepare()
+
+    def shard(self, number: int) -> TensorFile:
+        return TensorFile(self._part(number), self._shapes_of(self._shards[number]))
+
+    def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            saved_name(name): tensor.detach().to(tensor.device, self._dtype or tensor.dtype)
+            for name, tensor in state.items()
+            if is_adapter(name)
+        }
+
+    def complete(self) -> None:
+        every = [index for shard in self._shards for index in shard]
+        with TensorFile(self.partial / WEIGHTS, self._shapes_of(every)) as joined:
+            for number in range(len(self._shards)):
+                with Reader() as reader:
+                    for name in reader.keys(self._part(number)):
+                        joined.write({name: reader.tensor(self._part(number), name)})
+                self._part(number).unlink()
+        config = copy.deepcopy(self._model.lora)
+        assert config is not None
+        config.inference_mode = True  # as peft saves it
+        config.save_pretrained(str(self.partial))
+        self._place.complete(CONFIG, re.compile(r"adapter_model\.bin"))
+
+    def _part(self, number: int) -> Path:
+        return self.partial / f"part-{number}.safetensors"
+
+    def _shapes_of(self, layers: Sequence[int]) -> dict[str, Tensor]:
+        return {name: like for index in layers for name, like in self._shapes[index].items()}

@@ -1,0 +1,71 @@
+"""The folder of adapters that peft writes: a config and one file of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftConfig
+from torch import nn
+
+from dynmo.errors import ConfigError
+from dynmo.models.huggingface.adapter_names import is_adapter, saved_name
+from dynmo.models.huggingface.weight_files import Reader, Stored, header_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class AdapterFiles:
+    """Adapters to go on from.
+
+    Args:
+        folder: A folder that peft or dynmo has written.
+
+    Attributes:
+        config: The config of the adapters.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or the adapters are no LoRA.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        for name in (CONFIG, WEIGHTS):
+            if not (folder / name).is_file():
+                raise ConfigError(f"{folder} has no {name}; give a folder that peft has written")
+        try:
+            config = PeftConfig.from_pretrained(str(folder))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{folder / CONFIG}: {str(error).splitlines()[0]}") from None
+        if not isinstance(config, LoraConfig):
+            raise ConfigError(f"{folder / CONFIG} is of {config.peft_type}; dynmo trains LoRA")
+        config.inference_mode = False
+        self.folder, self.config = folder, config
+        self._stored: dict[str, Stored] = dict(header_of(folder / WEIGHTS))
+
+    def check(self, model: nn.Module) -> None:
+        """Checks that the adapters fit a model that has such ones.
+
+        Raises:
+            ConfigError: They were trained on another base.
+        """
+        wanted = {saved_name(n): p for n, p in model.named_parameters() if is_adapter(n)}
+        for name in sorted(wanted.keys() ^ self._stored.keys())[:1]:
+            lacks = "has no" if name in wanted else "has"
+            raise ConfigError(f"{self._of_another_base()}: the file {lacks} {name}")
+        for name, parameter in wanted.items():
+            if parameter.shape != self._stored[name].shape:
+                raise ConfigError(
+                    f"{self._of_another_base()}: {name} is {list(self._stored[name].shape)}, and "
+                    f"the model's is {list(parameter.shape)}"
+                )
+
+    def _of_another_base(self) -> str:
+        base = self.config.base_model_name_or_path
+        return f"{self.folder} has adapters of another base ({base or 'unknown'})"
+
+    def fill(self, layer: nn.Module) -> None:
+        """Sets the values of a layer's adapters."""
+        with Reader() as reader, torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                if is_adapter(name):
+                    parameter.copy_(reader.tensor(self.folder / WEIGHTS, saved_name(name)))

@@ -1,0 +1,92 @@
+"""`save_pretrained` of a model with adapters: peft loads what a pipeline has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import dynmo
+from dynmo.errors import ConfigError
+from dynmo.huggingface import from_pretrained, save_pretrained
+from dynmo.models.huggingface.adapter_files import WEIGHTS
+from dynmo.models.huggingface.adapter_names import is_adapter
+from tests.models.huggingface import adapter_jobs
+from tests.models.huggingface.small import config_of, make_batch
+from tests.pool import Pool
+
+EXPORT = "tests.models.huggingface.adapter_jobs:export"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_peft_loads_what_a_pipeline_has(base: Path, tmp_path: Path) -> None:
+    folder, batch = tmp_path / "adapters", make_batch(0, padded=False)
+    with dynmo.init(device="cpu") as world:
+        pipeline = dynmo.Pipeline(adapter_jobs.model_of(str(base)), world, microbatches=4)
+        pipeline.step(batch)
+        save_pretrained(pipeline, folder)
+        _, logits = pipeline.evaluate(batch, outputs=True)
+        assert isinstance(logits, torch.Tensor)
+        state = pipeline.state_dict()
+        again = dynmo.Pipeline(from_pretrained(base, lora=folder), world, microbatches=4)
+        assert again.digest() == pipeline.digest()
+    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", WEIGHTS]
+    plain: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
+    for name, tensor in plain.base_model.model.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    parts = batch["input_ids"].chunk(4)
+    with torch.no_grad():
+        assert torch.equal(logits, torch.cat([plain(input_ids=ids).logits for ids in parts]))
+
+
+def test_ranks_that_change_and_runs_that_go_on_save_the_same(
+    pool: Pool, base: Path, tmp_path: Path
+) -> None:
+    runs = {
+        "alone": (1, {"checkpoints": "saved"}),
+        "changing": (3, {"meshes": [[1, 2, 1], [3, 3, 1]]}),
+        "resumed": (2, {"resume": "saved", "schedule": "zb-v"}),
+    }
+    found = {}
+    for name, (ranks, options) in runs.items():
+        paths = {key: str(tmp_path / "saved") for key, value in options.items() if value == "saved"}
+        given = {**options, **paths, "base": str(base), "folder": str(tmp_path / name)}
+        found[name] = [told for told in pool.run(EXPORT, ranks, **given) if told]
+    assert len({told["weights"] for tolds in found.values() for told in tolds}) == 1
+    files = {name: load_file(tmp_path / name / WEIGHTS) for name in runs}
+    for name in runs:
+        assert files[name].keys() == files["alone"].keys()
+        assert all(torch.equal(files[name][key], files["alone"][key]) for key in files["alone"])
+
+
+def test_adapters_of_another_base_are_refused(base: Path, tmp_path: Path) -> None:
+    with dynmo.init(device="cpu") as world:
+        pipeline = dynmo.Pipeline(adapter_jobs.model_of(str(base)), world, microbatches=4)
+        save_pretrained(pipeline, tmp_path / "adapters")
+    wider = config_of("llama", intermediate_size=64)
+    with pytest.raises(ConfigError, match=r"adapters of another base .*down_proj.*\[4, 48\]"):
+        from_pretrained(wider, lora=tmp_path / "adapters")
+    with pytest.raises(ConfigError, match="adapters of another base"):
+        from_pretrained(config_of("llama", num_hidden_layers=2), lora=tmp_path / "adapters")
+    (tmp_path / "adapters" / WEIGHTS).unlink()
+    with pytest.raises(ConfigError, match=f"has no {WEIGHTS}"):
+        from_pretrained(base, lora=tmp_path / "adapters")
+
+
+def test_a_layer_has_its_adapters_only(base: Path) -> None:
+    model = adapter_jobs.model_of(str(base))
+    layers = model.build(())
+    assert not any(is_adapter(name) for name, _ in layers[1].named_parameters())
+    assert any(is_adapter(name) for name, _ in layers[3].named_parameters())

@@ -1,0 +1,91 @@
+"""Trainings with adapters for the pool of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+import dynmo
+from dynmo.huggingface import save_pretrained
+from dynmo.models.huggingface.model import HuggingFaceModel, from_pretrained
+from dynmo.runtime.comm.world import World
+from tests.models.huggingface.small import config_of, make_batch
+
+STEPS = 4
+UPPER = {"target_modules": ["q_proj", "v_proj", "down_proj"], "layers_to_transform": [1, 2]}
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, **{**UPPER, **options})
+
+
+def adamw(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
+
+
+def model_of(folder: str | None = None, **options: Any) -> HuggingFaceModel:
+    source = config_of("llama") if folder is None else folder
+    return from_pretrained(source, lora=lora(**options.pop("lora", {})), **options)
+
+
+def train(
+    world: World,
+    folder: str | None = None,
+    model: dict[str, Any] | None = None,
+    move: tuple[int, ...] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains adapters. Returns losses and digest."""
+    pipeline = dynmo.Pipeline(
+        model_of(folder, **(model or {})),
+        world,
+        microbatches=4,
+        optimizer=adamw,
+        max_grad_norm=1e9,
+        **options,
+    )
+    losses = list[float]()
+    for step in range(STEPS):
+        if step == 2 and move is not None:
+            pipeline.move(move)
+        losses.append(pipeline.step(make_batch(step, padded=False)).loss)
+    return {"losses": losses, "weights": pipeline.digest()}
+
+
+def export(
+    world: World,
+    base: str,
+    folder: str,
+    meshes: list[list[int]] | None = None,
+    checkpoints: str | None = None,
+    resume: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains adapters of a folder's model while ranks change, and saves them.
+
+    Returns nothing on ranks that have left.
+    """
+    pipeline = dynmo.Pipeline(
+        model_of(base, saves_base=False),
+        world,
+        microbatches=4,
+        steps=STEPS,
+        optimizer=adamw,
+        max_grad_norm=1e9,
+        elastic=dynmo.Elastic(reshape_at=meshes or ()),
+        resume=resume,
+        **options,
+    )
+    while pipeline.steps < STEPS:
+        pipeline.adapt()
+        if pipeline.left and not pipeline.join():
+            return {}
+        pipeline.step(make_batch(pipeline.steps, padded=False))
+        if pipeline.steps == 2 and checkpoints is not None:
+            pipeline.save(checkpoints)
+    save_pretrained(pipeline, folder)
+    told = {"weights": pipeline.digest(), "size": world.size}
+    pipeline.close()
+    return told

@@ -1,0 +1,108 @@
+"""Adapters of peft in models of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import AutoModelForCausalLM
+
+import dynmo
+from dynmo.errors import ConfigError
+from dynmo.models.huggingface.adapter_names import base_name, is_adapter
+from dynmo.models.huggingface.model import from_pretrained
+from tests.models.huggingface import adapter_jobs
+from tests.models.huggingface.small import config_of, make_batch
+from tests.pool import Pool
+
+TRAIN = "tests.models.huggingface.adapter_jobs:train"
+
+
+def test_adapters_have_the_bits_of_peft_in_one_process() -> None:
+    model = adapter_jobs.model_of()
+    state = {
+        n: t for layer in model.build(range(model.layers)) for n, t in layer.named_parameters()
+    }
+    plain = AutoModelForCausalLM.from_config(config_of("llama"))
+    plain.load_state_dict({base_name(n): t for n, t in state.items() if not is_adapter(n)})
+    inject_adapter_in_model(adapter_jobs.lora(), plain)
+    plain.load_state_dict(state)
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    optimizer, losses = adapter_jobs.adamw(trained), list[float]()
+    with dynmo.init(device="cpu") as world:
+        for step in range(adapter_jobs.STEPS):
+            batch, total = make_batch(step, padded=False), 0.0
+            optimizer.zero_grad()
+            for ids in batch["input_ids"].chunk(4):
+                loss = plain(input_ids=ids, labels=ids, use_cache=False).loss / 4
+                loss.backward()
+                total += loss.item()
+            optimizer.step()
+            losses.append(total)
+        pipeline = dynmo.Pipeline(
+            model, world, microbatches=4, optimizer=adapter_jobs.adamw, max_grad_norm=1e9
+        )
+        found = [
+            pipeline.step(make_batch(step, padded=False)).loss for step in range(adapter_jobs.STEPS)
+        ]
+        weights = pipeline.state_dict()
+    assert found == losses
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(weights[name], parameter), name
+
+
+def test_any_ranks_have_the_bits_of_one(pool: Pool) -> None:
+    dropout = {"lora": {"lora_dropout": 0.1}}
+    runs: tuple[dict[str, Any], ...] = (
+        {"schedule": "zb-h1", "move": [5, 3]},
+        {"schedule": "zb-v", "precision": "bfloat16", "model": {"float32_adapters": True}},
+    )
+    for options in runs:
+        own = {**options, "model": {**dropout, **options.get("model", {})}}
+        alone = {name: own[name] for name in ("model", "precision") if name in own}
+        assert pool.run(TRAIN, 2, **own) == pool.run(TRAIN, 1, **alone) * 2
+
+
+def test_layers_below_the_first_adapter_keep_nothing() -> None:
+    with dynmo.init(device="cpu") as world:
+        pipeline = dynmo.Pipeline(adapter_jobs.model_of(), world, microbatches=4)
+        pipeline.step(make_batch(0, padded=False))
+        costs = pipeline.costs()
+    # Embedding and the two halves of block 0.
+    for cost in costs[:3]:
+        assert (cost.gradient_bytes, cost.optimizer_bytes, cost.b, cost.w) == (0, 0, 0, 0)
+    assert all(cost.b > 0 for cost in costs[4:])
+    assert costs[-1].gradient_bytes == 0
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_adapters_stay_in_float32_if_asked(is_kept: bool) -> None:
+    with dynmo.init(device="cpu") as world:
+        pipeline = dynmo.Pipeline(
+            adapter_jobs.model_of(float32_adapters=is_kept),
+            world,
+            microbatches=4,
+            precision="bfloat16",
+        )
+        pipeline.step(make_batch(0, padded=False))
+        for module in pipeline.modules.values():
+            for name, parameter in module.named_parameters():
+                low = not (is_kept and is_adapter(name))
+                assert parameter.dtype == (torch.bfloat16 if low else torch.float32), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_modules": ["nothing"]}, "nothing"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "'pissa' is not supported"),
+    ],
+)
+def test_configs_that_fit_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    given = {"target_modules": ["q_proj"], **options}
+    with pytest.raises(ConfigError, match=message) as caught:
+        from_pretrained(config_of("llama"), lora=LoraConfig(**given))
+    assert "\n" not in str(caught.value)

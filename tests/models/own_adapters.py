@@ -1,0 +1,54 @@
+"""A list of one's own layers with adapters of peft, for the pool of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+import dynmo
+from dynmo.runtime.comm.world import World
+
+WIDTH, STEPS = 12, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    made = nn.ModuleList([nn.Linear(4, WIDTH), *(Block() for _ in range(3))])
+    targets = ["2.up", "2.down", "3.up", "3.down"]
+    config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    inject_adapter_in_model(config, made)
+    return list(made)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(step)
+    return torch.randn(8, 4, generator=draws), torch.randn(8, WIDTH, generator=draws)
+
+
+def sgd(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False)
+
+
+def train(world: World, **options: Any) -> dict[str, Any]:
+    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
+    pipeline = dynmo.Pipeline(
+        model, world, microbatches=2, optimizer=sgd, max_grad_norm=1e9, **options
+    )
+    losses = [pipeline.step(*batch(step)).loss for step in range(STEPS)]
+    return {
+        "losses": losses,
+        "weights": {k: t.tolist() for k, t in pipeline.state_dict(everywhere=True).items()},
+    }
