@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.torch_private import unset_fake_temporarily
@@ -20,7 +20,9 @@ from dynmo.models.huggingface.shells import BlockShell, EmbeddingShell, HeadShel
 from dynmo.models.huggingface.skeleton import units_of
 from dynmo.models.huggingface.structure import Structure, has_weights
 from dynmo.models.huggingface.transformers_private import initialise
+from dynmo.models.huggingface.values import check_buffers, has_no_values, marked_buffer
 from dynmo.models.model import check_layers
+from dynmo.models.tied import Pair
 
 Fill = Callable[[int, nn.Module], None]
 """Takes the index of a layer and the layer, whose tensors have memory. Sets their values."""
@@ -79,14 +81,44 @@ class Builder:
         with generators_kept(torch.device("cpu")), torch.device("cpu"):
             frame = Frame(self._structure, self._shared(), self._router)
             layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
+<<<<<<< HEAD
             progress = Progress(len(owned))
             for number, index in enumerate(sorted(owned), 1):
                 give_memory(layers[index])
                 self._fill(index, layers[index])
                 progress.tell(number)
+=======
+            for layer in layers:
+                untie_within(layer)
+            for index in sorted(owned):
+                give_memory(layers[index])
+                self._fill(index, layers[index])
+                if not has_no_values():
+                    check_buffers(layers[index])
+>>>>>>> families
             self._check_cuts(layers, owned)
         check_layers("dynmo.huggingface", layers)
         return layers
+
+    def tied(self) -> tuple[Pair, ...]:
+        """Returns the weights that two layers share, or that a layer has under two names."""
+        model = self._structure.model
+        homes = {
+            name: index
+            for index, layer in enumerate(self.build(()))
+            for name, _ in layer.named_parameters()
+        }
+        uses = dict[int, list[str]]()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in homes:
+                uses.setdefault(id(parameter), []).append(name)
+        # Files have the weight under the name of its owner.
+        users: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        pairs = list[Pair]()
+        for names in uses.values():
+            owner, *others = sorted(names, key=lambda name: name in users)
+            pairs += [((homes[owner], owner), (homes[name], name)) for name in others]
+        return tuple(pairs)
 
     def _check_cuts(self, layers: Sequence[nn.Module], owned: Collection[int]) -> None:
         """Compares one block of each kind with its halves, if this rank holds both."""
@@ -111,7 +143,8 @@ class Builder:
             if not is_owned(module):
                 made[path] = _copied(module)
                 give_memory(made[path])
-                initialise(model, made[path])
+                initialise(model, made[path], path)
+                check_buffers(made[path], path)
         return made
 
     def _shell(self, frame: Frame, place: Place) -> Shell:
@@ -138,9 +171,16 @@ def is_owned(module: nn.Module) -> bool:
     return has_weights(module) or isinstance(module, nn.modules.dropout._DropoutNd)
 
 
-def has_no_values() -> bool:
-    """True while new tensors are fake: they have shapes, but no values."""
-    return type(torch.empty(0)) is not Tensor
+def untie_within(layer: nn.Module) -> None:
+    """Gives a weight that a layer has under two names a parameter for each."""
+    known = set[int]()
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in known:
+                module._parameters[name] = copy.deepcopy(parameter)
+            known.add(id(parameter))
 
 
 def _copied(module: nn.Module) -> nn.Module:
@@ -152,12 +192,10 @@ def _copied(module: nn.Module) -> nn.Module:
 def give_memory(module: nn.Module) -> None:
     """Gives parameters and buffers memory on the CPU. Their values are arbitrary."""
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = _empty(tensor)
-
-
-def _empty(like: Tensor) -> Tensor:
-    made = torch.empty(like.shape, dtype=like.dtype, device="cpu")
-    return nn.Parameter(made, like.requires_grad) if isinstance(like, nn.Parameter) else made
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                made = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                part._parameters[name] = nn.Parameter(made, parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = marked_buffer(buffer)

@@ -4,7 +4,8 @@ The probe runs the block on the meta device with hooks. A block can be cut if
 
 - two of its modules do its work (the others have vectors at most: norms), once each,
 - each takes one tensor that depends on the hidden states, and returns one that counts,
-- the input of the second depends on the output of the first.
+- the input of the second depends on the output of the first,
+- the hidden states stay as they are where a module adds nothing.
 
 A half is the block's own code. The other half's module returns zeros, so the residual adds nothing.
 Everything else stays whole.
@@ -111,7 +112,29 @@ def halves_of(structure: Structure, index: int) -> Halves | str:
     finally:
         for each in removable:
             each.remove()
-    return _halves(block, calls, hidden, out[0] if isinstance(out, tuple | list) else out)
+    halves = _halves(block, calls, hidden, out[0] if isinstance(out, tuple | list) else out)
+    if isinstance(halves, Halves) and not _passes_on(structure, index, halves):
+        return "the hidden states change even where a module adds nothing"
+    return halves
+
+
+def _passes_on(structure: Structure, index: int, halves: Halves) -> bool:
+    """Runs a block without its modules: what is left must return the hidden states unchanged."""
+    taken: list[Tensor] = []
+    bare = half_of(half_of(structure.block(index), halves, 0), halves, 1)
+    bare.get_submodule(halves.main[1]).register_forward_pre_hook(
+        lambda _, args, kwargs: taken.append(next(tensors_of((args, kwargs)))), with_kwargs=True
+    )
+    args, kwargs = mapped(structure.arguments[index], lambda x: torch.zeros(x.shape, dtype=x.dtype))
+    shape = structure.hidden.shape
+    hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    try:
+        with torch.no_grad():
+            out = bare(hidden, *args, **kwargs)
+    except Exception:
+        return False
+    out = out[0] if isinstance(out, tuple | list) else out
+    return torch.equal(out, hidden) and all(torch.equal(each, hidden) for each in taken)
 
 
 def _traced(tensor: Tensor) -> Tensor:

@@ -10,9 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.models.huggingface.router import RouterLoss
+<<<<<<< HEAD
 from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, skeleton
 from dynmo.models.huggingface.structure import Arguments, Recorder, Structure, forget, has_weights
 from dynmo.models.huggingface.transformers_private import on_shapes
+=======
+from dynmo.models.huggingface.skeleton import (
+    Borrowed,
+    PassedOver,
+    StandIn,
+    set_first_parameter,
+    skeleton,
+    spine_of,
+)
+from dynmo.models.huggingface.structure import (
+    Arguments,
+    Recorder,
+    Structure,
+    embedding_width,
+    forget,
+    has_weights,
+)
+>>>>>>> families
 
 # Microbatches whose arguments are kept. Recomputation comes back to an earlier microbatch.
 _KEPT = 2
@@ -63,13 +82,15 @@ class Frame:
         self._recorders: list[Recorder] = []
         whole = skeleton(structure.model, structure.blocks, self._unit, self._recorder)
         self._base = whole.get_submodule(structure.base).eval()
-        width = getattr(structure.model.get_input_embeddings(), "embedding_dim", None)
-        self._width = width or structure.hidden.shape[-1]
+        # Modules that hold the blocks. Their buffers move with the rank.
+        self.spine = [whole.get_submodule(path) for path in spine_of(structure.blocks)]
+        self._width = embedding_width(structure.model, structure.hidden)
+        self._moved: tuple[torch.device, torch.dtype] | None = None
         self._known: list[tuple[_Key, list[Arguments]]] = []
-        self._device = torch.device("cpu")
 
     def _unit(self, path: str, module: nn.Module) -> nn.Module:
-        if path in self.structure.after or isinstance(module, nn.modules.dropout._DropoutNd):
+        is_after = path in self.structure.after and path not in self.structure.before
+        if is_after or isinstance(module, nn.modules.dropout._DropoutNd):
             return PassedOver(module)
         return StandIn(module) if has_weights(module) else Borrowed(self.shared[path])
 
@@ -99,26 +120,36 @@ class Frame:
     def _run(
         self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> list[Arguments]:
+<<<<<<< HEAD
         self.move(hidden.device)
         given = {"inputs_embeds": self.embedded(hidden), **named_inputs(mask, positions)}
         with on_shapes(hidden):
             self._base(**given, use_cache=False)
+=======
+        self.move(hidden)
+        self._base(
+            inputs_embeds=self.embedded(hidden), **named_inputs(mask, positions), use_cache=False
+        )
+>>>>>>> families
         made = [each.arguments for each in self._recorders]
         forget(self._recorders)
         return made
 
     def embedded(self, hidden: Tensor) -> Tensor:
-        """Returns what stands for embedded ids. Its values have no effect."""
-        if self._width == hidden.shape[-1]:
-            return hidden.detach()
-        return hidden.new_zeros(*hidden.shape[:-1], self._width)
+        """Returns what stands for embedded ids. Its values have no effect, and may be changed."""
+        return hidden.new_zeros(*hidden.shape[:2], self._width)
 
-    def move(self, device: torch.device) -> None:
-        """Moves the modules without weights to the device of the rank."""
-        if device != self._device:
-            for module in self.shared.values():
-                module.to(device)
-            self._device = device
+    def move(self, like: Tensor) -> None:
+        """Moves what belongs to no layer to the device and the dtype of hidden states."""
+        if (like.device, like.dtype) == self._moved:
+            return
+        for module in self.shared.values():
+            module.to(like.device)
+        for module in self.spine:
+            set_first_parameter(module, like)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(like.device)
+        self._moved = (like.device, like.dtype)
 
 
 def named_inputs(mask: Tensor | None, positions: Tensor | None) -> dict[str, Tensor]:

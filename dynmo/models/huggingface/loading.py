@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, mix
-from dynmo.models.huggingface.building import has_no_values
 from dynmo.models.huggingface.transformers_private import (
     Conversion,
     conversions_of,
     initialise,
     without_ignored,
 )
+from dynmo.models.huggingface.values import has_no_values
 from dynmo.models.huggingface.weight_files import Reader, Stored, stored_in
 
 _logger = logging.getLogger(__name__)
@@ -160,6 +160,15 @@ def _tie(model: PreTrainedModel, stored: Mapping[str, Stored], sources: _Sources
                 sources[name] = sources[there]
             elif not _equal(model, stored, sources[there], sources[name]):
                 del tied[name]
+                _untie(model, name)
+
+
+def _untie(model: PreTrainedModel, name: str) -> None:
+    path, _, key = name.rpartition(".")
+    shared = model.get_parameter(name)
+    setattr(
+        model.get_submodule(path), key, nn.Parameter(shared.detach().clone(), shared.requires_grad)
+    )
 
 
 def _equal(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, mix
@@ -22,11 +22,10 @@ from dynmo.models.huggingface.cut import Halves, halves_of
 from dynmo.models.huggingface.loading import Weights, weights_of
 from dynmo.models.huggingface.router import router_loss_of, with_router_loss
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
-from dynmo.models.huggingface.transformers_private import initialise
+from dynmo.models.huggingface.values import draw
 from dynmo.models.loss import causal_lm_loss, count_labels
 from dynmo.models.model import Model
 from dynmo.models.options import ModelOptions
-from dynmo.models.tied import Pair
 
 _logger = logging.getLogger(__name__)
 
@@ -117,17 +116,17 @@ def from_pretrained(
     ]
     cuts = [each if isinstance(each, Halves) else None for each in halves]
 
-    def draw(index: int, layer: nn.Module) -> None:
+    def fill(index: int, layer: nn.Module) -> None:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
-        initialise(model, layer)
+        draw(model, layer)
 
-    builder = Builder(structure, cuts, draw if weights is None else weights.fill, router)
+    builder = Builder(structure, cuts, fill if weights is None else weights.fill, router)
     text = config.get_text_config()
     return HuggingFaceModel(
         names=tuple(place.name for place in builder.places),
         build=builder.build,
         loss=causal_lm_loss if router is None else partial(with_router_loss, weight=router.weight),
-        tied=_tied(builder, model),
+        tied=builder.tied(),
         code=(type(model).__module__,),
         options=ModelOptions(kind="hf", path=str(folder or ""), vocab=text.vocab_size),
         inputs=INPUTS,
@@ -176,6 +175,7 @@ def _replace(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
         setattr(text, name, value)
 
 
+<<<<<<< HEAD
 def _dropout(model: nn.Module) -> float:
     """Returns the largest probability of dropout in the model's code."""
     modules = [x for x in model.modules() if isinstance(x, nn.modules.dropout._DropoutNd)]
@@ -192,6 +192,9 @@ def _stop_checkpointing(model: nn.Module) -> bool:
 
 
 def _structure(model: nn.Module, source: object) -> Structure:
+=======
+def _structure(model: PreTrainedModel, source: object) -> Structure:
+>>>>>>> families
     try:
         return structure_of(model)
     except UnfitModelError as error:
@@ -200,18 +203,3 @@ def _structure(model: nn.Module, source: object) -> Structure:
             f"{name} cannot be cut into layers: {error}; cut it by hand, as layers of "
             "dynmo.Sequential"
         ) from None
-
-
-def _tied(builder: Builder, model: nn.Module) -> tuple[Pair, ...]:
-    """Returns the weights that two layers share."""
-    homes = {
-        name: index
-        for index, layer in enumerate(builder.build(()))
-        for name, _ in layer.named_parameters()
-    }
-    keys: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    return tuple(
-        ((homes[owner], owner), (homes[user], user))
-        for user, owner in keys.items()
-        if user in homes and owner in homes
-    )

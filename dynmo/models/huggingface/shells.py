@@ -13,7 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynmo.models.huggingface.frame import Frame, named_inputs
-from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, Unowned, skeleton
+from dynmo.models.huggingface.skeleton import (
+    Borrowed,
+    PassedOver,
+    StandIn,
+    Unowned,
+    skeleton,
+    spine_of,
+)
 from dynmo.models.huggingface.structure import Recorder, forget
 from dynmo.models.huggingface.transformers_private import on_shapes
 
@@ -97,13 +104,14 @@ class EndShell(Shell):
             return recorders[-1]
 
         whole = skeleton(structure.model, structure.blocks, unit, block)
-        parts = structure.blocks.split(".")
-        spine = [whole.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+        spine = [whole.get_submodule(path) for path in spine_of(structure.blocks)]
+        frame.spine += spine
         self._recorders = Unowned(recorders)
         self._spine, self._runs = Unowned(spine), Unowned(whole.get_submodule(path))
 
     def run_model(self, mask: Tensor | None, positions: Tensor | None, **inputs: Tensor) -> Any:
-        self.frame.move(next(iter(inputs.values())).device)
+        given = (*inputs.values(), *self.parameters())
+        self.frame.move(next(each for each in given if each.is_floating_point()))
         for module in self._spine.value:
             module.training = self.training
         with on_shapes(next(iter(inputs.values()))):

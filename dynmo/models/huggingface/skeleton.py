@@ -17,6 +17,8 @@ from dynmo.kernels.torch_private import unset_fake_temporarily
 
 _T = TypeVar("_T")
 
+_FIRST = "first_parameter"
+
 
 class Unowned(Generic[_T]):
     """Something that a module uses, but does not own. It is not moved, saved or compared."""
@@ -60,24 +62,33 @@ class PassedOver(Substitute):
 
 
 class StandIn(Substitute):
-    """Returns zeros of the shapes that the module, which is on the meta device, would return."""
+    """Returns zeros of the shapes that the module, which is on the meta device, would return.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        traced: Whether what is made of the zeros requires a gradient.
+    """
+
+    def __init__(self, module: nn.Module, traced: bool = False) -> None:
         super().__init__(module)
-        self._shapes = dict[str, Any]()
+        self._shapes, self._traced = dict[str, Any](), traced
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = (args, kwargs)
-        device = next((x.device for x in tensors_of(given)), torch.device("cpu"))
+        real = (x.device for x in tensors_of(given) if not x.is_meta)
+        device = next(real, torch.device("cpu"))
         key = repr(mapped(given, lambda x: (x.shape, x.dtype)))
         if key not in self._shapes:
             # The module has no fake tensors in a run of shapes only.
             with torch.no_grad(), unset_fake_temporarily():
                 args, kwargs = mapped(given, on_meta)
                 self._shapes[key] = self.original(*args, **kwargs)
-        return mapped(
-            self._shapes[key], lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device)
-        )
+        return mapped(self._shapes[key], lambda x: self._zeros(x, device))
+
+    def _zeros(self, like: Tensor, device: torch.device) -> Tensor:
+        zeros = torch.zeros(like.shape, dtype=like.dtype, device=device)
+        # Code may change its inputs in place, which a leaf does not allow.
+        traced = self._traced and like.is_floating_point()
+        return zeros.requires_grad_().clone() if traced else zeros
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -119,14 +130,58 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
+def without_memory(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module on the CPU whose tensors are one zero each, repeated."""
+    twin = copy.deepcopy(module)
+    for part in twin.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(_repeated(parameter), False)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = _repeated(buffer)
+    return twin
+
+
+def _repeated(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=like.dtype).expand(like.shape)
+
+
+def overlaid(module: nn.Module, parts: nn.Module) -> nn.Module:
+    """Returns a copy of a module with those parts that another one has under the same names."""
+    twin = shallow_copy(module)
+    for name, child in parts.named_children():
+        is_holder = type(child) is nn.Module
+        twin._modules[name] = overlaid(module.get_submodule(name), child) if is_holder else child
+    return twin
+
+
 def units_of(model: nn.Module, blocks: str) -> Iterator[str]:
-    """Yields the paths of the modules around the list of blocks, each as large as possible."""
+    """Yields the paths of the modules around the list of blocks, each as large as possible.
+
+    A list of modules has no forward, so each of its modules counts.
+    """
+    for spine in spine_of(blocks):
+        for name, child in model.get_submodule(spine).named_children():
+            where = f"{spine}.{name}".lstrip(".")
+            if f"{blocks}.".startswith(f"{where}."):
+                continue
+            yield from (
+                (f"{where}.{key}" for key, _ in child.named_children())
+                if is_list(child)
+                else (where,)
+            )
+
+
+def spine_of(blocks: str) -> list[str]:
+    """Returns the paths of the modules that hold the list of blocks, the model first."""
     parts = blocks.split(".")
-    for depth in range(len(parts)):
-        spine = ".".join(parts[:depth])
-        for name, _ in model.get_submodule(spine).named_children():
-            if name != parts[depth]:
-                yield f"{spine}.{name}".lstrip(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
+
+
+def is_list(module: nn.Module) -> bool:
+    """Whether a module only holds others."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def skeleton(
@@ -144,7 +199,19 @@ def skeleton(
         block: Takes the index of a block, and the block. Returns what stands for it.
     """
     head, _, rest = blocks.partition(".")
-    return _copied("", model, head, rest, unit, block)
+    whole = _copied("", model, head, rest, unit, block)
+    for path in spine_of(blocks):
+        # A model takes its dtype and its device from its first parameter.
+        whole.get_submodule(path)._parameters[_FIRST] = nn.Parameter(torch.empty(0), False)
+    return whole
+
+
+def set_first_parameter(module: nn.Module, like: Tensor) -> None:
+    """Gives a module that holds the blocks in a skeleton the dtype and the device of a tensor."""
+    first = module._parameters[_FIRST]
+    assert first is not None
+    if (first.dtype, first.device) != (like.dtype, like.device):
+        module._parameters[_FIRST] = nn.Parameter(like.new_empty(0), False)
 
 
 def _copied(
@@ -158,7 +225,11 @@ def _copied(
     twin = shallow_copy(module)
     for name, child in module.named_children():
         where = f"{path}.{name}".lstrip(".")
-        if name != head:
+        if name != head and is_list(child):
+            twin._modules[name] = listed = shallow_copy(child)
+            for key, each in child.named_children():
+                listed._modules[key] = unit(f"{where}.{key}", each)
+        elif name != head:
             twin._modules[name] = unit(where, child)
         elif rest:
             following, _, later = rest.partition(".")

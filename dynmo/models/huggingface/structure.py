@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.skeleton import (
@@ -27,10 +28,13 @@ from dynmo.models.huggingface.skeleton import (
     mapped,
     on_meta,
     skeleton,
+    spine_of,
     tensors_of,
     units_of,
+    without_memory,
 )
-from dynmo.models.huggingface.transformers_private import experts_on_shapes
+from dynmo.models.huggingface.transformers_private import experts_on_shapes, initialise_own
+from dynmo.models.huggingface.values import marked_buffer
 
 # Size of the forward that shows the structure.
 ROWS, TOKENS = 3, 5
@@ -60,7 +64,7 @@ class Structure:
         hidden: The hidden states on the meta device.
     """
 
-    model: nn.Module
+    model: PreTrainedModel
     base: str
     blocks: str
     before: tuple[str, ...]
@@ -129,9 +133,7 @@ class _Probe(Recorder):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._calls.append(self._index)
         self.taken, self.arguments = split_hidden(args, kwargs)
-        given = mapped((args, kwargs), on_meta)
-        with torch.no_grad():
-            out = self.original(*given[0], **given[1])
+        out = self._run(args, kwargs)
         self.elements = len(out) if isinstance(out, tuple | list) else None
         first = out if self.elements is None else out[0]
         if not isinstance(first, Tensor) or first.shape != self.taken.shape:
@@ -147,8 +149,18 @@ class _Probe(Recorder):
             each.requires_grad_()
         return (self.taken, *rest)
 
+    @torch.no_grad()
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = mapped((args, kwargs), on_meta)
+        try:
+            return self.original(*given[0], **given[1])
+        except (NotImplementedError, RuntimeError):
+            # The block needs values, as experts do that count their tokens.
+            given = mapped((args, kwargs), torch.Tensor.detach)
+            return without_memory(self.original)(*given[0], **given[1])
 
-def structure_of(model: nn.Module) -> Structure:
+
+def structure_of(model: PreTrainedModel) -> Structure:
     """Finds the parts of a causal language model of transformers.
 
     Args:
@@ -157,16 +169,18 @@ def structure_of(model: nn.Module) -> Structure:
     Raises:
         UnfitModelError: It cannot be cut into layers. The message says what is in the way.
     """
+    _check_config(model.config)
     blocks = find_blocks(model)
-    base = model.base_model_prefix
-    if not hasattr(model, base) or not blocks.startswith(f"{base}."):
-        raise UnfitModelError(f"its blocks ({blocks}) are not part of its base model ({base})")
-    _check_spine(model, blocks)
+    base, _, inner = blocks.partition(".")
+    if not inner:
+        raise UnfitModelError(f"its blocks ({blocks}) are not part of a base model")
+    _check_tensors(model, blocks)
+    fill_spine(model, blocks)
     calls: list[int | str] = []
     probes: list[_Probe] = []
 
     def unit(path: str, module: nn.Module) -> nn.Module:
-        made = StandIn(module)
+        made = StandIn(module, traced=has_weights(module))
         made.register_forward_pre_hook(lambda *_: calls.append(path))
         return made
 
@@ -175,50 +189,103 @@ def structure_of(model: nn.Module) -> Structure:
         return probes[-1]
 
     whole = skeleton(model, blocks, unit, block)
-    ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)
     _run(whole, input_ids=ids)
+    seen = [each.arguments for each in probes]
     before, after = _order(model, blocks, calls, len(probes))
     hidden = probes[0].taken
     assert hidden is not None
-    leaf = torch.zeros(*ids.shape, _width(model, hidden), requires_grad=True)
-    out = _run(whole, inputs_embeds=leaf)
-    _check_chain(probes, out)
+    leaf = torch.zeros(*ids.shape, embedding_width(model, hidden), requires_grad=True)
+    # A model may scale its inputs in place, which a leaf does not allow.
+    _run(whole, inputs_embeds=leaf.clone())
+    _check_chain(probes)
+    _check_state(model)
+    elements = tuple(each.elements for each in probes)
+    arguments = _arguments(model, blocks, elements, leaf)
+    _check_arguments(seen, arguments)
     return Structure(
         model=model,
         base=base,
         blocks=blocks,
         before=before,
         after=after,
-        elements=tuple(each.elements for each in probes),
-        arguments=tuple(mapped(each.arguments, on_meta) for each in probes),
+        elements=elements,
+        arguments=tuple(mapped(each, on_meta) for each in arguments),
         hidden=on_meta(hidden),
     )
 
 
-def find_blocks(model: nn.Module) -> str:
-    """Returns the path of the list of blocks."""
-    wanted = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists = [
-        path
+def find_blocks(model: PreTrainedModel) -> str:
+    """Returns the path of the list of blocks.
+
+    It is the only list of the length that the config gives, or the only list, or the only list of
+    modules that the class says not to split.
+    """
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    whole: set[str] = set(getattr(model, "_no_split_modules", None) or ())
+    lists = {
+        path: module
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and (wanted in (None, len(module)))
-    ]
-    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    if len(outer) != 1:
-        found = ", ".join(outer) or "none"
-        raise UnfitModelError(f"it has not one list of {wanted or 'all its'} blocks, but {found}")
-    return outer[0]
+        if isinstance(module, nn.ModuleList) and len(module)
+    }
+    outer = {
+        path: module
+        for path, module in lists.items()
+        if not any(path.startswith(f"{other}.") for other in lists)
+    }
+    choices = (
+        [path for path, module in outer.items() if len(module) == count],
+        list(outer),
+        [path for path, module in outer.items() if type(module[0]).__name__ in whole],
+    )
+    found = next((each for each in choices if len(each) == 1), None)
+    if found is None:
+        some = [*outer][:2] + [f"{len(outer) - 2} more"] * (len(outer) > 2)
+        raise UnfitModelError(f"it has not one list of blocks, but {', '.join(some) or 'none'}")
+    return found[0]
 
 
-def _check_spine(model: nn.Module, blocks: str) -> None:
-    parts = blocks.split(".")
-    for depth in range(len(parts) + 1):
-        path = ".".join(parts[:depth])
+def _check_config(config: PreTrainedConfig) -> None:
+    for name, value in vars(config).items():
+        if name.endswith("layerdrop") and value:
+            raise UnfitModelError(f"{name} = {value} skips blocks at random; set it to 0")
+
+
+def _check_tensors(model: nn.Module, blocks: str) -> None:
+    """Checks that each tensor of the model belongs to a module that could be moved."""
+    for path in (*spine_of(blocks), blocks):
         for name, _ in model.get_submodule(path).named_parameters(recurse=False):
             raise UnfitModelError(
                 f"the parameter {f'{path}.{name}'.lstrip('.')} belongs to no module that could be "
                 "moved"
             )
+    for name in _other_tensors(model):
+        raise UnfitModelError(f"the tensor {name} is neither a parameter nor a buffer")
+
+
+def _other_tensors(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            is_own = name in ("_parameters", "_buffers")
+            if not is_own and any(each.is_meta for each in tensors_of(value)):
+                yield f"{path}.{name}".lstrip(".")
+
+
+def fill_spine(model: PreTrainedModel, blocks: str) -> None:
+    """Gives the buffers of the modules that hold the blocks their values. No layer owns them."""
+    for path in spine_of(blocks):
+        module = model.get_submodule(path)
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if name not in module._non_persistent_buffers_set:
+                raise UnfitModelError(
+                    f"the buffer {f'{path}.{name}'.lstrip('.')} belongs to no module that could be "
+                    "moved"
+                )
+            module._buffers[name] = marked_buffer(buffer)
+        if module._buffers:
+            initialise_own(model, module, path)
 
 
 def _run(model: nn.Module, **inputs: Tensor) -> Any:
@@ -230,7 +297,8 @@ def _run(model: nn.Module, **inputs: Tensor) -> Any:
     except Exception as error:
         lines = str(error).splitlines() or [""]
         raise UnfitModelError(
-            f"its forward with {next(iter(inputs))} raised {type(error).__name__}: {lines[0]}"
+            f"its code does not run from {next(iter(inputs))} alone, without weights: it raised "
+            f"{type(error).__name__}: {lines[0]}"
         ) from error
 
 
@@ -248,7 +316,7 @@ def _order(
     before = list(dict.fromkeys(call for call in calls[:first] if isinstance(call, str)))
     after = list(dict.fromkeys(call for call in calls[last:] if isinstance(call, str)))
     twice = next((path for path in before if path in after), None)
-    if twice is not None:
+    if twice is not None and has_weights(model.get_submodule(twice)):
         raise UnfitModelError(f"{twice} runs before and after the blocks")
     for path in units_of(model, blocks):
         # What never runs is saved with the output layer.
@@ -261,12 +329,16 @@ def has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _width(model: nn.Module, hidden: Tensor) -> int:
-    embedding = model.get_input_embeddings()
+def embedding_width(model: PreTrainedModel, hidden: Tensor) -> int:
+    """Returns the last dimension of embedded ids."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return hidden.shape[-1]
     return getattr(embedding, "embedding_dim", hidden.shape[-1])
 
 
-def _check_chain(probes: Sequence[_Probe], out: object) -> None:
+def _check_chain(probes: Sequence[_Probe]) -> None:
     """Checks that hidden states go from block to block, and nothing else does."""
     for index, probe in enumerate(probes):
         if index and probe.taken is not probes[index - 1].taken:
@@ -277,13 +349,52 @@ def _check_chain(probes: Sequence[_Probe], out: object) -> None:
             for part in _leaves(value):
                 if isinstance(part, Tensor) and part.requires_grad:
                     raise UnfitModelError(
-                        f"block {index} takes {what}, which depends on the hidden states"
+                        f"block {index} takes {what}, which depends on hidden states or weights"
                     )
                 if not isinstance(part, Tensor) and not isinstance(part, _PLAIN):
                     raise UnfitModelError(
                         f"block {index} takes {what}, a {type(part).__name__}, which blocks may "
                         "share"
                     )
+
+
+def _arguments(
+    model: nn.Module, blocks: str, elements: Sequence[int | None], embedded: Tensor
+) -> list[Arguments]:
+    """Returns the arguments of the blocks if these return nothing but hidden states."""
+    recorders: list[Recorder] = []
+
+    def block(index: int, module: nn.Module) -> nn.Module:
+        recorders.append(Recorder(module, elements[index]))
+        return recorders[-1]
+
+    whole = skeleton(model, blocks, lambda _, module: StandIn(module), block)
+    with torch.no_grad():
+        _run(whole, inputs_embeds=embedded.clone())
+    return [each.arguments for each in recorders]
+
+
+def _check_arguments(seen: Sequence[Arguments], found: Sequence[Arguments]) -> None:
+    """Checks that arguments depend neither on ids nor on what other blocks return."""
+    for index, (one, other) in enumerate(zip(seen, found, strict=True)):
+        for (what, value), (_, same) in zip(_named(one), _named(other), strict=True):
+            if not _equal(value, same):
+                raise UnfitModelError(
+                    f"block {index} takes {what}, which depends on the ids or on another block"
+                )
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and (isinstance(one, Tensor) or one == other)
+
+
+def _check_state(model: nn.Module) -> None:
+    for name in _other_tensors(model):
+        raise UnfitModelError(f"it keeps {name} from one forward to the next")
 
 
 def _named(arguments: Arguments) -> Iterator[tuple[str, Any]]:

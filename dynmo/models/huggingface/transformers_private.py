@@ -27,7 +27,11 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions
 from transformers.integrations import moe
 
+<<<<<<< HEAD
 from dynmo.kernels.torch_private import FakeTensor
+=======
+from dynmo.models.huggingface.skeleton import overlaid
+>>>>>>> families
 
 TESTED = ("5.23.0",)
 
@@ -46,6 +50,7 @@ def experts_on_shapes() -> Generator[None]:
         moe._can_use_grouped_mm = before
 
 
+<<<<<<< HEAD
 def on_shapes(like: Tensor) -> AbstractContextManager[None]:
     """Lets a model run on fake tensors as it runs on values, if `like` is one."""
     return _on_fakes() if isinstance(like, FakeTensor) else nullcontext()
@@ -64,11 +69,17 @@ def _on_fakes() -> Generator[None]:
 
 
 def initialise(model: PreTrainedModel, module: nn.Module, keep: Iterable[Tensor] = ()) -> None:
+=======
+def initialise(
+    model: PreTrainedModel, module: nn.Module, path: str = "", keep: Iterable[Tensor] = ()
+) -> None:
+>>>>>>> families
     """Sets the first values of a module's parameters and buffers, as the model would.
 
     Args:
         model: The model that the module belongs to.
         module: The module. Its children are set first.
+        path: Path of the module in the model. A layer has the paths of the model.
         keep: Tensors that get values later, so drawing theirs would be a waste.
     """
     kept = list(keep)
@@ -76,16 +87,33 @@ def initialise(model: PreTrainedModel, module: nn.Module, keep: Iterable[Tensor]
         cast(Any, tensor)._is_hf_initialized = True
     try:
         with torch.no_grad(), guard_torch_init_functions():
-            _initialise(model, module)
+            _initialise(model, module, path)
     finally:
         for tensor in kept:
             del cast(Any, tensor)._is_hf_initialized
 
 
-def _initialise(model: PreTrainedModel, module: nn.Module) -> None:
-    for child in module.children():
-        _initialise(model, child)
-    model._init_weights(module)
+def _initialise(model: PreTrainedModel, module: nn.Module, path: str) -> None:
+    for name, child in module.named_children():
+        _initialise(model, child, f"{path}.{name}".lstrip("."))
+    # A model may initialise parts of its blocks itself, and looks for them in its lists.
+    is_holder = type(module) is nn.Module
+    whole = overlaid(model.get_submodule(path), module) if is_holder else module
+    initialise_own(model, whole, path)
+
+
+@torch.no_grad()
+def initialise_own(model: PreTrainedModel, module: nn.Module, path: str) -> None:
+    """Sets the first values of a module's own parameters and buffers, but not of its parts.
+
+    A model may hold other models, such as one for images. Each initialises its own modules.
+    """
+    parts = path.split(".") if path else []
+    for depth in range(len(parts), -1, -1):
+        holder = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(holder, PreTrainedModel):
+            holder._init_weights(module)
+            return
 
 
 @dataclass(frozen=True, eq=False)
