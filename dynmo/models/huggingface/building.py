@@ -81,21 +81,15 @@ class Builder:
         with generators_kept(torch.device("cpu")), torch.device("cpu"):
             frame = Frame(self._structure, self._shared(), self._router)
             layers: list[nn.Module] = [self._shell(frame, place) for place in self.places]
-<<<<<<< HEAD
+            for layer in layers:
+                untie_within(layer)
             progress = Progress(len(owned))
             for number, index in enumerate(sorted(owned), 1):
                 give_memory(layers[index])
                 self._fill(index, layers[index])
-                progress.tell(number)
-=======
-            for layer in layers:
-                untie_within(layer)
-            for index in sorted(owned):
-                give_memory(layers[index])
-                self._fill(index, layers[index])
                 if not has_no_values():
                     check_buffers(layers[index])
->>>>>>> families
+                progress.tell(number)
             self._check_cuts(layers, owned)
         check_layers("dynmo.huggingface", layers)
         return layers
@@ -144,7 +138,8 @@ class Builder:
                 made[path] = _copied(module)
                 give_memory(made[path])
                 initialise(model, made[path], path)
-                check_buffers(made[path], path)
+                if not has_no_values():
+                    check_buffers(made[path], path)
         return made
 
     def _shell(self, frame: Frame, place: Place) -> Shell:

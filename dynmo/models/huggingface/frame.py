@@ -10,11 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.models.huggingface.router import RouterLoss
-<<<<<<< HEAD
-from dynmo.models.huggingface.skeleton import Borrowed, PassedOver, StandIn, skeleton
-from dynmo.models.huggingface.structure import Arguments, Recorder, Structure, forget, has_weights
-from dynmo.models.huggingface.transformers_private import on_shapes
-=======
 from dynmo.models.huggingface.skeleton import (
     Borrowed,
     PassedOver,
@@ -31,7 +26,7 @@ from dynmo.models.huggingface.structure import (
     forget,
     has_weights,
 )
->>>>>>> families
+from dynmo.models.huggingface.transformers_private import on_shapes
 
 # Microbatches whose arguments are kept. Recomputation comes back to an earlier microbatch.
 _KEPT = 2
@@ -120,17 +115,10 @@ class Frame:
     def _run(
         self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> list[Arguments]:
-<<<<<<< HEAD
-        self.move(hidden.device)
+        self.move(hidden)
         given = {"inputs_embeds": self.embedded(hidden), **named_inputs(mask, positions)}
         with on_shapes(hidden):
             self._base(**given, use_cache=False)
-=======
-        self.move(hidden)
-        self._base(
-            inputs_embeds=self.embedded(hidden), **named_inputs(mask, positions), use_cache=False
-        )
->>>>>>> families
         made = [each.arguments for each in self._recorders]
         forget(self._recorders)
         return made

@@ -175,7 +175,6 @@ def _replace(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
         setattr(text, name, value)
 
 
-<<<<<<< HEAD
 def _dropout(model: nn.Module) -> float:
     """Returns the largest probability of dropout in the model's code."""
     modules = [x for x in model.modules() if isinstance(x, nn.modules.dropout._DropoutNd)]
@@ -191,10 +190,7 @@ def _stop_checkpointing(model: nn.Module) -> bool:
     return bool(asking)
 
 
-def _structure(model: nn.Module, source: object) -> Structure:
-=======
 def _structure(model: PreTrainedModel, source: object) -> Structure:
->>>>>>> families
     try:
         return structure_of(model)
     except UnfitModelError as error:

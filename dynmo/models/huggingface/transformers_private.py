@@ -27,11 +27,8 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions
 from transformers.integrations import moe
 
-<<<<<<< HEAD
 from dynmo.kernels.torch_private import FakeTensor
-=======
 from dynmo.models.huggingface.skeleton import overlaid
->>>>>>> families
 
 TESTED = ("5.23.0",)
 
@@ -50,7 +47,6 @@ def experts_on_shapes() -> Generator[None]:
         moe._can_use_grouped_mm = before
 
 
-<<<<<<< HEAD
 def on_shapes(like: Tensor) -> AbstractContextManager[None]:
     """Lets a model run on fake tensors as it runs on values, if `like` is one."""
     return _on_fakes() if isinstance(like, FakeTensor) else nullcontext()
@@ -68,12 +64,9 @@ def _on_fakes() -> Generator[None]:
         masking_utils.find_packed_sequence_indices = before
 
 
-def initialise(model: PreTrainedModel, module: nn.Module, keep: Iterable[Tensor] = ()) -> None:
-=======
 def initialise(
     model: PreTrainedModel, module: nn.Module, path: str = "", keep: Iterable[Tensor] = ()
 ) -> None:
->>>>>>> families
     """Sets the first values of a module's parameters and buffers, as the model would.
 
     Args:
