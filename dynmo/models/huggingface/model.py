@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -99,7 +100,7 @@ def from_pretrained(
     if cut not in ("auto", "blocks"):
         raise ConfigError(f'cut = {cut!r}; use "auto" or "blocks"')
     model = meta_model(folder or type(config).__name__, config, trust_remote_code)
-    if _stop_checkpointing(model):
+    if _stop_checkpointing(model) and os.environ.get("RANK", "0") == "0":
         _logger.warning(
             "gradient_checkpointing in the model's config is switched off; use train.recompute in "
             "a file, or recompute= in Python"
