@@ -18,7 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from benchmarks.harness import start_together
@@ -45,9 +50,8 @@ class PeerSchedule:
 
     def build(self, stages: list[Any], microbatches: int, **options: Any) -> Any:
         """Makes torch's schedule over this rank's stages."""
-        return self.make(
-            stages[0] if self.make is Schedule1F1B else stages, microbatches, **options
-        )
+        has_one = self.make in (Schedule1F1B, ScheduleGPipe)
+        return self.make(stages[0] if has_one else stages, microbatches, **options)
 
 
 # Each schedule is at its defaults. Comparisons take the fastest of a kind, measured in the same
@@ -63,6 +67,9 @@ PEERS = {
     "interleaved-zero-bubble": PeerSchedule(ScheduleInterleavedZeroBubble, stages_per_rank=2),
     "zbv": PeerSchedule(ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True),
 }
+
+GPIPE = PeerSchedule(ScheduleGPipe)
+"""The only one of torch's schedules that runs fewer microbatches than there are stages."""
 
 
 class TorchPeer:
@@ -82,8 +89,12 @@ class TorchPeer:
         inputs: torch.Tensor,
         targets: torch.Tensor,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        scale_grads: bool = True,
     ) -> None:
-        """Makes this rank's part, on the device of `inputs`."""
+        """Makes this rank's part, on the device of `inputs`.
+
+        `scale_grads` divides the gradients by the number of microbatches, whose losses are means.
+        """
         kind = PEERS[schedule] if isinstance(schedule, str) else schedule
         ranks, rank = dist.get_world_size(), dist.get_rank()
         count = ranks * kind.stages_per_rank
@@ -98,7 +109,7 @@ class TorchPeer:
             # send to itself.
             for stage in stages:
                 stage._get_init_p2p_neighbors_ops = list
-        self._schedule = kind.build(stages, microbatches, loss_fn=loss_fn)
+        self._schedule = kind.build(stages, microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
         self._inputs = (inputs,) if 0 in indices else ()
         self._targets = targets if count - 1 in indices else None
         self._device = inputs.device

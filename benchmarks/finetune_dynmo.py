@@ -1,0 +1,140 @@
+"""The sides of dynmo in `benchmarks.finetune`, and the simulator's limit of each."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.harness import start_together
+from benchmarks.ragged import Step
+from dynmo.balance.partition import Partition
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.models.model import Model
+from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.gathering import gather
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.planner.decisions import propose
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.executor import SEND, WAIT
+from dynmo.runtime.engine.options import StepOptions
+from dynmo.schedule.op import Kind, Op, Schedule, dependencies, in_order
+
+SCHEDULES = ("1f1b", "zb-h1", "zb-v", "zb-auto")
+
+
+class OwnSide:
+    """An engine that runs ragged steps.
+
+    Attributes:
+        costs: The measured costs by which the schedule was made.
+    """
+
+    def __init__(self, engine: Engine, steps: Sequence[Step]) -> None:
+        self.engine = engine
+        self.costs = tuple[LayerCost, ...]()
+        self._batches: list[tuple[Any, Any]] = [
+            ([(ids,) for ids, _ in step], [labels for _, labels in step]) for step in steps
+        ]
+        self._seconds = [defaultdict[Op, list[float]](list) for _ in steps]
+
+    @property
+    def cut(self) -> Partition:
+        return self.engine.store.layout.partition
+
+    def run(self) -> float:
+        """Returns the seconds of all steps on the slowest rank."""
+        return sum(
+            self._step(batch, seconds)
+            for batch, seconds in zip(self._batches, self._seconds, strict=True)
+        )
+
+    def _step(self, batch: tuple[Any, Any], ops: dict[Op, list[float]]) -> float:
+        engine = self.engine
+        start = start_together()
+        output = engine.forward_backward(0, *batch)
+        seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        engine.store.world.largest(seconds, "the step to end")
+        for kind, stage, microbatch, begun, ended in output.intervals:
+            known = None if kind in (WAIT, SEND) else engine.clock.seconds(begun, ended)
+            if known is not None:
+                ops[Op(Kind(kind), stage, microbatch)].append(known)
+        engine.discard()
+        return seconds.item()
+
+    def replan(self, costs: tuple[LayerCost, ...]) -> None:
+        """Makes the schedule from measured costs. Measurements of ops begin anew."""
+        self.costs = costs
+        Actions(self.engine).replan(costs)
+        for each in self._seconds:
+            each.clear()
+
+    def loss_and_norm(self) -> tuple[float, float]:
+        """Returns the loss and the gradient norm of the first step. No weight changes."""
+        record = self.engine.step(0, *self._batches[0], lr=0.0)
+        return record.loss, record.norm
+
+    def limit(self) -> float:
+        """Returns the simulated seconds of all steps, from the seconds of each op."""
+        keeper = self.engine.schedule_keeper
+        schedule = keeper.on(self.cut)
+        links = keeper.stage_costs(self.costs, self.cut).links
+        return sum(replayed(schedule, self._everyones(x, schedule), links) for x in self._seconds)
+
+    def _everyones(self, own: Mapping[Op, list[float]], schedule: Schedule) -> dict[Op, float]:
+        """Returns the median seconds of each op, the same on every rank."""
+        ops = [op for row in schedule.ops for op in row]
+        table = torch.tensor([median(own.get(op) or [0.0]) for op in ops], dtype=torch.float64)
+        self.engine.store.world.sum(table, "everyone's ops")
+        return dict(zip(ops, table.tolist(), strict=True))
+
+
+def own_side(
+    world: World,
+    model: Model,
+    schedule: str,
+    cut: Partition,
+    steps: Sequence[Step],
+    costs: tuple[LayerCost, ...] | None = None,
+) -> OwnSide:
+    """Makes a side whose schedule rests on these costs, or else on costs that it measures."""
+    engine = Engine(world, model, cut, StepOptions(schedule, microbatches=len(steps[0])))
+    side = OwnSide(engine, steps)
+    if costs is None:
+        for _ in range(2):
+            side.run()
+        costs = engine.costs()
+    side.replan(costs)
+    return side
+
+
+def balanced(side: OwnSide) -> Partition:
+    """Returns the placement that dynmo's own balancer proposes, by the costs of a side."""
+    layout = side.engine.store.layout
+    keeper = side.engine.schedule_keeper
+    options = PipelineOptions(
+        microbatches=layout.microbatches,
+        pipeline=layout.ranks,
+        schedule=keeper.on(side.cut).name,
+    )
+    return propose(gather(options, side.engine, side.costs, step=0))
+
+
+def replayed(schedule: Schedule, seconds: Mapping[Op, float], links: Sequence[float]) -> float:
+    """Returns the time of a step whose microbatches differ, as the simulator counts it."""
+    ended, clock = dict[Op, float](), [0.0] * schedule.ranks
+    ranks = schedule.stage_ranks
+    for rank, op in in_order(schedule):
+        start = clock[rank]
+        for before, boundary in dependencies(schedule, op):
+            arrived = ended[before]
+            if boundary is not None and ranks[boundary] != ranks[boundary + 1]:
+                arrived += links[boundary]
+            start = max(start, arrived)
+        clock[rank] = ended[op] = start + seconds[op]
+    return max(clock)
