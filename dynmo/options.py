@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeAlias, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -262,6 +262,12 @@ def check_ascending(value: tuple[Any, ...]) -> tuple[Any, ...]:
         if next_step <= step:
             raise ValueError(f"step {next_step} after step {step}: steps must ascend")
     return value
+
+
+def section_in(annotation: object) -> type[Options] | None:
+    """Returns the record that a field holds, or may hold. None if it holds a value."""
+    choices = (annotation, *get_args(annotation))
+    return next((x for x in choices if isinstance(x, type) and issubclass(x, Options)), None)
 
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=LARGEST)]

@@ -17,14 +17,14 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import annotated_types
 import typer
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 import dynmo
 from dynmo.balance.balancers import BALANCERS
 from dynmo.cli import app
 from dynmo.config import Config
-from dynmo.options import LARGEST, Options, value_text
+from dynmo.options import LARGEST, Options, section_in, value_text
 from dynmo.schedule.catalogue import SCHEDULES
 
 FOLDER = Path(__file__).parents[1] / "reference"
@@ -49,15 +49,15 @@ def sections(
     """The name and class of every section, the top level first under the name "top"."""
     yield prefix or "top", section
     for key, field in section.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Options):
+        inner = section_in(field.annotation)
+        if inner is not None:
             yield from sections(inner, f"{prefix}.{key}" if prefix else key)
 
 
 def keys(section: type[Options]) -> dict[str, FieldInfo]:
     """The fields of a section that are values."""
     fields = section.model_fields.items()
-    return {key: field for key, field in fields if not isinstance(field.default, BaseModel)}
+    return {key: field for key, field in fields if section_in(field.annotation) is None}
 
 
 def keys_table(name: str) -> str:

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -19,7 +19,7 @@ from dynmo.config.checks import first_problem
 from dynmo.config.sections import Config
 from dynmo.errors import ConfigError, one_line
 from dynmo.models.options import KEYS_OF_KIND, ModelOptions, keys_of_other_kinds
-from dynmo.options import Options, problems_of, value_text
+from dynmo.options import Options, problems_of, section_in, value_text
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -200,11 +200,9 @@ def _fields(parts: Sequence[str]) -> dict[str, Any] | None:
     section: Any = Config
     for part in parts:
         annotation = section.model_fields[part].annotation if part in section.model_fields else None
-        choices = (annotation, *get_args(annotation))  # a section that may be missing is a union
-        found = [x for x in choices if isinstance(x, type) and issubclass(x, Options)]
-        if not found:
+        section = section_in(annotation)
+        if section is None:
             return None
-        section = found[0]
     return {
         key: field.annotation for key, field in cast(type[Options], section).model_fields.items()
     }

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, needs_extra
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.huggingface.building import Builder
 from dynmo.models.huggingface.configs import meta_model, read_config
@@ -248,4 +248,4 @@ def _adapters_module() -> ModuleType:
     try:
         return importlib.import_module("dynmo.models.huggingface.adapters")
     except ImportError as error:
-        raise ConfigError(f"lora needs peft ({error}); pip install 'dynmo[lora]'") from None
+        raise ConfigError(needs_extra("peft", "lora")) from error

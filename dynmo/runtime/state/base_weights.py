@@ -64,4 +64,4 @@ def from_base(what: str, module: nn.Module, base: BaseWeights | None) -> Mapping
 
 def _hash(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy()).hexdigest()
+    return hashlib.sha256(flat.numpy().data).hexdigest()
