@@ -45,7 +45,7 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks.finetune_dynmo import SCHEDULES, OwnSide, balanced, own_side
 from benchmarks.finetune_torch import Search, Stages, TorchSide
 from benchmarks.harness import alternate, run_ranks
-from benchmarks.output import add_number, parser_of, run, show
+from benchmarks.output import add_number, markdown, parser_of, run
 from benchmarks.ragged import IGNORED, LENGTHS, Step, padded
 from benchmarks.torch_peer import GPIPE, PEERS
 from dynmo.balance.partition import uniform
@@ -200,21 +200,39 @@ def figures(times: dict[str, list[float]], own: dict[str, OwnSide], tokens: int)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    from rich.console import Console
+    from rich.progress import track
+
     sizes = {name: getattr(options, name) for name in SIZES}
     load = os.getloadavg()[0]
-    return {
-        "rounds": options.rounds,
-        "load": load,
-        "sizes": sizes,
-        "rows": [
-            run_ranks("benchmarks.finetune:race", 2, case=case, sizes=sizes, rounds=options.rounds)
-            for case in options.case or CASES
-        ],
-    }
+    rows = [
+        run_ranks("benchmarks.finetune:race", 2, case=case, sizes=sizes, rounds=options.rounds)
+        for case in track(options.case or CASES, "cases", console=Console(stderr=True))
+    ]
+    return {"rounds": options.rounds, "load": load, "sizes": sizes, "rows": rows}
+
+
+def show(result: dict[str, Any]) -> None:
+    head = ["case", "side", "layers", "tokens/s", "least", "most", "of the limit"]
+    lines = list[list[str]]()
+    for row in result["rows"]:
+        for name, speed in row["tokens_per_s"].items():
+            least, most = row["spread"][name]
+            speeds = [f"{each:.0f}" for each in (speed, least, most)]
+            reached = f"{row['reached'][name]:.0%}" if name in row["reached"] else ""
+            cut = "+".join(map(str, row["cuts"][name]))
+            lines.append([row["case"], name, cut, *speeds, reached])
+    print(markdown(head, lines, "lllrrrr"))
+    kinds = ("torch", "naive", "uniform")
+    ratios = [
+        [row["case"], *(f"{row[f'over_{kind}']:.2f}" for kind in kinds), str(row["same"])]
+        for row in result["rows"]
+    ]
+    print("", markdown(["balanced over", *kinds, "same"], ratios), sep="\n")
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, reads=True)
     parser.add_argument(
         "--case",
         choices=CASES,
