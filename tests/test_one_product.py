@@ -16,6 +16,7 @@ import dynmo
 from docs.tools.reference import keys, sections
 from dynmo.config import Config
 from dynmo.dynamism.options import CASES
+from dynmo.models.options import LoraOptions
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,6 +37,7 @@ _INIT = inspect.signature(dynmo.init).parameters
 # Records that Python users make, by section of the file.
 RECORDS: dict[str, type[BaseModel]] = {
     "model": dynmo.ModelOptions,
+    "model.lora": LoraOptions,
     "balance": dynmo.Balance,
     "elastic": dynmo.Elastic,
     **{f"dynamism.{name}": options for name, options in CASES.items()},
@@ -77,9 +79,7 @@ def in_python(section: str, key: str) -> list[Any]:
     ],
 )
 def test_each_key_is_an_option_in_python(section: str, key: str) -> None:
-    value: Any = Config()
-    for part in [*section.split("."), key] if section else [key]:
-        value = getattr(value, part)
+    value = getattr(dict(sections())[section or "top"](), key)
     defaults = in_python(section, key)
     assert defaults
     assert all(default == value for default in defaults)
