@@ -70,6 +70,20 @@ def test_fine_tuning_gives_one_digest_on_any_ranks(
     assert len(script.read_text().splitlines()) <= 25
 
 
+def test_adapters_give_one_digest_on_any_ranks(
+    pool: Pool, small_llama: Path, tmp_path: Path
+) -> None:
+    script, saved = ROOT / "examples" / "lora.py", tmp_path / "saved"
+    alone = run(pool, script, 1, str(small_llama), str(tmp_path / "alone"))
+    spread = run(pool, script, 2, str(small_llama), str(saved))
+    (digest,) = {*re.findall(r"weights (\w{64})", alone + spread)}
+    assert len(re.findall(digest, spread)) == 2
+    losses = [float(loss) for loss in re.findall(r"loss=([\d.]+)", alone)]
+    assert losses[-1] < losses[0]
+    names = sorted(path.name for path in saved.iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+
+
 def test_fine_tuning_from_a_file(pool: Pool, small_llama: Path, tmp_path: Path) -> None:
     config = ROOT / "examples" / "finetune.toml"
     (tmp_path / "small-llama").symlink_to(small_llama)

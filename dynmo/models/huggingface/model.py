@@ -78,6 +78,7 @@ def from_pretrained(  # noqa: PLR0913
     saves_base: bool = True,
     freeze: Iterable[Freeze] = (),
     train_last: int | None = None,
+    sequence: int = 256,
     seed: int = 0,
     trust_remote_code: bool = False,
     **config_values: Any,
@@ -99,6 +100,7 @@ def from_pretrained(  # noqa: PLR0913
             hash of each.
         freeze: Blocks by index, and layers by name, that do not train: `("embedding", range(8))`.
         train_last: Number of last blocks that train, with the output layer. All else is frozen.
+        sequence: Tokens of a row, for the account of memory before a step has run.
         seed: Seed of weights that are drawn, and of adapters.
         trust_remote_code: Whether to run Python code that the folder has.
         config_values: Values that replace those of the config, such as
@@ -161,7 +163,9 @@ def from_pretrained(  # noqa: PLR0913
         loss=causal_lm_loss if router is None else partial(with_router_loss, weight=router.weight),
         tied=builder.tied(),
         code=(type(model).__module__,),
-        options=ModelOptions(kind="hf", path=str(folder or ""), vocab=text.vocab_size),
+        options=ModelOptions(
+            kind="hf", path=str(folder or ""), vocab=text.vocab_size, sequence=sequence
+        ),
         inputs=INPUTS,
         count=count_labels,
         config=config,
