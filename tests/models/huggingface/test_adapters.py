@@ -77,6 +77,20 @@ def test_layers_below_the_first_adapter_keep_nothing() -> None:
     assert costs[-1].gradient_bytes == 0
 
 
+def test_microbatches_that_come_again_skip_the_frozen_layers() -> None:
+    found = list[tuple[float, str]]()
+    for cache_bytes in (0, 1 << 24):
+        case = dynmo.Freezing(schedule=((0, 3),), cache_bytes=cache_bytes)
+        with dynmo.init(device="cpu") as world:
+            pipeline = dynmo.Pipeline(adapter_jobs.model_of(), world, microbatches=4, cases=[case])
+            keys = [(microbatch,) for microbatch in range(4)] if cache_bytes else None
+            batch = make_batch(0, padded=False)
+            losses = [pipeline.step(batch, keys=keys).loss for _ in range(3)]
+            found.append((losses[-1], pipeline.digest()))
+            assert pipeline.account().spared_forwards == (24 if cache_bytes else 0)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_adapters_stay_in_float32_if_asked(is_kept: bool) -> None:
     with dynmo.init(device="cpu") as world:
