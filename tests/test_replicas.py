@@ -365,9 +365,13 @@ def test_reshape_to_replicas_with_written_buffers_is_refused(pool: Pool) -> None
 
 
 def test_only_the_number_of_reduction_slots_changes_the_bits(pool: Pool) -> None:
-    """The number of slots fixes the order of the sum."""
+    """The number of slots fixes the order of the sum.
+
+    Four slots of two microbatches add up in the order of eight slots of one.
+    """
     digests = {groups: reference(pool, groups)["digest"] for groups in (1, 2, 4, 8)}
-    assert len(set(digests.values())) == 4
+    assert len(set(digests.values())) == 3
+    assert digests[4] == digests[8]
     assert run(pool, config(2, 2, groups=8))[0]["digest"] == digests[8]
     assert run(pool, config(2, 2, groups=None))[0]["digest"] == digests[2]
 
