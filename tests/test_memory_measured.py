@@ -268,22 +268,6 @@ def test_model_of_transformers_has_the_predicted_peak(
 
 
 @pytest.mark.parametrize(
-    "trained",
-    [
-        {"lora": {"r": 8, "targets": ["q_proj", "v_proj", "up_proj"], "layers": [1, 2]}},
-        pytest.param({"train_last": 1}, marks=pytest.mark.matrix),
-        pytest.param({"lora": {"r": 8, "float32": True}}, marks=pytest.mark.matrix),
-    ],
-)
-def test_frozen_weights_of_low_precision_have_the_predicted_peak(
-    pool: Pool, tmp_path: Path, trained: dict[str, Any]
-) -> None:
-    save("llama", tmp_path, hidden_size=64, intermediate_size=128, vocab_size=256)
-    model = {"kind": "hf", "path": str(tmp_path), "sequence": 32, **trained}
-    check_peaks(pool, 2, settings("zb-h1", precision="bfloat16") | {"model": model})
-
-
-@pytest.mark.parametrize(
     ("schedule", "groups"),
     mostly_matrix(product(("1f1b", "zb-h1"), (4, 8)), everyday=[("1f1b", 8), ("zb-h1", 4)]),
 )
