@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from dynmo.errors import ConfigError
+from dynmo.kernels.deferral import CaughtProducts
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
 from dynmo.kernels.split import splits
@@ -34,8 +35,9 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
     """Return the function to call in the module's place."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     _check(device)
-    for kind in {type(child) for child in module.modules() if splits(child)}:
-        _leave_out(kind, "forward")
+    for child in module.modules():
+        if splits(child) and not isinstance(child, CaughtProducts):
+            _leave_out(type(child), "forward")
     for kind in (Hashed, Dropped):
         _leave_out(kind, "__call__")
     # torch itself causes these warnings. One comes as its compiler is imported, the other when the

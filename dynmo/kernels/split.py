@@ -57,20 +57,35 @@ def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
 _NARROW = 64
 
 
-def add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to weight.grad."""
-    if weight.dtype not in LOW:
-        if weight.grad is None:
-            weight.grad = torch.mm(left, right)
-        elif left.is_cpu and min(left.shape[0], right.shape[1]) <= _NARROW:
-            weight.grad.add_(torch.mm(left, right))
-        else:
-            weight.grad.addmm_(left, right)
-    elif left.is_cuda:
-        product = torch.mm(left, right, out_dtype=torch.float32)
-        weight.grad = product if weight.grad is None else weight.grad.add_(product)
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset of a matrix that is part of a parameter, or its transpose."""
+
+
+def add_product(
+    weight: nn.Parameter, left: Tensor, right: Tensor, view: View | None = None
+) -> None:
+    """Add left @ right to weight.grad, or to this part of it."""
+    if view is not None and weight.grad is None:
+        weight.grad = zero_gradient(weight)
+    if weight.grad is None:
+        weight.grad = _product(weight, left, right)
+        return
+    sum_so_far = weight.grad if view is None else weight.grad.as_strided(*view)
+    if sum_so_far.stride(0) < sum_so_far.stride(1):  # a transpose
+        sum_so_far, left, right = sum_so_far.t(), right.t(), left.t()
+    narrow = left.is_cpu and min(left.shape[0], right.shape[1]) <= _NARROW
+    if weight.dtype in LOW or narrow:
+        sum_so_far.add_(_product(weight, left, right))
     else:
-        add_to_gradient(weight, torch.mm(left, right))
+        sum_so_far.addmm_(left, right)
+
+
+def _product(weight: nn.Parameter, left: Tensor, right: Tensor) -> Tensor:
+    if weight.dtype not in LOW:
+        return torch.mm(left, right)
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right).to(torch.float32)
 
 
 def add_rows(bias: nn.Parameter, rows: Tensor) -> None:
@@ -90,11 +105,12 @@ class WeightTape:
         whole: Parameters that the layer also uses by itself, not through their module
             (`used_twice`). Their gradient comes from autograd, all of it in B. Otherwise the order
             of its parts, and so the bits, would depend on where W runs.
+        taken: Takes the parameters whose gradients the tape takes. None takes nothing.
         loss_share: The gradient with which a loss of the layer's own starts (`own_loss.py`). A
             tensor without dimensions on the layer's device.
     """
 
-    __slots__ = ("deferred", "loss_share", "pending", "run", "taking", "whole")
+    __slots__ = ("deferred", "loss_share", "pending", "run", "taken", "taking", "whole")
 
     def __init__(self) -> None:
         self.deferred, self.taking = False, True
@@ -102,6 +118,7 @@ class WeightTape:
         self.pending: list[tuple[WeightWork, tuple[Tensor, ...]]] = []
         self.run: Callable[[WeightWork], None] = lambda work: work()
         self.whole: frozenset[Tensor] = frozenset()
+        self.taken: set[Tensor] | None = None
 
     def add(self, work: WeightWork, *holds: Tensor) -> None:
         """Run the work, or keep it for later together with the tensors that it holds."""
@@ -112,7 +129,10 @@ class WeightTape:
 
     def takes(self, *parameters: Tensor | None) -> bool:
         """Return whether the tape takes the gradients of these parameters."""
-        return self.taking and self.whole.isdisjoint(parameters)
+        takes = self.taking and self.whole.isdisjoint(parameters)
+        if takes and self.taken is not None:
+            self.taken.update(parameter for parameter in parameters if parameter is not None)
+        return takes
 
     def take(self) -> list[tuple[WeightWork, tuple[Tensor, ...]]]:
         pending, self.pending = self.pending, []
@@ -151,34 +171,63 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tape: WeightTape
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        tape: WeightTape,
+        view: View | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.tape = weight, bias, tape
-        return product(x, weight, bias)
+        ctx.weight, ctx.bias, ctx.tape, ctx.view = weight, bias, tape, view
+        return product(x, weight if view is None else weight.as_strided(*view), bias)
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,), gy = ctx.saved_tensors, gradients[0]
-        weight, bias, tape = ctx.weight, ctx.bias, ctx.tape
-        gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
+        weight, bias, tape, view = ctx.weight, ctx.bias, ctx.tape, ctx.view
+        matrix = weight if view is None else weight.as_strided(*view)
+        gx = torch.matmul(gy, matrix) if ctx.needs_input_grad[0] else None
         if not tape.takes(weight, bias):
             rows = as_rows(gy)
             gw = torch.mm(rows.t(), as_rows(x))
-            return gx, gw, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+            if view is not None:
+                whole = torch.zeros_like(weight)
+                whole.as_strided(*view).copy_(gw)
+                gw = whole
+            return gx, gw, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
         x = x.detach()  # its graph would keep the layer's inputs until W has run
-        tape.add(partial(accumulate_linear, weight, bias, x, gy), x, gy)
-        return gx, None, None, None
+        tape.add(partial(accumulate_linear, weight, bias, x, gy, view), x, gy)
+        return gx, None, None, None, None
+
+
+def split_linear(
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    tape: WeightTape,
+    view: View | None = None,
+) -> Tensor:
+    """Compute functional.linear, and leave the weight's gradient on the tape.
+
+    Args:
+        x: [..., in].
+        weight: [out, in], or a parameter of which `view` is such a matrix.
+        bias: [out].
+    """
+    return cast(Tensor, _LinearFunction.apply(x, weight, bias, tape, view))
 
 
 def accumulate_linear(
-    weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gy: Tensor
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    x: Tensor,
+    gy: Tensor,
+    view: View | None = None,
 ) -> None:
-    """Add gy^T x to weight.grad and the sum of gy to bias.grad."""
+    """Add gy^T x to weight.grad, or to this part of it, and the sum of gy to bias.grad."""
     rows = as_rows(gy)
-    add_product(weight, rows.t(), as_rows(x))
+    add_product(weight, rows.t(), as_rows(x), view)
     if bias is not None and bias.requires_grad:
         add_rows(bias, rows)
 
@@ -219,26 +268,47 @@ class SplitLinear(nn.Linear):
         weight, bias = cast(nn.Parameter, self.weight), cast("nn.Parameter | None", self.bias)
         if self.tape is None or not weight.requires_grad or not may_split(self, input.device):
             return super().forward(input)
-        return cast(Tensor, _LinearFunction.apply(input, weight, bias, self.tape))
+        return split_linear(input, weight, bias, self.tape)
 
 
 class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, tape: WeightTape) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, weight: nn.Parameter, padding: int | None, tape: WeightTape
+    ) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.weight, ctx.tape = weight, tape
+        ctx.weight, ctx.padding, ctx.tape = weight, padding, tape
         return functional.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None, None]:
         (ids,) = ctx.saved_tensors
-        gy, weight = gradients[0], ctx.weight
+        gy, weight, padding = gradients[0], ctx.weight, ctx.padding
         if not ctx.tape.takes(weight):
             gradient = zero_gradient(weight)
-            gradient.index_add_(0, ids.reshape(-1), as_rows(gy).to(gradient.dtype))
-            return None, gradient.to(weight.dtype), None
-        ctx.tape.add(lambda: accumulate_embedding(weight, ids, gy), ids, gy)
-        return None, None, None
+            gradient.index_add_(0, ids.reshape(-1), _rows(ids, gy, padding).to(gradient.dtype))
+            return None, gradient.to(weight.dtype), None, None
+        ctx.tape.add(lambda: accumulate_embedding(weight, ids, gy, padding), ids, gy)
+        return None, None, None, None
+
+
+def _rows(ids: Tensor, gy: Tensor, padding: int | None) -> Tensor:
+    """Return the gradient of each id's row. That of padding is 0."""
+    rows = as_rows(gy)
+    if padding is None:
+        return rows
+    return rows.masked_fill((ids.reshape(-1) == padding).unsqueeze(1), 0)
+
+
+def split_embedding(
+    ids: Tensor, weight: nn.Parameter, padding: int | None, tape: WeightTape
+) -> Tensor:
+    """Compute functional.embedding, and leave the weight's gradient on the tape.
+
+    Args:
+        padding: The id whose row gets no gradient.
+    """
+    return cast(Tensor, _EmbeddingFunction.apply(ids, weight, padding, tape))
 
 
 def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
@@ -260,8 +330,10 @@ def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
     return frozenset(by_module & by_itself)
 
 
-def accumulate_embedding(weight: nn.Parameter, ids: Tensor, gy: Tensor) -> None:
-    """Add gy to weight.grad[ids].
+def accumulate_embedding(
+    weight: nn.Parameter, ids: Tensor, gy: Tensor, padding: int | None = None
+) -> None:
+    """Add gy to weight.grad[ids], but for the id of padding.
 
     As in autograd, the tokens of a microbatch are summed first, in their order. On other devices
     than the CPU the sum has no fixed order, and finding equal ids would wait for the device.
@@ -271,11 +343,18 @@ def accumulate_embedding(weight: nn.Parameter, ids: Tensor, gy: Tensor) -> None:
         if is_first:
             weight.grad = zero_gradient(weight)
         gradient = cast(Tensor, weight.grad)
-        rows = as_rows(gy).to(gradient.dtype)
+        rows = _rows(ids, gy, padding).to(gradient.dtype)
         if not is_first and type(gradient) is Tensor and gradient.is_cpu:
             flat, places = flat.unique(return_inverse=True)
             rows = rows.new_zeros(len(flat), rows.shape[1]).index_add_(0, places, rows)
         gradient.index_add_(0, flat, rows)
+
+
+def plain_embedding(
+    max_norm: float | None, scale_grad_by_freq: bool, sparse: bool
+) -> bool:
+    """Return whether `split_embedding` computes the embedding with these settings of torch's."""
+    return max_norm is None and not scale_grad_by_freq and not sparse
 
 
 class SplitEmbedding(nn.Embedding):
@@ -285,39 +364,11 @@ class SplitEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         weight = cast(nn.Parameter, self.weight)
-        if self.tape is None or not weight.requires_grad or not may_split(self, input.device):
+        if (
+            self.tape is None
+            or not weight.requires_grad
+            or not plain_embedding(self.max_norm, self.scale_grad_by_freq, self.sparse)
+            or not may_split(self, input.device)
+        ):
             return super().forward(input)
-        return cast(Tensor, _EmbeddingFunction.apply(input, weight, self.tape))
-
-
-def _plain_embedding(module: nn.Module) -> bool:
-    assert isinstance(module, nn.Embedding)
-    return (
-        module.padding_idx is None
-        and module.max_norm is None
-        and not module.scale_grad_by_freq
-        and not module.sparse
-    )
-
-
-# Exact types only: a subclass may compute something else in `forward`. It keeps its own backward
-# and takes its weight gradient in B.
-_SPLIT: dict[type[nn.Module], tuple[type[nn.Module], Callable[[nn.Module], bool]]] = {
-    nn.Linear: (SplitLinear, lambda _: True),
-    nn.Embedding: (SplitEmbedding, _plain_embedding),
-}
-
-
-def install(module: nn.Module, tape: WeightTape | None) -> None:
-    """Give the tape to every module of the tree that can split its backward.
-
-    The other modules take their weight gradient in B. The class of a known module is replaced, not
-    the module: names, parameters, hooks and state stay as they are.
-    """
-    float32_gradients(module)
-    for child in module.modules():
-        known = _SPLIT.get(type(child))
-        if known is not None and known[1](child) and not hasattr(child, "tape"):
-            child.__class__ = known[0]
-        if splits(child):
-            child.tape = tape
+        return split_embedding(input, weight, self.padding_idx, self.tape)

@@ -62,6 +62,10 @@ def softmax_backward(gradient: Tensor, output: Tensor) -> Tensor:
     return torch._softmax_backward_data(gradient, output, -1, output.dtype)
 
 
+# What functional.grouped_mm calls.
+GROUPED_MM: Any = torch._grouped_mm
+
+
 def run_backward(roots: Any, gradients: Any) -> None:
     """Run the backward, and accumulate into leaves.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,22 @@ Counter = Callable[[Any], "Tensor | float"]
 
 Loss = Callable[[Any, Any], Tensor]
 
-_IGNORED = -100
+IGNORED = -100
+"""A target that does not count."""
+
+
+class PieceLoss(NamedTuple):
+    """A loss that can be taken of some tokens.
+
+    Attributes:
+        align: Takes the targets of a microbatch. Returns them in the places of the outputs that
+            they are compared with.
+        mean: Takes (output, aligned targets) of some tokens. Returns the mean over those that
+            count.
+    """
+
+    align: Callable[[Tensor], Tensor]
+    mean: Loss
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -58,14 +73,27 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
     Returns:
         A tensor without dimensions.
     """
-    labels = functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:].contiguous()
-    logits = logits.float()
+    labels, logits = next_labels(labels), logits.float()
     return functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+def next_labels(labels: Tensor) -> Tensor:
+    """Returns the label of the next token in the place of each token."""
+    return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
+
+
+def piece_loss_of(loss: object) -> PieceLoss | None:
+    """Returns a loss of some tokens. None for a loss that is not known."""
+    if loss is next_token_loss:
+        return PieceLoss(lambda targets: targets, next_token_loss)
+    if loss is causal_lm_loss:
+        return PieceLoss(next_labels, next_token_loss)
+    return None
 
 
 def count_labels(labels: Tensor) -> Tensor:
     """Counts the labels that `causal_lm_loss` compares."""
-    return (labels[..., 1:] != _IGNORED).sum()
+    return (labels[..., 1:] != IGNORED).sum()
 
 
 def counter_of(loss: object) -> Counter | None:
@@ -84,10 +112,10 @@ def counter_of(loss: object) -> Counter | None:
         return None
     if given.get("weight") is not None or given.get("reduction", "mean") != "mean":
         return None
-    return partial(count_targets, ignored=given.get("ignore_index", _IGNORED))
+    return partial(count_targets, ignored=given.get("ignore_index", IGNORED))
 
 
-def count_targets(targets: Tensor, ignored: int = _IGNORED) -> Tensor | int:
+def count_targets(targets: Tensor, ignored: int = IGNORED) -> Tensor | int:
     """Counts the targets of a cross entropy that are not ignored.
 
     Args:

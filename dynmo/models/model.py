@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
-from dynmo.models.loss import Counter, Loss, counter_of
+from dynmo.models.loss import Counter, Loss, PieceLoss, counter_of
 from dynmo.models.options import ModelOptions
 from dynmo.models.tied import Pair, pairs_of, untie
 
@@ -45,6 +45,7 @@ class Model:
             name, and a dictionary of tensors if there are several.
         count: Takes the targets of a microbatch. Returns how many of them the loss counts. None
             means that microbatches count alike.
+        piece_loss: The loss of some tokens, if `loss` does not tell it (`piece_loss_of`).
     """
 
     names: tuple[str, ...]
@@ -57,6 +58,7 @@ class Model:
     inputs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ("labels",)
     count: Counter | None = None
+    piece_loss: PieceLoss | None = None
 
     @property
     def layers(self) -> int:

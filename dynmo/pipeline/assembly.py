@@ -65,6 +65,7 @@ def make_engine(
             dtype=dtype,
             seed=options.seed,
             compiles=options.compile,
+            head_tokens=options.head_tokens,
             cache_bytes=0 if freezing is None else freezing.cache_bytes,
         ),
         replicas=ReplicaOptions(

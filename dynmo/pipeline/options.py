@@ -135,6 +135,9 @@ class TrainingOptions(Options):
     recompute: Recompute = "none"
     """Layers that recompute their activations in B: `none`, `all`, a list of layer indices, or
     `auto` (as many as the memory limit needs)."""
+    head_tokens: Count | None = None
+    """Most tokens whose logits exist at once. The output layer and the loss then run a piece of the
+    sequence at a time, all in B. Not set: all tokens of a microbatch."""
     reduction_slots: Count | None = None
     """Number of groups in which gradients are summed. With an equal number, any number of replicas
     gives the same bits. Not set: one per replica."""

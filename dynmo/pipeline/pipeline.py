@@ -143,6 +143,8 @@ class Pipeline:
         loss_scale: A power of two, or "dynamic". None means "dynamic" for float16 alone.
         loss_scale_window: Good steps after which a dynamic loss scale doubles.
         recompute: Layers whose activations are recomputed in B: "none", "all", "auto" or indices.
+        head_tokens: Most tokens whose logits exist at once. The output layer and the loss then run
+            a piece of the sequence at a time, all in B. None means all tokens of a microbatch.
         reduction_slots: Number of groups in which gradients are summed. With an equal number, any
             number of replicas gives the same bits. None means one per replica.
         compile: Whether torch.compile runs the parts of a layer between its linear layers.
@@ -200,6 +202,7 @@ class Pipeline:
         loss_scale: float | str | None = _DEFAULT.loss_scale,
         loss_scale_window: int = _DEFAULT.loss_scale_window,
         recompute: str | Collection[int] = _DEFAULT.recompute,
+        head_tokens: int | None = _DEFAULT.head_tokens,
         reduction_slots: int | None = _DEFAULT.reduction_slots,
         compile: bool = _DEFAULT.compile,
         deterministic: bool = _DEFAULT.deterministic,

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from dynmo.planner.stage_plan import StageRequest
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.watch import Watch
 from dynmo.runtime.engine.profiler import weight_bytes
+from dynmo.runtime.layer.pieces import Cutter, token_pieces_of
 from dynmo.runtime.layer.precision import PRECISIONS, lower
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 from dynmo.runtime.optim.parameter_groups import OptimizerSettings, ParameterGroups
@@ -210,6 +211,8 @@ def _shape_costs(
     options: PipelineOptions, model: Model, groups: ParameterGroups
 ) -> list[LayerCost]:
     targets = _ids(options, model)
+    cutter = token_pieces_of(options.head_tokens, model)
+    pieces = None if cutter is None else partial(cutter.cut, targets=targets)
     ids = model.first_inputs(_ids(options, model), targets)
     layers: list[Layer] = []
     for index, module in enumerate(model.build(range(model.layers))):
@@ -222,7 +225,7 @@ def _shape_costs(
     workspaces: list[_Workspace] = []
     for microbatch in range(2):
         workspaces = _shape_microbatch(
-            layers, microbatch, ids, lambda out: model.loss(out, targets)
+            layers, microbatch, ids, lambda out: model.loss(out, targets), pieces
         )
     return [
         replace(
@@ -297,16 +300,26 @@ class _Workspace(NamedTuple):
 
 
 def _shape_microbatch(
-    layers: Sequence[Layer], microbatch: int, ids: Tensor, loss: Callable[[Tensor], Tensor]
+    layers: Sequence[Layer],
+    microbatch: int,
+    ids: Tensor,
+    loss: Callable[[Tensor], Tensor],
+    pieces: Cutter | None,
 ) -> list[_Workspace]:
     watches = [Watch() for _ in layers]
     forward, backward, weight = ([0] * len(layers) for _ in range(3))
     tensors: Tensors = (ids,)
     for layer, watch in zip(layers, watches, strict=True):
         with watch:
-            finish = loss if layer is layers[-1] else None
+            ends = layer is layers[-1]
             tensors = layer.forward(
-                microbatch, tensors, 0, graph=True, need_input=layer.index > 0, finish=finish
+                microbatch,
+                tensors,
+                0,
+                graph=True,
+                need_input=layer.index > 0,
+                finish=loss if ends else None,
+                pieces=pieces if ends else None,
             )
         forward[layer.index] = watch.excess(watch.live)
     gradients: Tensors = (torch.ones(()),)

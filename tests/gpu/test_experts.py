@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dynmo.kernels.grouped_linear import GroupedLinear
-from dynmo.kernels.split import WeightTape, install
+from dynmo.kernels.deferral import install
+from dynmo.kernels.split import WeightTape
 from tests.gpu.test_ranks import CONFIG, Ranks, digest
 
 

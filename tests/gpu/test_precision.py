@@ -16,7 +16,8 @@ from torch import nn
 
 from dynmo.config import parse
 from dynmo.events import EndEvent, Event, StepEvent
-from dynmo.kernels.split import WeightTape, install
+from dynmo.kernels.deferral import install
+from dynmo.kernels.split import WeightTape
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import lower
 from dynmo.train.setup import model_of

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynmo.kernels.grouped_linear import GroupedLinear, parts
-from dynmo.kernels.split import WeightTape, install
+from dynmo.kernels.deferral import install
+from dynmo.kernels.split import WeightTape
 
 COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 

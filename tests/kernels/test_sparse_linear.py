@@ -25,7 +25,8 @@ from dynmo.kernels.sparse_linear import (
     prune,
     survivors,
 )
-from dynmo.kernels.split import SplitLinear, WeightTape, install
+from dynmo.kernels.deferral import install
+from dynmo.kernels.split import SplitLinear, WeightTape
 
 
 def pair(

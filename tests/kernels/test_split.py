@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.prune import l1_unstructured
 
-from dynmo.kernels.split import SplitEmbedding, SplitLinear, WeightTape, install
+from dynmo.kernels.deferral import install
+from dynmo.kernels.split import SplitEmbedding, SplitLinear, WeightTape
 
 SHAPES = [(5,), (4, 5), (2, 3, 5), (2, 2, 3, 5)]
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dynmo.kernels.split import WeightTape, install
+from dynmo.kernels.deferral import install
+from dynmo.kernels.split import WeightTape
 from dynmo.models.emulated import EmulatedLayer, make, make_layers, mean_loss
 from dynmo.models.options import ModelOptions
 

@@ -24,7 +24,11 @@ from dynmo.models.huggingface.configs import meta_model, read_config
 from dynmo.models.huggingface.cut import Halves, halves_of
 from dynmo.models.huggingface.frozen import Freeze, frozen_layers
 from dynmo.models.huggingface.loading import Weights, weights_of
-from dynmo.models.huggingface.router import router_loss_of, with_router_loss
+from dynmo.models.huggingface.router import (
+    piece_with_router_loss,
+    router_loss_of,
+    with_router_loss,
+)
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
 from dynmo.models.huggingface.values import draw
 from dynmo.models.loss import causal_lm_loss, count_labels
@@ -161,6 +165,7 @@ def from_pretrained(  # noqa: PLR0913
         names=tuple(place.name for place in builder.places),
         build=builder.build,
         loss=causal_lm_loss if router is None else partial(with_router_loss, weight=router.weight),
+        piece_loss=None if router is None else piece_with_router_loss(router.weight),
         tied=builder.tied(),
         code=(type(model).__module__,),
         options=ModelOptions(

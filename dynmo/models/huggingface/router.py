@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from dynmo.errors import ConfigError
-from dynmo.models.loss import causal_lm_loss
+from dynmo.models.loss import PieceLoss, causal_lm_loss, next_labels, next_token_loss
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,16 @@ def with_router_loss(output: tuple[Tensor, Tensor], labels: Tensor, weight: floa
     """
     logits, router_loss = output
     return causal_lm_loss(logits, labels) + weight * router_loss
+
+
+def piece_with_router_loss(weight: float) -> PieceLoss:
+    """Returns `with_router_loss` of some tokens. The loss of the routers is that of all tokens."""
+
+    def mean(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        logits, router_loss = output
+        return next_token_loss(logits, targets) + weight * router_loss
+
+    return PieceLoss(next_labels, mean)
 
 
 def router_loss_of(model: PreTrainedModel) -> RouterLoss | None:

@@ -160,6 +160,14 @@ class HeadShell(EndShell):
         return out.logits if router is None else (out.logits, router.loss(*sums))
 
 
+    def inputs_of_a_piece(self, carried: Carried) -> Carried:
+        """Returns what is carried beside the hidden states of some tokens.
+
+        Masks and positions have done their work before the last block.
+        """
+        return without_sums(carried)[1]
+
+
 class BlockShell(Shell):
     """A block, or one half of it.
 

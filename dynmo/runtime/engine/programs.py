@@ -223,7 +223,8 @@ class Programs:
             share = 1 / (microbatches * world.replicas)
             kept = sum(layer.index < frozen for layer in own)
             loss = store.model.loss if stage == last else None
-            stages[stage] = Stage(own, first, loss, share, cache, kept, world.device)
+            pieces = store.pieces if stage == last else None
+            stages[stage] = Stage(own, first, loss, share, cache, kept, world.device, pieces)
         transport = Transport(world, programs)
         program = programs[world.rank]
         return Executor(program, stages, transport, self._clock, self._streams, timeout)

@@ -25,6 +25,7 @@ microbatch decides for all whose messages its header announces (`Layer._like_fir
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -36,32 +37,42 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.sparse_linear import guarded
-from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
+from dynmo.kernels.deferral import install
+from dynmo.kernels.split import WeightTape, WeightWork, used_twice
 from dynmo.kernels.torch_private import FunctionBase, run_backward
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import MOST_TENSORS, Spec, obstacle, spec_of
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.buffers import BufferKey, BufferSet, Copies, has_same_bits
 from dynmo.runtime.layer.modes import evaluating_parts
+from dynmo.runtime.layer.pieces import Cutter, mean_loss, piece_inputs
 from dynmo.runtime.layer.plain_state import PlainState
 from dynmo.schedule.op import Kind
+
+_logger = logging.getLogger(__name__)
 
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge | None, ...]
 """Begin of a graph for each output that gets a gradient. None for one without a graph."""
 
 
+class _InPieces(NamedTuple):
+    """Runs the last layer and its loss forward and backward, given the gradient of the loss."""
+
+    run: Callable[[Tensor], None]
+
+
 class _Saved(NamedTuple):
     """State that a microbatch keeps from F to B.
 
     Attributes:
-        graph: Begin of the graph, or a function that builds it again.
+        graph: Begin of the graph, or a function that builds it again, or that runs it in pieces.
         differentiable: Whether each output gets a gradient.
         buffers: Values that F found in the buffers that it wrote to.
     """
 
     inputs: Tensors
-    graph: Roots | Callable[[], Tensors]
+    graph: Roots | Callable[[], Tensors] | _InPieces
     differentiable: tuple[bool, ...]
     buffers: Copies
 
@@ -79,6 +90,7 @@ class Layer:
         first_microbatch: Index in the batch of this replica's first microbatch.
         groups: Adds up its gradients. None: they add up in `.grad`, and nobody is told when they
             are complete.
+        warns: Whether to warn if most of its weight gradients cannot wait for W.
     """
 
     def __init__(
@@ -92,10 +104,11 @@ class Layer:
         *,
         first_microbatch: int = 0,
         groups: AccumulationGroups | None = None,
+        warns: bool = False,
     ) -> None:
         self.index, self.module = index, module
         self._clock, self._seed = clock, seed
-        self._first_microbatch, self._groups = first_microbatch, groups
+        self._first_microbatch, self._groups, self._warns = first_microbatch, groups, warns
         self._saved: dict[int, _Saved] = {}
         self._recompute, self._checks_state = False, checks_state
         self.buffers = BufferSet([module])
@@ -183,6 +196,7 @@ class Layer:
         graph: bool,
         need_input: bool,
         finish: Callable[[Tensor], Tensor] | None,
+        pieces: Cutter | None = None,
     ) -> Tensors:
         """Runs F.
 
@@ -190,6 +204,7 @@ class Layer:
             graph: Whether to keep what B needs.
             need_input: Whether B must yield input gradients.
             finish: The loss, on the last layer. It takes the module's output.
+            pieces: Cuts the microbatch, on the last layer. F is then left to B (`pieces.py`).
 
         Returns:
             The outputs, contiguous.
@@ -202,11 +217,18 @@ class Layer:
         """
         start = self._clock.mark()
         self._seed_forward(inputs[0].device, step, microbatch)
-        if graph:
+        if pieces is not None and not graph:
+            with torch.no_grad():
+                outputs = (self._forward_pieces(inputs, pieces),)
+        elif graph:
             leaves = tuple(
                 x.detach().requires_grad_(need_input and x.requires_grad) for x in inputs
             )
-            outputs = self._forward_for_backward(microbatch, leaves, step, finish)
+            outputs = (
+                self._keep_for_pieces(microbatch, leaves, step, pieces)
+                if pieces is not None
+                else self._forward_for_backward(microbatch, leaves, step, finish)
+            )
         else:
             with torch.no_grad():
                 outputs = self._like_first(microbatch, inputs, self._call(inputs, finish, False))
@@ -288,6 +310,54 @@ class Layer:
             if self._recompute
             else given
         )
+
+    def _forward_pieces(self, inputs: Tensors, pieces: Cutter) -> Tensor:
+        cut = list(pieces(inputs[0]))
+        losses = [
+            self._call(piece_inputs(self.module, inputs, piece.tokens), piece.finish, False)[0]
+            for piece in cut
+        ]
+        return mean_loss(losses, [piece.share for piece in cut])
+
+    def _keep_for_pieces(
+        self, microbatch: int, inputs: Tensors, step: int, pieces: Cutter
+    ) -> Tensors:
+        """Keeps what B needs. Returns the loss, which B writes."""
+        loss = torch.zeros((), device=inputs[0].device)
+        run = partial(self._run_pieces, microbatch, inputs, step, pieces, loss)
+        self._saved[microbatch] = _Saved(inputs, _InPieces(run), (), {})
+        if self._is_largest(inputs):
+            kept = _storage_bytes(inputs, inputs)
+            self.activation_bytes = max(self.activation_bytes, kept)
+            self.output_bytes = max(self.output_bytes, loss.nbytes)
+        return (loss,)
+
+    def _run_pieces(
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        step: int,
+        pieces: Cutter,
+        loss: Tensor,
+        gradient: Tensor,
+    ) -> None:
+        """Runs layer and loss of each piece forward and backward."""
+        hidden = inputs[0]
+        self._seed_forward(hidden.device, step, microbatch)
+        losses, shares = list[Tensor](), list[Tensor]()
+        if hidden.requires_grad:
+            hidden.grad = torch.empty_like(hidden)
+        for piece in pieces(hidden):
+            given = piece_inputs(self.module, inputs, piece.tokens)
+            outputs = self._call(given, piece.finish, True)
+            if not losses and not self._measured:
+                self.tape.whole = used_twice(outputs)
+            losses.append(outputs[0].detach())
+            shares.append(piece.share)
+            _run_graph(_roots(outputs, (True,)), (gradient * piece.share,))
+            if hidden.grad is not None:
+                hidden.grad[:, piece.tokens] = given[0].grad
+        loss.copy_(mean_loss(losses, shares))
 
     def spare(self, start: Any, end: Any) -> None:
         """Notes that F need not run, for its output was kept."""
@@ -415,15 +485,20 @@ class Layer:
         """
         start = self._clock.mark()
         inputs, roots, differentiable, buffers = self._saved.pop(microbatch)
+        in_pieces = isinstance(roots, _InPieces)
         if callable(roots):
             roots = _roots(roots(), differentiable)
         groups, measures = self._groups, self._is_largest(inputs)
-        self.tape.deferred = deferred or measures or (groups is not None and groups.watching)
-        self.tape.taking = True
+        watches = groups is not None and groups.watching
+        self.tape.deferred = not in_pieces and (deferred or measures or watches)
+        self.tape.taking, self.tape.taken = True, set() if measures else None
         try:
             with self.buffers.replaced(buffers):
                 before = {} if self._measured else self.buffers.copies()
-                _run_graph(roots, _present(gradients))
+                if isinstance(roots, _InPieces):
+                    roots.run(gradients[0])
+                else:
+                    _run_graph(roots, _present(gradients))
                 if not self._measured:
                     self._writes_in_backward = bool(self.buffers.written(before))
         except Exception as error:
@@ -438,9 +513,11 @@ class Layer:
         if measures:
             held = (tensor for _, holds in work for tensor in holds)
             self.stash_bytes = max(self.stash_bytes, _storage_bytes(held, inputs))
-            if not self._recompute:
+            if not self._recompute and not in_pieces:
                 self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
             self._measured_size = _bytes(inputs)
+            if deferred and self._warns and not in_pieces:
+                self._warn_of_early_weights()
         if not deferred:  # this work was held back only to be looked at
             for each, _ in work:
                 self._timed(each)
@@ -451,8 +528,24 @@ class Layer:
             self._weight_work[microbatch] = work
         gradients_in = self._gradients_of([x for x in inputs if x.requires_grad])
         inside, self._inside = self._inside, []
+        if in_pieces:  # their W is part of B
+            inside = []
         self.marks.append((Kind.B if deferred else Kind.BW, start, self._clock.mark(), inside))
         return gradients_in
+
+    def _warn_of_early_weights(self) -> None:
+        """Warns if B computes the gradients of most weights."""
+        self._warns = False
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        later = self.tape.taken or set()
+        share = _elements(p for p in trained if p in later) / max(1, _elements(trained))
+        if trained and share < 0.5:
+            kind = type(getattr(self.module, "block", self.module)).__name__
+            _logger.warning(
+                f"layer {self.index} ({kind}): the gradients of {share:.0%} of its weights can wait "
+                "for W, and those of all others are computed in B; so are those of layers like it. "
+                "Zero bubble gains little from such layers; see dynmo.register_split"
+            )
 
     def _gradients_of(self, inputs: Sequence[Tensor]) -> Tensors:
         """Returns the gradients of the inputs, and which of them are there."""
@@ -550,6 +643,10 @@ def _described(spec: Spec) -> str:
 def _differs(original: Tensor, copy: Tensor) -> bool:
     """Returns whether a fresh copy was written to. `.data` does not raise its version."""
     return copy._version > 0 or (type(copy) is Tensor and not has_same_bits(original, copy))
+
+
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _bytes(tensors: Tensors) -> int:

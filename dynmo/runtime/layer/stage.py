@@ -10,9 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dynmo.errors import RunError
+from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.split import LOW
 from dynmo.runtime.layer.output_cache import OutputCache
+from dynmo.runtime.layer.pieces import Cutter, TokenPieces
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 
 
@@ -27,6 +28,7 @@ class Stage:
         outputs: Keeps the outputs of the first `kept` layers for each microbatch.
         kept: Number of leading layers that are frozen.
         device: Device of the tensor that holds the share. A copy to it would hold up each B.
+        pieces: Cuts microbatches for the last layer and the loss. None leaves them whole.
 
     Attributes:
         collected: Takes the model's output of each microbatch, on the last stage. None takes
@@ -51,11 +53,12 @@ class Stage:
         outputs: OutputCache | None = None,
         kept: int = 0,
         device: torch.device | None = None,
+        pieces: TokenPieces | None = None,
     ) -> None:
         self.layers, self._first_trainable, self._loss = list(layers), first_trainable, loss
         self._outputs, self._kept = outputs, self.layers[:kept]
         self._run = self.layers[kept if outputs is not None else 0 :]
-        self._portion, self._device = share, device
+        self._portion, self._device, self._pieces = share, device, pieces
         self.scale_loss(1.0)
         self._trained = [layer for layer in self.layers if layer.index >= first_trainable]
 
@@ -94,11 +97,29 @@ class Stage:
         for layer in self._run:
             ends = self._loss is not None and layer is self.layers[-1]
             finish = partial(self._finish, microbatch, targets) if ends else None
+            pieces = self._cutter(targets) if ends else None
             graph = training and layer.index >= self._first_trainable
             tensors = layer.forward(
-                microbatch, tensors, step, graph, layer.index > self._first_trainable, finish
+                microbatch,
+                tensors,
+                step,
+                graph,
+                layer.index > self._first_trainable,
+                finish,
+                pieces,
             )
         return tensors
+
+    def _cutter(self, targets: object) -> Cutter | None:
+        """Returns what cuts a microbatch, unless someone wants its whole output."""
+        if self._pieces is None or self.collected is not None or self.observe is not None:
+            return None
+        if not isinstance(targets, Tensor):
+            raise ConfigError(
+                "train.head_tokens: the targets are no tensor [rows, tokens], which alone can be "
+                "cut; leave out head_tokens"
+            )
+        return partial(self._pieces.cut, targets=targets)
 
     def _finish(self, microbatch: int, targets: object, output: Tensor) -> Tensor:
         assert self._loss is not None

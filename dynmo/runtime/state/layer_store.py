@@ -67,6 +67,7 @@ class LayerStore:
         kept: Tensors of dynamic cases, by global index of own layers.
         identity: What decides the model's numbers.
         groups: Groups of the model's parameters, and their options.
+        pieces: Cuts microbatches for the last layer and the loss. None leaves them whole.
         accumulation_groups: Number of accumulation groups of the whole mesh.
     """
 
@@ -85,6 +86,7 @@ class LayerStore:
         self._clock = clock
         self._options = options
         self._sharing = sharing
+        self.pieces = token_pieces_of(options.head_tokens, model)
         self.accumulation_groups = sharing.groups(world.replicas)
         own = (
             []
@@ -169,6 +171,7 @@ class LayerStore:
             checks_state=True,
             first_microbatch=self.world.replica * self.layout.microbatches,
             groups=self._groups(index, module),
+            warns=not self.world.replica and self._is_first_of_its_kind(index),
         )
         layer.switch_recompute(index in self.layout.recomputed)
         spread = {expert.name for expert in experts}
@@ -188,6 +191,10 @@ class LayerStore:
             for name, t in optimizer_state.items()
             if name.startswith(_KEPT)
         }
+
+    def _is_first_of_its_kind(self, index: int) -> bool:
+        kinds = [(type(x), [name for name, _ in x.named_parameters()]) for x in self.modules]
+        return kinds.index(kinds[index]) == index
 
     def _new_replicas(self) -> Replicas:
         return Replicas(self.world, self.model.tied, bool(self._sharing.zero))

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from dynmo.errors import ConfigError
-from dynmo.kernels.split import WeightTape, install
+from dynmo.kernels.deferral import install
+from dynmo.kernels.split import WeightTape
 from dynmo.runtime.layer.precision import PRECISIONS, check, dtype_for, lower
 
 

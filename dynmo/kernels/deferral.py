@@ -1,0 +1,104 @@
+"""Which modules leave their weight gradients on the tape of their layer.
+
+- nn.Linear and nn.Embedding.
+- Modules whose class opts in with the attribute `tape = None`.
+- Classes that a user registers (`register`).
+- All other modules that own a matrix, as far as they multiply by it with torch's functions
+  (`products.py`).
+
+All other weight gradients are computed in B.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynmo.errors import ConfigError
+from dynmo.kernels.products import Products
+from dynmo.kernels.split import SplitEmbedding, SplitLinear, WeightTape, float32_gradients, splits
+
+# By exact type. A subclass may compute something else in `forward`.
+_REGISTERED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: SplitLinear,
+    nn.Embedding: SplitEmbedding,
+}
+
+# They use their matrices in kernels of their own.
+_CLOSED = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag)
+
+
+def register(kind: type[nn.Module], split: type[nn.Module]) -> None:
+    """Makes modules of a class leave their weight gradients on their layer's tape.
+
+    Each module of exactly this class becomes one of `split` as its layer is made. Nothing else of
+    the module changes.
+
+    Args:
+        kind: A class of modules that dynmo would otherwise leave as they are.
+        split: A subclass with the class attribute `tape = None`. Its backward hands the work of a
+            weight gradient to `tape.add(work, *tensors)` if `tape` is set and `tape.takes(weight)`.
+
+    Raises:
+        ConfigError: `split` is no subclass of `kind`, or has no such attribute.
+    """
+    if not issubclass(split, kind) or getattr(split, "tape", split) is not None:
+        raise ConfigError(
+            f"{split.__name__} must be a subclass of {kind.__name__} with the class attribute "
+            "tape = None"
+        )
+    _REGISTERED[kind] = split
+
+
+def install(module: nn.Module, tape: WeightTape | None) -> None:
+    """Give the tape to every module of the tree that can split its backward.
+
+    The class of a module is replaced, not the module: names, parameters, hooks and state stay as
+    they are.
+    """
+    float32_gradients(module)
+    products = None if tape is None else Products(tape)
+    for child in module.modules():
+        if not hasattr(child, "tape"):
+            if (known := _REGISTERED.get(type(child))) is not None:
+                child.__class__ = known
+            elif _owns_matrix(child):
+                child.__class__ = _caught(type(child))
+        if splits(child):
+            child.tape = tape
+            if isinstance(child, CaughtProducts):
+                child._products = products
+
+
+def _owns_matrix(module: nn.Module) -> bool:
+    if isinstance(module, _CLOSED) or isinstance(module, torch.jit.ScriptModule):
+        return False
+    lists = [x for x in module.children() if isinstance(x, nn.ParameterList | nn.ParameterDict)]
+    return not isinstance(module, nn.ParameterList | nn.ParameterDict | nn.ModuleList) and any(
+        parameter.dim() > 1
+        for each in (module, *lists)
+        for parameter in each._parameters.values()
+        if parameter is not None
+    )
+
+
+class CaughtProducts(nn.Module):
+    """A module whose products with parameters are seen by `Products`."""
+
+    tape: WeightTape | None = None
+    _products: Products | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # A compiler traces the module as it is.
+        if self._products is None or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        return self._products.run(super().forward, *args, **kwargs)
+
+
+@cache
+def _caught(kind: type[nn.Module]) -> type[nn.Module]:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (CaughtProducts, kind), names)

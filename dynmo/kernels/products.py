@@ -1,0 +1,213 @@
+"""Products with parameters that a module computes by itself, without nn.Linear.
+
+GPT-2's Conv1D, experts in one parameter [experts, out, in], nn.MultiheadAttention and modules of
+one's own call torch's functions. While such a module runs, `Products` sees these calls. It computes
+the products with parameters, and with matrices that are parts of one, so that their weight gradient
+can wait:
+
+    linear(x, W)   addmm(b, x, W)   x @ W   linear(x, W[i])   grouped_mm(x, W)   embedding(ids, W)
+
+All other calls run as they are. So do these if the matrix was computed from a parameter: autograd
+then computes its gradient in B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from dynmo.kernels.split import (
+    LOW,
+    View,
+    WeightTape,
+    autograd_may_split,
+    plain_embedding,
+    split_embedding,
+    split_linear,
+    zero_gradient,
+)
+from dynmo.kernels.torch_private import GROUPED_MM
+
+
+class Products(TorchFunctionMode):
+    """Leaves the gradients of the parameters in products on a tape."""
+
+    def __init__(self, tape: WeightTape) -> None:
+        super().__init__()
+        self._active, self._tape = False, tape
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a module's forward with the mode on."""
+        if self._active:
+            return forward(*args, **kwargs)
+        self._active = True
+        try:
+            with self:
+                return forward(*args, **kwargs)
+        finally:
+            self._active = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given: dict[str, Any] = kwargs or {}
+        if func is functional.multi_head_attention_forward:
+            # torch asks for modes at its begin. Its linears are to be seen.
+            with self:
+                return _attention_inside()(*args, **given)
+        rule = _RULES.get(func)
+        out = rule(self._tape, *args, **given) if rule is not None else None
+        return func(*args, **given) if out is None else out
+
+
+@cache
+def _attention_inside() -> Callable[..., Any]:
+    """Return torch's multi_head_attention_forward without its question for modes."""
+    function = cast(FunctionType, functional.multi_head_attention_forward)
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    inside = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    inside.__kwdefaults__ = function.__kwdefaults__
+    return inside
+
+
+def _parameter(matrix: object) -> tuple[nn.Parameter, View | None] | None:
+    """Return the parameter that a tensor is, or is a view of, and the view.
+
+    None: it is neither, or has no gradient that may wait.
+    """
+    if not isinstance(matrix, Tensor) or not matrix.requires_grad:
+        return None
+    base = matrix if isinstance(matrix, nn.Parameter) else matrix._base
+    if not isinstance(base, nn.Parameter) or base.dtype != matrix.dtype:
+        return None
+    if not base.is_contiguous() or not autograd_may_split(base.device):
+        return None
+    if matrix is base:
+        return base, None
+    offset = cast(int, matrix.storage_offset()) - cast(int, base.storage_offset())
+    return base, (tuple(matrix.shape), tuple(matrix.stride()), offset)
+
+
+def _transposed(base: nn.Parameter, view: View | None) -> View:
+    shape, strides, offset = view or (tuple(base.shape), tuple(base.stride()), 0)
+    return (shape[1], shape[0]), (strides[1], strides[0]), offset
+
+
+def _linear(tape: WeightTape, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
+    found = _parameter(weight)
+    if found is None or weight.dim() != 2 or not (bias is None or isinstance(bias, nn.Parameter)):
+        return None
+    return split_linear(input, found[0], bias, tape, found[1])
+
+
+def _addmm(tape: WeightTape, *given: Any, **named: Any) -> Tensor | None:
+    if len(given) != 3 or named:
+        return None
+    bias, rows, matrix = given
+    found = _parameter(matrix)
+    if found is None or not isinstance(bias, nn.Parameter) or bias.dim() != 1:
+        return None
+    return split_linear(rows, found[0], bias, tape, _transposed(*found))
+
+
+def _matmul(tape: WeightTape, *given: Any, **named: Any) -> Tensor | None:
+    if len(given) != 2 or named:
+        return None
+    x, matrix = given
+    found = _parameter(matrix)
+    if found is None or matrix.dim() != 2 or not isinstance(x, Tensor) or x.dim() < 2:
+        return None
+    return split_linear(x, found[0], None, tape, _transposed(*found))
+
+
+def _embedding(
+    tape: WeightTape,
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    found = _parameter(weight)
+    if found is None or found[1] or not plain_embedding(max_norm, scale_grad_by_freq, sparse):
+        return None
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(weight)
+    return split_embedding(input, found[0], padding_idx, tape)
+
+
+class _GroupedFunction(torch.autograd.Function):
+    """grouped_mm of [rows, in] with [groups, in, out], a parameter or its transpose."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, ends: Tensor, turned: bool, tape: WeightTape
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.ends, ctx.turned, ctx.tape = weight, ends, turned, tape
+        return functional.grouped_mm(x, weight.mT if turned else weight, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), gy = ctx.saved_tensors, gradients[0]
+        weight, ends, turned, tape = ctx.weight, ctx.ends, ctx.turned, ctx.tape
+        gx = None
+        if ctx.needs_input_grad[0]:
+            gx = functional.grouped_mm(gy, weight if turned else weight.mT, offs=ends)
+        x = x.detach()
+        if not tape.takes(weight):
+            return gx, _grouped_gradient(x, gy, ends, turned), None, None, None
+
+        def accumulate() -> None:
+            gradient = _grouped_gradient(x, gy, ends, turned)
+            if weight.dtype in LOW:
+                weight.grad = zero_gradient(weight) if weight.grad is None else weight.grad
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+        tape.add(accumulate, x, gy)
+        return gx, None, None, None, None
+
+
+def _grouped_gradient(x: Tensor, gy: Tensor, ends: Tensor, turned: bool) -> Tensor:
+    left, right = (gy, x) if turned else (x, gy)
+    with torch.no_grad():
+        return functional.grouped_mm(left.t(), right, offs=ends)
+
+
+def _grouped(tape: WeightTape, *given: Any, offs: Any = None, **named: Any) -> Tensor | None:
+    if len(given) != 2 or offs is None or any(value is not None for value in named.values()):
+        return None
+    x, matrices = given
+    found = _parameter(matrices)
+    if found is None:
+        return None
+    base, view = found
+    if base.dim() != 3 or x.dim() != 2 or (view and view != _turned(base)):
+        return None
+    return cast(Tensor, _GroupedFunction.apply(x, base, offs, view is not None, tape))
+
+
+def _turned(base: nn.Parameter) -> View:
+    (groups, first, second), strides = base.shape, base.stride()
+    return (groups, second, first), (strides[0], strides[2], strides[1]), 0
+
+
+_RULES: Mapping[Any, Callable[..., Tensor | None]] = {
+    functional.linear: _linear,
+    functional.embedding: _embedding,
+    functional.grouped_mm: _grouped,
+    GROUPED_MM: _grouped,
+    torch.addmm: _addmm,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.mm: _matmul,
+}
