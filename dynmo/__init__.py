@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dynmo.dynamism.options import Pruning as Pruning
     from dynmo.dynamism.options import SparseAttention as SparseAttention
     from dynmo.errors import DynmoError as DynmoError
+    from dynmo.kernels.deferral import register_split as register_split
     from dynmo.models.loss import next_token_loss as next_token_loss
     from dynmo.models.model import Model as Model
     from dynmo.models.options import ModelOptions as ModelOptions
@@ -84,6 +85,7 @@ _HOMES = {
     "init": "dynmo.pipeline.start",
     "load_model": "dynmo.models.registry",
     "next_token_loss": "dynmo.models.loss",
+    "register_split": "dynmo.kernels.deferral",
 }
 
 __all__ = [
@@ -119,6 +121,7 @@ __all__ = [
     "init",
     "load_model",
     "next_token_loss",
+    "register_split",
 ]
 
 

@@ -2,7 +2,7 @@
 
 - nn.Linear and nn.Embedding.
 - Modules whose class opts in with the attribute `tape = None`.
-- Classes that a user registers (`register`).
+- Classes that a user registers (`register_split`).
 - All other modules that own a matrix, as far as they multiply by it with torch's functions
   (`products.py`).
 
@@ -31,7 +31,7 @@ _REGISTERED: dict[type[nn.Module], type[nn.Module]] = {
 _CLOSED = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag)
 
 
-def register(kind: type[nn.Module], split: type[nn.Module]) -> None:
+def register_split(kind: type[nn.Module], split: type[nn.Module]) -> None:
     """Makes modules of a class leave their weight gradients on their layer's tape.
 
     Each module of exactly this class becomes one of `split` as its layer is made. Nothing else of
@@ -74,7 +74,7 @@ def install(module: nn.Module, tape: WeightTape | None) -> None:
 
 
 def _owns_matrix(module: nn.Module) -> bool:
-    if isinstance(module, _CLOSED) or isinstance(module, torch.jit.ScriptModule):
+    if isinstance(module, (*_CLOSED, torch.jit.ScriptModule)):
         return False
     lists = [x for x in module.children() if isinstance(x, nn.ParameterList | nn.ParameterDict)]
     return not isinstance(module, nn.ParameterList | nn.ParameterDict | nn.ModuleList) and any(

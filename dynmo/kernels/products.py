@@ -7,8 +7,8 @@ can wait:
 
     linear(x, W)   addmm(b, x, W)   x @ W   linear(x, W[i])   grouped_mm(x, W)   embedding(ids, W)
 
-All other calls run as they are. So do these if the matrix was computed from a parameter: autograd
-then computes its gradient in B.
+All other calls run as they are. A matrix that was computed from a parameter gets its gradient from
+autograd, in B.
 """
 
 from __future__ import annotations

@@ -350,9 +350,7 @@ def accumulate_embedding(
         gradient.index_add_(0, flat, rows)
 
 
-def plain_embedding(
-    max_norm: float | None, scale_grad_by_freq: bool, sparse: bool
-) -> bool:
+def plain_embedding(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> bool:
     """Return whether `split_embedding` computes the embedding with these settings of torch's."""
     return max_norm is None and not scale_grad_by_freq and not sparse
 

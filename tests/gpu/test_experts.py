@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.deferral import install
+from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.split import WeightTape
 from tests.gpu.test_ranks import CONFIG, Ranks, digest
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dynmo.kernels.grouped_linear import GroupedLinear, parts
 from dynmo.kernels.deferral import install
+from dynmo.kernels.grouped_linear import GroupedLinear, parts
 from dynmo.kernels.split import WeightTape
 
 COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=6)

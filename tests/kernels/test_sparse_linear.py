@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dynmo.kernels import crossover
 from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
+from dynmo.kernels.deferral import install
 from dynmo.kernels.sparse_linear import (
     MaskedLinear,
     SparseLinear,
@@ -25,7 +26,6 @@ from dynmo.kernels.sparse_linear import (
     prune,
     survivors,
 )
-from dynmo.kernels.deferral import install
 from dynmo.kernels.split import SplitLinear, WeightTape
 
 

@@ -1,8 +1,8 @@
 """dynmo's layers of a transformers model: embedding, blocks, and the output layer.
 
 A layer registers the model's own modules under the model's own names. Hidden states go from layer
-to layer, followed by the attention mask and the position ids of the batch if there are any, and by
-the sums of the routers if they have a loss.
+to layer. The attention mask and the position ids of the batch follow them, if there are any, and
+the sums of the routers, if they have a loss.
 """
 
 from __future__ import annotations
@@ -158,7 +158,6 @@ class HeadShell(EndShell):
             forget(self._recorders.value)
         router, (_, sums) = self.frame.router, without_sums(carried)
         return out.logits if router is None else (out.logits, router.loss(*sums))
-
 
     def inputs_of_a_piece(self, carried: Carried) -> Carried:
         """Returns what is carried beside the hidden states of some tokens.

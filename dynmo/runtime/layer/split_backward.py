@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from dynmo.errors import ConfigError, RunError
+from dynmo.kernels.deferral import install
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.sparse_linear import guarded
-from dynmo.kernels.deferral import install
 from dynmo.kernels.split import WeightTape, WeightWork, used_twice
 from dynmo.kernels.torch_private import FunctionBase, run_backward
 from dynmo.runtime.comm.clock import Clock
@@ -90,8 +90,12 @@ class Layer:
         first_microbatch: Index in the batch of this replica's first microbatch.
         groups: Adds up its gradients. None: they add up in `.grad`, and nobody is told when they
             are complete.
+
+    Attributes:
         warns: Whether to warn if most of its weight gradients cannot wait for W.
     """
+
+    warns = False
 
     def __init__(
         self,
@@ -104,11 +108,10 @@ class Layer:
         *,
         first_microbatch: int = 0,
         groups: AccumulationGroups | None = None,
-        warns: bool = False,
     ) -> None:
         self.index, self.module = index, module
         self._clock, self._seed = clock, seed
-        self._first_microbatch, self._groups, self._warns = first_microbatch, groups, warns
+        self._first_microbatch, self._groups = first_microbatch, groups
         self._saved: dict[int, _Saved] = {}
         self._recompute, self._checks_state = False, checks_state
         self.buffers = BufferSet([module])
@@ -355,7 +358,7 @@ class Layer:
             losses.append(outputs[0].detach())
             shares.append(piece.share)
             _run_graph(_roots(outputs, (True,)), (gradient * piece.share,))
-            if hidden.grad is not None:
+            if hidden.grad is not None and given[0].grad is not None:
                 hidden.grad[:, piece.tokens] = given[0].grad
         loss.copy_(mean_loss(losses, shares))
 
@@ -491,21 +494,8 @@ class Layer:
         groups, measures = self._groups, self._is_largest(inputs)
         watches = groups is not None and groups.watching
         self.tape.deferred = not in_pieces and (deferred or measures or watches)
-        self.tape.taking, self.tape.taken = True, set() if measures else None
-        try:
-            with self.buffers.replaced(buffers):
-                before = {} if self._measured else self.buffers.copies()
-                if isinstance(roots, _InPieces):
-                    roots.run(gradients[0])
-                else:
-                    _run_graph(roots, _present(gradients))
-                if not self._measured:
-                    self._writes_in_backward = bool(self.buffers.written(before))
-        except Exception as error:
-            error.add_note(f"in B of layer {self.index}")
-            raise
-        finally:
-            self.tape.taking = False
+        self.tape.taken = set() if measures else None
+        self._run_backward(roots, gradients, buffers)
         del roots
         work = self.tape.take()
         if groups is not None:
@@ -516,7 +506,7 @@ class Layer:
             if not self._recompute and not in_pieces:
                 self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
             self._measured_size = _bytes(inputs)
-            if deferred and self._warns and not in_pieces:
+            if deferred and self.warns and not in_pieces:
                 self._warn_of_early_weights()
         if not deferred:  # this work was held back only to be looked at
             for each, _ in work:
@@ -527,24 +517,39 @@ class Layer:
         if work:
             self._weight_work[microbatch] = work
         gradients_in = self._gradients_of([x for x in inputs if x.requires_grad])
-        inside, self._inside = self._inside, []
-        if in_pieces:  # their W is part of B
-            inside = []
+        inside, self._inside = [] if in_pieces else self._inside, []
         self.marks.append((Kind.B if deferred else Kind.BW, start, self._clock.mark(), inside))
         return gradients_in
 
+    def _run_backward(self, graph: Roots | _InPieces, gradients: Tensors, buffers: Copies) -> None:
+        self.tape.taking = True
+        try:
+            with self.buffers.replaced(buffers):
+                before = {} if self._measured else self.buffers.copies()
+                if isinstance(graph, _InPieces):
+                    graph.run(gradients[0])
+                else:
+                    _run_graph(graph, _present(gradients))
+                if not self._measured:
+                    self._writes_in_backward = bool(self.buffers.written(before))
+        except Exception as error:
+            error.add_note(f"in B of layer {self.index}")
+            raise
+        finally:
+            self.tape.taking = False
+
     def _warn_of_early_weights(self) -> None:
         """Warns if B computes the gradients of most weights."""
-        self._warns = False
+        self.warns = False
         trained = [p for p in self.module.parameters() if p.requires_grad]
         later = self.tape.taken or set()
         share = _elements(p for p in trained if p in later) / max(1, _elements(trained))
         if trained and share < 0.5:
             kind = type(getattr(self.module, "block", self.module)).__name__
             _logger.warning(
-                f"layer {self.index} ({kind}): the gradients of {share:.0%} of its weights can wait "
-                "for W, and those of all others are computed in B; so are those of layers like it. "
-                "Zero bubble gains little from such layers; see dynmo.register_split"
+                f"layer {self.index} ({kind}), and those like it: the gradients of {share:.0%} of "
+                "the weights can wait for W, and B computes the others, so zero bubble gains "
+                "little; see dynmo.register_split"
             )
 
     def _gradients_of(self, inputs: Sequence[Tensor]) -> Tensors:

@@ -35,6 +35,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.modes import set_modes
 from dynmo.runtime.layer.output_cache import OutputCache
+from dynmo.runtime.layer.pieces import token_pieces_of
 from dynmo.runtime.layer.precision import lower as lower_precision
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.optim.optimizer import LayerOptimizer
@@ -171,8 +172,8 @@ class LayerStore:
             checks_state=True,
             first_microbatch=self.world.replica * self.layout.microbatches,
             groups=self._groups(index, module),
-            warns=not self.world.replica and self._is_first_of_its_kind(index),
         )
+        layer.warns = not self.world.replica and self._is_first_of_its_kind(index)
         layer.switch_recompute(index in self.layout.recomputed)
         spread = {expert.name for expert in experts}
         optimizer = self.optimizers[index] = LayerOptimizer(

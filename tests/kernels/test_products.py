@@ -1,0 +1,133 @@
+"""Modules that multiply by their own parameters, beside plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+import dynmo
+from dynmo.kernels.deferral import install
+from dynmo.kernels.split import SplitLinear, WeightTape
+
+Product = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Own(nn.Module):
+    """Owns matrices [groups, out, in] and multiplies by them in its own way."""
+
+    def __init__(self, run: Product, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.run = run
+        self.matrices = nn.ParameterList([torch.randn(shape) for shape in shapes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def experts(module: nn.Module, x: Tensor) -> Tensor:
+    (weight,) = module.matrices
+    return torch.cat(
+        [functional.linear(x[i :: len(weight)], each) for i, each in enumerate(weight)]
+    )
+
+
+def grouped(module: nn.Module, x: Tensor) -> Tensor:
+    (weight,) = module.matrices
+    ends = torch.tensor([0, len(x) // 2, len(x)], dtype=torch.int32)
+    return functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+
+
+def matmul(module: nn.Module, x: Tensor) -> Tensor:
+    one, other = module.matrices
+    return (x @ one) @ other.t()
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's embedding."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 3.0 * super().forward(ids)
+
+
+def check(module: nn.Module, inputs: list[Tensor], expected: int) -> None:
+    """Outputs and gradients have the bits of plain torch, and W gives these parameters."""
+    plain, tape = copy.deepcopy(module), WeightTape()
+    install(module, tape)
+    tape.deferred = True
+    for x in inputs:
+        ours, theirs = (x.detach().clone() for _ in range(2))
+        if x.is_floating_point():
+            ours.requires_grad_()
+            theirs.requires_grad_()
+        y, wanted = module(ours), plain(theirs)
+        assert torch.equal(y, wanted)
+        wanted.square().sum().backward()
+        tape.taking, tape.taken = True, set()
+        y.square().sum().backward()
+        tape.taking = False
+        assert len(tape.taken) == expected
+        for work, _ in tape.take():
+            work()
+        if x.is_floating_point():
+            assert torch.equal(ours.grad, theirs.grad)
+    for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 4).map(lambda n: 4 * n), st.integers(1, 40), st.integers(1, 3))
+def test_products_have_the_bits_of_torch(width: int, rows: int, microbatches: int) -> None:
+    torch.manual_seed(rows)
+    modules = [
+        (Own(experts, (3, 8, width)), 1),
+        (Own(grouped, (3, 8, width)), 1),
+        (Own(matmul, (width, 12), (8, 12)), 2),
+        (Conv1D(12, width), 2),
+        (Attention(width, 2), 4),
+    ]
+    for module, parameters in modules:
+        check(module, [torch.randn(rows, width) for _ in range(microbatches)], parameters)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
+def test_embeddings_with_padding_or_a_scale_wait(kind: type[nn.Embedding]) -> None:
+    module = kind(10, 4, padding_idx=2)
+    check(module, [torch.randint(0, 10, (3, 5)) for _ in range(3)], 1)
+    assert not module.weight.grad[2].any()
+
+
+def test_matrix_made_from_a_parameter_gets_its_gradient_in_b() -> None:
+    check(Own(lambda own, x: x @ (2 * own.matrices[0]), (4, 4)), [torch.randn(3, 4)], 0)
+
+
+def test_attention_attends() -> None:
+    """torch's function is called without its question for modes, and computes the same."""
+    check(Attention(8, 2, bias=False, batch_first=True), [torch.randn(2, 5, 8)] * 2, 2)
+
+
+def test_registered_class_replaces_a_module() -> None:
+    class Mine(nn.Linear):
+        pass
+
+    class SplitMine(Mine, SplitLinear):
+        pass
+
+    with pytest.raises(dynmo.DynmoError, match="must be a subclass of Mine"):
+        dynmo.register_split(Mine, SplitLinear)
+    dynmo.register_split(Mine, SplitMine)
+    module = Mine(3, 3)
+    check(module, [torch.randn(2, 3)], 2)
+    assert type(module) is SplitMine
