@@ -96,10 +96,11 @@ def test_products_have_the_bits_of_torch(width: int, rows: int, microbatches: in
         (Own(grouped, (3, 8, width)), 1),
         (Own(matmul, (width, 12), (8, 12)), 2),
         (Conv1D(12, width), 2),
-        (Attention(width, 2), 4),
     ]
     for module, parameters in modules:
         check(module, [torch.randn(rows, width) for _ in range(microbatches)], parameters)
+    inputs = [torch.randn(rows, 2, width) for _ in range(microbatches)]
+    check(Attention(width, 2), inputs, 4)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
