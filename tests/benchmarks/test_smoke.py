@@ -75,8 +75,6 @@ LONG = (
 
 IN_PARTS = ("elastic", "scaling", "traces")
 """Benchmarks whose `--only` leaves out whole parts of the figures."""
-UNPUBLISHED = ("finetune",)
-"""Benchmarks without a result file."""
 
 
 def test_every_benchmark_is_listed() -> None:
@@ -103,8 +101,7 @@ def test_command_prints_the_documented_figures(
     monkeypatch.setattr(sys, "argv", [name, "--json", *options])
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     figures = json.loads(capsys.readouterr().out)
-    if name not in UNPUBLISHED:
-        check_documented(name, figures, documented_figures(name, "experts" in options))
+    check_documented(name, figures, documented_figures(name, "experts" in options))
     assert not list(broken_claims(figures))
     if name in CHECKS:
         CHECKS[name](figures)
