@@ -235,9 +235,9 @@ def accumulate_linear(
 def may_split(module: nn.Module, device: torch.device) -> bool:
     """Return whether the tape may compute the module's gradients.
 
-    They are those of its weight and bias. Autograd must compute them if they are made from other
-    parameters (weight_norm, functional_call), if torch.func transforms the call, or if autocast
-    chooses the precision of the product.
+    They are those of its weight and bias. Autograd must compute them in three cases: they are made
+    from other parameters (weight_norm, functional_call), torch.func transforms the call, or
+    autocast chooses the precision of the product.
     """
     if not autograd_may_split(device):
         return False

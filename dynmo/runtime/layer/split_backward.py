@@ -128,7 +128,7 @@ class Layer:
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # When pieces of W ran ahead of time, by microbatch.
         self._ahead: dict[int, list[tuple[Any, Any]]] = {}
-        # Of the program that runs: outputs of the first microbatch, and which of them have a
+        # Outputs of the first microbatch of the program that runs, and which of them have a
         # gradient. The others are constants that are handed on, like rotary tables. If the batch is
         # ragged, the key is the shapes of the inputs.
         self._outputs_like: dict[Spec, tuple[Spec, tuple[bool, ...]]] = {}
