@@ -50,6 +50,7 @@ def test_public_names_are_exactly_these() -> None:
             "Forecast",
             "Layers",
             "Signals",
+            "register_split",
             "DynmoError",
             "LayerCost",
             "Partition",

@@ -11,7 +11,7 @@ All other weight gradients are computed in B.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -91,14 +91,15 @@ class CaughtProducts(nn.Module):
     tape: WeightTape | None = None
     _products: Products | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # A compiler traces the module as it is.
-        if self._products is None or torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        return self._products.run(super().forward, *args, **kwargs)
-
 
 @cache
 def _caught(kind: type[nn.Module]) -> type[nn.Module]:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    @wraps(kind.forward)  # dynmo and transformers read its signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A compiler traces the module as it is.
+        if self._products is None or torch.compiler.is_compiling():
+            return kind.forward(self, *args, **kwargs)
+        return self._products.run(kind.forward, self, *args, **kwargs)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
     return type(kind.__name__, (CaughtProducts, kind), names)

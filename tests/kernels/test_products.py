@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -142,3 +143,10 @@ def test_registered_class_replaces_a_module() -> None:
     module = Mine(3, 3)
     check(module, [torch.randn(2, 3)], 2)
     assert type(module) is SplitMine
+
+
+def test_caught_module_keeps_the_signature_of_its_forward() -> None:
+    module = Conv1D(4, 4)
+    before = inspect.signature(module.forward)
+    install(module, WeightTape())
+    assert inspect.signature(module.forward) == before

@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from dynmo.errors import ConfigError, RunError
-from dynmo.kernels.deferral import install
+from dynmo.kernels.deferral import CaughtProducts, install
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.sparse_linear import guarded
-from dynmo.kernels.split import WeightTape, WeightWork, used_twice
+from dynmo.kernels.split import WeightTape, WeightWork, splits, used_twice
 from dynmo.kernels.torch_private import FunctionBase, run_backward
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import MOST_TENSORS, Spec, obstacle, spec_of
@@ -541,6 +541,8 @@ class Layer:
     def _warn_of_early_weights(self) -> None:
         """Warns if B computes the gradients of most weights."""
         self.warns = False
+        if splits(self.module) and not isinstance(self.module, CaughtProducts):
+            return  # its class has opted in, and need not name its parameters
         trained = [p for p in self.module.parameters() if p.requires_grad]
         later = self.tape.taken or set()
         share = _elements(p for p in trained if p in later) / max(1, _elements(trained))
