@@ -267,6 +267,23 @@ def test_model_of_transformers_has_the_predicted_peak(
     check_peaks(pool, 2, config, recompute=list(range(6)) if recompute else [])
 
 
+LORA = {"r": 8, "alpha": 16, "targets": ["q_proj", "v_proj", "up_proj"]}
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [{"train_last": 1}, {"lora": LORA}, {"lora": LORA | {"layers": [1]}}],
+    ids=["upper block", "adapters", "adapters of the upper block"],
+)
+def test_model_that_trains_in_part_has_the_predicted_peak(
+    pool: Pool, tmp_path: Path, trained: dict[str, Any]
+) -> None:
+    """The model is large enough for the scratch memory of bfloat16 kernels not to matter."""
+    save("llama", tmp_path, hidden_size=256, intermediate_size=512, vocab_size=256)
+    model = {"kind": "hf", "path": str(tmp_path), "sequence": 64} | trained
+    check_peaks(pool, 2, settings("zb-h1", precision="bfloat16") | {"model": model})
+
+
 @pytest.mark.parametrize(
     ("schedule", "groups"),
     mostly_matrix(product(("1f1b", "zb-h1"), (4, 8)), everyday=[("1f1b", 8), ("zb-h1", 4)]),

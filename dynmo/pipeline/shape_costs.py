@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 import torch
@@ -308,32 +309,42 @@ def _shape_microbatch(
 ) -> list[_Workspace]:
     watches = [Watch() for _ in layers]
     forward, backward, weight = ([0] * len(layers) for _ in range(3))
+    trained = list(dropwhile(_is_frozen, layers))
+    first = len(layers) - len(trained)  # a frozen prefix has neither graph nor backward
     tensors: Tensors = (ids,)
     for layer, watch in zip(layers, watches, strict=True):
+        graph, given = layer.index >= first, tensors
         with watch:
             ends = layer is layers[-1]
             tensors = layer.forward(
                 microbatch,
-                tensors,
+                given,
                 0,
-                graph=True,
-                need_input=layer.index > 0,
+                graph=graph,
+                need_input=layer.index > first,
                 finish=loss if ends else None,
                 pieces=pieces if ends else None,
             )
-        forward[layer.index] = watch.excess(watch.live)
+        # Nobody counts the inputs of a layer that keeps nothing.
+        inputs = 0 if graph else sum(x.nbytes for x in given)
+        forward[layer.index] = inputs + watch.excess(watch.live if graph else 0)
     gradients: Tensors = (torch.ones(()),)
-    for layer, watch in zip(reversed(layers), reversed(watches), strict=True):
+    watches = watches[first:]
+    for layer, watch in zip(reversed(trained), reversed(watches), strict=True):
         before, given = watch.restart(), sum(g.nbytes for g in gradients)
         with watch:
             gradients = layer.backward_input(microbatch, gradients, deferred=True)
         backward[layer.index] = watch.excess(before) + given
-    for layer, watch in zip(reversed(layers), reversed(watches), strict=True):
+    for layer, watch in zip(reversed(trained), reversed(watches), strict=True):
         before = watch.restart()
         with watch:
             layer.backward_weight(microbatch)
         weight[layer.index] = watch.excess(before)
     return list(map(_Workspace, forward, backward, weight))
+
+
+def _is_frozen(layer: Layer) -> bool:
+    return not any(p.requires_grad for p in layer.module.parameters())
 
 
 def with_workspace(

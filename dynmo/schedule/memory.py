@@ -274,7 +274,8 @@ def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> 
     for layer in reversed(layers):
         above -= layer.gradient_bytes * fresh
         needed = layer.workspace_bytes
-        # A layer that keeps nothing makes no graph. Shapes do not tell the bytes of that case.
+        # A layer that was frozen later keeps nothing and makes no graph. Shapes do not tell the
+        # bytes of that case.
         if kind is Kind.F and layer.activation_bytes:
             needed = layer.forward_workspace_bytes
         elif kind is Kind.W:

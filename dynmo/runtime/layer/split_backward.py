@@ -39,7 +39,7 @@ from dynmo.kernels.deferral import CaughtProducts, install
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.sparse_linear import guarded
 from dynmo.kernels.split import WeightTape, WeightWork, splits, used_twice
-from dynmo.kernels.torch_private import FunctionBase, run_backward
+from dynmo.kernels.torch_private import FunctionBase, reshape_unsafe, run_backward
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import MOST_TENSORS, Spec, obstacle, spec_of
 from dynmo.runtime.layer.accumulation import AccumulationGroups
@@ -66,12 +66,15 @@ class _Saved(NamedTuple):
     """State that a microbatch keeps from F to B.
 
     Attributes:
+        inputs: The leaves of the graph that get a gradient. All inputs, if B runs F again.
+        measured: All inputs, if their layer measures what this microbatch keeps.
         graph: Begin of the graph, or a function that builds it again, or that runs it in pieces.
         differentiable: Whether each output gets a gradient.
         buffers: Values that F found in the buffers that it wrote to.
     """
 
     inputs: Tensors
+    measured: Tensors | None
     graph: Roots | Callable[[], Tensors] | _InPieces
     differentiable: tuple[bool, ...]
     buffers: Copies
@@ -224,13 +227,11 @@ class Layer:
             with torch.no_grad():
                 outputs = (self._forward_pieces(inputs, pieces),)
         elif graph:
-            leaves = tuple(
-                x.detach().requires_grad_(need_input and x.requires_grad) for x in inputs
-            )
+            given = tuple(x.detach().requires_grad_(need_input and x.requires_grad) for x in inputs)
             outputs = (
-                self._keep_for_pieces(microbatch, leaves, step, pieces)
+                self._keep_for_pieces(microbatch, given, step, pieces)
                 if pieces is not None
-                else self._forward_for_backward(microbatch, leaves, step, finish)
+                else self._forward_for_backward(microbatch, given, step, finish)
             )
         else:
             with torch.no_grad():
@@ -278,7 +279,13 @@ class Layer:
     def _forward_for_backward(
         self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None
     ) -> Tensors:
-        """Runs F and saves the state that B needs. The inputs are leaves of the graph."""
+        """Runs F and saves the state that B needs."""
+        measured = inputs if self._is_largest(inputs) else None
+        leaves = inputs
+        if not self._recompute:
+            pairs = [_with_leaf(x) if x.requires_grad else (x, None) for x in inputs]
+            inputs = tuple(x for x, _ in pairs)
+            leaves = tuple(leaf for _, leaf in pairs if leaf is not None)
         # The first B shows whether it writes to buffers. Until then, their values are kept.
         keeps = self._recompute or self._writes_in_backward or not self._measured
         before = self.buffers.copies() if keeps else {}
@@ -305,7 +312,7 @@ class Layer:
         differentiable = tuple(is_last or y.requires_grad for y in given)
         # Only the graph is kept. Tensors that it has not saved may go.
         graph = rerun if self._recompute else _roots(outputs, differentiable)
-        self._saved[microbatch] = _Saved(inputs, graph, differentiable, buffers)
+        self._saved[microbatch] = _Saved(leaves, measured, graph, differentiable, buffers)
         # With recompute the graph goes here. Without it, outputs keep their graph. Their users
         # detach them (the next layer) or only read (a channel, the loss account).
         return (
@@ -328,8 +335,9 @@ class Layer:
         """Keeps what B needs. Returns the loss, which B writes."""
         loss = torch.zeros((), device=inputs[0].device)
         run = partial(self._run_pieces, microbatch, inputs, step, pieces, loss)
-        self._saved[microbatch] = _Saved(inputs, _InPieces(run), (), {})
-        if self._is_largest(inputs):
+        measured = inputs if self._is_largest(inputs) else None
+        self._saved[microbatch] = _Saved(inputs, measured, _InPieces(run), (), {})
+        if measured is not None:
             kept = _storage_bytes(inputs, inputs)
             self.activation_bytes = max(self.activation_bytes, kept)
             self.output_bytes = max(self.output_bytes, loss.nbytes)
@@ -487,11 +495,13 @@ class Layer:
             input, a boolean tensor follows (see the top of this file).
         """
         start = self._clock.mark()
-        inputs, roots, differentiable, buffers = self._saved.pop(microbatch)
+        inputs, measured, roots, differentiable, buffers = self._saved.pop(microbatch)
         in_pieces = isinstance(roots, _InPieces)
         if callable(roots):
             roots = _roots(roots(), differentiable)
-        groups, measures = self._groups, self._is_largest(inputs)
+        if measured is not None and not self._is_largest(measured):
+            measured = None
+        groups, measures = self._groups, measured is not None
         watches = groups is not None and groups.watching
         self.tape.deferred = not in_pieces and (deferred or measures or watches)
         self.tape.taken = set() if measures else None
@@ -500,12 +510,12 @@ class Layer:
         work = self.tape.take()
         if groups is not None:
             groups.after_input(microbatch)
-        if measures:
+        if measured is not None:
             held = (tensor for _, holds in work for tensor in holds)
-            self.stash_bytes = max(self.stash_bytes, _storage_bytes(held, inputs))
+            self.stash_bytes = max(self.stash_bytes, _storage_bytes(held, measured))
             if not self._recompute and not in_pieces:
                 self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
-            self._measured_size = _bytes(inputs)
+            self._measured_size = _bytes(measured)
             if deferred and self.warns and not in_pieces:
                 self._warn_of_early_weights()
         if not deferred:  # this work was held back only to be looked at
@@ -595,6 +605,18 @@ class Layer:
         if self._groups is not None:
             self._groups.clear()
         self.marks.clear()
+
+
+def _with_leaf(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the tensor behind a leaf that gets its gradient, and the leaf.
+
+    The leaf has the shape and one element of memory. An accumulating node holds its leaf: with the
+    tensor as the leaf, its memory would live until B, whether the graph has saved it or not.
+    """
+    leaf = x.new_empty(()).expand(x.shape).requires_grad_()
+    behind = reshape_unsafe(leaf, x.shape)  # no view of the leaf: it may be written to
+    behind.data = x.detach()
+    return behind, leaf
 
 
 def _roots(outputs: Tensors, differentiable: Sequence[bool]) -> Roots:

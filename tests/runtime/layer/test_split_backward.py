@@ -372,6 +372,24 @@ def test_inner_activations_are_released_after_b() -> None:
         layer.backward_weight(0)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_input_that_no_graph_saves_is_released_after_f(requires_grad: bool) -> None:
+    """Tanh saves its output alone."""
+    linear = nn.Linear(6, 6)
+    layer = layer_of(nn.Sequential(nn.Tanh(), linear))
+    for measured in (False, True):
+        with no_collection():
+            x = torch.randn(3, 6, requires_grad=requires_grad)
+            refs, (y,) = start(layer, (x.detach().requires_grad_(requires_grad),))
+            inner = torch.tanh(x.detach())
+            del x
+            assert refs[0].expired() == measured, "the first microbatch is measured"
+            gradients = layer.backward_input(0, (torch.ones_like(y),), deferred=True)
+            layer.backward_weight(0)
+        expected = (1 - inner**2) * linear.weight.detach().sum(0)
+        torch.testing.assert_close(gradients, (expected,) if requires_grad else ())
+
+
 def test_clear_drops_microbatches_in_flight() -> None:
     layer = layer_of(nn.Linear(6, 6))
     with no_collection():
