@@ -56,13 +56,15 @@ class Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: dict[str, Any] = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is not None:
+            out = rule(self._tape, *args, **given)
+            return func(*args, **given) if out is None else out
         if func is functional.multi_head_attention_forward:
             # torch asks for modes at its begin. Its linears are to be seen.
             with self:
                 return _attention_inside()(*args, **given)
-        rule = _RULES.get(func)
-        out = rule(self._tape, *args, **given) if rule is not None else None
-        return func(*args, **given) if out is None else out
+        return func(*args, **given)
 
 
 @cache

@@ -59,6 +59,7 @@ class Case:
         train = self.config["train"]
         return (
             model["kind"].startswith("python:")
+            and "head_tokens" not in train
             and not self.reference["dynamism"].get("cases")
             and not any(kind.draws for kind in _kinds(model["kind"]))
             and train.get("precision", "float32") == "float32"
@@ -102,6 +103,7 @@ def draw(seed: int, number: int, elastic: float = 0.35) -> Case:
     """
     case = _Draw(Random(seed * 1_000_003 + number), number, elastic).case()
     _draw_optimizer(Random(f"optimizer {seed} {number}"), case)
+    _draw_head_tokens(Random(f"head_tokens {seed} {number}"), case)
     return case
 
 
@@ -120,6 +122,20 @@ def _draw_optimizer(random: Random, case: Case) -> None:
     for config in configs:
         train = {**config["train"], "optimizer": name}
         config["train"] = {k: v for k, v in train.items() if k not in ("weight_decay", "momentum")}
+
+
+def _draw_head_tokens(random: Random, case: Case) -> None:
+    """Has a fifth of the cases run their last layer in pieces, where dynmo knows the loss."""
+    model, several = case.config["model"], "early_exit" in case.config["dynamism"].get("cases", [])
+    words = model["kind"].rpartition(":")[2].split("__")
+    is_known = words[0] in FORMS or model["kind"] == "gpt"
+    if not is_known or several or any(word.startswith("fan_") for word in words):
+        return
+    if random.random() < 0.2:
+        tokens = random.choice([1, 3, 4, 10, 100])
+        for config in (case.config, case.resumed):
+            if config is not None:
+                config["train"] = {**config["train"], "head_tokens": tokens}
 
 
 def _kinds(kind: str) -> list[Any]:

@@ -16,6 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from dynmo.kernels.deferral import register_split
+from dynmo.kernels.split import WeightTape, add_rows
 
 WIDTH = 8
 VOCAB = 256
@@ -257,9 +261,9 @@ class Tokens(nn.Module):
     There are integers within a layer, and a second embedding.
     """
 
-    def __init__(self, padding: int | None = None) -> None:
+    def __init__(self, table: nn.Embedding | None = None) -> None:
         super().__init__()
-        self.table = nn.Embedding(4, WIDTH, padding_idx=padding)
+        self.table = nn.Embedding(4, WIDTH) if table is None else table
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.table((x.detach().float().sum(-1) * 2).long() % 4)
@@ -328,6 +332,104 @@ class Averaged(nn.Module):
         if self.training:
             self.average.lerp_(self.linear.weight.detach().to(self.average.dtype), 0.1)
         return x + self.linear(x) + 0.1 * functional.linear(x, self.average.to(x.dtype))
+
+
+class OneExpertEach(nn.Module):
+    """Experts in one parameter, [experts, out, in]. One of them may get no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.up = nn.Parameter(torch.randn(2, 2 * WIDTH, WIDTH) / math.sqrt(WIDTH))
+        self.down = nn.Parameter(torch.randn(2, 2 * WIDTH, WIDTH) / math.sqrt(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        choice, out = weights.argmax(-1), torch.zeros_like(x)
+        for index in range(2):
+            chosen = choice == index
+            if chosen.any():
+                inner = functional.gelu(functional.linear(x[chosen], self.up[index]))
+                out[chosen] = (inner @ self.down[index]) * weights[chosen][:, index, None]
+        return x + out
+
+
+class GroupedExperts(nn.Module):
+    """Experts whose tokens are multiplied by one call. Half of each row goes to each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / math.sqrt(WIDTH))
+        self.outer = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / math.sqrt(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        ends = torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32, device=x.device)
+        inner = torch.tanh(functional.grouped_mm(rows, self.inner, offs=ends))
+        return x + functional.grouped_mm(inner, self.outer.mT, offs=ends).view_as(x)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """A subclass of an embedding."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 0.5 * super().forward(input)
+
+
+class Matmuls(nn.Module):
+    """Multiplies by its own parameters: one of them twice, and one by its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH) / math.sqrt(WIDTH))
+        self.wide = nn.Parameter(torch.randn(3 * WIDTH, WIDTH) / math.sqrt(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ self.first) @ self.first
+        one, two, _ = self.wide.chunk(3)
+        return x + functional.linear(torch.tanh(functional.linear(y, one)), two.t())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class _ScaledFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: nn.Parameter, tape: WeightTape) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x)
+        ctx.scale, ctx.tape = scale, tape
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,), scale, tape = ctx.saved_tensors, ctx.scale, ctx.tape
+        x = x.detach()
+        if not tape.takes(scale):
+            return gradient * scale, (gradient * x).flatten(0, -2).sum(0), None
+        tape.add(lambda: add_rows(scale, (gradient * x).flatten(0, -2)), x, gradient)
+        return gradient * scale, None, None
+
+
+class SplitScaled(Scaled):
+    """Leaves its gradient on the tape of its layer."""
+
+    tape: WeightTape | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tape is None or not self.scale.requires_grad or not torch.is_grad_enabled():
+            return super().forward(x)
+        y = _ScaledFunction.apply(x, self.scale, self.tape)
+        assert isinstance(y, Tensor)
+        return y
+
+
+register_split(Scaled, SplitScaled)
 
 
 class Cells(nn.Module):
@@ -525,7 +627,13 @@ LAYERS: dict[str, Kind] = {
             lambda p, x: torch.tanh(p["product"](x, x)), product=nn.Bilinear(WIDTH, WIDTH, WIDTH)
         )
     ),
-    "tokens_padded": Kind(lambda: Tokens(padding=1)),
+    "conv1d": Kind(lambda: nn.Sequential(Conv1D(2 * WIDTH, WIDTH), Conv1D(WIDTH, 2 * WIDTH))),
+    "experts_one_by_one": Kind(OneExpertEach),
+    "experts_grouped": Kind(GroupedExperts, low=False),
+    "matmuls": Kind(Matmuls),
+    "registered": Kind(lambda: nn.Sequential(square_linear(), Scaled())),
+    "tokens_scaled": Kind(lambda: Tokens(ScaledEmbedding(4, WIDTH, padding_idx=1))),
+    "tokens_padded": Kind(lambda: Tokens(nn.Embedding(4, WIDTH, padding_idx=1))),
     "columns": Kind(Columns),
     "hooked": Kind(Hooked),
     "wide": Kind(Wide, low=False),

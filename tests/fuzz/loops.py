@@ -65,6 +65,7 @@ def draw(seed: int, number: int) -> dict[str, Any]:
         "precision": random.choice(["float32"] * 4 + ["bfloat16"]) if low else "float32",
         "max_grad_norm": random.choice([0.0, 0.3, 1.0]),
         "clip_scope": random.choice(["global", "local"]),
+        "head_tokens": Random(f"head_tokens {seed} {number}").choice([None, None, None, 1, 4, 30]),
     }
     return {
         "ranks": pipeline * replicas,
@@ -115,6 +116,9 @@ class Head(nn.Module):
     def forward(self, x: Tensor, mask: Tensor, table: Tensor) -> Tensor:
         del mask, table
         return self.linear(x)
+
+    def inputs_of_a_piece(self, others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return others
 
 
 def _make_layers(names: Sequence[str], eval_part: bool) -> list[nn.Module]:

@@ -73,3 +73,30 @@ def train(world: dynmo.World, folder: str, resumes: bool) -> dict[str, Any]:
         "weights": pipeline.digest(),
         "optimizer_bytes": [cost.optimizer_bytes for cost in pipeline.costs()],
     }
+
+
+def resume_frozen(world: dynmo.World, folder: str) -> str:
+    """Trains a layer on two replicas, and resumes with the layer frozen. Returns the digest.
+
+    One replica owns its only weight, with ZeRO-1.
+    """
+    digests = list[str]()
+    for trains in (True, False):
+        torch.manual_seed(0)
+        layer, other = nn.Linear(4, 12, bias=False), nn.Linear(12, 12)
+        model = dynmo.Sequential([layer.requires_grad_(trains), other], loss=nn.functional.mse_loss)
+        pipeline = dynmo.Pipeline(
+            model,
+            world,
+            microbatches=3,
+            replicas=2,
+            zero=1,
+            precision="bfloat16",
+            resume=None if trains else folder,
+        )
+        if trains:
+            pipeline.step(*batch(0))
+            pipeline.save(folder)
+        digests.append(pipeline.digest())
+    assert digests[0] == digests[1]
+    return digests[0]

@@ -71,3 +71,8 @@ def test_resume_keeps_the_layers_that_train_now(world: dynmo.World, tmp_path: Pa
     assert torch.equal(second.state_dict()["1.base.weight"], first.state_dict()["1.base.weight"])
     third = dynmo.Pipeline(model, world, microbatches=3, precision="bfloat16", resume=tmp_path)
     assert third.modules[1].get_parameter("base.weight").requires_grad
+
+
+def test_replica_without_a_share_gathers_masters_too(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(JOBS + "resume_frozen", 2, folder=str(tmp_path))
+    assert one == other

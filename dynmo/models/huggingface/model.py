@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from dynmo.errors import ConfigError, needs_extra
+from dynmo.kernels.deferral import register_split
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.huggingface.building import Builder
 from dynmo.models.huggingface.configs import meta_model, read_config
@@ -29,6 +31,7 @@ from dynmo.models.huggingface.router import (
     router_loss_of,
     with_router_loss,
 )
+from dynmo.models.huggingface.split_conv1d import SplitConv1D
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
 from dynmo.models.huggingface.values import draw
 from dynmo.models.loss import causal_lm_loss, count_labels
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _logger = logging.getLogger(__name__)
+
+register_split(Conv1D, SplitConv1D)
 
 INPUTS = ("input_ids", "attention_mask", "position_ids")
 

@@ -38,7 +38,7 @@ from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.pieces import token_pieces_of
 from dynmo.runtime.layer.precision import lower as lower_precision
 from dynmo.runtime.layer.split_backward import Layer
-from dynmo.runtime.optim.optimizer import LayerOptimizer
+from dynmo.runtime.optim.optimizer import LayerOptimizer, needs_master
 from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
 from dynmo.runtime.optim.replicas import Replicas
 from dynmo.runtime.optim.tied_weights import TiedWeights
@@ -173,7 +173,7 @@ class LayerStore:
             first_microbatch=self.world.replica * self.layout.microbatches,
             groups=self._groups(index, module),
         )
-        layer.warns = not self.world.replica and self._is_first_of_its_kind(index)
+        layer.warns = not self.world.replica and self._is_last_of_its_kind(index)
         layer.switch_recompute(index in self.layout.recomputed)
         spread = {expert.name for expert in experts}
         optimizer = self.optimizers[index] = LayerOptimizer(
@@ -193,9 +193,10 @@ class LayerStore:
             if name.startswith(_KEPT)
         }
 
-    def _is_first_of_its_kind(self, index: int) -> bool:
-        kinds = [(type(x), [name for name, _ in x.named_parameters()]) for x in self.modules]
-        return kinds.index(kinds[index]) == index
+    def _is_last_of_its_kind(self, index: int) -> bool:
+        """The first stage may run whole backwards, for which no weight gradient has to wait."""
+        kinds = [(type(x), [p.shape for p in x.parameters()]) for x in self.modules]
+        return kinds[index] not in kinds[index + 1 :]
 
     def _new_replicas(self) -> Replicas:
         return Replicas(self.world, self.model.tied, bool(self._sharing.zero))
@@ -373,8 +374,11 @@ class LayerStore:
         return moved
 
     def masters(self, index: int) -> dict[str, Tensor]:
-        """Returns the whole float32 masters of an own layer, by parameter."""
-        if not self.optimizers[index].masters:
+        """Returns the whole float32 masters of an own layer, by parameter.
+
+        All replicas call it, in the same order. A replica whose share is empty holds none.
+        """
+        if not any(map(needs_master, self.modules[index].parameters())):
             return {}
         state = self.state(index, whole=True).items()
         end = "/master"

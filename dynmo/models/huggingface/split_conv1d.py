@@ -1,0 +1,24 @@
+"""Conv1D of transformers, a linear layer whose weight is [in, out], with a W that waits.
+
+`kernels/products.py` knows its product too, but asks at each call of torch in its forward.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from dynmo.kernels.split import WeightTape, may_split, split_linear
+
+
+class SplitConv1D(Conv1D):
+    tape: WeightTape | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = cast(nn.Parameter, self.weight), cast(nn.Parameter, self.bias)
+        if self.tape is None or not weight.requires_grad or not may_split(self, x.device):
+            return super().forward(x)
+        width, outputs = weight.shape
+        return split_linear(x, weight, bias, self.tape, ((outputs, width), (1, outputs), 0))
