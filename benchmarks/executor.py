@@ -231,46 +231,67 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
     The schedules are ours and torch's.
     """
     model, inputs, targets = gpt(microbatches, blocks=6, hidden=hidden, sequence=128, micro_batch=2)
-    stages = {
-        name: world.size * chunks_of(name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v")
+    pipelines, weights, predicted = own_pipelines(world, model, inputs, targets)
+    sides = {
+        f"dynmo {name}": timed(world, pipeline, inputs, targets)
+        for name, pipeline in pipelines.items()
     }
-    pipelines = {
-        name: Engine(
-            world, model, uniform(model.layers, count), StepOptions(name, microbatches=microbatches)
-        )
-        for name, count in stages.items()
-    }
-    # All sides have the same cut, by measured time.
-    first = pipelines["zb-h1"]
-    for _ in range(3):
-        timed(world, first, inputs, targets)()
-    layers = first.costs()
-    weights = [cost.seconds for cost in layers]
-    cuts = {name: exact(weights, count) for name, count in stages.items()}
-    sides: dict[str, Callable[[], float]] = {}
-    for name, pipeline in pipelines.items():
-        Actions(pipeline).move(cuts[name])
-        Actions(pipeline).replan(layers)
-        sides[f"dynmo {name}"] = timed(world, pipeline, inputs, targets)
     sides |= torch_sides(model, weights, inputs, targets)
     measured = medians(alternate(sides, rounds, warmup=2))
     best, others, own = fastest(measured, [f"dynmo {name}" for name in pipelines])
-    costs = first.costs()
     return {
         "microbatches": microbatches,
         "hidden": hidden,
-        "layers_per_rank": list(cuts["zb-h1"].counts),
+        "layers_per_rank": list(exact(weights, world.size).counts),
         "measured": measured,
-        "predicted": {
-            name: pipeline.schedule_keeper.predict(costs, cuts[name]).makespan
-            for name, pipeline in pipelines.items()
-        },
+        "predicted": predicted(),
         "best_peer": best,
         "best_own": own,
         "speedup": measured[best] / measured[own],
         "best_of_all_torch": others,
         "speedup_over_all_torch": measured[others] / measured[own],
     }
+
+
+def own_pipelines(
+    world: World, model: Model, inputs: Tensor, targets: Tensor
+) -> tuple[dict[str, Engine], list[float], Callable[[], dict[str, float]]]:
+    """Makes a pipeline for each of our schedules. All have the same cut, by measured time.
+
+    Returns:
+        The pipelines, the seconds of each layer, and a function that simulates each schedule with
+        costs of the moment.
+    """
+    stages = {
+        name: world.size * chunks_of(name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v")
+    }
+    pipelines = {
+        name: Engine(
+            world,
+            model,
+            uniform(model.layers, count),
+            StepOptions(name, microbatches=len(inputs)),
+        )
+        for name, count in stages.items()
+    }
+    first = pipelines["zb-h1"]
+    for _ in range(3):
+        timed(world, first, inputs, targets)()
+    layers = first.costs()
+    weights = [cost.seconds for cost in layers]
+    cuts = {name: exact(weights, count) for name, count in stages.items()}
+    for name, pipeline in pipelines.items():
+        Actions(pipeline).move(cuts[name])
+        Actions(pipeline).replan(layers)
+
+    def predicted() -> dict[str, float]:
+        costs = first.costs()
+        return {
+            name: pipeline.schedule_keeper.predict(costs, cuts[name]).makespan
+            for name, pipeline in pipelines.items()
+        }
+
+    return pipelines, weights, predicted
 
 
 def torch_sides(

@@ -99,11 +99,16 @@ def _on_one_rank(function: str, given: dict[str, Any]) -> Any:
 def alternate(
     sides: Mapping[str, Callable[[], Taken]], rounds: int, warmup: int
 ) -> dict[str, list[Taken]]:
-    """Calls the sides in turn, round after round, so that all meet the same machine."""
+    """Calls the sides in turn, round after round, so that all meet the same machine.
+
+    Each round begins with another side.
+    """
     times: dict[str, list[Taken]] = {name: [] for name in sides}
+    names = list(sides)
     for turn in range(warmup + rounds):
-        for name, side in sides.items():
-            taken = side()
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            taken = sides[name]()
             if turn >= warmup:
                 times[name].append(taken)
     return times

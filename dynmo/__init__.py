@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from dynmo.dynamism.options import SparseAttention as SparseAttention
     from dynmo.errors import DynmoError as DynmoError
     from dynmo.kernels.deferral import register_split as register_split
+    from dynmo.metrics import Csv as Csv
+    from dynmo.metrics import TensorBoard as TensorBoard
+    from dynmo.metrics import WandB as WandB
     from dynmo.models.loss import next_token_loss as next_token_loss
     from dynmo.models.model import Model as Model
     from dynmo.models.options import ModelOptions as ModelOptions
@@ -57,6 +60,7 @@ _HOMES = {
     "AdamW": "dynmo.pipeline.options",
     "Balance": "dynmo.balance.options",
     "Change": "dynmo.dynamism.case",
+    "Csv": "dynmo.metrics",
     "Dynamism": "dynmo.dynamism.case",
     "DynmoError": "dynmo.errors",
     "EarlyExit": "dynmo.dynamism.options",
@@ -80,6 +84,8 @@ _HOMES = {
     "Signals": "dynmo.dynamism.case",
     "SparseAttention": "dynmo.dynamism.options",
     "StepResult": "dynmo.pipeline.step_result",
+    "TensorBoard": "dynmo.metrics",
+    "WandB": "dynmo.metrics",
     "World": "dynmo.pipeline.start",
     "dry_run": "dynmo.pipeline.dry_run",
     "init": "dynmo.pipeline.start",
@@ -93,6 +99,7 @@ __all__ = [
     "AdamW",
     "Balance",
     "Change",
+    "Csv",
     "Dynamism",
     "DynmoError",
     "EarlyExit",
@@ -115,6 +122,8 @@ __all__ = [
     "Signals",
     "SparseAttention",
     "StepResult",
+    "TensorBoard",
+    "WandB",
     "World",
     "__version__",
     "dry_run",

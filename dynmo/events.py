@@ -60,6 +60,24 @@ class StepEvent(Event):
 
 
 @dataclass(frozen=True)
+class DataEvent(Event):
+    """The samples of a step, as rank 0 has read them for its replica.
+
+    Attributes:
+        waited: Seconds that the step waited for them.
+        tokens: Tokens of the microbatches, padding included.
+        padding: Tokens that are padding.
+        skipped: Number of broken samples that were left out so far.
+    """
+
+    event: ClassVar[str] = "data"
+    waited: float
+    tokens: int
+    padding: int
+    skipped: int
+
+
+@dataclass(frozen=True)
 class SkippedEvent(Event):
     """The gradients of a step overflowed, so nothing was updated.
 
@@ -384,6 +402,7 @@ _KINDS: dict[str, type[Event]] = {
     kind.event: kind
     for kind in (
         StepEvent,
+        DataEvent,
         SkippedEvent,
         EvalEvent,
         ChangeEvent,

@@ -25,6 +25,8 @@ from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, uniform_costs
 from dynmo.dynamism import options as case_options
+from dynmo.kernels.deferral import install
+from dynmo.kernels.split import WeightTape
 from dynmo.models.model import from_factories
 from dynmo.runtime.state import checkpoint
 from dynmo.schedule import generators
@@ -344,3 +346,18 @@ def test_contributed_model_is_built() -> None:
         "GatedConvolution",
         "Linear",
     ]
+
+
+def test_class_that_is_registered_leaves_its_weight_to_w() -> None:
+    names: dict[str, Any] = {}
+    exec(block(HOW_TO / "own-model.md", "python", "# a class of your own whose W waits"), names)
+    plain, own, tape = names["Scale"](4), names["Scale"](4), WeightTape()
+    install(own, tape)
+    tape.deferred = True
+    x = torch.randn(3, 4)
+    for module in (plain, own):
+        module(x).square().sum().backward()
+    assert own.weight.grad is None
+    for work, _ in tape.take():
+        work()
+    torch.testing.assert_close(own.weight.grad, plain.weight.grad)

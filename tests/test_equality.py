@@ -210,6 +210,7 @@ def test_tied_embeddings_have_the_same_digest(pool: Pool, ranks: int, schedule: 
     )
 
 
+@pytest.mark.matrix
 def test_compiled_layers_have_the_same_digest_on_any_ranks(pool: Pool) -> None:
     """torch.compile rounds differently from eager mode, but equally on any rank."""
     results: dict[tuple[int, bool], dict[str, Any]] = {}

@@ -10,9 +10,12 @@ from functools import cache
 
 from benchmarks import (
     cases,
+    deferred,
+    executor_families,
     exit_thresholds,
     expert_parallel,
     experts,
+    heavy_head,
     learning,
     quality,
     savings_experts,
@@ -63,6 +66,10 @@ def result_tables() -> dict[str, str]:
             _rows(experts.table(result_of("experts.json")["rows"]), "0.6"),
             *("skew", "bound", "known at once", "experts that move", "half blocks that move"),
         ),
+        "deferred shares": deferred.shares_table(result_of("deferred.json")),
+        "deferred times": deferred.times_table(result_of("deferred.json")),
+        "executor_families": executor_families.table(result_of("executor_families.json")),
+        "heavy_head": heavy_head.table(result_of("heavy_head.json")),
         "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),
         "traces": _without(
             _rows(traces.summary(of_traces["rows"]), "24", "32", "48"),

@@ -55,14 +55,46 @@ Cases: TypeAlias = Annotated[tuple[CaseName, ...], Lax, AfterValidator(_check_un
 
 
 class DataSection(Options):
-    """The text that the model is trained on."""
+    """The text or the samples that the model is trained on."""
 
-    source: Literal["stdlib"] | Annotated[str, written("file:.+", "file:PATH")] = "stdlib"
+    source: (
+        Literal["stdlib"]
+        | Annotated[
+            str,
+            written(
+                "(file|jsonl|parquet|hf):.+",
+                "stdlib, file:PATH, jsonl:PATH, parquet:PATH or hf:NAME",
+            ),
+        ]
+    ) = "stdlib"
     """`stdlib` (the sources of the running Python) or `file:PATH`. Its bytes are the tokens, or a
-    model of kind `hf` has a tokenizer."""
+    model of kind `hf` has a tokenizer. `jsonl:PATH`, `parquet:PATH` and `hf:NAME` have samples, for
+    a model of kind `hf`."""
     shuffle: Literal["windows", "batches"] = "windows"
     """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
     `batches` repeats the batches of the first epoch in another order."""
+    batching: Literal["rows", "grouped"] = "rows"
+    """How samples become microbatches: `rows` has `train.micro_batch` of them in each. `grouped`
+    makes the microbatches of a step alike in cost. Rows are padded to the longest of their
+    microbatch."""
+    answers_only: bool = False
+    """Whether the loss of samples counts what an assistant says, and completions, alone."""
+    broken: Literal["stop", "skip"] = "stop"
+    """What a broken sample does: it ends the run after a checkpoint, or is left out and counted."""
+
+    @property
+    def has_samples(self) -> bool:
+        return self.source.startswith(("jsonl:", "parquet:", "hf:"))
+
+    @model_validator(mode="after")
+    def _has_no_idle_options(self) -> Self:
+        for key in ("batching", "answers_only", "broken"):
+            if not self.has_samples and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f'data.{key} has no effect with data.source = "{self.source}", which has no '
+                    "samples; leave it out"
+                )
+        return self
 
 
 class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
@@ -149,6 +181,14 @@ class TraceSection(Options):
     """Steps around each change that the trace has."""
 
 
+class MetricsSection(Options):
+    """Where the numbers of a run are written, beside its log."""
+
+    to: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
+    """Some of `csv` (runs/NAME/numbers.csv), `tensorboard` (runs/NAME/tensorboard) and `wandb`
+    (Weights & Biases; with `WANDB_MODE=offline` on this machine alone)."""
+
+
 class Config(Options):
     """A whole run. `runs/<name>/` is its folder.
 
@@ -162,7 +202,7 @@ class Config(Options):
     model: ModelOptions = ModelOptions()
     """The model that is trained."""
     data: DataSection = DataSection()
-    """The text that the model is trained on."""
+    """The text or the samples that the model is trained on."""
     train: TrainSection = TrainSection()
     """The training loop, the optimizer and the precision."""
     parallel: ParallelSection = ParallelSection()
@@ -179,6 +219,8 @@ class Config(Options):
     """When checkpoints are saved."""
     trace: TraceSection = TraceSection()
     """The steps that `trace.json` records."""
+    metrics: MetricsSection = MetricsSection()
+    """Where the numbers of a run are written, beside its log."""
 
     @property
     def microbatches(self) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynmo.data.corpus import Corpus
-from dynmo.data.order import Order
+from dynmo.data.order import Order, windows_of
 
 
 class Batches:
@@ -36,7 +36,9 @@ class Batches:
     ) -> None:
         self._corpus, self._sequence, self._micro_batch = corpus, sequence, micro_batch
         self._shifted = shifted
-        self._order = Order(len(corpus), sequence, global_batch, micro_batch, seed, shuffle)
+        self._order = Order(
+            windows_of(len(corpus), sequence), global_batch, micro_batch, seed, shuffle
+        )
         self.windows, self.held_out_windows = self._order.windows, self._order.held_out_windows
 
     def train(self, step: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The windows that a step reads, as a pure function of (seed, step).
 
 They are numbers only, so that every rank may know them. A window is `sequence` tokens of the corpus
-and the next one.
+and the next one, or a sample.
 
     corpus   |--w0--|--w1--|  ...  |--w(n-1)--|.|--h0--|--h1--|
               training: shuffled every epoch     held out: never trained on
@@ -28,40 +28,48 @@ HELD_OUT_MOST = 1024
 Numbers = NDArray[np.int64]
 
 
+def windows_of(length: int, sequence: int) -> int:
+    """Returns how many windows a corpus of `length` tokens has.
+
+    Raises:
+        ConfigError: There are fewer than two.
+    """
+    # The corpus needs two tokens more than the windows: the last target, and a gap. The gap keeps
+    # the last training target out of the held-out text.
+    windows = (length - 2) // sequence
+    if windows < 2:
+        raise ConfigError(
+            f"data.source has {length} tokens, model.sequence = {sequence} needs at least "
+            f"{2 * sequence + 2} (a window to train on and one held out); use a longer file or "
+            "a shorter sequence"
+        )
+    return windows
+
+
 class Order:
-    """The order in which the windows of a corpus are read.
+    """The order in which windows are read.
 
     Args:
-        length: Tokens of the corpus.
-        sequence: Tokens in a sequence.
+        windows: How many there are, with those that are held out. At least two.
         global_batch: Sequences in a batch, over all replicas.
         micro_batch: Sequences in a microbatch.
         seed: Seed of the order.
         shuffle: "windows" or "batches".
 
     Raises:
-        ConfigError: The corpus is too short for one of each, or for the batches that come again.
+        ConfigError: There are too few for the batches that come again.
     """
 
     def __init__(
         self,
-        length: int,
-        sequence: int,
+        windows: int,
         global_batch: int,
         micro_batch: int,
         seed: int,
         shuffle: str = "windows",
     ) -> None:
+        assert windows > 1
         assert global_batch % micro_batch == 0, "the config checks this"
-        # The corpus needs two tokens more than the windows: the last target, and a gap. The gap
-        # keeps the last training target out of the held-out text.
-        windows = (length - 2) // sequence
-        if windows < 2:
-            raise ConfigError(
-                f"data.source has {length} tokens, model.sequence = {sequence} needs at least "
-                f"{2 * sequence + 2} (a window to train on and one held out); use a longer file or "
-                "a shorter sequence"
-            )
         self.held_out_windows = min(HELD_OUT_MOST, max(1, windows // HELD_OUT_SHARE))
         self.windows = windows - self.held_out_windows
         self._global_batch, self._micro_batch = global_batch, micro_batch

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynmo.data.labels import IGNORED
 from dynmo.errors import InputError
 
 Counter = Callable[[Any], "Tensor | float"]
 """Takes the targets of a microbatch. Returns how many of them the loss counts."""
 
 Loss = Callable[[Any, Any], Tensor]
-
-IGNORED = -100
-"""A target that does not count."""
 
 
 class PieceLoss(NamedTuple):

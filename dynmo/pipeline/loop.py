@@ -288,9 +288,12 @@ class Loop:
 
     def _step_event(self, result: StepResult) -> StepEvent:
         model, samples = self._engine.model.options, self.options.micro_batch
-        tokens = 0 if self._engine.model.count is None else result.counted
-        if model is not None and samples is not None:
+        if self._engine.model.count is not None:
+            tokens = result.counted
+        elif model is not None and samples is not None:
             tokens = self.options.global_batch * model.sequence
+        else:
+            tokens = 0
         return StepEvent(
             result.step,
             result.loss,

@@ -14,7 +14,7 @@ from torch import Tensor
 from dynmo import Pipeline
 from dynmo.config import Config
 from dynmo.data.batches import Batches
-from dynmo.data.order import Order
+from dynmo.data.order import Order, windows_of
 from dynmo.dynamism.options import Freezing
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
@@ -27,13 +27,13 @@ class Batch(NamedTuple):
     """The data of a rank for one step.
 
     Attributes:
-        inputs: int64 [microbatches x micro_batch, sequence]. None on ranks with neither the first
-            nor the last layer.
-        targets: Like the inputs.
+        inputs: int64 [microbatches x micro_batch, sequence], or microbatches with names. None on
+            ranks with neither the first nor the last layer.
+        targets: Like the inputs. None if these have the targets.
         keys: Keys for the cache of a frozen prefix's outputs. None if nothing is cached.
     """
 
-    inputs: Tensor | None
+    inputs: Tensor | list[dict[str, Tensor]] | None
     targets: Tensor | None
     keys: list[tuple[int, ...]] | None
 
@@ -45,11 +45,13 @@ class DataLoader:
     read.
     """
 
+    fault = None  # a window is never broken
+
     def __init__(self, config: Config, world: World, pipeline: Pipeline, model: Model) -> None:
         self._config, self._device, self._pipeline = config, world.device, pipeline
         train, options = config.train, model.options or config.model
+        sequence = config.model.sequence
         order = (
-            config.model.sequence,
             train.global_batch,
             train.micro_batch,
             config.seed,
@@ -61,11 +63,12 @@ class DataLoader:
         if pipeline.needs_data:
             corpus = open_text(config.data.source, options)
             length = len(corpus)
-            self._batches = Batches(corpus, *order, shifted=options.kind != "hf")
+            self._batches = Batches(corpus, sequence, *order, shifted=options.kind != "hf")
             ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
             digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
         agree(world, digest, "the data (data.source)")
-        self._order = Order(int(maxima(world, (length,))[0]), *order) if pipeline.caches else None
+        length = int(maxima(world, (length,))[0])
+        self._order = Order(windows_of(length, sequence), *order) if pipeline.caches else None
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
             freezing = config.dynamism.named["freezing"]
@@ -101,6 +104,12 @@ class DataLoader:
         if self._order is not None:
             keys = [tuple(self._order.held_out(i).tolist()) for i in range(microbatches)]
         return Batch(inputs, targets, keys)
+
+    def event(self, step: int) -> None:
+        """Says nothing of a step, since all are alike."""
+
+    def close(self) -> None:
+        """Has nothing to end."""
 
     def _to_device(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Joins microbatches to a batch, and moves it to the device.

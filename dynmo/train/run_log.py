@@ -13,6 +13,7 @@ from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError
 from dynmo.events import Event, EventLog
 from dynmo.files import write_whole
+from dynmo.metrics import open_sink
 from dynmo.planner import situation
 from dynmo.planner.situation import DecisionRecord
 
@@ -31,6 +32,11 @@ class RunLog:
     def __init__(self, config: Config, folder: Path | None, listen: Listener | None) -> None:
         self._config, self._folder, self._listen = config, folder, listen
         self._events = None if folder is None else EventLog(folder / "events.jsonl")
+        self._sinks = (
+            []
+            if folder is None
+            else [open_sink(kind, folder, config.name) for kind in config.metrics.to]
+        )
 
     @property
     def writes(self) -> bool:
@@ -39,6 +45,8 @@ class RunLog:
     def emit(self, event: Event) -> None:
         if self._events is not None:
             self._events.write(event)
+        for sink in self._sinks:
+            sink(event)
         if self._listen is not None:
             self._listen(event)
 
@@ -84,5 +92,7 @@ class RunLog:
             _logger.warning(f"{path} cannot be written: {error.strerror}")
 
     def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
         if self._events is not None:
             self._events.close()

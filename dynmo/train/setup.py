@@ -18,6 +18,7 @@ from dynmo import Dynamism, RunPlan, dry_run, load_model
 from dynmo.config import Config
 from dynmo.data.corpus import open_corpus
 from dynmo.data.file_kind import kind_of
+from dynmo.data.records import open_records
 from dynmo.dynamism.registry import from_class, make_cases
 from dynmo.elastic.launcher.environment import prepare_cuda
 from dynmo.errors import ConfigError
@@ -28,6 +29,7 @@ from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.world import World
+from dynmo.train.sample_batches import batches_of
 from dynmo.train.text import check_tokens
 
 
@@ -157,7 +159,10 @@ def plan_run(config: Config) -> RunPlan:
     """Plans the run of a config without running it. Raises the errors that a run would raise."""
     model = _shapes_of(config)
     check_tokens(model.options or config.model)
-    open_corpus(config.data.source)
+    if config.data.has_samples:
+        batches_of(config, model, open_records(config.data.source))
+    else:
+        open_corpus(config.data.source)
     on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
     return dry_run(model, config.options, own_cases(config), on_cuda)
 

@@ -17,9 +17,11 @@ from dynmo.config import Config, with_options
 from dynmo.errors import InputError, RunError
 from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event
 from dynmo.models.model import Model
+from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.world import World
 from dynmo.train.loader import DataLoader
 from dynmo.train.run_log import Listener, RunLog
+from dynmo.train.sample_loader import SampleLoader
 from dynmo.train.setup import own_cases
 from dynmo.train.stop_flag import stop_flag
 
@@ -135,6 +137,8 @@ class Trainer:
                 return self._run(stopping)
             finally:
                 self.pipeline.close()
+                if self._mesh is not None:
+                    self._loader.close()
                 if self._log is not None:
                     self._log.close()
 
@@ -150,7 +154,19 @@ class Trainer:
             if self.pipeline.left:
                 seconds, step = time.perf_counter() - start, self.pipeline.steps
                 return RunResult(self.pipeline.loss, "", "", seconds, False, step, (), left=True)
-        return self.finish(time.perf_counter() - start, interrupted)
+        result = self.finish(time.perf_counter() - start, interrupted)
+        if interrupted and self.config.data.has_samples:
+            self._check_samples()
+        return result
+
+    def _check_samples(self) -> None:
+        """Raises RunError on every rank if a broken sample has ended the run."""
+        told = share_failures(self._world, self._loader.fault, "whether a sample is broken")
+        for text in told.values():
+            raise RunError(
+                f"{text}; correct it and go on with --resume, or leave such samples out "
+                '(data.broken = "skip")'
+            )
 
     def advance(self, stop: bool = False) -> bool:
         """Runs one turn of the loop: changes, step, evaluation, checkpoint.
@@ -165,7 +181,11 @@ class Trainer:
         if pipeline.left:
             return False
         self._follow_mesh()
-        inputs, targets, keys = self._loader.train(pipeline.steps)
+        loader = self._loader
+        inputs, targets, keys = loader.train(pipeline.steps)
+        if (event := loader.event(pipeline.steps)) is not None:
+            self._tell(event)
+        stop |= loader.fault is not None
         interrupted |= self._finish(pipeline.advance(inputs, targets, keys=keys, stop=stop))
         step = pipeline.steps
         evaluates = bool(train.eval_every) and step % train.eval_every == 0
@@ -193,10 +213,11 @@ class Trainer:
             if self._log is not None:
                 self._log.record_micro_batch(size)
         if self._mesh != pipeline.shape:
-            self._mesh, self._loader = (
-                pipeline.shape,
-                DataLoader(self.config, self._world, pipeline, self._model),
-            )
+            if self._mesh is not None:
+                self._loader.close()
+            self._mesh = pipeline.shape
+            kind = SampleLoader if self.config.data.has_samples else DataLoader
+            self._loader = kind(self.config, self._world, pipeline, self._model)
 
     def finish(self, seconds: float, interrupted: bool = False) -> RunResult:
         """Ends the run after the last turn, whose steps took so many seconds."""
@@ -242,6 +263,8 @@ class Trainer:
         train, pipeline = self.config.train, self.pipeline
         inputs, targets, keys = self._loader.held_out(train.eval_batches)
         tokens = train.eval_batches * train.micro_batch * self.config.model.sequence
+        if isinstance(inputs, list):
+            tokens = sum(each["input_ids"].numel() for each in inputs)
 
         def evaluate(dense: bool) -> tuple[float, float]:
             start = time.perf_counter()

@@ -31,9 +31,11 @@ RANKS: dict[str, dict[str, Any]] = {
 """Arguments that make a function for ranks small, where its command has no option for that."""
 
 SHORT = (
+    "deferred --hidden 64 --tokens 32 --rounds 2",
     "exact --seconds 1 --uneven 2",
     "exit_thresholds --steps 20 --hidden 64 --sequence 32 --rounds 1",
     "handed_on --hidden 64 --blocks 2 --sequence 8",
+    "heavy_head --hidden 64 --vocabulary 256 --sequence 64 --rounds 1",
     "stand_ins --hidden 64 --blocks 2 --sequence 8 --rounds 2",
     "post_validation --ranks 2 --steps 2 --rounds 1 --scale 10",
     "repack --blocks 24",
@@ -52,6 +54,7 @@ LONG = (
     "cases --case pruning --steps 20 --pairs 1",
     "elastic --only plain",
     "executor --rounds 1 --real_rounds 1 --milliseconds 1 --hidden 64",
+    "executor_families --rounds 1 --hidden 64",
     "expert_parallel --steps 6",
     "experts --stride 12",
     "finetune --case lora-upper --rounds 1 --steps 1 --longest 32 --hidden 64 --blocks 4 --reach 0",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import SEPARATOR, check_vocab, file, open_corpus, stdlib
-from dynmo.data.order import Order
+from dynmo.data.order import Order, windows_of
 from dynmo.errors import ConfigError
 
 SEQUENCE = 4
@@ -97,8 +97,8 @@ def test_later_epochs_repeat_the_batches_in_another_order(windows, global_batch,
 
     A later epoch has the same batches, each once, with the same sequences in the same order.
     """
-    plain = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed)
-    order = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed, "batches")
+    plain = Order(windows, global_batch, 2, seed)
+    order = Order(windows, global_batch, 2, seed, "batches")
     steps = order.windows // global_batch
     epochs = [
         [order.train(epoch * steps + place).tolist() for place in range(steps)]
@@ -117,14 +117,14 @@ def test_later_epochs_repeat_the_batches_in_another_order(windows, global_batch,
 
 def test_shuffled_windows_rarely_repeat_a_batch():
     """Single sequences repeat in each epoch, but rarely together with the same others."""
-    length = 20 * SEQUENCE + 2  # 19 to train on
-    assert not Order(length, SEQUENCE, 2, 2, 0).repeats(1000)
-    assert [Order(length, SEQUENCE, 2, 1, 0).repeats(steps) for steps in (9, 10)] == [False, True]
+    windows = windows_of(20 * SEQUENCE + 2, SEQUENCE)  # 19 to train on
+    assert not Order(windows, 2, 2, 0).repeats(1000)
+    assert [Order(windows, 2, 1, 0).repeats(steps) for steps in (9, 10)] == [False, True]
 
 
 def test_batch_larger_than_the_data_is_refused():
     with pytest.raises(ConfigError, match=r"data.shuffle .*19 windows .*train.global_batch = 20"):
-        Order(20 * SEQUENCE + 2, SEQUENCE, 20, 2, 0, "batches")
+        Order(20, 20, 2, 0, "batches")
     assert Batches(numbered(20), SEQUENCE, 19, 19, 0, "batches").train(3)[0].shape == (
         1,
         19,

@@ -33,7 +33,7 @@ from tests.fuzz.runner import Runner
 from tests.pool import ROOT, Pool, PoolLost
 
 SEED = 20
-SHORT = 24
+SHORT = 18
 
 
 class Lent(Pool):
@@ -55,7 +55,7 @@ def runner(pool: Pool) -> Iterator[Runner]:
 
 @pytest.mark.parametrize("part", range(6))
 def test_short_fuzz_run_finds_no_difference(runner: Runner, part: int) -> None:
-    """`python -m tests.fuzz --seed 20 --cases 24`, in parts."""
+    """`python -m tests.fuzz --seed 20 --cases 18`, in parts."""
     outcomes = [runner.run(draw(SEED, number)) for number in range(part, SHORT, 6)]
     assert [(o.case.number, o.what, o.detail) for o in outcomes if o.kind != EQUAL] == []
 
@@ -242,6 +242,7 @@ def test_hanging_pool_is_replaced(pool: Pool) -> None:
 # -- what is printed -----------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_printed_files_replay_a_case(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

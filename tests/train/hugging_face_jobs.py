@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from dynmo import Pipeline
 from dynmo.config import parse
 from dynmo.runtime.comm.world import World
@@ -19,4 +21,4 @@ def batches(world: World, config: dict[str, Any]) -> list[Any]:
     loader = DataLoader(loaded, world, pipeline, model)
     read = [*loader.train(0)[:2], *loader.held_out(1)[:2]]
     pipeline.close()
-    return [None if each is None else each.tolist() for each in read]
+    return [each.tolist() if isinstance(each, Tensor) else None for each in read]

@@ -1,0 +1,162 @@
+"""Records of text in files: one for each sample, read by number.
+
+    jsonl:PATH      a JSON object on each line
+    parquet:PATH    a row
+    hf:NAME         an item of a dataset of Hugging Face, or of a folder of `save_to_disk`
+
+A file is not held in memory, so it may be larger. What a record means is said in `samples.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from bisect import bisect_right
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from dynmo.errors import ConfigError, needs_extra
+
+KINDS = ("jsonl", "parquet", "hf")
+
+Record = Mapping[str, Any]
+
+
+class BrokenSampleError(ConfigError):
+    """A record that is no sample. The message says which."""
+
+
+class Records(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Record: ...
+
+    def place(self, number: int) -> str:
+        """Says where a record is."""
+        ...
+
+
+def open_records(source: str) -> Records:
+    """Opens "jsonl:PATH", "parquet:PATH" or "hf:NAME".
+
+    Raises:
+        ConfigError: The source cannot be read, or has no records.
+    """
+    kind, _, name = source.partition(":")
+    try:
+        records: Records = {"jsonl": JsonLines, "parquet": Parquet, "hf": Dataset}[kind](name)
+    except OSError as error:
+        told = error.strerror or error
+        raise ConfigError(f'data.source = "{source}": cannot be read ({told})') from None
+    if not len(records):
+        raise ConfigError(f'data.source = "{source}": there are no records in it')
+    return records
+
+
+class JsonLines:
+    """A file with a JSON object on each line. Empty lines are no records."""
+
+    def __init__(self, name: str) -> None:
+        self._path = Path(name)
+        self._file = os.open(self._path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        starts, lines, at = [0], list[int](), 0
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    starts.append(at)
+                    lines.append(number)
+                at += len(line)
+        # Where each record begins, and the number of its line.
+        self._starts = np.array([*starts[1:], at], np.int64)
+        self._lines = np.array(lines, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, number: int) -> Record:
+        start, stop = self._starts[number : number + 2].tolist()
+        line = os.pread(self._file, stop - start, start)
+        if len(line) < stop - start:
+            raise ConfigError(f"{self._path} has been cut off while it was read")
+        try:
+            # Lines that follow a record's own are empty.
+            record = cast(object, json.loads(line))
+        except ValueError as error:
+            raise BrokenSampleError(f"{self.place(number)}: no line of JSON ({error})") from None
+        if not isinstance(record, dict):
+            kind = type(record).__name__
+            raise BrokenSampleError(f"{self.place(number)}: a {kind}, not a JSON object")
+        return cast(Record, record)
+
+    def place(self, number: int) -> str:
+        return f"{self._path}:{self._lines[number]}"
+
+
+class Parquet:
+    """The rows of a Parquet file, a group of rows in memory at a time."""
+
+    def __init__(self, name: str) -> None:
+        try:
+            from pyarrow import ArrowException, parquet
+        except ImportError:
+            raise ConfigError(needs_extra("pyarrow", "data")) from None
+        self._path = Path(name)
+        try:
+            self._file = parquet.ParquetFile(self._path, memory_map=False)
+        except ArrowException as error:
+            raise ConfigError(f"{name} is no Parquet file: {error}") from None
+        meta = self._file.metadata
+        sizes = (meta.row_group(i).num_rows for i in range(meta.num_row_groups))
+        self._starts = [0, *accumulate(sizes)]
+        # Shuffled records come from all groups.
+        self._group = lru_cache(maxsize=16)(self._file.read_row_group)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, number: int) -> Record:
+        group = bisect_right(self._starts, number) - 1
+        row = self._group(group).slice(number - self._starts[group], 1)
+        return cast(Record, row.to_pylist()[0])
+
+    def place(self, number: int) -> str:
+        return f"{self._path}, row {number + 1}"
+
+
+class Dataset:
+    """A dataset of Hugging Face by name, from its cache, or a folder of `save_to_disk`.
+
+    A name may end with the split: `NAME[train]`. Without one the split is "train".
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(needs_extra("datasets", "data")) from None
+        self._name = name
+        path, _, split = name.removesuffix("]").partition("[")
+        try:
+            if Path(path).is_dir() and (Path(path) / "state.json").is_file():
+                self._rows: Any = datasets.load_from_disk(path)
+            else:
+                self._rows = datasets.load_dataset(path, split=split or "train")
+        except (ValueError, FileNotFoundError, ConnectionError) as error:
+            said = str(error).splitlines()[0]
+            raise ConfigError(f'data.source = "hf:{name}": cannot be loaded: {said}') from None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Record:
+        return self._rows[number]
+
+    def place(self, number: int) -> str:
+        return f"{self._name}, item {number}"

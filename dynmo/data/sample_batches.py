@@ -1,0 +1,134 @@
+"""The microbatches of a step from samples, as a pure function of (seed, step).
+
+`order.py` decides which samples a step has. A run may stop anywhere and resume on any ranks: each
+sample comes once an epoch. A broken sample is left out of its step, or ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dynmo.data.grouping import RowCost, grouped
+from dynmo.data.labels import IGNORED
+from dynmo.data.order import Numbers, Order
+from dynmo.data.records import BrokenSampleError, Records
+from dynmo.data.samples import Encoder, Sample
+from dynmo.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
+
+Microbatch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How many tokens microbatches have, and how many of them are padding."""
+
+    tokens: int
+    padded: int
+
+
+class SampleBatches:
+    """Batches of samples.
+
+    Args:
+        batching: "rows" has as many samples in each microbatch. "grouped" makes microbatches alike
+            in cost.
+        broken: "stop" raises BrokenSampleError. "skip" leaves the sample out, and counts it.
+        pad: The id of padding.
+        cost: What rows cost, for "grouped".
+
+    Attributes:
+        skipped: Number of broken samples that were left out.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        encoder: Encoder,
+        order: Order,
+        *,
+        micro_batch: int,
+        batching: Literal["rows", "grouped"] = "rows",
+        broken: Literal["stop", "skip"] = "stop",
+        pad: int = 0,
+        cost: RowCost | None = None,
+    ) -> None:
+        self._records, self._encoder, self.order = records, encoder, order
+        self._micro_batch, self._batching, self._broken = micro_batch, batching, broken
+        self._pad, self._cost = pad, cost or RowCost()
+        self.skipped = 0
+
+    def train(self, step: int, part: slice = slice(None)) -> list[Microbatch]:
+        """Returns a part of a step's microbatches. The replicas' ones follow one another."""
+        numbers = self.order.train(step)
+        if self._batching == "rows":
+            return [self._padded(self._samples(row)) for row in numbers[part]]
+        samples = self._samples(numbers.ravel())
+        count = len(numbers)
+        if len(samples) < count:
+            raise BrokenSampleError(
+                f"step {step} has {len(samples)} samples that are not broken, fewer than its "
+                f"{count} microbatches"
+            )
+        groups = grouped(
+            [len(sample.ids) for sample in samples],
+            count,
+            self._micro_batch * self._encoder.longest,
+            self._cost,
+        )
+        return [self._padded([samples[at] for at in group]) for group in groups[part]]
+
+    def held_out(self, index: int) -> Microbatch:
+        """Returns a microbatch to evaluate on."""
+        return self._padded(self._samples(self.order.held_out(index)))
+
+    def _samples(self, numbers: Numbers) -> list[Sample]:
+        samples: list[Sample] = []
+        for number in numbers.tolist():
+            try:
+                record = self._records[number]
+                samples.append(self._encoder.encode(record, self._records.place(number)))
+            except BrokenSampleError as error:
+                if self._broken == "stop":
+                    raise
+                self.skipped += 1
+                _logger.warning(f"sample {number} is left out: {error}")
+        if not samples:
+            places = ", ".join(self._records.place(number) for number in numbers.tolist())
+            raise BrokenSampleError(f"all samples of a microbatch are broken: {places}")
+        return samples
+
+    def _padded(self, samples: Sequence[Sample]) -> Microbatch:
+        longest = max(len(sample.ids) for sample in samples)
+        shape = len(samples), longest
+        ids, labels = torch.full(shape, self._pad), torch.full(shape, IGNORED)
+        mask = torch.zeros(shape, dtype=torch.int64)
+        for row, sample in enumerate(samples):
+            length = len(sample.ids)
+            ids[row, :length] = torch.tensor(sample.ids)
+            labels[row, :length] = torch.tensor(sample.labels)
+            mask[row, :length] = 1
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def padding_of(microbatches: Sequence[Microbatch]) -> Padding:
+    masks = [each["attention_mask"] for each in microbatches]
+    tokens = sum(mask.numel() for mask in masks)
+    return Padding(tokens, tokens - sum(int(mask.sum()) for mask in masks))
+
+
+def check_first(records: Records, encoder: Encoder) -> None:
+    """Raises ConfigError if the first record is broken, or its kind cannot be encoded."""
+    record = records[0]
+    encoder.check(record)
+    try:
+        encoder.encode(record, records.place(0))
+    except BrokenSampleError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,140 @@
+"""A record as token ids and labels.
+
+    {"messages": [{"role": "user", "content": "..."}, ...]}    the tokenizer's chat template
+    {"prompt": "...", "completion": "..."}
+    {"text": "..."}
+
+Labels are the ids. Those that the loss does not count are -100: with `answers_only` all but what an
+assistant says, and all but the completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from dynmo.data.labels import IGNORED
+from dynmo.data.records import BrokenSampleError, Record
+from dynmo.errors import ConfigError
+
+
+class Sample(NamedTuple):
+    """Ids and labels of equal length."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes samples.
+
+    Attributes:
+        tokenizer: A tokenizer of transformers.
+        longest: Tokens after which a sample is cut.
+        answers_only: Whether the loss counts answers alone.
+    """
+
+    tokenizer: Any
+    longest: int
+    answers_only: bool = False
+
+    def check(self, record: Record) -> None:
+        """Raises ConfigError if the tokenizer cannot encode records like the first one."""
+        if "messages" in record and not self.tokenizer.chat_template:
+            raise ConfigError(
+                "the records have messages, but the tokenizer has no chat template; add one to "
+                "the model's folder (chat_template.jinja)"
+            )
+        if self.answers_only and "text" in record and not _keys(record) - {"text"}:
+            raise ConfigError(
+                "data.answers_only = true, but the records have no messages and no completion; "
+                "leave it out"
+            )
+
+    def encode(self, record: Record, place: str) -> Sample:
+        """Returns the sample of a record.
+
+        Raises:
+            BrokenSampleError: The record is no sample, or no label counts.
+        """
+        found = _keys(record)
+        if "messages" in found:
+            sample = self._conversation(record["messages"], place)
+        elif {"prompt", "completion"} <= found:
+            sample = self._completion(*(_text(record, k, place) for k in ("prompt", "completion")))
+        elif "text" in found:
+            ids = self._ended(self._ids(_text(record, "text", place)))
+            sample = Sample(ids, ids)
+        else:
+            columns = ", ".join(sorted(record)) or "nothing"
+            raise BrokenSampleError(
+                f"{place}: has {columns}; a record needs messages, prompt and completion, or text"
+            )
+        sample = Sample(*(each[: self.longest] for each in sample))
+        # The first token of a row has no loss, for none comes before it.
+        if all(label == IGNORED for label in sample.labels[1:]):
+            raise BrokenSampleError(f"{place}: none of its {len(sample.ids)} tokens counts")
+        return sample
+
+    def _ids(self, text: str, special: bool = True) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        end = self.tokenizer.eos_token_id
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+    def _completion(self, prompt: str, completion: str) -> Sample:
+        first = self._ids(prompt)
+        ids = self._ended([*first, *self._ids(completion, special=False)])
+        hidden = len(first) if self.answers_only else 0
+        return Sample(ids, [IGNORED] * hidden + ids[hidden:])
+
+    def _conversation(self, messages: Any, place: str) -> Sample:
+        if not isinstance(messages, list) or not messages:
+            raise BrokenSampleError(f"{place}: messages is not a list with messages")
+        try:
+            ids = self._rendered(messages)
+            if not self.answers_only:
+                return Sample(ids, ids)
+            labels = [IGNORED] * len(ids)
+            for turn, message in enumerate(cast("Sequence[Record]", messages)):
+                if message["role"] == "assistant":
+                    start = len(self._prefix(ids, messages[:turn], prompt=True))
+                    stop = len(self._prefix(ids, messages[: turn + 1], prompt=False))
+                    labels[start:stop] = ids[start:stop]
+        except ConfigError:
+            raise
+        except Exception as error:  # a template raises what it wants
+            said = str(error) or type(error).__name__
+            raise BrokenSampleError(f"{place}: the chat template refuses it: {said}") from None
+        return Sample(ids, labels)
+
+    def _rendered(self, messages: Any, prompt: bool = False) -> list[int]:
+        encoded = self.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, add_generation_prompt=prompt
+        )
+        return encoded["input_ids"]
+
+    def _prefix(self, ids: list[int], messages: Any, prompt: bool) -> list[int]:
+        """Returns the ids of the first messages, with which those of all must begin."""
+        found = self._rendered(messages, prompt) if messages else []
+        if ids[: len(found)] != found:
+            raise ConfigError(
+                "data.answers_only = true: the chat template writes earlier messages otherwise "
+                "once others follow, so answers cannot be told apart; leave it out"
+            )
+        return found
+
+
+def _keys(record: Record) -> set[str]:
+    return {key for key, value in record.items() if value is not None}
+
+
+def _text(record: Record, key: str, place: str) -> str:
+    value = record[key]
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        raise BrokenSampleError(f"{place}: {key} has the type {kind}; it must be a text")
+    return value

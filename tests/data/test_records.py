@@ -1,0 +1,93 @@
+"""Records of files, read by number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynmo.data.records import BrokenSampleError, open_records
+from dynmo.errors import ConfigError
+
+ROWS = [{"text": "ab\nc"}, {"text": "ü"}, {"text": ""}, {"text": "last", "more": [1, None]}]
+
+
+def write_lines(path: Path, lines: list[str]) -> str:
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return f"jsonl:{path}"
+
+
+def test_lines_are_read_in_any_order(tmp_path: Path) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+    source = write_lines(tmp_path / "a.jsonl", ["", lines[0], *lines[1:3], "  ", lines[3]])
+    records = open_records(source)
+    assert len(records) == 4
+    assert [records[at] for at in (3, 0, 2, 1)] == [ROWS[at] for at in (3, 0, 2, 1)]
+    assert records.place(3) == f"{tmp_path}/a.jsonl:6"
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=5)), min_size=1, max_size=9))
+def test_any_objects_come_back(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[object]
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / "a.jsonl"
+    records = open_records(write_lines(path, [json.dumps(row) for row in rows]))
+    assert [records[at] for at in range(len(records))] == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "says"), [("{", "no line of JSON"), ("[1]", "a list, not a JSON")]
+)
+def test_malformed_line_is_named(tmp_path: Path, line: str, says: str) -> None:
+    records = open_records(write_lines(tmp_path / "a.jsonl", ['{"text": "a"}', line]))
+    assert records[0] == {"text": "a"}
+    with pytest.raises(BrokenSampleError, match=rf"a\.jsonl:2: {says}"):
+        records[1]
+
+
+def test_file_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", ['{"text": "a"}'] * 3)
+    records = open_records(source)
+    (tmp_path / "a.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match="has been cut off"):
+        records[2]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "cannot be read .No such file"), ("\n \n", "no records")]
+)
+def test_file_without_records_is_refused(tmp_path: Path, content: str | None, says: str) -> None:
+    path = tmp_path / "a.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        open_records(f"jsonl:{path}")
+
+
+def test_parquet_rows_are_those_of_the_file(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"text": str(number), "turns": [number]} for number in range(10)]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.Table.from_pylist(rows), path, row_group_size=3)
+    records = open_records(f"parquet:{path}")
+    assert len(records) == 10
+    assert [records[at] for at in (9, 0, 3)] == [rows[at] for at in (9, 0, 3)]
+    assert records.place(3) == f"{path}, row 4"
+    path.write_text("text")
+    with pytest.raises(ConfigError, match="no Parquet file"):
+        open_records(f"parquet:{path}")
+
+
+def test_saved_dataset_of_hugging_face_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": str(number)} for number in range(5)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    records = open_records(f"hf:{tmp_path}/saved")
+    assert [records[at] for at in range(len(records))] == rows
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        open_records(f"hf:{tmp_path}/nothing")

@@ -1,0 +1,82 @@
+"""Numbers of a run for TensorBoard and tables."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynmo.errors import ConfigError
+from dynmo.events import CheckpointEvent, DataEvent, EvalEvent, Event, StepEvent
+from dynmo.metrics import Csv, numbers_of, open_sink
+
+
+def step(number: int, loss: float, norm: float | None = 2.0) -> StepEvent:
+    return StepEvent(number, loss, 100.0, 0.25, 0.5, 0.1, norm, 1e-3, (2, 3), 1)
+
+
+EVENTS: list[Event] = [
+    DataEvent(0, 0.5, 64, 16, 0),
+    step(0, 3.0),
+    EvalEvent(0, 2.5, 200.0),
+    step(1, 1.0, norm=None),
+]
+
+
+def test_each_number_has_the_name_of_its_field() -> None:
+    assert dict(numbers_of(EVENTS[0])) == {
+        "data/waited": 0.5,
+        "data/tokens": 64.0,
+        "data/padding": 16.0,
+        "data/skipped": 0.0,
+    }
+    assert dict(numbers_of(EVENTS[2])) == {"eval/loss": 2.5, "eval/tokens_per_s": 200.0}
+    assert dict(numbers_of(CheckpointEvent(1, "a", 5, 0.5))) == {
+        "checkpoint/bytes": 5.0,
+        "checkpoint/seconds": 0.5,
+    }
+
+
+def test_table_has_a_row_for_each_step_and_goes_on(tmp_path: Path) -> None:
+    for events in (EVENTS, [step(2, 0.5)]):
+        table = Csv(tmp_path / "numbers.csv")
+        for event in events:
+            table(event)
+        table.close()
+    with (tmp_path / "numbers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert [row["step/loss"] for row in rows] == ["3.0", "1.0", "0.5"]
+    assert [row["step/gradient_norm"] for row in rows] == ["2.0", "", "2.0"]
+    assert [row["data/waited"] for row in rows] == ["0.5", "", ""]
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = open_sink("tensorboard", tmp_path, "run")
+    for event in EVENTS:
+        board(event)
+    board.close()
+    told = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    told.Reload()
+    assert [(each.step, each.value) for each in told.Scalars("step/loss")] == [(0, 3.0), (1, 1.0)]
+    assert [each.value for each in told.Scalars("eval/loss")] == [2.5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
+)
+def test_missing_package_is_named(
+    kind: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"{kind} is not installed.*dynmo\[metrics\]"):
+        open_sink(kind, tmp_path, "run")
+
+
+def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Csv(tmp_path / "file" / "numbers.csv")

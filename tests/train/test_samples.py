@@ -1,0 +1,166 @@
+"""Runs on samples: conversations and texts in files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from dynmo.config import parse
+from dynmo.data.order import Order
+from dynmo.data.records import open_records
+from dynmo.errors import ConfigError
+from dynmo.events import DataEvent, StepEvent, read
+from dynmo.train.sample_batches import batches_of
+from dynmo.train.setup import model_of, plan_run
+from tests.data.test_samples import TEMPLATE
+from tests.pool import JobFailed, Pool
+
+RECORDS = 24
+
+
+def texts() -> list[dict[str, Any]]:
+    """Texts of very unequal lengths, and a conversation."""
+    rows: list[dict[str, Any]] = [
+        {"text": f"line {number}\n" * (1 + number * number % 7)} for number in range(RECORDS - 1)
+    ]
+    turns = [{"role": "user", "content": "import"}, {"role": "assistant", "content": "return 3"}]
+    return [*rows, {"messages": turns}]
+
+
+@pytest.fixture
+def model(small_llama: Path, tmp_path: Path) -> Path:
+    """The folder of a model whose tokenizer has a chat template."""
+    folder = tmp_path / "model"
+    shutil.copytree(small_llama, folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def settings(model: Path, lines: list[str], **sections: Any) -> dict[str, Any]:
+    path = model.parent / "data.jsonl"
+    path.write_text("\n".join(lines))
+    return {
+        "name": "run",
+        "model": {"kind": "hf", "path": str(model), "sequence": 32},
+        "train": {"steps": 4, "global_batch": 8, "micro_batch": 2, "reduction_slots": 2},
+        **sections,
+        "data": {"source": f"jsonl:{path}", **sections.get("data", {})},
+    }
+
+
+def lines_of(rows: list[dict[str, Any]]) -> list[str]:
+    return [json.dumps(row) for row in rows]
+
+
+def run(pool: Pool, config: dict[str, Any], folder: Path, **options: Any) -> Any:
+    folder.mkdir(exist_ok=True)
+    parallel = config.get("parallel", {})
+    ranks = parallel.get("pipeline", 1) * parallel.get("replicas", 1)
+    return pool.run("train_in", ranks, config=config, folder=str(folder), **options)[0]
+
+
+def without(end: int, row: list[int]) -> list[int]:
+    return row[:-1] if row[-1] == end else row
+
+
+@pytest.mark.parametrize("batching", ["rows", "grouped"])
+def test_any_ranks_and_resumes_train_the_same(
+    pool: Pool, model: Path, tmp_path: Path, batching: str
+) -> None:
+    config = settings(model, lines_of(texts()), data={"batching": batching})
+    alone = run(pool, config, tmp_path / "one")
+    for name, parallel in (("two", {"pipeline": 2}), ("four", {"pipeline": 2, "replicas": 2})):
+        told = run(pool, config | {"parallel": parallel}, tmp_path / name)
+        assert told["weights_digest"] == alone["weights_digest"]
+    config |= {"checkpoint": {"every": 2}, "parallel": {"replicas": 2}}
+    assert run(pool, config, tmp_path / "cut", stop_after=1)["interrupted"]
+    resumed = run(pool, config | {"parallel": {"pipeline": 2}}, tmp_path / "cut", resume=True)
+    assert resumed["weights_digest"] == alone["weights_digest"]
+
+
+def test_each_sample_comes_once_an_epoch(model: Path) -> None:
+    """In committed steps, whatever the batching: `Order` says which samples a step has."""
+    order = Order(RECORDS, 4, 2, seed=3)
+    read_numbers = Counter(n for step in range(order.windows) for n in order.train(step).flat)
+    assert set(read_numbers.values()) == {4}
+    assert len(read_numbers) == order.windows == RECORDS - 1
+
+
+@pytest.mark.parametrize("batching", ["rows", "grouped"])
+def test_step_has_the_tokens_of_its_samples(model: Path, batching: str) -> None:
+    config = parse(settings(model, lines_of(texts()), data={"batching": batching}))
+    records = open_records(config.data.source)
+    batches = batches_of(config, model_of(config), records)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    for step in range(3):
+        numbers = batches.order.train(step).ravel().tolist()
+        wanted = sorted(tokenizer(records[n]["text"])["input_ids"][:32] for n in numbers)
+        rows = [
+            ids[mask > 0].tolist()
+            for each in batches.train(step)
+            for ids, mask in zip(each["input_ids"], each["attention_mask"], strict=True)
+        ]
+        end = tokenizer.eos_token_id
+        assert sorted(map(partial(without, end), rows)) == [without(end, row) for row in wanted]
+
+
+def test_broken_sample_ends_the_run_after_a_checkpoint(
+    pool: Pool, model: Path, tmp_path: Path
+) -> None:
+    """The step before it is saved. Once the line is mended, the run goes on."""
+    rows = texts()
+    numbers = Order(RECORDS, 8, 2, seed=0).train(2).ravel().tolist()
+    lines = lines_of(rows)
+    lines[numbers[0]] = '{"text": 3}'
+    config = settings(model, lines, checkpoint={"every": 100}, parallel={"pipeline": 2})
+    says = rf"data\.jsonl:{numbers[0] + 1}: text has the type int.*--resume"
+    with pytest.raises(JobFailed, match=says):
+        run(pool, config, tmp_path / "run")
+    settings(model, lines_of(rows))
+    resumed = run(pool, config, tmp_path / "run", resume=True)
+    whole = run(pool, config, tmp_path / "whole")
+    assert resumed["steps"] == 4
+    assert resumed["weights_digest"] == whole["weights_digest"]
+
+
+def test_broken_sample_is_left_out_and_counted(pool: Pool, model: Path, tmp_path: Path) -> None:
+    lines = lines_of(texts())
+    for number in Order(RECORDS, 8, 2, seed=0).train(1).ravel()[:2].tolist():
+        lines[number] = "{"
+    config = settings(model, lines, data={"broken": "skip", "batching": "grouped"})
+    run(pool, config, tmp_path / "run")
+    events = list(read(tmp_path / "run" / "events.jsonl"))
+    data = [event for event in events if isinstance(event, DataEvent)]
+    assert [event.step for event in data] == [0, 1, 2, 3]
+    assert max(event.skipped for event in data) >= 2
+    assert all(0 <= event.padding < event.tokens for event in data)
+    assert all(event.tokens_per_s > 0 for event in events if isinstance(event, StepEvent))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"data": {"answers_only": True}}, "data.answers_only = true, but the records have no"),
+        (
+            {"other": {"model": {"kind": "gpt", "sequence": 32}}},
+            "need a tokenizer, and kind gpt has",
+        ),
+        ({"data": {"source": "jsonl:missing"}}, "cannot be read .No such file"),
+        ({"data": {"source": "stdlib", "batching": "grouped"}}, "data.batching has no effect"),
+    ],
+)
+def test_wrong_input_is_one_line(model: Path, changes: dict[str, Any], says: str) -> None:
+    data, other = changes.get("data", {}), changes.get("other", {})
+    config = settings(model, lines_of(texts()), data=data) | other
+    with pytest.raises(ConfigError, match=says) as raised:
+        plan_run(parse(config))
+    assert "\n" not in str(raised.value)
