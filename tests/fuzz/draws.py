@@ -45,6 +45,11 @@ class Case:
     stop: int | None = None
 
     @property
+    def configs(self) -> list[Tables]:
+        """The configuration, and that of the second part."""
+        return [self.config] if self.resumed is None else [self.config, self.resumed]
+
+    @property
     def reference(self) -> Tables:
         """The same training on one rank with an ordinary backward, where nothing moves."""
         return reference_of(self.config)
@@ -102,22 +107,33 @@ def draw(seed: int, number: int, elastic: float = 0.35) -> Case:
     """
     case = _Draw(Random(seed * 1_000_003 + number), number, elastic).case()
     _draw_optimizer(Random(f"optimizer {seed} {number}"), case)
+    _draw_head_tokens(Random(f"head_tokens {seed} {number}"), case)
     return case
+
+
+def _draw_head_tokens(random: Random, case: Case) -> None:
+    """Cuts the head of a quarter of the models whose head takes one tensor and has dynmo's loss."""
+    kind = case.config["model"]["kind"]
+    plain = kind in GPTS or (kind.rpartition(":")[2].split("__")[0] in FORMS and "fan_" not in kind)
+    if not plain or random.random() >= 0.25:
+        return
+    tokens = random.choice([1, 3, 8, 64])
+    for config in case.configs:
+        config["train"] = {**config["train"], "head_tokens": tokens}
 
 
 def _draw_optimizer(random: Random, case: Case) -> None:
     """Gives a quarter of the cases one of torch's optimizers, which have options of their own."""
     if random.random() >= 0.25:
         return
-    configs = [case.config, *([] if case.resumed is None else [case.resumed])]
     is_cut = any(
         config["parallel"].get("zero") or "pruning" in config["dynamism"].get("cases", [])
-        for config in configs
+        for config in case.configs
     )
     name = random.choice(
         ["adam", "radam", "adagrad", "rmsprop", *([] if is_cut else ["adafactor"])]
     )
-    for config in configs:
+    for config in case.configs:
         train = {**config["train"], "optimizer": name}
         config["train"] = {k: v for k, v in train.items() if k not in ("weight_decay", "momentum")}
 

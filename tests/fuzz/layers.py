@@ -10,12 +10,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+import dynmo
+from dynmo.kernels.split import WeightTape, add_product
+from tests.kernels import own_products
+from tests.kernels.own_products import Own, Product
 
 WIDTH = 8
 VOCAB = 256
@@ -117,9 +123,9 @@ class Block(nn.TransformerEncoderLayer):
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.attention(x, x, x, need_weights=False)[0]
@@ -194,6 +200,52 @@ class OwnWeight(nn.Module):
         return x + self.scale * OwnMatmul.apply(self.fixed(x), self.weight)
 
 
+class Registered(nn.Module):
+    """A layer whose product has a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / math.sqrt(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.product(x))
+
+    def product(self, x: Tensor) -> Tensor:
+        return cast(Tensor, OwnMatmul.apply(x, self.weight))
+
+
+class SplitRegistered(Registered):
+    """Leaves the weight gradient on the tape."""
+
+    tape: WeightTape | None = None
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.tape is None or not torch.is_grad_enabled():
+            return super().product(x)
+        return cast(Tensor, SplitMatmul.apply(x, self.weight, self.tape))
+
+
+class SplitMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, tape: WeightTape) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.tape = weight, tape
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        given = gradient @ weight.t()
+        left, right = x.flatten(0, -2).t(), gradient.flatten(0, -2)
+        if not ctx.tape.takes(weight):
+            return given, left @ right, None
+        ctx.tape.add(partial(add_product, weight, left, right), x, gradient)
+        return given, None, None
+
+
+dynmo.register_split(Registered, SplitRegistered)
+
+
 class Plain(nn.Module):
     """A tensor that is neither parameter nor buffer."""
 
@@ -257,12 +309,19 @@ class Tokens(nn.Module):
     There are integers within a layer, and a second embedding.
     """
 
-    def __init__(self, padding: int | None = None) -> None:
+    def __init__(self, kind: type[nn.Embedding] = nn.Embedding, padding: int | None = None) -> None:
         super().__init__()
-        self.table = nn.Embedding(4, WIDTH, padding_idx=padding)
+        self.table = kind(4, WIDTH, padding_idx=padding)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.table((x.detach().float().sum(-1) * 2).long() % 4)
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's embedding."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 3.0 * super().forward(input)
 
 
 class Columns(nn.Module):
@@ -401,6 +460,11 @@ def _bounded(parts: nn.ModuleDict, x: Tensor) -> Tensor:
     return torch.tanh(parts["linear"](x))
 
 
+def _own(run: Product, *shapes: tuple[int, ...], **options: bool) -> Kind:
+    """A kind of layer that multiplies by matrices of its own."""
+    return Kind(lambda: Apply(_bounded, linear=Own(run, *shapes)), **options)
+
+
 def _spectrum(parts: nn.ModuleDict, x: Tensor) -> Tensor:
     return torch.fft.irfft(torch.fft.rfft(parts["linear"](x).float(), dim=-1) * 0.5, n=WIDTH).to(
         x.dtype
@@ -526,11 +590,30 @@ LAYERS: dict[str, Kind] = {
         )
     ),
     "tokens_padded": Kind(lambda: Tokens(padding=1)),
+    "tokens_scaled": Kind(lambda: Tokens(Scaled, padding=2)),
     "columns": Kind(Columns),
     "hooked": Kind(Hooked),
     "wide": Kind(Wide, low=False),
     "spectrum": Kind(lambda: Apply(_spectrum, linear=square_linear())),
     "convolution": Kind(lambda: Channels(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))),
+    "attention_widths": Kind(lambda: Attention(kdim=WIDTH, vdim=WIDTH, add_bias_kv=True)),
+    "attention_zero": Kind(lambda: Attention(bias=False, add_zero_attn=True)),
+    "conv1d": Kind(lambda: Apply(_bounded, linear=Conv1D(WIDTH, WIDTH))),
+    "registered": Kind(Registered),
+    "own_addmm": _own(own_products.addmm, (WIDTH,), (WIDTH, WIDTH)),
+    "own_matmul": _own(own_products.matmul, (WIDTH, 12), (WIDTH, 12)),
+    "own_views": _own(own_products.views, (2 * WIDTH, WIDTH)),
+    "own_experts": _own(own_products.experts, (3, WIDTH, WIDTH)),
+    "own_grouped": _own(own_products.grouped, (3, WIDTH, WIDTH)),
+    "own_twice": _own(own_products.twice, (WIDTH, WIDTH)),
+    "own_by_itself": _own(own_products.by_itself, (WIDTH, WIDTH)),
+    "own_squared": _own(own_products.squared, (WIDTH, WIDTH)),
+    "own_expanded": _own(own_products.expanded, (1, WIDTH)),
+    "own_checkpointed": _own(own_products.checkpointed, (WIDTH, WIDTH), (WIDTH, WIDTH)),
+    "own_checkpointed_reentrant": _own(
+        own_products.checkpointed_reentrant, (WIDTH, WIDTH), (WIDTH, WIDTH)
+    ),
+    "own_slope": _own(own_products.slope, (3, WIDTH, WIDTH)),
 }
 
 

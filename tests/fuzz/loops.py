@@ -66,7 +66,7 @@ def draw(seed: int, number: int) -> dict[str, Any]:
         "max_grad_norm": random.choice([0.0, 0.3, 1.0]),
         "clip_scope": random.choice(["global", "local"]),
     }
-    return {
+    case: dict[str, Any] = {
         "ranks": pipeline * replicas,
         "seed": random.randrange(1000),
         "layers": layers,
@@ -83,6 +83,8 @@ def draw(seed: int, number: int) -> dict[str, Any]:
         "options": options,
         "same": same,
     }
+    same["head_tokens"] = random.choice([None, None, 1, 5, 8, 100])
+    return case
 
 
 class Embed(nn.Module):
@@ -115,6 +117,9 @@ class Head(nn.Module):
     def forward(self, x: Tensor, mask: Tensor, table: Tensor) -> Tensor:
         del mask, table
         return self.linear(x)
+
+    def inputs_of_a_piece(self, others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return others
 
 
 def _make_layers(names: Sequence[str], eval_part: bool) -> list[nn.Module]:
