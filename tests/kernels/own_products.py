@@ -99,9 +99,10 @@ def checkpointed_reentrant(matrices: Any, x: Tensor) -> Tensor:
 
 
 def slope(matrices: Any, x: Tensor) -> Tensor:
-    """The slope of an energy, by a backward of its own within F."""
+    """The slopes of an energy, by a backward of its own within F."""
     with torch.enable_grad():
         z = x if x.requires_grad else x.detach().requires_grad_()
         energy = torch.tanh(grouped(matrices, z)).square().sum()
-        by_input, by_weight = torch.autograd.grad(energy, (z, matrices[0]), create_graph=True)
-    return by_input + by_weight.square().sum()
+        of = [each for each in (z, *matrices) if each.requires_grad]
+        slopes = torch.autograd.grad(energy, of, create_graph=True)
+    return slopes[0] + sum(each.square().sum() for each in slopes[1:])
