@@ -38,7 +38,7 @@ from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.pieces import token_pieces_of
 from dynmo.runtime.layer.precision import lower as lower_precision
 from dynmo.runtime.layer.split_backward import Layer
-from dynmo.runtime.optim.optimizer import LayerOptimizer
+from dynmo.runtime.optim.optimizer import LayerOptimizer, needs_master
 from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
 from dynmo.runtime.optim.replicas import Replicas
 from dynmo.runtime.optim.tied_weights import TiedWeights
@@ -374,7 +374,8 @@ class LayerStore:
 
     def masters(self, index: int) -> dict[str, Tensor]:
         """Returns the whole float32 masters of an own layer, by parameter."""
-        if not self.optimizers[index].masters:
+        # A replica may hold none of them, but has to take part.
+        if not any(map(needs_master, self.optimizers[index].parameters.values())):
             return {}
         state = self.state(index, whole=True).items()
         end = "/master"
