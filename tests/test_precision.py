@@ -167,6 +167,34 @@ def test_replicas_skip_the_same_steps(pool: Pool) -> None:
     assert len({str(what) for what in results.values()}) == 1, results
 
 
+def test_frozen_layer_may_have_its_masters_on_one_replica(pool: Pool, tmp_path: Path) -> None:
+    """With ZeRO-1 one replica holds the embedding's master, and both compute the digest."""
+    config: dict[str, Any] = {
+        "model": {"blocks": 1, "hidden": 8, "heads": 2, "sequence": 8},
+        "train": {
+            "steps": 4,
+            "global_batch": 4,
+            "micro_batch": 1,
+            "precision": "bfloat16",
+            "reduction_slots": 2,
+        },
+        "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[1, 1]]}},
+        "checkpoint": {"every": 100},
+    }
+    expected = pool.run("train", 1, config=config)[0]
+    config["parallel"] = {"replicas": 2, "zero": 1}
+    for resume in (False, True):
+        ended = pool.run(
+            "train_in",
+            2,
+            config=config,
+            folder=str(tmp_path),
+            resume=resume,
+            stop_after=None if resume else 1,
+        )[0]
+    assert ended["weights_digest"] == expected["digest"]
+
+
 def test_loss_scale_continues_after_a_restart(pool: Pool, tmp_path: Path) -> None:
     """The run stops while the loss scale changes and resumes on other ranks.
 

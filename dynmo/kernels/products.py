@@ -8,7 +8,8 @@ can wait:
     linear(x, W)   addmm(b, x, W)   x @ W   linear(x, W[i])   grouped_mm(x, W)   embedding(ids, W)
 
 All other calls run as they are. A matrix that was computed from a parameter gets its gradient from
-autograd, in B.
+autograd, in B. So do products within a torch.utils.checkpoint of the module's own: B runs them
+again, but not the module, and both runs must save the same tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dynmo.kernels.split import (
     split_linear,
     zero_gradient,
 )
-from dynmo.kernels.torch_private import GROUPED_MM
+from dynmo.kernels.torch_private import GROUPED_MM, saved_tensors_hooks_in_force
 
 
 class Products(TorchFunctionMode):
@@ -41,23 +42,26 @@ class Products(TorchFunctionMode):
 
     def __init__(self, tape: WeightTape) -> None:
         super().__init__()
-        self._active, self._tape = False, tape
+        self._tape = tape
+        # The hooks of the running module's caller. A checkpoint within the module has its own.
+        self._hooks: Any = ()
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a module's forward with the mode on."""
-        if self._active:
+        hooks, before = saved_tensors_hooks_in_force(), self._hooks
+        if hooks == before:
             return forward(*args, **kwargs)
-        self._active = True
+        self._hooks = hooks
         try:
             with self:
                 return forward(*args, **kwargs)
         finally:
-            self._active = False
+            self._hooks = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: dict[str, Any] = kwargs or {}
         rule = _RULES.get(func)
-        if rule is not None:
+        if rule is not None and saved_tensors_hooks_in_force() == self._hooks:
             out = rule(self._tape, *args, **given)
             return func(*args, **given) if out is None else out
         if func is functional.multi_head_attention_forward:
@@ -91,8 +95,20 @@ def _parameter(matrix: object) -> tuple[nn.Parameter, View | None] | None:
         return None
     if matrix is base:
         return base, None
+    if _overlaps(matrix):
+        return None
     offset = cast(int, matrix.storage_offset()) - cast(int, base.storage_offset())
     return base, (tuple(matrix.shape), tuple(matrix.stride()), offset)
+
+
+def _overlaps(matrix: Tensor) -> bool:
+    """Return whether elements may share memory, as those of an expanded matrix do."""
+    reach = 0
+    for stride, size in sorted(zip(matrix.stride(), matrix.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _transposed(base: nn.Parameter, view: View | None) -> View:
@@ -163,9 +179,9 @@ class _GroupedFunction(torch.autograd.Function):
         gx = None
         if ctx.needs_input_grad[0]:
             gx = functional.grouped_mm(gy, weight if turned else weight.mT, offs=ends)
-        x = x.detach()
         if not tape.takes(weight):
             return gx, _grouped_gradient(x, gy, ends, turned), None, None, None
+        x = x.detach()  # its graph would keep the layer's inputs until W has run
 
         def accumulate() -> None:
             gradient = _grouped_gradient(x, gy, ends, turned)
@@ -179,8 +195,7 @@ class _GroupedFunction(torch.autograd.Function):
 
 def _grouped_gradient(x: Tensor, gy: Tensor, ends: Tensor, turned: bool) -> Tensor:
     left, right = (gy, x) if turned else (x, gy)
-    with torch.no_grad():
-        return functional.grouped_mm(left.t(), right, offs=ends)
+    return functional.grouped_mm(left.t(), right, offs=ends)
 
 
 def _grouped(tape: WeightTape, *given: Any, offs: Any = None, **named: Any) -> Tensor | None:

@@ -318,12 +318,13 @@ def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        # The function of a module that splits has its tape as an attribute.
-        into = by_module if getattr(node, "tape", None) is not None else by_itself
-        for below, _ in node.next_functions:
+        # The function of a module that splits has its tape as an attribute. Its first input is no
+        # weight.
+        on_tape = getattr(node, "tape", None) is not None
+        for place, (below, _) in enumerate(node.next_functions):
             variable = getattr(below, "variable", None)
             if variable is not None:
-                into.add(variable)
+                (by_module if on_tape and place else by_itself).add(variable)
             elif below is not None and below not in seen:
                 seen.add(below)
                 nodes.append(below)

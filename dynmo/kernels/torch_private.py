@@ -80,6 +80,11 @@ def in_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def saved_tensors_hooks_in_force() -> Any:
+    """Return the innermost hooks on tensors that autograd saves. None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def abort_communicators() -> None:
     """End all process groups at once, whatever they wait for."""
     dist.distributed_c10d._abort_process_group()

@@ -45,6 +45,11 @@ class Case:
     stop: int | None = None
 
     @property
+    def configs(self) -> list[Tables]:
+        """The configuration, and that of the second part."""
+        return [self.config] if self.resumed is None else [self.config, self.resumed]
+
+    @property
     def reference(self) -> Tables:
         """The same training on one rank with an ordinary backward, where nothing moves."""
         return reference_of(self.config)
@@ -59,7 +64,6 @@ class Case:
         train = self.config["train"]
         return (
             model["kind"].startswith("python:")
-            and "head_tokens" not in train
             and not self.reference["dynamism"].get("cases")
             and not any(kind.draws for kind in _kinds(model["kind"]))
             and train.get("precision", "float32") == "float32"
@@ -107,35 +111,31 @@ def draw(seed: int, number: int, elastic: float = 0.35) -> Case:
     return case
 
 
+def _draw_head_tokens(random: Random, case: Case) -> None:
+    """Cuts the head of a quarter of the models whose head takes one tensor and has dynmo's loss."""
+    kind = case.config["model"]["kind"]
+    plain = kind in GPTS or (kind.rpartition(":")[2].split("__")[0] in FORMS and "fan_" not in kind)
+    if not plain or random.random() >= 0.25:
+        return
+    tokens = random.choice([1, 3, 8, 64])
+    for config in case.configs:
+        config["train"] = {**config["train"], "head_tokens": tokens}
+
+
 def _draw_optimizer(random: Random, case: Case) -> None:
     """Gives a quarter of the cases one of torch's optimizers, which have options of their own."""
     if random.random() >= 0.25:
         return
-    configs = [case.config, *([] if case.resumed is None else [case.resumed])]
     is_cut = any(
         config["parallel"].get("zero") or "pruning" in config["dynamism"].get("cases", [])
-        for config in configs
+        for config in case.configs
     )
     name = random.choice(
         ["adam", "radam", "adagrad", "rmsprop", *([] if is_cut else ["adafactor"])]
     )
-    for config in configs:
+    for config in case.configs:
         train = {**config["train"], "optimizer": name}
         config["train"] = {k: v for k, v in train.items() if k not in ("weight_decay", "momentum")}
-
-
-def _draw_head_tokens(random: Random, case: Case) -> None:
-    """Has a fifth of the cases run their last layer in pieces, where dynmo knows the loss."""
-    model, several = case.config["model"], "early_exit" in case.config["dynamism"].get("cases", [])
-    words = model["kind"].rpartition(":")[2].split("__")
-    is_known = words[0] in FORMS or model["kind"] == "gpt"
-    if not is_known or several or any(word.startswith("fan_") for word in words):
-        return
-    if random.random() < 0.2:
-        tokens = random.choice([1, 3, 4, 10, 100])
-        for config in (case.config, case.resumed):
-            if config is not None:
-                config["train"] = {**config["train"], "head_tokens": tokens}
 
 
 def _kinds(kind: str) -> list[Any]:

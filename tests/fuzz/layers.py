@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from dynmo.kernels.deferral import register_split
-from dynmo.kernels.split import WeightTape, add_rows
+import dynmo
+from dynmo.kernels.split import WeightTape, add_product
+from tests.kernels import own_products
+from tests.kernels.own_products import Own, Product
 
 WIDTH = 8
 VOCAB = 256
@@ -121,9 +123,9 @@ class Block(nn.TransformerEncoderLayer):
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.attention(x, x, x, need_weights=False)[0]
@@ -198,6 +200,52 @@ class OwnWeight(nn.Module):
         return x + self.scale * OwnMatmul.apply(self.fixed(x), self.weight)
 
 
+class Registered(nn.Module):
+    """A layer whose product has a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / math.sqrt(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.product(x))
+
+    def product(self, x: Tensor) -> Tensor:
+        return cast(Tensor, OwnMatmul.apply(x, self.weight))
+
+
+class SplitRegistered(Registered):
+    """Leaves the weight gradient on the tape."""
+
+    tape: WeightTape | None = None
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.tape is None or not torch.is_grad_enabled():
+            return super().product(x)
+        return cast(Tensor, SplitMatmul.apply(x, self.weight, self.tape))
+
+
+class SplitMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, tape: WeightTape) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.tape = weight, tape
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        given = gradient @ weight.t()
+        left, right = x.flatten(0, -2).t(), gradient.flatten(0, -2)
+        if not ctx.tape.takes(weight):
+            return given, left @ right, None
+        ctx.tape.add(partial(add_product, weight, left, right), x, gradient)
+        return given, None, None
+
+
+dynmo.register_split(Registered, SplitRegistered)
+
+
 class Plain(nn.Module):
     """A tensor that is neither parameter nor buffer."""
 
@@ -261,12 +309,19 @@ class Tokens(nn.Module):
     There are integers within a layer, and a second embedding.
     """
 
-    def __init__(self, table: nn.Embedding | None = None) -> None:
+    def __init__(self, kind: type[nn.Embedding] = nn.Embedding, padding: int | None = None) -> None:
         super().__init__()
-        self.table = nn.Embedding(4, WIDTH) if table is None else table
+        self.table = kind(4, WIDTH, padding_idx=padding)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.table((x.detach().float().sum(-1) * 2).long() % 4)
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's embedding."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 3.0 * super().forward(input)
 
 
 class Columns(nn.Module):
@@ -332,104 +387,6 @@ class Averaged(nn.Module):
         if self.training:
             self.average.lerp_(self.linear.weight.detach().to(self.average.dtype), 0.1)
         return x + self.linear(x) + 0.1 * functional.linear(x, self.average.to(x.dtype))
-
-
-class OneExpertEach(nn.Module):
-    """Experts in one parameter, [experts, out, in]. One of them may get no tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 2)
-        self.up = nn.Parameter(torch.randn(2, 2 * WIDTH, WIDTH) / math.sqrt(WIDTH))
-        self.down = nn.Parameter(torch.randn(2, 2 * WIDTH, WIDTH) / math.sqrt(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.gate(x).softmax(-1)
-        choice, out = weights.argmax(-1), torch.zeros_like(x)
-        for index in range(2):
-            chosen = choice == index
-            if chosen.any():
-                inner = functional.gelu(functional.linear(x[chosen], self.up[index]))
-                out[chosen] = (inner @ self.down[index]) * weights[chosen][:, index, None]
-        return x + out
-
-
-class GroupedExperts(nn.Module):
-    """Experts whose tokens are multiplied by one call. Half of each row goes to each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / math.sqrt(WIDTH))
-        self.outer = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / math.sqrt(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, WIDTH)
-        ends = torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32, device=x.device)
-        inner = torch.tanh(functional.grouped_mm(rows, self.inner, offs=ends))
-        return x + functional.grouped_mm(inner, self.outer.mT, offs=ends).view_as(x)
-
-
-class ScaledEmbedding(nn.Embedding):
-    """A subclass of an embedding."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return 0.5 * super().forward(input)
-
-
-class Matmuls(nn.Module):
-    """Multiplies by its own parameters: one of them twice, and one by its columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH) / math.sqrt(WIDTH))
-        self.wide = nn.Parameter(torch.randn(3 * WIDTH, WIDTH) / math.sqrt(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(x @ self.first) @ self.first
-        one, two, _ = self.wide.chunk(3)
-        return x + functional.linear(torch.tanh(functional.linear(y, one)), two.t())
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class _ScaledFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: nn.Parameter, tape: WeightTape) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(x)
-        ctx.scale, ctx.tape = scale, tape
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,), scale, tape = ctx.saved_tensors, ctx.scale, ctx.tape
-        x = x.detach()
-        if not tape.takes(scale):
-            return gradient * scale, (gradient * x).flatten(0, -2).sum(0), None
-        tape.add(lambda: add_rows(scale, (gradient * x).flatten(0, -2)), x, gradient)
-        return gradient * scale, None, None
-
-
-class SplitScaled(Scaled):
-    """Leaves its gradient on the tape of its layer."""
-
-    tape: WeightTape | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.tape is None or not self.scale.requires_grad or not torch.is_grad_enabled():
-            return super().forward(x)
-        y = _ScaledFunction.apply(x, self.scale, self.tape)
-        assert isinstance(y, Tensor)
-        return y
-
-
-register_split(Scaled, SplitScaled)
 
 
 class Cells(nn.Module):
@@ -501,6 +458,11 @@ def _checkpointed(parts: nn.ModuleDict, x: Tensor, reentrant: bool) -> Tensor:
 
 def _bounded(parts: nn.ModuleDict, x: Tensor) -> Tensor:
     return torch.tanh(parts["linear"](x))
+
+
+def _own(run: Product, *shapes: tuple[int, ...], **options: bool) -> Kind:
+    """A kind of layer that multiplies by matrices of its own."""
+    return Kind(lambda: Apply(_bounded, linear=Own(run, *shapes)), **options)
 
 
 def _spectrum(parts: nn.ModuleDict, x: Tensor) -> Tensor:
@@ -627,18 +589,31 @@ LAYERS: dict[str, Kind] = {
             lambda p, x: torch.tanh(p["product"](x, x)), product=nn.Bilinear(WIDTH, WIDTH, WIDTH)
         )
     ),
-    "conv1d": Kind(lambda: nn.Sequential(Conv1D(2 * WIDTH, WIDTH), Conv1D(WIDTH, 2 * WIDTH))),
-    "experts_one_by_one": Kind(OneExpertEach),
-    "experts_grouped": Kind(GroupedExperts, low=False),
-    "matmuls": Kind(Matmuls),
-    "registered": Kind(lambda: nn.Sequential(square_linear(), Scaled())),
-    "tokens_scaled": Kind(lambda: Tokens(ScaledEmbedding(4, WIDTH, padding_idx=1))),
-    "tokens_padded": Kind(lambda: Tokens(nn.Embedding(4, WIDTH, padding_idx=1))),
+    "tokens_padded": Kind(lambda: Tokens(padding=1)),
+    "tokens_scaled": Kind(lambda: Tokens(Scaled, padding=2)),
     "columns": Kind(Columns),
     "hooked": Kind(Hooked),
     "wide": Kind(Wide, low=False),
     "spectrum": Kind(lambda: Apply(_spectrum, linear=square_linear())),
     "convolution": Kind(lambda: Channels(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))),
+    "attention_widths": Kind(lambda: Attention(kdim=WIDTH, vdim=WIDTH, add_bias_kv=True)),
+    "attention_zero": Kind(lambda: Attention(bias=False, add_zero_attn=True)),
+    "conv1d": Kind(lambda: Apply(_bounded, linear=Conv1D(WIDTH, WIDTH))),
+    "registered": Kind(Registered),
+    "own_addmm": _own(own_products.addmm, (WIDTH,), (WIDTH, WIDTH)),
+    "own_matmul": _own(own_products.matmul, (WIDTH, 12), (WIDTH, 12)),
+    "own_views": _own(own_products.views, (2 * WIDTH, WIDTH)),
+    "own_experts": _own(own_products.experts, (3, WIDTH, WIDTH)),
+    "own_grouped": _own(own_products.grouped, (3, WIDTH, WIDTH)),
+    "own_twice": _own(own_products.twice, (WIDTH, WIDTH)),
+    "own_by_itself": _own(own_products.by_itself, (WIDTH, WIDTH)),
+    "own_squared": _own(own_products.squared, (WIDTH, WIDTH)),
+    "own_expanded": _own(own_products.expanded, (1, WIDTH)),
+    "own_checkpointed": _own(own_products.checkpointed, (WIDTH, WIDTH), (WIDTH, WIDTH)),
+    "own_checkpointed_reentrant": _own(
+        own_products.checkpointed_reentrant, (WIDTH, WIDTH), (WIDTH, WIDTH)
+    ),
+    "own_slope": _own(own_products.slope, (3, WIDTH, WIDTH)),
 }
 
 

@@ -71,6 +71,7 @@ def test_drawn_loops_cover_every_choice() -> None:
     assert {case["ranks"] for case in cases} == {2, 3, 4}
     assert {case["options"]["schedule"] for case in cases} == set(SCHEDULES)
     assert len({case["optimizer"] for case in cases}) == 7
+    assert {case["same"]["head_tokens"] for case in cases} == {None, 1, 5, 8, 100}
     for key in ("masked", "tied", "groups", "eval_part", "moves"):
         assert {case[key] for case in cases} == {False, True}
 
@@ -106,6 +107,7 @@ def test_drawn_cases_are_valid_and_cover_every_choice() -> None:
         3,
         4,
     }
+    assert {c["train"].get("head_tokens") for c in configs} == {None, 1, 3, 8, 64}
     assert {case for c in configs for case in c["dynamism"].get("cases", ())} > set(CASES)
     assert {
         (c["pipeline"].get("post_validation"), c["pipeline"].get("rollback")) for c in configs

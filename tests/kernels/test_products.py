@@ -4,52 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 import dynmo
 from dynmo.kernels.deferral import install
 from dynmo.kernels.split import SplitLinear, WeightTape
-
-Product = Callable[[Any, Tensor], Tensor]
-
-
-class Own(nn.Module):
-    """Owns matrices [groups, out, in] and multiplies by them in its own way."""
-
-    def __init__(self, run: Product, *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.run = run
-        self.matrices = nn.ParameterList([torch.randn(shape) for shape in shapes])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
-
-
-def experts(module: Any, x: Tensor) -> Tensor:
-    (weight,) = module.matrices
-    return torch.cat(
-        [functional.linear(x[i :: len(weight)], each) for i, each in enumerate(weight)]
-    )
-
-
-def grouped(module: Any, x: Tensor) -> Tensor:
-    (weight,) = module.matrices
-    ends = torch.tensor([0, len(x) // 2, len(x)], dtype=torch.int32)
-    return functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-
-
-def matmul(module: Any, x: Tensor) -> Tensor:
-    one, other = module.matrices
-    return (x @ one) @ other.t()
+from tests.kernels.own_products import Own, experts, grouped, matmul
 
 
 class Attention(nn.Module):
@@ -122,7 +88,7 @@ def test_embeddings_with_padding_or_a_scale_wait(kind: type[nn.Embedding]) -> No
 
 
 def test_matrix_made_from_a_parameter_gets_its_gradient_in_b() -> None:
-    check(Own(lambda own, x: x @ (2 * own.matrices[0]), (4, 4)), [torch.randn(3, 4)], 0)
+    check(Own(lambda matrices, x: x @ (2 * matrices[0]), (4, 4)), [torch.randn(3, 4)], 0)
 
 
 def test_attention_attends() -> None:
@@ -146,7 +112,7 @@ def test_registered_class_replaces_a_module() -> None:
 
 
 def test_caught_module_keeps_the_signature_of_its_forward() -> None:
-    module = Conv1D(4, 4)
+    module = nn.MultiheadAttention(4, 2)
     before = inspect.signature(module.forward)
     install(module, WeightTape())
     assert inspect.signature(module.forward) == before

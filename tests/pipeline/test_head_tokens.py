@@ -1,37 +1,82 @@
-"""The last layer in pieces, on several ranks."""
+"""The output layer and the loss in pieces, on several ranks: the bits of one rank."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.models.huggingface.saved_models import save
-from tests.pipeline.head_pieces import WORDS
 from tests.pool import Pool
 
-JOB = "tests.pipeline.head_pieces:train"
+SLOTS = {"reduction_slots": 2}
+CLIPPED = {"max_grad_norm": 0.05}  # each step is, so post-validation takes each back
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (2, {"schedule": "zb-h1"}),
-        (3, {"schedule": "zb-v"}),
-        (2, {"schedule": "zb-auto", "w_granularity": "linear", "recompute": "all"}),
-        (4, {"schedule": "zb-h1", "replicas": 2, "zero": 1}),
-        (2, {"schedule": "zb-h1", "post_validation": True}),
-    ],
-)
-def test_any_ranks_have_the_bits_of_one(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
-    """Each step clips, so post-validation takes each back."""
-    (alone,) = pool.run(JOB, 1, max_grad_norm=0.05)
-    assert pool.run(JOB, ranks, max_grad_norm=0.05, **options) == [alone] * ranks
+def config(ranks: int, schedule: str, **sections: Any) -> dict[str, Any]:
+    """Four microbatches of 2 x 16 tokens, in pieces of 2 x 5. The last piece is shorter."""
+    given: dict[str, dict[str, Any]] = {
+        "model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 16},
+        "train": {"steps": 4, "global_batch": 8, "micro_batch": 2, "head_tokens": 10},
+        "parallel": {"pipeline": ranks},
+        "pipeline": {"schedule": schedule},
+        "trace": {"steps": 0},
+    }
+    for name, options in sections.items():
+        given[name] = given[name] | options
+    return given
 
 
-def test_model_of_transformers_has_one_digest(pool: Pool, tmp_path: Path) -> None:
-    save("llama", tmp_path, vocab_size=WORDS, tie_word_embeddings=True)
-    (alone,) = pool.run(JOB, 1, folder=str(tmp_path))
-    for schedule in ("zb-h1", "zb-v"):
-        assert pool.run(JOB, 2, folder=str(tmp_path), schedule=schedule) == [alone] * 2
+def result(pool: Pool, ranks: int, config: dict[str, Any]) -> tuple[list[float], str]:
+    first, *others = pool.run("train", ranks, config=config)
+    assert {told["digest"] for told in others} <= {first["digest"]}
+    return first["losses"], first["digest"]
+
+
+@cache
+def alone(pool: Pool, **train: Any) -> tuple[list[float], str]:
+    return result(pool, 1, config(1, "1f1b", train=train))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_two_ranks_have_the_bits_of_one(pool: Pool, schedule: str) -> None:
+    assert result(pool, 2, config(2, schedule)) == alone(pool)
+
+
+def test_pieces_change_the_bits_alone(pool: Pool) -> None:
+    """So the other tests compare pieces with pieces."""
+    whole = result(pool, 1, config(1, "1f1b", train={"head_tokens": 32}))
+    assert alone(pool)[1] != whole[1]
+    assert alone(pool)[0] == pytest.approx(whole[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_replicas_have_the_bits_of_one_rank(pool: Pool, pipeline: int) -> None:
+    replicas = config(pipeline, "zb-h1", train=SLOTS, parallel={"replicas": 2})
+    assert result(pool, 2 * pipeline, replicas) == alone(pool, **SLOTS)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_steps_that_are_taken_back_have_the_same_bits(pool: Pool, schedule: str) -> None:
+    late = config(2, schedule, train=CLIPPED, pipeline={"post_validation": True})
+    assert result(pool, 2, late) == alone(pool, **CLIPPED)
+
+
+def check_two_ranks(pool: Pool, **model: Any) -> None:
+    one, two = (config(ranks, "zb-h1") for ranks in (1, 2))
+    assert result(pool, 1, one | {"model": model}) == result(pool, 2, two | {"model": model})
+
+
+def test_tied_weights_have_the_bits_of_one_rank(pool: Pool) -> None:
+    check_two_ranks(pool, **config(1, "1f1b")["model"], tied=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_of_transformers_have_the_bits_of_one_rank(
+    pool: Pool, tmp_path: Path, tied: bool
+) -> None:
+    save("llama", tmp_path, torch.float32, vocab_size=256, tie_word_embeddings=tied)
+    check_two_ranks(pool, kind="hf", path=str(tmp_path), sequence=16)

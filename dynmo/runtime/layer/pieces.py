@@ -60,10 +60,11 @@ class TokenPieces:
             hidden: Input of the last layer, [rows, tokens, width].
             targets: [rows, tokens], as the model's loss takes them.
         """
-        if hidden.dim() != 3:
+        if hidden.dim() != 3 or targets.shape != hidden.shape[:2]:
             raise ConfigError(
-                f"train.head_tokens: the last layer takes a tensor of shape {list(hidden.shape)}; "
-                "only [rows, tokens, width] can be cut; leave out head_tokens"
+                f"train.head_tokens: the last layer takes a tensor of shape {list(hidden.shape)}, "
+                f"and the targets have the shape {list(targets.shape)}; only [rows, tokens, width] "
+                "and [rows, tokens] can be cut; leave out head_tokens"
             )
         aligned = self.loss.align(targets)
         is_counted = aligned != IGNORED

@@ -72,6 +72,56 @@ def test_loss_that_is_not_known_is_refused() -> None:
         steps(own(nn.functional.mse_loss), 4)
 
 
+class Mean(nn.Linear):
+    """One output for all tokens of a row."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.mean(1))
+
+
+class Pair(nn.Linear):
+    """Hands on its input, too."""
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(input), input
+
+
+class OfPair(nn.Linear):
+    def forward(self, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(input + other)
+
+
+IDS = torch.ones(ROWS, TOKENS, dtype=torch.long)
+
+
+def check_refused(reason: str, layers: list[nn.Module], *batch: Any, **options: Any) -> None:
+    model = dynmo.Sequential([nn.Embedding(WORDS, WIDTH), *layers], **options)
+    with dynmo.init() as world:
+        pipeline = dynmo.Pipeline(model, world, microbatches=2, head_tokens=4)
+        with pytest.raises(dynmo.DynmoError, match=reason):
+            pipeline.step(*batch)
+
+
+def test_layer_without_tokens_is_refused() -> None:
+    head = nn.Linear(WIDTH, WORDS)
+    check_refused(r"a tensor of shape \[2, 8\]", [Mean(WIDTH, WIDTH), head], IDS, IDS[:, 0])
+
+
+def test_targets_of_rows_are_refused() -> None:
+    check_refused(r"targets have the shape \[2\]", [Mean(WIDTH, WORDS)], IDS, IDS[:, 0])
+
+
+def test_several_targets_are_refused() -> None:
+    batch = {"input": IDS, "first": IDS, "second": IDS}
+    options = {"targets": ("first", "second"), "count": lambda _: 1}
+    check_refused("targets are no tensor", [nn.Linear(WIDTH, WORDS)], batch, **options)
+
+
+def test_inputs_that_the_last_layer_does_not_name_are_refused() -> None:
+    layers = [Pair(WIDTH, WIDTH), OfPair(WIDTH, WORDS)]
+    check_refused(r"\(OfPair\) takes 2 inputs", layers, IDS, IDS)
+
+
 def test_head_of_transformers_runs_in_pieces(tmp_path: Path) -> None:
     from dynmo.huggingface import from_pretrained
 
