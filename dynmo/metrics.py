@@ -83,11 +83,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        try:
-            module = importlib.import_module("torch.utils.tensorboard")
-        except ImportError:
-            raise ConfigError(needs_extra("tensorboard", "metrics")) from None
-        self._writer: Any = module.SummaryWriter(str(folder))
+        self._writer: Any = _module("torch.utils.tensorboard").SummaryWriter(str(folder))
 
     def __call__(self, event: Event) -> None:
         for name, value in numbers_of(event):
@@ -109,11 +105,7 @@ class WandB:
     """
 
     def __init__(self, folder: str | Path, name: str) -> None:
-        try:
-            wandb: Any = importlib.import_module("wandb")
-        except ImportError:
-            raise ConfigError(needs_extra("wandb", "metrics")) from None
-        self._run = wandb.init(project="dynmo", name=name, dir=str(folder))
+        self._run = _module("wandb").init(project="dynmo", name=name, dir=str(folder))
 
     def __call__(self, event: Event) -> None:
         # Its steps never go back, as those of an evaluation after a step would.
@@ -123,6 +115,14 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.rpartition(".")[2]
+        raise ConfigError(needs_extra(package, "metrics")) from None
 
 
 KINDS = ("csv", "tensorboard", "wandb")

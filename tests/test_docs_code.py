@@ -50,6 +50,7 @@ PAGES = [
 OTHERS = {"dynmo", "torch", "safetensors", "my_model"}
 WHOLE_TOML = [
     (ROOT / "README.md", ""),
+    (ROOT / "README.md", 'name = "first-run"'),
     (TUTORIAL, "# first.toml"),
     (TUTORIAL, "# run.toml"),
     (HOW_TO / "own-data.md", ""),

@@ -25,11 +25,15 @@ OF_THE_COMMAND = {
     "name": "the run's name",
     "data.source": "data",
     "data.shuffle": "data",
+    "data.batching": "data",
+    "data.answers_only": "data",
+    "data.broken": "data",
     "train.global_batch": "data: a loop passes whole batches, and says into how many microbatches",
     "train.eval_every": "data: a loop calls evaluate when it likes",
     "train.eval_batches": "data",
     "parallel.pipeline": "launching: a world has its ranks",
     "checkpoint.every": "log: a loop calls save when it likes",
+    "metrics.to": "log: a loop gives dynmo.Csv, TensorBoard or WandB to listen",
     "trace.steps": "log: no trace is recorded unless asked for",
 }
 _PIPELINE = inspect.signature(dynmo.Pipeline).parameters

@@ -67,16 +67,14 @@ class DataSection(Options):
             ),
         ]
     ) = "stdlib"
-    """`stdlib` (the sources of the running Python) or `file:PATH`. Its bytes are the tokens, or a
-    model of kind `hf` has a tokenizer. `jsonl:PATH`, `parquet:PATH` and `hf:NAME` have samples, for
-    a model of kind `hf`."""
+    """Text: `stdlib` (the sources of the running Python) or `file:PATH`. Samples, for a model of
+    kind `hf`: `jsonl:PATH`, `parquet:PATH` or `hf:NAME`."""
     shuffle: Literal["windows", "batches"] = "windows"
     """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
     `batches` repeats the batches of the first epoch in another order."""
     batching: Literal["rows", "grouped"] = "rows"
-    """How samples become microbatches: `rows` has `train.micro_batch` of them in each. `grouped`
-    makes the microbatches of a step alike in cost. Rows are padded to the longest of their
-    microbatch."""
+    """`rows` has `train.micro_batch` samples in each microbatch, padded to its longest. `grouped`
+    makes the microbatches of a step alike in cost."""
     answers_only: bool = False
     """Whether the loss of samples counts what an assistant says, and completions, alone."""
     broken: Literal["stop", "skip"] = "stop"

@@ -9,6 +9,7 @@ A file is not held in memory, so it may be larger. What a record means is said i
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import weakref
@@ -59,6 +60,14 @@ def open_records(source: str) -> Records:
     return records
 
 
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise ConfigError(needs_extra(package, "data")) from None
+
+
 class JsonLines:
     """A file with a JSON object on each line. Empty lines are no records."""
 
@@ -103,14 +112,11 @@ class Parquet:
     """The rows of a Parquet file, a group of rows in memory at a time."""
 
     def __init__(self, name: str) -> None:
-        try:
-            from pyarrow import ArrowException, parquet
-        except ImportError:
-            raise ConfigError(needs_extra("pyarrow", "data")) from None
+        arrow, parquet = _module("pyarrow"), _module("pyarrow.parquet")
         self._path = Path(name)
         try:
-            self._file = parquet.ParquetFile(self._path, memory_map=False)
-        except ArrowException as error:
+            self._file: Any = parquet.ParquetFile(self._path, memory_map=False)
+        except arrow.ArrowException as error:
             raise ConfigError(f"{name} is no Parquet file: {error}") from None
         meta = self._file.metadata
         sizes = (meta.row_group(i).num_rows for i in range(meta.num_row_groups))
@@ -137,10 +143,7 @@ class Dataset:
     """
 
     def __init__(self, name: str) -> None:
-        try:
-            import datasets
-        except ImportError:
-            raise ConfigError(needs_extra("datasets", "data")) from None
+        datasets = _module("datasets")
         self._name = name
         path, _, split = name.removesuffix("]").partition("[")
         try:

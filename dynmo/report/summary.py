@@ -13,6 +13,7 @@ from statistics import median
 
 from dynmo.events import (
     ChangeEvent,
+    DataEvent,
     EndEvent,
     EvalEvent,
     Event,
@@ -31,7 +32,7 @@ from dynmo.report.rank_lines import RankAccount, RankEvent, rank_account
 Changes = ChangeEvent | ReshapeEvent | SkippedEvent | RollbackEvent | PostValidationEvent
 
 # Events that come before their step. A resumed run repeats them.
-_ACTS = StepEvent | RebalanceEvent | ChangeEvent | ReshapeEvent | ResizeEvent | EndEvent
+_ACTS = StepEvent | DataEvent | RebalanceEvent | ChangeEvent | ReshapeEvent | ResizeEvent | EndEvent
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,21 @@ class Phase:
     tokens_per_s: float
     idle_ratio: float
     imbalance: float
+
+
+@dataclass(frozen=True)
+class DataAccount:
+    """Samples of a run, as rank 0 has read them.
+
+    Attributes:
+        waited: Share of the steps' seconds that rank 0 waited for them.
+        padding: Share of the tokens that are padding.
+        skipped: Number of broken samples that were left out.
+    """
+
+    waited: float
+    padding: float
+    skipped: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +108,7 @@ class Summary:
         ranks: Account of the ranks. None if they did not change.
         load: Load average of rank 0's machine at the end of the run.
         cores: Number of its cores.
+        data: Account of the samples. None if the run reads none.
     """
 
     phases: tuple[Phase, ...]
@@ -117,6 +134,7 @@ class Summary:
     ranks: RankAccount | None = None
     load: float | None = None
     cores: int | None = None
+    data: DataAccount | None = None
 
 
 def summarize(events: Iterable[Event]) -> Summary:
@@ -160,7 +178,17 @@ def summarize(events: Iterable[Event]) -> Summary:
         ranks=rank_account(steps, rank_events, end.gpu_seconds_returned if end else None),
         load=end.load if end else None,
         cores=end.cores if end else None,
+        data=_data_account([e for e in kept if isinstance(e, DataEvent)], seconds),
     )
+
+
+def _data_account(events: Sequence[DataEvent], seconds: float) -> DataAccount | None:
+    if not events or not seconds:
+        return None
+    # The first samples come while nothing computes.
+    waited = sum(event.waited for event in events[1:])
+    padding = sum(event.padding for event in events) / sum(event.tokens for event in events)
+    return DataAccount(waited / seconds, padding, max(event.skipped for event in events))
 
 
 def _lasting(events: Iterable[Event]) -> tuple[list[Event], bool]:

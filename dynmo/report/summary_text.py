@@ -15,9 +15,10 @@ from dynmo.events import (
     SkippedEvent,
 )
 from dynmo.report.rank_lines import account_text, rank_text
-from dynmo.report.summary import Changes, Summary
+from dynmo.report.summary import Changes, DataAccount, Summary
 from dynmo.report.token_lines import evaluation_text, tokens_text
 
+_SLOW = 0.01  # share of the time that a run may wait for data
 _SHOWN = 12  # events of a case that get a line each, and phases at either end
 
 
@@ -31,9 +32,18 @@ def overview(summary: Summary) -> str:
     figures.append(f"{summary.steps} steps in {summary.seconds:.1f} s")
     tokens = sum(step.tokens_per_s * step.seconds for step in summary.done)
     figures += [f"{tokens / summary.seconds:,.0f} tokens/s"] if tokens else []
+    if summary.data is not None:
+        figures.append(_data_text(summary.data))
     if summary.reason != "done":
         figures.append(summary.reason or "not ended")
     return ", ".join(figures)
+
+
+def _data_text(data: DataAccount) -> str:
+    text = f"{data.waited:.1%} waiting for data, {data.padding:.0%} padding"
+    if data.waited > _SLOW:
+        text += " (the data is slower than the steps)"
+    return text + (f", {data.skipped} broken samples left out" if data.skipped else "")
 
 
 def phase_table(summary: Summary) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dynmo.events import (
+    DataEvent,
     EvalEvent,
     Event,
     ReshapeEvent,
@@ -27,6 +28,21 @@ def test_last_token_shares_and_evaluation_have_a_line() -> None:
             "(x1.50)"
         ),
     ]
+
+
+def test_slow_data_is_named() -> None:
+    """The first samples come while nothing computes, and repeated steps count once."""
+
+    def told(waited: float, skipped: int = 0) -> str:
+        data = [DataEvent(0, 5.0, 60, 10, 0), DataEvent(1, 9.0, 60, 10, 0)]
+        data += [DataEvent(1, waited, 40, 15, skipped)]
+        return overview(summarize([data[0], step(0), data[1], step(1), data[2], step(1), end()]))
+
+    assert told(0.01).endswith("0.5% waiting for data, 25% padding")
+    assert told(0.1, 3).endswith(
+        "5.0% waiting for data, 25% padding (the data is slower than the steps), "
+        "3 broken samples left out"
+    )
 
 
 def test_many_phases_are_shortened_in_the_middle() -> None:
