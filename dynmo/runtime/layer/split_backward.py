@@ -176,6 +176,8 @@ class Layer:
         self._ragged = False
         self._outputs_like.clear()
         self._marks_missing = None
+        if self._groups is not None:
+            self._groups.begin()
 
     def expect_ragged(self) -> None:
         """Allows inputs of several shapes in this program, since each message has a header."""
