@@ -173,7 +173,7 @@ class LayerStore:
             first_microbatch=self.world.replica * self.layout.microbatches,
             groups=self._groups(index, module),
         )
-        layer.warns = not self.world.replica and self._is_first_of_its_kind(index)
+        layer.warns = not self.world.replica and self._is_last_of_its_kind(index)
         layer.switch_recompute(index in self.layout.recomputed)
         spread = {expert.name for expert in experts}
         optimizer = self.optimizers[index] = LayerOptimizer(
@@ -193,9 +193,9 @@ class LayerStore:
             if name.startswith(_KEPT)
         }
 
-    def _is_first_of_its_kind(self, index: int) -> bool:
+    def _is_last_of_its_kind(self, index: int) -> bool:
         kinds = [(type(x), [name for name, _ in x.named_parameters()]) for x in self.modules]
-        return kinds.index(kinds[index]) == index
+        return kinds[index] not in kinds[index + 1 :]
 
     def _new_replicas(self) -> Replicas:
         return Replicas(self.world, self.model.tied, bool(self._sharing.zero))
