@@ -110,6 +110,7 @@ def shares(family: str) -> dict[str, float]:
     ]
     tensors: Tensors = (ids,)
     for layer in layers:
+        layer.warns = True  # has its tape note what it takes
         finish = (lambda out: model.loss(out, ids)) if layer is layers[-1] else None
         tensors = layer.forward(0, tensors, 0, True, layer.index > 0, finish)
     gradients: Tensors = (torch.ones(()),)

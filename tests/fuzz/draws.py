@@ -115,7 +115,7 @@ def _draw_head_tokens(random: Random, case: Case) -> None:
     """Cuts the head of a quarter of the models whose head takes one tensor and has dynmo's loss."""
     kind = case.config["model"]["kind"]
     plain = kind in GPTS or (kind.rpartition(":")[2].split("__")[0] in FORMS and "fan_" not in kind)
-    if not plain or random.random() >= 0.25:
+    if not plain or "early_exit" in case.config["dynamism"] or random.random() >= 0.25:
         return
     tokens = random.choice([1, 3, 8, 64])
     for config in case.configs:

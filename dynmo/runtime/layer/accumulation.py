@@ -69,7 +69,8 @@ class AccumulationGroups:
 
     Some parameters take their gradient in B (norms), others in W. B may be ahead of W by several
     microbatches. A parameter's group therefore ends when its own gradient of the group's last
-    microbatch is there. The first microbatch that uses a parameter shows whether B or W gives it.
+    microbatch is there. The first microbatch of a step that uses a parameter shows whether B or W
+    gives it.
 
     Args:
         microbatches: Number of microbatches of this replica.
@@ -87,10 +88,15 @@ class AccumulationGroups:
         assert microbatches % count == 0, "the config checks this"
         self._last, self._each, self._count = microbatches - 1, microbatches // count, count
         self._done = done
-        self._undecided = list(parameters)
+        self._parameters = list(parameters)
+        self._trees: dict[nn.Parameter, Tree] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a step. A layer may compute otherwise than before, since others froze, say."""
+        self._undecided = list(self._parameters)
         self._by_input: list[nn.Parameter] = []
         self._by_weight: list[nn.Parameter] = []
-        self._trees: dict[nn.Parameter, Tree] = {}
 
     @property
     def watching(self) -> bool:

@@ -176,6 +176,8 @@ class Layer:
         self._ragged = False
         self._outputs_like.clear()
         self._marks_missing = None
+        if self._groups is not None:
+            self._groups.begin()
 
     def expect_ragged(self) -> None:
         """Allows inputs of several shapes in this program, since each message has a header."""
@@ -504,7 +506,8 @@ class Layer:
         groups, measures = self._groups, measured is not None
         watches = groups is not None and groups.watching
         self.tape.deferred = not in_pieces and (deferred or measures or watches)
-        self.tape.taken = set() if measures else None
+        warns = self.warns and deferred and not in_pieces
+        self.tape.taken = set() if warns else None
         self._run_backward(roots, gradients, buffers)
         del roots
         work = self.tape.take()
@@ -516,8 +519,8 @@ class Layer:
             if not self._recompute and not in_pieces:
                 self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
             self._measured_size = _bytes(measured)
-            if deferred and self.warns and not in_pieces:
-                self._warn_of_early_weights()
+        if warns:
+            self._warn_of_early_weights()
         if not deferred:  # this work was held back only to be looked at
             for each, _ in work:
                 self._timed(each)
@@ -553,7 +556,8 @@ class Layer:
         self.warns = False
         if splits(self.module) and not isinstance(self.module, CaughtProducts):
             return  # its class has opted in, and need not name its parameters
-        trained = [p for p in self.module.parameters() if p.requires_grad]
+        # Those of norms and biases take no time.
+        trained = [p for p in self.module.parameters() if p.requires_grad and p.dim() > 1]
         later = self.tape.taken or set()
         share = _elements(p for p in trained if p in later) / max(1, _elements(trained))
         if trained and share < 0.5:

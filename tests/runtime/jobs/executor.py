@@ -86,7 +86,7 @@ def execute(
 
     The schedule is a text, or [placement, seed] for a random one. `frozen` is the number of leading
     frozen stages. With the seed `late`, messages are late and pieces of W run ahead. Returns
-    losses, a hash of each gradient, the order in which layers ended, and the number of pieces that
+    losses, hashes of each gradient, the order in which layers ended, and the number of pieces that
     ran ahead.
     """
     order = (
@@ -103,6 +103,8 @@ def execute(
     executor = Executor(programs[world.rank], stages, ends, HostClock(), StageStreams(), timeout)
     random = torch.Generator().manual_seed(1)
     losses: list[float] = []
+    own = [layer for stage in stages.values() for layer in stage.layers]
+    gradients: dict[str, list[str | None]] = {}
     ahead = 0
     for step in range(2):
         inputs = torch.randint(11, (microbatches, 4), generator=random)
@@ -113,16 +115,16 @@ def execute(
         losses.append(
             float(torch.stack(step_output.losses).double().mean()) if step_output.losses else 0.0
         )
+        for layer in own:
+            for name, p in layer.module.named_parameters():
+                found = None if p.grad is None else bits_of(p.grad)
+                gradients.setdefault(f"{layer.index}.{name}", []).append(found)
+                p.grad = None
         ahead += sum((a.kind, b.kind) == (WAIT, "W") for a, b in pairwise(step_output.intervals))
     executor.close()
-    own = [layer for stage in stages.values() for layer in stage.layers]
     return {
         "losses": losses if order.stage_ranks[-1] == world.rank else None,
-        "gradients": {
-            f"{layer.index}.{n}": None if p.grad is None else bits_of(p.grad)
-            for layer in own
-            for n, p in layer.module.named_parameters()
-        },
+        "gradients": gradients,
         "left": sum(len(layer._saved) + len(layer._weight_work) for layer in own),
         "ended": ended,
         "ahead": ahead,

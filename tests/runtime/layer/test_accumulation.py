@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dynmo.balance.meshes import accumulation_problem
 from dynmo.cost.layer_cost import most_pending_gradients
@@ -120,7 +121,8 @@ def test_invalid_numbers_of_groups_are_reported(
 class Mixed(nn.Module):
     """A linear, whose gradient is W's, and a norm, whose gradient is B's.
 
-    One more linear is used from the third microbatch on, and one never.
+    One more linear is used from the third microbatch on, and one never. `by_itself` makes the
+    gradient of the first linear B's, too.
     """
 
     def __init__(self) -> None:
@@ -130,11 +132,13 @@ class Mixed(nn.Module):
         self.norm = nn.LayerNorm(6)
         self.late = nn.Linear(6, 6)
         self.never = nn.Linear(6, 6)
-        self.calls = 0
+        self.calls, self.by_itself = 0, False
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        x = self.norm(torch.tanh(self.line(x)))
+        line = self.line
+        x = functional.linear(x, line.weight, line.bias) if self.by_itself else line(x)
+        x = self.norm(torch.tanh(x))
         return self.late(x) if self.calls > 2 else x
 
 
@@ -142,7 +146,7 @@ MICROBATCHES = 8
 
 
 def gradients(order: str, count: int) -> dict[str, Tensor | None]:
-    """The gradients of a module after `order`.
+    """The gradients of a module in the second step of `order`.
 
     The string `order` says what runs after the F of every microbatch. Its letters are b and w (the
     next of each) and x (both at once).
@@ -156,7 +160,8 @@ def gradients(order: str, count: int) -> dict[str, Tensor | None]:
     random = torch.Generator().manual_seed(2)
     for step in range(2):
         module.zero_grad()
-        module.calls = 0
+        layer.begin()
+        module.calls, module.by_itself = 0, not step
         for j in range(MICROBATCHES):
             layer.forward(j, (torch.randn(4, 6, generator=random),), step, True, True, None)
         b = w = 0

@@ -1,90 +1,82 @@
-"""dynmo warns of layers most of whose weight gradients cannot wait."""
+"""The warning that most weight gradients of a layer cannot wait for W."""
 
 from __future__ import annotations
 
 import logging
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dynmo
-from dynmo.runtime.comm.clock import HostClock
-from dynmo.runtime.layer.split_backward import Layer
 from tests.pool import Pool
 
-LOGGER = "dynmo.runtime.layer.split_backward"
-WIDTH = 8
+JOB = "tests.runtime.layer.test_early_weights:warned"
+TOKENS, WIDTH = 3, 8
 
 
-class Convolution(nn.Module):
-    """[batch, WIDTH] in and out. A third of the weights is in a linear."""
+class Recurrent(nn.Module):
+    """Its GRU has 384 weights, which cannot wait. Its linears may have more."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__()
-        self.inner = nn.Conv1d(WIDTH, 2 * WIDTH, 1, bias=False)
-        self.outer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.cell = nn.GRU(WIDTH, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.inner(x.unsqueeze(-1)).squeeze(-1)[:, :WIDTH])
+        return self.second(self.first(self.cell(x)[0]))
 
 
-def step(layer: Layer, deferred: bool = True) -> None:
-    (y,) = layer.forward(0, (torch.randn(3, WIDTH),), 0, True, False, None)
-    layer.backward_input(0, (torch.ones_like(y),), deferred=deferred)
+def warned(world: dynmo.World, inner: list[int], **options: Any) -> list[str]:
+    """Trains, and returns this rank's warnings."""
+    told: list[str] = []
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    handler, logger = Told(logging.WARNING), logging.getLogger("dynmo")
+    logger.addHandler(handler)
+    try:
+        train(world, inner, **options)
+    finally:
+        logger.removeHandler(handler)
+    return told
+
+
+def train(world: dynmo.World, inner: list[int], **options: Any) -> None:
+    torch.manual_seed(0)
+    blocks = [Recurrent(each) for each in inner]
+    layers = [nn.LayerNorm(WIDTH), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
+    pipeline = dynmo.Pipeline(model, world, microbatches=4, balance="none", **options)
+    batch = torch.randn(2, 4, TOKENS, WIDTH)
+    for _ in range(2):
+        pipeline.step(*batch)
+    pipeline.close()
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "zb-auto"])
+def test_kind_of_layer_is_named_once(pool: Pool, schedule: str) -> None:
+    """Both ranks hold layers of this kind. 25 % of the weights of each wait."""
+    (told,) = chain(*pool.run(JOB, 2, inner=[8, 8, 8], schedule=schedule))
+    assert told.startswith("layer 3 (Recurrent), and those like it: the gradients of 25% of the ")
+    assert "dynmo.register_split" in told
+
+
+def test_only_one_replica_warns(pool: Pool) -> None:
+    told = pool.run(JOB, 4, inner=[8, 8, 8], schedule="zb-h1", replicas=2)
+    assert len(list(chain(*told))) == 1
 
 
 @pytest.mark.parametrize(
-    ("module", "says"),
+    ("inner", "schedule"),
     [
-        (Convolution(), "layer 2 (Convolution), and those like it: the gradients of 33%"),
-        (nn.Linear(WIDTH, WIDTH), None),
-        (nn.Sequential(Convolution().requires_grad_(False), nn.Linear(WIDTH, WIDTH)), None),
+        pytest.param(64, "zb-h1", id="most weights wait"),
+        pytest.param(8, "1f1b", id="there is no W"),
     ],
 )
-def test_share_of_weights_that_wait_is_told_once(
-    module: nn.Module, says: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    layer = Layer(2, module, HostClock(), 0)
-    layer.warns = True
-    for _ in range(2):
-        step(layer)
-        layer.forget_sizes()
-    messages = [each.message for each in caplog.records if each.name == LOGGER]
-    assert [message.startswith(says or "?") for message in messages] == [True] * bool(says)
-
-
-def test_schedule_with_a_whole_backward_needs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    layer = Layer(2, Convolution(), HostClock(), 0)
-    layer.warns = True
-    step(layer, deferred=False)
-    assert not caplog.records
-
-
-def warnings_of(world: dynmo.World) -> list[str]:
-    """Trains three layers of one kind and one of another. Returns what the rank warned of."""
-    messages, handler = list[str](), logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger(LOGGER)
-    logger.addHandler(handler)
-    torch.manual_seed(0)
-    layers = [*(Convolution() for _ in range(3)), nn.Sequential(Convolution(), nn.Tanh())]
-    pipeline = dynmo.Pipeline(
-        dynmo.Sequential(layers, loss=nn.functional.mse_loss),
-        world,
-        schedule="zb-h1",
-        microbatches=4,
-        replicas=2,
-        balance="none",
-    )
-    pipeline.step(torch.randn(8, WIDTH), torch.zeros(8, WIDTH))
-    logger.removeHandler(handler)
-    return [message[: message.index(")")] for message in messages]
-
-
-def test_last_layer_of_each_kind_warns_on_one_replica(pool: Pool) -> None:
-    said = pool.run("tests.runtime.layer.test_early_weights:warnings_of", 4)
-    assert sorted(text for each in said for text in each) == [
-        "layer 2 (Convolution",
-        "layer 3 (Sequential",
-    ]
+def test_nothing_is_said(pool: Pool, inner: int, schedule: str) -> None:
+    assert pool.run(JOB, 2, inner=[inner] * 3, schedule=schedule) == [[], []]

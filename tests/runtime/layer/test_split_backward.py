@@ -16,12 +16,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from dynmo.errors import RunError
 from dynmo.kernels.split import SplitLinear, WeightTape
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 from dynmo.schedule.op import Kind
+from tests.kernels import own_products
+from tests.kernels.own_products import Own
 
 MICROBATCHES = 3
 
@@ -123,6 +127,20 @@ class _ScaleFunction(torch.autograd.Function):
         return gy * factor, None, None
 
 
+class Checkpointed(nn.Module):
+    """A caught module and a linear within torch's checkpoint."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Conv1D(6, 6))
+        self.reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.requires_grad:  # torch would warn
+            return self.inner(x)
+        return cast(Tensor, checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
 class Frozen(nn.Module):
     """A frozen linear between two that train."""
 
@@ -165,6 +183,21 @@ CASES: dict[str, Case] = {
     "two inputs": Case(TwoInputs, lambda: (torch.randn(3, 6), torch.randn(3, 6)), 2),
     "without influence": Case(Deaf, lambda: (torch.randn(3, 6), torch.randn(3, 6)), 1),
     "own tape": Case(Scale, numbers(2, 3, 6), 1),
+    "two products": Case(lambda: Own(own_products.twice, (6, 6)), numbers(3, 6), 2),
+    "product and more": Case(lambda: Own(own_products.by_itself, (6, 6)), numbers(3, 6), 0),
+    "product of a weight with itself": Case(
+        lambda: Own(own_products.squared, (6, 6)), numbers(3, 6), 0
+    ),
+    "expanded weight": Case(lambda: Own(own_products.expanded, (1, 6)), numbers(3, 6), 0),
+    "slope": Case(lambda: Own(own_products.slope, (3, 8, 8)), numbers(3, 8), 0),
+    "checkpoint": Case(lambda: Own(own_products.checkpointed, (6, 6), (6, 6)), numbers(3, 6), 1),
+    "reentrant checkpoint": Case(
+        lambda: Own(own_products.checkpointed_reentrant, (6, 6), (6, 6)), numbers(3, 6), 1
+    ),
+    "linears in a checkpoint": Case(lambda: Checkpointed(use_reentrant=False), numbers(3, 6), 2),
+    "linears in a reentrant checkpoint": Case(
+        lambda: Checkpointed(use_reentrant=True), numbers(3, 6), 2
+    ),
     "frozen part": Case(Frozen, numbers(3, 6), 2),
     "norm only": Case(lambda: nn.LayerNorm(6), numbers(3, 6), 0),
     "batch norm": Case(
