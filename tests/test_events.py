@@ -17,6 +17,7 @@ from dynmo.errors import InputError, RunError
 from dynmo.events import (
     ChangeEvent,
     CheckpointEvent,
+    DataEvent,
     EndEvent,
     EvalEvent,
     Event,
@@ -43,6 +44,7 @@ from tests.full_disk import files_up_to
 
 ALL: list[Event] = [
     StepEvent(0, 0.1 + 0.2, 1e5 / 3, 0.25, math.pi, 1e-300, None, 3e-4, (4, 4), 2, time=1.5),
+    DataEvent(0, 0.125, 512, 24, 3, time=2.0),
     SkippedEvent(0, 65536.0, 32768.0, time=2.25),
     EvalEvent(0, 5e-324, time=2.5),
     TokensEvent(10, "early_exit", (5, 8), {"exited": [0.25, 0.5]}, time=1.0),
@@ -116,6 +118,7 @@ def test_round_trip(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == [
         "step",
+        "data",
         "skipped",
         "eval",
         "tokens",
@@ -133,7 +136,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "checkpoint",
         "end",
     ]
-    moved = json.loads(lines[5])
+    moved = json.loads(lines[6])
     assert (moved["from"], moved["to"]) == ([4, 4], [6, 2]), "the words of the contract"
     assert "source" not in moved
 

@@ -63,7 +63,7 @@ class DataSection(Options):
             str,
             written(
                 "(file|jsonl|parquet|hf):.+",
-                "stdlib, file:PATH, jsonl:PATH, parquet:PATH or hf:NAME",
+                "file:PATH, jsonl:PATH, parquet:PATH or hf:NAME",
             ),
         ]
     ) = "stdlib"
@@ -182,7 +182,7 @@ class TraceSection(Options):
 class MetricsSection(Options):
     """Where the numbers of a run are written, beside its log."""
 
-    to: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
+    to: Annotated[tuple[Literal["csv", "tensorboard", "wandb"], ...], Lax] = ()
     """Some of `csv` (runs/NAME/numbers.csv), `tensorboard` (runs/NAME/tensorboard) and `wandb`
     (Weights & Biases; with `WANDB_MODE=offline` on this machine alone)."""
 
