@@ -3,6 +3,7 @@
     csv           numbers.csv: a row for each step
     tensorboard   files for TensorBoard
     wandb         Weights & Biases, or its folder alone with WANDB_MODE=offline
+    python:...    a sink of one's own
 
 A name is that of the event and of its field: `step/loss`, `eval/loss`, `data/waited`.
 """
@@ -14,10 +15,11 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from dynmo.errors import ConfigError, needs_extra
 from dynmo.events import DataEvent, Event, StepEvent
+from dynmo.options import find_own
 
 
 class NumberSink(Protocol):
@@ -125,11 +127,20 @@ def _module(name: str) -> Any:
         raise ConfigError(needs_extra(package, "metrics")) from None
 
 
-KINDS = ("csv", "tensorboard", "wandb")
-
-
 def open_sink(kind: str, folder: Path, name: str) -> NumberSink:
-    """Opens one of `KINDS` in a run's folder."""
+    """Opens csv, tensorboard, wandb or `python:package.module:function` in a run's folder.
+
+    Raises:
+        ConfigError: A package is missing, or the function returns no sink.
+    """
+    if kind.startswith("python:"):
+        sink = find_own("metrics.to", kind)(folder, name)
+        if not callable(sink) or not callable(getattr(sink, "close", None)):
+            raise ConfigError(
+                f'metrics.to has "{kind}", which returned a {type(sink).__name__}; it must return '
+                "an object that takes events when called, and has a close()"
+            )
+        return cast(NumberSink, sink)
     if kind == "csv":
         return Csv(folder / "numbers.csv")
     return TensorBoard(folder / "tensorboard") if kind == "tensorboard" else WandB(folder, name)

@@ -80,3 +80,30 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         Csv(tmp_path / "file" / "numbers.csv")
+
+
+class Losses:
+    """A sink of one's own."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path, self._losses = folder / f"{name}.txt", list[str]()
+
+    def __call__(self, event: Event) -> None:
+        self._losses += [str(event.loss)] if isinstance(event, StepEvent) else []
+
+    def close(self) -> None:
+        self._path.write_text(" ".join(self._losses))
+
+
+def no_sink(folder: Path, name: str) -> str:
+    return name
+
+
+def test_sink_of_ones_own_takes_the_events(tmp_path: Path) -> None:
+    sink = open_sink(f"python:{__name__}:Losses", tmp_path, "run")
+    for event in EVENTS:
+        sink(event)
+    sink.close()
+    assert (tmp_path / "run.txt").read_text() == "3.0 1.0"
+    with pytest.raises(ConfigError, match="returned a str; it must return an object that takes"):
+        open_sink(f"python:{__name__}:no_sink", tmp_path, "run")

@@ -62,13 +62,13 @@ class DataSection(Options):
         | Annotated[
             str,
             written(
-                "(file|jsonl|parquet|hf):.+",
-                "file:PATH, jsonl:PATH, parquet:PATH or hf:NAME",
+                f"(file|jsonl|parquet|hf):.+|{OWN}",
+                "file:PATH, jsonl:PATH, parquet:PATH, hf:NAME or python:module:function",
             ),
         ]
     ) = "stdlib"
     """Text: `stdlib` (the sources of the running Python) or `file:PATH`. Samples, for a model of
-    kind `hf`: `jsonl:PATH`, `parquet:PATH` or `hf:NAME`."""
+    kind `hf`: `jsonl:PATH`, `parquet:PATH`, `hf:NAME` or `python:package.module:function`."""
     shuffle: Literal["windows", "batches"] = "windows"
     """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
     `batches` repeats the batches of the first epoch in another order."""
@@ -82,7 +82,7 @@ class DataSection(Options):
 
     @property
     def has_samples(self) -> bool:
-        return self.source.startswith(("jsonl:", "parquet:", "hf:"))
+        return self.source.startswith(("jsonl:", "parquet:", "hf:", "python:"))
 
     @model_validator(mode="after")
     def _has_no_idle_options(self) -> Self:
@@ -182,9 +182,16 @@ class TraceSection(Options):
 class MetricsSection(Options):
     """Where the numbers of a run are written, beside its log."""
 
-    to: Annotated[tuple[Literal["csv", "tensorboard", "wandb"], ...], Lax] = ()
-    """Some of `csv` (runs/NAME/numbers.csv), `tensorboard` (runs/NAME/tensorboard) and `wandb`
-    (Weights & Biases; with `WANDB_MODE=offline` on this machine alone)."""
+    to: Annotated[
+        tuple[
+            Literal["csv", "tensorboard", "wandb"]
+            | Annotated[str, written(OWN, "csv, tensorboard, wandb or python:module:function")],
+            ...,
+        ],
+        Lax,
+    ] = ()
+    """Some of `csv` (runs/NAME/numbers.csv), `tensorboard` (runs/NAME/tensorboard), `wandb` (with
+    `WANDB_MODE=offline` on this machine alone) and `python:package.module:function`."""
 
 
 class Config(Options):

@@ -1,8 +1,9 @@
-"""Records of text in files: one for each sample, read by number.
+"""Records: one for each sample, read by number.
 
     jsonl:PATH      a JSON object on each line
     parquet:PATH    a row
     hf:NAME         an item of a dataset of Hugging Face, or of a folder of `save_to_disk`
+    python:module:function    an item of the sequence that a function of one's own returns
 
 A file is not held in memory, so it may be larger. What a record means is said in `samples.py`.
 """
@@ -14,7 +15,7 @@ import json
 import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -23,8 +24,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from dynmo.errors import ConfigError, needs_extra
-
-KINDS = ("jsonl", "parquet", "hf")
+from dynmo.options import find_own
 
 Record = Mapping[str, Any]
 
@@ -44,14 +44,14 @@ class Records(Protocol):
 
 
 def open_records(source: str) -> Records:
-    """Opens "jsonl:PATH", "parquet:PATH" or "hf:NAME".
+    """Opens "jsonl:PATH", "parquet:PATH", "hf:NAME" or "python:module:function".
 
     Raises:
         ConfigError: The source cannot be read, or has no records.
     """
     kind, _, name = source.partition(":")
     try:
-        records: Records = {"jsonl": JsonLines, "parquet": Parquet, "hf": Dataset}[kind](name)
+        records = KINDS[kind](name)
     except OSError as error:
         told = error.strerror or error
         raise ConfigError(f'data.source = "{source}": cannot be read ({told})') from None
@@ -163,3 +163,42 @@ class Dataset:
 
     def place(self, number: int) -> str:
         return f"{self._name}, item {number}"
+
+
+class OwnRecords:
+    """What a function of one's own returns: anything with a length and items."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        rows = find_own("data.source", f"python:{name}")()
+        if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+            raise ConfigError(
+                f'data.source = "python:{name}": returned a {type(rows).__name__}; it must return '
+                "a sequence of records, such as a list or a Dataset with a length"
+            )
+        self._rows: Any = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Record:
+        try:
+            record = self._rows[number]
+        except Exception as error:  # anything that the user's code raises
+            said = f"{type(error).__name__}: {error}"
+            raise BrokenSampleError(f"{self.place(number)}: raised {said}") from error
+        if not isinstance(record, Mapping):
+            kind = type(record).__name__
+            raise BrokenSampleError(f"{self.place(number)}: a {kind}, not a dictionary")
+        return cast(Record, record)
+
+    def place(self, number: int) -> str:
+        return f"{self._name}, item {number}"
+
+
+KINDS: dict[str, Callable[[str], Records]] = {
+    "jsonl": JsonLines,
+    "parquet": Parquet,
+    "hf": Dataset,
+    "python": OwnRecords,
+}

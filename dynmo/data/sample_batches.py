@@ -89,12 +89,15 @@ class SampleBatches:
         """Returns a microbatch to evaluate on."""
         return self._padded(self._samples(self.order.held_out(index)))
 
+    def encoded(self, number: int) -> Sample:
+        """Returns a sample, or raises BrokenSampleError."""
+        return self._encoder.encode(self._records[number], self._records.place(number))
+
     def _samples(self, numbers: Numbers) -> list[Sample]:
         samples: list[Sample] = []
         for number in numbers.tolist():
             try:
-                record = self._records[number]
-                samples.append(self._encoder.encode(record, self._records.place(number)))
+                samples.append(self.encoded(number))
             except BrokenSampleError as error:
                 if self._broken == "stop":
                     raise

@@ -3,6 +3,7 @@
     {"messages": [{"role": "user", "content": "..."}, ...]}    the tokenizer's chat template
     {"prompt": "...", "completion": "..."}
     {"text": "..."}
+    {"input_ids": [1, 2, ...], "labels": [-100, 2, ...]}       tokens as they are; labels by choice
 
 Labels are the ids. Those that the loss does not count are -100: with `answers_only` all but what an
 assistant says, and all but the completion.
@@ -31,17 +32,26 @@ class Encoder:
     """Makes samples.
 
     Attributes:
-        tokenizer: A tokenizer of transformers.
+        tokenizer: A tokenizer of transformers. None if the records have token ids.
+        vocab: Number of tokens of the model.
         longest: Tokens after which a sample is cut.
         answers_only: Whether the loss counts answers alone.
     """
 
     tokenizer: Any
     longest: int
+    vocab: int
     answers_only: bool = False
 
     def check(self, record: Record) -> None:
         """Raises ConfigError if the tokenizer cannot encode records like the first one."""
+        if "input_ids" in record:
+            if self.answers_only:
+                raise ConfigError(
+                    "data.answers_only = true, but the records have token ids, whose labels say "
+                    "what counts; leave it out"
+                )
+            return
         if "messages" in record and not self.tokenizer.chat_template:
             raise ConfigError(
                 "the records have messages, but the tokenizer has no chat template; add one to "
@@ -60,7 +70,11 @@ class Encoder:
             BrokenSampleError: The record is no sample, or no label counts.
         """
         found = _keys(record)
-        if "messages" in found:
+        if "input_ids" in found:
+            sample = self._given(record, place)
+        elif self.tokenizer is None:
+            raise BrokenSampleError(f"{place}: has no input_ids, as the first record has")
+        elif "messages" in found:
             sample = self._conversation(record["messages"], place)
         elif {"prompt", "completion"} <= found:
             sample = self._completion(*(_text(record, k, place) for k in ("prompt", "completion")))
@@ -70,7 +84,8 @@ class Encoder:
         else:
             columns = ", ".join(sorted(record)) or "nothing"
             raise BrokenSampleError(
-                f"{place}: has {columns}; a record needs messages, prompt and completion, or text"
+                f"{place}: has {columns}; a record needs messages, prompt and completion, text, or "
+                "input_ids"
             )
         sample = Sample(*(each[: self.longest] for each in sample))
         # The first token of a row has no loss, for none comes before it.
@@ -84,6 +99,19 @@ class Encoder:
     def _ended(self, ids: list[int]) -> list[int]:
         end = self.tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+    def _given(self, record: Record, place: str) -> Sample:
+        ids = _numbers(record, "input_ids", place)
+        labels = _numbers(record, "labels", place) if record.get("labels") is not None else ids
+        if len(labels) != len(ids):
+            raise BrokenSampleError(f"{place}: has {len(ids)} input_ids and {len(labels)} labels")
+        for name, values in (("input_ids", ids), ("labels", set(labels) - {IGNORED})):
+            wrong = next((value for value in values if not 0 <= value < self.vocab), None)
+            if wrong is not None:
+                raise BrokenSampleError(
+                    f"{place}: {name} has {wrong}; the model has tokens 0 to {self.vocab - 1}"
+                )
+        return Sample(ids, labels)
 
     def _completion(self, prompt: str, completion: str) -> Sample:
         first = self._ids(prompt)
@@ -138,3 +166,12 @@ def _text(record: Record, key: str, place: str) -> str:
         kind = type(value).__name__
         raise BrokenSampleError(f"{place}: {key} has the type {kind}; it must be a text")
     return value
+
+
+def _numbers(record: Record, key: str, place: str) -> list[int]:
+    value = record[key]
+    if hasattr(value, "tolist"):  # an array or a tensor
+        value = value.tolist()
+    if not isinstance(value, list) or not all(type(each) is int for each in value):
+        raise BrokenSampleError(f"{place}: {key} is no list of integers")
+    return cast("list[int]", value)

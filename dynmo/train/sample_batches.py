@@ -26,12 +26,17 @@ def batches_of(config: Config, model: Model, records: Records) -> SampleBatches:
         ConfigError: The model has no tokenizer, or the first record cannot be encoded.
     """
     options, train, data = model.options or config.model, config.train, config.data
-    tokenizer = _tokenizer_of(options)
-    encoder = Encoder(tokenizer, config.model.sequence, data.answers_only)
+    if options.kind != "hf":
+        raise ConfigError(
+            f"data.source has samples, which need a model of kind hf, not {options.kind}; use text "
+            "(file:PATH)"
+        )
+    tokenizer = _tokenizer_of(options, needed="input_ids" not in records[0])
+    encoder = Encoder(tokenizer, config.model.sequence, options.vocab, data.answers_only)
     check_first(records, encoder)
-    pad = tokenizer.pad_token_id
+    pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
-        pad = tokenizer.eos_token_id or 0
+        pad = getattr(tokenizer, "eos_token_id", None) or 0
     return SampleBatches(
         records,
         encoder,
@@ -44,13 +49,14 @@ def batches_of(config: Config, model: Model, records: Records) -> SampleBatches:
     )
 
 
-def _tokenizer_of(options: ModelOptions) -> Any:
+def _tokenizer_of(options: ModelOptions, needed: bool) -> Any:
     folder = Path(options.path)
-    if options.kind != "hf" or not has_tokenizer(folder):
-        what = f"{folder} has no tokenizer" if options.kind == "hf" else f"kind {options.kind} has"
+    if not has_tokenizer(folder):
+        if not needed:
+            return None
         raise ConfigError(
-            f"data.source has samples, which need a tokenizer, and {what}; use a model of kind hf "
-            "whose folder has one, or text (file:PATH)"
+            f"data.source has samples, which need a tokenizer, and {folder} has none; save it "
+            "there, or give token ids (input_ids)"
         )
     return load_tokenizer(folder, options.vocab, options.trust_remote_code)
 

@@ -91,3 +91,39 @@ def test_saved_dataset_of_hugging_face_is_read(tmp_path: Path) -> None:
     assert [records[at] for at in range(len(records))] == rows
     with pytest.raises(ConfigError, match="cannot be loaded"):
         open_records(f"hf:{tmp_path}/nothing")
+
+
+class Squares:
+    """Records that a program computes."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> object:
+        return {"text": str(number**2)} if number < 2 else [number][number]
+
+
+def a_number() -> int:
+    return 3
+
+
+def broken() -> object:
+    raise OSError("the disk is gone")
+
+
+def test_own_records_are_read_by_number() -> None:
+    name = f"{__name__}:Squares"
+    records = open_records(f"python:{name}")
+    assert len(records) == 4
+    assert [records[at] for at in (1, 0)] == [{"text": "1"}, {"text": "0"}]
+    with pytest.raises(BrokenSampleError, match=f"{name}, item 2: raised IndexError"):
+        records[2]
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [("a_number", "returned a int; it must return a sequence"), ("broken", "the disk is gone")],
+)
+def test_function_without_records_is_refused(function: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        open_records(f"python:{__name__}:{function}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from dynmo.data.records import BrokenSampleError
@@ -16,6 +17,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+VOCAB = 500
 TURNS = [
     {"role": "user", "content": "import os"},
     {"role": "assistant", "content": "def f"},
@@ -32,13 +34,13 @@ def tokenizer(small_llama: Path) -> Any:
 
 
 def test_conversation_has_the_ids_of_the_template(tokenizer: Any) -> None:
-    sample = Encoder(tokenizer, 1000).encode({"messages": TURNS}, "a:1")
+    sample = Encoder(tokenizer, 1000, VOCAB).encode({"messages": TURNS}, "a:1")
     expected = tokenizer.apply_chat_template(TURNS, tokenize=True, return_dict=True)["input_ids"]
     assert sample.ids == sample.labels == expected
 
 
 def test_answers_alone_count(tokenizer: Any) -> None:
-    sample = Encoder(tokenizer, 1000, answers_only=True).encode({"messages": TURNS}, "a:1")
+    sample = Encoder(tokenizer, 1000, VOCAB, answers_only=True).encode({"messages": TURNS}, "a:1")
     assert all(label in (-100, token) for token, label in zip(*sample, strict=True))
     spoken = tokenizer.decode([label for label in sample.labels if label != -100])
     assert spoken == "def f\nreturn 3\n"
@@ -46,21 +48,21 @@ def test_answers_alone_count(tokenizer: Any) -> None:
 
 def test_completion_counts_and_ends(tokenizer: Any) -> None:
     record = {"prompt": "import os", "completion": " return 3"}
-    ids, labels = Encoder(tokenizer, 1000, answers_only=True).encode(record, "a:1")
+    ids, labels = Encoder(tokenizer, 1000, VOCAB, answers_only=True).encode(record, "a:1")
     first = tokenizer("import os")["input_ids"]
     assert ids[: len(first)] == first
     assert labels == [-100] * len(first) + ids[len(first) :]
     assert ids[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(ids[len(first) : -1]) == " return 3"
-    assert Encoder(tokenizer, 1000).encode(record, "a:1") == (ids, ids)
+    assert Encoder(tokenizer, 1000, VOCAB).encode(record, "a:1") == (ids, ids)
 
 
 def test_text_is_cut_at_the_longest(tokenizer: Any) -> None:
     ids = tokenizer("import os\n")["input_ids"]
     end = [] if ids[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
-    encoder = Encoder(tokenizer, 1000)
+    encoder = Encoder(tokenizer, 1000, VOCAB)
     assert encoder.encode({"text": "import os\n", "other": 3}, "a:1").ids == ids + end
-    assert Encoder(tokenizer, 2).encode({"text": "import os\n"}, "a:1").ids == ids[:2]
+    assert Encoder(tokenizer, 2, VOCAB).encode({"text": "import os\n"}, "a:1").ids == ids[:2]
 
 
 @pytest.mark.parametrize(
@@ -79,18 +81,51 @@ def test_broken_record_is_named(tokenizer: Any, record: dict[str, Any], says: st
         "{{ (m", "{% if m['content'] is undefined %}{{ raise_exception('no') }}{% endif %}{{ (m"
     )
     with pytest.raises(BrokenSampleError, match=says):
-        Encoder(tokenizer, 1000, answers_only=True).encode(record, "a:1")
+        Encoder(tokenizer, 1000, VOCAB, answers_only=True).encode(record, "a:1")
 
 
 def test_template_that_rewrites_earlier_turns_cannot_tell_answers(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
     with pytest.raises(ConfigError, match="answers cannot be told apart"):
-        Encoder(tokenizer, 1000, answers_only=True).encode({"messages": TURNS}, "a:1")
+        Encoder(tokenizer, 1000, VOCAB, answers_only=True).encode({"messages": TURNS}, "a:1")
 
 
 def test_what_the_tokenizer_cannot_do_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"data.answers_only = true, but the records have no"):
-        Encoder(tokenizer, 9, answers_only=True).check({"text": "a"})
+        Encoder(tokenizer, 9, VOCAB, answers_only=True).check({"text": "a"})
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
-        Encoder(tokenizer, 9).check({"messages": TURNS})
+        Encoder(tokenizer, 9, VOCAB).check({"messages": TURNS})
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_token_ids_are_taken_as_they_are(as_tensors: bool) -> None:
+    given: dict[str, Any] = {"input_ids": [3, 1, 4, 1], "labels": [-100, 1, 4, 1]}
+    if as_tensors:
+        given = {name: torch.tensor(row) for name, row in given.items()}
+    encoder = Encoder(None, 3, VOCAB)
+    assert encoder.encode(given, "a:1") == ([3, 1, 4], [-100, 1, 4])
+    del given["labels"]
+    assert encoder.encode(given, "a:1") == ([3, 1, 4], [3, 1, 4])
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"input_ids": "text"}, "input_ids is no list of integers"),
+        ({"input_ids": [1, 2.5]}, "input_ids is no list of integers"),
+        ({"input_ids": [1, 500]}, "input_ids has 500; the model has tokens 0 to 499"),
+        ({"input_ids": [1, 2], "labels": [1, -1]}, "labels has -1"),
+        ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids and 1 labels"),
+        ({"input_ids": [1, 2], "labels": [1, -100]}, "none of its 2 tokens counts"),
+        ({"text": "a"}, "has no input_ids, as the first record has"),
+    ],
+)
+def test_wrong_token_ids_are_named(record: dict[str, Any], says: str) -> None:
+    with pytest.raises(BrokenSampleError, match=f"a:1: {says}"):
+        Encoder(None, 9, VOCAB).encode(record, "a:1")
+
+
+def test_answers_of_token_ids_cannot_be_told() -> None:
+    with pytest.raises(ConfigError, match="whose labels say what counts"):
+        Encoder(None, 9, VOCAB, answers_only=True).check({"input_ids": [1, 2]})

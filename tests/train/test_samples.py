@@ -87,6 +87,21 @@ def test_any_ranks_and_resumes_train_the_same(
     assert resumed["weights_digest"] == alone["weights_digest"]
 
 
+def test_token_ids_train_like_their_text_without_a_tokenizer(
+    pool: Pool, model: Path, tmp_path: Path
+) -> None:
+    config = settings(model, lines_of(texts()[:-1]))
+    plain = run(pool, config, tmp_path / "text")
+    batches = batches_of(
+        parse(config), model_of(parse(config)), open_records(config["data"]["source"])
+    )
+    rows = [batches.encoded(number).ids for number in range(RECORDS - 1)]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    config = settings(model, lines_of([{"input_ids": row} for row in rows]))
+    assert run(pool, config, tmp_path / "ids")["weights_digest"] == plain["weights_digest"]
+
+
 def test_each_sample_comes_once_an_epoch(model: Path) -> None:
     """In committed steps, whatever the batching: `Order` says which samples a step has."""
     order = Order(RECORDS, 4, 2, seed=3)
@@ -152,7 +167,7 @@ def test_broken_sample_is_left_out_and_counted(pool: Pool, model: Path, tmp_path
         ({"data": {"answers_only": True}}, "data.answers_only = true, but the records have no"),
         (
             {"other": {"model": {"kind": "gpt", "sequence": 32}}},
-            "need a tokenizer, and kind gpt has",
+            "need a model of kind hf, not gpt",
         ),
         ({"data": {"source": "jsonl:missing"}}, "cannot be read .No such file"),
         ({"data": {"source": "stdlib", "batching": "grouped"}}, "data.batching has no effect"),
