@@ -45,12 +45,16 @@ def rank_command(*arguments: str) -> list[str]:
 def check_input(config: Config) -> None:
     """Checks the config without torch, before anything is made or overwritten."""
     from dynmo.data.corpus import check_vocab, open_corpus
+    from dynmo.data.token_file import TokenFile
     from dynmo.elastic.managers.choose import make_manager
 
-    if config.model.kind not in ("emulated", "hf"):
+    source = config.data.source
+    if config.model.kind not in ("emulated", "hf") and not source.startswith("tokens:"):
         check_vocab(config.model.vocab)
-    if config.data.source.startswith("file:"):
-        open_corpus(config.data.source)
+    if source.startswith("file:"):
+        open_corpus(source)
+    if source.startswith("tokens:"):
+        TokenFile(Path(source.removeprefix("tokens:")))
     make_manager(config.elastic, {})
 
 

@@ -62,13 +62,14 @@ class DataSection(Options):
         | Annotated[
             str,
             written(
-                f"(file|jsonl|parquet|hf):.+|{OWN}",
-                "file:PATH, jsonl:PATH, parquet:PATH, hf:NAME or python:module:function",
+                f"(file|tokens|jsonl|parquet|hf):.+|{OWN}",
+                "file:PATH, tokens:PATH, jsonl:PATH, parquet:PATH, hf:NAME or "
+                "python:module:function",
             ),
         ]
     ) = "stdlib"
-    """Text: `stdlib` (the sources of the running Python) or `file:PATH`. Samples, for a model of
-    kind `hf`: `jsonl:PATH`, `parquet:PATH`, `hf:NAME` or `python:package.module:function`."""
+    """Text: `stdlib` (sources of the running Python), `file:PATH` or `tokens:PATH`. Samples, for a
+    model of kind `hf`: `jsonl:PATH`, `parquet:PATH`, `hf:NAME` or `python:module:function`."""
     shuffle: Literal["windows", "batches"] = "windows"
     """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
     `batches` repeats the batches of the first epoch in another order."""

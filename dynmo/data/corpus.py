@@ -1,4 +1,5 @@
-"""A corpus is one array of bytes, and a byte is a token. `tokenizer.py` makes other tokens.
+"""A corpus is one array of bytes, and a byte is a token. `tokenizer.py` and `token_file.py` have
+other tokens.
 
 "stdlib" is the standard library of the running Python, so every machine has some megabytes of text.
 "file:PATH" is any file. It is read a window at a time, so it may be larger than memory.
@@ -12,6 +13,7 @@ import sysconfig
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +36,9 @@ class FileCorpus:
     The file is not mapped, because a mapped file that is cut off ends the process with SIGBUS.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: str = "file") -> None:
         """Raises OSError if the file cannot be opened."""
-        self._path = path
+        self._named = _named(kind, path)
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         self._length = os.fstat(self._file).st_size
@@ -56,14 +58,19 @@ class FileCorpus:
                 if not piece:
                     now = os.fstat(self._file).st_size
                     sizes = f"it had {self._length} bytes when it was opened, and has {now} now"
-                    raise ConfigError(f"{_named(self._path)} has been cut off: {sizes}")
+                    raise ConfigError(f"{self._named} has been cut off: {sizes}")
                 text += piece
         except OSError as error:
-            raise ConfigError(f"{_named(self._path)} cannot be read ({error.strerror})") from None
+            raise ConfigError(f"{self._named} cannot be read ({error.strerror})") from None
         return np.frombuffer(text, dtype=np.uint8)
 
 
-Corpus = NDArray[np.uint8] | NDArray[np.int32] | FileCorpus
+class Corpus(Protocol):
+    """Tokens, of which a slice is read at a time."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> NDArray[Any]: ...
 
 
 def check_vocab(vocab: int) -> None:
@@ -115,11 +122,12 @@ def _sources(folder: Path) -> Iterator[Path]:
         )
 
 
-def _named(path: Path) -> str:
-    return f'data.source = "file:{path}":'
+def _named(kind: str, path: Path) -> str:
+    return f'data.source = "{kind}:{path}":'
 
 
-def file(path: Path) -> FileCorpus:
+def file(path: Path, kind: str = "file") -> FileCorpus:
+    """Opens a file. `kind` is how `data.source` names it."""
     problem = None
     try:
         info = path.stat()
@@ -128,7 +136,8 @@ def file(path: Path) -> FileCorpus:
         elif not info.st_size:
             problem = "the file is empty"
         else:
-            return FileCorpus(path)
+            return FileCorpus(path, kind)
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
-    raise ConfigError(f"{_named(path)} {problem}; give a file of text")
+    wanted = "text" if kind == "file" else kind
+    raise ConfigError(f"{_named(kind, path)} {problem}; give a file of {wanted}")

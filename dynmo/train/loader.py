@@ -58,7 +58,7 @@ class DataLoader:
             config.data.shuffle,
         )
         self._batches: Batches | None = None
-        check_tokens(options)
+        check_tokens(config.data.source, options)
         digest, length = None, 0
         if pipeline.needs_data:
             corpus = open_text(config.data.source, options)

@@ -158,11 +158,12 @@ def cases_of(config: Config, layers: int) -> list[Dynamism]:
 def plan_run(config: Config) -> RunPlan:
     """Plans the run of a config without running it. Raises the errors that a run would raise."""
     model = _shapes_of(config)
-    check_tokens(model.options or config.model)
+    options, source = model.options or config.model, config.data.source
+    check_tokens(source, options)
     if config.data.has_samples:
-        batches_of(config, model, open_records(config.data.source))
-    else:
-        open_corpus(config.data.source)
+        batches_of(config, model, open_records(source))
+    elif not source.startswith("tokens:"):
+        open_corpus(source)
     on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
     return dry_run(model, config.options, own_cases(config), on_cuda)
 

@@ -1,4 +1,4 @@
-"""The tokens that a run trains on: bytes, or those of a tokenizer in the model's folder."""
+"""The tokens that a run trains on: bytes, a tokenizer's, or those of a file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from dynmo.data.corpus import VOCAB, Corpus, check_vocab, open_corpus
+from dynmo.data.token_file import TokenFile
 from dynmo.errors import ConfigError
 from dynmo.models.options import ModelOptions
 
 
-def check_tokens(options: ModelOptions) -> None:
-    """Raises ConfigError if the model cannot read the tokens that a text would have."""
-    if options.kind == "hf":
+def check_tokens(source: str, options: ModelOptions) -> None:
+    """Raises ConfigError if the model cannot read the tokens that a source has."""
+    if source.startswith("tokens:"):
+        open_text(source, options)
+    elif options.kind == "hf":
         _tokenizer_of(Path(options.path), options.vocab, options.trust_remote_code)
     elif options.kind != "emulated":
         check_vocab(options.vocab)
@@ -23,9 +26,17 @@ def open_text(source: str, options: ModelOptions) -> Corpus:
     """Returns the tokens of a text.
 
     Args:
-        source: "stdlib" or "file:PATH".
+        source: "stdlib", "file:PATH" or "tokens:PATH".
         options: Those of the model, with the vocabulary of its folder.
     """
+    if source.startswith("tokens:"):
+        tokens = TokenFile(Path(source.removeprefix("tokens:")))
+        if options.kind != "emulated" and tokens.vocab > options.vocab:
+            raise ConfigError(
+                f'data.source = "{source}": its tokens go up to {tokens.vocab - 1}, and the model '
+                f"has {options.vocab}; use the model's own tokenizer, or a greater model.vocab"
+            )
+        return tokens
     if options.kind != "hf":
         return open_corpus(source)
     return _tokens(source, Path(options.path), options.vocab, options.trust_remote_code)

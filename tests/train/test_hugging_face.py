@@ -94,7 +94,7 @@ def test_fewer_tokens_than_bytes_need_a_tokenizer(tmp_path: Path) -> None:
     model = model_of(parse(settings(tmp_path, "stdlib")))
     assert model.options is not None
     with pytest.raises(ConfigError, match=r"has no tokenizer, and its model has 255 tokens"):
-        check_tokens(model.options)
+        check_tokens("stdlib", model.options)
 
 
 def test_a_sequence_needs_positions(small_llama: Path) -> None:
