@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from dynmo.config import parse
 from dynmo.data.order import Order
 from dynmo.data.records import open_records
+from dynmo.data.sample_batches import padding_of
 from dynmo.errors import ConfigError
 from dynmo.events import DataEvent, StepEvent, read
 from dynmo.train.sample_batches import batches_of
@@ -126,6 +127,34 @@ def test_step_has_the_tokens_of_its_samples(model: Path, batching: str) -> None:
         ]
         end = tokenizer.eos_token_id
         assert sorted(map(partial(without, end), rows)) == [without(end, row) for row in wanted]
+
+
+def test_conversations_are_padded_as_the_collator_of_transformers_does(model: Path) -> None:
+    said = ["import", "import os\nimport sys", "return 3", "x", "def f(x):\n    return x", "os"]
+    talks = [
+        [
+            {"role": "user", "content": said[n % 6]},
+            {"role": "assistant", "content": said[n * 5 % 6]},
+        ]
+        for n in range(RECORDS)
+    ]
+    config = parse(settings(model, lines_of([{"messages": turns} for turns in talks])))
+    batches = batches_of(config, model_of(config), open_records(config.data.source))
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    collate = DataCollatorForSeq2Seq(tokenizer)
+    assert padding_of(batches.train(1)).padded > 0
+    for numbers, made in zip(batches.order.train(1), batches.train(1), strict=True):
+        rows = [
+            tokenizer.apply_chat_template(
+                talks[n], return_dict=True, truncation=True, max_length=config.model.sequence
+            )
+            for n in numbers
+        ]
+        wanted = collate([{**row, "labels": row["input_ids"]} for row in rows])
+        assert made.keys() == wanted.keys()
+        for name in made:
+            assert made[name].numpy().tobytes() == wanted[name].numpy().tobytes()
 
 
 def test_broken_sample_ends_the_run_after_a_checkpoint(
