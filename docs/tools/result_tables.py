@@ -24,6 +24,7 @@ from benchmarks import (
     traces,
     traces_emulated,
     traces_stepwise,
+    waiting,
 )
 from docs.tools.figures import result_of
 
@@ -70,6 +71,7 @@ def result_tables() -> dict[str, str]:
         "deferred times": deferred.times_table(result_of("deferred.json")),
         "executor_families": executor_families.table(result_of("executor_families.json")),
         "heavy_head": heavy_head.table(result_of("heavy_head.json")),
+        "waiting": waiting.table(result_of("waiting.json")),
         "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),
         "traces": _without(
             _rows(traces.summary(of_traces["rows"]), "24", "32", "48"),
