@@ -2,8 +2,8 @@
 
 A Llama of drawn weights trains with `dynmo train` on a file of JSON lines, on one rank of one
 thread. The samples are the functions of Python's standard library. The tokenizer is trained on
-them. First the source is as fast as it can be. Then it gives samples at a multiple of the speed at
-which the first run's steps took them: 1.2 times, and 0.8 times.
+them. In the first run the source is as fast as it can be. In the others it gives 1.2 and 0.8 times
+as many samples a second as the steps of the first run took.
 
 `seconds` is the median step. `waited` is the share of the steps' seconds that they waited for
 samples, without the first step. `bound` is the share that no reader can avoid: what the source

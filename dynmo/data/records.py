@@ -166,7 +166,7 @@ class Dataset:
 
 
 class OwnRecords:
-    """What a function of one's own returns: anything with a length and items."""
+    """The items of a sequence that a function of one's own returns."""
 
     def __init__(self, name: str) -> None:
         self._name = name
