@@ -81,12 +81,10 @@ class Order:
             )
         # The windows are spread over the held-out text. They are the same for every seed, so that
         # losses of different runs compare.
-        self._held_out = self.windows + _permutation(self.held_out_windows, 0, 2**64 - 1)
+        self._held_out = self.windows + permutation(self.held_out_windows, 0, 2**64 - 1)
         # Steps come in order, so two permutations are enough. One is that of the current epoch. The
         # other is that of the first epoch, which defines the batches.
-        self._permutation = lru_cache(maxsize=2)(
-            lambda size, epoch: _permutation(size, seed, epoch)
-        )
+        self._permutation = lru_cache(maxsize=2)(lambda size, epoch: permutation(size, seed, epoch))
 
     def train(self, step: int) -> Numbers:
         """Return the windows of a step, of all replicas: [microbatches, micro_batch]."""
@@ -117,7 +115,27 @@ class Order:
         return self._micro_batch == 1 and steps * self._global_batch > self.windows
 
 
-def _permutation(size: int, seed: int, epoch: int) -> Numbers:
+def permutation(size: int, seed: int, epoch: int) -> Numbers:
     """Sort raw random numbers, which numpy keeps from version to version."""
     random = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(size)
     return np.argsort(random, kind="stable")
+
+
+class StreamOrder:
+    """The numbers of a stream, which has an order of its own. The arguments are those of `Order`.
+
+    Args:
+        held_out: The first numbers, which are held out.
+    """
+
+    def __init__(self, held_out: int, global_batch: int, micro_batch: int) -> None:
+        self._held_out, self._global_batch, self._micro_batch = held_out, global_batch, micro_batch
+
+    def train(self, step: int) -> Numbers:
+        start = self._held_out + step * self._global_batch
+        return np.arange(start, start + self._global_batch).reshape(-1, self._micro_batch)
+
+    def held_out(self, index: int) -> Numbers:
+        return (
+            np.arange(index * self._micro_batch, (index + 1) * self._micro_batch) % self._held_out
+        )

@@ -137,23 +137,10 @@ class Parquet:
 
 
 class Dataset:
-    """A dataset of Hugging Face by name, from its cache, or a folder of `save_to_disk`.
-
-    A name may end with the split: `NAME[train]`. Without one the split is "train".
-    """
+    """A dataset of Hugging Face by name, from its cache, or a folder of `save_to_disk`."""
 
     def __init__(self, name: str) -> None:
-        datasets = _module("datasets")
-        self._name = name
-        path, _, split = name.removesuffix("]").partition("[")
-        try:
-            if Path(path).is_dir() and (Path(path) / "state.json").is_file():
-                self._rows: Any = datasets.load_from_disk(path)
-            else:
-                self._rows = datasets.load_dataset(path, split=split or "train")
-        except (ValueError, FileNotFoundError, ConnectionError) as error:
-            said = str(error).splitlines()[0]
-            raise ConfigError(f'data.source = "hf:{name}": cannot be loaded: {said}') from None
+        self._name, self._rows = name, load_rows(name)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -163,6 +150,25 @@ class Dataset:
 
     def place(self, number: int) -> str:
         return f"{self._name}, item {number}"
+
+
+def load_rows(name: str, streaming: bool = False) -> Any:
+    """Loads a dataset of Hugging Face.
+
+    Args:
+        name: May end with the split: `NAME[train]`. Without one the split is "train".
+        streaming: Whether to get an IterableDataset, which is read in order.
+    """
+    datasets = _module("datasets")
+    path, _, split = name.removesuffix("]").partition("[")
+    try:
+        if Path(path).is_dir() and (Path(path) / "state.json").is_file():
+            rows = datasets.load_from_disk(path)
+            return rows.to_iterable_dataset() if streaming else rows
+        return datasets.load_dataset(path, split=split or "train", streaming=streaming)
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
+        said = str(error).splitlines()[0]
+        raise ConfigError(f'data.source = "hf:{name}": cannot be loaded: {said}') from None
 
 
 class OwnRecords:

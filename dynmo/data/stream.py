@@ -1,0 +1,195 @@
+"""Records that come in order, such as those of a streamed dataset, shuffled in blocks.
+
+A stream is read pass after pass. The first records of each pass are held out. The others are
+numbered through all passes, and the records of each block are shuffled:
+
+    pass      |--held out--|-----------------------------|--held out--|------ ..
+    numbers    0 ..            block 0    |   block 1    |              block 1 | block 2 ..
+
+The present block is in memory, and the next as far as it is read. A stream that begins in the
+middle goes on from a position. Without one it reads from the beginning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from dynmo.data.order import Numbers, permutation
+from dynmo.data.records import BrokenSampleError, Record, load_rows
+from dynmo.errors import ConfigError
+from dynmo.options import find_own
+
+HELD_OUT = 128
+_POSITIONS = 16  # as many blocks as a run reads ahead, and more
+
+
+class Position(NamedTuple):
+    """Where a stream goes on.
+
+    Attributes:
+        number: Number of the next record.
+        passes: Passes that are over.
+        item: Items of the present pass that are over.
+        state: `state_dict()` of the rows, as JSON. None if they have none.
+    """
+
+    number: int
+    passes: int
+    item: int
+    state: Any
+
+
+class Stream:
+    """The records of a stream by number, in the shuffled order.
+
+    A number that is far behind the last one is read again from the beginning.
+
+    Args:
+        name: The source, for messages.
+        rows: Returns the items of a pass. They may have `state_dict()` and `load_state_dict()`,
+            which spare reading from the beginning.
+        block: Records that are shuffled together.
+        seed: Seed of the order.
+        position: Where to go on.
+
+    Raises:
+        ConfigError: The stream cannot be read, or has too few records.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: Callable[[], Iterable[Any]],
+        block: int,
+        seed: int,
+        position: Position | None = None,
+    ) -> None:
+        self._name, self._rows, self._block, self._seed = name, rows, block, seed
+        self._passes = _Passes(name, rows, Position(0, 0, 0, None))
+        self._held_out = [self._passes.next() for _ in range(HELD_OUT)]
+        self._read: dict[int, tuple[Any, str]] = {}
+        self._first = self._passes.position(HELD_OUT)
+        self._positions = (self._first,)  # replaced, because another thread may read it
+        self._end = HELD_OUT  # number of the next record that is read
+        self._order: tuple[int, Numbers] = -1, np.arange(0)
+        if position is not None:
+            self._go_on(position)
+
+    def __len__(self) -> int:
+        """The records that are held out. The others have no end."""
+        return HELD_OUT
+
+    def __getitem__(self, number: int) -> Record:
+        record = self._find(number)[0]
+        if not isinstance(record, Mapping):
+            kind = type(record).__name__
+            raise BrokenSampleError(f"{self.place(number)}: a {kind}, not a dictionary")
+        return cast(Record, record)
+
+    def place(self, number: int) -> str:
+        return self._find(number)[1]
+
+    def position(self, number: int) -> Position:
+        """Returns where a stream goes on whose next record has this number."""
+        start = number - (number - HELD_OUT) % self._block
+        known = (self._first, *self._positions)
+        return max((p for p in known if p.number <= start), key=lambda p: p.number)
+
+    def _find(self, number: int) -> tuple[Any, str]:
+        if number < HELD_OUT:
+            return self._held_out[number]
+        block, place = divmod(number - HELD_OUT, self._block)
+        start = HELD_OUT + block * self._block
+        if start < self._end and start not in self._read:
+            self._go_on(self.position(number))
+        for past in [each for each in self._read if each < start]:
+            del self._read[past]
+        # This is the whole block, and each record that is used reads one of the next.
+        while self._end < number + self._block:
+            if (self._end - HELD_OUT) % self._block == 0:
+                position = self._passes.position(self._end)
+                self._positions = (*self._positions, position)[-_POSITIONS:]
+            item = self._passes.next()
+            if self._end >= start:
+                self._read[self._end] = item
+            self._end += 1
+        if self._order[0] != block:
+            self._order = block, permutation(self._block, self._seed, block)
+        return self._read[start + int(self._order[1][place])]
+
+    def _go_on(self, position: Position) -> None:
+        self._read.clear()
+        self._positions = (position,)
+        self._passes = _Passes(self._name, self._rows, position)
+        self._end = position.number
+
+
+def open_stream(source: str, block: int, seed: int, position: Position | None = None) -> Stream:
+    """Opens "hf:NAME" or "python:module:function". The other arguments are those of `Stream`."""
+    kind, _, name = source.partition(":")
+    if kind == "hf":
+        return Stream(source, lambda: load_rows(name, streaming=True), block, seed, position)
+
+    def rows() -> Iterable[Any]:
+        found = find_own("data.source", source)()
+        if not hasattr(found, "__iter__"):
+            raise ConfigError(
+                f'data.source = "{source}": returned a {type(found).__name__}; with data.streaming '
+                "it must return records to iterate over"
+            )
+        return found
+
+    return Stream(source, rows, block, seed, position)
+
+
+class _Passes:
+    """Reads items, pass after pass, without those that later passes hold out."""
+
+    def __init__(self, name: str, rows: Callable[[], Iterable[Any]], at: Position) -> None:
+        self._name, self._make, self._over, self._item = name, rows, at.passes, at.item
+        self._rows = rows()
+        if at.state is not None and hasattr(self._rows, "load_state_dict"):
+            cast(Any, self._rows).load_state_dict(at.state)
+            self._items = iter(self._rows)
+        else:
+            self._items = islice(self._rows, at.item, None)
+
+    def position(self, number: int) -> Position:
+        state = None
+        if hasattr(self._rows, "state_dict"):
+            state = json.loads(json.dumps(cast(Any, self._rows).state_dict()))
+        return Position(number, self._over, self._item, state)
+
+    def next(self) -> tuple[Any, str]:
+        """Returns an item, and where it is."""
+        item = self._take()
+        if item is None:
+            if self._item <= HELD_OUT:
+                raise ConfigError(
+                    f'data.source = "{self._name}": has {self._item} records, and a stream needs '
+                    f"more than the {HELD_OUT} that are held out; leave out data.streaming"
+                )
+            self._over, self._item, self._rows = self._over + 1, 0, self._make()
+            self._items = iter(self._rows)
+            for _ in range(HELD_OUT):
+                self._take()
+            return self.next()
+        return item[0], f"{self._name}, item {self._item - 1} of pass {self._over + 1}"
+
+    def _take(self) -> tuple[Any] | None:
+        try:
+            item = next(self._items)
+        except StopIteration:
+            return None
+        except Exception as error:  # what the user's code or a library raises
+            raise ConfigError(
+                f"{self._name}, item {self._item} of pass {self._over + 1}: raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self._item += 1
+        return (item,)
