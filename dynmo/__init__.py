@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from dynmo.models.sequential import Sequential as Sequential
     from dynmo.pipeline.dry_run import RunPlan as RunPlan
     from dynmo.pipeline.dry_run import dry_run as dry_run
+    from dynmo.pipeline.loader import Loader as Loader
     from dynmo.pipeline.options import SGD as SGD
     from dynmo.pipeline.options import AdamW as AdamW
     from dynmo.pipeline.options import LearningRate as LearningRate
@@ -71,6 +72,7 @@ _HOMES = {
     "LayerCost": "dynmo.cost.layer_cost",
     "Layers": "dynmo.dynamism.case",
     "LearningRate": "dynmo.pipeline.options",
+    "Loader": "dynmo.pipeline.loader",
     "MixtureOfDepths": "dynmo.dynamism.options",
     "Model": "dynmo.models.model",
     "ModelOptions": "dynmo.models.options",
@@ -110,6 +112,7 @@ __all__ = [
     "LayerCost",
     "Layers",
     "LearningRate",
+    "Loader",
     "MixtureOfDepths",
     "Model",
     "ModelOptions",

@@ -47,7 +47,7 @@ PAGES = [
     *sorted(HOW_TO.glob("*.md")),
     ROOT / "docs" / "reference" / "python.md",
 ]
-OTHERS = {"dynmo", "torch", "safetensors", "my_model"}
+OTHERS = {"transformers", "dynmo", "torch", "safetensors", "my_model"}
 WHOLE_TOML = [
     (ROOT / "README.md", ""),
     (ROOT / "README.md", 'name = "first-run"'),
@@ -156,6 +156,14 @@ def test_hugging_face_loop_saves_a_model(
     exec(block(HOW_TO / "hugging-face.md", "python"), {})
     assert re.match(r"(\d+\.\d+\n){10}tensor", capsys.readouterr().out)
     assert (folder / "tuned" / "model.safetensors").is_file()
+
+
+def test_loader_example_saves_its_position(folder: Path, small_llama: Path) -> None:
+    (folder / "my-model").symlink_to(small_llama)
+    namespace: dict[str, Any] = {}
+    exec(block(HOW_TO / "own-data.md", "python", "# loader"), namespace)
+    assert namespace["loader"].state_dict()["step"] == 10
+    assert (folder / "saved" / "step-000010").is_dir()
 
 
 def test_learning_rate_example_falls_to_zero(folder: Path) -> None:

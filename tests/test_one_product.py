@@ -23,11 +23,7 @@ ROOT = Path(__file__).parents[1]
 # Keys that the command has alone, and why.
 OF_THE_COMMAND = {
     "name": "the run's name",
-    "data.source": "data",
-    "data.shuffle": "data",
-    "data.batching": "data",
-    "data.answers_only": "data",
-    "data.broken": "data",
+    "data.source": "data: a loop may have any source",
     "train.global_batch": "data: a loop passes whole batches, and says into how many microbatches",
     "train.eval_every": "data: a loop calls evaluate when it likes",
     "train.eval_batches": "data",
@@ -38,6 +34,7 @@ OF_THE_COMMAND = {
 }
 _PIPELINE = inspect.signature(dynmo.Pipeline).parameters
 _INIT = inspect.signature(dynmo.init).parameters
+_LOADER = inspect.signature(dynmo.Loader).parameters
 # Records that Python users make, by section of the file.
 RECORDS: dict[str, type[BaseModel]] = {
     "model": dynmo.ModelOptions,
@@ -68,7 +65,7 @@ def in_python(section: str, key: str) -> list[Any]:
     unknown = {"steps", "micro_batch"} if section == "train" else set[str]()
     return [
         Config().train.model_dump()[key] if key in unknown else parameters[key].default
-        for parameters in (_PIPELINE, _INIT)
+        for parameters in (_PIPELINE, _INIT, *([_LOADER] if section == "data" else []))
         if key in parameters
     ]
 

@@ -22,6 +22,7 @@ def test_public_names_are_exactly_these() -> None:
     assert sorted(dynmo.__all__) == sorted(
         [
             "Pipeline",
+            "Loader",
             "World",
             "StepResult",
             "init",

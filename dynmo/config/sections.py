@@ -11,6 +11,7 @@ import tomli_w
 from pydantic import AfterValidator, Field, create_model, model_validator
 
 from dynmo.balance.options import Balance
+from dynmo.data.options import DataOptions
 from dynmo.dynamism.options import CASES, CaseOptions, EarlyExit, RunFacts
 from dynmo.models.options import ModelOptions
 from dynmo.options import OWN, Count, Lax, Options, Seed, Whole, written
@@ -54,7 +55,7 @@ else:
 Cases: TypeAlias = Annotated[tuple[CaseName, ...], Lax, AfterValidator(_check_unique)]
 
 
-class DataSection(Options):
+class DataSection(DataOptions):
     """The text or the samples that the model is trained on."""
 
     source: (
@@ -70,16 +71,6 @@ class DataSection(Options):
     ) = "stdlib"
     """Text: `stdlib` (sources of the running Python), `file:PATH` or `tokens:PATH`. Samples, for a
     model of kind `hf`: `jsonl:PATH`, `parquet:PATH`, `hf:NAME` or `python:module:function`."""
-    shuffle: Literal["windows", "batches"] = "windows"
-    """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
-    `batches` repeats the batches of the first epoch in another order."""
-    batching: Literal["rows", "grouped"] = "rows"
-    """`rows` has `train.micro_batch` samples in each microbatch, padded to its longest. `grouped`
-    makes the microbatches of a step alike in cost."""
-    answers_only: bool = False
-    """Whether the loss of samples counts what an assistant says, and completions, alone."""
-    broken: Literal["stop", "skip"] = "stop"
-    """What a broken sample does: it ends the run after a checkpoint, or is left out and counted."""
 
     @property
     def has_samples(self) -> bool:
@@ -87,8 +78,12 @@ class DataSection(Options):
 
     @model_validator(mode="after")
     def _has_no_idle_options(self) -> Self:
-        for key in ("batching", "answers_only", "broken"):
-            if not self.has_samples and getattr(self, key) != type(self).model_fields[key].default:
+        for key in DataOptions.model_fields:
+            if (
+                key != "shuffle"
+                and not self.has_samples
+                and getattr(self, key) != type(self).model_fields[key].default
+            ):
                 raise ValueError(
                     f'data.{key} has no effect with data.source = "{self.source}", which has no '
                     "samples; leave it out"

@@ -15,7 +15,7 @@ import json
 import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -27,6 +27,7 @@ from dynmo.errors import ConfigError, needs_extra
 from dynmo.options import find_own
 
 Record = Mapping[str, Any]
+Source = str | Sequence[Record] | Callable[[], Iterable[Record]]
 
 
 class BrokenSampleError(ConfigError):
@@ -43,15 +44,23 @@ class Records(Protocol):
         ...
 
 
-def open_records(source: str) -> Records:
-    """Opens "jsonl:PATH", "parquet:PATH", "hf:NAME" or "python:module:function".
+def open_records(source: Source) -> Records:
+    """Opens "jsonl:PATH", "parquet:PATH", "hf:NAME", "python:module:function" or a sequence.
 
     Raises:
         ConfigError: The source cannot be read, or has no records.
     """
-    kind, _, name = source.partition(":")
     try:
-        records = KINDS[kind](name)
+        if isinstance(source, str):
+            kind, _, name = source.partition(":")
+            records = KINDS[kind](name)
+        elif callable(source):
+            raise ConfigError(
+                "the source is a function; with streaming it is called for the records of each "
+                "pass, and without it a sequence is needed"
+            )
+        else:
+            source, records = "the sequence", OwnRecords("the sequence", source)
     except OSError as error:
         told = error.strerror or error
         raise ConfigError(f'data.source = "{source}": cannot be read ({told})') from None
@@ -172,17 +181,14 @@ def load_rows(name: str, streaming: bool = False) -> Any:
 
 
 class OwnRecords:
-    """The items of a sequence that a function of one's own returns."""
+    """The items of a sequence of one's own.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        rows = find_own("data.source", f"python:{name}")()
-        if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-            raise ConfigError(
-                f'data.source = "python:{name}": returned a {type(rows).__name__}; it must return '
-                "a sequence of records, such as a list or a Dataset with a length"
-            )
-        self._rows: Any = rows
+    Args:
+        name: What messages call it.
+    """
+
+    def __init__(self, name: str, rows: Any) -> None:
+        self._name, self._rows = name, rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -202,9 +208,21 @@ class OwnRecords:
         return f"{self._name}, item {number}"
 
 
+def _returned(name: str) -> OwnRecords:
+    """Returns the items of the sequence that a function of one's own returns."""
+    rows = find_own("data.source", f"python:{name}")()
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise ConfigError(
+            f'data.source = "python:{name}": returned a {type(rows).__name__}; it must return '
+            "a sequence of records, such as a list or a Dataset with a length, or "
+            "data.streaming = true must be set"
+        )
+    return OwnRecords(name, rows)
+
+
 KINDS: dict[str, Callable[[str], Records]] = {
     "jsonl": JsonLines,
     "parquet": Parquet,
     "hf": Dataset,
-    "python": OwnRecords,
+    "python": _returned,
 }

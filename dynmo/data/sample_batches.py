@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dynmo.data.grouping import RowCost, grouped
 from dynmo.data.labels import IGNORED
-from dynmo.data.order import Numbers, Order
+from dynmo.data.order import Numbers, Order, StreamOrder
 from dynmo.data.records import BrokenSampleError, Records
 from dynmo.data.samples import Encoder, Sample
 from dynmo.errors import ConfigError
@@ -52,7 +52,7 @@ class SampleBatches:
         self,
         records: Records,
         encoder: Encoder,
-        order: Order,
+        order: Order | StreamOrder,
         *,
         micro_batch: int,
         batching: Literal["rows", "grouped"] = "rows",

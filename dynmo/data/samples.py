@@ -52,6 +52,11 @@ class Encoder:
                     "what counts; leave it out"
                 )
             return
+        if self.tokenizer is None:
+            raise ConfigError(
+                "the records have no token ids (input_ids), so a tokenizer is needed, and there is "
+                "none; save it in the model's folder, or give token ids"
+            )
         if "messages" in record and not self.tokenizer.chat_template:
             raise ConfigError(
                 "the records have messages, but the tokenizer has no chat template; add one to "

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from dynmo.data.order import Numbers, permutation
-from dynmo.data.records import BrokenSampleError, Record, load_rows
+from dynmo.data.records import BrokenSampleError, Record, Source, load_rows
 from dynmo.errors import ConfigError
 from dynmo.options import find_own
 
@@ -129,35 +129,52 @@ class Stream:
         self._end = position.number
 
 
-def open_stream(source: str, block: int, seed: int, position: Position | None = None) -> Stream:
-    """Opens "hf:NAME" or "python:module:function". The other arguments are those of `Stream`."""
+def open_stream(source: Source, block: int, seed: int, position: Position | None = None) -> Stream:
+    """Opens "hf:NAME", "python:module:function", or what a function returns for each pass.
+
+    The other arguments are those of `Stream`.
+
+    Raises:
+        ConfigError: The source is no stream, or cannot be read.
+    """
+    if not isinstance(source, str):
+        if not callable(source):
+            raise ConfigError(
+                f"a stream needs a function that returns the records of a pass, not a "
+                f"{type(source).__name__}; leave out streaming for a sequence"
+            )
+        return Stream("the stream", source, block, seed, position)
     kind, _, name = source.partition(":")
     if kind == "hf":
         return Stream(source, lambda: load_rows(name, streaming=True), block, seed, position)
-
-    def rows() -> Iterable[Any]:
-        found = find_own("data.source", source)()
-        if not hasattr(found, "__iter__"):
-            raise ConfigError(
-                f'data.source = "{source}": returned a {type(found).__name__}; with data.streaming '
-                "it must return records to iterate over"
-            )
-        return found
-
-    return Stream(source, rows, block, seed, position)
+    if kind != "python":
+        raise ConfigError(
+            f'data.source = "{source}" is read by number, a record at a time; leave out '
+            "data.streaming, which is for hf: and python:"
+        )
+    return Stream(source, find_own("data.source", source), block, seed, position)
 
 
 class _Passes:
     """Reads items, pass after pass, without those that later passes hold out."""
 
     def __init__(self, name: str, rows: Callable[[], Iterable[Any]], at: Position) -> None:
-        self._name, self._make, self._over, self._item = name, rows, at.passes, at.item
-        self._rows = rows()
+        self._name, self._function, self._over, self._item = name, rows, at.passes, at.item
+        self._rows = self._make()
         if at.state is not None and hasattr(self._rows, "load_state_dict"):
             cast(Any, self._rows).load_state_dict(at.state)
             self._items = iter(self._rows)
         else:
             self._items = islice(self._rows, at.item, None)
+
+    def _make(self) -> Iterable[Any]:
+        rows = self._function()
+        if not hasattr(rows, "__iter__"):
+            raise ConfigError(
+                f'data.source = "{self._name}": returned a {type(rows).__name__}; with '
+                "data.streaming it must return records to iterate over"
+            )
+        return rows
 
     def position(self, number: int) -> Position:
         state = None

@@ -240,6 +240,7 @@ class Pipeline:
         self._make_cases = partial(make_cases, cases, facts)
         self._cases = self._make_cases()
         self._world = ranks
+        self.extra: dict[str, Any] = {}
         self._model, self._options, self._listen = model, options, listen
         self._check_memory, self._trace = check_memory, trace
         self._watches_ranks = elastic is not None
@@ -295,6 +296,7 @@ class Pipeline:
         check_settings(saved, self._engine)
         restore_engine(self._engine, saved.path, saved.raw, self._cases)
         state = saved.state
+        self.extra = state.extra
         loss = math.nan if state.loss is None else state.loss
         self._loop = self._make_loop(saved.step, loss, state.moves)
         if self._options.learning_rate is None:
@@ -847,7 +849,9 @@ class Pipeline:
 
     # -- saving ------------------------------------------------------------------------------------
 
-    def save(self, folder: str | Path, keep: int = 2) -> Path:
+    def save(
+        self, folder: str | Path, keep: int = 2, extra: Mapping[str, Any] | None = None
+    ) -> Path:
         """Saves weights, optimizer state and the loop's own state.
 
         All ranks share the folder.
@@ -855,6 +859,8 @@ class Pipeline:
         Args:
             folder: Holds the checkpoints of this training, each in a folder `step-N`.
             keep: Number of checkpoints that stay, this one included.
+            extra: More to keep, as JSON, such as the `state_dict` of a `Loader` or of a scheduler
+                of the learning rate. That of rank 0 counts. `Pipeline.extra` has it after `load`.
 
         Returns:
             The folder of this checkpoint.
@@ -864,7 +870,8 @@ class Pipeline:
         """
         loop, engine = self._loop, self._engine
         loop.settle()
-        extra = kept_settings(engine) | {
+        state = kept_settings(engine) | {
+            "extra": extra or {},
             "groups": self._optimizer.saved(),
             "shape": list(engine.store.layout.shape),
             "reference": None if loop.elastic is None else loop.elastic.reference,
@@ -877,7 +884,7 @@ class Pipeline:
             self._cases,
             loss=loop.loss,
             moves=loop.rebalancer.moves,
-            extra=extra,
+            extra=state,
         )
         path = str(saved.path)
         loop.emit(CheckpointEvent(self.steps - 1, path, saved.bytes, saved.seconds))
@@ -887,8 +894,7 @@ class Pipeline:
         """Goes on from the newest complete checkpoint in `folder`.
 
         The checkpoint may be of any placement. A warning names the model's code that has changed
-        since. The caller keeps the state of a learning-rate scheduler, and saves its `state_dict`
-        beside the checkpoint.
+        since. `extra` becomes what `save` was given.
 
         Args:
             folder: Folder that `save` was given.

@@ -45,6 +45,7 @@ class SavedState(BaseModel):
     reference: float | None = None
     lr: float | None = None
     groups: list[dict[str, float | list[float]]] | None = None
+    extra: dict[str, Any] = {}
 
 
 def state_of(

@@ -27,13 +27,13 @@ class Batch(NamedTuple):
     """The data of a rank for one step.
 
     Attributes:
-        inputs: int64 [microbatches x micro_batch, sequence], or microbatches with names. None on
-            ranks with neither the first nor the last layer.
-        targets: Like the inputs. None if these have the targets.
+        inputs: int64 [microbatches x micro_batch, sequence]. None on ranks with neither the first
+            nor the last layer.
+        targets: Like the inputs.
         keys: Keys for the cache of a frozen prefix's outputs. None if nothing is cached.
     """
 
-    inputs: Tensor | list[dict[str, Tensor]] | None
+    inputs: Tensor | None
     targets: Tensor | None
     keys: list[tuple[int, ...]] | None
 
@@ -104,9 +104,6 @@ class DataLoader:
         if self._order is not None:
             keys = [tuple(self._order.held_out(i).tolist()) for i in range(microbatches)]
         return Batch(inputs, targets, keys)
-
-    def event(self, step: int) -> None:
-        """Says nothing of a step, since all are alike."""
 
     def close(self) -> None:
         """Has nothing to end."""

@@ -18,7 +18,6 @@ from dynmo import Dynamism, RunPlan, dry_run, load_model
 from dynmo.config import Config
 from dynmo.data.corpus import open_corpus
 from dynmo.data.file_kind import kind_of
-from dynmo.data.records import open_records
 from dynmo.dynamism.registry import from_class, make_cases
 from dynmo.elastic.launcher.environment import prepare_cuda
 from dynmo.errors import ConfigError
@@ -29,7 +28,7 @@ from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.world import World
-from dynmo.train.sample_batches import batches_of
+from dynmo.train.samples import open_batches
 from dynmo.train.text import check_tokens
 
 
@@ -161,7 +160,7 @@ def plan_run(config: Config) -> RunPlan:
     options, source = model.options or config.model, config.data.source
     check_tokens(source, options)
     if config.data.has_samples:
-        batches_of(config, model, open_records(source))
+        open_batches(config, model)
     elif not source.startswith("tokens:"):
         open_corpus(source)
     on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynmo import Pipeline, StepResult
+from dynmo import Loader, Pipeline, StepResult
 from dynmo.config import Config, with_options
 from dynmo.errors import InputError, RunError
 from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event
@@ -21,7 +21,7 @@ from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.world import World
 from dynmo.train.loader import DataLoader
 from dynmo.train.run_log import Listener, RunLog
-from dynmo.train.sample_loader import SampleLoader
+from dynmo.train.samples import loader_of
 from dynmo.train.setup import own_cases
 from dynmo.train.stop_flag import stop_flag
 
@@ -182,9 +182,10 @@ class Trainer:
             return False
         self._follow_mesh()
         loader = self._loader
-        inputs, targets, keys = loader.train(pipeline.steps)
-        if (event := loader.event(pipeline.steps)) is not None:
-            self._tell(event)
+        if isinstance(loader, Loader):
+            inputs, targets, keys = next(loader), None, None
+        else:
+            inputs, targets, keys = loader.train(pipeline.steps)
         stop |= loader.fault is not None
         interrupted |= self._finish(pipeline.advance(inputs, targets, keys=keys, stop=stop))
         step = pipeline.steps
@@ -195,7 +196,8 @@ class Trainer:
         if evaluates:
             self._evaluate()
         if self._is_due(step, interrupted) and self._checkpoints is not None:
-            pipeline.save(self._checkpoints, self.config.checkpoint.keep)
+            extra = {"data": loader.state_dict()} if isinstance(loader, Loader) else None
+            pipeline.save(self._checkpoints, self.config.checkpoint.keep, extra)
         return interrupted
 
     def _is_due(self, step: int, interrupted: bool) -> bool:
@@ -212,12 +214,14 @@ class Trainer:
             self.config = with_options(self.config, ("train",), {"micro_batch": size})
             if self._log is not None:
                 self._log.record_micro_batch(size)
-        if self._mesh != pipeline.shape:
-            if self._mesh is not None:
-                self._loader.close()
-            self._mesh = pipeline.shape
-            kind = SampleLoader if self.config.data.has_samples else DataLoader
-            self._loader = kind(self.config, self._world, pipeline, self._model)
+        if self._mesh == pipeline.shape:
+            return
+        if not self.config.data.has_samples:
+            self._loader = DataLoader(self.config, self._world, pipeline, self._model)
+        elif self._mesh is None:  # later it follows by itself
+            state = pipeline.extra.get("data", {"step": pipeline.steps})
+            self._loader = loader_of(self.config, pipeline, self._model, state)
+        self._mesh = pipeline.shape
 
     def finish(self, seconds: float, interrupted: bool = False) -> RunResult:
         """Ends the run after the last turn, whose steps took so many seconds."""
@@ -261,7 +265,11 @@ class Trainer:
 
     def _evaluate(self) -> None:
         train, pipeline = self.config.train, self.pipeline
-        inputs, targets, keys = self._loader.held_out(train.eval_batches)
+        loader, targets, keys = self._loader, None, None
+        if isinstance(loader, Loader):
+            inputs = loader.held_out(train.eval_batches)
+        else:
+            inputs, targets, keys = loader.held_out(train.eval_batches)
         tokens = train.eval_batches * train.micro_batch * self.config.model.sequence
         if isinstance(inputs, list):
             tokens = sum(each["input_ids"].numel() for each in inputs)

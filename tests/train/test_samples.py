@@ -16,9 +16,10 @@ from dynmo.config import parse
 from dynmo.data.order import Order
 from dynmo.data.records import open_records
 from dynmo.data.sample_batches import padding_of
+from dynmo.data.stream import HELD_OUT
 from dynmo.errors import ConfigError
 from dynmo.events import DataEvent, StepEvent, read
-from dynmo.train.sample_batches import batches_of
+from dynmo.train.samples import open_batches
 from dynmo.train.setup import model_of, plan_run
 from tests.data.test_samples import TEMPLATE
 from tests.pool import JobFailed, Pool
@@ -93,9 +94,7 @@ def test_token_ids_train_like_their_text_without_a_tokenizer(
 ) -> None:
     config = settings(model, lines_of(texts()[:-1]))
     plain = run(pool, config, tmp_path / "text")
-    batches = batches_of(
-        parse(config), model_of(parse(config)), open_records(config["data"]["source"])
-    )
+    batches = open_batches(parse(config), model_of(parse(config)))
     rows = [batches.encoded(number).ids for number in range(RECORDS - 1)]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).unlink()
@@ -115,7 +114,7 @@ def test_each_sample_comes_once_an_epoch(model: Path) -> None:
 def test_step_has_the_tokens_of_its_samples(model: Path, batching: str) -> None:
     config = parse(settings(model, lines_of(texts()), data={"batching": batching}))
     records = open_records(config.data.source)
-    batches = batches_of(config, model_of(config), records)
+    batches = open_batches(config, model_of(config))
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     for step in range(3):
         numbers = batches.order.train(step).ravel().tolist()
@@ -139,7 +138,7 @@ def test_conversations_are_padded_as_the_collator_of_transformers_does(model: Pa
         for n in range(RECORDS)
     ]
     config = parse(settings(model, lines_of([{"messages": turns} for turns in talks])))
-    batches = batches_of(config, model_of(config), open_records(config.data.source))
+    batches = open_batches(config, model_of(config))
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     collate = DataCollatorForSeq2Seq(tokenizer)
@@ -155,6 +154,22 @@ def test_conversations_are_padded_as_the_collator_of_transformers_does(model: Pa
         assert made.keys() == wanted.keys()
         for name in made:
             assert made[name].numpy().tobytes() == wanted[name].numpy().tobytes()
+
+
+def test_streams_train_the_same_on_any_ranks_and_resume(
+    pool: Pool, model: Path, tmp_path: Path
+) -> None:
+    rows = [{"text": f"line {number}\n" * (1 + number % 3)} for number in range(HELD_OUT + 12)]
+    (tmp_path / "rows").mkdir()
+    settings(model, [])  # an empty file beside the model
+    (tmp_path / "rows" / "data.jsonl").write_text("\n".join(lines_of(rows)))
+    data = {"source": f"hf:{tmp_path}/rows", "streaming": True, "block": 10, "batching": "grouped"}
+    config = settings(model, [], data=data)
+    alone = run(pool, config, tmp_path / "one")
+    config |= {"checkpoint": {"every": 2}, "parallel": {"replicas": 2, "pipeline": 2}}
+    assert run(pool, config, tmp_path / "cut", stop_after=2)["interrupted"]
+    resumed = run(pool, config | {"parallel": {"pipeline": 2}}, tmp_path / "cut", resume=True)
+    assert resumed["weights_digest"] == alone["weights_digest"]
 
 
 def test_broken_sample_ends_the_run_after_a_checkpoint(
@@ -200,6 +215,12 @@ def test_broken_sample_is_left_out_and_counted(pool: Pool, model: Path, tmp_path
         ),
         ({"data": {"source": "jsonl:missing"}}, "cannot be read .No such file"),
         ({"data": {"source": "stdlib", "batching": "grouped"}}, "data.batching has no effect"),
+        ({"data": {"streaming": True}}, "jsonl.*is read by number.*leave out data.streaming"),
+        ({"data": {"block": 3}}, "data.block has no effect without data.streaming"),
+        (
+            {"data": {"source": "hf:x", "streaming": True, "shuffle": "batches"}},
+            "needs samples that are read by number",
+        ),
     ],
 )
 def test_wrong_input_is_one_line(model: Path, changes: dict[str, Any], says: str) -> None:

@@ -1,0 +1,68 @@
+"""The batches of samples that a model trains on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dynmo.data.grouping import RowCost
+from dynmo.data.options import DataOptions
+from dynmo.data.order import Order, StreamOrder
+from dynmo.data.records import Records
+from dynmo.data.sample_batches import SampleBatches, check_first
+from dynmo.data.samples import Encoder
+from dynmo.data.stream import HELD_OUT
+from dynmo.models.model import Model
+from dynmo.options import LARGEST
+
+
+def batches_of(
+    records: Records,
+    tokenizer: Any,
+    model: Model,
+    options: DataOptions,
+    *,
+    global_batch: int,
+    micro_batch: int,
+    sequence: int,
+    seed: int,
+) -> SampleBatches:
+    """Returns the batches that records give.
+
+    Raises:
+        ConfigError: The first record cannot be encoded.
+    """
+    own = model.options
+    vocab = own.vocab if own is not None and own.kind == "hf" else LARGEST
+    encoder = Encoder(tokenizer, sequence, vocab, options.answers_only)
+    check_first(records, encoder)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is None:
+        pad = getattr(tokenizer, "eos_token_id", None) or 0
+    order = (
+        StreamOrder(HELD_OUT, global_batch, micro_batch)
+        if options.streaming
+        else Order(len(records), global_batch, micro_batch, seed, options.shuffle)
+    )
+    return SampleBatches(
+        records,
+        encoder,
+        order,
+        micro_batch=micro_batch,
+        batching=options.batching,
+        broken=options.broken,
+        pad=pad,
+        cost=row_cost(model),
+    )
+
+
+def row_cost(model: Model) -> RowCost:
+    """Returns what rows cost by arithmetic: 2 a weight for a token, 4 a channel for a pair."""
+    with torch.device("meta"):
+        layers = model.build(())
+    weights = sum(p.numel() for layer in layers for p in layer.parameters())
+    config: Any = getattr(model, "config", None)
+    width = getattr(config, "hidden_size", 0) * getattr(config, "num_hidden_layers", 0)
+    # A token attends to half of its row on average.
+    return RowCost(2 * max(1, weights), 2 * width)

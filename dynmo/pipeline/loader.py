@@ -1,0 +1,209 @@
+"""Samples for a pipeline, read ahead of need."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from dynmo.data.ahead import Ahead
+from dynmo.data.options import DataOptions
+from dynmo.data.records import Records, Source, open_records
+from dynmo.data.sample_batches import Microbatch, SampleBatches, padding_of
+from dynmo.data.stream import HELD_OUT, Position, Stream, open_stream
+from dynmo.errors import ConfigError
+from dynmo.events import DataEvent
+from dynmo.models.sample_batches import batches_of
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.agreement import agree, maxima, share_texts
+
+_DEFAULT = DataOptions()
+
+
+class Loader:
+    """The batches of a training from samples, one a step, without an end.
+
+    A batch follows from the data, the seed and the number of the step. So any ranks train on the
+    same batches, and a training goes on with the next sample wherever it stopped. All ranks
+    iterate together. A rank that needs no batch gets None. The mesh of the pipeline may change.
+
+    Args:
+        pipeline: What trains on the batches. Its events get a `DataEvent` each step.
+        source: "jsonl:PATH", "parquet:PATH", "hf:NAME" or "python:module:function", or a sequence
+            of records. With `streaming` "hf:NAME" or "python:module:function", or a function that
+            returns an iterable of records, for a pass.
+        tokenizer: A tokenizer of transformers. None if the records have token ids.
+        micro_batch: Samples in a microbatch, on average.
+        sequence: Tokens after which a sample is cut.
+        seed: Seed of the order.
+        shuffle: "batches" repeats the batches of the first epoch in another order in each epoch.
+            "windows" puts other samples together.
+        batching: "rows" has `micro_batch` samples in each microbatch. "grouped" makes the
+            microbatches of a step alike in cost.
+        answers_only: Whether the loss counts what an assistant says, and completions, alone.
+        broken: "stop" raises at a broken sample. "skip" leaves it out, and counts it.
+        streaming: Whether samples are read in order. The first 128 are held out.
+        block: Samples of a stream that are shuffled together.
+        state: What `state_dict` returned, to go on from there.
+
+    Attributes:
+        fault: Why there is no next batch. None if there is one.
+
+    Raises:
+        ConfigError: The source cannot be read, or its first record is no sample.
+        RunError: Ranks read different data.
+
+    Example:
+        >>> loader = dynmo.Loader(pipeline, "jsonl:chats.jsonl", tokenizer, micro_batch=2,
+        ...                       sequence=2048, batching="grouped")
+        >>> for batch in loader:
+        ...     pipeline.step(batch)
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        pipeline: Pipeline,
+        source: Source,
+        tokenizer: Any = None,
+        *,
+        micro_batch: int,
+        sequence: int,
+        seed: int = 0,
+        shuffle: Literal["windows", "batches"] = _DEFAULT.shuffle,
+        batching: Literal["rows", "grouped"] = _DEFAULT.batching,
+        answers_only: bool = _DEFAULT.answers_only,
+        broken: Literal["stop", "skip"] = _DEFAULT.broken,
+        streaming: bool = _DEFAULT.streaming,
+        block: int = _DEFAULT.block,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._options = DataOptions(
+            shuffle=shuffle,
+            batching=batching,
+            answers_only=answers_only,
+            broken=broken,
+            streaming=streaming,
+            block=block,
+        )
+        self._pipeline, self._source, self._tokenizer = pipeline, source, tokenizer
+        self._sequence, self._seed = sequence, seed
+        self._global_batch = micro_batch * pipeline.options.all_microbatches
+        self.fault: BaseException | None = None
+        self._waited = 0.0
+        self._records: Records | None = None
+        self._batches: SampleBatches | None = None
+        self._ahead: Ahead[list[Microbatch]] | None = None
+        self._open(state or {"step": 0})
+
+    def _place(self) -> tuple[int, ...]:
+        """What the batches of this rank depend on, besides the step. It changes on all ranks."""
+        pipeline = self._pipeline
+        ends = pipeline._engine.store.layout.stage_ranks
+        return (*pipeline.shape, pipeline.microbatches, ends[0], ends[-1])
+
+    def _open(self, state: Mapping[str, Any]) -> None:
+        """Begins to read where rank 0 says. All ranks call it together."""
+        self.close()
+        pipeline, options = self._pipeline, self._options
+        world = pipeline._engine.store.world
+        self._opened = self._place()
+        texts = share_texts(world, json.dumps(state), "the position in the data")
+        state = json.loads(texts[0])
+        self._step, position = int(state["step"]), state.get("position")
+        digest, length = None, 0
+        if pipeline.needs_data:
+            if options.streaming:
+                at = None if position is None else Position(*position)
+                self._records = open_stream(self._source, options.block, self._seed, at)
+            elif self._records is None:
+                self._records = open_records(self._source)
+            length, digest = len(self._records), _digest(self._records)
+        agree(world, digest, "the data (data.source)")
+        if int(maxima(world, (length,))[0]) < 2:
+            name = f'"{self._source}"' if isinstance(self._source, str) else "the sequence"
+            raise ConfigError(
+                f"data.source = {name} has one record; one to train on and one held out are needed"
+            )
+        if pipeline.needs_data:
+            assert self._records is not None
+            self._batches = batches_of(
+                self._records,
+                self._tokenizer,
+                pipeline._engine.model,
+                options,
+                global_batch=self._global_batch,
+                micro_batch=self._global_batch // pipeline.options.all_microbatches,
+                sequence=self._sequence,
+                seed=self._seed,
+            )
+            self._ahead, self._waited = Ahead(self._make), 0.0
+
+    def _make(self, step: int) -> list[Microbatch]:
+        assert self._batches is not None
+        own, replica = self._pipeline.microbatches, self._pipeline.replica
+        return self._batches.train(step, slice(replica * own, (replica + 1) * own))
+
+    def __iter__(self) -> Iterator[list[Microbatch] | None]:
+        return self
+
+    def __next__(self) -> list[Microbatch] | None:
+        """Returns this replica's microbatches of the next step, on the device.
+
+        Raises:
+            ConfigError: A sample is broken, or the source cannot be read any more.
+        """
+        if self._place() != self._opened:
+            self._open(self.state_dict())
+        step, ahead = self._step, self._ahead
+        if ahead is None or self._batches is None:
+            self._step += 1
+            return None
+        found = ahead.take(step)
+        self._step += 1
+        # All ranks must know one step ahead, since others may compute before they need a batch.
+        self.fault = ahead.error(step + 1)
+        padding = padding_of(found)
+        waited, self._waited = ahead.waited - self._waited, ahead.waited
+        event = DataEvent(step, waited, padding.tokens, padding.padded, self._batches.skipped)
+        self._pipeline._loop.emit(event)
+        return [self._to_device(each) for each in found]
+
+    def held_out(self, microbatches: int) -> list[Microbatch] | None:
+        """Returns so many microbatches to evaluate on, the same every time."""
+        if self._batches is None:
+            return None
+        return [self._to_device(self._batches.held_out(i)) for i in range(microbatches)]
+
+    def _to_device(self, given: Microbatch) -> Microbatch:
+        device = self._pipeline._engine.store.world.device
+        if device.type != "cuda":
+            return given
+        return {
+            name: each.pin_memory().to(device, non_blocking=True) for name, each in given.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position in the data, as JSON. That of rank 0 is enough for all."""
+        position = None
+        if isinstance(self._records, Stream):
+            position = self._records.position(HELD_OUT + self._step * self._global_batch)
+        return {"step": self._step, "position": position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a position. All ranks call it together. That of rank 0 counts.
+
+        `{"step": n}` is enough. A stream is then read from the beginning.
+        """
+        self._open(state)
+
+    def close(self) -> None:
+        """Ends reading ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = self._batches = None
+
+
+def _digest(records: Records) -> bytes:
+    ends = (json.dumps(records[at], default=str) for at in (0, len(records) - 1))
+    return hashlib.sha256("\n".join((str(len(records)), *ends)).encode()).digest()

@@ -1,0 +1,100 @@
+"""Jobs of the ranks of `test_loader.py`: a loop of one's own on samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dynmo
+from dynmo.data.stream import HELD_OUT
+from dynmo.events import DataEvent, Event
+from dynmo.runtime.comm.world import World
+
+COUNT = HELD_OUT + 20
+
+
+def records() -> Iterator[dict[str, list[int]]]:
+    """Token ids of lengths 2 to 8. The second is the number of the record."""
+    for number in range(COUNT):
+        yield {"input_ids": [1, number, *range(number % 7)]}
+
+
+def number_of(row: list[int]) -> int:
+    return row[1]
+
+
+def train(
+    world: World,
+    model: str,
+    steps: int,
+    folder: str | None = None,
+    load: bool = False,
+    replicas: int = 1,
+    streaming: bool = False,
+    slots: int | None = None,
+) -> dict[str, Any]:
+    """Trains up to a number of steps, evaluates and saves.
+
+    Args:
+        world: The ranks.
+        model: Folder of the model.
+        steps: Steps that are done at the end.
+        folder: Folder of checkpoints.
+        load: Whether to go on from the newest one.
+        replicas: Number of replicas.
+        streaming: Whether the records come in order.
+        slots: Groups in which gradients are summed.
+
+    Returns:
+        The weights, the evaluation, and the numbers of this rank's samples in each step.
+    """
+    told = list[Event]()
+    table = None if folder is None or world.rank else dynmo.Csv(Path(folder) / "numbers.csv")
+
+    def listen(event: Event) -> None:
+        told.append(event)
+        if table is not None:
+            table(event)
+
+    pipeline = dynmo.Pipeline(
+        dynmo.load_model(dynmo.ModelOptions(kind="hf", path=model, sequence=32)),
+        world,
+        microbatches=12 // replicas,
+        replicas=replicas,
+        reduction_slots=slots,
+        listen=listen,
+    )
+    loader = dynmo.Loader(
+        pipeline,
+        records if streaming else list(records()),
+        micro_batch=2,
+        sequence=32,
+        batching="grouped",
+        streaming=streaming,
+        **({"block": 24} if streaming else {}),
+    )
+    if load:
+        assert folder is not None
+        pipeline.load(folder)
+        loader.load_state_dict(pipeline.extra["data"])
+    read = list[list[int]]()
+    for batch in loader:
+        rows = [row for each in batch or [] for row in each["input_ids"].tolist()]
+        read.append([number_of(row) for row in rows])
+        pipeline.step(batch)
+        if pipeline.steps == steps:
+            break
+    loss = pipeline.evaluate(loader.held_out(2), microbatches=2, shared=True)
+    if folder is not None:
+        pipeline.save(folder, extra={"data": loader.state_dict()})
+    loader.close()
+    pipeline.close()
+    if table is not None:
+        table.close()
+    return {
+        "digest": pipeline.digest(),
+        "loss": loss,
+        "read": read,
+        "events": [event.step for event in told if isinstance(event, DataEvent)],
+    }

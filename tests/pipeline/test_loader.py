@@ -1,0 +1,79 @@
+"""`dynmo.Loader`: samples for a loop of one's own."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dynmo
+from dynmo.errors import ConfigError
+from tests.pipeline.loading import COUNT, HELD_OUT
+from tests.pool import Pool
+
+JOB = "tests.pipeline.loading:train"
+
+
+@pytest.mark.parametrize(
+    ("streaming", "replicas", "slots"), [(False, 4, 4), (True, 4, 4), (True, 3, None)]
+)
+def test_loop_goes_on_with_the_next_sample_on_other_replicas(
+    pool: Pool,
+    small_llama: Path,
+    tmp_path: Path,
+    streaming: bool,
+    replicas: int,
+    slots: int | None,
+) -> None:
+    given: dict[str, Any] = {"model": str(small_llama), "streaming": streaming, "slots": slots}
+    whole = pool.run(JOB, 1, steps=5, **given)[0]
+    assert whole["events"] == list(range(5))
+    kept: dict[str, Any] = {**given, "folder": str(tmp_path)}
+    first = pool.run(JOB, 2, steps=2, replicas=2, **kept)
+    rest = pool.run(JOB, replicas, steps=5, replicas=replicas, load=True, **kept)
+    for row in rest if slots else []:
+        assert (row["digest"], row["loss"]) == (whole["digest"], whole["loss"])
+    read = [
+        sorted(number for rank in ranks for number in rank["read"][step])
+        for ranks, steps in ((first, 2), (rest, 3))
+        for step in range(steps)
+    ]
+    assert read == [sorted(step) for step in whole["read"]]
+    with (tmp_path / "numbers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert all(float(row["data/tokens"]) > 0 and float(row["step/loss"]) > 0 for row in rows)
+    if streaming:  # six passes of 20
+        assert Counter(n for step in whole["read"] for n in step) == dict.fromkeys(
+            range(HELD_OUT, COUNT), 6
+        )
+
+
+def test_ends_of_a_pipeline_read_alone(pool: Pool, small_llama: Path) -> None:
+    rows = pool.run(JOB, 3, model=str(small_llama), steps=1)
+    assert [bool(row["read"][0]) for row in rows] == [True, False, True]
+    assert rows[0]["read"] == rows[2]["read"]
+
+
+def test_wrong_options_are_one_line(small_llama: Path) -> None:
+    with dynmo.init(device="cpu") as world:
+        model = dynmo.load_model(dynmo.ModelOptions(kind="hf", path=str(small_llama), sequence=32))
+        pipeline = dynmo.Pipeline(model, world, microbatches=2)
+
+        def load(source: Any, **options: Any) -> dynmo.Loader:
+            return dynmo.Loader(pipeline, source, micro_batch=1, sequence=32, **options)
+
+        with pytest.raises(ConfigError, match=r"have no token ids .* a tokenizer is needed"):
+            load([{"text": "a"}] * 3)
+        with pytest.raises(ConfigError, match="the sequence has one record"):
+            load([{"input_ids": [1, 2]}])
+        with pytest.raises(ConfigError, match="is a function; with streaming"):
+            load(lambda: [])
+        with pytest.raises(ConfigError, match=r"needs a function.*not a list"):
+            load([], streaming=True)
+        with pytest.raises(ConfigError, match="batching"):
+            load([{"input_ids": [1, 2]}] * 3, batching="other")
+        pipeline.close()
