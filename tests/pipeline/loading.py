@@ -72,7 +72,7 @@ def train(
         sequence=32,
         batching="grouped",
         streaming=streaming,
-        **({"block": 24} if streaming else {}),
+        block=24 if streaming else 1000,
     )
     if load:
         assert folder is not None

@@ -1,0 +1,54 @@
+"""One rank of a loop that `test_killed.py` kills: `python -m tests.pipeline.killed_loop ...`.
+
+It writes the numbers of its samples before each step, and goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import dynmo
+from tests.pipeline.loading import number_of
+
+
+def main(model: str, source: str, folder: Path, steps: int, journal: Path) -> None:
+    with dynmo.init(device="cpu", threads=1) as world:
+        pipeline = dynmo.Pipeline(
+            dynmo.load_model(dynmo.ModelOptions(kind="hf", path=model, sequence=32)),
+            world,
+            microbatches=6 // world.size,
+            replicas=world.size,
+        )
+        loader = dynmo.Loader(
+            pipeline,
+            source,
+            micro_batch=2,
+            sequence=32,
+            batching="grouped",
+            streaming=True,
+            block=24,
+        )
+        if folder.is_dir() and list(folder.glob("step-*/manifest.json")):
+            pipeline.load(folder)
+            loader.load_state_dict(pipeline.extra["data"])
+        with journal.open("w") as file:
+            for batch in loader:
+                rows = [row for each in batch or [] for row in each["input_ids"].tolist()]
+                row = {"step": pipeline.steps, "numbers": [number_of(row) for row in rows]}
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                pipeline.step(batch)
+                if pipeline.steps % 3 == 0:
+                    pipeline.save(folder, extra={"data": loader.state_dict()})
+                if pipeline.steps == steps:
+                    break
+        loader.close()
+        pipeline.close()
+
+
+if __name__ == "__main__":
+    _, model, source, folder, steps, journal = sys.argv
+    main(model, source, Path(folder), int(steps), Path(f"{journal}-{os.environ['RANK']}"))
