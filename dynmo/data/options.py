@@ -14,9 +14,9 @@ class DataOptions(Options):
     shuffle: Literal["windows", "batches"] = "windows"
     """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
     `batches` repeats the batches of the first epoch in another order."""
-    batching: Literal["rows", "grouped"] = "rows"
-    """`rows` has `train.micro_batch` samples in each microbatch, padded to its longest. `grouped`
-    makes the microbatches of a step alike in cost."""
+    batching: Literal["rows", "grouped", "packed"] = "rows"
+    """`rows` has `train.micro_batch` samples in a microbatch, padded to its longest. `grouped`
+    makes microbatches alike in cost. `packed` also puts several samples in a row."""
     answers_only: bool = False
     """Whether the loss of samples counts what an assistant says, and completions, alone."""
     broken: Literal["stop", "skip"] = "stop"

@@ -17,6 +17,7 @@ from torch import Tensor
 from dynmo.data.grouping import RowCost, grouped
 from dynmo.data.labels import IGNORED
 from dynmo.data.order import Numbers, Order, StreamOrder
+from dynmo.data.packing import packed
 from dynmo.data.records import BrokenSampleError, Records
 from dynmo.data.samples import Encoder, Sample
 from dynmo.errors import ConfigError
@@ -39,10 +40,10 @@ class SampleBatches:
 
     Args:
         batching: "rows" has as many samples in each microbatch. "grouped" makes microbatches alike
-            in cost.
+            in cost. "packed" puts several samples in a row, and makes microbatches alike in cost.
         broken: "stop" raises BrokenSampleError. "skip" leaves the sample out, and counts it.
         pad: The id of padding.
-        cost: What rows cost, for "grouped".
+        cost: What rows cost, for "grouped" and "packed".
 
     Attributes:
         skipped: Number of broken samples that were left out.
@@ -55,7 +56,7 @@ class SampleBatches:
         order: Order | StreamOrder,
         *,
         micro_batch: int,
-        batching: Literal["rows", "grouped"] = "rows",
+        batching: Literal["rows", "grouped", "packed"] = "rows",
         broken: Literal["stop", "skip"] = "stop",
         pad: int = 0,
         cost: RowCost | None = None,
@@ -77,12 +78,15 @@ class SampleBatches:
                 f"step {step} has {len(samples)} samples that are not broken, fewer than its "
                 f"{count} microbatches"
             )
-        groups = grouped(
-            [len(sample.ids) for sample in samples],
-            count,
-            self._micro_batch * self._encoder.longest,
-            self._cost,
-        )
+        lengths = [len(sample.ids) for sample in samples]
+        longest = self._encoder.longest
+        most_tokens = self._micro_batch * longest
+        if self._batching == "packed":
+            return [
+                self._packed([[samples[at] for at in row] for row in each])
+                for each in packed(lengths, count, most_tokens, longest, self._cost)[part]
+            ]
+        groups = grouped(lengths, count, most_tokens, self._cost)
         return [self._padded([samples[at] for at in group]) for group in groups[part]]
 
     def held_out(self, index: int) -> Microbatch:
@@ -120,11 +124,38 @@ class SampleBatches:
             mask[row, :length] = 1
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
+    def _packed(self, rows: Sequence[Sequence[Sample]]) -> Microbatch:
+        """Positions begin anew with each sample. Each token of padding has position 0.
+
+        transformers keeps samples apart where positions begin anew, if there is no mask.
+        """
+        shape = len(rows), max(sum(len(sample.ids) for sample in row) for row in rows)
+        ids, labels = torch.full(shape, self._pad), torch.full(shape, IGNORED)
+        positions = torch.zeros(shape, dtype=torch.int64)
+        for row, samples in enumerate(rows):
+            start = 0
+            for sample in samples:
+                stop = start + len(sample.ids)
+                ids[row, start:stop] = torch.tensor(sample.ids)
+                # The token before belongs to another sample.
+                labels[row, start + 1 : stop] = torch.tensor(sample.labels[1:])
+                positions[row, start:stop] = torch.arange(len(sample.ids))
+                start = stop
+        return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
 
 def padding_of(microbatches: Sequence[Microbatch]) -> Padding:
-    masks = [each["attention_mask"] for each in microbatches]
-    tokens = sum(mask.numel() for mask in masks)
-    return Padding(tokens, tokens - sum(int(mask.sum()) for mask in masks))
+    tokens = sum(each["input_ids"].numel() for each in microbatches)
+    return Padding(tokens, tokens - sum(map(_sample_tokens, microbatches)))
+
+
+def _sample_tokens(microbatch: Microbatch) -> int:
+    """Returns how many tokens are not padding."""
+    if "attention_mask" in microbatch:
+        return int(microbatch["attention_mask"].sum())
+    # Padding has position 0. A sample has two tokens at least, so one in position 1.
+    positions = microbatch["position_ids"]
+    return int((positions > 0).sum() + (positions == 1).sum())
 
 
 def check_first(records: Records, encoder: Encoder) -> None:

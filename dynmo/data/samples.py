@@ -45,7 +45,8 @@ class Encoder:
 
     def check(self, record: Record) -> None:
         """Raises ConfigError if the tokenizer cannot encode records like the first one."""
-        if "input_ids" in record:
+        found = keys_of(record)
+        if "input_ids" in found:
             if self.answers_only:
                 raise ConfigError(
                     "data.answers_only = true, but the records have token ids, whose labels say "
@@ -57,12 +58,12 @@ class Encoder:
                 "the records have no token ids (input_ids), so a tokenizer is needed, and there is "
                 "none; save it in the model's folder, or give token ids"
             )
-        if "messages" in record and not self.tokenizer.chat_template:
+        if "messages" in found and not self.tokenizer.chat_template:
             raise ConfigError(
                 "the records have messages, but the tokenizer has no chat template; add one to "
                 "the model's folder (chat_template.jinja)"
             )
-        if self.answers_only and "text" in record and not _keys(record) - {"text"}:
+        if self.answers_only and found == {"text"}:
             raise ConfigError(
                 "data.answers_only = true, but the records have no messages and no completion; "
                 "leave it out"
@@ -74,7 +75,7 @@ class Encoder:
         Raises:
             BrokenSampleError: The record is no sample, or no label counts.
         """
-        found = _keys(record)
+        found = keys_of(record)
         if "input_ids" in found:
             sample = self._given(record, place)
         elif self.tokenizer is None:
@@ -161,7 +162,8 @@ class Encoder:
         return found
 
 
-def _keys(record: Record) -> set[str]:
+def keys_of(record: Record) -> set[str]:
+    """Returns the keys that have a value. None is no value."""
     return {key for key, value in record.items() if value is not None}
 
 

@@ -41,6 +41,8 @@ class Model:
         options: The options that the model was made from, if `load_model` made it.
         inputs: Names of the first layer's inputs in a batch that is a dictionary. Empty means the
             names of its forward's arguments.
+        gaps: Whether the first layer takes a tensor without elements in place of an optional input
+            that a batch lacks.
         targets: Names of the targets in such a batch. The loss takes one tensor if there is one
             name, and a dictionary of tensors if there are several.
         count: Takes the targets of a microbatch. Returns how many of them the loss counts. None
@@ -56,6 +58,7 @@ class Model:
     code: tuple[str, ...] = ()
     options: ModelOptions | None = None
     inputs: tuple[str, ...] = ()
+    gaps: bool = False
     targets: tuple[str, ...] = ("labels",)
     count: Counter | None = None
     piece_loss: PieceLoss | None = None

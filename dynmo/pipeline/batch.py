@@ -31,11 +31,13 @@ class BatchNames:
         inputs: In the order of the first layer's arguments.
         required: Number of leading inputs that must be there.
         targets: What the loss takes.
+        gaps: Whether an input that is not required may be missing before one that is there.
     """
 
     inputs: tuple[str, ...]
     required: int
     targets: tuple[str, ...]
+    gaps: bool = False
 
     @staticmethod
     def of(model: Model, first: nn.Module) -> BatchNames:
@@ -53,7 +55,7 @@ class BatchNames:
                 'dynmo.Sequential(layers, inputs=("input_ids", ...))'
             )
         required = len([at for at in range(len(names)) if at not in optional])
-        return BatchNames(names, required, model.targets)
+        return BatchNames(names, required, model.targets, model.gaps)
 
     def split(self, given: Named, where: str) -> tuple[tuple[Tensor, ...], Tensor | Named | None]:
         """Returns the inputs and the targets of one microbatch. Both may be empty.
@@ -69,17 +71,24 @@ class BatchNames:
         last = self.inputs.index(inputs[-1]) + 1 if inputs else 0
         needed = self.inputs[: max(last, self.required)] if inputs else ()
         targets = [name for name in self.targets if name in there]
-        missing = [name for name in needed if name not in there]
+        must = needed[: self.required] if self.gaps else needed
+        missing = [name for name in must if name not in there]
         missing += [name for name in self.targets if targets and name not in there]
         if missing:
             raise InputError(f"{where} lacks {_list(missing)}; {self}")
-        taken = {name: _tensor(f"{name} of {where}", given[name]) for name in (*needed, *targets)}
+        taken = {name: _tensor(f"{name} of {where}", given[name]) for name in (*inputs, *targets)}
         wanted = {name: taken[name] for name in targets}
         one = wanted.get(self.targets[0]) if len(self.targets) == 1 else wanted or None
-        return tuple(taken[name] for name in needed), one
+        first = [taken[name] if name in taken else _gap(taken[inputs[0]]) for name in needed]
+        return tuple(first), one
 
     def __str__(self) -> str:
         return f"its inputs are {_list(self.inputs)}, its targets {_list(self.targets)}"
+
+
+def _gap(like: Tensor) -> Tensor:
+    """Returns what stands for an input that is not there: as many rows, without elements."""
+    return like.new_empty(len(like), 0)
 
 
 class BatchCutter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from dynmo.data.ahead import Ahead
 from dynmo.data.options import DataOptions
@@ -16,7 +16,7 @@ from dynmo.errors import ConfigError
 from dynmo.events import DataEvent
 from dynmo.models.sample_batches import batches_of
 from dynmo.pipeline.pipeline import Pipeline
-from dynmo.runtime.comm.agreement import agree, maxima, share_texts
+from dynmo.runtime.comm.agreement import agree, maxima, share_failures, share_texts
 
 _DEFAULT = DataOptions()
 
@@ -40,7 +40,8 @@ class Loader:
         shuffle: "batches" repeats the batches of the first epoch in another order in each epoch.
             "windows" puts other samples together.
         batching: "rows" has `micro_batch` samples in each microbatch. "grouped" makes the
-            microbatches of a step alike in cost.
+            microbatches of a step alike in cost. "packed" also puts several samples in a row. The
+            layers of a model of Hugging Face are then loaded once more, and tested for it.
         answers_only: Whether the loss counts what an assistant says, and completions, alone.
         broken: "stop" raises at a broken sample. "skip" leaves it out, and counts it.
         streaming: Whether samples are read in order. The first 128 are held out.
@@ -71,7 +72,7 @@ class Loader:
         sequence: int,
         seed: int = 0,
         shuffle: Literal["windows", "batches"] = _DEFAULT.shuffle,
-        batching: Literal["rows", "grouped"] = _DEFAULT.batching,
+        batching: Literal["rows", "grouped", "packed"] = _DEFAULT.batching,
         answers_only: bool = _DEFAULT.answers_only,
         broken: Literal["stop", "skip"] = _DEFAULT.broken,
         streaming: bool = _DEFAULT.streaming,
@@ -94,7 +95,22 @@ class Loader:
         self._records: Records | None = None
         self._batches: SampleBatches | None = None
         self._ahead: Ahead[list[Microbatch]] | None = None
+        if batching == "packed":
+            self._check_packing()
         self._open(state or {"step": 0})
+
+    def _check_packing(self) -> None:
+        """Raises ConfigError on every rank if a layer mixes the samples of a packed row."""
+        from dynmo.models.huggingface.packing_check import check_packing
+
+        store, error = self._pipeline._engine.store, None
+        if store.model.options is not None and store.model.options.kind == "hf":
+            try:
+                check_packing(cast(Any, store.model), list(store.own))
+            except ConfigError as raised:
+                error = raised
+        for text in share_failures(store.world, error, "whether samples can be packed").values():
+            raise ConfigError(text)
 
     def _place(self) -> tuple[int, ...]:
         """What the batches of this rank depend on, besides the step. It changes on all ranks."""

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 from dynmo.config import parse
 from dynmo.data.order import Order
 from dynmo.data.records import open_records
-from dynmo.data.sample_batches import padding_of
+from dynmo.data.sample_batches import Padding, padding_of
 from dynmo.data.stream import HELD_OUT
 from dynmo.errors import ConfigError
 from dynmo.events import DataEvent, StepEvent, read
 from dynmo.train.samples import open_batches
 from dynmo.train.setup import model_of, plan_run
 from tests.data.test_samples import TEMPLATE
+from tests.models.huggingface.saved_models import save
 from tests.pool import JobFailed, Pool
 
 RECORDS = 24
@@ -70,11 +74,29 @@ def run(pool: Pool, config: dict[str, Any], folder: Path, **options: Any) -> Any
     return pool.run("train_in", ranks, config=config, folder=str(folder), **options)[0]
 
 
+def samples_of(microbatch: dict[str, Tensor]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields the ids and the labels of each sample."""
+    several = {name: rows.tolist() for name, rows in microbatch.items()}
+    rows = zip(several["input_ids"], several["labels"], strict=True)
+    if "attention_mask" in several:
+        for (ids, labels), mask in zip(rows, several["attention_mask"], strict=True):
+            yield ids[: sum(mask)], labels[: sum(mask)]
+        return
+    for (ids, labels), positions in zip(rows, several["position_ids"], strict=True):
+        starts = [at for at, position in enumerate(positions) if position == 0]
+        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+            assert positions[start:stop] == list(range(stop - start))
+            if stop - start > 1:
+                yield ids[start:stop], labels[start:stop]
+            else:
+                assert labels[start] == -100
+
+
 def without(end: int, row: list[int]) -> list[int]:
     return row[:-1] if row[-1] == end else row
 
 
-@pytest.mark.parametrize("batching", ["rows", "grouped"])
+@pytest.mark.parametrize("batching", ["rows", "grouped", "packed"])
 def test_any_ranks_and_resumes_train_the_same(
     pool: Pool, model: Path, tmp_path: Path, batching: str
 ) -> None:
@@ -110,7 +132,7 @@ def test_each_sample_comes_once_an_epoch(model: Path) -> None:
     assert len(read_numbers) == order.windows == RECORDS - 1
 
 
-@pytest.mark.parametrize("batching", ["rows", "grouped"])
+@pytest.mark.parametrize("batching", ["rows", "grouped", "packed"])
 def test_step_has_the_tokens_of_its_samples(model: Path, batching: str) -> None:
     config = parse(settings(model, lines_of(texts()), data={"batching": batching}))
     records = open_records(config.data.source)
@@ -119,13 +141,60 @@ def test_step_has_the_tokens_of_its_samples(model: Path, batching: str) -> None:
     for step in range(3):
         numbers = batches.order.train(step).ravel().tolist()
         wanted = sorted(tokenizer(records[n]["text"])["input_ids"][:32] for n in numbers)
-        rows = [
-            ids[mask > 0].tolist()
-            for each in batches.train(step)
-            for ids, mask in zip(each["input_ids"], each["attention_mask"], strict=True)
-        ]
+        made = batches.train(step)
+        rows = [ids for each in made for ids, _ in samples_of(each)]
+        shapes = [each["input_ids"].shape for each in made]
+        assert all(shape.numel() <= 2 * 32 and shape[1] <= 32 for shape in shapes)
+        tokens = sum(shape.numel() for shape in shapes)
+        assert padding_of(made) == Padding(tokens, tokens - sum(map(len, rows)))
         end = tokenizer.eos_token_id
         assert sorted(map(partial(without, end), rows)) == [without(end, row) for row in wanted]
+
+
+def test_packed_microbatch_has_the_loss_of_its_samples(model: Path) -> None:
+    told = settings(model, lines_of(texts()), data={"batching": "packed"})
+    told["train"] |= {"micro_batch": 4, "global_batch": 16}
+    config = parse(told)
+    loaded = model_of(config)
+    batches = open_batches(config, loaded)
+    layers = loaded.build(range(loaded.layers))
+    whole: Any = AutoModelForCausalLM.from_pretrained(model).eval()
+    shapes = set[tuple[bool, bool]]()
+    for microbatch in batches.train(0):
+        samples = [tuple(torch.tensor([x]) for x in each) for each in samples_of(microbatch)]
+        rows = len(microbatch["input_ids"])
+        shapes.add((rows > 1, len(samples) > rows))
+        with torch.no_grad():
+            out: Any = layers[0](microbatch["input_ids"], None, microbatch["position_ids"])
+            for layer in layers[1:]:
+                out = layer(*out)
+            losses = [whole(input_ids=ids, labels=labels).loss for ids, labels in samples]
+        counts = torch.tensor([float((labels[:, 1:] != -100).sum()) for _, labels in samples])
+        wanted = (torch.stack(losses) * counts).sum() / counts.sum()
+        assert loaded.count is not None
+        assert loaded.count(microbatch["labels"]) == counts.sum()
+        torch.testing.assert_close(loaded.loss(out, microbatch["labels"]), wanted)
+    assert (True, True) in shapes
+
+
+def test_packed_rows_of_another_model_pass_through_its_slices(pool: Pool, tmp_path: Path) -> None:
+    """GPT-2 adds learned positions in its first layer. It is evaluated and recomputed, too."""
+    lines = lines_of([{"input_ids": [n % 60 + 1] * (2 + n % 9)} for n in range(RECORDS)])
+    save("gpt2", tmp_path / "model")
+    config = settings(tmp_path / "model", lines, data={"batching": "packed"})
+    config["train"] |= {"recompute": "all", "eval_every": 2, "eval_batches": 2}
+    alone = run(pool, config, tmp_path / "one")
+    told = run(pool, config | {"parallel": {"pipeline": 2}}, tmp_path / "two")
+    assert told["weights_digest"] == alone["weights_digest"]
+
+
+def test_model_that_ignores_positions_cannot_be_packed(pool: Pool, tmp_path: Path) -> None:
+    lines = lines_of([{"input_ids": [1, 2, 3]}] * RECORDS)
+    save("bloom", tmp_path / "model")
+    config = settings(tmp_path / "model", lines, data={"batching": "packed"})
+    says = r'BloomForCausalLM does not keep the samples of a row apart .* use "grouped"'
+    with pytest.raises(JobFailed, match=says):
+        run(pool, config | {"parallel": {"pipeline": 2}}, tmp_path / "run")
 
 
 def test_conversations_are_padded_as_the_collator_of_transformers_does(model: Path) -> None:
@@ -170,6 +239,14 @@ def test_streams_train_the_same_on_any_ranks_and_resume(
     assert run(pool, config, tmp_path / "cut", stop_after=2)["interrupted"]
     resumed = run(pool, config | {"parallel": {"pipeline": 2}}, tmp_path / "cut", resume=True)
     assert resumed["weights_digest"] == alone["weights_digest"]
+
+
+def test_first_record_may_have_keys_without_values(model: Path) -> None:
+    """As a table has them that holds records of several kinds."""
+    nothing = {"input_ids": None, "messages": None}
+    config = parse(settings(model, lines_of([nothing | row for row in texts()])))
+    batches = open_batches(config, model_of(config))
+    assert batches.encoded(0).ids
 
 
 def test_broken_sample_ends_the_run_after_a_checkpoint(

@@ -5,6 +5,9 @@ A wrong cut would change numbers silently.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -18,6 +21,19 @@ from dynmo.models.huggingface.skeleton import shallow_copy
 def kind_of(block: nn.Module) -> tuple[object, ...]:
     """Returns what blocks of one kind have in common: the classes of their modules."""
     return tuple(type(module) for module in block.modules())
+
+
+@contextmanager
+def evaluated(*parts: nn.Module) -> Generator[None]:
+    """Sets modules to evaluation. Each gets its mode back."""
+    modes = {module: module.training for part in parts for module in part.modules()}
+    for part in parts:
+        part.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
 
 
 @torch.no_grad()
@@ -35,17 +51,10 @@ def check_halves(first: BlockShell, second: BlockShell, halves: Halves) -> None:
     draws = torch.Generator().manual_seed(0)
     hidden = torch.randn(like.shape, generator=draws)
     args, kwargs = frame.arguments(first.index, hidden, None, None)
-    parts = (whole, first.block, second.block)
-    modes = {module: module.training for part in parts for module in part.modules()}
-    for part in parts:
-        part.eval()
-    try:
+    with evaluated(whole, first.block, second.block):
         wanted = hidden_of(whole(hidden, *args, **kwargs))
         half = hidden_of(first.block(hidden, *args, **kwargs))
         found = hidden_of(second.block(half, *args, **kwargs))
-    finally:
-        for module, is_training in modes.items():
-            module.training = is_training
     if not torch.equal(wanted, found):
         raise ConfigError(
             f"block {first.index} ({type(first.block).__name__}): its halves compute other numbers "

@@ -177,6 +177,7 @@ def from_pretrained(  # noqa: PLR0913
             kind="hf", path=str(folder or ""), vocab=text.vocab_size, sequence=sequence
         ),
         inputs=INPUTS,
+        gaps=True,
         count=count_labels,
         config=config,
         structure=structure,

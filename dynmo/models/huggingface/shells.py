@@ -133,6 +133,8 @@ class EmbeddingShell(EndShell):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Carried:
+        if attention_mask is not None and not attention_mask.numel():
+            attention_mask = None  # a batch with position ids alone
         self.run_model(attention_mask, position_ids, input_ids=input_ids)
         hidden = self._recorders.value[0].taken
         assert hidden is not None

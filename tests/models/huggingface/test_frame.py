@@ -10,7 +10,7 @@ import torch
 import dynmo
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.model import from_pretrained
-from tests.models.huggingface.small import config_of, frame_of, make_batch
+from tests.models.huggingface.small import VOCAB, config_of, frame_of, make_batch
 
 
 @pytest.fixture
@@ -36,6 +36,21 @@ def test_a_frame_runs_once_for_each_microbatch(
         runs.clear()
         pipeline.step(make_batch(1, padded))
         assert len(runs) == expected
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_positions_need_no_mask(kind: str) -> None:
+    """A batch of packed rows has the loss of its samples alone."""
+    alone = torch.randint(VOCAB, (8, 6), generator=torch.Generator().manual_seed(0))
+    labels = torch.cat((torch.full((8, 1), -100), alone[:, 1:]), dim=1)
+    positions = torch.arange(6).repeat(4, 2)
+    batch = {"input_ids": alone, "labels": labels}
+    rows = {name: each.reshape(4, 12) for name, each in batch.items()}
+    with dynmo.init(device="cpu") as world:
+        pipeline = dynmo.Pipeline(from_pretrained(config_of(kind)), world, microbatches=2)
+        wanted = pipeline.evaluate(batch)
+        assert pipeline.evaluate(rows | {"position_ids": positions}) == pytest.approx(wanted)
+        assert pipeline.evaluate(rows) != pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_mask_that_was_written_to_counts(runs: list[int]) -> None:
