@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         texts = list(functions())
         lines = folder / "functions.jsonl"
         lines.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-        _save_model(folder / "model", texts, options.hidden)
+        save_model(folder / "model", texts, options.hidden, _SEQUENCE)
         os.environ[_PATH] = str(lines)
         steps_per_s = 0.0
         for speed in _SPEEDS:
@@ -81,7 +81,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"samples": len(texts), "steps": options.steps, "rows": rows}
 
 
-def _save_model(folder: Path, texts: list[str], hidden: int) -> None:
+def save_model(folder: Path, texts: list[str], hidden: int, sequence: int) -> None:
+    """Saves a Llama of 4 blocks, with a tokenizer that is trained on texts."""
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(
         texts, vocab_size=_VOCAB, special_tokens=["<end>"], show_progress=False
@@ -96,7 +97,7 @@ def _save_model(folder: Path, texts: list[str], hidden: int) -> None:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=_SEQUENCE,
+        max_position_embeddings=sequence,
         bos_token_id=None,
         eos_token_id=0,
     )
