@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from dynmo.cli.checkpoint import checkpoint
+from dynmo.cli.data import data
 from dynmo.cli.plan import plan
 from dynmo.cli.profile import profile
 from dynmo.cli.report import report
@@ -33,6 +34,7 @@ app = typer.Typer(
 
 # One line per command.
 app.command("train")(train)
+app.command("data")(data)
 app.command("profile")(profile)
 app.command("plan")(plan)
 app.command("schedule")(schedule)

@@ -69,7 +69,7 @@ def open_records(source: Source) -> Records:
     return records
 
 
-def _module(name: str) -> Any:
+def load_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -121,7 +121,7 @@ class Parquet:
     """The rows of a Parquet file, a group of rows in memory at a time."""
 
     def __init__(self, name: str) -> None:
-        arrow, parquet = _module("pyarrow"), _module("pyarrow.parquet")
+        arrow, parquet = load_module("pyarrow"), load_module("pyarrow.parquet")
         self._path = Path(name)
         try:
             self._file: Any = parquet.ParquetFile(self._path, memory_map=False)
@@ -168,7 +168,7 @@ def load_rows(name: str, streaming: bool = False) -> Any:
         name: May end with the split: `NAME[train]`. Without one the split is "train".
         streaming: Whether to get an IterableDataset, which is read in order.
     """
-    datasets = _module("datasets")
+    datasets = load_module("datasets")
     path, _, split = name.removesuffix("]").partition("[")
     try:
         if Path(path).is_dir() and (Path(path) / "state.json").is_file():

@@ -61,7 +61,7 @@ class SampleBatches:
         pad: int = 0,
         cost: RowCost | None = None,
     ) -> None:
-        self._records, self._encoder, self.order = records, encoder, order
+        self.records, self._encoder, self.order = records, encoder, order
         self._micro_batch, self._batching, self._broken = micro_batch, batching, broken
         self._pad, self._cost = pad, cost or RowCost()
         self.skipped = 0
@@ -95,7 +95,7 @@ class SampleBatches:
 
     def encoded(self, number: int) -> Sample:
         """Returns a sample, or raises BrokenSampleError."""
-        return self._encoder.encode(self._records[number], self._records.place(number))
+        return self._encoder.encode(self.records[number], self.records.place(number))
 
     def _samples(self, numbers: Numbers) -> list[Sample]:
         samples: list[Sample] = []
@@ -108,7 +108,7 @@ class SampleBatches:
                 self.skipped += 1
                 _logger.warning(f"sample {number} is left out: {error}")
         if not samples:
-            places = ", ".join(self._records.place(number) for number in numbers.tolist())
+            places = ", ".join(self.records.place(number) for number in numbers.tolist())
             raise BrokenSampleError(f"all samples of a microbatch are broken: {places}")
         return samples
 

@@ -42,6 +42,15 @@ def open_text(source: str, options: ModelOptions) -> Corpus:
     return _tokens(source, Path(options.path), options.vocab, options.trust_remote_code)
 
 
+def text_tokenizer(source: str, options: ModelOptions) -> Any:
+    """Returns the tokenizer that reads a text, or wrote it. None if bytes or numbers are tokens."""
+    if options.kind != "hf":
+        return None
+    if source.startswith("tokens:") and not Path(options.path).is_dir():
+        return None
+    return _tokenizer_of(Path(options.path), options.vocab, options.trust_remote_code)
+
+
 # A reshape opens the same text again.
 @lru_cache(maxsize=1)
 def _tokens(source: str, folder: Path, vocab: int, trust_remote_code: bool) -> Corpus:

@@ -74,7 +74,16 @@ RUNS = {
     },
 }
 # Their help is shown.
-COMMANDS = ("train", "report", "schedule", "profile", "plan", "simulate", "checkpoint export")
+COMMANDS = (
+    "train",
+    "data",
+    "report",
+    "schedule",
+    "profile",
+    "plan",
+    "simulate",
+    "checkpoint export",
+)
 # These start no ranks, and run in this process.
 QUICK = ("dynmo schedule --schedule zb-h1 --ranks 4 --microbatches 8",)
 

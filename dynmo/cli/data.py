@@ -1,0 +1,143 @@
+"""`dynmo data` tokenises the data of a run ahead, and shows what a batch looks like."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dynmo.cli.options import command
+from dynmo.cli.rank_process import import_from_working_folder
+from dynmo.errors import InputError
+
+if TYPE_CHECKING:
+    from dynmo.train.data_view import DataView
+
+_BAR = 40
+_LETTERS = 1200
+
+
+@dataclass(frozen=True)
+class DataCommandOptions:
+    """The options of `dynmo data`."""
+
+    config: Annotated[
+        Path, typer.Argument(help="The run, as TOML (as for dynmo train).", show_default=False)
+    ]
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key.")
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the tokens to this file.")
+    ] = None
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes that tokenise (default: one a core).")
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The numbers on stdout, as one JSON object.")
+    ] = False
+
+
+@command
+def data(options: DataCommandOptions) -> None:
+    """Tokenise the data of a run ahead, and show what a batch looks like."""
+    from dynmo.config import load
+
+    import_from_working_folder()
+    config = load(options.config, options.set_ or [])
+    workers = options.workers or os.cpu_count() or 1
+    if options.workers is not None and options.workers < 1:
+        raise InputError(f"--workers {options.workers}: at least 1 is needed")
+    _check_out(options)
+
+    from dynmo.train.data_view import view_of
+    from dynmo.train.tokenise import tokenise
+
+    view = view_of(config)
+    written = None
+    if options.out is not None:
+        with _progress(config.data.source) as listen:
+            try:
+                written = tokenise(config, options.out, workers, listen)
+            except OSError as error:
+                raise InputError(f"--out {options.out}: {error.strerror or error}") from None
+    if options.as_json:
+        told = {"file": None if written is None else asdict(written), **view.numbers}
+        told |= {"histogram": view.histogram, "microbatches": view.microbatches}
+        print(json.dumps(told, allow_nan=False))
+        return
+    _print_text(view)
+    if written is not None:
+        left_out = f", {written.skipped} left out" if written.skipped else ""
+        many = "" if written.samples is None else f"{written.samples:,} samples, "
+        print(f"{options.out}: {many}{written.tokens:,} tokens{left_out}")
+        answers = " (without data.answers_only)" if config.data.answers_only else ""
+        print(f'train on it with data.source = "{written.source}"{answers}')
+
+
+def _check_out(options: DataCommandOptions) -> None:
+    out = options.out
+    if out is None:
+        return
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out}: there is no folder {out.parent}")
+    if out.exists() and not (options.force and out.is_file()):
+        raise InputError(f"--out {out} exists; choose another name, or give --force")
+
+
+@contextlib.contextmanager
+def _progress(source: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows progress on stderr, while it is open."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"tokenising {source}", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _print_text(view: DataView) -> None:
+    from rich.text import Text
+
+    from dynmo.cli.console import console_for_tables
+
+    console = console_for_tables()
+    for name, number in view.numbers.items():
+        is_share = name in ("counted", "padding")
+        text = f"{number:.1%}" if is_share else f"{number:,.0f}"
+        print(f"{name.replace('_', ' '):<17}{text:>14}")
+    most = max(view.histogram.values(), default=0)
+    for edge, count in view.histogram.items():
+        print(f"up to {edge:>6,} tokens {count:>9,} {'#' * round(_BAR * count / most)}")
+    shapes = ", ".join(f"{rows} x {length}" for rows, length in view.microbatches[:8])
+    more = ", ..." if len(view.microbatches) > 8 else ""
+    print(f"microbatches of the first step, rows x tokens: {shapes}{more}")
+    for number, pieces in enumerate(view.texts):
+        print(f"--- sample {number} of the first step; the loss counts what is between « and »")
+        shown = Text()
+        for text, is_counted in pieces:
+            shown.append(f"«{text}»" if is_counted else text, "bold" if is_counted else "dim")
+        if len(shown) > _LETTERS:
+            shown.truncate(_LETTERS)
+            shown.append(" ...")
+        console.print(shown, soft_wrap=True)

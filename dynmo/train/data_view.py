@@ -1,0 +1,126 @@
+"""What the data of a run is like: lengths of its samples, and its first batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from dynmo.config import Config
+from dynmo.data.labels import IGNORED
+from dynmo.data.order import Order, windows_of
+from dynmo.data.records import BrokenSampleError
+from dynmo.data.sample_batches import padding_of
+from dynmo.data.samples import Sample
+from dynmo.train.samples import open_batches, tokenizer_of
+from dynmo.train.setup import model_of
+from dynmo.train.text import open_text, text_tokenizer
+
+_MOST = 10_000  # samples that are encoded for their lengths
+_SHOWN = 2
+
+
+@dataclass(frozen=True)
+class DataView:
+    """What the data is like.
+
+    Attributes:
+        numbers: Counts and lengths, by name.
+        histogram: Number of samples up to each length.
+        microbatches: Rows and length of each microbatch of the first step.
+        texts: The first samples, or the first window: pieces of text, and whether the loss counts
+            them.
+    """
+
+    numbers: dict[str, float]
+    histogram: dict[int, int]
+    microbatches: list[tuple[int, int]]
+    texts: list[list[tuple[str, bool]]]
+
+
+def view_of(config: Config) -> DataView:
+    """Looks at the data of a run.
+
+    Raises:
+        ConfigError: The data cannot be read.
+    """
+    return _samples(config) if config.data.has_samples else _text(config)
+
+
+def _samples(config: Config) -> DataView:
+    model = model_of(config)
+    batches, tokenizer = open_batches(config, model), tokenizer_of(config, model)
+    count = len(batches.records)
+    looked = np.unique(np.linspace(0, count - 1, min(count, _MOST)).astype(int)).tolist()
+    lengths, counted, broken = list[int](), 0, 0
+    for number in looked:
+        try:
+            sample = batches.encoded(number)
+        except BrokenSampleError:
+            broken += 1
+            continue
+        lengths.append(len(sample.ids))
+        counted += sum(label != IGNORED for label in sample.labels[1:])
+    edges = [2**power for power in range(1, max(lengths).bit_length() + 1)]
+    first = batches.train(0)
+    padding = padding_of(first)
+    numbers = {
+        "records": count,
+        "looked_at": len(looked),
+        "broken": broken,
+        "shortest": min(lengths),
+        "median": median(lengths),
+        "mean": mean(lengths),
+        "longest": max(lengths),
+        "counted": counted / sum(lengths),
+        "padding": padding.padded / padding.tokens,
+    }
+    shown = batches.order.train(0).ravel().tolist()[:_SHOWN]
+    return DataView(
+        numbers,
+        {edge: sum(edge // 2 < length <= edge for length in lengths) for edge in edges},
+        [(len(each["input_ids"]), each["input_ids"].shape[1]) for each in first],
+        [_pieces(batches.encoded(number), tokenizer) for number in shown],
+    )
+
+
+def _pieces(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
+    """Returns the text of tokens that follow one another, and whether the loss counts them."""
+    # The first token has no loss, for none comes before it.
+    counts = [False, *(label != IGNORED for label in sample.labels[1:])]
+    pieces = list[tuple[str, bool]]()
+    for is_counted, group in groupby(zip(sample.ids, counts, strict=True), lambda pair: pair[1]):
+        ids = [token for token, _ in group]
+        pieces.append((_decoded(ids, tokenizer), is_counted))
+    return pieces
+
+
+def _decoded(ids: list[int], tokenizer: Any) -> str:
+    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+
+def _text(config: Config) -> DataView:
+    model = model_of(config)
+    options, train = model.options or config.model, config.train
+    source, sequence = config.data.source, config.model.sequence
+    corpus = open_text(source, options)
+    order = Order(
+        windows_of(len(corpus), sequence), train.global_batch, train.micro_batch, config.seed
+    )
+    numbers = {
+        "tokens": len(corpus),
+        "windows": order.windows,
+        "held_out_windows": order.held_out_windows,
+    }
+    start = int(order.train(0).flat[0]) * sequence
+    window = corpus[start : start + sequence]
+    tokenizer = text_tokenizer(source, options)
+    if tokenizer is None and window.dtype == np.uint8:
+        text = window.tobytes().decode(errors="replace")
+    else:
+        text = _decoded(window.tolist(), tokenizer)
+    microbatches = [(train.micro_batch, sequence)] * (train.global_batch // train.micro_batch)
+    return DataView(numbers, {}, microbatches, [[(text, True)]])
