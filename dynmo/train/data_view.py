@@ -15,6 +15,7 @@ from dynmo.data.order import Order, windows_of
 from dynmo.data.records import BrokenSampleError
 from dynmo.data.sample_batches import padding_of
 from dynmo.data.samples import Sample
+from dynmo.errors import ConfigError
 from dynmo.train.samples import open_batches, tokenizer_of
 from dynmo.train.setup import model_of
 from dynmo.train.text import open_text, text_tokenizer
@@ -64,7 +65,10 @@ def _samples(config: Config) -> DataView:
             continue
         lengths.append(len(sample.ids))
         counted += sum(label != IGNORED for label in sample.labels[1:])
-    edges = [2**power for power in range(1, max(lengths).bit_length() + 1)]
+    if not lengths:
+        raise ConfigError(f"all {len(looked)} samples that were looked at are broken")
+    # The first power of two that is no shorter than the longest ends the list.
+    edges = [2**power for power in range(1, (max(lengths) - 1).bit_length() + 1)]
     first = batches.train(0)
     padding = padding_of(first)
     numbers = {
@@ -110,7 +114,7 @@ def _text(config: Config) -> DataView:
     order = Order(
         windows_of(len(corpus), sequence), train.global_batch, train.micro_batch, config.seed
     )
-    numbers = {
+    numbers: dict[str, float] = {
         "tokens": len(corpus),
         "windows": order.windows,
         "held_out_windows": order.held_out_windows,

@@ -97,7 +97,8 @@ def _write_text(config: Config, model: Model, out: Path, listen: Listener) -> To
     dtype = next(name for name in DTYPES if vocab - 1 <= np.iinfo(name).max)
     with _whole(out) as partial, partial.open("wb") as file:
         for start in range(0, len(corpus), _TOKENS):
-            file.write(corpus[start : start + _TOKENS].astype(f"<{np.dtype(dtype).str[1:]}"))
+            piece = corpus[start : start + _TOKENS]
+            file.write(piece.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             listen(min(start + _TOKENS, len(corpus)), len(corpus))
     Path(f"{out}.json").write_text(json.dumps({"dtype": dtype, "vocab": vocab}) + "\n")
     return Tokenised(f"tokens:{out}", None, len(corpus))

@@ -1,0 +1,114 @@
+"""`dynmo data`: tokens that are made ahead, and what a batch looks like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+
+from dynmo.config import load
+from dynmo.data.token_file import TokenFile
+from dynmo.train.samples import open_batches
+from dynmo.train.setup import model_of
+from dynmo.train.text import open_text
+from tests.cli.runs import Run
+
+RECORDS = 300
+ROWS = [
+    {"prompt": "import", "completion": "return x\n" * (number % 9 + 1)} for number in range(RECORDS)
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_llama: Path) -> Path:
+    """The working folder, with a model, samples and run.toml."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(small_llama)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    write(tmp_path, source="jsonl:rows.jsonl", answers_only=True, batching="grouped")
+    return tmp_path
+
+
+def write(folder: Path, **data: Any) -> None:
+    config = {
+        "model": {"kind": "hf", "path": "model", "sequence": 32},
+        "data": data,
+        "train": {"global_batch": 8, "micro_batch": 2},
+    }
+    (folder / "run.toml").write_text(tomli_w.dumps(config))
+
+
+def test_samples_that_are_encoded_ahead_give_the_same_batches(folder: Path, dynmo: Run) -> None:
+    done = dynmo("data", "run.toml", "--out", "rows.parquet", "--workers", "2", "--json")
+    assert done.status == 0, done.err
+    told = json.loads(done.out)
+    assert told["file"]["source"] == "parquet:rows.parquet"
+    assert told["file"]["samples"] == told["records"] == RECORDS
+    assert sum(told["histogram"].values()) == RECORDS
+    live = load(folder / "run.toml", [])
+    write(folder, source="parquet:rows.parquet", batching="grouped")
+    ahead = load(folder / "run.toml", [])
+    wanted, found = (open_batches(config, model_of(config)) for config in (live, ahead))
+    for step in range(3):
+        for one, other in zip(wanted.train(step), found.train(step), strict=True):
+            assert {name: x.tolist() for name, x in one.items()} == {
+                name: x.tolist() for name, x in other.items()
+            }
+
+
+def test_text_that_is_tokenised_ahead_has_the_same_tokens(folder: Path, dynmo: Run) -> None:
+    (folder / "text").write_text("def f(x):\n    return x\n" * 500)
+    write(folder, source="file:text")
+    done = dynmo("data", "run.toml", "--out", "text.bin")
+    assert done.status == 0, done.err
+    config = load(folder / "run.toml", [])
+    live, ahead = open_text("file:text", model_of(config).options or config.model), "text.bin"
+    tokens = TokenFile(Path(ahead))
+    assert np.array_equal(tokens[:], live[:])
+    assert tokens.vocab == 300
+    assert json.loads((folder / "text.bin.json").read_text())["dtype"] == "uint16"
+    assert 'train on it with data.source = "tokens:text.bin"' in done.out
+
+
+def test_view_marks_what_counts(folder: Path, dynmo: Run) -> None:
+    done = dynmo("data", "run.toml")
+    assert done.status == 0, done.err
+    assert "import«return x" in done.out
+    assert "microbatches of the first step, rows x tokens: " in done.out
+
+
+@pytest.mark.parametrize("broken", ["stop", "skip"])
+def test_broken_sample_is_named_or_left_out(folder: Path, dynmo: Run, broken: str) -> None:
+    lines = [json.dumps(row) for row in ROWS]
+    lines[170] = "{"
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    write(folder, source="jsonl:rows.jsonl", broken=broken)
+    done = dynmo("data", "run.toml", "--out", "rows.parquet")
+    if broken == "skip":
+        assert done.status == 0, done.err
+        assert "299 samples" in done.out
+        assert "1 left out" in done.out
+        return
+    assert done.status == 2
+    assert "rows.jsonl:171: no line of JSON" in done.err
+    assert not list(folder.glob("rows.parquet*"))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--out", "missing/rows.parquet"], "there is no folder missing"),
+        (["--out", "rows.jsonl"], "exists; choose another name, or give --force"),
+        (["--workers", "0"], "at least 1 is needed"),
+        (["--set", "data.source='jsonl:none'"], "cannot be read"),
+    ],
+)
+def test_wrong_input_is_one_line(folder: Path, dynmo: Run, given: list[str], says: str) -> None:
+    done = dynmo("data", "run.toml", *given)
+    assert done.status == 2
+    assert says in done.err
+    assert done.err.count("\n") == 1
