@@ -37,7 +37,9 @@ class StepEvent(Event):
 
     Attributes:
         loss: Mean loss of the step.
-        tokens_per_s: Tokens per second. 0 if the size of a sample is unknown.
+        tokens_per_s: Tokens per second that the loss counts as targets, so neither padding nor
+            other labels of -100. All tokens if nothing counts targets. 0 if the size of a sample is
+            unknown.
         idle_ratio: Measured share of idle time.
         imbalance: Measured imbalance of the ranks.
         seconds: Wall time of the step.
@@ -45,6 +47,11 @@ class StepEvent(Event):
         learning_rate: Learning rate of the step.
         layers: The placement.
         frozen: Number of frozen layers.
+        model_flops_per_s: Floating-point operations of the model per second, by arithmetic, on all
+            ranks. See `StepResult.model_flops`. None if unknown.
+        utilization: These over the FLOP/s that all ranks can do. None if unknown.
+        memory: Peak bytes of each rank. See `StepResult.memory`. Empty in older logs.
+        gpu_seconds_returned: GPU-seconds so far of the ranks that the run did without.
     """
 
     event: ClassVar[str] = "step"
@@ -57,6 +64,10 @@ class StepEvent(Event):
     learning_rate: float
     layers: tuple[int, ...]
     frozen: int
+    model_flops_per_s: float | None = None
+    utilization: float | None = None
+    memory: tuple[int, ...] = ()
+    gpu_seconds_returned: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@
     wandb         Weights & Biases, or its folder alone with WANDB_MODE=offline
     python:...    a sink of one's own
 
-A name is that of the event and of its field: `step/loss`, `eval/loss`, `data/waited`.
+A name is that of the event and of its field: `step/loss`, `eval/loss`, `data/waited`. A field of a
+step with a number for each rank or stage has the greatest as `step/memory`, and each as
+`step/memory/0` and so on. The table has the greatest alone.
 """
 
 from __future__ import annotations
@@ -33,16 +35,20 @@ class NumberSink(Protocol):
 def numbers_of(event: Event) -> Iterator[tuple[str, float]]:
     """Yields name and value of each number of an event."""
     for field in fields(event):
-        value = getattr(event, field.name)
+        name, value = f"{event.event}/{field.name}", getattr(event, field.name)
         if field.name not in ("step", "time") and isinstance(value, float | int):
-            yield f"{event.event}/{field.name}", float(value)
+            yield name, float(value)
+        elif isinstance(event, StepEvent) and isinstance(value, tuple) and value:
+            yield name, float(max(value))
+            for index, each in enumerate(value):
+                yield f"{name}/{index}", float(each)
 
 
 class Csv:
     """A table with a row for each step.
 
     Args:
-        path: The file. Rows are added to one that is there.
+        path: The file. Rows are added to one that is there, under its columns.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,15 +56,19 @@ class Csv:
             f"{kind.event}/{field.name}"
             for kind in (StepEvent, DataEvent)
             for field in fields(kind)
-            if field.type in ("float", "int", "float | None") and field.name not in ("step", "time")
+            if field.name not in ("step", "time")
         ]
         self._row: dict[str, float] = {}
         try:
-            self._file = Path(path).open("a", newline="", encoding="utf-8")  # noqa: SIM115
+            self._file = Path(path).open("a+", newline="", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
         self._table = csv.writer(self._file)
-        if not self._file.tell():
+        self._file.seek(0)
+        header = next(csv.reader(self._file), [])
+        if header:
+            self._names = header[1:]
+        else:
             self._table.writerow(["step", *self._names])
 
     def __call__(self, event: Event) -> None:

@@ -145,8 +145,14 @@ def test_tutorial_loop_resumes_from_its_checkpoint(folder: Path) -> None:
 
 
 def test_own_data_loop_prints_its_losses(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    exec(block(HOW_TO / "own-data.md", "python"), {})
+    exec(block(HOW_TO / "own-data.md", "python", "# own_data.py"), {})
     assert re.fullmatch(r"(\d+\.\d+\n){5}", capsys.readouterr().out)
+
+
+def test_numbers_of_a_step_are_written(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    exec(block(HOW_TO / "own-data.md", "python", "# table.py"), {})
+    assert re.fullmatch(r"\(\d+,\) 2304\.0 None\n", capsys.readouterr().out)
+    assert len((folder / "numbers.csv").read_text().splitlines()) == 2
 
 
 def test_hugging_face_loop_saves_a_model(

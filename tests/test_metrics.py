@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import dynmo
 from dynmo.errors import ConfigError
 from dynmo.events import CheckpointEvent, DataEvent, EvalEvent, Event, StepEvent
 from dynmo.metrics import Csv, numbers_of, open_sink
@@ -40,7 +44,7 @@ def test_each_number_has_the_name_of_its_field() -> None:
 
 
 def test_table_has_a_row_for_each_step_and_goes_on(tmp_path: Path) -> None:
-    for events in (EVENTS, [step(2, 0.5)]):
+    for events in (EVENTS, [replace(step(2, 0.5), memory=(7, 9))]):
         table = Csv(tmp_path / "numbers.csv")
         for event in events:
             table(event)
@@ -50,7 +54,45 @@ def test_table_has_a_row_for_each_step_and_goes_on(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == ["0", "1", "2"]
     assert [row["step/loss"] for row in rows] == ["3.0", "1.0", "0.5"]
     assert [row["step/gradient_norm"] for row in rows] == ["2.0", "", "2.0"]
+    assert [row["step/layers"] for row in rows] == ["3.0", "3.0", "3.0"]
+    assert [row["step/memory"] for row in rows] == ["", "", "9.0"]
     assert [row["data/waited"] for row in rows] == ["0.5", "", ""]
+
+
+def test_table_keeps_the_columns_of_an_older_one(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.csv"
+    path.write_text("step,step/seconds,step/loss\n0,0.2,4.0\n")
+    table = Csv(path)
+    table(step(1, 3.0))
+    table.close()
+    assert path.read_text().splitlines()[1:] == ["0,0.2,4.0", "1,0.1,3.0"]
+
+
+def test_numbers_of_ranks_are_the_greatest_and_each() -> None:
+    numbers = dict(numbers_of(replace(step(0, 3.0), memory=(5, 8))))
+    assert numbers["step/memory"] == numbers["step/memory/1"] == 8
+    assert (numbers["step/memory/0"], numbers["step/layers/1"]) == (5, 3)
+    assert "step/utilization" not in numbers
+
+
+def test_pipeline_writes_a_table(tmp_path: Path) -> None:
+    with dynmo.init(device="cpu") as world:
+        table = dynmo.Csv(tmp_path / "numbers.csv")
+        layers = [nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)]
+        pipeline = dynmo.Pipeline(
+            dynmo.Sequential(layers), world, microbatches=2, peak_flops=1e9, listen=table
+        )
+        ids = torch.arange(12).view(4, 3)
+        result = pipeline.step(ids, torch.where(ids < 2, -100, ids))
+        table.close()
+    flops = 6 * 8 * 50 * 12
+    assert result.model_flops == flops
+    assert result.utilization == flops / result.seconds / 1e9
+    with (tmp_path / "numbers.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["step/utilization"]) == result.utilization
+    assert float(row["step/tokens_per_s"]) == 10 / result.seconds
+    assert float(row["step/memory"]) == max(result.memory)
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dynmo.balance.options import Balance
 from dynmo.data.options import DataOptions
 from dynmo.dynamism.options import CASES, CaseOptions, EarlyExit, RunFacts
 from dynmo.models.options import ModelOptions
-from dynmo.options import OWN, Count, Lax, Options, Seed, Whole, written
+from dynmo.options import OWN, Count, Lax, Options, Positive, Seed, Whole, written
 from dynmo.pipeline.options import (
     SGD,
     TORCH_OPTIMIZERS,
@@ -176,7 +176,7 @@ class TraceSection(Options):
 
 
 class MetricsSection(Options):
-    """Where the numbers of a run are written, beside its log."""
+    """The numbers of a run: where they are written, beside its log."""
 
     to: Annotated[
         tuple[
@@ -188,6 +188,9 @@ class MetricsSection(Options):
     ] = ()
     """Some of `csv` (runs/NAME/numbers.csv), `tensorboard` (runs/NAME/tensorboard), `wandb` (with
     `WANDB_MODE=offline` on this machine alone) and `python:package.module:function`."""
+    peak_flops: Positive | None = None
+    """FLOP/s that a rank can do in `train.precision`, for the utilization of a step. Not set: the
+    data sheet's figure if the GPU is a known one, without sparsity."""
 
 
 class Config(Options):
@@ -277,6 +280,7 @@ class Config(Options):
             "learning_rate": LearningRate(**rate),
             "balance": self.balance,
             "elastic": self.elastic,
+            "peak_flops": self.metrics.peak_flops,
         }
 
     @property

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from dynmo.data.grouping import RowCost
 from dynmo.data.options import DataOptions
 from dynmo.data.order import Order, StreamOrder
 from dynmo.data.records import Records
@@ -14,6 +13,7 @@ from dynmo.data.sample_batches import SampleBatches, check_first
 from dynmo.data.samples import Encoder
 from dynmo.data.stream import HELD_OUT
 from dynmo.models.model import Model
+from dynmo.models.row_cost import row_cost
 from dynmo.options import LARGEST
 
 
@@ -53,16 +53,11 @@ def batches_of(
         batching=options.batching,
         broken=options.broken,
         pad=pad,
-        cost=row_cost(model),
+        cost=row_cost(model, _weights(model)),
     )
 
 
-def row_cost(model: Model) -> RowCost:
-    """Returns what rows cost by arithmetic: 2 a weight for a token, 4 a channel for a pair."""
+def _weights(model: Model) -> int:
     with torch.device("meta"):
         layers = model.build(())
-    weights = sum(p.numel() for layer in layers for p in layer.parameters())
-    config: Any = getattr(model, "config", None)
-    width = getattr(config, "hidden_size", 0) * getattr(config, "num_hidden_layers", 0)
-    # A token attends to half of its row on average.
-    return RowCost(2 * max(1, weights), 2 * width)
+    return sum(p.numel() for layer in layers for p in layer.parameters())

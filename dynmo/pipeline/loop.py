@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from dynmo.balance.partition import Partition
 from dynmo.dynamism.case import Signals, TokenShares
 from dynmo.events import (
@@ -27,6 +29,7 @@ from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import state_of
 from dynmo.pipeline.step_result import StepResult
 from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.peak_memory import restart_peak
 from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.schedule.bounds import Objective
@@ -68,6 +71,7 @@ class Loop:
         listen: Called with every event.
         elastic: Changes the number of ranks. None if that is not wanted.
         tracer: Records the ops. None if that is not wanted.
+        peak_flops: FLOP/s that a rank's device can do. None if unknown.
         token_shares: What each case has counted last, by its name.
     """
 
@@ -90,6 +94,7 @@ class Loop:
         self.tracer: Tracer | None = None
         # Returns what schedulers change of the optimizer's groups.
         self.groups: Callable[[], list[dict[str, Any]]] = list
+        self.peak_flops: float | None = None
         self.token_shares: dict[str, TokenShares] = {}
         # A newcomer takes part from the cases' own part of its first step on.
         self._joins_at = step if joined else None
@@ -221,9 +226,11 @@ class Loop:
         rates: Sequence[Mapping[str, Any]],
         keys: Keys | None,
         stop: bool,
+        work: Tensor | float = 0.0,
     ) -> tuple[StepResult, ...]:
-        """Trains on the microbatches of one step."""
+        """Trains on the microbatches of one step. `work` is their model FLOPs."""
         engine, step = self._engine, self.step
+        restart_peak(engine.store.world.device)
         if self._adapted != step:
             self._begin = time.perf_counter()
         started = _Started(
@@ -240,6 +247,7 @@ class Loop:
             max_norm=self.options.max_grad_norm,
             flag=flag,
             keys=keys,
+            work=work,
         )
         self._started[step] = started
         started.seconds = time.perf_counter() - self._begin
@@ -305,10 +313,14 @@ class Loop:
             learning_rate=result.rate,
             layers=result.layers,
             frozen=result.frozen,
+            model_flops_per_s=result.model_flops / result.seconds if result.model_flops else None,
+            utilization=result.utilization,
+            memory=result.memory,
+            gpu_seconds_returned=0.0 if self.elastic is None else self.elastic.gpu_seconds_returned,
         )
 
-    @staticmethod
-    def _result(record: StepRecord, started: _Started) -> StepResult:
+    def _result(self, record: StepRecord, started: _Started) -> StepResult:
+        peak = self.peak_flops
         return StepResult(
             record.step,
             record.loss,
@@ -323,4 +335,7 @@ class Loop:
             started.layers,
             started.frozen,
             record.counted,
+            record.memory,
+            record.work,
+            None if peak is None else peak * self._engine.store.world.everyone.size,
         )

@@ -271,6 +271,8 @@ class PipelineOptions(ScheduleOptions, MeshOptions, TrainingOptions):
     """Changes of the mesh."""
     cases: Annotated[tuple[CaseOptions, ...], Lax] = ()
     """Options of dynmo's own dynamic cases."""
+    peak_flops: Positive | None = None
+    """FLOP/s that a rank can do. Not set: those of a known GPU."""
     total_microbatches: Count | None = None
     """Microbatches of all replicas, if the batch is cut otherwise than at first."""
 

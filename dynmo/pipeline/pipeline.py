@@ -32,6 +32,7 @@ from dynmo.pipeline.batch import Batch, BatchCutter, Cut
 from dynmo.pipeline.case_context import agree_on_cases
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.loop import Loop
+from dynmo.pipeline.model_flops import ModelFlops, device_peak_flops
 from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import (
@@ -149,8 +150,11 @@ class Pipeline:
             number of replicas gives the same bits. None means one per replica.
         compile: Whether torch.compile runs the parts of a layer between its linear layers.
         deterministic: On CUDA, whether to use only kernels that give the same bits in each run.
-        listen: Called on every rank with each event: moves, changes, rollbacks, faults.
+        listen: Called on every rank with each event: steps, moves, changes, rollbacks, faults. Give
+            `dynmo.Csv(path)` and the like on rank 0 alone.
         trace: Steps around each change that `save_trace` writes. 0 records nothing.
+        peak_flops: FLOP/s that a rank can do, for `StepResult.utilization`. None means those of the
+            GPU's data sheet, if dynmo knows it.
         check_memory: Whether the first placement must fit `memory_limit`.
         resume: Folder of checkpoints to go on from, as `save` wrote them. The placement and the
             mesh are then those of the checkpoint, if the options allow them.
@@ -208,6 +212,7 @@ class Pipeline:
         deterministic: bool = _DEFAULT.deterministic,
         listen: Callable[[Event], None] | None = None,
         trace: int = 0,
+        peak_flops: float | None = _DEFAULT.peak_flops,
         check_memory: bool = True,
         resume: str | Path | None = None,
     ) -> None:
@@ -245,6 +250,7 @@ class Pipeline:
         self._check_memory, self._trace = check_memory, trace
         self._watches_ranks = elastic is not None
         self._memory_limit = rank_memory_limit(options, ranks)
+        self._model_flops = ModelFlops(model)
         # Steps and loss of the time before this process was outside. None while it is a rank.
         self._before: tuple[int, float] | None = (0, math.nan) if outside else None
         if outside:
@@ -341,6 +347,9 @@ class Pipeline:
             options, engine, cases, rebalancer, self._listen, step=step, loss=loss, joined=joined
         )
         loop.groups = self._optimizer.saved
+        loop.peak_flops = options.peak_flops or device_peak_flops(
+            self._world.device, options.precision
+        )
         return loop
 
     def _watch(self, reference: float | None) -> None:
@@ -458,7 +467,8 @@ class Pipeline:
         if self.left:
             return before
         cut_inputs, cut_targets = self._cut(inputs, targets)
-        results = self._loop.advance(cut_inputs, cut_targets, self._rates(), keys, stop)
+        work = self._model_flops.of(inputs)
+        results = self._loop.advance(cut_inputs, cut_targets, self._rates(), keys, stop, work)
         self._optimizer.step()
         return before + results
 

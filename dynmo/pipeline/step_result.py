@@ -10,7 +10,7 @@ from dynmo.balance.partition import imbalance
 
 @dataclass(frozen=True, repr=False)
 class StepResult:
-    """The result of one step. It is the same on every rank, but for `seconds`.
+    """The result of one step. It is the same on every rank, but for times of this rank.
 
     Attributes:
         step: Number of the step.
@@ -26,6 +26,13 @@ class StepResult:
         layers: Number of layers on each stage.
         frozen: Number of frozen layers.
         counted: Number of targets that the loss counts. Number of microbatches if nothing tells.
+        memory: Peak bytes of each rank in forward and backward. On CUDA they are what torch's
+            allocator gave out, and on CPU the resident memory of the process. Slices of one GPU
+            have those of their process. 0 if unknown.
+        model_flops: Floating-point operations of the step by arithmetic: 6 a token and weight, and
+            those of causal attention. Padding does not count, and all layers count alike whatever
+            dynamic cases save. 0 if unknown.
+        peak_flops: FLOP/s that all ranks can do. None if unknown.
     """
 
     step: int
@@ -41,6 +48,9 @@ class StepResult:
     layers: tuple[int, ...]
     frozen: int
     counted: float
+    memory: tuple[int, ...]
+    model_flops: float
+    peak_flops: float | None
 
     def __repr__(self) -> str:
         skipped = ", skipped=True" if self.skipped else ""
@@ -48,6 +58,13 @@ class StepResult:
             f"StepResult(step={self.step}, loss={self.loss:.6g}, norm={self.norm:.6g}, "
             f"idle_ratio={self.idle_ratio:.2f}{skipped})"
         )
+
+    @property
+    def utilization(self) -> float | None:
+        """Model FLOPs over those that all ranks could have done. None if one is unknown."""
+        if not self.model_flops or self.peak_flops is None:
+            return None
+        return self.model_flops / self.seconds / self.peak_flops
 
     @property
     def imbalance(self) -> float:

@@ -109,6 +109,8 @@ class Summary:
         load: Load average of rank 0's machine at the end of the run.
         cores: Number of its cores.
         data: Account of the samples. None if the run reads none.
+        utilization: Median over the steps. None if unknown.
+        memory: Most bytes of a rank in a step. 0 if unknown.
     """
 
     phases: tuple[Phase, ...]
@@ -135,6 +137,8 @@ class Summary:
     load: float | None = None
     cores: int | None = None
     data: DataAccount | None = None
+    utilization: float | None = None
+    memory: int = 0
 
 
 def summarize(events: Iterable[Event]) -> Summary:
@@ -153,6 +157,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     # A run that was cut off right behind a checkpoint and resumed repeats no step. The seconds of
     # its last process are then fewer than those of all steps.
     whole = None if end is None or is_resumed or end.seconds < seconds else end
+    known = [step.utilization for step in steps if step.utilization is not None]
     changed = _changed(steps, [*changes, *rank_events])
     return Summary(
         phases=cut_phases(steps, changed),
@@ -179,6 +184,8 @@ def summarize(events: Iterable[Event]) -> Summary:
         load=end.load if end else None,
         cores=end.cores if end else None,
         data=_data_account([e for e in kept if isinstance(e, DataEvent)], seconds),
+        utilization=median(known) if known else None,
+        memory=max((max(step.memory, default=0) for step in steps), default=0),
     )
 
 

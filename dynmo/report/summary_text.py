@@ -32,6 +32,10 @@ def overview(summary: Summary) -> str:
     figures.append(f"{summary.steps} steps in {summary.seconds:.1f} s")
     tokens = sum(step.tokens_per_s * step.seconds for step in summary.done)
     figures += [f"{tokens / summary.seconds:,.0f} tokens/s"] if tokens else []
+    if summary.utilization is not None:
+        figures.append(f"{summary.utilization:.1%} of the peak FLOP/s")
+    if summary.memory:
+        figures.append(f"at most {summary.memory / 2**20:,.0f} MiB on a rank")
     if summary.data is not None:
         figures.append(_data_text(summary.data))
     if summary.reason != "done":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dynmo.events import (
     DataEvent,
     EvalEvent,
@@ -106,6 +108,13 @@ def test_event_lines_are_in_order() -> None:
 def test_overview_has_loss_time_and_speed() -> None:
     steps = [step(0, 2.0), step(1, 1.0)]  # 8 tokens each
     assert overview(summarize([*steps, end()])) == "loss 3.000000, 2 steps in 3.0 s, 5 tokens/s"
+    busy = [
+        replace(step(0), utilization=0.1, memory=(5, 9 << 20)),
+        replace(step(1), utilization=0.3, memory=(7, 8)),
+    ]
+    assert overview(summarize([*busy, end()])).endswith(
+        "tokens/s, 20.0% of the peak FLOP/s, at most 9 MiB on a rank"
+    )
     assert overview(summarize([*steps, EvalEvent(1, 2.5)])) == (
         "loss 3.000000, held-out loss 2.500000, 2 steps in 3.0 s, 5 tokens/s, not ended"
     )

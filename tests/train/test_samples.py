@@ -279,7 +279,12 @@ def test_broken_sample_is_left_out_and_counted(pool: Pool, model: Path, tmp_path
     assert [event.step for event in data] == [0, 1, 2, 3]
     assert max(event.skipped for event in data) >= 2
     assert all(0 <= event.padding < event.tokens for event in data)
-    assert all(event.tokens_per_s > 0 for event in events if isinstance(event, StepEvent))
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    assert all(event.tokens_per_s > 0 for event in steps)
+    # Every token that is no padding counts, but for the first of each sample.
+    tokens = [event.tokens - event.padding for event in data]
+    counted = [round(event.tokens_per_s * event.seconds) for event in steps]
+    assert counted == [count - rows for count, rows in zip(tokens, (8, 6, 8, 8), strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
@@ -137,6 +138,7 @@ class Engine:
         max_norm: float = 0.0,
         flag: int = 0,
         keys: Keys | None = None,
+        work: Tensor | float = 0.0,
     ) -> StepRecord:
         """Trains on one batch: forward, backward, clipping, update.
 
@@ -151,6 +153,8 @@ class Engine:
             keys: Key of each microbatch, on every rank, for the cache of outputs. Two keys are
                 equal only if the inputs are, such as the numbers of the sequences. None if no
                 microbatch comes again.
+            work: Operations of this replica's batch, on the rank of the first stage. Every rank
+                gets the sum in `StepRecord.work`.
 
         Raises:
             InputError: Ranks of a replica were given different batches. Nothing was updated.
@@ -158,7 +162,14 @@ class Engine:
                 gradient skips the step.
         """
         results = self.advance(
-            step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag, keys=keys
+            step,
+            inputs,
+            targets,
+            lr=lr,
+            max_norm=max_norm,
+            flag=flag,
+            keys=keys,
+            work=work,
         )
         return (results + self.drain())[-1]
 
@@ -172,6 +183,7 @@ class Engine:
         max_norm: float = 0.0,
         flag: int = 0,
         keys: Keys | None = None,
+        work: Tensor | float = 0.0,
     ) -> tuple[StepRecord, ...]:
         """Trains like `step`, but without a barrier at its end under post-validation.
 
@@ -186,6 +198,7 @@ class Engine:
         pending = self.pending
         if not pending.validates:
             step_output = self.forward_backward(step, inputs, targets, keys)
+            step_output.work = work
             record = self.update(step, step_output, lr=lr, max_norm=max_norm, flag=flag)
             return *pending.take_done(), record
         check_batch(self.store, inputs, targets, self.store.layout.microbatches)
@@ -195,6 +208,7 @@ class Engine:
         step_output = self.programs.train(
             executor, step, inputs, targets, keys, self.optimizer_step.scaler.scale, is_validated
         )
+        step_output.work = work
         pending.end(step, step_output, lr, max_norm, flag)
         return pending.take_done()
 

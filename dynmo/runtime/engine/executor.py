@@ -46,12 +46,14 @@ class StepOutput:
         hashes: Hash of the inputs and of the targets that this rank was given. None if it was given
             none, or if no other rank of its replica could be given another.
         counts: Number of targets that the loss of each microbatch counts, on the last stage.
+        work: Operations of this replica's batch, as the caller counts them, on the first stage.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     intervals: list[Interval] = field(default_factory=list[Interval])
     hashes: tuple[Tensor | None, Tensor | None] = (None, None)
     counts: Sequence[float] = ()
+    work: Tensor | float = 0.0
 
 
 class Executor:

@@ -2,8 +2,9 @@
 
 The result is the same on every rank.
 
-    squared norms of the layers | losses, counts of microbatches | busy, span, flag, hashes
-    on all replicas               of all replicas                  of every global rank, or slice
+    squared norms of the layers | losses, counts of microbatches | busy, span, flag, hashes,
+    on all replicas               of all replicas                  memory, work
+                                                                   of every global rank, or slice
 
 Exactly one rank writes each entry, except for the norms, which one rank of each pipeline writes.
 The all-reduce therefore only adds zeros and cannot round.
@@ -23,10 +24,11 @@ from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import find_difference
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.engine.norm_ring import Rollback, Switch
+from dynmo.runtime.engine.peak_memory import peak_bytes
 from dynmo.runtime.optim.optimizer import squared_norm
 from dynmo.runtime.state.layer_store import LayerStore
 
-_ROWS = 5
+_ROWS = 7
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class StepRecord:
         switch: With post-validation, a change between steps with and without a barrier.
         skipped: Whether gradients overflowed. Nothing was updated then, and the loss scale falls.
         counted: Number of targets that the loss counts. Without a counter, that of microbatches.
+        memory: Peak bytes of each rank from `restart_peak` until its gradients were complete.
+            Slices of a GPU have those of their process. 0 if unknown.
+        work: Operations of the whole batch, as the caller counts them.
     """
 
     step: int
@@ -62,6 +67,8 @@ class StepRecord:
     switch: Switch | None = None
     skipped: bool = False
     counted: float = 0.0
+    memory: tuple[int, ...] = ()
+    work: float = 0.0
 
     @property
     def idle_ratio(self) -> float:
@@ -92,7 +99,7 @@ class StepReduction:
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns views of the norms, of losses and counts [2, microbatches], and [_ROWS, ranks].
 
-        The rows are busy, span, flag, and the hashes of inputs and targets.
+        The rows are busy, span, flag, the hashes of inputs and targets, memory, and work.
         """
         layers, losses = self._store.model.layers, self._losses_end
         both = table[layers:losses].view(2, -1)
@@ -117,6 +124,7 @@ class StepReduction:
             mine = losses[:, world.replica * own :][:, :own]
             mine[0] = torch.stack(step_output.losses)
             mine[1] = torch.tensor(step_output.counts, dtype=torch.float64)
+        memory = peak_bytes(world.device)
         for rank in {layout.stage_ranks[stage] for stage in store.own_stages}:
             spent = [s for s in step_output.intervals if layout.stage_ranks[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
@@ -131,6 +139,9 @@ class StepReduction:
             for at, value in enumerate(step_output.hashes, 3):
                 if value is not None:
                     column[at] = value
+            column[5] = memory
+            if rank == layout.stage_ranks[0]:
+                column[6] = float(step_output.work)
         return table
 
     def wrong_batch(self, step: int, table: Tensor) -> InputError | None:
@@ -141,7 +152,7 @@ class StepReduction:
                 f"step {step}: no target of the whole batch is counted (all labels are -100?); "
                 "nothing was updated"
             )
-        hashes = rest[3:].tolist()
+        hashes = rest[3:5].tolist()
         return find_difference(f"step {step}", hashes, self._store.layout.replicas)
 
     def once(self, table: Tensor) -> Tensor:
@@ -163,7 +174,7 @@ class StepReduction:
     ) -> StepRecord:
         norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
-        busy, spans, flags, *_ = rest.tolist()
+        busy, spans, flags, _, _, memory, work = rest.tolist()
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         counts = losses[1].tolist()
         return StepRecord(
@@ -177,4 +188,6 @@ class StepReduction:
             step_output,
             loss_scale,
             counted=math.fsum(counts),
+            memory=tuple(map(int, memory)),
+            work=math.fsum(work),
         )

@@ -1,0 +1,73 @@
+"""What rows of tokens cost a model by arithmetic, in operations of a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from dynmo.data.grouping import RowCost
+from dynmo.kernels.grouped_linear import GroupedLinear
+from dynmo.models.model import Model
+
+
+def row_cost(model: Model, weights: int) -> RowCost:
+    """Returns the cost of a row: 2 a weight for a token, 4 a channel of attention for a pair.
+
+    Args:
+        model: Its attention counts if dynmo or transformers knows the width of its blocks.
+        weights: Number of weights that each token meets.
+    """
+    width, options = 0, model.options
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        text = config.get_text_config()
+        width = getattr(text, "hidden_size", 0) * getattr(text, "num_hidden_layers", 0)
+    elif options is not None and options.is_gpt:
+        width = options.hidden * options.blocks
+    # A token attends to half of its row on average.
+    return RowCost(2 * max(1, weights), 2 * width)
+
+
+def product_weights(model: Model, layers: Iterable[nn.Module]) -> int | None:
+    """Counts the weights that a token is multiplied by.
+
+    Embeddings are looked up, and vectors such as biases are no matrices. Of the experts, those
+    count that compute a token.
+
+    Args:
+        model: The model of these layers.
+        layers: All layers of the model. They may be on the meta device.
+
+    Returns:
+        The number of weights. None if no arithmetic of this kind holds, as with convolutions.
+    """
+    experts, chosen = _experts(model)
+    total = 0
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Embedding):
+                continue
+            for parameter in module.parameters(recurse=False):
+                size = parameter.numel()
+                grouped = isinstance(module, GroupedLinear) or parameter.dim() == 3
+                if parameter.dim() > 3 or (parameter.dim() == 3 and not experts):
+                    return None
+                if parameter.dim() > 1:
+                    total += size * chosen // experts if grouped and experts else size
+    return total
+
+
+def _experts(model: Model) -> tuple[int, int]:
+    """Returns the number of experts of a layer, and of those that compute a token."""
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        text = config.get_text_config()
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        found = (getattr(text, name, None) for name in names)
+        return next(filter(None, found), 0), getattr(text, "num_experts_per_tok", None) or 0
+    options = model.options
+    if options is None or options.kind != "moe":
+        return 0, 0
+    return options.experts, options.top_k
