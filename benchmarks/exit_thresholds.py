@@ -27,6 +27,7 @@ from dynmo.config import Config
 from dynmo.models.early_exit import ExitHead
 from dynmo.runtime.comm.world import World
 from dynmo.train.setup import model_of
+from dynmo.train.loader import DataLoader
 from dynmo.train.trainer import Trainer
 
 THRESHOLDS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
@@ -51,7 +52,9 @@ class Evaluation:
     def __init__(self, trainer: Trainer) -> None:
         train, self._pipeline = trainer.config.train, trainer.pipeline
         self._batches = train.eval_batches
-        self._inputs, self._targets, _ = trainer._loader.held_out(self._batches)
+        loader = trainer._loader
+        assert isinstance(loader, DataLoader)  # text
+        self._inputs, self._targets, _ = loader.held_out(self._batches)
         self._tokens = self._batches * train.micro_batch * trainer.config.model.sequence
         self._heads = [x for x in self._pipeline.modules.values() if isinstance(x, ExitHead)]
         self._exited: Counter[nn.Module] = Counter()
