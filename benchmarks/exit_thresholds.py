@@ -26,8 +26,8 @@ from benchmarks.quality import config_of
 from dynmo.config import Config
 from dynmo.models.early_exit import ExitHead
 from dynmo.runtime.comm.world import World
-from dynmo.train.setup import model_of
 from dynmo.train.loader import DataLoader
+from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
 THRESHOLDS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
