@@ -48,6 +48,7 @@ RUNS = {
         "dynmo train run.toml": [f"dynmo train run.toml {SMALL}"],
     },
     REFERENCE: {
+        "dynmo data run.toml --out data.bin": [f"dynmo data run.toml {SMALL} --out data.bin"],
         "dynmo profile run.toml": [
             f"dynmo profile run.toml {SMALL} --steps 2 --out costs.json --json",
         ],

@@ -18,7 +18,12 @@ JOB = "tests.pipeline.loading:train"
 
 
 @pytest.mark.parametrize(
-    ("streaming", "replicas", "slots"), [(False, 4, 4), (True, 4, 4), (True, 3, None)]
+    ("streaming", "replicas", "slots"),
+    [
+        (False, 4, 4),
+        (True, 3, None),
+        pytest.param(True, 4, 4, marks=pytest.mark.matrix),
+    ],
 )
 def test_loop_goes_on_with_the_next_sample_on_other_replicas(
     pool: Pool,
