@@ -168,7 +168,7 @@ def test_commands_of_a_page_run_alone_and_under_torchrun(page: Path, outside: Pa
     """The commands run in order. Those that train end with the same weights in both ways."""
     own = README if page == README else TUTORIAL
     files = {
-        "run.toml": block(own, "toml", "" if page == README else "# run.toml"),
+        "run.toml": block(own, "toml", 'name = "first-run"' if page == README else "# run.toml"),
         "first.toml": block(TUTORIAL, "toml", "# first.toml"),
         "my_model.py": block(TUTORIAL, "python", "# my_model.py"),
     }
