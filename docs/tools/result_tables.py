@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from benchmarks import (
+    batching,
     cases,
     deferred,
     executor_families,
@@ -71,6 +72,8 @@ def result_tables() -> dict[str, str]:
         "deferred times": deferred.times_table(result_of("deferred.json")),
         "executor_families": executor_families.table(result_of("executor_families.json")),
         "heavy_head": heavy_head.table(result_of("heavy_head.json")),
+        "batching": batching.simulated_table(result_of("batching.json")),
+        "batching real": batching.real_table(result_of("batching.json")),
         "waiting": waiting.table(result_of("waiting.json")),
         "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),
         "traces": _without(
