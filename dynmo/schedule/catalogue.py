@@ -8,6 +8,7 @@ zb-h2              1                 p, m                2p - 1
 interleaved-1f1b   v (2)             p, m                more than p
 zb-auto            1                 the stages' costs   as much as the limit allows
 zb-v               2                 the stages' costs   p
+v-auto             2                 the stages' costs   as much as the limit allows
 v-half             2                 the stages' costs   about p / 2
 v-min              2                 the stages' costs   about p / 3
 
@@ -39,6 +40,7 @@ SCHEDULES: dict[str, _Entry] = {name: _Entry() for name in GENERATORS} | {
     "interleaved-1f1b": _Entry(chunks=2, free=True),
     "zb-auto": _Entry(from_costs=True),
     "zb-v": _Entry(chunks=2, from_costs=True),
+    "v-auto": _Entry(chunks=2, from_costs=True),
     "v-half": _Entry(chunks=2, from_costs=True),
     "v-min": _Entry(chunks=2, from_costs=True),
 }

@@ -107,16 +107,35 @@ def v_shape(
     v-half  p / 2 + 1: half of 1F1B's memory, and still less bubble
     v-min   p / 3 + 1: about the least memory with which the ranks can all be busy
     """
-    _check(name, costs, microbatches, first_trainable)
+    check_stages(name, costs, microbatches, first_trainable)
     most = _MEMORY[name](len(costs.stages) // 2)
     case = _case(name, most, costs, microbatches, caps, first_trainable, objective)
+    return _shortest(name, case)
+
+
+def within_caps(
+    name: str,
+    costs: Costs,
+    microbatches: int,
+    caps: Sequence[float] | None,
+    first_trainable: int,
+    objective: Objective,
+) -> Schedule:
+    """Make the shortest repeating block in a V that the caps allow."""
+    most = float(microbatches)  # no more are ever on their way
+    return _shortest(
+        name, _case(name, most, costs, microbatches, caps, first_trainable, objective)
+    )
+
+
+def _shortest(name: str, case: _Case) -> Schedule:
     order, share, patient = _search(case)
     time = case.run(order, share, patient)
     assert time >= 0.0, "an order that was run before runs again"
     return _schedule(name, case)
 
 
-def _check(name: str, costs: Costs, microbatches: int, first_trainable: int) -> None:
+def check_stages(name: str, costs: Costs, microbatches: int, first_trainable: int) -> None:
     stages = len(costs.stages)
     if stages < 2 or stages % 2:
         raise ScheduleError(
