@@ -28,6 +28,14 @@ Bytes = NDArray[np.uint8]
 Problem = tuple[Ints, Ints, Floats, Ints, Ints, Ints, Ints]
 """sums, rank_of, speeds, held, pairs, pair_at and caps."""
 
+Flow = tuple[int, float, Floats]
+"""How microbatches flow through a V.
+
+microbatches  of a step; 0: the flow is not considered
+stretch       how many times as long a microbatch's way takes as without waiting
+ways          prefix sums of F, B and W, in the unit of the loads: [3, boundary]
+"""
+
 
 @jit()
 def evaluate_bounds(problem: Problem, bounds: Ints, scratch: Ints) -> tuple[float, float, int]:
@@ -170,22 +178,81 @@ def branch(problem: Problem, bounds: Ints, best: float, nodes: int) -> tuple[flo
 
 
 @jit()
-def nested(problem: Problem, limit: float, reached: Bytes, bounds: Ints) -> tuple[bool, float]:
+def flow_time(flow: Flow, x: int, a: int, b: int, y: int) -> float:
+    """How long a step must take by the flow, divided by the microbatches.
+
+    A rank holds the layers from x to a and from b to y. It cannot run an op before the first
+    microbatch gets there, nor after the last one must leave: its other ops need the time that
+    remains. The same holds on the clock of rank 0, where each microbatch begins and ends. Rank 0's
+    clock only counts if it begins and ends with all others' F's in between. Speeds of other ranks
+    are taken as 1.
+    """
+    m, stretch, ways = flow
+    f, g, h = ways[0], ways[1], ways[2]
+    n = ways.shape[1] - 1
+    f_low, f_up = f[a] - f[x], f[y] - f[b]
+    b_low, b_up = g[a] - g[x], g[y] - g[b]
+    w_low, w_up = h[a] - h[x], h[y] - h[b]
+    scale = stretch / m
+    # From its first F to the first F and B of the upper stage and to the first B of the lower one.
+    to_f_up = f[b] - f[x]
+    to_b_up = f[n] - f[x] + g[n] - g[y]
+    to_b_low = f[n] - f[x] + g[n] - g[a]
+    time = max(
+        scale * to_f_up + f_up + b_up + w_up + b_low + w_low,
+        scale * to_b_up + b_up + w_up + b_low + w_low,
+        scale * to_b_low + b_low + w_low,
+    )
+    # From the last F of each stage, and from the last B of the upper one, to the rank's last op.
+    if b_low + w_low > 0.0:
+        back = g[n] - g[x] + w_low
+        time = max(
+            time,
+            f_low + scale * (f[n] - f[a] + back),
+            f_low + f_up + scale * (f[n] - f[y] + back),
+            f_low + f_up + b_up + scale * (g[b] - g[x] + w_low),
+        )
+    elif b_up + w_up > 0.0:
+        back = g[n] - g[b] + w_up
+        time = max(
+            time,
+            f_low + scale * (f[n] - f[a] + back),
+            f_low + f_up + scale * (f[n] - f[y] + back),
+        )
+    if g[1] + h[1] > 0.0:  # rank 0's last B ends the step
+        time = max(
+            time,
+            f_low + f_up + scale * (f[x] + f[n] - f[y] + g[n] + h[1]),
+            f_low + f_up + b_up + scale * (f[x] + g[b] + h[1]),
+            f_low + f_up + b_up + b_low + scale * (f[x] + g[x] + h[1]),
+            f_up + b_up + b_low + scale * (f[b] + g[x] + h[1]),
+            b_up + b_low + scale * (f[n] + g[n] - g[y] + g[x] + h[1]),
+        )
+    else:
+        last = g[n] - g[n - 1] + h[n] - h[n - 1]
+        time = max(time, f_low + f_up + scale * (f[x] + f[n] - f[y] + last))
+    return time
+
+
+@jit()
+def nested(
+    problem: Problem, flow: Flow, limit: float, reached: Bytes, bounds: Ints
+) -> tuple[bool, float]:
     """Solves the V within `limit`: rank r holds stages r and 2 p - 1 - r.
 
     reached[r, x, y] says that ranks 0 .. r-1 can hold exactly the layers before x and from y on.
     Returns (True, the placement's largest time), or (False, the least limit worth trying next).
     """
     ranks = reached.shape[0] - 1
-    rise = _reach_inwards(problem, limit, reached)
+    rise = _reach_inwards(problem, flow, limit, reached)
     for end in range(reached.shape[1]):
         if reached[ranks, end, end]:
-            return True, _trace_outwards(problem, limit, reached, end, bounds)
+            return True, _trace_outwards(problem, flow, limit, reached, end, bounds)
     return False, rise
 
 
 @jit()
-def _reach_inwards(problem: Problem, limit: float, reached: Bytes) -> float:
+def _reach_inwards(problem: Problem, flow: Flow, limit: float, reached: Bytes) -> float:
     """Fills in `reached`, the outer rank first. Returns the least limit worth trying next."""
     sums, _, speeds, held, pairs, pair_at, caps = problem
     layers, ranks = len(sums) - 1, len(speeds)
@@ -219,8 +286,12 @@ def _reach_inwards(problem: Problem, limit: float, reached: Bytes) -> float:
                             and size + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y) > caps[r]
                         ):
                             break
+                        if flow[0]:
+                            time = flow_time(flow, x, a, b, y) / speeds[r]
                         # The layers that are left must go into the ranks that are left.
-                        if last or sums[b] - sums[a] <= limit * rest * (1 + 1e-12):
+                        if time > limit:
+                            rise = min(rise, time)
+                        elif last or sums[b] - sums[a] <= limit * rest * (1 + 1e-12):
                             reached[r + 1, a, b] = 1
                         else:
                             rise = min(rise, (sums[b] - sums[a]) / rest)
@@ -232,7 +303,7 @@ def _reach_inwards(problem: Problem, limit: float, reached: Bytes) -> float:
 
 @jit()
 def _trace_outwards(
-    problem: Problem, limit: float, reached: Bytes, end: int, bounds: Ints
+    problem: Problem, flow: Flow, limit: float, reached: Bytes, end: int, bounds: Ints
 ) -> float:
     """Writes the placement whose inner rank meets at `end`. Returns its largest time."""
     sums, _, speeds, held, pairs, pair_at, caps = problem
@@ -249,11 +320,17 @@ def _trace_outwards(
                 time = (sums[a] - sums[x] + sums[y] - sums[b]) / speeds[r]
                 if time > limit:
                     break
-                if reached[r, x, y] and (
-                    caps.size == 0
-                    or need(held, pairs, pair_at, r, x, a)
-                    + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y)
-                    <= caps[r]
+                if flow[0]:
+                    time = max(time, flow_time(flow, x, a, b, y) / speeds[r])
+                if (
+                    time <= limit
+                    and reached[r, x, y]
+                    and (
+                        caps.size == 0
+                        or need(held, pairs, pair_at, r, x, a)
+                        + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y)
+                        <= caps[r]
+                    )
                 ):
                     extended = True
                     largest = max(largest, time)

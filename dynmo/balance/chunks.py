@@ -23,6 +23,7 @@ from dynmo.balance import _chunk_kernels as kernels
 from dynmo.balance._kernels import Floats, Ints
 from dynmo.balance.chains import enough, integer_sums, memory_tables, rank_speeds, same_layers
 from dynmo.balance.partition import Partition, exact, stage_loads
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.schedule.catalogue import v_stage_ranks
 from dynmo.schedule.memory import MemoryLimits
@@ -30,6 +31,11 @@ from dynmo.schedule.memory import MemoryLimits
 NODES = 2_000_000  # steps of branch and bound: some hundredths of a second
 _STATES = 30_000_000  # bytes of the search through a V
 _KICKS = 8_000_000  # restarts of the iterated descent, times the stages cubed
+_NO_FLOW: kernels.Flow = (0, 0.0, np.zeros((3, 1)))
+# A microbatch's way through the V takes some multiple of the time that it takes without waiting.
+_STRETCHES = (1.0, 1.4, 1.6, 2.0)
+# The first step above the least load, its growth, the last step, and how often a step is halved.
+_RISE = (0.005, 1.8, 1.0, 3)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,38 @@ def chunked(
     return Chunked(partition, max(times), proven)
 
 
+def flowing(
+    layers: Sequence[LayerCost],
+    stage_ranks: Sequence[int],
+    microbatches: int,
+    *,
+    memory: MemoryLimits | None = None,
+    speeds: Sequence[float] | None = None,
+) -> list[Partition]:
+    """Places a V so that microbatches flow through it, and not only so that loads are even.
+
+    A rank on which all layers are frozen, say, has nothing but F's, and all of them lie between the
+    first F and the last F of rank 0. There is one placement for each assumption about how long a
+    microbatch's way takes. The best of them is found by simulation.
+    """
+    weights = [layer.seconds for layer in layers]
+    ranks = max(stage_ranks) + 1
+    if tuple(stage_ranks) != v_stage_ranks(ranks) or (ranks + 1) * (len(layers) + 1) ** 2 > _STATES:
+        return []
+    problem = _Chunks(weights, stage_ranks, memory, rank_speeds(speeds, ranks))
+    bounds = np.array(exact(weights, problem.stages).bounds, np.int64)
+    least = problem.nested(bounds)
+    if not 0 < least < math.inf:
+        return []
+    unit = int(problem.sums[-1]) / math.fsum(weights)
+    ways = np.zeros((3, len(layers) + 1))
+    ways[:, 1:] = unit * np.cumsum(
+        [[x.f for x in layers], [x.b for x in layers], [x.w for x in layers]], 1
+    )
+    found = [problem.flowing((microbatches, x, ways), least) for x in _STRETCHES]
+    return [partition for partition in dict.fromkeys(found) if partition is not None]
+
+
 @final
 class _Chunks:
     def __init__(
@@ -152,6 +190,26 @@ class _Chunks:
             self.tables, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64)
         )
 
+    def flowing(self, flow: kernels.Flow, least: float) -> Partition | None:
+        """Solves the V with the flow nearly as well as possible. `least` is the least load."""
+        reached = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.uint8)
+        bounds = np.zeros(self.stages + 1, np.int64)
+        bounds[-1] = len(self.weights)
+        step, growth, most, halvings = _RISE
+        low, trial = least, least * (1 + 1e-12)
+        while not kernels.nested(self.tables, flow, trial, reached, bounds)[0]:
+            low, trial = trial, least * (1 + step)
+            if step > most:
+                return None
+            step *= growth
+        for _ in range(halvings):
+            trial_bounds, middle = bounds.copy(), (low + trial) / 2
+            if kernels.nested(self.tables, flow, middle, reached, trial_bounds)[0]:
+                bounds, trial = trial_bounds, middle
+            else:
+                low = middle
+        return Partition.from_bounds(bounds.tolist())
+
     def nested(self, bounds: Ints) -> float:
         """Solves the V by bisection, as in `chains`. Returns infinity if nothing fits."""
         reached = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.uint8)
@@ -163,7 +221,7 @@ class _Chunks:
         trial = high if over else (low + high) / 2
         while low < high or best == math.inf:
             trial_bounds = bounds.copy()
-            feasible, value = kernels.nested(self.tables, trial, reached, trial_bounds)
+            feasible, value = kernels.nested(self.tables, _NO_FLOW, trial, reached, trial_bounds)
             if feasible:
                 best = high = value
                 bounds[:] = trial_bounds

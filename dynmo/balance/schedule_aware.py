@@ -23,7 +23,7 @@ from typing import final
 import numpy as np
 
 from dynmo.balance._replay import Floats, Shape, replay, shape_of
-from dynmo.balance.chunks import chunked
+from dynmo.balance.chunks import chunked, flowing
 from dynmo.balance.partition import Partition, exact, ties, uniform
 from dynmo.balance.stage_costs import Make, check_lengths, freeze, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost, LinkCost
@@ -157,6 +157,9 @@ class _Search:
         first = best = self.evaluate(starts[0])
         if self.current is not None and self.current.bounds in starts:
             best = self.better(best, self.current.bounds)
+        for partition in self.flowing(best.schedule.microbatches):
+            if self.allowed(partition.bounds):
+                best = self.better(best, partition.bounds)
         for _ in range(_ROUNDS):
             before = best
             self.shapes = {self.frozen_stages(best.bounds): shape_of(best.schedule)}
@@ -200,6 +203,13 @@ class _Search:
         return [x.bounds for x in least_bottleneck] + [
             x.bounds for x in others if self.allowed(x.bounds)
         ]
+
+    def flowing(self, microbatches: int) -> list[Partition]:
+        if self.stages == self.ranks:
+            return []
+        return flowing(
+            self.layers, self.stage_ranks, microbatches, memory=self.memory, speeds=self.rates
+        )
 
     def with_links(self, weights: Sequence[float], links: Sequence[LinkCost]) -> list[Partition]:
         sizes = [layer.output_bytes for layer in self.layers]

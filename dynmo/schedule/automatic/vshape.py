@@ -123,9 +123,7 @@ def within_caps(
 ) -> Schedule:
     """Make the shortest repeating block in a V that the caps allow."""
     most = float(microbatches)  # no more are ever on their way
-    return _shortest(
-        name, _case(name, most, costs, microbatches, caps, first_trainable, objective)
-    )
+    return _shortest(name, _case(name, most, costs, microbatches, caps, first_trainable, objective))
 
 
 def _shortest(name: str, case: _Case) -> Schedule:
