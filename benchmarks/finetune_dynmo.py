@@ -129,7 +129,7 @@ def replayed(schedule: Schedule, seconds: Mapping[Op, float], links: Sequence[fl
     """Returns the time of a step whose microbatches differ, as the simulator counts it."""
     ended, clock = dict[Op, float](), [0.0] * schedule.ranks
     ranks = schedule.stage_ranks
-    for rank, op in in_order(schedule):
+    for rank, op, _ in in_order(schedule):
         start = clock[rank]
         for before, boundary in dependencies(schedule, op):
             arrived = ended[before]

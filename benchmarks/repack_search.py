@@ -120,7 +120,7 @@ def sums_of(layers: Layers) -> Floats:
 
 def rows_of(schedule: Schedule, low: int, high: int) -> Ints:
     """Returns the ops of some ranks as rows, each behind what it needs."""
-    ops = [(rank, op) for rank, op in in_order(schedule) if low <= rank <= high]
+    ops = [(rank, op) for rank, op, _ in in_order(schedule) if low <= rank <= high]
     return np.array([(rank, _KINDS[op.kind], op.microbatch) for rank, op in ops], np.int64)
 
 

@@ -153,7 +153,7 @@ def test_early_partial_w_leaves_the_digest_unchanged(
     assert {r["digest"] for r in results} == {_deeper_reference(pool, True)["digest"]}
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-auto"])
 def test_pipeline_on_slices_has_the_same_digest(pool: Pool, schedule: str) -> None:
     """A pipeline on slices runs in one process, here without a GPU.
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dynmo.balance._kernels import Ints
 from dynmo.jit import jit
-from dynmo.schedule.op import Kind, Op, Schedule, dependencies, in_order
+from dynmo.schedule.op import Kind, Op, Schedule, in_order
 
 Floats = NDArray[np.float64]
 _KINDS = {Kind.F: 0, Kind.B: 1, Kind.W: 2, Kind.BW: 3}
@@ -41,11 +41,11 @@ def shape_of(schedule: Schedule) -> Shape:
     row_of: dict[Op, int] = {}
     rows: list[int] = []
     counts = np.zeros((schedule.stages, 4), np.int64)
-    for rank, op in in_order(schedule):
+    for rank, op, needs in in_order(schedule):
         rows += (rank, op.stage, _KINDS[op.kind])
         counts[op.stage, _KINDS[op.kind]] += 1
         waits = 0
-        for before, boundary in dependencies(schedule, op):
+        for before, boundary in needs:
             crosses = boundary is not None and stage_ranks[boundary] != stage_ranks[boundary + 1]
             rows += (row_of[before], cast(int, boundary) if crosses else -1)
             waits += 1

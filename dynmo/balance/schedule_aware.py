@@ -40,7 +40,9 @@ Bounds = tuple[int, ...]
 _SAME = 1e-9
 _STARTS = 3  # placements from which a round descends
 _ROUNDS = 3  # the most times that the schedule is made anew for the best placement
-_OPS = 40_000_000  # ops replayed in one round: some tenths of a second
+# Ops replayed in one round: some tenths of a second. With several stages per rank the schedule of a
+# placement decides more than its order under another's schedule.
+_OPS, _OPS_OF_SEVERAL = 40_000_000, 5_000_000
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class _Search:
         for _ in range(_ROUNDS):
             before = best
             self.shapes = {self.frozen_stages(best.bounds): shape_of(best.schedule)}
-            self.budget = _OPS
+            self.budget = _OPS if self.stages == self.ranks else _OPS_OF_SEVERAL
             by_time = sorted(dict.fromkeys([best.bounds, *starts]), key=self.replay)
             for bounds in by_time[:_STARTS]:
                 best = self.better(best, self.descend(bounds))

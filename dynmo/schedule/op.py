@@ -193,8 +193,8 @@ def _check_placement(schedule: Schedule) -> None:
         )
 
 
-def in_order(schedule: Schedule) -> Iterator[tuple[int, Op]]:
-    """List every (rank, op) in an order in which they can run.
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Op, tuple[Dependency, ...]]]:
+    """List every rank, op and the op's dependencies, in an order in which the ops can run.
 
     The ranks' own orders and `dependencies` are respected.
 
@@ -211,14 +211,18 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Op]]:
         row = schedule.ops[rank]
         while position[rank] < len(row):
             op = row[position[rank]]
-            missing = next((d.op for d in dependencies(schedule, op) if d.op not in done), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            yield rank, op
-            position[rank] += 1
-            done.add(op)
-            ready.extend(waiting.pop(op, ()))
+            needs = tuple(dependencies(schedule, op))
+            for before, _ in needs:
+                if before not in done:
+                    waiting.setdefault(before, []).append(rank)
+                    break
+            else:
+                yield rank, op, needs
+                position[rank] += 1
+                done.add(op)
+                ready.extend(waiting.pop(op, ()))
+                continue
+            break
     stuck = [(r, schedule.ops[r][p]) for r, p in enumerate(position) if p < len(schedule.ops[r])]
     if stuck:
         rank, op = stuck[0]

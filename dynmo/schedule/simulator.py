@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.op import Kind, Op, Schedule, dependencies, in_order
+from dynmo.schedule.op import Kind, Op, Schedule, in_order
 
 
 class Span(NamedTuple):
@@ -122,9 +122,14 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
     ended: dict[Op, float] = {}
     clock = [0.0] * schedule.ranks
     rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
-    for rank, op in in_order(schedule):
+    took = {
+        (kind, stage): duration(costs, Op(kind, stage, 0))
+        for kind in Kind
+        for stage in range(schedule.stages)
+    }
+    for rank, op, needs in in_order(schedule):
         start = clock[rank]
-        for before, boundary in dependencies(schedule, op):
+        for before, boundary in needs:
             arrival = ended[before]
             if boundary is not None and stage_ranks[boundary] != stage_ranks[boundary + 1]:
                 if (
@@ -135,7 +140,7 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
                     continue
                 arrival += links[boundary]
             start = max(start, arrival)
-        end = start + duration(costs, op)
+        end = start + took[op.kind, op.stage]
         clock[rank] = ended[op] = end
         rows[rank].append(Span(op, start, end))
     return Timeline(tuple(map(tuple, rows)), peak_memory(schedule, costs))
@@ -147,10 +152,15 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     The result depends on the order of the ops alone, not on their times.
     """
     peaks: list[float] = []
+    changes = {
+        (kind, stage): memory_change(costs, Op(kind, stage, 0), schedule.first_trainable)
+        for kind in Kind
+        for stage in range(schedule.stages)
+    }
     for row in schedule.ops:
         live = peak = 0.0
-        for op in row:
-            live += memory_change(costs, op, schedule.first_trainable)
+        for kind, stage, _ in row:
+            live += changes[kind, stage]
             peak = max(peak, live)
         peaks.append(peak)
     return tuple(peaks)

@@ -5,11 +5,15 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from dynmo.balance.chunks import chunked
+from benchmarks.cost_traces import trace
+from dynmo.balance.chunks import chunked, flowing
 from dynmo.balance.partition import Partition, exact, stage_loads
+from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
+from dynmo.schedule.automatic.list_schedule import list_schedule
 from dynmo.schedule.memory import MemoryLimits
+from dynmo.schedule.simulator import simulate
 
 
 def looped(ranks: int, chunks: int) -> tuple[int, ...]:
@@ -177,3 +181,41 @@ def test_bad_placements_are_refused():
             (0, 1, 1, 0),
             memory=MemoryLimits((LayerCost(0, 0, 0),) * 8, ((), ()), (1, 1)),
         )
+
+
+def frozen_half() -> list[LayerCost]:
+    """24 layers that are frozen and 24 that train, of different sizes."""
+    sizes = [1.0, 1.3] * 24
+    return [
+        LayerCost(x, 0.0, 0.0) if i < 24 else LayerCost(x, x, x, activation_bytes=1, weight_bytes=1)
+        for i, x in enumerate(sizes)
+    ]
+
+
+def test_flowing_placements_take_less_time_than_even_loads() -> None:
+    ranks, m, layers = 24, 48, trace("freezing", 48, 2048)[18]
+    placement = v_shaped(ranks)
+
+    def span(partition: Partition) -> float:
+        costs = pipeline_costs(layers, partition)
+        return simulate(list_schedule(costs, m, first_trainable=frozen_stages(costs)), costs).span
+
+    found = flowing(layers, placement, m)
+    even = chunked([x.seconds for x in layers], placement).partition
+    assert min(map(span, found)) < span(even) * 0.97
+    assert flowing(layers, placement, m) == found
+
+
+def test_flowing_placements_fit_the_memory() -> None:
+    ranks, m, layers = 4, 8, frozen_half()
+    placement = v_shaped(ranks)
+    memory = MemoryLimits(layers, (((m, 0),),) * 8, (7 * (m + 1),) * 8)
+    found = flowing(layers, placement, m, memory=memory)
+    assert found
+    assert all(fits(memory, partition.bounds, placement) for partition in found)
+    full = MemoryLimits(layers, (((m, 0),),) * 8, (5 * (m + 1),) * 8)
+    assert flowing(layers, placement, m, memory=full) == []
+
+
+def test_flowing_is_for_a_v() -> None:
+    assert flowing(frozen_half(), looped(4, 2), 8) == []

@@ -143,7 +143,7 @@ def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", few(range(12), 4))
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-auto", "v-half"])
 def test_plan_exists_if_a_placement_fits(schedule: str, seed: int) -> None:
     """The plan is compared with all placements.
 

@@ -50,7 +50,7 @@ def published_span(schedule: Schedule, costs: Costs) -> float:
     p = schedule.ranks
     ended: dict[Op, float] = {}
     free, began = [0.0] * p, [-1.0] * p
-    for rank, op in in_order(schedule):
+    for rank, op, _ in in_order(schedule):
         start = free[rank]
         for before, boundary in dependencies(schedule, op):
             if boundary is None:

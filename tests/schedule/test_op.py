@@ -90,12 +90,13 @@ def test_any_runnable_order_is_valid(schedule: Schedule) -> None:
     validate(schedule)
     order = list(in_order(schedule))
     assert (
-        tuple(tuple(op for rank, op in order if rank == r) for r in range(schedule.ranks))
+        tuple(tuple(op for rank, op, _ in order if rank == r) for r in range(schedule.ranks))
         == schedule.ops
     )
     done: set[Op] = set()
-    for _, op in order:
-        assert all(d.op in done for d in dependencies(schedule, op))
+    for _, op, needs in order:
+        assert needs == tuple(dependencies(schedule, op))
+        assert all(before in done for before, _ in needs)
         done.add(op)
 
 

@@ -52,8 +52,10 @@ class Problem(NamedTuple):
 
 
 # The type of a Problem as a plain tuple, which a compiled function recognizes faster.
-_PROBLEM = "Tuple((int64, int64, boolean, float64[:, ::1], " + "float64[::1], " * 4
-_PROBLEM += "int64[::1], int64[::1], int64[::1]))"
+_PROBLEM = (
+    "Tuple((int64, int64, boolean, float64[:, ::1], float64[::1], float64[::1], float64[::1], "
+    "float64[::1], int64[::1], int64[::1], int64[::1]))"
+)
 _TABLE = "float64[:, :, ::1]"
 
 

@@ -34,15 +34,13 @@ from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import v_stage_ranks
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.op import Kind, Op, Schedule
-from dynmo.schedule.simulator import simulate
 
 NAME = "v-auto"
 
-# The shares of an op for which a rank waits for a more urgent one. Each chain of runs uses one, or
-# all in turn.
-_CHAINS = ((0.2,), (0.5,), (0.0, 0.2, 0.5))
-_BUDGET = 450_000  # ops that may be placed in one direction
-_ROUNDS = (2, 24)  # the fewest and most runs of a chain
+# The shares of an op for which a rank waits for a more urgent one, in one run after the other.
+_AHEAD = (0.2, 0.5, 0.2, 0.0)
+_BUDGET = 150_000  # ops that may be placed in one direction
+_ROUNDS = (4, 60)  # the fewest and most runs in both directions
 
 _KINDS = (Kind.F, Kind.B, Kind.W)
 
@@ -63,23 +61,15 @@ def list_schedule(
     """
     check_stages(NAME, costs, microbatches, first_trainable)
     m, stage_ranks = microbatches, v_stage_ranks(len(costs.stages) // 2)
-    blocks = within_caps(NAME, costs, m, caps, first_trainable, objective)
+    best, blocks = within_caps(NAME, costs, m, caps, first_trainable, objective)
     goal = lower_bound_on(stage_ranks, costs, m, first_trainable, objective) * (1 + 1e-12)
-    best = simulate(blocks, costs).length(objective)
     problem = _problem(costs, stage_ranks, m, caps, first_trainable, objective)
     order = np.zeros((len(problem.cap), 3 * m * 2), np.int32)
-    trial, found = np.zeros_like(order), False
-    size = 3 * len(costs.stages) * m
-    rounds = min(_ROUNDS[1], max(_ROUNDS[0], _BUDGET // size // len(_CHAINS)))
-    for aheads in _CHAINS:
-        if best <= goal:
-            break
-        keys = _evenly(problem)
-        chain = np.array(aheads, np.float64)
-        time = core.improve(tuple(problem), keys, goal, rounds, chain, best, order, trial)
-        found, best = found or time < best, time
-    if not found:
-        return blocks
+    rounds = min(_ROUNDS[1], max(_ROUNDS[0], _BUDGET // (3 * len(costs.stages) * m)))
+    ahead, trial = np.array(_AHEAD, np.float64), np.zeros_like(order)
+    time = core.improve(tuple(problem), _evenly(problem), goal, rounds, ahead, best, order, trial)
+    if time >= best:
+        return blocks()
     n = len(stage_ranks)
     trained = [m * (3 if stage >= first_trainable else 1) for stage in range(n)]
     lengths = np.bincount(stage_ranks, trained).astype(np.int64)

@@ -32,6 +32,7 @@ every rank finds the same schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -110,7 +111,7 @@ def v_shape(
     check_stages(name, costs, microbatches, first_trainable)
     most = _MEMORY[name](len(costs.stages) // 2)
     case = _case(name, most, costs, microbatches, caps, first_trainable, objective)
-    return _shortest(name, case)
+    return _shortest(name, case)[1]()
 
 
 def within_caps(
@@ -120,17 +121,17 @@ def within_caps(
     caps: Sequence[float] | None,
     first_trainable: int,
     objective: Objective,
-) -> Schedule:
-    """Make the shortest repeating block in a V that the caps allow."""
+) -> tuple[float, Callable[[], Schedule]]:
+    """Find the shortest repeating block in a V that the caps allow: its time, and the schedule."""
     most = float(microbatches)  # no more are ever on their way
     return _shortest(name, _case(name, most, costs, microbatches, caps, first_trainable, objective))
 
 
-def _shortest(name: str, case: _Case) -> Schedule:
+def _shortest(name: str, case: _Case) -> tuple[float, Callable[[], Schedule]]:
     order, share, patient = _search(case)
     time = case.run(order, share, patient)
     assert time >= 0.0, "an order that was run before runs again"
-    return _schedule(name, case)
+    return time, partial(_schedule, name, case)
 
 
 def check_stages(name: str, costs: Costs, microbatches: int, first_trainable: int) -> None:
