@@ -118,22 +118,78 @@ def flowing(
     first F and the last F of rank 0. There is one placement for each assumption about how long a
     microbatch's way takes. The best of them is found by simulation.
     """
-    weights = [layer.seconds for layer in layers]
-    ranks = max(stage_ranks) + 1
-    if tuple(stage_ranks) != v_stage_ranks(ranks) or (ranks + 1) * (len(layers) + 1) ** 2 > _STATES:
+    flow = _Flow.of(layers, stage_ranks, memory, speeds)
+    if flow is None:
         return []
-    problem = _Chunks(weights, stage_ranks, memory, rank_speeds(speeds, ranks))
-    bounds = np.array(exact(weights, problem.stages).bounds, np.int64)
-    least = problem.nested(bounds)
-    if not 0 < least < math.inf:
-        return []
-    unit = int(problem.sums[-1]) / math.fsum(weights)
-    ways = np.zeros((3, len(layers) + 1))
-    ways[:, 1:] = unit * np.cumsum(
-        [[x.f for x in layers], [x.b for x in layers], [x.w for x in layers]], 1
-    )
-    found = [problem.flowing((microbatches, x, ways), least) for x in _STRETCHES]
+    found = [flow.solve(microbatches, stretch)[0] for stretch in _STRETCHES]
     return [partition for partition in dict.fromkeys(found) if partition is not None]
+
+
+def flow_bound(layers: Sequence[LayerCost], ranks: int, microbatches: int) -> float:
+    """Bounds the span of any placement of a V, whatever its schedule. Messages take no time.
+
+    Raises:
+        PartitionError: There are fewer layers than stages, or too many for the search.
+    """
+    enough(len(layers), 2 * ranks)
+    flow = _Flow.of(layers, v_stage_ranks(ranks), None, None)
+    if flow is None:
+        raise PartitionError(f"{len(layers)} layers on {ranks} ranks are too many to bound")
+    return microbatches * flow.solve(microbatches, 1.0)[1]
+
+
+@final
+@dataclass(frozen=True)
+class _Flow:
+    """`least` is the least load. `ways` is in the same unit, of which a second has `unit`."""
+
+    chunks: _Chunks
+    least: float
+    ways: Floats
+    unit: float
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[LayerCost],
+        stage_ranks: Sequence[int],
+        memory: MemoryLimits | None,
+        speeds: Sequence[float] | None,
+    ) -> _Flow | None:
+        ranks, weights = max(stage_ranks) + 1, [layer.seconds for layer in layers]
+        size = (ranks + 1) * (len(layers) + 1) ** 2
+        if tuple(stage_ranks) != v_stage_ranks(ranks) or size > _STATES:
+            return None
+        chunks = _Chunks(weights, stage_ranks, memory, rank_speeds(speeds, ranks))
+        least = chunks.nested(np.array(exact(weights, chunks.stages).bounds, np.int64))
+        if not 0 < least < math.inf:
+            return None
+        unit = int(chunks.sums[-1]) / math.fsum(weights)
+        ways = np.zeros((3, len(layers) + 1))
+        ways[:, 1:] = unit * np.cumsum([[getattr(x, key) for x in layers] for key in "fbw"], 1)
+        return cls(chunks, least, ways, unit)
+
+    def solve(self, microbatches: int, stretch: float) -> tuple[Partition | None, float]:
+        """Finds a placement of nearly the least time, and a time that none is below."""
+        tables, stages = self.chunks.tables, self.chunks.stages
+        reached = np.zeros((stages // 2 + 1, *[len(self.chunks.sums)] * 2), np.uint8)
+        bounds = np.zeros(stages + 1, np.int64)
+        bounds[-1] = len(self.chunks.weights)
+        flow: kernels.Flow = (microbatches, stretch, self.ways)
+        step, growth, most, halvings = _RISE
+        low, trial = self.least, self.least * (1 + 1e-12)
+        while not kernels.nested(tables, flow, trial, reached, bounds)[0]:
+            low, trial = trial, self.least * (1 + step)
+            if step > most:
+                return None, low / self.unit
+            step *= growth
+        for _ in range(halvings):
+            trial_bounds, middle = bounds.copy(), (low + trial) / 2
+            if kernels.nested(tables, flow, middle, reached, trial_bounds)[0]:
+                bounds, trial = trial_bounds, middle
+            else:
+                low = middle
+        return Partition.from_bounds(bounds.tolist()), low / self.unit
 
 
 @final
@@ -189,26 +245,6 @@ class _Chunks:
         return kernels.evaluate_bounds(
             self.tables, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64)
         )
-
-    def flowing(self, flow: kernels.Flow, least: float) -> Partition | None:
-        """Solves the V with the flow nearly as well as possible. `least` is the least load."""
-        reached = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.uint8)
-        bounds = np.zeros(self.stages + 1, np.int64)
-        bounds[-1] = len(self.weights)
-        step, growth, most, halvings = _RISE
-        low, trial = least, least * (1 + 1e-12)
-        while not kernels.nested(self.tables, flow, trial, reached, bounds)[0]:
-            low, trial = trial, least * (1 + step)
-            if step > most:
-                return None
-            step *= growth
-        for _ in range(halvings):
-            trial_bounds, middle = bounds.copy(), (low + trial) / 2
-            if kernels.nested(self.tables, flow, middle, reached, trial_bounds)[0]:
-                bounds, trial = trial_bounds, middle
-            else:
-                low = middle
-        return Partition.from_bounds(bounds.tolist())
 
     def nested(self, bounds: Ints) -> float:
         """Solves the V by bisection, as in `chains`. Returns infinity if nothing fits."""

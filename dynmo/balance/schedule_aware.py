@@ -159,7 +159,7 @@ class _Search:
         first = best = self.evaluate(starts[0])
         if self.current is not None and self.current.bounds in starts:
             best = self.better(best, self.current.bounds)
-        for partition in self.flowing(best.schedule.microbatches):
+        for partition in self.worth_a_schedule(best.schedule.microbatches):
             if self.allowed(partition.bounds):
                 best = self.better(best, partition.bounds)
         for _ in range(_ROUNDS):
@@ -206,9 +206,11 @@ class _Search:
             x.bounds for x in others if self.allowed(x.bounds)
         ]
 
-    def flowing(self, microbatches: int) -> list[Partition]:
+    def worth_a_schedule(self, microbatches: int) -> list[Partition]:
+        """Placements that are judged by a schedule of their own before the descent."""
         if self.stages == self.ranks:
-            return []
+            weights = [layer.seconds for layer in self.layers]
+            return [exact(weights, self.stages, memory=self.memory, speeds=self.speeds)]
         return flowing(
             self.layers, self.stage_ranks, microbatches, memory=self.memory, speeds=self.rates
         )

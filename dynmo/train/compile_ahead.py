@@ -38,7 +38,7 @@ def prepare() -> None:
         for i in range(12)
     )
     profile = Profile(layers, tuple(map(str, range(len(layers)))))
-    for schedule in ("zb-h1", "zb-auto", "zb-v", "interleaved-1f1b"):
+    for schedule in ("zb-h1", "zb-auto", "zb-v", "v-auto", "interleaved-1f1b"):
         for balancer in ("exact", "diffusion"):
             for limit in (None, 1 << 20):
                 make_plan(

@@ -35,6 +35,7 @@ SHORT = (
     "exact --seconds 1 --uneven 2",
     "exit_thresholds --steps 20 --hidden 64 --sequence 32 --rounds 1",
     "handed_on --hidden 64 --blocks 2 --sequence 8",
+    "joined --stride 3",
     "heavy_head --hidden 64 --vocabulary 256 --sequence 64 --rounds 1",
     "stand_ins --hidden 64 --blocks 2 --sequence 8 --rounds 2",
     "post_validation --ranks 2 --steps 2 --rounds 1 --scale 10",

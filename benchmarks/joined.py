@@ -1,0 +1,255 @@
+"""Both papers at once: uneven layers, placements in a V, and schedules made for them.
+
+Simulated, without links and without a barrier (the span counts). The costs are one moment of each
+trace, per half block. A time of 1 is equal work on every rank without any bubble.
+
+1f1b, zb-h1  as many blocks on each rank: what a user has without either paper, and with one
+contiguous   halves of blocks, one stage per rank, with the order of zb-auto: the better one of the
+             least busiest rank and the placement that the search finds
+V, even      two stages per rank whose sums are as even as can be, with the order of zb-v
+ours         the shorter of contiguous and v-auto, whose placement is searched by its span
+bound        no placement and no schedule takes less: the smaller one of the two shapes' bounds
+
+Small cases say how far v-auto is from the shortest schedule of its own placement: the exact solver
+goes on from it for some seconds.
+
+zb-auto and v-auto keep at most 2 p microbatches alive on a rank. `kept` is the most of ours, over
+the p of 1F1B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cost_traces import Layers, in_blocks, name_of, trace
+from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from dynmo.balance.chunks import chunked, flow_bound
+from dynmo.balance.partition import exact, stage_loads, uniform
+from dynmo.balance.stage_costs import by_name, frozen_stages, pipeline_costs
+from dynmo.cost.profile_file import Profile
+from dynmo.planner.evaluate import Plan, PlanRequest
+from dynmo.planner.make_plan import make_plan
+from dynmo.planner.stage_plan import one_microbatch, roomy_caps, with_unit_memory
+from dynmo.schedule.automatic.exact import exact as exact_schedule
+from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import v_stage_ranks
+from dynmo.schedule.simulator import simulate
+
+CASES = (
+    ("freezing", 2048),
+    ("pruning", 2048),
+    ("sparse_attention", 2048),
+    ("sparse_attention", 32768),
+    ("early_exit", 2048),
+)
+BLOCKS, RANKS, TIMES = (24, 32, 40, 48), (8, 16, 24), (2, 4)
+MOMENT = 18
+SMALL = {"blocks": 24, "ranks": 6, "times": 2}
+SIDES = ("1f1b", "zb-h1", "contiguous", "V, even", "ours", "bound")
+
+
+def row(
+    case: str, sequence: int, blocks: int, ranks: int, times: int, moment: int
+) -> dict[str, Any]:
+    layers, m = trace(case, blocks, sequence)[moment], times * ranks
+    perfect = m * math.fsum(layer.seconds for layer in layers) / ranks
+    seconds = {name: _even(name, layers, blocks, ranks, m) for name in ("1f1b", "zb-h1")}
+    contiguous = _plan("zb-auto", layers, ranks, m)
+    ours = _plan("v-auto", layers, ranks, m) if len(layers) >= 2 * ranks else contiguous
+    ours = min(contiguous, ours, key=lambda plan: plan.step)
+    seconds |= {
+        "contiguous": min(contiguous.step, _even_contiguous(layers, ranks, m)),
+        "V, even": _even_v(layers, ranks, m),
+        "ours": ours.step,
+        "bound": _bound(layers, ranks, m),
+    }
+    costs = with_unit_memory(ours.costs)
+    one = one_microbatch(costs, ours.schedule.stage_ranks)
+    kept = simulate(ours.schedule, costs).peak_memory
+    return {
+        "case": case,
+        "sequence": sequence,
+        "blocks": blocks,
+        "ranks": ranks,
+        "microbatches": m,
+        "over_perfect": {side: seconds[side] / perfect for side in SIDES},
+        "schedule": ours.schedule.name,
+        "kept": max(kept) / max(one) / ranks,
+    }
+
+
+def _even(name: str, layers: Layers, blocks: int, ranks: int, m: int) -> float:
+    costs = pipeline_costs(in_blocks(layers), uniform(blocks, ranks))
+    return simulate(by_name(name, m)(costs), costs).span
+
+
+def _plan(schedule: str, layers: Layers, ranks: int, m: int) -> Plan:
+    first = next(i for i, layer in enumerate(layers) if layer.b or layer.w)
+    names = tuple(str(i) for i in range(len(layers)))
+    return make_plan(PlanRequest(Profile(layers, names, first_trainable=first), ranks, m, schedule))
+
+
+def _even_contiguous(layers: Layers, ranks: int, m: int) -> float:
+    weights = [layer.seconds for layer in layers]
+    costs = with_unit_memory(pipeline_costs(layers, exact(weights, ranks)))
+    caps = roomy_caps(costs, range(ranks))
+    schedule = make(
+        "zb-auto", ranks, m, costs=costs, caps=caps, first_trainable=frozen_stages(costs)
+    )
+    return simulate(schedule, costs).span
+
+
+def _even_v(layers: Layers, ranks: int, m: int) -> float:
+    if len(layers) < 2 * ranks:
+        return math.inf
+    weights = [layer.seconds for layer in layers]
+    costs = pipeline_costs(layers, chunked(weights, v_stage_ranks(ranks)).partition)
+    schedule = make(
+        "zb-v", ranks, m, costs=with_unit_memory(costs), first_trainable=frozen_stages(costs)
+    )
+    return simulate(schedule, costs).span
+
+
+def _bound(layers: Layers, ranks: int, m: int) -> float:
+    weights = [layer.seconds for layer in layers]
+    contiguous = m * max(stage_loads(weights, exact(weights, ranks)))
+    if len(layers) < 2 * ranks:
+        return contiguous
+    return min(contiguous, flow_bound(layers, ranks, m))
+
+
+def small(case: str, sequence: int, seconds: int) -> dict[str, Any]:
+    """Lets the exact solver go on from v-auto's schedule of its own placement."""
+    layers, ranks = trace(case, SMALL["blocks"], sequence)[MOMENT], SMALL["ranks"]
+    m = SMALL["times"] * ranks
+    plan = _plan("v-auto", layers, ranks, m)
+    found = exact_schedule(
+        plan.costs,
+        m,
+        caps=plan.caps,
+        first_trainable=plan.schedule.first_trainable,
+        start=plan.schedule,
+        seconds=seconds,
+    )
+    perfect = m * math.fsum(layer.seconds for layer in layers) / ranks
+    return {
+        "case": case,
+        "sequence": sequence,
+        "v-auto": plan.step / perfect,
+        "solver": simulate(found.schedule, plan.costs).span / perfect,
+        "bound": found.bound / perfect,
+        "proven": found.proven,
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "moment": MOMENT,
+        "rows": [
+            row(case, sequence, blocks, ranks, times, MOMENT)
+            for blocks in BLOCKS[:: options.stride]
+            for ranks in RANKS[:: options.stride]
+            for times in TIMES
+            for case, sequence in CASES
+        ],
+        "small": [small(case, sequence, options.seconds) for case, sequence in CASES],
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The rows of the most blocks."""
+    most = max(row["blocks"] for row in result["rows"])
+    return _table([row for row in result["rows"] if row["blocks"] == most])
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    return markdown(
+        ["case", "blocks", "ranks", "microbatches", *SIDES, "schedule", "kept, p"],
+        [
+            [
+                name_of(row["case"], row["sequence"]),
+                str(row["blocks"]),
+                str(row["ranks"]),
+                str(row["microbatches"]),
+                *(f"{row['over_perfect'][side]:.2f}" for side in SIDES),
+                row["schedule"],
+                f"{row['kept']:.1f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def small_table(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            name_of(row["case"], row["sequence"]),
+            *(f"{row[key]:.3f}" for key in ("v-auto", "solver", "bound")),
+            "yes" if row["proven"] else "no",
+        ]
+        for row in result["small"]
+    ]
+    return markdown(["case", "v-auto", "solver", "its bound", "proven"], rows)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """What each paper brings, and both: the most blocks on the most ranks."""
+    plt = pyplot()
+    rows = [
+        row
+        for row in result["rows"]
+        if row["blocks"] == max(x["blocks"] for x in result["rows"])
+        and row["ranks"] == max(x["ranks"] for x in result["rows"])
+    ]
+    counts = sorted({row["microbatches"] for row in rows})
+    figure, panels = plt.subplots(
+        1, len(counts), figsize=(9, 3), sharey=True, squeeze=False, layout="constrained"
+    )
+    labels = {
+        "1f1b": "neither (1F1B, even)",
+        "zb-h1": "Zero Bubble (ZB-H1, even)",
+        "contiguous": "DynMo with zb-auto, contiguous",
+        "V, even": "zb-v, even loads",
+        "ours": "both together",
+    }
+    colours = ("#999999", "#e69f00", "#56b4e9", "#cc79a7", "#009e73")
+    for axes, m in zip(panels[0], counts, strict=True):
+        own = [row for row in rows if row["microbatches"] == m]
+        for i, (side, label) in enumerate(labels.items()):
+            axes.bar(
+                [x + 0.17 * (i - 2) for x in range(len(own))],
+                [row["over_perfect"][side] for row in own],
+                width=0.16,
+                color=colours[i],
+                label=label,
+            )
+        for x, row in enumerate(own):
+            bound = row["over_perfect"]["bound"]
+            axes.plot([x - 0.45, x + 0.45], [bound, bound], color="black", linewidth=1)
+        axes.set_xticks(
+            range(len(own)),
+            [name_of(row["case"], row["sequence"]).replace(", ", "\n") for row in own],
+            fontsize=7,
+        )
+        axes.set(title=f"{own[0]['ranks']} ranks, {m} microbatches", ylim=(0.9, None))
+    panels[0][0].set_ylabel("span over perfect")
+    panels[0][0].legend(fontsize=7, frameon=False)
+    save_picture(figure, path)
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{_table(result['rows'])}\n\n{small_table(result)}")
+
+
+def main() -> None:
+    parser = parser_of(__doc__, picture="joined", reads=True)
+    add_number(parser, "stride", 1, "take every n-th depth and number of ranks")
+    add_number(parser, "seconds", 60, "of the exact solver, for each small case")
+    run(parser, measure, show, draw)
+
+
+if __name__ == "__main__":
+    main()
