@@ -160,9 +160,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The rows of the most blocks."""
-    most = max(row["blocks"] for row in result["rows"])
-    return _table([row for row in result["rows"] if row["blocks"] == most])
+    return _table(_deepest(result))
+
+
+def _deepest(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows with the most blocks on the most ranks."""
+    size = max((row["blocks"], row["ranks"]) for row in result["rows"])
+    return [row for row in result["rows"] if (row["blocks"], row["ranks"]) == size]
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -198,12 +202,7 @@ def small_table(result: dict[str, Any]) -> str:
 def draw(result: dict[str, Any], path: Path) -> None:
     """What each paper brings, and both: the most blocks on the most ranks."""
     plt = pyplot()
-    rows = [
-        row
-        for row in result["rows"]
-        if row["blocks"] == max(x["blocks"] for x in result["rows"])
-        and row["ranks"] == max(x["ranks"] for x in result["rows"])
-    ]
+    rows = _deepest(result)
     counts = sorted({row["microbatches"] for row in rows})
     figure, panels = plt.subplots(
         1, len(counts), figsize=(9, 3), sharey=True, squeeze=False, layout="constrained"
@@ -231,12 +230,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axes.plot([x - 0.45, x + 0.45], [bound, bound], color="black", linewidth=1)
         axes.set_xticks(
             range(len(own)),
-            [name_of(row["case"], row["sequence"]).replace(", ", "\n") for row in own],
+            [name_of(row["case"], row["sequence"]).replace(" ", "\n", 1) for row in own],
             fontsize=7,
         )
         axes.set(title=f"{own[0]['ranks']} ranks, {m} microbatches", ylim=(0.9, None))
     panels[0][0].set_ylabel("span over perfect")
-    panels[0][0].legend(fontsize=7, frameon=False)
+    panels[0][-1].legend(fontsize=7, frameon=False)
     save_picture(figure, path)
 
 

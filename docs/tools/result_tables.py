@@ -17,6 +17,7 @@ from benchmarks import (
     expert_parallel,
     experts,
     heavy_head,
+    joined,
     learning,
     quality,
     savings_experts,
@@ -75,6 +76,8 @@ def result_tables() -> dict[str, str]:
         "batching": batching.simulated_table(result_of("batching.json")),
         "batching real": batching.real_table(result_of("batching.json")),
         "waiting": waiting.table(result_of("waiting.json")),
+        "joined": _without(joined.table(result_of("joined.json")), "blocks", "ranks"),
+        "joined small": joined.small_table(result_of("joined.json")),
         "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),
         "traces": _without(
             _rows(traces.summary(of_traces["rows"]), "24", "32", "48"),
