@@ -183,13 +183,13 @@ def test_bad_placements_are_refused():
         )
 
 
-def frozen_half() -> list[LayerCost]:
+def frozen_half() -> tuple[LayerCost, ...]:
     """24 layers that are frozen and 24 that train, of different sizes."""
     sizes = [1.0, 1.3] * 24
-    return [
+    return tuple(
         LayerCost(x, 0.0, 0.0) if i < 24 else LayerCost(x, x, x, activation_bytes=1, weight_bytes=1)
         for i, x in enumerate(sizes)
-    ]
+    )
 
 
 def test_flowing_placements_take_less_time_than_even_loads() -> None:
