@@ -22,9 +22,11 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.cost_traces import Layers, in_blocks, name_of, trace
+from benchmarks.harness import train
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from dynmo.balance.chunks import chunked, flow_bound
 from dynmo.balance.partition import exact, stage_loads, uniform
@@ -142,6 +144,37 @@ def small(case: str, sequence: int, seconds: int) -> dict[str, Any]:
         "solver": simulate(found.schedule, plan.costs).span / perfect,
         "bound": found.bound / perfect,
         "proven": found.proven,
+    }
+
+
+def emulated(case: str, sequence: int, blocks: int, ranks: int, steps: int) -> dict[str, Any]:
+    """Runs v-auto on processes whose layers sleep. The shortest op of a stage sleeps for 10 ms."""
+    layers, m = trace(case, blocks, sequence)[MOMENT], 2 * ranks
+    plan = _plan("v-auto", layers, ranks, m)
+    ops = [x for stage in plan.costs.stages for x in (stage.f, stage.b, stage.w) if x]
+    unit = 0.01 / min(median(ops) / 4, min(op for op in ops if op > median(ops) / 20))
+    events = train(
+        {
+            "model": {
+                "kind": "emulated",
+                "layers": len(layers),
+                **{key: [unit * getattr(layer, key) for layer in layers] for key in "fbw"},
+            },
+            "train": {"steps": steps, "global_batch": m, "micro_batch": 1},
+            "parallel": {"pipeline": ranks},
+            "pipeline": {"schedule": "v-auto"},
+            "balance": {"balancer": "none", "every": 2, "initial": list(plan.partition.counts)},
+        }
+    )
+    # The schedule of the first steps knows no costs.
+    last = [event["seconds"] for event in events if event["event"] == "step"][4:]
+    return {
+        "case": case,
+        "sequence": sequence,
+        "blocks": blocks,
+        "ranks": ranks,
+        "seconds": median(last),
+        "simulated": unit * plan.step,
     }
 
 
