@@ -29,6 +29,7 @@ from dynmo.pipeline.options import PipelineOptions
 from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.catalogue import entry
+from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
     from dynmo.planner.decisions import MeshChoice, MoveChoice, RankWish
@@ -75,7 +76,7 @@ class Rebalancer:
         cases: Cases,
         shapes: tuple[LayerCost, ...] | None,
         moves: int = 0,
-        memory_limit: int | None = None,
+        memory_limit: Limit = None,
     ) -> None:
         self._options, self._engine = options, engine
         self._actions = Actions(engine)
