@@ -40,6 +40,7 @@ _OPAQUE = (
     "torch._C",
     "dynmo.runtime",
     "dynmo.models.huggingface.skeleton.Unowned",
+    "dynmo.models.emulated.Pace",
     "logging",
     "threading",
     "_thread",
