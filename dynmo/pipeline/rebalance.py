@@ -340,6 +340,8 @@ class Rebalancer:
         self._fixed = max(0.0, migration.seconds - choice.on_the_way)
         self.overhead.move += ended - start
         self.moves += 1
+        if self._watch is not None:
+            self._watch.moved()
         result = self._gain.on_move(step, self.moves, choice.decision.predicted_gain)
         done = RebalanceEvent(
             step,

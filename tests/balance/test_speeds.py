@@ -38,6 +38,10 @@ def samples(
     ]
 
 
+def always(rank: int, kind: int | str, seconds: float, work: float = 1.0) -> Sample:
+    return Sample(rank, kind, work, (seconds, seconds, seconds))
+
+
 def ones(ranks: int) -> tuple[float, ...]:
     return (1.0,) * ranks
 
@@ -90,16 +94,16 @@ def test_a_rank_that_recovers_has_the_speed_1_again() -> None:
 
 
 def test_layers_of_a_kind_that_one_rank_has_say_nothing() -> None:
-    alone = [Sample(rank, rank, 1.0, (1.0 + rank,) * 3) for rank in range(3)]
+    alone = [always(rank, rank, 1.0 + rank) for rank in range(3)]
     assert estimate_speeds(alone, (1, 0.5, 1)) == SpeedEstimate((1, 0.5, 1))
 
 
 def test_ops_without_work_or_without_a_reading_say_nothing() -> None:
-    empty = [Sample(0, "a", 0.0, (1.0,) * 3), Sample(1, "a", 1.0, (0.0,) * 3)]
+    empty = [always(0, "a", 1.0, work=0.0), always(1, "a", 0.0)]
     assert estimate_speeds(empty, ones(2)).speeds == ones(2)
 
 
 def test_ranks_are_compared_over_the_kinds_that_they_share() -> None:
     pairs = [(0, "a", 1.0), (1, "a", 2.0), (1, "b", 6.0), (2, "b", 3.0), (3, "b", 3.0)]
-    chain = [Sample(rank, kind, 1.0, (seconds,) * 3) for rank, kind, seconds in pairs]
+    chain = [always(rank, kind, seconds) for rank, kind, seconds in pairs]
     assert estimate_speeds(chain, ones(4)).speeds == (1, 0.5, 1, 1)

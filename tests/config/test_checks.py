@@ -46,6 +46,8 @@ SPREAD = ("model.kind=moe", "parallel.replicas=2", "parallel.expert=2")
         ("pipeline.memory_limit", "40XB", "40GiB"),
         ("pipeline.memory_limit", "0", "greater than or equal to 1"),
         ("pipeline.memory_limit", "true", "integer"),
+        ("pipeline.memory_limit", '["1GiB", 0]', "pipeline.memory_limit[1]"),
+        ("pipeline.memory_limit", '["1GiB", "1XB"]', "40GiB"),
         ("balance.balancer", "exat", "'exact' or 'diffusion' or python:"),
         ("balance.every", "0", "'auto' or greater than or equal to 1"),
         ("balance.every", "atuo", "'auto' or a valid integer"),

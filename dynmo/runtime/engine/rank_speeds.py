@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import final
@@ -93,10 +92,11 @@ class RankSpeeds:
         world.everyone.largest(table, "everyone's readings")
         rows: list[list[list[float]]] = table.tolist()
         work = model.work or ((1.0,) * _KINDS,) * count
+        kinds = self._store.identity.kinds if model.work is None else ("",) * count
         ranks, samples = self._ranks(), list[Sample]()
         for replica, of_layers in enumerate(rows):
             for index, (changed, *seconds) in enumerate(of_layers):
-                kind = index if changed else _kind(model.names[index], costs[index])
+                kind = index if changed else _kind(kinds[index], costs[index])
                 rank = ranks[index] * layout.replicas + replica
                 for op in range(_KINDS):
                     whole, early, late = seconds[op::_KINDS]
@@ -105,10 +105,10 @@ class RankSpeeds:
         return samples
 
 
-def _kind(name: str, cost: LayerCost) -> Hashable:
-    """What layers of equal work have in common: the name without numbers, and the sizes."""
+def _kind(kind: str, cost: LayerCost) -> Hashable:
+    """What layers of equal work have in common: modules, attributes and sizes."""
     return (
-        re.sub(r"\d+", "", name),
+        kind,
         cost.parameters,
         cost.weight_bytes,
         cost.gradient_bytes,
