@@ -126,6 +126,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "tokens",
         "change",
         "rebalance",
+        "speeds",
         "schedule",
         "rebalance_result",
         "reshape",

@@ -293,6 +293,14 @@ def test_bad_values_are_refused(key, value, hint):
             [*SPREAD, "parallel.replicas=2", "parallel.expert=4"],
             ["parallel.expert = 4", "parallel.replicas = 2"],
         ),
+        (
+            ["parallel.pipeline=2", "pipeline.memory_limit=['1GiB']"],
+            ["pipeline.memory_limit has 1 entries", "parallel.pipeline = 2"],
+        ),
+        (
+            ["parallel.pipeline=2", "pipeline.memory_limit=[9, 9]", "elastic.repack=true"],
+            ["pipeline.memory_limit lists the ranks", "[elastic]"],
+        ),
         ([*SPREAD, "model.experts=3"], ["parallel.expert = 2", "model.experts = 3"]),
         ([*SPREAD, "elastic.reshape=true"], ["parallel.expert = 2", "elastic.reshape"]),
         (
