@@ -187,6 +187,18 @@ class RebalanceEvent(Event):
 
 
 @dataclass(frozen=True)
+class SpeedsEvent(Event):
+    """The measured speeds of the ranks have changed.
+
+    Attributes:
+        speeds: Speed of each rank of a pipeline. 1 is that of the middle rank.
+    """
+
+    event: ClassVar[str] = "speeds"
+    speeds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class ScheduleEvent(Event):
     """The ranks' order of work was made anew from measured costs.
 
@@ -419,6 +431,7 @@ _KINDS: dict[str, type[Event]] = {
         ChangeEvent,
         TokensEvent,
         RebalanceEvent,
+        SpeedsEvent,
         ScheduleEvent,
         RebalanceResultEvent,
         ReshapeEvent,

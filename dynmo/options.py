@@ -256,6 +256,12 @@ def _check_memory(value: object) -> object:
     return parse_bytes(value) if isinstance(value, str) else value
 
 
+def _check_limits(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return tuple(map(_check_memory, cast(Sequence[object], value)))
+    return _check_memory(value)
+
+
 def check_ascending(value: tuple[Any, ...]) -> tuple[Any, ...]:
     """Checks that the first numbers of the entries, which are steps, ascend."""
     for (step, *_), (next_step, *_) in itertools.pairwise(value):
@@ -284,4 +290,7 @@ Seed: TypeAlias = Annotated[int, Field(ge=0, le=2**63 - 1)]
 # therefore lax. Their items are not.
 Lax = Field(strict=False)
 Bytes: TypeAlias = Annotated[int, Field(ge=0), BeforeValidator(_check_memory)]
-MemoryLimit: TypeAlias = Annotated[int | None, Field(ge=1), BeforeValidator(_check_memory)]
+MemoryLimit: TypeAlias = Annotated[
+    Annotated[int, Field(ge=1)] | Annotated[tuple[Annotated[int, Field(ge=1)], ...], Lax] | None,
+    BeforeValidator(_check_limits),
+]

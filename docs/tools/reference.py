@@ -76,7 +76,8 @@ def type_text(field: FieldInfo) -> str:
     The type of a string with few allowed words is these words.
     """
     if any(isinstance(extra, BeforeValidator) for extra in field.metadata):
-        return "integer or string"
+        lists = "list" in _type_words(field.annotation, [])
+        return "integer, string or list" if lists else "integer or string"
     return _type_words(field.annotation, field.metadata)
 
 

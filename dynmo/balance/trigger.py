@@ -252,6 +252,8 @@ def confirmed(
 # moves nothing if it finds the same.
 _LOOKS = (1, 3)
 
+_MISSED = 0.1  # share of the imbalance
+
 
 @final
 class RebalanceWatch:
@@ -267,6 +269,8 @@ class RebalanceWatch:
     def __init__(self, drift: float) -> None:
         self._drift = drift
         self._reference: float | None = None
+        # The imbalance at the last decision, if it should have stayed.
+        self._decided: float | None = None
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._first = True
         # Steps measured since the work changed, and after how many of them it is time to look.
@@ -280,12 +284,20 @@ class RebalanceWatch:
         self._measured += 1
         if self._reference is None and len(self._recent) == WINDOW:
             self._reference = median(self._recent)
+            known = self._decided
+            if known is not None and abs(self._reference / known - 1) > max(_MISSED, self._drift):
+                # Something changed right after the decision, and is in the reference.
+                self.check_later()
 
     def on_workload_change(self) -> None:
         """Notes that the work has changed. If changes follow one another, the first one counts."""
         if not self._looks:
             self._measured = 0
             self._looks.extend(_LOOKS)
+
+    def moved(self) -> None:
+        """Notes that layers move, which changes the imbalance."""
+        self._decided = None
 
     def check_later(self) -> None:
         """Notes that the decision is not certain. The next look comes with all readings new."""
@@ -304,6 +316,7 @@ class RebalanceWatch:
     def decided(self) -> None:
         """Notes a decision. The next decision compares with measurements from now on."""
         self._first, self._reference = False, None
+        self._decided = median(self._recent) if self._recent else None
         while self._looks and self._measured >= self._looks[0]:
             self._looks.popleft()
         self._recent.clear()

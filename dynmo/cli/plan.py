@@ -65,16 +65,19 @@ def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
     from dynmo.planner.alternatives import plan_or_suggest
     from dynmo.planner.evaluate import PlanRequest
 
+    ranks, microbatches = options.pipeline(profile)
     request = PlanRequest(
         profile,
-        *options.pipeline(profile),
+        ranks,
+        microbatches,
         options.schedule_of(profile),
         options.balancer or "exact",
         options.chunks,
-        options.memory_limit_bytes(),
+        options.memory_limits(ranks),
         options.objective,
         cost=options.balanced_cost(),
         recompute=options.recompute_mode(),
+        speeds=options.rank_speeds(ranks),
     )
     began = time.perf_counter()
     best = plan_or_suggest(request)
@@ -220,14 +223,17 @@ def _figures(plan: Plan, seconds: float) -> Table:
         f"the longest rank works {show_time(max(plan.rank_cost))} a microbatch",
     )
     if any(plan.memory):
-        most = max(plan.memory)
+        limits = request.limits or (0,) * len(plan.memory)
+        shares = [a / b if b else a for a, b in zip(plan.memory, limits, strict=True)]
+        rank = shares.index(max(shares))  # the fullest
         limit = (
             ""
-            if request.memory_limit is None
-            else f", {most / request.memory_limit:.0%} of the limit of "
-            f"{show_size(request.memory_limit)}"
+            if request.limits is None
+            else f", {shares[rank]:.0%} of the limit of {show_size(limits[rank])}"
         )
-        table.add_row("memory", show_size(most), f"on rank {plan.memory.index(most)}{limit}")
+        table.add_row("memory", show_size(plan.memory[rank]), f"on rank {rank}{limit}")
+    if request.speeds is not None:
+        table.add_row("speeds", ", ".join(f"{each:g}" for each in request.speeds), "of the ranks")
     since = (
         "the recorded placement"
         if plan.request.profile.partition == request.current.counts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +18,7 @@ from dynmo.schedule.catalogue import SCHEDULES
 if TYPE_CHECKING:
     from dynmo.cost.profile_file import Profile
     from dynmo.planner.evaluate import Cost, RecomputeMode
+    from dynmo.schedule.memory import Limit
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,15 @@ class PlanOptions:
         int | None, typer.Option(metavar="V", help="Stages per rank (default: the schedule's own).")
     ] = None
     memory_limit: Annotated[
-        str | None, typer.Option(metavar="BYTES", help='Most memory of a rank: bytes, or "40GiB".')
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help='Most memory of a rank: bytes, or "40GiB". One for all, or "24GiB,16GiB".',
+        ),
+    ] = None
+    speeds: Annotated[
+        str | None,
+        typer.Option(metavar="S1,S2", help="Speed of each rank (default: all are 1)."),
     ] = None
     recompute: Annotated[
         str,
@@ -168,6 +179,14 @@ class PlanOptions:
                     raise InputError(
                         f"--{option} is what --gpus searches for; leave one of the two out"
                     )
+        searches = self.gpus is not None or self.fewest_ranks is not None
+        if searches and (self.speeds is not None or "," in (self.memory_limit or "")):
+            given = "--speeds" if self.speeds is not None else "--memory-limit"
+            option = "--fewest-ranks" if self.gpus is None else "--gpus"
+            raise InputError(
+                f"{given} names single ranks, but {option} searches their number; leave one of "
+                "the two out"
+            )
         if self.cost != "time" and (self.gpus is not None or self.fewest_ranks is not None):
             option = "--fewest-ranks" if self.gpus is None else "--gpus"
             raise InputError(
@@ -199,20 +218,51 @@ class PlanOptions:
         return self.schedule or profile.schedule or "zb-auto"
 
     def memory_limit_bytes(self) -> int | None:
-        """Returns the memory limit in bytes. None means unlimited."""
-        if self.memory_limit is None:
-            return None
-        from dynmo.options import parse_bytes
+        """Returns the memory limit of all ranks in bytes. None means unlimited."""
+        return None if self.memory_limit is None else _size(self.memory_limit)
 
-        try:
-            size = parse_bytes(self.memory_limit)
-        except ValueError as error:
-            raise InputError(f"--memory-limit {self.memory_limit}: {error}") from None
-        if not size:
-            raise InputError(
-                "--memory-limit 0: a rank needs some memory; leave the option out for no limit"
-            )
-        return size
+    def memory_limits(self, ranks: int) -> Limit:
+        """Returns the memory limit of a rank, or of each, in bytes. None means unlimited."""
+        if self.memory_limit is None or "," not in self.memory_limit:
+            return self.memory_limit_bytes()
+        words = self.memory_limit.split(",")
+        _check_count("--memory-limit", self.memory_limit, len(words), ranks)
+        return tuple(map(_size, words))
+
+    def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
+        """Returns the speed of each rank. None if all are 1."""
+        if self.speeds is None:
+            return None
+        words = self.speeds.split(",")
+        _check_count("--speeds", self.speeds, len(words), ranks)
+        return tuple(map(_speed, words))
+
+
+def _check_count(option: str, text: str, count: int, ranks: int) -> None:
+    if count != ranks:
+        raise InputError(f"{option} {text}: {count} numbers for {ranks} ranks; give one per rank")
+
+
+def _speed(word: str) -> float:
+    with suppress(ValueError):
+        speed = float(word)
+        if 0 < speed < math.inf:
+            return speed
+    raise InputError(f"--speeds: {word!r} is no speed; give a number over 0 for each rank")
+
+
+def _size(text: str) -> int:
+    from dynmo.options import parse_bytes
+
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise InputError(f"--memory-limit {text}: {error}") from None
+    if not size:
+        raise InputError(
+            "--memory-limit 0: a rank needs some memory; leave the option out for no limit"
+        )
+    return size
 
 
 def _given(value: int | None, recorded: int | None, option: str) -> int:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from dynmo.planner.evaluate import Plan
+    from dynmo.schedule.memory import Limit
 
 _BAR = 60  # columns of the longest rank's bar
 
@@ -49,6 +50,7 @@ def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
         "lower_bound": plan.lower_bound,
         "memory": plan.memory,
         "memory_limit": request.memory_limit,
+        "speeds": request.speeds,
         "recompute": sorted(request.recomputed),
         "moves": plan.moves,
         "moved_bytes": plan.moved_bytes,
@@ -164,5 +166,8 @@ def show_size(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB" if count < 10 << 30 else f"{count / 2**30:,.1f} GiB"
 
 
-def limit_text(memory_limit: int | None) -> str:
-    return "" if memory_limit is None else f", at most {show_size(memory_limit)} a rank"
+def limit_text(memory_limit: Limit) -> str:
+    if memory_limit is None:
+        return ""
+    limits = (memory_limit,) if isinstance(memory_limit, int) else memory_limit
+    return f", at most {', '.join(map(show_size, limits))} a rank"

@@ -7,9 +7,11 @@ digests therefore mean something.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -42,6 +44,16 @@ def sleep_until(deadline: float) -> None:
         time.sleep(remaining - _SPIN)
     while time.perf_counter() < deadline:
         pass
+
+
+@dataclass
+class Pace:
+    """The speed of the process that emulates layers. It may change between steps.
+
+    A process of speed 0.5 takes twice the seconds of its layers.
+    """
+
+    speed: float = 1.0
 
 
 class _Scale(torch.autograd.Function):
@@ -100,16 +112,27 @@ class EmulatedLayer(nn.Module):
 
     tape: WeightTape | None = None
 
-    def __init__(self, f: float, b: float, w: float, size: int, ends: bool = False) -> None:
+    def __init__(
+        self,
+        f: float,
+        b: float,
+        w: float,
+        size: int,
+        ends: bool = False,
+        pace: Pace | None = None,
+    ) -> None:
         super().__init__()
+        self.pace = pace or Pace()
         self.f, self.b, self.w, self.size, self.ends = f, b, w, size, ends
         self.a = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        deadline = time.perf_counter() + self.f
+        speed = self.pace.speed
+        deadline = time.perf_counter() + self.f / speed
         if not x.is_floating_point():
             x = ((x.float().mean() + 1) / 256).expand(self.size).contiguous()
-        y = cast(Tensor, _Scale.apply(x, self.a, self.b, self.w, self.tape, self.ends))
+        b, w = self.b / speed, self.w / speed
+        y = cast(Tensor, _Scale.apply(x, self.a, b, w, self.tape, self.ends))
         sleep_until(deadline)
         return y
 
@@ -121,17 +144,25 @@ def mean_loss(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def make_layers(
-    f: Sequence[float], b: Sequence[float], w: Sequence[float], size: int, seed: int = 0
+    f: Sequence[float],
+    b: Sequence[float],
+    w: Sequence[float],
+    size: int,
+    seed: int = 0,
+    pace: Pace | None = None,
 ) -> Model:
-    """Makes a model with one layer per entry of the lists of seconds."""
+    """Makes a model with one layer per entry of the lists of seconds.
+
+    Args:
+        pace: The speed of this process. None: 1.
+    """
     precise_timers()
+    times = list(zip(f, b, w, strict=True))
     factories = [
-        partial(EmulatedLayer, *times, size, i == len(f) - 1)
-        for i, times in enumerate(zip(f, b, w, strict=True))
+        partial(EmulatedLayer, *each, size, i == len(f) - 1, pace) for i, each in enumerate(times)
     ]
-    return from_factories(
-        [f"emulated.{i}" for i in range(len(factories))], factories, seed, mean_loss
-    )
+    names = [f"emulated.{i}" for i in range(len(factories))]
+    return replace(from_factories(names, factories, seed, mean_loss), work=tuple(times))
 
 
 def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
@@ -139,4 +170,5 @@ def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
     del cases
     m = options
     lists = [list(x) if isinstance(x, Sequence) else [x] * m.layers for x in (m.f, m.b, m.w)]
-    return make_layers(*lists, size=max(1, m.bytes // 4), seed=seed)
+    pace = Pace(dict(enumerate(m.speeds)).get(int(os.environ.get("RANK", "0")), 1.0))
+    return make_layers(*lists, size=max(1, m.bytes // 4), seed=seed, pace=pace)

@@ -15,6 +15,7 @@ import enum
 import hashlib
 import inspect
 import platform
+import re
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ _OPAQUE = (
     "torch._C",
     "dynmo.runtime",
     "dynmo.models.huggingface.skeleton.Unowned",
+    "dynmo.models.emulated.Pace",
     "logging",
     "threading",
     "_thread",
@@ -48,6 +50,10 @@ _OPAQUE = (
 _DEEPEST, _MOST, _LONGEST = 8, 100_000, 60
 # Differences that a message names. It counts the others.
 _NAMED = 3
+
+# Indices in the names of a layer's modules, and attributes that are an index.
+_INDEX = re.compile(r"\d+")
+_IS_INDEX = re.compile(r"(^|[._])(index|idx)$")
 
 
 class Identity(BaseModel):
@@ -65,6 +71,12 @@ class Identity(BaseModel):
     code: dict[str, str]
     layers: tuple[tuple[str, str], ...]
     descriptions: dict[str, dict[str, str]]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer. Layers of a kind differ at most in their indices."""
+        known = {key: _kind_of(parts) for key, parts in self.descriptions.items()}
+        return tuple(known[key] for _, key in self.layers)
 
     def with_code(self, objects: Iterable[object]) -> Identity:
         """Returns this identity with the code of `objects`, such as dynamic cases, added."""
@@ -92,6 +104,12 @@ class Identity(BaseModel):
             else f"{key} ({mine.get(key, 'none')}, not {others.get(key, 'none')})"
             for key in keys
         ]
+
+
+def _kind_of(description: Mapping[str, str]) -> str:
+    parts = {_INDEX.sub("#", key): value for key, value in description.items()}
+    kept = {key: value for key, value in parts.items() if not _IS_INDEX.search(key)}
+    return hashlib.sha256(repr(sorted(kept.items())).encode()).hexdigest()[:16]
 
 
 def first_of(differences: Sequence[str]) -> str:

@@ -48,6 +48,8 @@ class Model:
         count: Takes the targets of a microbatch. Returns how many of them the loss counts. None
             means that microbatches count alike.
         piece_loss: The loss of some tokens, if `loss` does not tell it (`piece_loss_of`).
+        work: Work of F, B and W of each layer, compared with others of its kind. None: layers of
+            one kind and size have equal work.
     """
 
     names: tuple[str, ...]
@@ -62,6 +64,7 @@ class Model:
     targets: tuple[str, ...] = ("labels",)
     count: Counter | None = None
     piece_loss: PieceLoss | None = None
+    work: tuple[tuple[float, float, float], ...] | None = None
 
     @property
     def layers(self) -> int:

@@ -28,7 +28,7 @@ _OF_EXPERTS = (
 KEYS_OF_KIND: dict[str, tuple[str, ...]] = {
     "gpt": _OF_GPT,
     "moe": (*_OF_GPT, *_OF_EXPERTS),
-    "emulated": ("layers", "f", "b", "w", "bytes"),
+    "emulated": ("layers", "f", "b", "w", "bytes", "speeds"),
     "hf": ("path", "cut", "trust_remote_code", "train_last", "lora", "saves_base"),
 }
 # Keys of all other kinds. The folder says what they are.
@@ -116,6 +116,9 @@ class ModelOptions(Options):
     """Seconds of W, the gradient of the weights. One number for all layers, or one per layer."""
     bytes: Count = 65536
     """Bytes of a message between two stages of the emulated model."""
+    speeds: Annotated[tuple[Positive, ...], Lax] = ()
+    """Speed of each process that emulates layers. Not set: all are 1. One of 0.5 takes twice the
+    seconds."""
     path: str = ""
     """Folder of a causal language model of transformers: a config and safetensors."""
     cut: Literal["auto", "blocks"] = "auto"

@@ -117,6 +117,7 @@ class Actions:
         """Drops the measurements of layers whose work changes from the next step on."""
         store, layers = self._pending.final, list(layers)
         self._profiler.forget(layers)
+        self.engine.speeds.on_workload_change(layers)
         store.outputs.forget(layers)
         self._schedule_keeper.elide()
         for index in layers:
@@ -200,7 +201,7 @@ class Actions:
         """Makes the schedule of the next steps from these costs, the same on every rank."""
         if self._schedule_keeper.from_costs:
             self._pending.settle()
-            self._schedule_keeper.known = layers
+            self._schedule_keeper.learn(layers)
             self._programs.relower()
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:

@@ -21,6 +21,7 @@ from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.layer.precision import dtype_for
 from dynmo.runtime.optim.loss_scale import make_scaler
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
+from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
     from dynmo.balance.layout import RecomputeRule
@@ -33,7 +34,7 @@ def make_engine(
     world: World,
     model: Model,
     partition: Partition,
-    limit: int | None,
+    limit: Limit,
     elsewhere: tuple[int, int] | None = None,
 ) -> Engine:
     replicas = world.replicas if elsewhere is None else elsewhere[1]
@@ -80,7 +81,7 @@ def make_engine(
 
 
 def _from_shapes(
-    options: PipelineOptions, model: Model, limit: int | None
+    options: PipelineOptions, model: Model, limit: Limit
 ) -> tuple[RecomputeRule, Shapes | None]:
     """Returns which layers recompute, and a function that finds costs from shapes."""
     if options.recompute == "none" and limit is None:
@@ -100,7 +101,7 @@ def join_engine(
     model: Model,
     cases: Sequence[Dynamism],
     grant: Grant,
-    limit: int | None,
+    limit: Limit,
 ) -> Engine:
     """Makes this process a rank of a running pipeline, whose ranks grow meanwhile."""
     engine = make_engine(

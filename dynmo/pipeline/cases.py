@@ -10,6 +10,9 @@ from dynmo.dynamism.case import Change, Dynamism, Signals, TokenShares, checked,
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.runtime.engine.engine import Engine
 
+# Cases that name every layer whose time they change. Those of others depend on the data, too.
+_ANNOUNCE = ("freezing", "pruning")
+
 
 class Cases:
     def __init__(self, cases: Sequence[Dynamism], engine: Engine) -> None:
@@ -17,6 +20,13 @@ class Cases:
         self._context = CaseContext(engine)
         for case in cases:
             case.check(engine.store.modules)
+
+    @property
+    def keep_kinds(self) -> bool:
+        """True if layers of one kind and size take equally long until a change is announced."""
+        options = self._model.options
+        routes = options is not None and options.kind == "moe"
+        return not routes and all(case.name in _ANNOUNCE for case in self.all)
 
     def collect(self, step: int) -> Iterator[tuple[Dynamism, TokenShares]]:
         """Collects what layers have counted in the step before. For use before layers move."""

@@ -28,6 +28,7 @@ from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.stage_plan import plan_stages
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.memory import Limit, least_limit, rank_limits
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class RunPlan:
         stage_ranks: The rank that holds each stage.
         parameters: Number of parameters of each stage.
         memory: Bytes of each rank at the schedule's peak.
-        limit: Bytes that a rank may use. None means unlimited.
+        limit: Bytes that a rank may use, or each. None means unlimited.
         schedule: Name of the schedule.
         microbatches: Number of microbatches of a step.
         precision: The precision that the model computes in.
@@ -56,7 +57,7 @@ class RunPlan:
     stage_ranks: tuple[int, ...]
     parameters: tuple[int, ...]
     memory: tuple[int, ...]
-    limit: int | None
+    limit: Limit
     schedule: str
     microbatches: int
     precision: str = "float32"
@@ -68,18 +69,19 @@ class RunPlan:
 
     def check_memory(self) -> None:
         """Raises NoRoomError if a rank needs more than the limit. The message names the rank."""
-        for rank, need in enumerate(self.memory):
-            if self.limit is None or need <= self.limit:
+        limits = rank_limits(self.limit, len(self.memory)) or self.memory
+        for rank, (need, limit) in enumerate(zip(self.memory, limits, strict=True)):
+            if need <= limit:
                 continue
             if self.activations_unknown is not None:
                 raise NoRoomError(
                     f"rank {rank} needs {need} bytes for parameters, gradients and optimizer "
-                    f"state alone, over pipeline.memory_limit = {self.limit}; use more ranks, "
+                    f"state alone, over pipeline.memory_limit = {limit}; use more ranks, "
                     "parallel.zero = 1 with replicas, or a higher limit"
                 )
             raise NoRoomError(
                 f"rank {rank} needs {need} bytes at the peak of {self.schedule}, over "
-                f"pipeline.memory_limit = {self.limit}; use more ranks, smaller microbatches, "
+                f"pipeline.memory_limit = {limit}; use more ranks, smaller microbatches, "
                 "train.recompute = 'auto', or a schedule that keeps fewer in flight"
             )
 
@@ -101,7 +103,9 @@ class RunPlan:
             if self.recompute
             else ""
         )
-        limit = "" if self.limit is None else f", limit {self.limit / 2**20:,.1f} MiB"
+        limits = (self.limit,) if isinstance(self.limit, int) else self.limit or ()
+        shown = ", ".join(f"{each / 2**20:,.1f}" for each in limits)
+        limit = f", limit {shown} MiB" if shown else ""
         known = "" if self.activations_unknown is None else "; parameters only, activations unknown"
         table = Table(
             title=f"{self.schedule}, {len(self.memory)} ranks, {self.microbatches} "
@@ -192,7 +196,7 @@ def _with_files(plan: RunPlan, model: Model) -> RunPlan:
 
 
 def check_later_ranks(
-    options: PipelineOptions, model: Model, costs: tuple[LayerCost, ...], limit: int | None
+    options: PipelineOptions, model: Model, costs: tuple[LayerCost, ...], limit: Limit
 ) -> None:
     """Checks that the model fits the later numbers of ranks that `elastic` names."""
     elastic = options.elastic
@@ -214,7 +218,7 @@ def check_later_ranks(
             micro_batches=(options.samples,),
             schedules=(options.schedule,),
             chunks=options.chunks,
-            memory_limit=limit,
+            memory_limit=least_limit(limit),
             zero=options.zero,
             replicas=tuple(data for _, data in options.mesh_rule(model.layers).shapes(ranks)),
             accumulation_groups=options.accumulation_groups,
@@ -232,7 +236,7 @@ def first_plan(
     options: PipelineOptions,
     model: Model,
     costs: tuple[LayerCost, ...],
-    limit: int | None,
+    limit: Limit,
     activations_unknown: str | None = None,
 ) -> RunPlan:
     """Plans the run from the first step on."""

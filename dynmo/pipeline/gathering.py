@@ -61,6 +61,8 @@ def gather(
         ),
         partition=layout.partition,
         scheduled=keeper.scheduled,
+        speeds=engine.speeds.current,
+        scheduled_speeds=keeper.known_speeds,
         is_measured=keeper.known is not None,
         forecasts=tuple(map(tuple, forecasts)),
         chunks=options.chunks,

@@ -31,6 +31,7 @@ def problems(
     yield from _accumulation_groups(options, layers)
     yield from _schedule(options)
     yield from _placement(options, layers)
+    yield from _memory_limits(options)
     if options.slices:
         yield from _slices(options)
     yield from _repack(options, layers)
@@ -101,6 +102,22 @@ def _placement(options: PipelineOptions, layers: int | None) -> Iterator[str]:
                 f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; "
                 f"make it sum to {layers}"
             )
+
+
+def _memory_limits(options: PipelineOptions) -> Iterator[str]:
+    limits, elastic = options.memory_limit, options.elastic
+    if not isinstance(limits, tuple):
+        return
+    if len(limits) != options.pipeline:
+        yield (
+            f"pipeline.memory_limit has {len(limits)} entries, but parallel.pipeline = "
+            f"{options.pipeline}; give one per rank of a pipeline, or one number for all"
+        )
+    if elastic.reshape or elastic.reshape_at or elastic.changes_ranks:
+        yield (
+            "pipeline.memory_limit lists the ranks of a pipeline, but [elastic] changes them; "
+            "give one number for all"
+        )
 
 
 def _slices(options: PipelineOptions) -> Iterator[str]:

@@ -109,8 +109,8 @@ class ScheduleOptions(Options):
     chunks: Count | None = None
     """Stages per rank. Not set: the number that the schedule has."""
     memory_limit: MemoryLimit = None
-    """Memory of a rank: bytes, or a size such as `"40GiB"`. Not set: the memory of the device on
-    CUDA, no limit on CPU."""
+    """Memory of a rank: bytes, or a size such as `"40GiB"`. A list has one for each rank of a
+    pipeline. Not set: the device's memory on CUDA, no limit on CPU."""
     w_granularity: Literal["whole", "linear"] = "whole"
     """`whole` runs each W where the schedule has it. `linear` may run it earlier, one linear layer
     at a time, while a message is late."""

@@ -129,8 +129,8 @@ class Pipeline:
         post_validation: Whether a step ends without a barrier. See `advance`.
         rollback: How a step is taken back: "exact" or "in-place".
         chunks: Stages per rank. None means the schedule's own number.
-        memory_limit: Bytes of each rank, or a size such as "40GiB". None means the memory of the
-            device on CUDA, and no limit on CPU.
+        memory_limit: Bytes of each rank, or a size such as "40GiB". A list has one for each rank of
+            a pipeline. None means the memory of the device on CUDA, and no limit on CPU.
         w_granularity: "linear" may run parts of a W earlier, while a message is late.
         pipeline: Ranks of a pipeline. None means the world's ranks over `replicas`. With `slices`
             it is the number of slices.
@@ -193,7 +193,7 @@ class Pipeline:
         post_validation: bool = _DEFAULT.post_validation,
         rollback: str = _DEFAULT.rollback,
         chunks: int | None = _DEFAULT.chunks,
-        memory_limit: int | str | None = _DEFAULT.memory_limit,
+        memory_limit: int | str | Sequence[int | str] | None = None,
         w_granularity: str = _DEFAULT.w_granularity,
         pipeline: int | None = None,
         replicas: int = _DEFAULT.replicas,

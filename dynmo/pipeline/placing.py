@@ -10,6 +10,7 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.saving import SavedPipeline
 from dynmo.runtime.comm.world import World
+from dynmo.schedule.memory import Limit
 
 
 def first_partition(
@@ -57,13 +58,14 @@ def check_own_rules(options: PipelineOptions) -> None:
         find_rule(options.elastic.algorithm)
 
 
-def rank_memory_limit(options: PipelineOptions, world: World) -> int | None:
-    """Returns the bytes that the tensors of a rank may use.
+def rank_memory_limit(options: PipelineOptions, world: World) -> Limit:
+    """Returns the bytes that the tensors of a rank, or of each, may use. All ranks get the same.
 
     The default is a part of the CUDA device's memory. Its slices, or the ranks that share it, get
     equal parts. The rest of the memory is for bytes that are in no account of tensors. These are
     the context and its kernels, NCCL's buffers, cuBLAS's workspaces and the allocator's rounding.
-    The part depends on the device's size alone, so equal devices have equal limits.
+    The part depends on the device's size alone, so equal devices have equal limits. Replicas have
+    the least of theirs, and so have all ranks if the mesh may change.
     """
     device = world.device
     if options.memory_limit is not None or device.type != "cuda":
@@ -72,7 +74,15 @@ def rank_memory_limit(options: PipelineOptions, world: World) -> int | None:
     if world.staged:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", options.world_size))
         parts *= -(-ranks // torch.cuda.device_count())
-    return (
-        max(1, torch.cuda.get_device_properties(device).total_memory * 92 // 100 - (1 << 30))
-        // parts
-    )
+    total = torch.cuda.get_device_properties(device).total_memory
+    own = max(1, total * 92 // 100 - (1 << 30)) // parts
+    return own if world.is_outside else _agreed_limit(options, world.everyone, own)
+
+
+def _agreed_limit(options: PipelineOptions, everyone: World, own: int) -> Limit:
+    each: list[int] = everyone.gather(torch.tensor(own), "everyone's memory limits").tolist()
+    elastic, replicas = options.elastic, options.replicas
+    changes = elastic.reshape or elastic.reshape_at or elastic.changes_ranks
+    if len(set(each)) == 1 or options.slices or changes:
+        return min(each)
+    return tuple(min(each[i : i + replicas]) for i in range(0, len(each), replicas))

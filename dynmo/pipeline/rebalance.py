@@ -21,6 +21,7 @@ from dynmo.events import (
     RebalanceResultEvent,
     ReshapeEvent,
     ScheduleEvent,
+    SpeedsEvent,
 )
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.cases import Cases
@@ -29,6 +30,7 @@ from dynmo.pipeline.options import PipelineOptions
 from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.catalogue import entry
+from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
     from dynmo.planner.decisions import MeshChoice, MoveChoice, RankWish
@@ -75,7 +77,7 @@ class Rebalancer:
         cases: Cases,
         shapes: tuple[LayerCost, ...] | None,
         moves: int = 0,
-        memory_limit: int | None = None,
+        memory_limit: Limit = None,
     ) -> None:
         self._options, self._engine = options, engine
         self._actions = Actions(engine)
@@ -146,10 +148,18 @@ class Rebalancer:
         from dynmo.pipeline.gathering import gather, measured_costs
 
         start = time.perf_counter()
-        costs, world = measured_costs(self._engine, self._shapes), self._engine.store.world
+        engine, world = self._engine, self._engine.store.world
         fixed, doubt, preempted, pause = maxima(
-            world, (self._fixed, self._gain.doubt, self._engine.profiler.preempted, self._pause)
+            world, (self._fixed, self._gain.doubt, engine.profiler.preempted, self._pause)
         )
+        costs = measured_costs(engine, self._shapes)
+        if self._cases.keep_kinds:
+            speeds = engine.speeds.current
+            uncertain = engine.speeds.measure(costs, preempted)
+            if uncertain and self._watch is not None:
+                self._watch.check_later()
+            if engine.speeds.current != speeds:
+                costs = measured_costs(engine, self._shapes)
         situation = gather(
             self._options,
             self._engine,
@@ -273,9 +283,13 @@ class Rebalancer:
         if self._watch is not None:
             self._watch.decided()
         layout, overhead, begun = self._engine.store.layout, self.overhead, time.perf_counter()
+        speeds = self._engine.speeds.current
         situation, moved = self.situation(step), overhead.move
         start = time.perf_counter()
         choice, done = self._choose(situation)
+        if situation.speeds != speeds:
+            known = situation.speeds or (1.0,) * layout.ranks
+            done = [SpeedsEvent(step, known), *done]
         moves = choice is not None and choice.decision.move
         self._record("move", situation, move_answer(choice))
         if choice is not None and moves:
@@ -326,6 +340,8 @@ class Rebalancer:
         self._fixed = max(0.0, migration.seconds - choice.on_the_way)
         self.overhead.move += ended - start
         self.moves += 1
+        if self._watch is not None:
+            self._watch.moved()
         result = self._gain.on_move(step, self.moves, choice.decision.predicted_gain)
         done = RebalanceEvent(
             step,

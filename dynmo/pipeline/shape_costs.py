@@ -39,6 +39,7 @@ from dynmo.runtime.layer.precision import PRECISIONS, lower
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 from dynmo.runtime.optim.parameter_groups import OptimizerSettings, ParameterGroups
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.memory import Limit, least_limit, rank_limits
 from dynmo.schedule.op import Schedule
 
 _logger = logging.getLogger(__name__)
@@ -368,7 +369,7 @@ def with_workspace(
     )
 
 
-def recompute_for(options: PipelineOptions, model: Model, limit: int | None) -> RecomputeRule:
+def recompute_for(options: PipelineOptions, model: Model, limit: Limit) -> RecomputeRule:
     """Returns `train.recompute` as a pipeline takes it.
 
     "auto" depends on shapes alone. All ranks therefore choose alike, whatever they measure.
@@ -392,19 +393,21 @@ def recompute_for(options: PipelineOptions, model: Model, limit: int | None) -> 
     def fitting(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
         # The rest is messages, and the memory that an op needs while it runs.
         costs, counts = costs_for(replicas), partition.counts
-        whole = stage_request(options, replicas, limit).memory(costs, counts, schedule)
+        request = stage_request(options, replicas, least_limit(limit))
+        whole = request.memory(costs, counts, schedule)
+        limits = rank_limits(limit, len(whole)) or ()
         kept = recompute_memory(costs, (), counts, schedule)
         return choose_recomputed(
             costs,
             counts,
             schedule,
-            [limit - max(0, a - b) for a, b in zip(whole, kept, strict=True)],
+            [c - max(0, a - b) for a, b, c in zip(whole, kept, limits, strict=True)],
         )
 
     return fitting
 
 
-def stage_request(options: PipelineOptions, replicas: int, limit: int | None) -> StageRequest:
+def stage_request(options: PipelineOptions, replicas: int, limit: Limit) -> StageRequest:
     validates = options.post_validation
     return StageRequest(
         options.schedule,

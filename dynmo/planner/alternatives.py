@@ -73,6 +73,8 @@ def resize(
 
 
 def other_ranks(request: PlanRequest) -> list[Alternative]:
+    if request.names_ranks:
+        return []
     most = len(request.layers) // chunks_of(request.schedule, request.chunks)
     near = {request.ranks + by for by in (-2, -1, 1, 2)} | {request.ranks // 2, 2 * request.ranks}
     return _attempt_all(
@@ -118,20 +120,22 @@ def plan_or_suggest(request: PlanRequest) -> Plan:
             raise
     # Errors that have nothing to do with memory are raised as they are.
     free = make_plan(replace(request, memory_limit=None))
-    over = max(range(request.ranks), key=lambda rank: free.memory[rank])
-    if free.memory[over] > request.memory_limit:
+    limits = request.limits
+    assert limits is not None
+    over = max(range(request.ranks), key=lambda rank: free.memory[rank] - limits[rank])
+    if free.memory[over] > limits[over]:
         where = (
             f"rank {over} (layers {_layers_of(free, over)}) needs {free.memory[over]} bytes "
             f"under {request.schedule}"
         )
         where += (
             f" with the placement {'+'.join(map(str, free.partition.counts))}, over the limit of "
-            f"{request.memory_limit}"
+            f"{limits[over]}"
         )
     else:
         where = (
             f"no placement by {request.balancer!r} was found that keeps every rank under "
-            f"{request.memory_limit} bytes "
+            f"{' or '.join(map(str, dict.fromkeys(limits)))} bytes "
         )
         where += f"with {request.schedule}"
     raise PartitionError(f"{where}; {_suggestion(request, free)}")
@@ -192,6 +196,8 @@ def _candidates(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     ]
     for other in smaller if request.ranks * request.microbatches <= LARGE else smaller[:1]:
         yield f"{other.microbatches} microbatches for the same global batch", other
+    if request.names_ranks:
+        return
     steps = (*range(1, 5), *(math.ceil(request.ranks * share) for share in (0.25, 0.5, 1, 2, 3)))
     for ranks in sorted(
         {request.ranks + by for by in steps if request.ranks + by <= len(request.layers)}

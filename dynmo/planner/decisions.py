@@ -17,7 +17,6 @@ from dynmo.balance.balancers import BalanceRequest, balancer, is_forced
 from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.meshes import accumulation_problem, divisors
 from dynmo.balance.partition import Partition
-from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.balance.trigger import Decision, Outlook, confirmed, worth_moving_through
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
@@ -30,6 +29,7 @@ from dynmo.planner.situation import DecisionRecord, Layers, Situation
 from dynmo.planner.stage_plan import schedule_for_balancers
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.catalogue import entry
+from dynmo.schedule.memory import least_limit
 from dynmo.schedule.simulator import resident, simulate
 
 # -- placement and schedule ------------------------------------------------------------------------
@@ -81,10 +81,11 @@ def weigh_move(now: Situation, target: Partition) -> MoveChoice | None:
 
 
 def balance_request(now: Situation, layers: tuple[LayerCost, ...]) -> BalanceRequest:
-    stages, limit = now.stages, now.memory_limit
+    stages = now.stages
     # Each stage is given its rank's whole limit. A balancer that knows the placement adds up the
     # bytes of a rank's stages. Memory is that of all stages training, whatever is frozen.
-    limits = None if limit is None else (limit,) * len(stages.stage_ranks)
+    of_ranks = stages.limits
+    limits = None if of_ranks is None else tuple(of_ranks[rank] for rank in stages.stage_ranks)
     full = full_schedule(stages.schedule, stages.ranks, stages.microbatches, stages.chunks)
     return BalanceRequest(
         layers,
@@ -99,6 +100,7 @@ def balance_request(now: Situation, layers: tuple[LayerCost, ...]) -> BalanceReq
         now.boundary_links,
         now.objective,
         now.first_trainable,
+        now.speeds,
         stage_ranks=stages.stage_ranks,
     )
 
@@ -113,7 +115,7 @@ def _outlook(now: Situation, layers: Layers, target: Partition) -> list[Outlook]
     def seconds(costs: Layers, partition: Partition) -> float:
         if costs == layers:
             return now.seconds_of(costs, partition)
-        stages = pipeline_costs(costs, partition, links=now.boundary_links)
+        stages = now.stages.costs(costs, partition, now.boundary_links)
         return simulate(make(stages), stages).length(now.objective)
 
     return [
@@ -142,10 +144,11 @@ def decide_schedule(now: Situation, partition: Partition) -> float | None:
     """
     if not now.halves or not entry(now.mesh.schedule).from_costs:
         return None
-    costs = pipeline_costs(now.layers, partition, links=now.boundary_links)
+    costs = now.stages.costs(now.layers, partition, now.boundary_links)
+    then = replace(now, speeds=now.scheduled_speeds)
     before, after = (
-        simulate(now.schedule_on(partition, layers), costs).length(now.objective)
-        for layers in (now.scheduled, now.layers)
+        simulate(known.schedule_on(partition, layers), costs).length(now.objective)
+        for known, layers in ((then, now.scheduled), (now, now.layers))
     )
     gain = 1 - after / before if before else 0.0
     if now.is_measured and gain <= now.balance.hysteresis / 4:
@@ -235,7 +238,7 @@ def mesh_request(now: Situation, replicas: tuple[int, ...]) -> MeshRequest:
         micro_batches=(now.mesh.micro_batch,),
         schedules=(now.mesh.schedule,),
         chunks=now.chunks,
-        memory_limit=now.memory_limit,
+        memory_limit=least_limit(now.memory_limit),
         zero=now.zero,
         bandwidth=min(rates, default=_UNKNOWN_LINK),
         objective=now.objective,

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from dynmo.balance.chains import rank_speeds
 from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.partition import Cost, Move, Partition, imbalance, uniform
-from dynmo.balance.stage_costs import freeze, pipeline_costs
+from dynmo.balance.speeds import Speeds
+from dynmo.balance.stage_costs import freeze
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError
@@ -24,7 +26,7 @@ from dynmo.planner.recompute import with_recompute
 from dynmo.planner.stage_plan import StageRequest, plan_stages
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.chunk_bounds import lower_bound_on
-from dynmo.schedule.memory import reduction_bytes
+from dynmo.schedule.memory import Limit, rank_limits, reduction_bytes
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline, simulate
 
@@ -41,13 +43,14 @@ class PlanRequest:
     Attributes:
         microbatches: Microbatches of a step of one replica.
         chunks: Stages per rank. None means the schedule's own number.
-        memory_limit: Bytes of a rank. None means unlimited.
+        memory_limit: Bytes of a rank, or of each. None means unlimited.
         any_links: Use the slowest known link if the file lists other boundaries.
         quick: "exact" does not simulate its ties, and a placement that does not fit is hardly
             repaired.
         recomputed: Layers that are recomputed whatever `recompute` says.
         replicas: Number of replicas of this pipeline that sum their gradients. Only the memory of
             the sums counts here. `mesh_plan` adds their seconds.
+        speeds: Speed of each rank. None: all are 1.
     """
 
     profile: Profile
@@ -56,7 +59,7 @@ class PlanRequest:
     schedule: str = "zb-h1"
     balancer: str = "exact"
     chunks: int | None = None
-    memory_limit: int | None = None
+    memory_limit: Limit = None
     objective: Objective = Objective.SPAN
     any_links: bool = False
     cost: Cost = "time"
@@ -66,10 +69,13 @@ class PlanRequest:
     recompute: RecomputeMode = "none"
     recomputed: frozenset[int] = frozenset()
     replicas: int = 1
+    speeds: Speeds | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise PartitionError(f"{self.ranks} ranks; at least 1 is needed")
+        rank_speeds(self.speeds, self.ranks)
+        rank_limits(self.memory_limit, self.ranks)
         if self.memory_limit is not None and not any(
             x.static_bytes or x.activation_bytes for x in self.profile.layers
         ):
@@ -112,7 +118,22 @@ class PlanRequest:
             # A costs file has rollback copies only if its steps had no barrier.
             post_validation=any(layer.rollback_bytes for layer in self.layers),
             replicas=self.replicas,
+            speeds=self.speeds,
         )
+
+    @property
+    def names_ranks(self) -> bool:
+        """True if something holds for some ranks only, so that their number is fixed."""
+        return self.speeds is not None or isinstance(self.memory_limit, tuple)
+
+    @property
+    def limits(self) -> tuple[int, ...] | None:
+        """Bytes of each rank. None means unlimited."""
+        return self.stages.limits
+
+    def fits(self, needs: Sequence[int]) -> bool:
+        limits = self.limits
+        return limits is None or all(a <= b for a, b in zip(needs, limits, strict=True))
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -193,10 +214,11 @@ class TooFullError(NoRoomError):
     """One placement does not fit the memory. `needs` are the bytes of each rank."""
 
     def __init__(self, request: PlanRequest, partition: Partition, needs: Sequence[int]) -> None:
-        rank = next(rank for rank, need in enumerate(needs) if need > (request.memory_limit or 0))
+        limits = request.limits or (0,) * len(needs)
+        rank = next(rank for rank, need in enumerate(needs) if need > limits[rank])
         super().__init__(
             f"rank {rank} needs {needs[rank]} bytes under {request.schedule} with the placement "
-            f"{'+'.join(map(str, partition.counts))}, over the limit of {request.memory_limit}; "
+            f"{'+'.join(map(str, partition.counts))}, over the limit of {limits[rank]}; "
             "use more ranks, a larger limit, smaller microbatches or a schedule that keeps less"
         )
         self.partition, self.needs = partition, tuple(needs)
@@ -211,9 +233,9 @@ def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
     stage_plan = plan_stages(
         request.stages, request.layers, partition, request.links, request.profile.first_trainable
     )
-    if request.memory_limit is not None and max(stage_plan.memory) > request.memory_limit:
+    if not request.fits(stage_plan.memory):
         raise TooFullError(request, partition, stage_plan.memory)
-    costs = pipeline_costs(request.layers, partition, links=request.links)
+    costs = request.stages.costs(request.layers, partition, request.links)
     schedule = stage_plan.schedule
     timeline = simulate(schedule, costs)
     if not math.isfinite(timeline.makespan):

@@ -14,7 +14,7 @@ from itertools import product
 
 from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.partition import Partition, exact
-from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
+from dynmo.balance.stage_costs import frozen_stages
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import InputError, PartitionError, ScheduleError
 from dynmo.planner.evaluate import Plan, PlanRequest, TooFullError, evaluate_partition, memory_needs
@@ -44,11 +44,11 @@ def make_plan(request: PlanRequest) -> Plan:
         every = frozenset(range(len(request.kept)))
         return _attempt(replace(request, recompute="none", recomputed=every))
     if request.recompute == "auto" and request.memory_limit is not None:
-        return _recomputing(replace(request, recompute="none"), request.memory_limit)
+        return _recomputing(replace(request, recompute="none"))
     return _attempt(request)
 
 
-def _recomputing(request: PlanRequest, limit: int) -> Plan:
+def _recomputing(request: PlanRequest) -> Plan:
     """The best plan with recomputation.
 
     One candidate fits without recomputing. The other one is the placement that would be best with
@@ -72,7 +72,7 @@ def _recomputing(request: PlanRequest, limit: int) -> Plan:
     every = replace(request, recomputed=frozenset(range(len(request.kept))))
     for _ in range(3):
         try:
-            changed = replace(request, recomputed=_chosen(request, free, limit))
+            changed = replace(request, recomputed=_chosen(request, free))
         except PartitionError:
             # This placement does not fit in any way. A placement that fits with all layers
             # recomputed then gives back the layers that need not be.
@@ -94,44 +94,47 @@ def _recomputing(request: PlanRequest, limit: int) -> Plan:
     return min(plans, key=lambda plan: plan.step)
 
 
-def _chosen(request: PlanRequest, free: Plan, limit: int) -> frozenset[int]:
+def _chosen(request: PlanRequest, free: Plan) -> frozenset[int]:
     """The layers to recompute for this placement and schedule.
 
     `choose_recomputed` does not know of messages that wait and of ops' workspaces. They come on
     top.
     """
-    counts, limits = free.partition.counts, [limit] * request.ranks
+    assert request.limits is not None
+    counts, limits = free.partition.counts, list(request.limits)
     chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
     for _ in range(_ROUNDS):
         needs = memory_needs(replace(request, recomputed=chosen), free.partition, free.schedule)
         known = recompute_memory(request.kept, chosen, counts, free.schedule, request.replicas)
-        if max(needs) <= limit:
+        if request.fits(needs):
             break
-        each = zip(limits, needs, known, strict=True)
+        each = zip(limits, needs, known, request.limits, strict=True)
         limits = [
-            min(own - max(0, need - limit), limit - (need - told)) for own, need, told in each
+            min(own - max(0, need - limit), limit - (need - told))
+            for own, need, told, limit in each
         ]
         chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
     return chosen
 
 
-def _limits(request: PlanRequest) -> tuple[int | None, ...]:
-    """The limits that balancers are told, one try after the other.
+def _limits(request: PlanRequest) -> tuple[tuple[int, ...] | None, ...]:
+    """The ranks' limits that balancers are told, one try after the other.
 
     Balancers do not know the bytes that come for a moment only. A second try sets these aside.
     """
-    if request.memory_limit is None or not request.reserve:
-        return (request.memory_limit,)
-    return (request.memory_limit, max(0, request.memory_limit - request.reserve))
+    limits = request.limits
+    if limits is None or not request.reserve:
+        return (limits,)
+    return (limits, tuple(max(0, limit - request.reserve) for limit in limits))
 
 
 def _attempt(request: PlanRequest) -> Plan:
     check_microbatches(request.schedule, request.ranks, request.microbatches)
     best: Plan | None = None
     failed: InputError | None = None
-    for pairs, limit in product(_residents(request), _limits(request)):
+    for pairs, limits in product(_residents(request), _limits(request)):
         try:
-            plan = _placed(request, pairs, limit)
+            plan = _placed(request, pairs, limits)
         except (PartitionError, ScheduleError) as error:
             failed = failed or error
             continue
@@ -150,13 +153,15 @@ def _attempt(request: PlanRequest) -> Plan:
 _ROUNDS = 4  # the most times that a balancer is asked
 
 
-def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | None) -> Plan:
+def _placed(
+    request: PlanRequest, pairs: tuple[Pairs, ...] | None, limits: tuple[int, ...] | None
+) -> Plan:
     """Places by the balancer, and evaluates the placement.
 
     Balancers do not know of messages that wait. If a rank is too full, they are told of less room
     there, and asked again.
     """
-    told = None if limit is None else (limit,) * len(request.stage_ranks)
+    told = None if limits is None else tuple(limits[rank] for rank in request.stage_ranks)
     balance_request = BalanceRequest(
         request.layers,
         request.current,
@@ -171,6 +176,7 @@ def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | 
         links=request.links,
         objective=request.objective,
         first_trainable_layer=request.profile.first_trainable,
+        speeds=request.speeds,
         stage_ranks=request.stage_ranks,
     )
     failed: InputError | None = None
@@ -195,8 +201,8 @@ def _less(
 
     `told` are the limits of the stages that it was told before. Returns one limit per stage.
     """
-    limit, needs = request.memory_limit, refused.needs
-    assert limit is not None
+    limits, needs = request.limits, refused.needs
+    assert limits is not None
     known = [max((layer.workspace_bytes for layer in request.layers), default=0)] * request.ranks
     for need, rank in zip(
         stage_memory(request.layers, refused.partition.counts, pairs),
@@ -205,7 +211,13 @@ def _less(
     ):
         known[rank] += need
     return tuple(
-        max(0, min(own - max(0, needs[rank] - limit), limit - max(0, needs[rank] - known[rank])))
+        max(
+            0,
+            min(
+                own - max(0, needs[rank] - limits[rank]),
+                limits[rank] - max(0, needs[rank] - known[rank]),
+            ),
+        )
         for own, rank in zip(told, request.stage_ranks, strict=True)
     )
 
@@ -261,9 +273,9 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
     after its evaluation, and from the one without a limit. It goes on while the fullest rank gets
     emptier. It is for "exact". Another balancer's placement stays as it is.
     """
-    limit = request.memory_limit
-    assert limit is not None
-    if request.balancer != "exact" or not _may_fit(request, limit):
+    limits = request.limits
+    assert limits is not None
+    if request.balancer != "exact" or not _may_fit(request, limits):
         return None
     free = replace(request, memory_limit=None, quick=True)
     starts = [] if refused is None else [refused]
@@ -275,7 +287,7 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
     ops = 3 * len(request.stage_ranks) * request.microbatches
     tries = min(300, (_QUICK_TRIES if request.quick else _TRIES) // ops)
     for start in starts:
-        counts, used = _emptied(free, start.counts, limit, tries)
+        counts, used = _emptied(free, start.counts, limits, tries)
         tries -= used
         if counts is not None:
             try:
@@ -286,38 +298,43 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
 
 
 def _emptied(
-    free: PlanRequest, counts: tuple[int, ...], limit: int, tries: int
+    free: PlanRequest, counts: tuple[int, ...], limits: tuple[int, ...], tries: int
 ) -> tuple[tuple[int, ...] | None, int]:
     """Moves one boundary at a time while the fullest rank gets emptier.
 
     Returns the first placement whose fullest rank fits the limit, or None, and how many placements
     were tried besides the first. `free` is the request without a memory limit.
     """
-    most, used = _fullest_rank(free, counts), 0
-    while most > limit and used < tries:
-        others = {other: _fullest_rank(free, other) for other in _neighbours(counts)}
+    most, used = _most_beyond(free, counts, limits), 0
+    while most > 0 and used < tries:
+        others = {other: _most_beyond(free, other, limits) for other in _neighbours(counts)}
         used += len(others)
         nearer = min(others, key=lambda other: others[other], default=counts)
         if others.get(nearer, most) >= most:
             break
         counts, most = nearer, others[nearer]
-    return (counts if most <= limit else None), used
+    return (counts if most <= 0 else None), used
 
 
-def _fullest_rank(free: PlanRequest, counts: tuple[int, ...]) -> int:
-    """Bytes of the fullest rank. A zb-auto schedule keeps one microbatch alive at a time."""
+def _most_beyond(free: PlanRequest, counts: tuple[int, ...], limits: tuple[int, ...]) -> int:
+    """The most bytes that a rank needs beyond its limit."""
+    return max(a - b for a, b in zip(_rank_needs(free, counts), limits, strict=True))
+
+
+def _rank_needs(free: PlanRequest, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of each rank. A zb-auto schedule keeps one microbatch alive at a time."""
     partition = Partition(counts)
     if free.schedule == "zb-auto":
         # The planner lowers its caps as far as this if the memory is short.
-        costs = with_unit_memory(pipeline_costs(free.layers, partition, links=free.links))
+        costs = with_unit_memory(free.stages.costs(free.layers, partition, free.links))
         caps = one_microbatch(costs, free.stage_ranks)
         schedule = free.stages.make(costs, caps, frozen_stages(costs))
-        return max(memory_needs(free, partition, schedule))
+        return memory_needs(free, partition, schedule)
     first_trainable = free.profile.first_trainable
-    return max(plan_stages(free.stages, free.layers, partition, free.links, first_trainable).memory)
+    return plan_stages(free.stages, free.layers, partition, free.links, first_trainable).memory
 
 
-def _may_fit(request: PlanRequest, limit: int) -> bool:
+def _may_fit(request: PlanRequest, limits: tuple[int, ...]) -> bool:
     """False if it is certain that no placement fits.
 
     A stage's peaks are known before there is a placement only with one stage per rank and without a
@@ -334,7 +351,7 @@ def _may_fit(request: PlanRequest, limit: int) -> bool:
         exact(
             [layer.seconds for layer in request.layers],
             request.ranks,
-            memory=MemoryLimits(request.layers, known, (limit,) * request.ranks),
+            memory=MemoryLimits(request.layers, known, limits),
         )
     except PartitionError:
         return False

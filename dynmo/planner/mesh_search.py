@@ -331,7 +331,7 @@ class _Search:
             return None
 
     def explain(self, plan_request: PlanRequest, mesh: Mesh, error: InputError) -> RefusedMesh:
-        limit = plan_request.memory_limit
+        limit = self.request.memory_limit
         if limit is None:
             return RefusedMesh(mesh, str(error))
         try:

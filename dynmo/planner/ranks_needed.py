@@ -44,6 +44,12 @@ def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...
     Raises:
         InputError: The first moment does not fit all ranks.
     """
+    if workload.speeds is not None or isinstance(workload.memory_limit, tuple):
+        key = "speeds" if workload.speeds is not None else "memory_limit"
+        raise InputError(
+            f"{key} names single ranks, but --fewest-ranks searches their number; leave one of the "
+            "two out"
+        )
     chunks = chunks_of(workload.schedule, workload.chunks)
     stops = [*(start for start, _ in workload.moments[1:]), workload.steps]
     limit = (1 + tolerance) * _best(workload, workload.ranks, 0)[1]

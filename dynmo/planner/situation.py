@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 
 from dynmo.balance.options import Balance
 from dynmo.balance.partition import Partition
-from dynmo.balance.stage_costs import pipeline_costs
+from dynmo.balance.speeds import Speeds
 from dynmo.balance.trigger import ForecastInterval, forecast_intervals
 from dynmo.cost.input_file import read_text
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
@@ -34,6 +34,7 @@ from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.options import Elastic
 from dynmo.planner.stage_plan import StageRequest, schedule_on
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.memory import Limit
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import simulate
 
@@ -54,7 +55,9 @@ class Situation:
         scheduled: Costs that the present schedule was made from. None if it knows no costs.
         is_measured: Whether `scheduled` was measured.
         forecasts: What each dynamic case expects.
-        memory_limit: Bytes of a rank. None means unlimited.
+        memory_limit: Bytes of a rank, or of each. None means unlimited.
+        speeds: Speed of each rank of a pipeline. None: all are 1. `layers` are costs at speed 1.
+        scheduled_speeds: Speeds that the present schedule was made from.
         zero: 1 if ZeRO divides the optimizer state over the replicas, else 0.
         expert: Number of replicas that share experts.
         accumulation_groups: Number of accumulation groups of the whole mesh.
@@ -88,7 +91,9 @@ class Situation:
     chunks: int | None = None
     objective: Objective = Objective.SPAN
     post_validation: bool = False
-    memory_limit: int | None = None
+    memory_limit: Limit = None
+    speeds: Speeds | None = None
+    scheduled_speeds: Speeds | None = None
     zero: int = 0
     expert: int = 1
     accumulation_groups: int = 1
@@ -121,6 +126,7 @@ class Situation:
             self.post_validation,
             self.mesh.replicas,
             self.accumulation_groups // self.mesh.replicas,
+            self.speeds,
         )
 
     @cached_property
@@ -167,7 +173,7 @@ def _seconds(
     first_trainable: int,
 ) -> float:
     schedule = schedule_on(stages, layers, partition, links, first_trainable)
-    costs = pipeline_costs(layers, partition, links=links)
+    costs = stages.costs(layers, partition, links)
     return simulate(schedule, costs).length(stages.objective)
 
 

@@ -17,13 +17,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dynmo.balance.partition import Partition
+from dynmo.balance.speeds import Speeds
 from dynmo.balance.stage_costs import Make, frozen_stages, pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
-from dynmo.errors import ScheduleError
+from dynmo.errors import PartitionError, ScheduleError
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry, stage_ranks_of
-from dynmo.schedule.memory import bare, rank_memory, reduction_bytes, static_bytes
+from dynmo.schedule.memory import (
+    Limit,
+    bare,
+    rank_limits,
+    rank_memory,
+    reduction_bytes,
+    static_bytes,
+)
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import peak_memory
 
@@ -37,26 +45,46 @@ class StageRequest:
     Attributes:
         microbatches: Microbatches of a step of one replica.
         chunks: Stages per rank. None means the schedule's own number.
-        memory_limit: Bytes of a rank. None means unlimited.
+        memory_limit: Bytes of a rank, or of each. None means unlimited.
         post_validation: Whether a step begins before the previous one is final.
         replicas: Number of pipelines that sum their gradients.
         accumulation_groups: In how many groups a replica sums its gradients. None if unknown: the
             layers' pending gradients then count as always there.
+        speeds: Speed of each rank. None: all are 1.
     """
 
     schedule: str
     ranks: int
     microbatches: int
     chunks: int | None = None
-    memory_limit: int | None = None
+    memory_limit: Limit = None
     objective: Objective = Objective.SPAN
     post_validation: bool = False
     replicas: int = 1
     accumulation_groups: int | None = None
+    speeds: Speeds | None = None
 
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
         return stage_ranks_of(self.schedule, self.ranks, self.chunks)
+
+    @cached_property
+    def limits(self) -> tuple[int, ...] | None:
+        """Bytes of each rank. None means unlimited."""
+        return rank_limits(self.memory_limit, self.ranks)
+
+    def costs(
+        self,
+        layers: Sequence[LayerCost],
+        partition: Partition,
+        links: Sequence[LinkCost] | None = None,
+    ) -> Costs:
+        """Returns the costs of a placement's stages, each on its rank."""
+        speeds = self.speeds
+        if speeds is not None and len(speeds) != self.ranks:
+            raise PartitionError(f"{len(speeds)} speeds for {self.ranks} ranks; give one per rank")
+        own = None if speeds is None else [speeds[rank] for rank in self.stage_ranks]
+        return pipeline_costs(layers, partition, links=links, speeds=own)
 
     def make(self, costs: Costs | None, caps: Sequence[float], first_trainable: int) -> Schedule:
         """Makes the schedule. See `automatic.make`."""
@@ -135,19 +163,21 @@ def plan_stages(
         links: One for each boundary between stages. None means that messages take no time.
         first_trainable: Index of the first layer that trains.
     """
-    costs = with_unit_memory(pipeline_costs(layers, partition, links=links))
+    costs = with_unit_memory(request.costs(layers, partition, links))
     first = min(partition.owner(first_trainable), partition.stages - 1)
-    limit, stage_ranks = request.memory_limit, request.stage_ranks
+    limits, stage_ranks = request.limits, request.stage_ranks
     one = one_microbatch(costs, stage_ranks)
 
     def plan(caps: Sequence[float], schedule: Schedule) -> StagePlan:
         return StagePlan(request, layers, partition, costs, tuple(caps), schedule)
 
-    if limit is None:
+    if limits is None:
         caps = roomy_caps(costs, stage_ranks)
         return plan(caps, request.make(costs, caps, first))
     held = static_bytes(bare(layers), partition.counts, stage_ranks)
-    caps = tuple(max(least, float(limit - own)) for least, own in zip(one, held, strict=True))
+    caps = tuple(
+        max(least, float(limit - own)) for least, own, limit in zip(one, held, limits, strict=True)
+    )
     if not entry(request.schedule).from_costs:
         return plan(caps, request.make(costs, caps, first))
     return plan(caps, _fitting(request, layers, partition, costs, caps, one, first))
@@ -184,18 +214,19 @@ def _fitting(
 
     `one` are the least caps, for one microbatch at a time.
     """
-    limit = request.memory_limit
-    assert limit is not None
+    limits = request.limits
+    assert limits is not None
     schedule = best = request.make(costs, caps, first)
     most = float("inf")
     for turn in range(_ROUNDS):
         needed = request.memory(layers, partition.counts, schedule)
-        if max(needed) < most:
-            best, most = schedule, max(needed)
-        if most <= limit or caps == one:
+        beyond = [need - limit for need, limit in zip(needed, limits, strict=True)]
+        if max(beyond) < most:
+            best, most = schedule, max(beyond)
+        if most <= 0 or caps == one:
             break
         alive = peak_memory(schedule, costs)
-        over = [max(0, need - limit) for need in needed]
+        over = [max(0, more) for more in beyond]
         lower = tuple(
             max(least, min(a, b) - more)
             for least, a, b, more in zip(one, caps, alive, over, strict=True)
@@ -215,18 +246,20 @@ def schedule_for_balancers(request: StageRequest, layers: Sequence[LayerCost]) -
     Every rank is assumed to hold the mean of the static memory. Only the chosen placement gets a
     schedule within each rank's true limit, from `plan_stages`.
     """
-    limit = request.memory_limit
-    if limit is not None:
-        limit -= sum(layer.static_bytes for layer in layers) // request.ranks
-        limit -= max(layer.workspace_bytes for layer in layers)
-        limit -= reduction_bytes(layers) if request.replicas > 1 else 0
+    limits = request.limits
+    aside = 0
+    if limits is not None:
+        aside += sum(layer.static_bytes for layer in layers) // request.ranks
+        aside += max(layer.workspace_bytes for layer in layers)
+        aside += reduction_bytes(layers) if request.replicas > 1 else 0
 
     def scheduled(costs: Costs) -> Schedule:
         costs = with_unit_memory(costs)
-        if limit is None:
+        if limits is None:
             caps = roomy_caps(costs, request.stage_ranks)
         else:
-            caps = tuple(max(least, limit) for least in one_microbatch(costs, request.stage_ranks))
+            least = one_microbatch(costs, request.stage_ranks)
+            caps = tuple(max(a, b - aside) for a, b in zip(least, limits, strict=True))
         return request.make(costs, caps, frozen_stages(costs))
 
     return scheduled

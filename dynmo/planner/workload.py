@@ -35,6 +35,7 @@ from dynmo.balance.balancers import balancer
 from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.options import Balance
 from dynmo.balance.partition import Cost, Partition, uniform
+from dynmo.balance.speeds import Speeds
 from dynmo.balance.stage_costs import frozen_stages
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
 from dynmo.cost.profile_file import TIMES, Profile
@@ -47,6 +48,7 @@ from dynmo.planner.situation import Layers, Situation
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry, stage_ranks_of
+from dynmo.schedule.memory import Limit
 from dynmo.schedule.simulator import Timeline, simulate
 
 _FREE = LinkCost(0.0, math.inf)
@@ -82,7 +84,8 @@ class Workload:
         microbatches: Microbatches of a step of one replica.
         replicas: Number of pipelines that sum their gradients.
         chunks: Stages per rank. None means the schedule's own number.
-        memory_limit: Bytes of a rank. None means unlimited.
+        memory_limit: Bytes of a rank, or of each. None means unlimited.
+        speeds: Speed of each rank. None: all are 1.
         initial: Layers on each stage at the start. None: evenly spread.
         link: Link between ranks.
         replica_link: Link between copies.
@@ -99,12 +102,13 @@ class Workload:
     schedule: str = "zb-h1"
     chunks: int | None = None
     objective: Objective = Objective.MAKESPAN
-    memory_limit: int | None = None
+    memory_limit: Limit = None
     initial: tuple[int, ...] | None = None
     link: LinkCost = _FREE
     replica_link: LinkCost = _FREE
     policy: Policy = Policy()
     announced: bool = True
+    speeds: Speeds | None = None
 
     @property
     def layers(self) -> int:
@@ -393,6 +397,7 @@ class Replayer:
             workload.memory_limit,
             workload.objective,
             cost=workload.policy.cost,
+            speeds=workload.speeds,
         )
 
     # -- deciding, as a run does -------------------------------------------------------------------
@@ -414,6 +419,8 @@ class Replayer:
             chunks=workload.chunks,
             objective=workload.objective,
             memory_limit=workload.memory_limit,
+            speeds=workload.speeds,
+            scheduled_speeds=workload.speeds,
             accumulation_groups=workload.replicas,
             seconds_per_byte=policy.seconds_per_byte,
             balance=Balance(
@@ -506,7 +513,9 @@ class Replayer:
         workload, stages = self.workload, len(self.stage_ranks)
         even = self.plan(moment, self.even)
         layers = even.request.layers
-        f, b, w = (math.fsum(getattr(x, key) for x in layers) / stages for key in TIMES)
+        speeds = workload.speeds or (1.0,)
+        shares = stages * math.fsum(speeds) / len(speeds)
+        f, b, w = (math.fsum(getattr(x, key) for x in layers) / shares for key in TIMES)
         kept, stash = (
             math.fsum(getattr(x, key) for x in layers) / stages or 1.0
             for key in ("activation_bytes", "stash_bytes")

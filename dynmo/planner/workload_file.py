@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from dynmo.balance.speeds import Speeds
 from dynmo.cost.input_file import (
     Link,
     Strict,
@@ -29,8 +30,10 @@ from dynmo.errors import InputError
 from dynmo.options import parse_bytes
 from dynmo.planner.workload import Policy, Workload
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.memory import Limit
 
 _Unit = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+_Speed = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _Steps = Annotated[int, Field(ge=1, le=10**7)]
 _Whole = Annotated[int, Field(ge=0, le=1 << 60)]
@@ -87,7 +90,8 @@ class _File(Strict):
     schedule: str = "zb-h1"
     chunks: _Count | None = None
     objective: Literal["span", "makespan"] = "makespan"
-    memory_limit: _Count | str | None = None
+    memory_limit: _Count | str | list[_Count | str] | None = None
+    speeds: list[_Speed] | None = None
     layers: _Layers
     policy: _Policy = _Policy()
     link: Link = Link()
@@ -137,7 +141,7 @@ def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workloa
         file.schedule,
         file.chunks,
         Objective(file.objective),
-        _limit(file.memory_limit),
+        _limits(file),
         None if policy.initial is None else tuple(policy.initial),
         file.link.to_link_cost(),
         (file.replica_link or file.link).to_link_cost(),
@@ -150,11 +154,32 @@ def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workloa
             policy.seconds_per_byte,
             policy.seed,
         ),
+        speeds=_speeds(file),
     )
 
 
-def _limit(value: int | str | None) -> int | None:
-    if not isinstance(value, str):
+def _check_count(key: str, count: int, ranks: int) -> None:
+    if count != ranks:
+        raise InputError(f"{key} has {count} entries for {ranks} ranks; give one per rank")
+
+
+def _speeds(file: _File) -> Speeds | None:
+    if file.speeds is None:
+        return None
+    _check_count("speeds", len(file.speeds), file.ranks)
+    return tuple(file.speeds)
+
+
+def _limits(file: _File) -> Limit:
+    value = file.memory_limit
+    if isinstance(value, list):
+        _check_count("memory_limit", len(value), file.ranks)
+        return tuple(map(_limit, value))
+    return None if value is None else _limit(value)
+
+
+def _limit(value: int | str) -> int:
+    if isinstance(value, int):
         return value
     try:
         return parse_bytes(value)

@@ -23,10 +23,11 @@ from dynmo.events import (
     ReleaseEvent,
     RepackEvent,
     RollbackEvent,
+    SpeedsEvent,
     StepEvent,
     TokensEvent,
 )
-from dynmo.report.rank_lines import rank_text
+from dynmo.report.rank_lines import rank_text, speeds_text
 from dynmo.report.summary_text import layers_text
 from dynmo.report.token_lines import evaluation_text, tokens_text
 
@@ -85,6 +86,8 @@ class ProgressLine:
                     self._say(f"{self._name} {event.step + 1}/{self._steps}  {figures}")
             case ChangeEvent():
                 self._say(f"step {event.step}: {event.what}")
+            case SpeedsEvent():
+                self._say(f"step {event.step}: {speeds_text(event)}")
             case RebalanceEvent():
                 self._say(
                     f"step {event.step}: moved layers {layers_text(event.source)} -> "

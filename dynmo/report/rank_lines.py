@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, ResizeEvent, StepEvent
+from dynmo.events import (
+    FaultEvent,
+    GrowEvent,
+    ReleaseEvent,
+    RepackEvent,
+    ResizeEvent,
+    SpeedsEvent,
+    StepEvent,
+)
 
 RankEvent = RepackEvent | GrowEvent | ReleaseEvent | FaultEvent
 
@@ -39,6 +47,14 @@ def rank_account(
         used += step.seconds * (before[-1].ranks_after if before else changes[0].ranks_before)
     seconds = sum(step.seconds for step in steps)
     return RankAccount(used / seconds, used, returned)
+
+
+def speeds_text(event: SpeedsEvent) -> str:
+    """Returns the ranks that are slower or faster than the middle one, in one line."""
+    odd = [f"rank {rank} at {x:.2f}" for rank, x in enumerate(event.speeds) if x != 1]
+    if not odd:
+        return "all ranks are equally fast again"
+    return f"speeds differ: {', '.join(odd)} of the middle rank's speed"
 
 
 def account_text(account: RankAccount) -> str:

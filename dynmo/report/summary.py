@@ -24,15 +24,27 @@ from dynmo.events import (
     ResizeEvent,
     RollbackEvent,
     SkippedEvent,
+    SpeedsEvent,
     StepEvent,
     TokensEvent,
 )
 from dynmo.report.rank_lines import RankAccount, RankEvent, rank_account
 
-Changes = ChangeEvent | ReshapeEvent | SkippedEvent | RollbackEvent | PostValidationEvent
+Changes = (
+    ChangeEvent | SpeedsEvent | ReshapeEvent | SkippedEvent | RollbackEvent | PostValidationEvent
+)
 
 # Events that come before their step. A resumed run repeats them.
-_ACTS = StepEvent | DataEvent | RebalanceEvent | ChangeEvent | ReshapeEvent | ResizeEvent | EndEvent
+_ACTS = (
+    StepEvent
+    | DataEvent
+    | RebalanceEvent
+    | ChangeEvent
+    | SpeedsEvent
+    | ReshapeEvent
+    | ResizeEvent
+    | EndEvent
+)
 
 
 @dataclass(frozen=True)

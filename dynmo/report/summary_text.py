@@ -13,8 +13,9 @@ from dynmo.events import (
     ResizeEvent,
     RollbackEvent,
     SkippedEvent,
+    SpeedsEvent,
 )
-from dynmo.report.rank_lines import account_text, rank_text
+from dynmo.report.rank_lines import account_text, rank_text, speeds_text
 from dynmo.report.summary import Changes, DataAccount, Summary
 from dynmo.report.token_lines import evaluation_text, tokens_text
 
@@ -125,6 +126,8 @@ def _change(event: Changes) -> tuple[str, str]:
     match event:
         case ChangeEvent():
             return event.case, f"{event.case}: {event.what}"
+        case SpeedsEvent():
+            return "speeds", speeds_text(event)
         case ReshapeEvent():
             source, target = (f"{mesh[0]} x {mesh[1]}" for mesh in (event.source, event.target))
             return "reshape", f"reshaped {source} to {target}, layers {layers_text(event.layers)}"

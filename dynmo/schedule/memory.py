@@ -298,6 +298,24 @@ def static_bytes(
     return tuple(held)
 
 
+Limit = int | tuple[int, ...] | None
+"""Bytes of every rank, or of each rank in order. None means unlimited."""
+
+
+def rank_limits(limit: Limit, ranks: int) -> tuple[int, ...] | None:
+    """Returns the bytes of each rank. None means unlimited."""
+    if limit is None or isinstance(limit, int):
+        return None if limit is None else (limit,) * ranks
+    if len(limit) != ranks:
+        raise PartitionError(f"{len(limit)} memory limits for {ranks} ranks; give one per rank")
+    return limit
+
+
+def least_limit(limit: Limit) -> int | None:
+    """Returns the bytes that every rank has. None means unlimited."""
+    return min(limit) if isinstance(limit, tuple) else limit
+
+
 @dataclass(frozen=True)
 class MemoryLimits:
     """Memory limits of stages: the contiguous ranges of layers that fit each stage.

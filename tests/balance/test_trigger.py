@@ -246,3 +246,22 @@ def test_uncertain_decision_is_checked_later():
     assert seen(watch, *[(1.0, 1.0)] * 2) == [False, True], (
         "the second look after a change comes sooner"
     )
+
+
+def test_a_change_right_after_a_decision_is_looked_at():
+    """The reference of the next decisions already has the change in it."""
+    watch = RebalanceWatch(0.02)
+    assert seen(watch, *[(1.0, 1.0)] * 5)[-1]
+    watch.decided()
+    assert not any(seen(watch, *[(1.0, 2.0)] * 9))
+    assert watch.is_due or seen(watch, (1.0, 2.0)) == [True]
+    watch.decided()
+    assert not any(seen(watch, *[(1.0, 2.0)] * 20)), "it was looked at"
+
+
+def test_a_move_changes_the_imbalance_and_asks_for_no_look():
+    watch = RebalanceWatch(0.02)
+    assert seen(watch, *[(1.0, 3.0)] * 5)[-1]
+    watch.decided()
+    watch.moved()
+    assert not any(seen(watch, *[(1.0, 1.0)] * 20))

@@ -74,6 +74,7 @@ LONG = (
     "traces --only simulated --blocks 24 --cases 1",
     "traces --only stepwise --blocks 24",
     "uneven --rounds 1 --milliseconds 1 --microbatches 8",
+    "unequal --steps 4 --microseconds 200 --real_steps 4 --hidden 64 --blocks 2",
     "batching --steps 2 --rounds 1 --real_steps 2 --hidden 64",
     "waiting --steps 4 --hidden 64",
 )

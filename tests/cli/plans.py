@@ -25,6 +25,7 @@ FIELDS = [
     "lower_bound",
     "memory",
     "memory_limit",
+    "speeds",
     "recompute",
     "moves",
     "moved_bytes",

@@ -116,6 +116,14 @@ def test_last_line_is_the_fastest_schedule(plan: Run, costs_file: Path, schedule
         (("--memory-limit", "much"), ["--memory-limit much"]),
         (("--memory-limit", "0"), ["--memory-limit 0"]),
         (("--memory-limit", "100MiB"), ["104857600"]),
+        (("--memory-limit", "1GiB,2GiB,3GiB"), ["3 numbers for 2 ranks"]),
+        (("--memory-limit", "1GiB,much"), ["--memory-limit much"]),
+        (("--memory-limit", "1GiB,100KiB"), ["102400", "rank 1"]),
+        (("--speeds", "1"), ["--speeds 1: 1 numbers for 2 ranks"]),
+        (("--speeds", "1,0"), ["'0' is no speed"]),
+        (("--speeds", "1,-1"), ["'-1' is no speed"]),
+        (("--speeds", "1,x"), ["'x' is no speed"]),
+        (("--speeds", "1,1", "--fewest-ranks", "0.1"), ["--speeds", "--fewest-ranks"]),
         (("--recompute", "some"), ["--recompute some"]),
         (("--cost", "costs.json"), ["--cost costs.json", "--costs"]),
     ],
@@ -124,6 +132,24 @@ def test_wrong_options_are_refused(
     plan: Run, costs_file: Path, options: tuple[str, ...], mentions: list[str]
 ) -> None:
     assert_refused(plan("--costs", costs_file, *options), *mentions)
+
+
+def test_slow_ranks_and_ranks_of_little_memory_get_fewer_layers(
+    plan: Run, costs_file: Path
+) -> None:
+    options = ("--costs", costs_file, "--schedule", "zb-h1", "--no-alternatives")
+    even = answer(plan, *options)
+    slow = answer(plan, *options, "--speeds", "0.4,1")
+    assert slow["speeds"] == [0.4, 1.0]
+    assert slow["partition"][0] < even["partition"][0]
+    assert even["span"] < slow["span"] < even["span"] / 0.4
+    assert "0.4, 1" in plan(*options, "--speeds", "0.4,1").out
+    roomy, tight = even["memory"]
+    tight = tight * 9 // 10
+    small = answer(plan, *options, "--memory-limit", f"{4 * roomy},{tight}")
+    assert small["memory_limit"] == [4 * roomy, tight]
+    assert small["memory"][1] <= tight
+    assert small["partition"][1] < even["partition"][1]
 
 
 def test_missing_or_wrong_costs_are_refused(plan: Run, tmp_path: Path) -> None:

@@ -305,6 +305,9 @@ def test_dry_run_prints_the_plan_and_writes_no_file(tmp_path: Path, run: Run) ->
     )
     limit = max(plan["memory"])
     assert_refused(done, "rank 0", f"pipeline.memory_limit = {limit}")
+    each = f"pipeline.memory_limit=[{2 * limit}, 100]"
+    done = run(tmp_path, "run.toml", "--dry-run", sets=(*GPT, each))
+    assert_refused(done, "rank 1", "pipeline.memory_limit = 100")
     assert tree(tmp_path) == before
 
 

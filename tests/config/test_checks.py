@@ -46,6 +46,8 @@ SPREAD = ("model.kind=moe", "parallel.replicas=2", "parallel.expert=2")
         ("pipeline.memory_limit", "40XB", "40GiB"),
         ("pipeline.memory_limit", "0", "greater than or equal to 1"),
         ("pipeline.memory_limit", "true", "integer"),
+        ("pipeline.memory_limit", '["1GiB", 0]', "pipeline.memory_limit[1]"),
+        ("pipeline.memory_limit", '["1GiB", "1XB"]', "40GiB"),
         ("balance.balancer", "exat", "'exact' or 'diffusion' or python:"),
         ("balance.every", "0", "'auto' or greater than or equal to 1"),
         ("balance.every", "atuo", "'auto' or a valid integer"),
@@ -290,6 +292,14 @@ def test_bad_values_are_refused(key, value, hint):
         (
             [*SPREAD, "parallel.replicas=2", "parallel.expert=4"],
             ["parallel.expert = 4", "parallel.replicas = 2"],
+        ),
+        (
+            ["parallel.pipeline=2", "pipeline.memory_limit=['1GiB']"],
+            ["pipeline.memory_limit has 1 entries", "parallel.pipeline = 2"],
+        ),
+        (
+            ["parallel.pipeline=2", "pipeline.memory_limit=[9, 9]", "elastic.repack=true"],
+            ["pipeline.memory_limit lists the ranks", "[elastic]"],
         ),
         ([*SPREAD, "model.experts=3"], ["parallel.expert = 2", "model.experts = 3"]),
         ([*SPREAD, "elastic.reshape=true"], ["parallel.expert = 2", "elastic.reshape"]),

@@ -142,7 +142,7 @@ def test_the_memory_limit_is_respected(pool: Pool) -> None:
     layer, last = 20 + 4 * 2 * 4096, 20 + 4 * (4096 + 4)
     # Beside them, while a B runs: the gradient that it was given, and the one it makes.
     enough = 4 * layer + last + 2 * 4096
-    for room, target in ((enough, [3, 5]), (enough - 1, None)):
+    for room, target in ((enough, [3, 5]), ([2 * enough, enough - 1], None)):
         changes = {
             "train": {"steps": 9},
             "pipeline": {"schedule": "gpipe", "memory_limit": room},

@@ -42,6 +42,35 @@ def profile(count: int = 12, seed: int = 0, frozen: int = 0) -> Profile:
     )
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-auto", "zb-v", "interleaved-1f1b"])
+def test_a_slow_rank_gets_less_work(schedule: str) -> None:
+    request = PlanRequest(profile(24), 3, 6, schedule, speeds=(1.0, 0.5, 1.0), any_links=True)
+    plan = make_plan(request)
+    even = evaluate_partition(request, request.current)
+    assert plan.step < 0.85 * even.step
+    work = [cost * speed for cost, speed in zip(plan.rank_cost, (1, 0.5, 1), strict=True)]
+    assert work[1] < 0.7 * min(work[0], work[2])
+    assert plan.lower_bound <= plan.step
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-auto", "zb-v"])
+def test_each_rank_keeps_within_its_own_limit(schedule: str, recompute: Any) -> None:
+    free = make_plan(PlanRequest(profile(24), 3, 6, schedule, any_links=True))
+    limits = (2 * max(free.memory), min(free.memory) * 4 // 5, 2 * max(free.memory))
+    request = replace(free.request, memory_limit=limits, recompute=recompute)
+    plan = make_plan(request)
+    assert all(need <= limit for need, limit in zip(plan.memory, limits, strict=True))
+    alike = make_plan(replace(request, memory_limit=(limits[0],) * 3))
+    assert alike.partition == make_plan(replace(request, memory_limit=limits[0])).partition
+
+
+def test_speeds_and_limits_are_one_per_rank() -> None:
+    for given in ({"speeds": (1.0,)}, {"speeds": (1.0, 0.0)}, {"memory_limit": (1, 2, 3)}):
+        with pytest.raises(PartitionError, match=r"2 ranks|rank 1"):
+            PlanRequest(profile(), 2, 4, **given)  # pyright: ignore[reportArgumentType]
+
+
 def few(values: Sequence[object], most: int) -> list[Any]:
     """Marks all values but the first ones as `matrix`."""
     rest = [pytest.param(value, marks=pytest.mark.matrix) for value in values[most:]]
@@ -89,7 +118,7 @@ def replayed(plan: Plan) -> None:
     assert all(
         need >= own + peak - 1e-6 for need, own, peak in zip(plan.memory, held, live, strict=True)
     )
-    assert all(request.memory_limit is None or need <= request.memory_limit for need in plan.memory)
+    assert request.fits(plan.memory)
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "interleaved-1f1b"])

@@ -98,6 +98,11 @@ def layers(**changes: Any) -> dict[str, Any]:
         ({"policy": {"evry": 3}}, "unknown key 'policy.evry'; did you mean 'every'?"),
         ({"policy": {"cost": "money"}}, 'policy.cost = "money"'),
         ({"memory_limit": "much"}, "memory_limit = 'much'"),
+        ({"memory_limit": ["1GiB", "much"]}, "memory_limit = 'much'"),
+        ({"memory_limit": [1]}, "memory_limit has 1 entries for 2 ranks"),
+        ({"speeds": [1.0]}, "speeds has 1 entries for 2 ranks"),
+        ({"speeds": [1.0, 0.0]}, "speeds = 0.0"),
+        ({"speeds": [1.0, -1.0]}, "speeds = -1.0"),
         (layers(weight_bytes=[1]), "layers.weight_bytes has 1 entries"),
         (layers(weight_bytes=[1, -1]), "layer 1: layers.weight_bytes = -1"),
         (layers(names=["a"]), "layers.names has 1 entries"),
@@ -151,6 +156,19 @@ def test_a_wrong_trace_is_refused_by_place(trace: str, message: str, tmp_path: P
     with pytest.raises(InputError) as error:
         parse(LEAST | {"layers": {"trace": "t.json"}}, tmp_path)
     assert message in str(error.value)
+
+
+def test_speeds_and_memory_limits_of_ranks() -> None:
+    """The slow rank gets fewer layers."""
+    moment = {key: [1.0] * 9 for key in "fbw"} | {"step": 0}
+    given = {"layers": {"moments": [moment], "weight_bytes": 100}, "steps": 30, "ranks": 3}
+    workload = parse(LEAST | given | {"speeds": [1, 1, 0.25]}, Path())
+    assert workload.speeds == (1, 1, 0.25)
+    outcome = replay(workload)
+    assert outcome.partitions[-1] == (4, 4, 1)
+    assert outcome.perfect_seconds < outcome.seconds < outcome.static_seconds
+    limited = parse(LEAST | given | {"memory_limit": ["1KiB", 200, "1 KB"]}, Path())
+    assert limited.memory_limit == (1024, 200, 1000)
 
 
 def test_initial_placement_of_another_size_is_refused() -> None:

@@ -1,7 +1,7 @@
 """Lines about ranks that leave and join, and the GPU time of a run."""
 
-from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, StepEvent
-from dynmo.report.rank_lines import account_text, rank_account, rank_text
+from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, SpeedsEvent, StepEvent
+from dynmo.report.rank_lines import account_text, rank_account, rank_text, speeds_text
 
 REPACK = RepackEvent(
     2, 1, 4, 2, (4, 1), (2, 1), (4, 4), 1 << 20, 0.25, 0.04, "2 of 4 ranks", ("a:1", "b:2")
@@ -23,6 +23,12 @@ def test_resize_events_have_a_line():
     )
     assert rank_text(ReleaseEvent(3, "launcher", "node n3", 1, 1.5)) == "launcher: node n3 (1.5 s)"
     assert rank_text(FaultEvent(3, "nobody came")) == "fault: nobody came"
+
+
+def test_a_slow_rank_is_named():
+    line = speeds_text(SpeedsEvent(5, (1.0, 1.0, 0.5)))
+    assert line == "speeds differ: rank 2 at 0.50 of the middle rank's speed"
+    assert speeds_text(SpeedsEvent(9, (1.0, 1.0, 1.0))) == "all ranks are equally fast again"
 
 
 def test_rank_account_counts_gpu_seconds():

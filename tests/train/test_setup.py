@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,14 +14,26 @@ from dynmo.config import Config, load, parse
 from dynmo.errors import ConfigError
 from dynmo.pipeline.placing import first_partition, rank_memory_limit
 from dynmo.runtime.comm.world import World
+from dynmo.schedule.memory import Limit
 from dynmo.train.setup import device_for, warnings_of
 
 
-def limit_of(config: Config, device: torch.device) -> int | None:
-    """The limit of a rank of a world of the config's ranks on this device."""
+def limit_of(config: Config, device: torch.device, others: Sequence[int] = ()) -> Limit:
+    """The limit of a rank of a world of the config's ranks on this device.
+
+    `others` are the limits of the ranks behind this one. None: they are equal.
+    """
+
+    def gather(own: torch.Tensor, what: str) -> torch.Tensor:
+        del what
+        return torch.stack([own, *map(torch.tensor, others)])
+
     staged = config.parallel.staged
     world = SimpleNamespace(
-        device=device, staged=staged, everyone=SimpleNamespace(size=config.ranks)
+        device=device,
+        staged=staged,
+        is_outside=False,
+        everyone=SimpleNamespace(size=config.ranks, gather=gather),
     )
     return rank_memory_limit(config.options, cast(World, world))
 
@@ -99,7 +112,7 @@ def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = parse({"model": {"blocks": 3}, "parallel": {"pipeline": 5, "backend": "gloo"}})
     assert [device_for(shared, rank).index for rank in range(5)] == chosen == [0, 1, 0, 1, 0]
     whole = limit_of(parse({}), torch.device("cuda", 0))
-    assert whole is not None
+    assert isinstance(whole, int)
     assert limit_of(shared, torch.device("cuda", 0)) == whole // 3
     with pytest.raises(
         ConfigError,
@@ -117,7 +130,24 @@ def test_memory_limit_leaves_a_reserve_on_the_device(monkeypatch: pytest.MonkeyP
     )
     cuda = torch.device("cuda", 0)
     whole = limit_of(parse({}), cuda)
-    assert whole is not None
+    assert isinstance(whole, int)
     assert 72 << 30 < whole < 73 << 30
     assert limit_of(parse({"parallel": {"pipeline": 4, "slices": True}}), cuda) == whole // 4
     assert limit_of(parse({"pipeline": {"memory_limit": "80GiB"}}), cuda) == 80 << 30
+
+
+def test_ranks_agree_on_limits_of_unequal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a pipeline has the least of its replicas' devices."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30)
+    )
+    cuda = torch.device("cuda", 0)
+    own = limit_of(parse({}), cuda)
+    assert isinstance(own, int)
+    two = parse({"parallel": {"pipeline": 2}})
+    assert limit_of(two, cuda, [own]) == own
+    assert limit_of(two, cuda, [5000]) == (own, 5000)
+    mesh = {"parallel": {"pipeline": 2, "replicas": 2}}
+    assert limit_of(parse(mesh), cuda, [7000, 5000, own]) == (7000, 5000)
+    changes = parse(mesh | {"elastic": {"reshape": True}, "train": {"reduction_slots": 4}})
+    assert limit_of(changes, cuda, [7000, 5000, own]) == 5000

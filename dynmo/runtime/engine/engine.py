@@ -45,6 +45,7 @@ from dynmo.runtime.engine.options import (
 from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.engine.profiler import Profiler, measure_links
 from dynmo.runtime.engine.programs import Programs
+from dynmo.runtime.engine.rank_speeds import RankSpeeds
 from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
 from dynmo.runtime.engine.sm_slices import make_streams
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
@@ -103,7 +104,10 @@ class Engine:
             world, model, layout, self.clock, layers, update.optimizer, replicas, is_bare
         )
         links = {} if is_bare else measure_links(world, layout.pairs)
-        self.schedule_keeper = ScheduleKeeper(store, steps, links, post_validation=post_validation)
+        self.speeds = RankSpeeds(store, self.profiler)
+        self.schedule_keeper = ScheduleKeeper(
+            store, steps, links, self.speeds, post_validation=post_validation
+        )
         self.programs = Programs(
             store,
             self.schedule_keeper,
@@ -298,16 +302,20 @@ class Engine:
     # -- measurements ------------------------------------------------------------------------------
 
     def costs(self) -> tuple[LayerCost, ...]:
-        """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
+        """Returns the measured cost of every layer: seconds per microbatch, and bytes.
+
+        Seconds are those on a rank of speed 1 (`speeds`).
+        """
         store = self.store
         pairs = [(layer, store.optimizers[index]) for index, layer in store.layers.items()]
-        return self.profiler.gather(
+        costs = self.profiler.gather(
             store.world,
             pairs,
             store.model.layers,
             copies=self.pending.copies,
             accumulation_groups=store.accumulation_groups,
         )
+        return self.speeds.normalized(costs)
 
     def halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
         """Returns `costs` from the earlier and from the later readings alone.

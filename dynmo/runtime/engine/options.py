@@ -15,6 +15,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError
 from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.runtime.optim.parameter_groups import OptimizerSettings, Settings
+from dynmo.schedule.memory import Limit
 
 Shapes = Callable[[int], tuple[LayerCost, ...] | None]
 """Takes the number of replicas and returns the layers' bytes on one of them, from shapes alone.
@@ -32,7 +33,7 @@ class StepOptions:
         slices: Number of slices of this process's GPU that are the pipeline's ranks. The world then
             has one rank, and layers move between slices without a message. None means that the
             ranks of the world are the pipeline's.
-        memory_limit: Bytes of a rank, for schedules that are made within a limit.
+        memory_limit: Bytes of a rank, or of each, for schedules that are made within a limit.
         recompute: Indices of the layers whose activations are recomputed in B. Or a pure function
             of a placement, the schedule with every stage training, and the number of replicas.
         w_granularity: "whole" runs every W where the schedule has it. "linear" may run parts of a W
@@ -45,7 +46,7 @@ class StepOptions:
     microbatches: int
     chunks: int | None = None
     slices: int | None = None
-    memory_limit: int | None = None
+    memory_limit: Limit = None
     recompute: RecomputeRule = ()
     w_granularity: Literal["whole", "linear"] = "whole"
     shapes: Shapes | None = None

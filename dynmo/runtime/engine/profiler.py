@@ -87,6 +87,9 @@ class Profiler:
         doubtful = read(self._clock.elapsed)
         return [known or other for known, other in zip(readings, doubtful, strict=True)]
 
+    def readings(self, index: int) -> Readings | None:
+        return self._readings.get(index)
+
     def seconds(self, index: int) -> Times:
         readings = self._readings.get(index)
         return Times() if readings is None else readings.seconds

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dynmo.balance.partition import Partition
-from dynmo.balance.stage_costs import pipeline_costs
+from dynmo.balance.speeds import Speeds
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.situation import links_behind
 from dynmo.planner.stage_plan import StagePlan, StageRequest, plan_stages, schedule_on
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.options import StepOptions
+from dynmo.runtime.engine.rank_speeds import RankSpeeds
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry
@@ -22,12 +23,20 @@ Links = dict[tuple[int, int], LinkCost]
 
 class ScheduleKeeper:
     def __init__(
-        self, store: LayerStore, steps: StepOptions, links: Links, *, post_validation: bool
+        self,
+        store: LayerStore,
+        steps: StepOptions,
+        links: Links,
+        speeds: RankSpeeds,
+        *,
+        post_validation: bool,
     ) -> None:
-        self._store, self._steps = store, steps
+        self._store, self._steps, self._speeds = store, steps, speeds
         self.links, self._post_validation = links, post_validation
         # Costs that the next schedule is made from. None until something is measured.
         self.known: tuple[LayerCost, ...] | None = None
+        # Speeds of the ranks that it is made from. None: all are 1.
+        self.known_speeds: Speeds | None = None
 
     @property
     def objective(self) -> Objective:
@@ -46,7 +55,9 @@ class ScheduleKeeper:
     def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
         """Returns the schedule of a placement, with the layers that are frozen now."""
         first, links = self._store.frozen.first_trainable, self._boundary_links()
-        return schedule_on(self._request, layers or self.scheduled, partition, links, first)
+        speeds = self._speeds.current if layers else self.known_speeds
+        request = self._request(speeds)
+        return schedule_on(request, layers or self.scheduled, partition, links, first)
 
     @property
     def scheduled(self) -> tuple[LayerCost, ...] | None:
@@ -60,10 +71,10 @@ class ScheduleKeeper:
     def stage_plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> StagePlan:
         """Returns the schedule of a placement at these costs, with its caps and memory."""
         first, links = self._store.frozen.first_trainable, self._boundary_links()
-        return plan_stages(self._request, layers, partition, links, first)
+        request = self._request(self._speeds.current)
+        return plan_stages(request, layers, partition, links, first)
 
-    @property
-    def _request(self) -> StageRequest:
+    def _request(self, speeds: Speeds | None) -> StageRequest:
         layout, steps = self._store.layout, self._steps
         return StageRequest(
             steps.schedule,
@@ -75,6 +86,7 @@ class ScheduleKeeper:
             self._post_validation,
             layout.replicas,
             self._store.accumulation_groups // layout.replicas,
+            speeds,
         )
 
     def _guess(self) -> tuple[LayerCost, ...] | None:
@@ -91,9 +103,14 @@ class ScheduleKeeper:
 
     def reshaped(self, links: Links) -> None:
         """Takes note of another mesh, whose ranks hold other bytes than the measured ones."""
-        self.links = links
+        self.links, self.known_speeds = links, None
+        self._speeds.reset()
         if self._steps.memory_limit is not None:
             self.forget()
+
+    def learn(self, layers: tuple[LayerCost, ...]) -> None:
+        """Takes the costs, and the present speeds, that the next schedule is made from."""
+        self.known, self.known_speeds = layers, self._speeds.current
 
     def forget(self) -> None:
         """Drops the known costs, because the work of some layer is not measured yet."""
@@ -112,7 +129,8 @@ class ScheduleKeeper:
 
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
         """Returns the stages' costs, with the link seconds of the messages between them."""
-        return pipeline_costs(layers, partition, links=self._boundary_links())
+        request = self._request(self._speeds.current)
+        return request.costs(layers, partition, self._boundary_links())
 
     def _boundary_links(self) -> tuple[LinkCost, ...]:
         return links_behind(self._store.layout.stage_ranks, self.links)
