@@ -725,11 +725,19 @@ class Pipeline:
         return self._loop.options.all_microbatches // self._engine.store.world.replicas
 
     @property
+    def ends(self) -> tuple[int, int]:
+        """Ranks (or slices) of a pipeline that hold the first and the last stage."""
+        stage_ranks = self._engine.store.layout.stage_ranks
+        return stage_ranks[0], stage_ranks[-1]
+
+    @property
     def needs_data(self) -> bool:
-        """Whether this rank holds the first or the last stage, and needs batches."""
-        layout = self._engine.store.layout
-        ends = layout.stage_ranks[0], layout.stage_ranks[-1]
-        return layout.sliced or self._engine.store.world.rank in ends
+        """Whether this rank holds the first or the last stage, and needs batches.
+
+        `adapt` may change it, with `schedule="auto"` or another mesh.
+        """
+        store = self._engine.store
+        return store.layout.sliced or store.world.rank in self.ends
 
     def sampler(
         self, dataset: Sized, batch: int, *, shuffle: bool = True, seed: int = 0

@@ -20,7 +20,7 @@ from dynmo.balance.partition import Partition
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.balance.trigger import Decision, Outlook, confirmed, worth_moving_through
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.errors import NoRoomError, PartitionError
+from dynmo.errors import NoRoomError, PartitionError, ScheduleError
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.mesh_search import MeshRequest
 from dynmo.planner.rank_choice import RankChoice, RankQuestion, choose_ranks, confirmed_ranks
@@ -62,10 +62,12 @@ def decide_move(now: Situation) -> MoveChoice | None:
         return None
     if not now.schedules:
         return weigh_move(now, propose(now))
-    best = None
+    best, is_patient = None, not is_forced(now.balance.balancer)
     for there, target in _proposals(now):
         choice = weigh_move(now, target, there)
-        if choice is not None and (choice.decision.move or choice.decision.uncertain):
+        if choice is not None and (
+            choice.decision.move or (is_patient and choice.decision.uncertain)
+        ):
             return choice
         best = best or choice
     return best
@@ -79,10 +81,7 @@ def _proposals(now: Situation) -> list[tuple[Situation, Partition]]:
     """
     found: list[tuple[float, Situation, Partition]] = []
     failed: PartitionError | None = None
-    # A forced balancer's placement would be taken under any schedule, whatever it brings.
-    forced = is_forced(now.balance.balancer)
-    names = sorted({now.mesh.schedule, *(() if forced else now.schedules)}, key=SHAPES.index)
-    for name in names:
+    for name in sorted({now.mesh.schedule, *now.schedules}, key=SHAPES.index):
         there = now.under(name)
         try:
             target = propose(there)
@@ -90,6 +89,10 @@ def _proposals(now: Situation) -> list[tuple[Situation, Partition]]:
                 _check_room(there, target)
         except PartitionError as error:
             failed = failed or error
+            continue
+        except ScheduleError:
+            if there is now:
+                raise
             continue
         seconds = there.seconds_of(now.layers, target)
         if there is now:
@@ -137,7 +140,7 @@ def weigh_move(
         )
 
     decision = decide(now.layers)
-    if is_forced(balance.balancer):
+    if is_forced(balance.balancer) and there is now:
         decision = Decision(True, decision.predicted_gain, f"{balance.balancer}: forced")
     elif decision.move:
         decision = confirmed(decision, list(map(decide, now.halves)), now.preempted)
