@@ -115,9 +115,10 @@ def draw(seed: int, number: int, elastic: float = 0.35) -> Case:
 def _draw_auto(random: Random, case: Case) -> None:
     """Lets a quarter of the runs choose between one and two stages a rank."""
     for config in case.configs:
-        pipe = config["pipeline"]
-        fits = "chunks" not in pipe and "slices" not in config["parallel"]
-        if fits and random.random() < 0.25:
+        pipe, parallel = config["pipeline"], config["parallel"]
+        several = parallel["pipeline"] > 1 or len(config["balance"].get("initial", "1")) == 1
+        possible = "chunks" not in pipe and "slices" not in parallel and several
+        if possible and random.random() < 0.25:
             config["pipeline"] = {**pipe, "schedule": AUTO}
 
 
