@@ -172,6 +172,7 @@ class RebalanceEvent(Event):
         reason: Why, in one line.
         measure_seconds: Time to gather the costs.
         decide_seconds: Part of `seconds` that the decision took: the target, and whether it pays.
+        schedule: Name of another schedule that runs from now on. None if it stays.
     """
 
     event: ClassVar[str] = "rebalance"
@@ -184,6 +185,7 @@ class RebalanceEvent(Event):
     reason: str
     measure_seconds: float = 0.0
     decide_seconds: float = 0.0
+    schedule: str | None = None
 
 
 @dataclass(frozen=True)

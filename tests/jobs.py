@@ -128,7 +128,7 @@ def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict
     trainer = Trainer(loaded, world, model_of(loaded), None, listen=told.append)
     if not fits:
 
-        def refuse(partition: Partition) -> Migration:
+        def refuse(partition: Partition, schedule: str | None = None) -> Migration:
             raise NoRoomError(f"{partition.counts} does not fit")
 
         trainer.pipeline._loop.rebalancer._actions.move = refuse

@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dynmo.balance.chains import same_layers
 from dynmo.balance.meshes import accumulation_problem
-from dynmo.balance.partition import Move, Partition, moves, uniform
+from dynmo.balance.partition import Move, Partition, uniform
 from dynmo.errors import ConfigError, PartitionError
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.catalogue import check_microbatches, stage_ranks_of
@@ -35,6 +36,7 @@ class Layout:
     `sliced`: the pipeline's ranks are slices of one GPU, in one process.
     """
 
+    schedule: str
     ranks: int
     replicas: int
     microbatches: int
@@ -70,9 +72,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Makes the layouts that one pipeline can have, for one model and one schedule.
+    """Makes the layouts that one pipeline can have, for one model.
 
-    `accumulation_groups` counts those of the whole mesh.
+    Attributes:
+        schedule: Name of the first layout's schedule.
+        accumulation_groups: Number of accumulation groups of the whole mesh.
+        shapes: Names of all schedules that a layout may have. Empty: the first one's alone.
     """
 
     layers: int
@@ -81,9 +86,15 @@ class Layouts:
     accumulation_groups: int
     recompute: RecomputeRule
     sliced: bool = False
+    shapes: tuple[str, ...] = ()
 
     def make(
-        self, ranks: int, replicas: int, microbatches: int, partition: Partition | None = None
+        self,
+        ranks: int,
+        replicas: int,
+        microbatches: int,
+        partition: Partition | None = None,
+        schedule: str | None = None,
     ) -> Layout:
         """Makes a layout. Without a placement, each stage has equally many layers.
 
@@ -91,28 +102,42 @@ class Layouts:
             InputError: The numbers or the placement do not fit the model, the schedule or each
                 other.
         """
-        check_microbatches(self.schedule, ranks, microbatches)
+        schedule = schedule or self.schedule
+        if schedule not in (self.schedule, *self.shapes):
+            raise ConfigError(
+                f"the schedule stays {self.schedule}, so it cannot become {schedule}; use "
+                'schedule = "auto"'
+            )
+        check_microbatches(schedule, ranks, microbatches)
         problem = accumulation_problem(self.accumulation_groups, replicas, replicas * microbatches)
         if problem:
             raise ConfigError(
                 f"reduction slots: {self.accumulation_groups} {problem}; "
                 "use another number of slots, replicas or microbatches"
             )
-        stage_ranks = stage_ranks_of(self.schedule, ranks, self.chunks)
+        stage_ranks = stage_ranks_of(schedule, ranks, self.chunks)
         partition = partition or uniform(self.layers, len(stage_ranks))
         self._check(partition, stage_ranks)
         recompute = self.recompute
         if callable(recompute):
             recompute = recompute(
-                partition, full_schedule(self.schedule, ranks, microbatches, self.chunks), replicas
+                partition, full_schedule(schedule, ranks, microbatches, self.chunks), replicas
             )
         return Layout(
-            ranks, replicas, microbatches, partition, stage_ranks, frozenset(recompute), self.sliced
+            schedule,
+            ranks,
+            replicas,
+            microbatches,
+            partition,
+            stage_ranks,
+            frozenset(recompute),
+            self.sliced,
         )
 
-    def moved(self, layout: Layout, partition: Partition) -> Layout:
-        """The same ranks with the layers elsewhere."""
-        return self.make(layout.ranks, layout.replicas, layout.microbatches, partition)
+    def moved(self, layout: Layout, partition: Partition, schedule: str | None = None) -> Layout:
+        """The same ranks with the layers elsewhere. `schedule` is another one to run."""
+        schedule = schedule or layout.schedule
+        return self.make(layout.ranks, layout.replicas, layout.microbatches, partition, schedule)
 
     def reshaped(
         self, layout: Layout, ranks: int, replicas: int, partition: Partition | None = None
@@ -129,7 +154,8 @@ class Layouts:
             have = f"{everyone} ranks and {batch} microbatches"
             need = "pipeline x replicas must be all ranks, and replicas divide the microbatches"
             raise ConfigError(f"{have} cannot be {replicas} replicas of {ranks} ranks; {need}")
-        return self.make(ranks, replicas, microbatches, partition)
+        schedule = self._schedule_for(layout, ranks, partition)
+        return self.make(ranks, replicas, microbatches, partition, schedule)
 
     def resized(
         self,
@@ -153,7 +179,19 @@ class Layouts:
             raise ConfigError(
                 f"{replicas} replicas do not divide the {batch} microbatches of a step"
             )
-        return self.make(ranks, replicas, microbatches, partition)
+        schedule = self._schedule_for(layout, ranks, partition)
+        return self.make(ranks, replicas, microbatches, partition, schedule)
+
+    def _schedule_for(self, before: Layout, ranks: int, partition: Partition | None) -> str:
+        """The schedule of another mesh: the present one, if the placement has as many stages."""
+        if partition is None:
+            return before.schedule
+        fitting = (
+            name
+            for name in (before.schedule, *self.shapes)
+            if len(stage_ranks_of(name, ranks, self.chunks)) == partition.stages
+        )
+        return next(fitting, before.schedule)
 
     def _check(self, partition: Partition, stage_ranks: Sequence[int]) -> None:
         layers, stages = self.layers, len(stage_ranks)
@@ -166,11 +204,19 @@ class Layouts:
 
 
 def moves_between_ranks(
-    old: Partition, new: Partition, stage_ranks: Sequence[int]
+    old: Partition,
+    new: Partition,
+    stage_ranks: Sequence[int],
+    new_stage_ranks: Sequence[int] | None = None,
 ) -> tuple[Move, ...]:
-    """The layers whose rank changes, in layer order. Sources and targets are ranks, not stages."""
+    """The layers whose rank changes, in layer order. Sources and targets are ranks, not stages.
+
+    `new_stage_ranks` are the ranks of the new stages, if those are others.
+    """
+    same_layers(old.layers, new.layers)
+    targets = stage_ranks if new_stage_ranks is None else new_stage_ranks
     across = (
-        Move(layer, stage_ranks[source], stage_ranks[target])
-        for layer, source, target in moves(old, new)
+        Move(layer, stage_ranks[old.owner(layer)], targets[new.owner(layer)])
+        for layer in range(old.layers)
     )
     return tuple(move for move in across if move.source != move.target)

@@ -21,6 +21,7 @@ from dynmo.cli.plan_output import (
     waiting,
 )
 from dynmo.errors import InputError
+from dynmo.schedule.catalogue import AUTO, SHAPES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,7 +51,7 @@ def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
         options.gpus,
         options.global_batch,
         _sizes(options.micro_batch),
-        () if options.schedule is None else (options.schedule,),
+        _schedules(options.schedule),
         options.balancer or "exact",
         options.chunks,
         memory_limit,
@@ -59,6 +60,12 @@ def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
         options.recompute_mode(),
         options.objective,
     )
+
+
+def _schedules(name: str | None) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    return SHAPES if name == AUTO else (name,)
 
 
 def _sizes(text: str | None) -> tuple[int, ...]:

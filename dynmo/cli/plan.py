@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynmo.cli import mesh
@@ -25,6 +25,7 @@ from dynmo.cli.plan_output import (
     waiting,
 )
 from dynmo.cli.rank_process import import_from_working_folder
+from dynmo.schedule.catalogue import AUTO
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,18 +80,29 @@ def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
         recompute=options.recompute_mode(),
         speeds=options.rank_speeds(ranks),
     )
-    began = time.perf_counter()
-    best = plan_or_suggest(request)
+    began, shapes = time.perf_counter(), None
+    if request.schedule == AUTO:
+        from dynmo.planner.shapes import choose_shape
+
+        choice = choose_shape(request)
+        best, shapes = choice.plan, choice.shapes
+        request = best.request
+    else:
+        best = plan_or_suggest(request)
     seconds = time.perf_counter() - began
     others: Alternatives = {}
     if options.alternatives:
         with waiting(options.as_json):
             others = _other_choices(request)
     if options.as_json:
-        alternatives = {"alternatives": _alternatives_json(others, best)}
-        print(json.dumps(plan_json(best, seconds) | alternatives, allow_nan=False))
-    else:
-        _print_text(best, seconds, others, options.exports())
+        record = plan_json(best, seconds) | {"alternatives": _alternatives_json(others, best)}
+        if shapes is not None:
+            record["shapes"] = [_alternative(shape, best) for shape in shapes]
+        print(json.dumps(record, allow_nan=False))
+        return
+    _print_text(best, seconds, others, options.exports())
+    for line in _shape_lines(best, shapes or ()):
+        print(line)
 
 
 def _other_choices(request: PlanRequest) -> Alternatives:
@@ -143,6 +155,18 @@ def _gain(other: Plan, plan: Plan) -> float:
 
 
 # -- text ------------------------------------------------------------------------------------------
+
+
+def _shape_lines(plan: Plan, shapes: Sequence[Alternative]) -> Iterator[str]:
+    """Yields which schedule "auto" chose, and how the others did."""
+    if shapes:
+        yield f"\nauto chose {plan.request.schedule}: {show_time(plan.step)}"
+    for shape in shapes:
+        if shape.plan is None:
+            yield f"  {shape.choice}: {shape.problem}"
+        elif shape.plan is not plan:
+            longer = shape.plan.step / plan.step - 1 if plan.step else 0.0
+            yield f"  {shape.choice}: {show_time(shape.plan.step)} ({longer:+.1%})"
 
 
 _TITLES = {

@@ -73,7 +73,8 @@ class PlanOptions:
     schedule: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help=f"One of {', '.join(SCHEDULES)} (default: FILE's, or zb-auto)."
+            metavar="NAME",
+            help=f"One of {', '.join(SCHEDULES)}, or auto (default: FILE's, or zb-auto).",
         ),
     ] = None
     chunks: Annotated[

@@ -288,5 +288,5 @@ def _dry_run(config: Config, as_json: bool) -> None:
     from dynmo.cli.console import console_for_tables
 
     console_for_tables().print(plan.table())
-    for line in plan.block_lines():
+    for line in (*plan.shape_lines(), *plan.block_lines()):
         print(line)

@@ -1,7 +1,7 @@
 """Changes what the ranks hold or run, and which ranks there are, between steps.
 
     freeze, unfreeze, place_experts    other work
-    move, replan                       the same mesh: layers move, another schedule
+    move, replan                       the same mesh: layers move, another order or schedule
     reshape                            the same ranks, another mesh
     shrink, grow, arrive               other ranks
 
@@ -125,19 +125,25 @@ class Actions:
                 store.layers[index].forget_sizes()
         self._programs.relower()
 
-    def move(self, partition: Partition) -> Migration:
+    def move(self, partition: Partition, schedule: str | None = None) -> Migration:
         """Moves layers with weights, gradients, optimizer state and flags. All or nothing.
 
+        Args:
+            partition: Number of layers on each stage.
+            schedule: Another schedule, whose stages `partition` has.
+
         Raises:
+            ConfigError: The schedule cannot be changed.
             PartitionError: `partition` has another number of layers or stages.
             NoRoomError: The layers do not fit the memory there. Nothing has moved.
         """
         check_partition(partition)
         store = self._pending.final
         world, before = store.world, store.layout
-        layout = self.engine.layouts.moved(before, partition)
-        plan = moves_between_ranks(before.partition, partition, before.processes)
-        agree(world, (before.partition.counts, partition.counts), "the new placement")
+        layout = self.engine.layouts.moved(before, partition, schedule)
+        plan = moves_between_ranks(before.partition, partition, before.processes, layout.processes)
+        places = [(each.schedule, each.partition.counts) for each in (before, layout)]
+        agree(world, places, "the new placement")
         migration = exchange(
             world,
             plan,
@@ -147,6 +153,11 @@ class Actions:
         store.tied.join()
         self._profiler.forget(move.layer for move in plan)
         self._programs.relower()
+        if layout.stage_ranks != before.stage_ranks:
+            # The steps now begin and end on other ranks.
+            self._pending.reshaped()
+        if layout.pairs != before.pairs:
+            self._schedule_keeper.links = measure_links(world, layout.pairs)
         self._on_recompute_change(before.recomputed ^ layout.recomputed)
         return migration
 

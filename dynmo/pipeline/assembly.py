@@ -21,6 +21,7 @@ from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.layer.precision import dtype_for
 from dynmo.runtime.optim.loss_scale import make_scaler
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
+from dynmo.schedule.catalogue import AUTO, SHAPES
 from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def make_engine(
     partition: Partition,
     limit: Limit,
     elsewhere: tuple[int, int] | None = None,
+    schedule: str | None = None,
 ) -> Engine:
     replicas = world.replicas if elsewhere is None else elsewhere[1]
     dtype = dtype_for(options.precision, world.device)
@@ -46,9 +48,10 @@ def make_engine(
         model,
         partition,
         StepOptions(
-            schedule=options.schedule,
+            schedule=schedule or options.schedule,
             microbatches=options.all_microbatches // replicas,
-            chunks=options.stages_per_rank,
+            chunks=options.chunks,
+            alternatives=SHAPES if options.schedule == AUTO else (),
             slices=options.pipeline if options.slices else None,
             memory_limit=limit,
             recompute=recompute,
@@ -105,7 +108,13 @@ def join_engine(
 ) -> Engine:
     """Makes this process a rank of a running pipeline, whose ranks grow meanwhile."""
     engine = make_engine(
-        options, world, model, Partition(grant.layers_before), limit, grant.shape_before
+        options,
+        world,
+        model,
+        Partition(grant.layers_before),
+        limit,
+        grant.shape_before,
+        grant.state["schedule"],
     )
     restore_state(engine, grant.state, cases)
     engine.schedule_keeper.known = grant.known_costs

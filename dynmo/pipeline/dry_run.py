@@ -6,7 +6,7 @@ allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.dynamism.case import Dynamism
 from dynmo.dynamism.registry import make_cases
-from dynmo.errors import ConfigError, NoRoomError
+from dynmo.errors import ConfigError, NoRoomError, PartitionError
 from dynmo.models.model import Model
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import PipelineOptions
@@ -28,7 +28,8 @@ from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.stage_plan import plan_stages
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.memory import Limit, least_limit, rank_limits
+from dynmo.schedule.catalogue import AUTO, SHAPES
+from dynmo.schedule.memory import Limit, least_limit, rank_limits, within
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class RunPlan:
         disk: Bytes in files that each stage is read from. None if no model of transformers is read.
         halves: Blocks of a model of transformers that are cut into halves.
         whole: Why other blocks stay whole: reason by index of the block.
+        shapes: With schedule = "auto": bytes of the fullest rank, by schedule.
     """
 
     names: tuple[str, ...]
@@ -66,6 +68,7 @@ class RunPlan:
     disk: tuple[int, ...] | None = None
     halves: tuple[int, ...] = ()
     whole: Mapping[int, str] = field(default_factory=dict[int, str])
+    shapes: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def check_memory(self) -> None:
         """Raises NoRoomError if a rank needs more than the limit. The message names the rank."""
@@ -87,6 +90,7 @@ class RunPlan:
 
     def to_json(self) -> dict[str, Any]:
         unused = {"names"} if self.disk is not None else {"names", "disk", "halves", "whole"}
+        unused |= set() if self.shapes else {"shapes"}
         return {key: value for key, value in vars(self).items() if key not in unused}
 
     def block_lines(self) -> Iterator[str]:
@@ -96,6 +100,21 @@ class RunPlan:
         for reason in dict.fromkeys(self.whole.values()):
             blocks = [index for index, why in self.whole.items() if why == reason]
             yield f"{_blocks(blocks)} whole: {reason}"
+
+    def shape_lines(self) -> Iterator[str]:
+        """Yields what "auto" begins with, and what its other schedules would need."""
+        if not self.shapes:
+            return
+        others = [
+            f"{name} needs {need / 2**20:,.1f} MiB"
+            for name, need in self.shapes.items()
+            if name != self.schedule
+        ]
+        yield (
+            f"auto begins with {self.schedule}"
+            + "".join(f", {other}" for other in others)
+            + "; measured times decide later (dynmo plan compares them)"
+        )
 
     def table(self) -> Table:
         recompute = (
@@ -216,7 +235,7 @@ def check_later_ranks(
             gpus=ranks,
             global_batch=options.global_batch,
             micro_batches=(options.samples,),
-            schedules=(options.schedule,),
+            schedules=SHAPES if options.schedule == AUTO else (options.schedule,),
             chunks=options.chunks,
             memory_limit=least_limit(limit),
             zero=options.zero,
@@ -239,22 +258,62 @@ def first_plan(
     limit: Limit,
     activations_unknown: str | None = None,
 ) -> RunPlan:
-    """Plans the run from the first step on."""
-    partition, replicas = first_partition(options, model.layers), options.replicas
-    name, ranks = options.schedule, options.pipeline
-    full = full_schedule(name, ranks, options.microbatches, options.stages_per_rank)
+    """Plans the run from the first step on.
+
+    No times are known yet. So "auto" begins with the first schedule that fits the memory.
+    """
+
+    def plan_of(name: str) -> RunPlan:
+        return _plan_of(options, model, costs, limit, activations_unknown, name)
+
+    plan = (
+        plan_of(options.schedule)
+        if options.schedule != AUTO
+        else _first_of(options, model, plan_of)
+    )
+    plan.check_memory()
+    return plan
+
+
+def _first_of(options: PipelineOptions, model: Model, plan_of: Callable[[str], RunPlan]) -> RunPlan:
+    """Returns the plan of the first schedule that fits, or of the one that comes closest."""
+    plans, failed = list[RunPlan](), list[PartitionError]()
+    for name in options.first_shapes(model.layers):
+        try:
+            plans.append(plan_of(name))
+        except PartitionError as error:  # too full even with all layers recomputed
+            failed.append(error)
+    if not plans:
+        raise failed[0]
+    needs = {plan.schedule: max(plan.memory) for plan in plans}
+    fitting = (plan for plan in plans if within(plan.memory, plan.limit))
+    closest = min(plans, key=lambda plan: max(plan.memory))
+    return replace(next(fitting, closest), shapes=needs)
+
+
+def _plan_of(
+    options: PipelineOptions,
+    model: Model,
+    costs: tuple[LayerCost, ...],
+    limit: Limit,
+    activations_unknown: str | None,
+    name: str,
+) -> RunPlan:
+    partition = first_partition(options, model.layers, schedule=name)
+    ranks, replicas = options.pipeline, options.replicas
+    full = full_schedule(name, ranks, options.microbatches, options.chunks)
     recompute = recompute_for(options, model, limit)
     recomputed = frozenset(
         recompute(partition, full, replicas) if callable(recompute) else recompute
     )
     costs = recompute_as_workspace(costs, recomputed)
-    request = stage_request(options, replicas, limit)
+    request = stage_request(options, replicas, limit, name)
     holder = [request.stage_ranks[partition.owner(layer)] for layer in range(model.layers)]
     if any(holder[owner] != holder[user] for (owner, _), (user, _) in model.tied):
         # A weight that is tied over two ranks keeps the barrier at the end of a step.
         request = replace(request, objective=Objective.MAKESPAN)
     stage_plan = plan_stages(request, costs, partition, None, 0)
-    plan = RunPlan(
+    return RunPlan(
         names=model.names,
         partition=partition.counts,
         stage_ranks=stage_plan.request.stage_ranks,
@@ -270,5 +329,3 @@ def first_plan(
         recompute=tuple(sorted(recomputed)),
         activations_unknown=activations_unknown,
     )
-    plan.check_memory()
-    return plan

@@ -12,6 +12,7 @@ from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.situation import Situation, with_all_shares
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.profiler import measure_links
+from dynmo.schedule.catalogue import AUTO, shapes_of
 
 
 def measured_costs(engine: Engine, shapes: tuple[LayerCost, ...] | None) -> tuple[LayerCost, ...]:
@@ -57,7 +58,7 @@ def gather(
         first_trainable=engine.store.frozen.first_trainable,
         links=links,
         mesh=Mesh(
-            layout.ranks, layout.replicas, layout.microbatches, options.samples, options.schedule
+            layout.ranks, layout.replicas, layout.microbatches, options.samples, layout.schedule
         ),
         partition=layout.partition,
         scheduled=keeper.scheduled,
@@ -80,6 +81,9 @@ def gather(
         balance=options.balance,
         elastic=elastic,
         seed=options.seed,
+        schedules=()
+        if options.schedule != AUTO
+        else shapes_of(AUTO, layout.ranks, layout.microbatches, engine.model.layers),
         **known,
     )
 
@@ -105,6 +109,6 @@ def profile_of(
         microbatches=options.all_microbatches // pipeline.store.world.replicas,
         ranks=pipeline.store.layout.shape[0],
         partition=pipeline.store.layout.partition.counts,
-        schedule=options.schedule,
+        schedule=pipeline.store.layout.schedule,
         steps=steps,
     )

@@ -115,8 +115,7 @@ class Loader:
     def _place(self) -> tuple[int, ...]:
         """What the batches of this rank depend on, besides the step. It changes on all ranks."""
         pipeline = self._pipeline
-        ends = pipeline._engine.store.layout.stage_ranks
-        return (*pipeline.shape, pipeline.microbatches, ends[0], ends[-1])
+        return (*pipeline.shape, pipeline.microbatches, *pipeline.ends)
 
     def _open(self, state: Mapping[str, Any]) -> None:
         """Begins to read where rank 0 says. All ranks call it together."""

@@ -12,8 +12,9 @@ from dynmo.balance.meshes import accumulation_problem, divisors
 from dynmo.dynamism.options import Freezing
 from dynmo.errors import ScheduleError
 from dynmo.models.options import ModelOptions
+from dynmo.options import LARGEST
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.schedule.catalogue import check_microbatches, chunks_of
+from dynmo.schedule.catalogue import AUTO, check_microbatches, chunks_of
 
 
 def problems(
@@ -81,6 +82,10 @@ def _placement(options: PipelineOptions, layers: int | None) -> Iterator[str]:
     ranks = options.pipeline
     chunks = options.stages_per_rank
     stages, initial = ranks * chunks, options.balance.initial
+    if initial is not None and options.schedule == AUTO:
+        # Any shape that has as many stages.
+        stages = len(initial) if options.first_shapes(layers or LARGEST) else stages
+        chunks = stages // ranks
     if initial is not None and len(initial) != stages:
         has = (
             f"parallel.pipeline = {ranks}"
@@ -121,6 +126,11 @@ def _memory_limits(options: PipelineOptions) -> Iterator[str]:
 
 
 def _slices(options: PipelineOptions) -> Iterator[str]:
+    if options.schedule == AUTO:
+        yield (
+            "parallel.slices = true: slices keep their stages, so pipeline.schedule cannot be "
+            '"auto"; choose one of its schedules, such as "zb-auto"'
+        )
     if options.pipeline == 1:
         yield (
             "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU "
@@ -156,6 +166,11 @@ def _repack(options: PipelineOptions, layers: int | None) -> Iterator[str]:
             yield (
                 f"{key} merges ranks by memory and needs pipeline.memory_limit; set the bytes "
                 "of a rank"
+            )
+        if options.schedule == AUTO:
+            yield (
+                f'{key} merges ranks of one stage, but pipeline.schedule = "auto" may give a rank '
+                'more; use "zb-auto"'
             )
         if options.stages_per_rank > 1:
             yield (

@@ -30,7 +30,7 @@ from dynmo.options import (
     written,
 )
 from dynmo.planner.options import Elastic
-from dynmo.schedule.catalogue import SCHEDULES, chunks_of
+from dynmo.schedule.catalogue import AUTO, SCHEDULES, chunks_of, shapes_of
 
 
 def _check_power_of_two(value: float) -> float:
@@ -58,7 +58,7 @@ Recompute: TypeAlias = (
 if TYPE_CHECKING:
     ScheduleName: TypeAlias = str
 else:
-    ScheduleName = Literal[tuple(SCHEDULES)]
+    ScheduleName = Literal[(*SCHEDULES, AUTO)]
 
 
 class WorldOptions(Options):
@@ -99,7 +99,8 @@ class ScheduleOptions(Options):
     """The schedule of a step and its memory."""
 
     schedule: ScheduleName = "zb-auto"
-    """Order of F, B and W on each rank."""
+    """Order of F, B and W on each rank. `auto` chooses the fastest of `zb-auto`, `v-auto` and
+    `interleaved-1f1b` that fits, and may change it while training."""
     post_validation: bool = False
     """Whether a step ends without a barrier. A step that overflows or must be clipped is then
     taken back."""
@@ -298,7 +299,19 @@ class PipelineOptions(ScheduleOptions, MeshOptions, TrainingOptions):
 
     @property
     def stages_per_rank(self) -> int:
+        """Stages of a rank. With "auto" the fewest."""
         return chunks_of(self.schedule, self.chunks)
+
+    def first_shapes(self, layers: int) -> tuple[str, ...]:
+        """Returns the schedules that can be the first, the one to prefer first.
+
+        With "auto" they are those that have as many stages as `balance.initial`.
+        """
+        names = shapes_of(self.schedule, self.pipeline, self.microbatches, layers)
+        initial = self.balance.initial
+        if initial is None or self.schedule != AUTO:
+            return names
+        return tuple(x for x in names if self.pipeline * chunks_of(x) == len(initial))
 
     @property
     def samples(self) -> int:

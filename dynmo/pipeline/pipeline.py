@@ -42,7 +42,13 @@ from dynmo.pipeline.options import (
     NamedOptimizer,
     PipelineOptions,
 )
-from dynmo.pipeline.placing import check_own_rules, first_partition, first_shape, rank_memory_limit
+from dynmo.pipeline.placing import (
+    check_own_rules,
+    first_partition,
+    first_schedule,
+    first_shape,
+    rank_memory_limit,
+)
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import (
     SavedPipeline,
@@ -69,6 +75,7 @@ from dynmo.schedule.op import Schedule
 
 if TYPE_CHECKING:
     from dynmo.cost.profile_file import Profile
+    from dynmo.pipeline.dry_run import RunPlan
     from dynmo.pipeline.metrics import Metrics
     from dynmo.pipeline.sampler import ReplicaSampler
     from dynmo.planner.situation import DecisionRecord
@@ -125,7 +132,8 @@ class Pipeline:
             the training has no known end.
         seed: Seeds the random numbers of layers while training, such as dropout.
         micro_batch: Samples in a microbatch, to know the memory of a step before the first one.
-        schedule: Order of F, B and W on each rank, such as "1f1b", "zb-h1" or "zb-v".
+        schedule: Order of F, B and W on each rank, such as "1f1b", "zb-h1" or "zb-v". "auto"
+            chooses the fastest that fits, together with the placement, and may change it later.
         post_validation: Whether a step ends without a barrier. See `advance`.
         rollback: How a step is taken back: "exact" or "in-place".
         chunks: Stages per rank. None means the schedule's own number.
@@ -250,6 +258,7 @@ class Pipeline:
         self._check_memory, self._trace = check_memory, trace
         self._watches_ranks = elastic is not None
         self._memory_limit = rank_memory_limit(options, ranks)
+        self._plan: RunPlan | None = None
         self._model_flops = ModelFlops(model)
         # Steps and loss of the time before this process was outside. None while it is a rank.
         self._before: tuple[int, float] | None = (0, math.nan) if outside else None
@@ -270,11 +279,19 @@ class Pipeline:
             check_saved(saved, model)
         self._shapes = self._known_shapes(is_new=saved is None)
         pipeline, replicas = first_shape(options, model.layers, saved)
-        partition = first_partition(options, model.layers, pipeline)
+        schedule = first_schedule(options, model.layers, (pipeline, replicas), saved)
+        if saved is None and self._plan is not None and pipeline == options.pipeline:
+            schedule = self._plan.schedule
+        partition = first_partition(options, model.layers, pipeline, schedule)
         if saved is not None and len(saved.state.partition) == partition.stages:
             partition = Partition(tuple(saved.state.partition))
         self._engine = make_engine(
-            options, arrange(world, replicas), model, partition, self._memory_limit
+            options,
+            arrange(world, replicas),
+            model,
+            partition,
+            self._memory_limit,
+            schedule=schedule,
         )
         self._optimizer = OptimizerHandle(self._engine.store.groups)
         self._check_optimizer()
@@ -381,7 +398,7 @@ class Pipeline:
             _logger.warning(unknown)
         if options.memory_limit is not None and is_new and self._check_memory:
             check_later_ranks(options, model, costs, limit)
-            first_plan(options, model, costs, limit, unknown)
+            self._plan = first_plan(options, model, costs, limit, unknown)
         return costs if unknown is None else None
 
     # -- training ----------------------------------------------------------------------------------
@@ -708,11 +725,19 @@ class Pipeline:
         return self._loop.options.all_microbatches // self._engine.store.world.replicas
 
     @property
+    def ends(self) -> tuple[int, int]:
+        """Ranks (or slices) of a pipeline that hold the first and the last stage."""
+        stage_ranks = self._engine.store.layout.stage_ranks
+        return stage_ranks[0], stage_ranks[-1]
+
+    @property
     def needs_data(self) -> bool:
-        """Whether this rank holds the first or the last stage, and needs batches."""
-        layout = self._engine.store.layout
-        ends = layout.stage_ranks[0], layout.stage_ranks[-1]
-        return layout.sliced or self._engine.store.world.rank in ends
+        """Whether this rank holds the first or the last stage, and needs batches.
+
+        `adapt` may change it, with `schedule="auto"` or another mesh.
+        """
+        store = self._engine.store
+        return store.layout.sliced or store.world.rank in self.ends
 
     def sampler(
         self, dataset: Sized, batch: int, *, shuffle: bool = True, seed: int = 0
@@ -818,17 +843,21 @@ class Pipeline:
         self._loop.consider()
         return self._engine.store.layout.partition != before
 
-    def move(self, partition: Partition | Sequence[int]) -> None:
+    def move(self, partition: Partition | Sequence[int], schedule: str | None = None) -> None:
         """Moves layers to `partition`, with gradients and optimizer state.
 
         Args:
             partition: Number of layers on each stage, first stage first.
+            schedule: With `schedule="auto"`, the schedule of the next steps: "zb-auto" or
+                "interleaved-1f1b", say. None keeps the present one.
 
         Raises:
-            PartitionError: It has another number of layers or stages.
+            ConfigError: The schedule cannot be changed.
+            PartitionError: The placement has another number of layers or stages.
         """
         Actions(self._engine).move(
-            partition if isinstance(partition, Partition) else Partition(tuple(partition))
+            partition if isinstance(partition, Partition) else Partition(tuple(partition)),
+            schedule,
         )
 
     # -- trained layers ----------------------------------------------------------------------------

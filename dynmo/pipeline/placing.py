@@ -10,21 +10,43 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.saving import SavedPipeline
 from dynmo.runtime.comm.world import World
+from dynmo.schedule.catalogue import AUTO, chunks_of, shapes_of
 from dynmo.schedule.memory import Limit
 
 
 def first_partition(
-    options: PipelineOptions, layers: int, pipeline: int | None = None
+    options: PipelineOptions,
+    layers: int,
+    pipeline: int | None = None,
+    schedule: str | None = None,
 ) -> Partition:
     """Returns the first placement: `balance.initial` if set, and uniform otherwise.
 
-    Nothing is measured yet, so uniform is the best guess.
+    Nothing is measured yet, so uniform is the best guess. `schedule` is the one that "auto" begins
+    with.
     """
     chunks, initial = options.stages_per_rank, options.balance.initial
+    if schedule is not None:
+        chunks = chunks_of(schedule, options.chunks)
     ranks = options.pipeline if pipeline is None else pipeline
-    if initial is None or ranks != options.pipeline:
+    if initial is None or ranks != options.pipeline or len(initial) != ranks * chunks:
         return uniform(layers, ranks * chunks)
     return Partition(initial)
+
+
+def first_schedule(
+    options: PipelineOptions, layers: int, shape: tuple[int, int], saved: SavedPipeline | None
+) -> str:
+    """Returns the first schedule of a mesh. A training with "auto" keeps the saved one."""
+    if options.schedule != AUTO:
+        return options.schedule
+    pipeline, replicas = shape
+    possible = shapes_of(AUTO, pipeline, options.all_microbatches // replicas, layers)
+    if saved is not None and saved.state.schedule in possible:
+        return saved.state.schedule
+    if saved is None and pipeline == options.pipeline:
+        possible = options.first_shapes(layers)
+    return possible[0]
 
 
 def first_shape(

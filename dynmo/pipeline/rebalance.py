@@ -29,7 +29,6 @@ from dynmo.pipeline.move_gain import MoveGain
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.engine.engine import Engine
-from dynmo.schedule.catalogue import entry
 from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
@@ -118,7 +117,8 @@ class Rebalancer:
         """Returns True if it may do something before this step."""
         options, every = self._options, self._options.balance.every
         elastic = options.elastic.reshape or options.elastic.changes_ranks
-        acts = options.balance.balancer != "none" or entry(options.schedule).from_costs or elastic
+        from_costs = self._engine.schedule_keeper.from_costs
+        acts = options.balance.balancer != "none" or from_costs or elastic
         if not acts or step >= options.end:
             return False
         if isinstance(every, int):
@@ -297,6 +297,7 @@ class Rebalancer:
             done += self._move(step, choice, start - begun, time.perf_counter() - start)
         # Costs change if the move has switched recomputation.
         after = self._engine.store.layout
+        situation = situation.under(after.schedule)
         gain = None
         if after.recomputed == layout.recomputed:
             gain = decide_schedule(situation, after.partition)
@@ -307,7 +308,7 @@ class Rebalancer:
             # After a move the ranks compare the schedule of the new placement.
             self._agree((move_answer(choice), gain is not None), "whether to move layers")
         overhead.decide += time.perf_counter() - start - (overhead.move - moved)
-        return [*done, ScheduleEvent(step, self._options.schedule, gain)] if gain else done
+        return [*done, ScheduleEvent(step, after.schedule, gain)] if gain else done
 
     def _choose(self, situation: Situation) -> tuple[MoveChoice | None, list[Event]]:
         """Returns the possible move, and an event if there is no placement for the first time."""
@@ -331,7 +332,7 @@ class Rebalancer:
         start = time.perf_counter()
         source = self._engine.store.layout.partition
         try:
-            migration = self._actions.move(choice.target)
+            migration = self._actions.move(choice.target, choice.schedule)
         except NoRoomError:
             # With "recompute" = "auto" the largest possible bytes count, not the measured bytes.
             # All ranks fail alike.
@@ -354,5 +355,6 @@ class Rebalancer:
             choice.decision.reason,
             measuring,
             deciding,
+            choice.schedule,
         )
         return [done] if result is None else [result, done]

@@ -42,6 +42,7 @@ class SavedState(BaseModel):
     cases: dict[str, dict[str, Any]]
     loss_scale: dict[str, float] = {}
     shape: Annotated[list[_Count], Field(min_length=2, max_length=2)] | None = None
+    schedule: str | None = None
     reference: float | None = None
     lr: float | None = None
     groups: list[dict[str, float | list[float]]] | None = None
@@ -54,6 +55,7 @@ def state_of(
     """Returns the part of an engine's state that no layer has, as JSON."""
     return {
         "partition": list(engine.store.layout.partition.counts),
+        "schedule": engine.store.layout.schedule,
         "frozen": sorted(engine.store.frozen.layers),
         "loss": loss,
         "moves": moves,

@@ -407,13 +407,15 @@ def recompute_for(options: PipelineOptions, model: Model, limit: Limit) -> Recom
     return fitting
 
 
-def stage_request(options: PipelineOptions, replicas: int, limit: Limit) -> StageRequest:
+def stage_request(
+    options: PipelineOptions, replicas: int, limit: Limit, schedule: str | None = None
+) -> StageRequest:
     validates = options.post_validation
     return StageRequest(
-        options.schedule,
+        schedule or options.schedule,
         options.pipeline,
         options.microbatches,
-        options.stages_per_rank,
+        options.chunks,
         limit,
         Objective.SPAN if validates else Objective.MAKESPAN,
         validates,

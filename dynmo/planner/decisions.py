@@ -19,17 +19,18 @@ from dynmo.balance.meshes import accumulation_problem, divisors
 from dynmo.balance.partition import Partition
 from dynmo.balance.trigger import Decision, Outlook, confirmed, worth_moving_through
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.errors import NoRoomError, PartitionError
+from dynmo.errors import NoRoomError, PartitionError, ScheduleError
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.mesh_search import MeshRequest
 from dynmo.planner.rank_choice import RankChoice, RankQuestion, choose_ranks, confirmed_ranks
 from dynmo.planner.rank_merging import merge_ranks
 from dynmo.planner.reshape import Reshape, reshape
+from dynmo.planner.shapes import handicap
 from dynmo.planner.situation import DecisionRecord, Layers, Situation
-from dynmo.planner.stage_plan import schedule_for_balancers
+from dynmo.planner.stage_plan import plan_stages, schedule_for_balancers
 from dynmo.schedule.automatic.make import full_schedule
-from dynmo.schedule.catalogue import entry
-from dynmo.schedule.memory import least_limit
+from dynmo.schedule.catalogue import SHAPES, entry
+from dynmo.schedule.memory import least_limit, within
 from dynmo.schedule.simulator import resident, simulate
 
 # -- placement and schedule ------------------------------------------------------------------------
@@ -37,47 +38,114 @@ from dynmo.schedule.simulator import resident, simulate
 
 @dataclass(frozen=True)
 class MoveChoice:
-    """A possible move of layers, which take `on_the_way` seconds over the links."""
+    """A possible move of layers, which take `on_the_way` seconds over the links.
+
+    `schedule` is the name of another schedule that runs then. None if the present one stays.
+    """
 
     target: Partition
     on_the_way: float
     decision: Decision
+    schedule: str | None = None
 
 
 def decide_move(now: Situation) -> MoveChoice | None:
     """Decides whether layers move. None if the balancer leaves them where they are.
 
+    With several schedules to choose from, the one whose best placement is fastest is weighed first,
+    and the next one if that does not pay.
+
     Raises:
         PartitionError: The balancer has no placement.
     """
-    return None if now.balance.balancer == "none" else weigh_move(now, propose(now))
+    if now.balance.balancer == "none":
+        return None
+    if not now.schedules:
+        return weigh_move(now, propose(now))
+    best, is_patient = None, not is_forced(now.balance.balancer)
+    for there, target in _proposals(now):
+        choice = weigh_move(now, target, there)
+        if choice is not None and (
+            choice.decision.move or (is_patient and choice.decision.uncertain)
+        ):
+            return choice
+        best = best or choice
+    return best
+
+
+def _proposals(now: Situation) -> list[tuple[Situation, Partition]]:
+    """Returns the best placement under each schedule that is allowed, the fastest first.
+
+    Raises:
+        PartitionError: There is none under any schedule.
+    """
+    found: list[tuple[float, Situation, Partition]] = []
+    failed: PartitionError | None = None
+    for name in sorted({now.mesh.schedule, *now.schedules}, key=SHAPES.index):
+        there = now.under(name)
+        try:
+            target = propose(there)
+            if there is not now:
+                _check_room(there, target)
+        except PartitionError as error:
+            failed = failed or error
+            continue
+        except ScheduleError:
+            if there is now:
+                raise
+            continue
+        seconds = there.seconds_of(now.layers, target)
+        if there is now:
+            seconds = min(seconds, now.seconds_of(now.layers, now.partition))
+        found.append((seconds * handicap(name), there, target))
+    if not found:
+        assert failed is not None
+        raise failed
+    return [(there, target) for _, there, target in sorted(found, key=lambda each: each[0])]
+
+
+def _check_room(there: Situation, target: Partition) -> None:
+    """Raises NoRoomError if the memory does not hold a schedule that has never run."""
+    limit = there.memory_limit
+    if limit is None:
+        return
+    links, first = there.boundary_links, there.first_trainable
+    needs = plan_stages(there.stages, there.layers, target, links, first).memory
+    if not within(needs, limit):
+        raise NoRoomError(f"{there.mesh.schedule} needs up to {max(needs)} bytes on a rank")
 
 
 def propose(now: Situation) -> Partition:
     return balancer(now.balance.balancer)(balance_request(now, now.layers))
 
 
-def weigh_move(now: Situation, target: Partition) -> MoveChoice | None:
-    """Decides whether a move to `target` repays itself. None if it is the present placement."""
-    balance = now.balance
-    if target == now.partition:
+def weigh_move(
+    now: Situation, target: Partition, there: Situation | None = None
+) -> MoveChoice | None:
+    """Decides whether a move to `target` repays itself. None if it is the present placement.
+
+    `there` is the situation under the schedule that would run then. None: the present schedule.
+    """
+    balance, there = now.balance, there or now
+    if there is now and target == now.partition:
         return None
-    on_the_way = _on_the_way(now, target)
+    on_the_way = _on_the_way(now, target, there)
 
     def decide(layers: Layers) -> Decision:
         return worth_moving_through(
-            _outlook(now, layers, target),
+            _outlook(now, layers, target, there),
             on_the_way + now.fixed_seconds,
             balance.margin,
             balance.hysteresis * now.doubt,
         )
 
     decision = decide(now.layers)
-    if is_forced(balance.balancer):
+    if is_forced(balance.balancer) and there is now:
         decision = Decision(True, decision.predicted_gain, f"{balance.balancer}: forced")
     elif decision.move:
         decision = confirmed(decision, list(map(decide, now.halves)), now.preempted)
-    return MoveChoice(target, on_the_way, decision)
+    schedule = None if there is now else there.mesh.schedule
+    return MoveChoice(target, on_the_way, decision, schedule)
 
 
 def balance_request(now: Situation, layers: tuple[LayerCost, ...]) -> BalanceRequest:
@@ -105,28 +173,35 @@ def balance_request(now: Situation, layers: tuple[LayerCost, ...]) -> BalanceReq
     )
 
 
-def _outlook(now: Situation, layers: Layers, target: Partition) -> list[Outlook]:
+def _outlook(now: Situation, layers: Layers, target: Partition, there: Situation) -> list[Outlook]:
     """Returns the seconds of a step on both placements, from the next step to the run's end.
 
     The cases' actions before the next step itself are still to come, and were not measured.
     """
-    make = schedule_for_balancers(now.stages, layers)
 
-    def seconds(costs: Layers, partition: Partition) -> float:
+    def seconds(costs: Layers, partition: Partition, at: Situation) -> float:
         if costs == layers:
-            return now.seconds_of(costs, partition)
-        stages = now.stages.costs(costs, partition, now.boundary_links)
-        return simulate(make(stages), stages).length(now.objective)
+            return at.seconds_of(costs, partition)
+        stages = at.stages.costs(costs, partition, at.boundary_links)
+        make = schedule_for_balancers(at.stages, layers)
+        return simulate(make(stages), stages).length(at.objective)
 
     return [
-        Outlook(x.start, x.stop, *(seconds(x.layers, each) for each in (now.partition, target)))
+        Outlook(
+            x.start,
+            x.stop,
+            seconds(x.layers, now.partition, now),
+            seconds(x.layers, target, there),
+        )
         for x in now.intervals(layers)
     ]
 
 
-def _on_the_way(now: Situation, target: Partition) -> float:
+def _on_the_way(now: Situation, target: Partition, there: Situation) -> float:
     """Returns the seconds of a move's layers, in sequence, over the slowest link."""
-    moves = moves_between_ranks(now.partition, target, now.stages.stage_ranks)
+    moves = moves_between_ranks(
+        now.partition, target, now.stages.stage_ranks, there.stages.stage_ranks
+    )
     sizes = [now.layers[move.layer].moved_bytes for move in moves]
     if now.seconds_per_byte is not None:
         return now.seconds_per_byte * sum(sizes)
@@ -160,11 +235,12 @@ def move_answer(choice: MoveChoice | None) -> dict[str, Any]:
     if choice is None:
         return {"move": False}
     decision = choice.decision
-    return {
+    answer = {
         "move": decision.move,
         "to": list(choice.target.counts),
         "uncertain": decision.uncertain,
     }
+    return answer if choice.schedule is None else answer | {"schedule": choice.schedule}
 
 
 def schedule_answer(partition: Partition, gain: float | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from dynmo.balance.options import Balance
-from dynmo.balance.partition import Partition
+from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.speeds import Speeds
 from dynmo.balance.trigger import ForecastInterval, forecast_intervals
 from dynmo.cost.input_file import read_text
@@ -67,6 +67,7 @@ class Situation:
         mesh_links: `links`. If there are none, the link of some other pair of ranks.
         fixed_seconds: Seconds of a move beyond its layers' way over the links.
         seconds_per_byte: Seconds of a move per byte, instead of those of the links.
+        schedules: Schedules that may take the present one's place. Empty: it stays.
         doubt: Factor of the usual gain that a move must promise.
         preempted: Share of the ops' time that other processes take.
         pause: Seconds that a change of ranks takes beyond its bytes.
@@ -113,6 +114,24 @@ class Situation:
     balance: Balance = field(default_factory=Balance)
     elastic: Elastic = field(default_factory=Elastic)
     seed: int = 0
+    schedules: tuple[str, ...] = ()
+
+    def under(self, schedule: str) -> Situation:
+        """Returns the same situation with another schedule, and as many layers on each stage."""
+        if schedule == self.mesh.schedule:
+            return self
+        there = replace(self, mesh=replace(self.mesh, schedule=schedule))
+        stage_ranks, links = there.stages.stage_ranks, dict(self.links)
+        # Ranks that have not exchanged messages yet are as far apart as any others.
+        slowest = LinkCost(
+            max((link.latency for link in links.values()), default=0.0),
+            min((link.bytes_per_second for link in links.values()), default=math.inf),
+        )
+        for first, second in pairwise(stage_ranks):
+            if first != second:
+                links.setdefault((min(first, second), max(first, second)), slowest)
+        placed = uniform(len(self.layers), len(stage_ranks))
+        return replace(there, links=tuple(links.items()), partition=placed)
 
     @cached_property
     def stages(self) -> StageRequest:

@@ -28,7 +28,7 @@ from dynmo.events import (
     TokensEvent,
 )
 from dynmo.report.rank_lines import rank_text, speeds_text
-from dynmo.report.summary_text import layers_text
+from dynmo.report.summary_text import layers_text, new_schedule_text
 from dynmo.report.token_lines import evaluation_text, tokens_text
 
 
@@ -91,8 +91,8 @@ class ProgressLine:
             case RebalanceEvent():
                 self._say(
                     f"step {event.step}: moved layers {layers_text(event.source)} -> "
-                    f"{layers_text(event.target)} in {event.seconds * 1000:.0f} ms "
-                    f"({event.reason})"
+                    f"{layers_text(event.target)}{new_schedule_text(event)} in "
+                    f"{event.seconds * 1000:.0f} ms ({event.reason})"
                 )
             case RebalanceResultEvent():
                 self._say(

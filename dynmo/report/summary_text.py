@@ -9,6 +9,7 @@ from rich.table import Table
 from dynmo.events import (
     ChangeEvent,
     PostValidationEvent,
+    RebalanceEvent,
     ReshapeEvent,
     ResizeEvent,
     RollbackEvent,
@@ -162,6 +163,7 @@ def rebalance_lines(summary: Summary) -> list[str]:
     for event in summary.rebalances:
         line = (
             f"step {event.step}: moved {layers_text(event.source)} to {layers_text(event.target)}"
+            f"{new_schedule_text(event)}"
         )
         line += (
             f" ({event.moved_bytes / 2**20:.1f} MiB in {event.seconds * 1000:.0f} ms): static to "
@@ -176,6 +178,10 @@ def rebalance_lines(summary: Summary) -> list[str]:
             line += f", x{1 / (1 - measured[event.id]):.2f} measured"
         lines.append(line)
     return lines
+
+
+def new_schedule_text(event: RebalanceEvent) -> str:
+    return "" if event.schedule is None else f" under {event.schedule}"
 
 
 def layers_text(layers: Sequence[int]) -> str:

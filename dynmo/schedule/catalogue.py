@@ -12,7 +12,8 @@ v-auto             2                 the stages' costs   as much as the limit al
 v-half             2                 the stages' costs   about p / 2
 v-min              2                 the stages' costs   about p / 3
 
-`automatic.make.make` makes any of them.
+`automatic.make.make` makes any of them. "auto" stands for the fastest of `SHAPES`, each with the
+placement that is best for it. It is no schedule itself: `planner.shapes` chooses.
 """
 
 from __future__ import annotations
@@ -45,15 +46,31 @@ SCHEDULES: dict[str, _Entry] = {name: _Entry() for name in GENERATORS} | {
     "v-min": _Entry(chunks=2, from_costs=True),
 }
 
+AUTO = "auto"
+SHAPES = ("zb-auto", "v-auto", "interleaved-1f1b")
+"""What "auto" chooses from. Those that send fewer messages come first."""
+
 
 def entry(name: str) -> _Entry:
+    if name == AUTO:
+        raise ScheduleError(
+            f"{AUTO} chooses a schedule together with the placement of layers, which nothing "
+            f"places here; choose one of {', '.join(SCHEDULES)}"
+        )
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
 def chunks_of(name: str, asked: int | None = None) -> int:
-    """Return the stages per rank: those that the user asked for, or the schedule's own number."""
+    """Return the stages per rank: those that the user asked for, or the schedule's own number.
+
+    For "auto" they are the fewest.
+    """
+    if name == AUTO:
+        if asked not in (None, 1):
+            raise ScheduleError(f"{AUTO} chooses the stages of a rank itself; leave chunks out")
+        return 1
     known = entry(name)
     if asked is None or asked == known.chunks:
         return known.chunks
@@ -65,6 +82,22 @@ def chunks_of(name: str, asked: int | None = None) -> int:
             "leave chunks out"
         )
     return asked
+
+
+def shapes_of(name: str, ranks: int, microbatches: int, layers: int) -> tuple[str, ...]:
+    """Return the schedules that `name` stands for: itself, or what "auto" may choose from.
+
+    A single rank has nothing to overlap, so one stage is best there.
+    """
+    if name != AUTO:
+        return (name,)
+    shapes = SHAPES[:1] if ranks == 1 else SHAPES
+    return tuple(
+        each
+        for each in shapes
+        if ranks * SCHEDULES[each].chunks <= layers
+        and (each != "interleaved-1f1b" or microbatches % ranks == 0)
+    )
 
 
 def stage_ranks_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:

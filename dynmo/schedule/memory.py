@@ -311,6 +311,12 @@ def rank_limits(limit: Limit, ranks: int) -> tuple[int, ...] | None:
     return limit
 
 
+def within(needs: Sequence[int], limit: Limit) -> bool:
+    """Returns whether each rank has the bytes that it needs."""
+    limits = rank_limits(limit, len(needs))
+    return limits is None or all(need <= most for need, most in zip(needs, limits, strict=True))
+
+
 def least_limit(limit: Limit) -> int | None:
     """Returns the bytes that every rank has. None means unlimited."""
     return min(limit) if isinstance(limit, tuple) else limit

@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
 
 class DataLoader:
-    """Reads the data of one mesh. A reshape makes it anew.
+    """Reads the data of one mesh. A reshape, or a move of an end, makes it anew.
 
     Only the ranks that hold the first or the last layer read data. They compare the data that they
     read.

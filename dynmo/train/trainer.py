@@ -91,7 +91,7 @@ class Trainer:
                 f"train.steps = {config.train.steps}: nothing is left to train; its loss is "
                 f"{self.pipeline.loss:.6f}"
             )
-        self._mesh: tuple[int, int] | None = None
+        self._mesh: tuple[int, ...] | None = None
         if not self.pipeline.left:
             self._follow_mesh()
             self._open_log()
@@ -205,7 +205,9 @@ class Trainer:
         return bool(every) and (step % every == 0 or step == self.config.train.steps or interrupted)
 
     def _follow_mesh(self) -> None:
-        """Reads other data if the mesh has changed, in microbatches of the present size.
+        """Reads other data if the mesh or its ends have changed.
+
+        Microbatches are of the present size.
 
         All ranks call it together.
         """
@@ -214,14 +216,15 @@ class Trainer:
             self.config = with_options(self.config, ("train",), {"micro_batch": size})
             if self._log is not None:
                 self._log.record_micro_batch(size)
-        if self._mesh == pipeline.shape:
+        mesh = (*pipeline.shape, *pipeline.ends)
+        if self._mesh == mesh:
             return
         if not self.config.data.has_samples:
             self._loader = DataLoader(self.config, self._world, pipeline, self._model)
         elif self._mesh is None:  # later it follows by itself
             state = pipeline.extra.get("data", {"step": pipeline.steps})
             self._loader = loader_of(self.config, pipeline, self._model, state)
-        self._mesh = pipeline.shape
+        self._mesh = mesh
 
     def finish(self, seconds: float, interrupted: bool = False) -> RunResult:
         """Ends the run after the last turn, whose steps took so many seconds."""

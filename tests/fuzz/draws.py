@@ -14,7 +14,7 @@ from typing import Any
 
 from dynmo.balance.options import BALANCERS
 from dynmo.models.gpt import feed_forward_size
-from dynmo.schedule.catalogue import SCHEDULES, chunks_of
+from dynmo.schedule.catalogue import AUTO, SCHEDULES, chunks_of
 from tests.equality import RANDOM_MOVES
 from tests.fuzz.layers import LAYERS, VOCAB, can_prune
 from tests.fuzz.models import FORMS, LOSSES
@@ -106,9 +106,20 @@ def draw(seed: int, number: int, elastic: float = 0.35) -> Case:
         The same case for the same arguments.
     """
     case = _Draw(Random(seed * 1_000_003 + number), number, elastic).case()
+    _draw_auto(Random(f"auto {seed} {number}"), case)
     _draw_optimizer(Random(f"optimizer {seed} {number}"), case)
     _draw_head_tokens(Random(f"head_tokens {seed} {number}"), case)
     return case
+
+
+def _draw_auto(random: Random, case: Case) -> None:
+    """Lets a quarter of the runs choose between one and two stages a rank."""
+    for config in case.configs:
+        pipe, parallel = config["pipeline"], config["parallel"]
+        several = parallel["pipeline"] > 1 or len(config["balance"].get("initial", "1")) == 1
+        possible = "chunks" not in pipe and "slices" not in parallel and several
+        if possible and random.random() < 0.25:
+            config["pipeline"] = {**pipe, "schedule": AUTO}
 
 
 def _draw_head_tokens(random: Random, case: Case) -> None:

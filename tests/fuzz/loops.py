@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import dynmo
-from dynmo.schedule.catalogue import SCHEDULES, chunks_of
+from dynmo.schedule.catalogue import AUTO, SCHEDULES, chunks_of, shapes_of
 from dynmo.train.compile_ahead import prepare
 from tests.fuzz.draws import fits
 from tests.fuzz.layers import LAYERS, VOCAB, WIDTH
@@ -83,6 +83,8 @@ def draw(seed: int, number: int) -> dict[str, Any]:
         "options": options,
         "same": same,
     }
+    if Random(f"auto {seed} {number}").random() < 0.3:
+        options["schedule"] = AUTO
     same["head_tokens"] = random.choice([None, None, 1, 5, 8, 100])
     return case
 
@@ -202,6 +204,7 @@ def train(world: dynmo.World, case: dict[str, Any], reference: bool = False) -> 
         **case["same"],
         **options,
     )
+    shapes = shapes_of(options["schedule"], pipeline.shape[0], count, last + 1)
     if case["frozen"] and not case["tied"]:
         pipeline.freeze(range(case["frozen"]))
     rate = torch.optim.lr_scheduler.LinearLR(pipeline.optimizer, total_iters=3)
@@ -221,9 +224,13 @@ def train(world: dynmo.World, case: dict[str, Any], reference: bool = False) -> 
 
     for step in range(case["steps"]):
         if case["moves"] and not reference and pipeline.partition.stages > 1:
-            cuts = sorted(random.sample(range(1, last + 1), pipeline.partition.stages - 1))
+            schedule = random.choice(shapes) if len(shapes) > 1 else None
+            stages = pipeline.partition.stages
+            if schedule is not None:
+                stages = pipeline.shape[0] * chunks_of(schedule)
+            cuts = sorted(random.sample(range(1, last + 1), stages - 1))
             edges = [0, *cuts, last + 1]
-            pipeline.move([b - a for a, b in pairwise(edges)])
+            pipeline.move([b - a for a, b in pairwise(edges)], schedule)
         results += pipeline.advance(*own(step))
         rate.step()
     results += pipeline.drain()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dynmo.balance.options import BALANCERS
 from dynmo.config import load, parse
 from dynmo.dynamism.options import CASES
-from dynmo.schedule.catalogue import SCHEDULES
+from dynmo.schedule.catalogue import AUTO, SCHEDULES
 from tests.equality import RANDOM_MOVES
 from tests.fuzz import loops
 from tests.fuzz.__main__ import main
@@ -69,7 +69,7 @@ def test_drawn_loops_cover_every_choice() -> None:
     cases = [loops.draw(1, number) for number in range(300)]
     assert {case["form"] for case in cases} == {"dictionary", "list", "tensors"}
     assert {case["ranks"] for case in cases} == {2, 3, 4}
-    assert {case["options"]["schedule"] for case in cases} == set(SCHEDULES)
+    assert {case["options"]["schedule"] for case in cases} == {AUTO, *SCHEDULES}
     assert len({case["optimizer"] for case in cases}) == 7
     assert {case["same"]["head_tokens"] for case in cases} == {None, 1, 5, 8, 100}
     for key in ("masked", "tied", "groups", "eval_part", "moves"):
@@ -96,7 +96,7 @@ def test_drawn_cases_are_valid_and_cover_every_choice() -> None:
         word for c in configs for word in c["model"]["kind"].rpartition(":")[2].split("__")
     )
     assert set(LAYERS) | {"gpt", "emulated", "mix"} <= set(models)
-    assert {c["pipeline"]["schedule"] for c in configs} == set(SCHEDULES)
+    assert {c["pipeline"]["schedule"] for c in configs} == {AUTO, *SCHEDULES}
     assert {c["balance"]["balancer"] for c in configs} == {RANDOM_MOVES, *BALANCERS}
     assert {c["train"]["precision"] for c in configs} == {"float32", "bfloat16", "float16"}
     assert {

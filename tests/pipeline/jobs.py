@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import dynmo
-from dynmo.errors import InputError
+from dynmo.errors import InputError, NoRoomError, RunError
 from dynmo.events import Event
+from dynmo.runtime.state import migration
 
 BATCH = 8
 
@@ -226,3 +229,119 @@ def reshaped(world: dynmo.World) -> dict[str, Any]:
     pipeline.close()
     events = [event.event for event in told]
     return {"losses": losses, "shapes": shapes, "digest": pipeline.digest(), "events": events}
+
+
+def deep_layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    first: list[nn.Module] = [nn.Linear(4, 8)]
+    return [*first, *(nn.Linear(8, 8) for _ in range(6)), nn.Dropout(0.2), nn.Linear(8, 3)]
+
+
+def changing_shape(
+    world: dynmo.World,
+    shapes: list[list[Any]],
+    folder: str | None = None,
+    replicas: int = 1,
+    post_validation: bool = False,
+    refuses: bool = False,
+) -> dict[str, Any]:
+    """Trains nine layers. Each step runs another schedule and placement.
+
+    Args:
+        world: World of all ranks.
+        shapes: Schedule and layers of each stage, one pair a step.
+        folder: Where to save after the last step. The run then goes on from there for two steps, in
+            another pipeline.
+        replicas: Number of replicas.
+        post_validation: Whether steps have no barrier.
+        refuses: Whether the first change of the schedule is tried without room before.
+    """
+    options: dict[str, Any] = {
+        "microbatches": 4 // replicas,
+        "schedule": "auto",
+        "replicas": replicas,
+        "reduction_slots": 2,
+        "balance": "none",
+        "max_grad_norm": 0.5,
+        "post_validation": post_validation,
+    }
+
+    def make(**more: Any) -> dynmo.Pipeline:
+        model = dynmo.Sequential(deep_layers(), loss=nn.functional.mse_loss)
+        return dynmo.Pipeline(model, world, **options, **more)
+
+    share = BATCH // replicas
+
+    def advance(pipeline: dynmo.Pipeline, step: int) -> None:
+        inputs, targets = (x[pipeline.replica * share :][:share] for x in batch(step))
+        if pipeline.needs_data:
+            results.extend(pipeline.advance(inputs, targets))
+        else:
+            results.extend(pipeline.advance())
+
+    pipeline, results, names = make(), list[dynmo.StepResult](), list[str]()
+    refused = list[str]()
+    for step, (name, counts) in enumerate(shapes):
+        if world.size > 1:
+            if refuses and not refused and name != pipeline.schedule.name:
+                refused = _refused(pipeline, name, counts)
+            pipeline.move(counts, name)
+        names.append(pipeline.schedule.name)
+        advance(pipeline, step)
+    results += pipeline.drain()
+    evaluated = pipeline.evaluate(*(x[pipeline.replica * share :][:share] for x in batch(99)))
+    if folder is not None:
+        pipeline.save(folder)
+        pipeline = make(resume=folder)
+        names.append(pipeline.schedule.name)
+        for step in range(len(shapes), len(shapes) + 2):
+            advance(pipeline, step)
+        results += pipeline.drain()
+    return {
+        "names": names,
+        "stages": pipeline.partition.counts,
+        "losses": [result.loss for result in results],
+        "norms": [result.norm for result in results],
+        "evaluated": evaluated,
+        "weights": pipeline.digest(),
+        "refused": refused,
+    }
+
+
+def _refused(pipeline: dynmo.Pipeline, name: str, counts: list[int]) -> list[str]:
+    """Changes that fail, by the memory of all ranks and by that of the last one.
+
+    Everything is then as before.
+    """
+    engine = pipeline._engine
+    layouts, last = engine.layouts, engine.store.world.size - 1
+
+    def state() -> list[Any]:
+        layout = engine.store.layout
+        return [layout, pipeline.schedule, sorted(pipeline.modules), pipeline.digest()]
+
+    def no_room(*_: object) -> Any:
+        raise NoRoomError("no room")
+
+    before, told = state(), list[str]()
+    room = no_room if engine.store.world.rank == last else migration.room_for
+    with mock.patch.object(migration, "room_for", room):
+        for rule in (no_room, ()):
+            engine.layouts = replace(layouts, recompute=rule)
+            try:
+                pipeline.move(counts, name)
+            except (NoRoomError, RunError) as error:
+                told.append(str(error))
+            assert state() == before
+    engine.layouts = layouts
+    return told
+
+
+def resumed_otherwise(world: dynmo.World, folder: str) -> dict[str, Any]:
+    """Goes on from a checkpoint of `changing_shape` for one step, with one stage a rank."""
+    model = dynmo.Sequential(deep_layers(), loss=nn.functional.mse_loss)
+    pipeline = dynmo.Pipeline(
+        model, world, microbatches=4, schedule="zb-h1", reduction_slots=2, resume=folder
+    )
+    pipeline.step(*batch(2))
+    return {"name": pipeline.schedule.name, "weights": pipeline.digest()}

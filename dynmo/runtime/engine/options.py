@@ -30,6 +30,7 @@ class StepOptions:
     Attributes:
         microbatches: Microbatches of a step of one pipeline.
         chunks: Stages per rank. None means the schedule's own number.
+        alternatives: Schedules that may take the place of the first one between steps.
         slices: Number of slices of this process's GPU that are the pipeline's ranks. The world then
             has one rank, and layers move between slices without a message. None means that the
             ranks of the world are the pipeline's.
@@ -45,6 +46,7 @@ class StepOptions:
     schedule: str
     microbatches: int
     chunks: int | None = None
+    alternatives: tuple[str, ...] = ()
     slices: int | None = None
     memory_limit: Limit = None
     recompute: RecomputeRule = ()
@@ -63,6 +65,7 @@ class StepOptions:
             accumulation_groups,
             self.recompute,
             sliced=self.slices is not None,
+            shapes=self.alternatives,
         )
 
 

@@ -66,7 +66,7 @@ class ScheduleKeeper:
 
     @property
     def from_costs(self) -> bool:
-        return entry(self._steps.schedule).from_costs
+        return entry(self._store.layout.schedule).from_costs
 
     def stage_plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> StagePlan:
         """Returns the schedule of a placement at these costs, with its caps and memory."""
@@ -77,7 +77,7 @@ class ScheduleKeeper:
     def _request(self, speeds: Speeds | None) -> StageRequest:
         layout, steps = self._store.layout, self._steps
         return StageRequest(
-            steps.schedule,
+            layout.schedule,
             layout.ranks,
             layout.microbatches,
             steps.chunks,
