@@ -10,7 +10,7 @@ import torch
 
 from dynmo.kernels.deferral import install
 from dynmo.kernels.split import WeightTape
-from dynmo.models.emulated import EmulatedLayer, make, make_layers, mean_loss
+from dynmo.models.emulated import EmulatedLayer, Pace, make, make_layers, mean_loss
 from dynmo.models.options import ModelOptions
 
 
@@ -90,3 +90,24 @@ def test_emulated_model_follows_the_config() -> None:
     ]
     with pytest.raises(ValueError):
         make_layers([0.1], [0.1, 0.1], [0.1], 8)
+
+
+def test_a_slow_process_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ModelOptions(kind="emulated", layers=2, f=0.002, b=0.0, w=0.0, speeds=(1.0, 0.25))
+    for rank, least in (("0", 0.002), ("1", 0.008), ("2", 0.002)):
+        monkeypatch.setenv("RANK", rank)
+        model = make(options, 0, {})
+        assert model.work == ((0.002, 0.0, 0.0),) * 2
+        layer = model.build((0,))[0]
+        taken = min(seconds(lambda layer=layer: layer(torch.ones(8))) for _ in range(5))
+        assert least <= taken < 2 * least
+
+
+def test_speed_changes_between_steps() -> None:
+    pace = Pace()
+    layer = make_layers([0.001], [0.004], [0.0], 8, pace=pace).build((0,))[0]
+    x = torch.ones(8, requires_grad=True)
+    taken: list[float] = []
+    for pace.speed in (1.0, 0.25):
+        taken.append(min(seconds(layer(x).backward) for _ in range(5)))
+    assert 0.004 <= taken[0] < 0.012 < 0.016 <= taken[1]

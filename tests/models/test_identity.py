@@ -183,3 +183,22 @@ def test_identity_is_read_back_from_json() -> None:
     for record in ({}, [], None, "text", broken):
         with pytest.raises(RunError):
             identity_from(record)
+
+
+class Numbered(Holder):
+    """A layer that knows its index, and has a module named by it."""
+
+    def __init__(self, index: int, value: Any) -> None:
+        super().__init__(value)
+        self.layer_idx = index
+        self.inner = nn.ModuleDict({f"block{index}": nn.Linear(2, 2)})
+
+
+def test_layers_of_a_kind_differ_in_their_indices_alone() -> None:
+    layers = [Numbered(0, 1), Numbered(1, 1), Numbered(2, 3), Holder(1)]
+    model = Sequential(layers, loss=nn.functional.mse_loss)
+    identity = identity_of(model, layers)
+    assert len({key for _, key in identity.layers}) == 4
+    first, second, *others = identity.kinds
+    assert first == second
+    assert len({first, *others}) == 3
