@@ -71,7 +71,7 @@ def test_uneven_layers_get_a_v_and_even_ones_one_stage() -> None:
 
 
 def test_a_slow_link_brings_the_fewest_messages() -> None:
-    slow = Profile(UNEVEN, tuple("abcd"), comm=0.05)
+    slow = Profile(UNEVEN, tuple("abcd"), comm=0.2)
     assert choose_shape(request(profile=slow)).plan.request.schedule == "zb-auto"
 
 
