@@ -220,7 +220,7 @@ def test_large_numbers_are_refused_quickly(overrides):
 # Keys of another kind of model.
 
 GPT_KEYS = {"blocks": 8, "hidden": 256, "heads": 4, "dropout": 0.0, "tied": False, "init_std": 0.02}
-EMULATED_KEYS = {"layers": 8, "f": 0.01, "b": 0.01, "w": 0.01, "bytes": 65536}
+EMULATED_KEYS = {"layers": 8, "f": 0.01, "b": 0.01, "w": 0.01, "bytes": 65536, "speeds": []}
 
 
 @pytest.mark.parametrize(
