@@ -28,7 +28,7 @@ import torch
 
 import dynmo
 from benchmarks import harness
-from benchmarks.output import main
+from benchmarks.output import main, markdown
 from dynmo.events import Event, RebalanceEvent, SpeedsEvent, StepEvent
 from dynmo.models.emulated import Pace, make_layers
 from dynmo.models.model import Model
@@ -192,6 +192,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ),
     }
     return {"least_share_of_best": min(row["share_of_best"] for row in rows.values()), **rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            ", ".join(f"{speed:g}" for speed in row["speeds"]),
+            ", ".join(f"{speed:g}" for speed in row["measured_speeds"]),
+            f"{row['over_even']:.2f}",
+            f"{row['share_of_best']:.1%}",
+            str(row["moves"]),
+        ]
+        for name, row in result.items()
+        if isinstance(row, dict) and "moves" in row
+    ]
+    return markdown(["run", "speeds", "measured", "over even", "share of best", "moves"], rows)
 
 
 if __name__ == "__main__":
