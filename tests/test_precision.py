@@ -148,6 +148,7 @@ def test_overflow_skips_the_step_on_every_rank(pool: Pool) -> None:
     assert resumed[-1]["weights_digest"] == told[-1]["weights_digest"]
 
 
+@pytest.mark.matrix
 def test_replicas_skip_the_same_steps(pool: Pool) -> None:
     """Replicas with ZeRO-1 skip the same steps as one process, also without a barrier.
 

@@ -222,6 +222,7 @@ def test_three_replicas_have_the_same_digest(pool: Pool) -> None:
     same(run(pool, wanted), run(pool, alone)[0])
 
 
+@pytest.mark.matrix
 def test_cases_decide_the_same_on_every_replica(pool: Pool) -> None:
     """Replicas measure different microbatches and times.
 

@@ -205,6 +205,7 @@ def test_last_line_of_pytest_is_the_result(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.matrix
 def test_dry_run_of_slices_writes_its_result(tmp_path: Path) -> None:
     """The command writes the result file and the log to the given folder.
 

@@ -63,6 +63,7 @@ def test_selected_runs_include_their_references() -> None:
     assert [row["name"] for row in compare(some, 40)] == ["dense", "pruning, 90 %"]
 
 
+@pytest.mark.matrix
 def test_small_run_gives_a_row(pool: Pool) -> None:
     dynamism = {"cases": ["freezing"], "freezing": {"schedule": [[1, 5]]}}
     (row,) = pool.run(

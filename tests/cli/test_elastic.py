@@ -65,6 +65,7 @@ def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
     assert digest(work, "resized") == alone(pool, work, 8)
 
 
+@pytest.mark.matrix
 def test_rank_started_by_hand_joins_the_run(work: Path) -> None:
     """All pods of a job run one command: two start the run, and the third joins.
 

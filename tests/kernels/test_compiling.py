@@ -16,6 +16,7 @@ from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.split_backward import Layer
 
 
+@pytest.mark.matrix
 def test_compiled_layer_equals_the_eager_layer() -> None:
     torch.manual_seed(0)
     sides = [FeedForwardHalf(32, 0.02, 0.02, dropout=0.1) for _ in range(2)]

@@ -24,6 +24,7 @@ from dynmo.errors import ConfigError
 from dynmo.events import DataEvent, StepEvent, read
 from dynmo.train.samples import open_batches
 from dynmo.train.setup import model_of, plan_run
+from tests.combinations import mostly_matrix
 from tests.data.test_samples import TEMPLATE
 from tests.models.huggingface.saved_models import save
 from tests.pool import JobFailed, Pool
@@ -96,7 +97,7 @@ def without(end: int, row: list[int]) -> list[int]:
     return row[:-1] if row[-1] == end else row
 
 
-@pytest.mark.parametrize("batching", ["rows", "grouped", "packed"])
+@pytest.mark.parametrize("batching", mostly_matrix(["rows", "grouped", "packed"], ["packed"]))
 def test_any_ranks_and_resumes_train_the_same(
     pool: Pool, model: Path, tmp_path: Path, batching: str
 ) -> None:

@@ -62,6 +62,7 @@ def end(process: subprocess.Popen[str], seconds: float = 50) -> tuple[int, str, 
     return process.returncode, out, without_warning(err)
 
 
+@pytest.mark.matrix
 def test_another_task_uses_released_gpus(ray: RayCluster, tmp_path: Path) -> None:
     """Two of four ranks leave, and a pending task of another program gets their GPUs.
 
