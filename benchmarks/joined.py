@@ -182,21 +182,22 @@ def emulated(case: str, sequence: int, blocks: int, ranks: int, steps: int) -> d
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "moment": MOMENT,
-        "rows": [
+    stride, found = options.stride, dict[str, Any]()
+    if options.only in ("all", "simulated"):
+        found["moment"] = MOMENT
+        found["rows"] = [
             row(case, sequence, blocks, ranks, times, MOMENT)
-            for blocks in BLOCKS[:: options.stride]
-            for ranks in RANKS[:: options.stride]
+            for blocks in BLOCKS[::stride]
+            for ranks in RANKS[::stride]
             for times in TIMES
             for case, sequence in CASES
-        ],
-        "small": [small(case, sequence, options.seconds) for case, sequence in CASES],
-        "emulated": [
-            emulated(case, 2048, 24, ranks, options.steps)
-            for case, ranks in EMULATED[:: options.stride]
-        ],
-    }
+        ]
+        found["small"] = [small(case, sequence, options.seconds) for case, sequence in CASES]
+    if options.only in ("all", "emulated"):
+        found["emulated"] = [
+            emulated(case, 2048, 24, ranks, options.steps) for case, ranks in EMULATED[::stride]
+        ]
+    return found
 
 
 def table(result: dict[str, Any]) -> str:
@@ -294,11 +295,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"{_table(result['rows'])}\n\n{small_table(result)}\n\n{emulated_table(result)}")
+    if "rows" in result:
+        print(f"{_table(result['rows'])}\n\n{small_table(result)}\n")
+    if "emulated" in result:
+        print(emulated_table(result))
 
 
 def main() -> None:
     parser = parser_of(__doc__, picture="joined", reads=True)
+    parser.add_argument("--only", choices=["all", "simulated", "emulated"], default="all")
     add_number(parser, "stride", 1, "take every n-th depth and number of ranks")
     add_number(parser, "steps", 9, "steps of emulated ranks")
     add_number(parser, "seconds", 30, "of the exact solver, for each small case")

@@ -215,8 +215,8 @@ if __name__ == "__main__":
         __doc__ or "",
         measure,
         [
-            ("steps", 40, "emulated steps at each set of speeds"),
-            ("microseconds", 3000, "of an emulated layer's F, B or W"),
+            ("steps", 24, "emulated steps at each set of speeds"),
+            ("microseconds", 10000, "of an emulated layer's F, B or W"),
             ("real_steps", 60, "of the GPT"),
             ("hidden", 256, "of the GPT"),
             ("blocks", 6, "of the GPT"),

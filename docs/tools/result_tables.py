@@ -26,6 +26,7 @@ from benchmarks import (
     traces,
     traces_emulated,
     traces_stepwise,
+    unequal,
     waiting,
 )
 from docs.tools.figures import result_of
@@ -78,6 +79,7 @@ def result_tables() -> dict[str, str]:
         "waiting": waiting.table(result_of("waiting.json")),
         "joined": _without(joined.table(result_of("joined.json")), "blocks", "ranks"),
         "joined small": joined.small_table(result_of("joined.json")),
+        "unequal": unequal.table(result_of("unequal.json")),
         "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),
         "traces": _without(
             _rows(traces.summary(of_traces["rows"]), "24", "32", "48"),

@@ -60,7 +60,7 @@ LONG = (
     "finetune --case lora-upper --rounds 1 --steps 1 --longest 32 --hidden 64 --blocks 4 --reach 0",
     "freezing --pairs 1 --steps 1 --microbatches 4",
     "granularity --rounds 1 --real_rounds 1 --milliseconds 1",
-    "joined --stride 4 --seconds 1 --steps 6",
+    "joined --only simulated --stride 4 --seconds 1",
     "learning --steps 12 --hidden 64",
     "learning --what experts --steps 12 --hidden 64",
     "placement --repeat 1 --cases 5",
@@ -80,7 +80,7 @@ LONG = (
 )
 
 
-IN_PARTS = ("elastic", "scaling", "traces")
+IN_PARTS = ("elastic", "joined", "scaling", "traces")
 """Benchmarks whose `--only` leaves out whole parts of the figures."""
 
 
