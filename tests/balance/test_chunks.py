@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from benchmarks.cost_traces import trace
-from dynmo.balance.chunks import chunked, flowing
+from dynmo.balance.chunks import chunked, flow_bound, flowing
 from dynmo.balance.partition import Partition, exact, stage_loads
 from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
@@ -219,3 +219,22 @@ def test_flowing_placements_fit_the_memory() -> None:
 
 def test_flowing_is_for_a_v() -> None:
     assert flowing(frozen_half(), looped(4, 2), 8) == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_placement_and_schedule_is_below_the_flow_bound(seed: int) -> None:
+    draw = random.Random(seed)
+    frozen = draw.choice([0, 0, 2, 3])
+    layers = [LayerCost(draw.uniform(0.1, 3.0), 0.0, 0.0) for _ in range(frozen)]
+    for _ in range(7 - frozen):
+        f, b, w = draw.uniform(0.1, 3.0), draw.choice([0.2, 2.0]), draw.choice([0.2, 2.0])
+        layers.append(LayerCost(f, b, w))
+    m = draw.randint(1, 5)
+    bound = flow_bound(layers, 2, m)
+    spans = list[float]()
+    for inner in combinations(range(1, 7), 3):
+        costs = pipeline_costs(layers, Partition.from_bounds((0, *inner, 7)))
+        schedule = list_schedule(costs, m, first_trainable=frozen_stages(costs))
+        spans.append(simulate(schedule, costs).span)
+    assert bound <= min(spans) * (1 + 1e-9)
+    assert bound >= m * sum(layer.seconds for layer in layers) / 2 * (1 - 1e-9)
