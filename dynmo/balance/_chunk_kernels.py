@@ -198,11 +198,11 @@ def flow_time(flow: Flow, x: int, a: int, b: int, y: int) -> float:
     to_f_up = f[b] - f[x]
     to_b_up = f[n] - f[x] + g[n] - g[y]
     to_b_low = f[n] - f[x] + g[n] - g[a]
-    time = max(
-        scale * to_f_up + f_up + b_up + w_up + b_low + w_low,
-        scale * to_b_up + b_up + w_up + b_low + w_low,
-        scale * to_b_low + b_low + w_low,
-    )
+    time = scale * to_f_up + f_up + b_up + w_up + b_low + w_low
+    if b_up + w_up > 0.0:  # a frozen stage has no B to wait for
+        time = max(time, scale * to_b_up + b_up + w_up + b_low + w_low)
+    if b_low + w_low > 0.0:
+        time = max(time, scale * to_b_low + b_low + w_low)
     # From the last F of each stage, and from the last B of the upper one, to the rank's last op.
     if b_low + w_low > 0.0:
         back = g[n] - g[x] + w_low
