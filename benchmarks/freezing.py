@@ -1,10 +1,10 @@
-"""Half of a GPT's layers frozen as a prefix: balanced over static-uniform.
+"""Half of a GPT's layers frozen as a prefix: balanced, and balanced in a V, over static-uniform.
 
-It runs on two ranks of real compute, one thread each. One run holds both sides. The layers are
-moved to and fro between the static and the balanced placement, a few steps on each, pair after
-pair. Both sides thus meet the same machine. Steps are whole ones: forward, backward, agreement,
-clipping, AdamW. The ideal is the simulator's, from the layers' measured costs without links: the
-gain of a perfect executor with this placement.
+It runs on two ranks of real compute, one thread each. One run holds all sides. The layers are moved
+to and fro between the static placement, the balanced one (both by ZB-H1) and the one in a V (by
+v-auto), a few steps on each, round after round. All sides thus meet the same machine. Steps are
+whole ones: forward, backward, agreement, clipping, AdamW. The ideal is the simulator's, from the
+layers' measured costs without links: the gain of a perfect executor with this placement.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from benchmarks.output import main
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import parse
 from dynmo.cost.layer_cost import Costs, LayerCost
+from dynmo.cost.profile_file import Profile
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.pipeline.actions import Actions
+from dynmo.planner.evaluate import PlanRequest
+from dynmo.planner.make_plan import make_plan
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
@@ -58,14 +61,14 @@ class TimedPipeline:
         self._steps += 1
         return float(world.sum(seconds, "the step to end").max())
 
-    def run_on(self, partition: Partition, count: int) -> float:
+    def run_on(self, partition: Partition, count: int, schedule: str | None = None) -> float:
         """Moves the layers, and returns the median seconds of the steps that follow."""
-        migration = Actions(self.pipeline).move(partition)
+        migration = Actions(self.pipeline).move(partition, schedule)
         self.moves.append({"bytes": migration.moved_bytes, "seconds": migration.seconds})
         return median(self.run(count + 1)[1:])  # the first step after a move opens channels
 
-    def span(self, costs: tuple[LayerCost, ...], partition: Partition) -> float:
-        """Returns the simulated seconds of a step without link times."""
+    def makespan(self, costs: tuple[LayerCost, ...], partition: Partition) -> float:
+        """Returns the simulated seconds of a step of the present schedule without link times."""
         stages = self.pipeline.schedule_keeper.stage_costs(costs, partition)
         schedule = self.pipeline.schedule_keeper.on(partition)
         return simulate(schedule, Costs(stages.stages, (0.0,) * len(stages.links))).makespan
@@ -74,7 +77,7 @@ class TimedPipeline:
 def balanced(
     world: World, pairs: int, steps: int, blocks: int, hidden: int, sequence: int, microbatches: int
 ) -> dict[str, Any]:
-    """Runs on each rank: the static and the balanced placement, in turn."""
+    """Runs on each rank: the static and the balanced placements, in turn."""
     config = parse(
         {
             "model": {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": sequence},
@@ -84,41 +87,70 @@ def balanced(
     model = model_of(config)
     batches = Batches(open_corpus("stdlib"), sequence, 2 * microbatches, 2, 0)
     static = uniform(model.layers, world.size)
-    pipeline = Engine(world, model, static, StepOptions("zb-h1", microbatches=microbatches))
-    timed = TimedPipeline(world, pipeline, batches)
+    options = StepOptions("zb-h1", microbatches=microbatches, alternatives=("v-auto",))
+    pipeline = Engine(world, model, static, options)
+    actions, timed = Actions(pipeline), TimedPipeline(world, pipeline, batches)
     timed.run(2)
-    Actions(pipeline).freeze(range(model.layers // 2))
+    actions.freeze(range(model.layers // 2))
     timed.run(3)
-    target = exact([cost.seconds for cost in pipeline.costs()], world.size, current=static)
     costs = pipeline.costs()
-    sides: list[tuple[float, float]] = []
-    idle: list[tuple[float, float]] = []
+    actions.replan(costs)
+    sides = {
+        "balanced": (exact([cost.seconds for cost in costs], world.size, current=static), "zb-h1"),
+        "v": (_in_a_v(costs, world.size, microbatches), "v-auto"),
+        "static": (static, "zb-h1"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    idle: dict[str, list[float]] = {name: [] for name in sides}
+    makespans: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(pairs):
-        fast = timed.run_on(target, steps)
-        costs = pipeline.costs()
-        idle_fast = pipeline.schedule_keeper.predict(costs, target).idle_ratio
-        slow = timed.run_on(static, steps)
-        sides.append((slow, fast))
-        idle.append((pipeline.schedule_keeper.predict(costs, static).idle_ratio, idle_fast))
-    ratios = [slow / fast for slow, fast in sides]
+        for name, (partition, schedule) in sides.items():
+            seconds[name].append(timed.run_on(partition, steps, schedule))
+            costs = pipeline.costs()
+            actions.replan(costs)
+            idle[name].append(pipeline.schedule_keeper.predict(costs, partition).idle_ratio)
+            makespans[name].append(timed.makespan(costs, partition))
     return {
-        "speedup": median(ratios),
-        "ideal": timed.span(costs, static) / timed.span(costs, target),
-        "pairs": ratios,
-        "static_seconds": median(s for s, _ in sides),
-        "balanced_seconds": median(f for _, f in sides),
+        "static_seconds": median(seconds["static"]),
         "static_layers": list(static.counts),
-        "balanced_layers": list(target.counts),
         "frozen_layers": model.layers // 2,
-        "simulated_idle_static": median(s for s, _ in idle),
-        "simulated_idle_balanced": median(f for _, f in idle),
+        "simulated_idle_static": median(idle["static"]),
+        **{
+            name: {
+                "seconds": median(seconds[name]),
+                "layers": list(sides[name][0].counts),
+                "schedule": sides[name][1],
+                "simulated_idle": median(idle[name]),
+                **_gains(seconds["static"], seconds[name], makespans["static"], makespans[name]),
+            }
+            for name in ("balanced", "v")
+        },
         "moves": timed.moves,
         "layer_costs": [[cost.f, cost.b, cost.w] for cost in costs],
     }
 
 
+def _in_a_v(costs: tuple[LayerCost, ...], ranks: int, microbatches: int) -> Partition:
+    first = next(i for i, cost in enumerate(costs) if cost.b or cost.w)
+    profile = Profile(costs, tuple(str(i) for i in range(len(costs))), first_trainable=first)
+    return make_plan(PlanRequest(profile, ranks, microbatches, "v-auto")).partition
+
+
+def _gains(
+    slow: list[float], fast: list[float], slow_ideal: list[float], fast_ideal: list[float]
+) -> dict[str, Any]:
+    rounds = [a / b for a, b in zip(slow, fast, strict=True)]
+    speedup, ideal = median(rounds), median(slow_ideal) / median(fast_ideal)
+    return {
+        "speedup": speedup,
+        "ideal": ideal,
+        "reached": speedup / ideal,
+        "rounds": rounds,
+    }
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    result = run_ranks(
+    return run_ranks(
         "benchmarks.freezing:balanced",
         2,
         pairs=options.pairs,
@@ -128,7 +160,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         sequence=128,
         microbatches=options.microbatches,
     )
-    return result | {"share_of_ideal": (result["speedup"] - 1) / (result["ideal"] - 1)}
 
 
 if __name__ == "__main__":
@@ -136,8 +167,8 @@ if __name__ == "__main__":
         __doc__ or "",
         measure,
         [
-            ("pairs", 5, "alternating pairs"),
-            ("steps", 4, "counted steps on each side of a pair"),
+            ("pairs", 5, "rounds, in which the sides take turns"),
+            ("steps", 4, "counted steps on each side of a round"),
             ("microbatches", 16, "of a step"),
         ],
     )

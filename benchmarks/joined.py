@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.cost_traces import Layers, in_blocks, name_of, trace
@@ -52,7 +52,11 @@ CASES = (
 BLOCKS, RANKS, TIMES = (24, 32, 40, 48), (8, 16, 24), (2, 4)
 MOMENT = 18
 SMALL = {"blocks": 24, "ranks": 6, "times": 2}
-EMULATED = (("early_exit", 8), ("pruning", 8), ("early_exit", 16), ("pruning", 16))
+EMULATED = tuple(
+    (case, ranks)
+    for ranks in (8, 16)
+    for case in ("freezing", "pruning", "sparse_attention", "early_exit")
+)
 SIDES = ("1f1b", "zb-h1", "contiguous", "V, even", "ours", "bound")
 
 
@@ -151,11 +155,11 @@ def small(case: str, sequence: int, seconds: int) -> dict[str, Any]:
 
 
 def emulated(case: str, sequence: int, blocks: int, ranks: int, steps: int) -> dict[str, Any]:
-    """Runs v-auto on processes whose layers sleep. The shortest op of a stage sleeps for 10 ms."""
+    """Runs v-auto on processes whose layers sleep: 60 ms on average for an op of a stage."""
     layers, m = trace(case, blocks, sequence)[MOMENT], 2 * ranks
     plan = _plan("v-auto", layers, ranks, m)
     ops = [x for stage in plan.costs.stages for x in (stage.f, stage.b, stage.w) if x]
-    unit = 0.01 / min(median(ops) / 4, min(op for op in ops if op > median(ops) / 20))
+    unit = 0.06 / fmean(ops)
     events = train(
         {
             "model": {
@@ -166,11 +170,16 @@ def emulated(case: str, sequence: int, blocks: int, ranks: int, steps: int) -> d
             "train": {"steps": steps, "global_batch": m, "micro_batch": 1},
             "parallel": {"pipeline": ranks},
             "pipeline": {"schedule": "v-auto", "post_validation": True},
-            "balance": {"balancer": "none", "every": 2, "initial": list(plan.partition.counts)},
+            "balance": {
+                "balancer": "none",
+                "every": steps // 2,
+                "initial": list(plan.partition.counts),
+            },
         }
     )
-    # The schedule of the first steps knows no costs.
-    last = [event["seconds"] for event in events if event["event"] == "step"][4:]
+    # The schedule of the first half knows no costs. A decision ends it and the run, and ranks wait
+    # for one another there: the steps on either side are left out.
+    last = [event["seconds"] for event in events if event["event"] == "step"][steps // 2 + 1 : -1]
     return {
         "case": case,
         "sequence": sequence,
@@ -305,7 +314,7 @@ def main() -> None:
     parser = parser_of(__doc__, picture="joined", reads=True)
     parser.add_argument("--only", choices=["all", "simulated", "emulated"], default="all")
     add_number(parser, "stride", 1, "take every n-th depth and number of ranks")
-    add_number(parser, "steps", 9, "steps of emulated ranks")
+    add_number(parser, "steps", 10, "steps of emulated ranks")
     add_number(parser, "seconds", 30, "of the exact solver, for each small case")
     run(parser, measure, show, draw)
 

@@ -2,7 +2,7 @@
 
 A figure stands between two comments that do not show on the page:
 
-    x<!-- figure freezing.json speedup .2f -->1.39<!-- end -->
+    x<!-- figure freezing.json v.speedup .2f -->1.48<!-- end -->
 
 The first comment names the file, the path in it and the format. A path has keys and indices with
 dots between them. `*` is each item of a list, `0:4` a part of it. `min` or `max` before such a path

@@ -78,6 +78,7 @@ def result_tables() -> dict[str, str]:
         "batching real": batching.real_table(result_of("batching.json")),
         "waiting": waiting.table(result_of("waiting.json")),
         "joined": _without(joined.table(result_of("joined.json")), "blocks", "ranks"),
+        "joined emulated": joined.emulated_table(result_of("joined.json")),
         "joined small": joined.small_table(result_of("joined.json")),
         "unequal": unequal.table(result_of("unequal.json")),
         "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),

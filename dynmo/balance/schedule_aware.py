@@ -139,6 +139,7 @@ class _Search:
         # which ops a schedule has.
         self.frozen = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers))
         self.shapes: dict[int, Shape] = {}
+        self.judged = set[Bounds]()
         self.evaluations = self.budget = 0
 
     def _works(self) -> Floats:
@@ -263,6 +264,7 @@ class _Search:
 
     def evaluate(self, bounds: Bounds) -> _Candidate:
         """Simulates a placement under the schedule made for it."""
+        self.judged.add(bounds)
         costs = pipeline_costs(
             self.layers, Partition.from_bounds(bounds), links=self.links, speeds=self.speeds
         )
@@ -271,7 +273,7 @@ class _Search:
         return _Candidate(bounds, seconds, self.moved(bounds), schedule)
 
     def better(self, best: _Candidate, bounds: Bounds) -> _Candidate:
-        if bounds == best.bounds:
+        if bounds in self.judged:
             return best
         try:
             evaluated = self.evaluate(bounds)
