@@ -2,6 +2,8 @@
 # make test   set up everything, run the tests
 # make quick  the tests of the packages that need no torch
 # make matrix the long tests: combinations of what `make test` covers one by one
+# make results  the figures of the documents anew. QUICK=1: the simulated ones alone.
+#             ONLY="cases joined": some benchmarks.
 # make gpu    everything that needs a GPU, with this machine's python3. Installs nothing.
 #             DRY=1 runs it on the CPU with tiny sizes.
 # make check  formatting, lint, imports, types: exactly what CI runs before the tests
@@ -10,7 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test quick matrix gpu check format clean
+.PHONY: demo test quick matrix results gpu check format clean
 
 # The inner loops of the planner and of sparse layers are compiled once and kept. That happens at
 # set-up, so that no first run waits for it.
@@ -43,6 +45,9 @@ quick: $(READY)
 
 matrix: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m matrix
+
+results: $(READY)
+	$(BIN)/python -m docs.tools.remake $(if $(QUICK),--quick) $(ONLY)
 
 # Needs no .venv: a GPU machine may have no network.
 gpu:

@@ -1,0 +1,148 @@
+"""Remakes result files with their pictures, and the documents that show them: `make results`.
+
+    make results QUICK=1                every simulated figure
+    make results ONLY="cases joined"    some benchmarks, whole
+    make results                        all of them, one after the other: hours
+
+A run writes its result file only if it ends well. A run that measures a part of a benchmark leaves
+the other parts of the file as they are. Run the emulated and the real ones on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.output import PICTURES
+from docs.tools.figures import RESULTS
+
+ROOT = RESULTS.parents[1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One command that writes a result file, or a part of it.
+
+    Attributes:
+        kind: "simulated", "emulated" or "real". Simulated figures need no idle machine.
+        picture: Name of the picture in docs/pictures that `--plot` draws from the file. "*": the
+            benchmark knows the names of its pictures.
+        file: Name of the result file. Empty: the benchmark's.
+    """
+
+    benchmark: str
+    kind: str
+    options: str = ""
+    picture: str = ""
+    file: str = ""
+
+    @property
+    def path(self) -> Path:
+        return RESULTS / f"{self.file or self.benchmark}.json"
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", f"benchmarks.{self.benchmark}", *self.options.split()]
+
+
+RUNS = (
+    Run("exact", "simulated"),
+    Run("experts", "simulated", picture="experts"),
+    Run("joined", "simulated", "--only simulated", picture="joined"),
+    Run("planner", "simulated"),
+    Run("repack", "simulated", picture="repack"),
+    Run("reshape", "simulated", "--stride 8", picture="reshape"),
+    Run("scaling", "simulated", "--only simulated", picture="scaling"),
+    Run("sweeps", "simulated", picture="*"),
+    Run("traces", "simulated", "--only simulated", picture="idleness"),
+    Run("traces", "simulated", "--only stepwise"),
+    Run("executor", "emulated"),
+    Run("expert_parallel", "emulated"),
+    Run("granularity", "emulated"),
+    Run("joined", "emulated", "--only emulated"),
+    Run("post_validation", "emulated"),
+    Run("scaling", "emulated", "--only emulated"),
+    Run("traces", "emulated", "--only emulated"),
+    Run("unequal", "emulated"),
+    Run("uneven", "emulated"),
+    Run("batching", "real", picture="batching"),
+    Run("cases", "real"),
+    Run("deferred", "real"),
+    Run("elastic", "real"),
+    Run("executor_families", "real"),
+    Run("exit_thresholds", "real"),
+    Run("finetune", "real"),
+    Run("freezing", "real"),
+    Run("handed_on", "real"),
+    Run("heavy_head", "real"),
+    Run("learning", "real", picture="learning"),
+    Run("learning", "real", "--what experts", picture="learning_experts", file="learning_experts"),
+    Run("placement", "real"),
+    Run("quality", "real", picture="quality"),
+    Run("quality", "real", "--hidden 128", file="quality_narrow"),
+    Run("ragged", "real"),
+    Run("replicas", "real"),
+    Run("savings", "real"),
+    Run("savings_experts", "real"),
+    Run("savings_tokens", "real"),
+    Run("stand_ins", "real"),
+    Run("steadiness", "real"),
+    Run("waiting", "real"),
+)
+
+
+def remake(run: Run, console: Console) -> bool:
+    """Runs one command, writes its file and draws its picture. Returns False if it failed."""
+    start = time.perf_counter()
+    with console.status(f"{run.benchmark} {run.options} ({run.kind})"):
+        done = subprocess.run([*run.command, "--json"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        console.print(f"{run.benchmark}: status {done.returncode}: {last[0]}", markup=False)
+        return False
+    result = json.loads(done.stdout)
+    old = json.loads(run.path.read_text()) if run.path.exists() else {}
+    machine = result.pop("machine")
+    merged = {key: value for key, value in (old | result).items() if key != "machine"}
+    run.path.write_text(json.dumps(merged | {"machine": machine}) + "\n")
+    if run.picture:
+        picture = [] if run.picture == "*" else [str(PICTURES / f"{run.picture}.svg")]
+        plot = [*run.command, "--read", str(run.path), "--plot", *picture]
+        subprocess.run(plot, cwd=ROOT, capture_output=True, check=True)
+    console.print(f"{run.path.name:24} {run.kind:10} {time.perf_counter() - start:6.0f} s")
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("only", nargs="*", metavar="BENCHMARK", help="these alone")
+    parser.add_argument("--quick", action="store_true", help="simulated figures alone")
+    options = parser.parse_args()
+    unknown = set(options.only) - {run.benchmark for run in RUNS}
+    if unknown:
+        known = ", ".join(dict.fromkeys(run.benchmark for run in RUNS))
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {known}")
+    runs = [
+        run
+        for run in RUNS
+        if (not options.only or run.benchmark in options.only)
+        and (not options.quick or run.kind == "simulated")
+    ]
+    console = Console(stderr=True)
+    failed = [run for run in runs if not remake(run, console)]
+    # In a process of its own, which reads the new files.
+    subprocess.run([sys.executable, "-m", "docs.tools"], cwd=ROOT, check=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
