@@ -1,7 +1,7 @@
 """Figures of two papers.
 
-They are the speed-ups of DynMo's figure 3 with the baseline of each, and the settings of Zero
-Bubble's table 5.
+They are the speed-ups of DynMo's figure 3 with the baseline of each, the settings of Zero Bubble's
+table 5, and what Zero Bubble measured in them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ from typing import Any
 from dynmo.cost.layer_cost import Costs, uniform_costs
 
 TABLE_5 = Path(__file__).resolve().parents[1] / "tests" / "facts" / "zero_bubble_table5.json"
+MEASURED = Path(__file__).parent / "data" / "zero_bubble.json"
 
 
 def table_5() -> list[dict[str, Any]]:
     """Returns the 12 settings of Zero Bubble's table 5. Times are in milliseconds."""
     return json.loads(TABLE_5.read_text())["rows"]
+
+
+def zero_bubble_measured() -> dict[str, Any]:
+    """Returns throughput and memory that the Zero Bubble paper measured, by table."""
+    return json.loads(MEASURED.read_text())
 
 
 def costs_of(row: dict[str, Any], ranks: int | None = None) -> Costs:

@@ -10,10 +10,11 @@ weak          the fixed trace of pruning (figure 8's case), two blocks a rank: 1
 vertical      hash-sparse attention, table 1: so many blocks on 2, 4, 8 ranks, twice as many
               microbatches as ranks. static: whole blocks, evenly; balanced: halves by `exact`,
               moment by moment. The published speed-ups are the best balancer's over Megatron-LM
-equal_memory  Zero Bubble's rebuttal: ZB-2p against 1F1B and ZB-1p that get the same memory by
-              microbatches of twice the size. Costs of table 5. Twice the size is taken to cost
-              twice the time, which is kinder to ZB-2p than a GPU that does better on more. The
-              published gain over 1F1B at twice the size is 14 % on average (4 to 22 %)
+equal_memory  ZB-2p against 1F1B and ZB-1p in the same memory and batch: they get half as many
+              microbatches of twice the size. Costs of Zero Bubble's table 5. Twice the size is
+              taken to cost twice the time, which is kinder to ZB-2p than a GPU that does better on
+              more. The paper's 14 % over 1F1B (table 11) are for as many microbatches of twice the
+              size, and so for twice the batch
 emulated      the moment 18 of the same traces on real processes whose layers sleep: see
               `benchmarks.traces_emulated`
 

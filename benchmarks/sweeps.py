@@ -45,6 +45,7 @@ from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import chunks_of, stage_ranks_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
+from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import simulate
 
 # Number of layers of each model. The published runs interleave single layers.
@@ -89,6 +90,13 @@ def published_rows(per_rank: int | None = None) -> list[dict[str, Any]]:
     ]
 
 
+def chunks_in(row: dict[str, Any], schedule: str) -> int:
+    """Returns the stages of a rank. Interleaving has single layers, as in the paper."""
+    if schedule == "interleaved-1f1b":
+        return LAYERS[row["model"]] // row["ranks"]
+    return chunks_of(schedule)
+
+
 def setting_of(row: dict[str, Any], ranks: int | None = None, links: bool = True) -> Setting:
     """Returns the setting of a row of table 5."""
     link = row["t_comm_ms"] if links else 0.0
@@ -102,13 +110,18 @@ def setting_of(row: dict[str, Any], ranks: int | None = None, links: bool = True
     )
 
 
+def made(side: Side, setting: Setting, m: int, chunks: int | None = None) -> tuple[Schedule, Costs]:
+    """Makes a schedule, and the costs of its stages."""
+    p = setting.ranks
+    costs = split_costs(setting.costs(), stage_ranks_of(side.schedule, p, chunks))
+    caps = None if side.limit is None else [side.limit * p] * p
+    return make(side.schedule, p, m, costs=costs, chunks=chunks, caps=caps), costs
+
+
 def simulated(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict[str, float]:
     """Simulates one schedule."""
     p = setting.ranks
-    placement = stage_ranks_of(side.schedule, p, chunks)
-    costs = split_costs(setting.costs(), placement)
-    caps = None if side.limit is None else [side.limit * p] * p
-    schedule = make(side.schedule, p, m, costs=costs, chunks=chunks, caps=caps)
+    schedule, costs = made(side, setting, m, chunks)
     # The published figures of interleaving do not count most messages from the last rank to the
     # first. `dynmo schedule` does the same.
     timeline = (
@@ -117,7 +130,8 @@ def simulated(side: Side, setting: Setting, m: int, chunks: int | None = None) -
         else simulate(schedule, costs)
     )
     peak = max(timeline.peak_memory)
-    bound = lower_bound_on(placement, costs, m, 0, Objective.SPAN, caps or [peak] * p)
+    limit = peak if side.limit is None else side.limit * p
+    bound = lower_bound_on(schedule.stage_ranks, costs, m, 0, Objective.SPAN, [limit] * p)
     work = m * (setting.f + setting.b + setting.w)
     return {
         "span": timeline.span,
@@ -199,11 +213,7 @@ def published(stride: int) -> list[dict[str, Any]]:
         setting, m = setting_of(row), row["microbatches"]
         sides: dict[str, Any] = {}
         for name, side in SIDES.items():
-            chunks = (
-                LAYERS[row["model"]] // setting.ranks
-                if name == "interleaved-1f1b"
-                else chunks_of(side.schedule)
-            )
+            chunks = chunks_in(row, side.schedule)
             sides[name] = simulated(side, setting, m, chunks)
         out.append(
             {"model": row["model"], "ranks": setting.ranks, "microbatches": m, "sides": sides}
@@ -295,7 +305,7 @@ def _percent(share: float) -> str:
 # -- pictures --------------------------------------------------------------------------------------
 
 # Colours that the colour-blind can tell apart. Marker and dashes say the same without colour.
-_LOOKS: dict[str, tuple[str, str, str]] = {
+LOOKS: dict[str, tuple[str, str, str]] = {
     "1f1b": ("#000000", "s", "-"),
     "interleaved-1f1b": ("#7f7f7f", "D", "--"),
     "zb-h1": ("#0072b2", "o", "-"),
@@ -362,7 +372,7 @@ def _draw_attention(plt: Any, rows: list[dict[str, Any]]) -> None:
     )
     left.set(xscale="log", xlabel="sequence / hidden", ylim=(0, 1), title="what a microbatch takes")
     left.legend()
-    for name, (colour, marker, dashes) in _LOOKS.items():
+    for name, (colour, marker, dashes) in LOOKS.items():
         right.plot(
             x,
             [row["sides"][name]["bubble"] for row in rows],
@@ -375,7 +385,7 @@ def _draw_attention(plt: Any, rows: list[dict[str, Any]]) -> None:
         right.plot(
             x,
             [row["sides"][name]["least"] for row in rows],
-            color=_LOOKS[name][0],
+            color=LOOKS[name][0],
             linewidth=5,
             alpha=0.25,
             label=text,
@@ -442,7 +452,7 @@ def _draw_few(plt: Any, rows: list[dict[str, Any]]) -> None:
 
 def _draw_published(plt: Any, rows: list[dict[str, Any]]) -> None:
     figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
-    for name, (colour, marker, dashes) in _LOOKS.items():
+    for name, (colour, marker, dashes) in LOOKS.items():
         for start in range(0, len(rows), 3):
             x = range(start, start + 3)
             y = [rows[i]["sides"][name]["bubble"] for i in x]
@@ -455,7 +465,7 @@ def _draw_published(plt: Any, rows: list[dict[str, Any]]) -> None:
             "_",
             markersize=22,
             markeredgewidth=3,
-            color=_LOOKS[name][0],
+            color=LOOKS[name][0],
             alpha=0.4,
             label=text,
         )

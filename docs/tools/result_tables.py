@@ -28,6 +28,7 @@ from benchmarks import (
     traces_stepwise,
     unequal,
     waiting,
+    zero_bubble,
 )
 from docs.tools.figures import result_of
 
@@ -77,6 +78,7 @@ def result_tables() -> dict[str, str]:
         "batching": batching.simulated_table(result_of("batching.json")),
         "batching real": batching.real_table(result_of("batching.json")),
         "waiting": waiting.table(result_of("waiting.json")),
+        **_of_zero_bubble(),
         "joined": _without(joined.table(result_of("joined.json")), "blocks", "ranks"),
         "joined emulated": joined.emulated_table(result_of("joined.json")),
         "joined small": joined.small_table(result_of("joined.json")),
@@ -95,6 +97,18 @@ def result_tables() -> dict[str, str]:
             traces_emulated.emulated_table(of_traces["emulated"]), *_SECONDS, "blocks", "over dense"
         ),
     }
+
+
+def _of_zero_bubble() -> dict[str, str]:
+    tables = zero_bubble.tables(result_of("zero_bubble.json"))
+    words = ("published", "heuristic", "zb-auto", "least")
+    tables["planned"] = _without(tables["planned"], *(f"{word}, p" for word in words))
+    tables["disturbed"] = _without(
+        tables["disturbed"],
+        *("spread 5 %", "spread 20 %", "spread 30 %", "delay 1 %", "delay 5 %", "links x3"),
+        *("links x30", "with all three"),
+    )
+    return {f"zero_bubble {name}": table for name, table in tables.items()}
 
 
 def _without(table: str, *columns: str) -> str:

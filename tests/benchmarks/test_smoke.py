@@ -77,6 +77,7 @@ LONG = (
     "unequal --steps 4 --microseconds 200 --real_steps 4 --hidden 64 --blocks 2",
     "batching --steps 2 --rounds 1 --real_steps 2 --hidden 64",
     "waiting --steps 4 --hidden 64",
+    "zero_bubble --stride 12 --cases 4 --draws 2",
 )
 
 
