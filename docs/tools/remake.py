@@ -63,6 +63,7 @@ RUNS = (
     Run("sweeps", "simulated", picture="*"),
     Run("traces", "simulated", "--only simulated", picture="idleness"),
     Run("traces", "simulated", "--only stepwise"),
+    Run("zero_bubble", "simulated", picture="*"),
     Run("executor", "emulated"),
     Run("expert_parallel", "emulated"),
     Run("granularity", "emulated"),
