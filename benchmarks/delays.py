@@ -2,14 +2,14 @@
 
 Simulated with fixed seeds: the early-exit trace, 48 blocks on 24 ranks, ZB-H1 with 48 microbatches,
 4 of the 24 moments. No rank emulates a slow channel. Each message takes its channel's base time x a
-draw from a normal distribution between 1 and the delay factor: the middle is the mean, the ends are
-3 standard deviations away, and draws beyond them are cut. The base is a share of an early stage's
-F. "between nodes": 4 ranks are a node, and messages within a node take no time.
+draw from a normal distribution. The draw is cut to 1 .. the delay factor. Its mean is the middle,
+and the ends are 3 standard deviations away. The base is a share of an early stage's F. "between
+nodes": 4 ranks are a node, and messages within a node take no time.
 
 static     as many whole blocks on every rank
 no links   half blocks, the least bottleneck (`exact` without links)
-diffusion  half blocks, the balancer `diffusion`, which knows the mean of each channel
-exact      half blocks, the balancer `exact`, which knows it too
+diffusion  half blocks, the balancer of this name. It knows the mean of each channel.
+exact      half blocks, the balancer of this name. It knows the mean of each channel.
 
 The figures are steps of `static` over steps of the others: sums over moments and draws. "static
 takes" is its step over the one without delays.
