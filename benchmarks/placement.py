@@ -11,6 +11,7 @@ traces          48 blocks on 24 ranks, 24 moments of each case (benchmarks/data/
                 cost, per half block). The gain is over as many blocks on every rank: the ratio of
                 the bottlenecks summed over the moments. It is None where the balancer's answer
                 cannot run at some moments (cannot_run_at: at how many).
+lemmas          the lemmas of DynMo's appendix C.3 (benchmarks.lemmas)
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from itertools import combinations, pairwise
 from statistics import mean, median
 from typing import Any
 
+from benchmarks import lemmas
 from benchmarks.baselines.placements import algorithm_3, deepspeed_time, published_diffusion
 from benchmarks.cost_traces import timeline, trace
 from benchmarks.harness import elapsed
-from benchmarks.output import main
+from benchmarks.output import add_number, parser_of, run, show
 from dynmo.balance.balancers import Balancer, BalanceRequest, balancer
 from dynmo.balance.chunks import chunked
 from dynmo.balance.diffusion import diffuse
@@ -341,6 +343,11 @@ def simulated_row(case: str) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     cases = ("early_exit", "freezing", "pruning", "moe", "mixture_of_depths", "sparse_attention")
+    of_lemmas = {
+        "lemmas": {"lemma_1": lemmas.lemma_1(), "lemma_2": lemmas.lemma_2(options.cases // 5)}
+    }
+    if options.only:
+        return of_lemmas
     return {
         "times": times_of(options.repeat),
         "cold_seconds": cold(),
@@ -349,15 +356,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "diffusion": diffusion_table(options.cases // 2),
         "schedule_aware": schedule_table(6),
         "traces": [trace_row(case) | {"simulated": simulated_row(case)} for case in cases],
-    }
+    } | of_lemmas
+
+
+def show_tables(result: dict[str, Any]) -> None:
+    show({name: part for name, part in result.items() if name != "lemmas"})
+    print(lemmas.lemma_1_table(result["lemmas"]["lemma_1"]))
+    print(lemmas.lemma_2_table(result["lemmas"]["lemma_2"]))
 
 
 if __name__ == "__main__":
-    main(
-        __doc__ or "",
-        measure,
-        [
-            ("repeat", 5, "runs of which the best counts"),
-            ("cases", 1000, "random cases against brute force"),
-        ],
-    )
+    parser = parser_of(__doc__)
+    add_number(parser, "repeat", 5, "runs of which the best counts")
+    add_number(parser, "cases", 1000, "random cases against brute force")
+    parser.add_argument("--only", choices=["lemmas"], help="one part of the figures")
+    run(parser, measure, show_tables)

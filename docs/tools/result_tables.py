@@ -12,6 +12,7 @@ from benchmarks import (
     batching,
     cases,
     deferred,
+    delays,
     executor_families,
     exit_thresholds,
     expert_parallel,
@@ -19,6 +20,7 @@ from benchmarks import (
     heavy_head,
     joined,
     learning,
+    lemmas,
     quality,
     savings_experts,
     savings_tokens,
@@ -54,6 +56,8 @@ def result_tables() -> dict[str, str]:
         .replace(_STATIC, "static placement")
         .replace(_NO_EXITS, "no exits"),
         "quality": _without(quality.table(result_of("quality.json")), "changes at steps"),
+        "lemma 1": lemmas.lemma_1_table(result_of("placement.json")["lemmas"]["lemma_1"]),
+        "lemma 2": lemmas.lemma_2_table(result_of("placement.json")["lemmas"]["lemma_2"]),
         "learning": _without(learning.table(result_of("learning.json")), "without exits"),
         "learning_experts": _without(
             learning.table(result_of("learning_experts.json")), "without exits", "evaluation"
@@ -73,6 +77,7 @@ def result_tables() -> dict[str, str]:
         ),
         "deferred shares": deferred.shares_table(result_of("deferred.json")),
         "deferred times": deferred.times_table(result_of("deferred.json")),
+        "delays": _rows(delays.table(result_of("delays.json")["rows"]), "1", "4"),
         "executor_families": executor_families.table(result_of("executor_families.json")),
         "heavy_head": heavy_head.table(result_of("heavy_head.json")),
         "batching": batching.simulated_table(result_of("batching.json")),

@@ -5,8 +5,9 @@ Every rank that asks the same gets the same answer.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -15,10 +16,10 @@ from dynmo.balance.chunks import chunked
 from dynmo.balance.diffusion import diffuse
 from dynmo.balance.options import BALANCERS, OWN_BALANCER
 from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
-from dynmo.balance.schedule_aware import PlacementProblem, search
+from dynmo.balance.schedule_aware import PlacementProblem, faster, search
 from dynmo.balance.stage_costs import Make, by_name
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.errors import ConfigError, NoRoomError, PartitionError
+from dynmo.errors import ConfigError, NoRoomError, PartitionError, ScheduleError
 from dynmo.options import OWN, find_own
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import MemoryLimits, Pairs
@@ -41,6 +42,7 @@ class BalanceRequest:
         links: One per boundary. Used with `make`, as are `objective` and `first_trainable_layer`.
         speeds: One entry per rank.
         stage_ranks: The rank of each stage, if a rank has several. "exact" takes it into account.
+        quick: "exact" does not search by simulated time.
     """
 
     layers: tuple[LayerCost, ...]
@@ -57,6 +59,7 @@ class BalanceRequest:
     first_trainable_layer: int = 0
     speeds: tuple[float, ...] | None = None
     stage_ranks: tuple[int, ...] | None = None
+    quick: bool = False
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.current.layers:
@@ -125,8 +128,8 @@ def _uniform(request: BalanceRequest) -> Partition:
 
 
 def _exact(request: BalanceRequest) -> Partition:
-    if request.make is not None and request.cost == "time":
-        return _simulated(request, request.make)
+    if request.make is not None and request.cost == "time" and not request.quick:
+        return search(_problem(request, request.make)).partition
     if request.several:
         best = chunked(
             request.weights,
@@ -138,18 +141,46 @@ def _exact(request: BalanceRequest) -> Partition:
         return best.partition
     # Costs given by hand may have no sizes. Layers are counted then.
     sizes = [layer.moved_bytes for layer in request.layers]
-    return exact(
-        request.weights,
-        request.current.stages,
-        memory=request.memory,
-        current=request.current,
-        move_bytes=sizes if any(sizes) else None,
-        speeds=request.speeds,
+    return _faster_with_links(
+        request,
+        lambda links, output_bytes: exact(
+            request.weights,
+            request.current.stages,
+            memory=request.memory,
+            current=request.current,
+            move_bytes=sizes if any(sizes) else None,
+            speeds=request.speeds,
+            links=links,
+            output_bytes=output_bytes,
+        ),
     )
 
 
-def _simulated(request: BalanceRequest, make: Make) -> Partition:
-    problem = PlacementProblem(
+SLOW = 0.1
+"""A link is slow if a message takes this share of the mean stage's time."""
+
+_Place = Callable[[Sequence[LinkCost] | None, Sequence[int] | None], Partition]
+
+
+def _faster_with_links(request: BalanceRequest, place: _Place) -> Partition:
+    """The placement without links, unless the one with links takes less simulated time.
+
+    Both are the same if no link is slow.
+    """
+    plain = place(None, None)
+    if request.make is None or request.cost != "time" or request.several:
+        return plain
+    sizes = [layer.output_bytes for layer in request.layers]
+    slowest = max((link.seconds(max(sizes)) for link in request.links or ()), default=0.0)
+    if slowest <= SLOW * math.fsum(request.weights) / request.current.stages:
+        return plain
+    with suppress(PartitionError, ScheduleError):  # say, the memory holds no such schedule
+        return faster(_problem(request, request.make), plain, place(request.links, sizes))
+    return plain
+
+
+def _problem(request: BalanceRequest, make: Make) -> PlacementProblem:
+    return PlacementProblem(
         request.layers,
         len(set(request.several)) or request.current.stages,
         make,
@@ -161,14 +192,22 @@ def _simulated(request: BalanceRequest, make: Make) -> Partition:
         speeds=request.speeds,
         stage_ranks=request.several or None,
     )
-    return search(problem).partition
 
 
 def _diffusion(request: BalanceRequest) -> Partition:
     memory = request.memory
-    return _fitting(
+    return _faster_with_links(
         request,
-        diffuse(request.weights, request.current, fits=memory.fits if memory else None).partition,
+        lambda links, output_bytes: _fitting(
+            request,
+            diffuse(
+                request.weights,
+                request.current,
+                fits=memory.fits if memory else None,
+                links=links,
+                output_bytes=output_bytes,
+            ).partition,
+        ),
     )
 
 

@@ -170,9 +170,8 @@ def _placed(
         seed=request.seed,
         step=request.step,
         names=request.profile.names,
-        make=None
-        if request.quick and request.balancer == "exact"
-        else schedule_for_balancers(request.stages, request.layers),
+        make=schedule_for_balancers(request.stages, request.layers),
+        quick=request.quick,
         links=request.links,
         objective=request.objective,
         first_trainable_layer=request.profile.first_trainable,

@@ -1,5 +1,6 @@
 """Tests of the balancers in the registry: placements, limits, purity and errors."""
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from dynmo.balance.balancers import BalanceRequest, balancer, is_forced
 from dynmo.balance.options import BALANCERS
 from dynmo.balance.partition import Partition, stage_loads
 from dynmo.balance.stage_costs import by_name, pipeline_costs
-from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import ConfigError, PartitionError
 from dynmo.options import find_own
 from dynmo.schedule.simulator import simulate
@@ -140,6 +141,48 @@ def test_exact_goes_by_the_simulated_time_if_it_knows_the_schedule():
     assert balancer("exact")(replace(request, make=make, cost="parameters")) == balancer("exact")(
         replace(request, cost="parameters")
     )
+
+
+def behind_slow_link(middle: float) -> BalanceRequest:
+    """24 equal layers on 4 ranks, and a link in the middle."""
+    links = tuple(LinkCost(seconds, math.inf) for seconds in (0.0, middle, 0.0))
+    layers, current = (LayerCost(1.0, 1.0, 1.0),) * 24, Partition((6, 6, 6, 6))
+    return BalanceRequest(layers, current, make=by_name("zb-h1", 8), links=links)
+
+
+def test_balancers_know_slow_links():
+    request = behind_slow_link(8.0)
+    quick = replace(request, quick=True)
+    found = {
+        "none": balancer("none")(request),
+        "exact": balancer("exact")(request),
+        "quick": balancer("exact")(quick),
+        "diffusion": balancer("diffusion")(request),
+    }
+    spans = {
+        name: simulate(by_name("zb-h1", 8)(costs), costs).span
+        for name, x in found.items()
+        for costs in [pipeline_costs(request.layers, x, links=request.links)]
+    }
+    assert spans == {"none": 214.0, "exact": 205.0, "quick": 207.0, "diffusion": 205.0}
+    # By parameters nothing is simulated.
+    parameters = tuple(replace(layer, parameters=1) for layer in request.layers)
+    assert balancer("diffusion")(replace(request, layers=parameters, cost="parameters")).counts == (
+        6,
+        6,
+        6,
+        6,
+    )
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 1.8])
+def test_fast_links_change_no_placement(seconds: float):
+    request = behind_slow_link(seconds)
+    uneven = replace(request, current=Partition((9, 3, 3, 9)))
+    without = replace(uneven, links=None)
+    for name in ("exact", "diffusion"):
+        quick, blind = replace(uneven, quick=True), replace(without, quick=True)
+        assert balancer(name)(quick) == balancer(name)(blind)
 
 
 def own(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> str:

@@ -1,5 +1,6 @@
 """Path diffusion descends and keeps the order."""
 
+import math
 import random
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from dynmo.balance.diffusion import diffuse
 from dynmo.balance.partition import Partition, exact, stage_loads, uniform
+from dynmo.cost.layer_cost import LinkCost
 from dynmo.errors import PartitionError
 
 many = settings(max_examples=50, derandomize=True)
@@ -110,3 +112,32 @@ def test_result_is_within_one_layer_of_the_optimum():
 def test_placement_of_another_model_is_refused():
     with pytest.raises(PartitionError, match="3 weights for a placement of 2 layers"):
         diffuse([1.0] * 3, Partition((1, 1)))
+
+
+@many
+@given(cases(), st.data())
+def test_sending_counts_as_load(case: tuple[list[float], Partition], data: st.DataObject):
+    weights, current = case
+    eighths = st.integers(0, 80).map(lambda x: x / 8)
+    seconds = [data.draw(eighths) for _ in range(current.stages - 1)]
+    links, sizes = [LinkCost(x, math.inf) for x in seconds], [1] * current.layers
+
+    def times(partition: Partition) -> list[float]:
+        loads = stage_loads(weights, partition)
+        return sorted(map(sum, zip(loads, [*seconds, 0.0], strict=True)), reverse=True)
+
+    result = diffuse(weights, current, links=links, output_bytes=sizes)
+    descent = list(map(times, result.placements))
+    if any(weights):
+        assert descent == sorted(descent, reverse=True)
+        assert len(set(map(tuple, descent))) == len(descent)
+    repeated = diffuse(weights, result.partition, links=links, output_bytes=sizes)
+    assert repeated.rounds == 0
+
+
+def test_links_that_take_no_time_change_nothing():
+    links = [LinkCost(0.0, math.inf)] * 9
+    weights, current = [1.0] * 55, Partition((10, 9, 8, 7, 6, 5, 4, 3, 2, 1))
+    assert diffuse(weights, current, links=links, output_bytes=[1] * 55) == diffuse(
+        weights, current
+    )

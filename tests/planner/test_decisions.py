@@ -65,6 +65,28 @@ def test_layers_move_to_the_rank_with_less_work() -> None:
     assert choice.target.counts[0] > 4
 
 
+@pytest.mark.parametrize("balancer", ["exact", "diffusion"])
+def test_layers_move_away_from_a_slow_link(balancer: str) -> None:
+    layers, none = (ONE,) * 24, LinkCost(0.0, 1e9)
+    known = situation(
+        layers=layers,
+        halves=(layers, layers),
+        names=tuple(map(str, range(24))),
+        first_trainable=0,
+        links=(((0, 1), none), ((1, 2), LinkCost(0.08, 1e9)), ((2, 3), none)),
+        mesh=Mesh(4, 1, 8, 1, "zb-h1"),
+        partition=Partition((6, 6, 6, 6)),
+        scheduled=layers,
+        shapes=((4, 1),),
+        nodes=("a",) * 4,
+        balance=Balance(balancer=balancer),
+    )
+    choice = decide_move(known)
+    assert choice is not None
+    assert choice.decision.predicted_gain == pytest.approx(1 - 205 / 214, abs=1e-3)
+    assert decide_move(replace(known, links=tuple((pair, none) for pair, _ in known.links))) is None
+
+
 def test_nothing_moves_without_a_second_reading_or_a_balancer() -> None:
     choice = decide_move(situation(halves=()))
     assert choice is not None

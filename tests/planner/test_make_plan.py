@@ -42,6 +42,19 @@ def profile(count: int = 12, seed: int = 0, frozen: int = 0) -> Profile:
     )
 
 
+def test_plans_avoid_a_slow_link() -> None:
+    layers = (LayerCost(1.0, 1.0, 1.0, output_bytes=1),) * 24
+    fast, slow = LinkCost(0.0, 1e9), LinkCost(8.0, 1e9)
+    links = (((0, 1), fast), ((1, 2), slow), ((2, 3), fast))
+    known = Profile(layers, tuple(map(str, range(24))), links=links)
+
+    def step(balancer: str, quick: bool = False) -> float:
+        return make_plan(PlanRequest(known, 4, 8, balancer=balancer, quick=quick)).step
+
+    steps = [step("uniform"), step("exact"), step("exact", quick=True), step("diffusion")]
+    assert steps == pytest.approx([214, 205, 207, 205])
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-auto", "zb-v", "interleaved-1f1b"])
 def test_a_slow_rank_gets_less_work(schedule: str) -> None:
     request = PlanRequest(profile(24), 3, 6, schedule, speeds=(1.0, 0.5, 1.0), any_links=True)

@@ -1,0 +1,156 @@
+"""Draws the pictures of docs/how-a-balancer-decides.md, each from a run of the code.
+
+python -m docs.tools.balancing
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
+
+from benchmarks.lemmas import bound
+from benchmarks.output import PICTURES, pyplot, save_picture
+from dynmo.balance.chains import Problem
+from dynmo.balance.diffusion import diffuse
+from dynmo.balance.partition import Partition, exact
+from dynmo.balance.stage_costs import by_name, pipeline_costs
+from dynmo.balance.trigger import worth_moving
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.schedule.op import Kind
+from dynmo.schedule.simulator import Timeline, simulate
+
+GREY, RED, BLUE, SKY, GREEN = "#999999", "#d55e00", "#0072b2", "#56b4e9", "#009e73"
+COLOURS = {Kind.F: SKY, Kind.B: GREEN, Kind.W: GREY, Kind.BW: GREEN}
+WEIGHTS = [4.0, 2.0, 3.0, 3.0, 1.0, 2.0, 1.0, 1.0, 2.0, 3.0, 1.0, 1.0]
+RANKS = 4
+SLOPE = [1.0] * 36
+START = Partition((10, 8, 6, 4, 3, 2, 2, 1))
+HEAVY = (LayerCost(5.0, 5.0, 5.0), *(LayerCost(1.0, 1.0, 1.0) for _ in range(7)))
+TIED = (Partition((1, 2, 5)), Partition((1, 3, 4)))
+STEP, MOVE, MARGIN, HYSTERESIS = 1.0, 2.0, 1.0, 0.02
+
+
+def partition(path: Path) -> None:
+    """Draws the prefix sums with their cuts, and the bottlenecks that were tried."""
+    problem = Problem(WEIGHTS, RANKS)
+    probe, tried = problem.probe, list[tuple[float, bool]]()
+
+    def watched(bottleneck: float) -> tuple[bool, float]:
+        feasible, value = probe(bottleneck)
+        tried.append((bottleneck, feasible))
+        return feasible, value
+
+    with patch.object(problem, "probe", watched):
+        least = problem.least_bottleneck()
+    bounds = exact(WEIGHTS, RANKS).bounds
+    sums = problem.sums.tolist()
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3), layout="constrained")
+    left.step(range(len(sums)), sums, where="post", color=GREY)
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        left.fill_between([start, stop], sums[start], sums[stop], color=SKY, alpha=0.35)
+        load = f"stage {stage}: {sums[stop] - sums[start]}"
+        left.annotate(load, (start, sums[stop]), xytext=(2, 2), textcoords="offset points")
+    left.set(title="prefix sums and cuts", xlabel="layer", ylabel="sum of the loads before it")
+    left.set_ylim(0, sums[-1] * 1.1)
+    for trial, (bottleneck, feasible) in enumerate(tried, start=1):
+        colour, marker = (BLUE, "o") if feasible else (RED, "x")
+        right.plot(trial, bottleneck, marker, color=colour)
+    right.plot([], [], "o", color=BLUE, label=f"enough for {RANKS} stages")
+    right.plot([], [], "x", color=RED, label="too little")
+    right.axhline(least, color=BLUE, linewidth=0.8, linestyle="--", label=f"the least: {least:g}")
+    right.set(title="bisection of the bottleneck", xlabel="trial", ylabel="bottleneck tried")
+    right.set_xticks(range(1, len(tried) + 1))
+    right.legend(frameon=False)
+    save_picture(figure, path)
+
+
+def diffusion(path: Path) -> None:
+    """Draws the loads of the stages and the flows over the boundaries, round by round."""
+    shown = diffuse(SLOPE, START).placements
+    mean = len(SLOPE) / START.stages
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3), layout="constrained")
+    for turn, placement in enumerate(shown):
+        share = turn / (len(shown) - 1)
+        colour = (0.84 * (1 - share), 0.37 + 0.08 * share, 0.7 * share)
+        name = {0: "start", len(shown) - 1: f"after {len(shown) - 1} rounds"}.get(turn)
+        left.plot(placement.counts, color=colour, marker="o", markersize=3, label=name)
+        flows = [stop - i * mean for i, stop in enumerate(placement.bounds)][1:-1]
+        right.plot(range(1, START.stages), flows, color=colour, marker="o", markersize=3)
+    left.axhline(mean, color=GREY, linewidth=0.8, linestyle="--", label="mean")
+    right.axhline(0, color=GREY, linewidth=0.8, linestyle="--")
+    limit = bound(START.stages, len(SLOPE))
+    left.set(title="loads", xlabel="stage", ylabel="layers")
+    right.set(title=f"flows (lemma 2: {limit:.0f} rounds)", xlabel="boundary", ylabel="layers")
+    left.legend(frameon=False)
+    save_picture(figure, path)
+
+
+def timelines() -> list[Timeline]:
+    make = by_name("1f1b", 4)
+    costs = [pipeline_costs(HEAVY, placement) for placement in TIED]
+    return [simulate(make(x), x) for x in costs]
+
+
+def schedule_aware(path: Path) -> None:
+    """Draws the timelines of two placements of the same bottleneck."""
+    drawn = timelines()
+    figure, panels = pyplot().subplots(2, 1, figsize=(8, 3.2), sharex=True, layout="constrained")
+    for axes, placement, timeline in zip(panels, TIED, drawn, strict=True):
+        for rank, row in enumerate(timeline.ranks):
+            for op, start, end in row:
+                axes.broken_barh(
+                    [(start, end - start)],
+                    (rank - 0.4, 0.8),
+                    color=COLOURS[op.kind],
+                    edgecolor="white",
+                )
+        counts = "+".join(map(str, placement.counts))
+        axes.set(title=f"{counts} layers: {timeline.span:g}", ylabel="rank")
+        axes.set_yticks(range(len(timeline.ranks)))
+        axes.invert_yaxis()
+    panels[-1].set_xlabel("time (blue: F, green: B and W)")
+    save_picture(figure, path)
+
+
+def benefit(path: Path) -> None:
+    """Draws the gain against the cost, and which moves are made."""
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3), layout="constrained")
+    steps = range(0, 201, 2)
+    for gain, colour in ((0.01, GREY), (0.03, SKY), (0.1, BLUE)):
+        saved = [gain * STEP * n for n in steps]
+        left.plot(steps, saved, color=colour, label=f"a gain of {gain:.0%}")
+    left.axhline(MOVE * MARGIN, color=RED, linestyle="--", label="cost of the move x margin")
+    left.set(title="seconds saved", xlabel="steps left", ylabel="seconds", ylim=(0, 10))
+    left.legend(frameon=False, loc="upper right")
+    least = [100 * _least_gain(n) for n in steps]
+    right.fill_between(steps, least, 100, color=SKY, alpha=0.35)
+    right.axhline(100 * HYSTERESIS, color=RED, linestyle="--", label="hysteresis")
+    right.text(120, 6, "move")
+    right.text(15, 0.7, "stay")
+    right.set(
+        title="what is decided", xlabel="steps left", ylabel="gain of a step, %", ylim=(0, 10)
+    )
+    right.legend(frameon=False, loc="upper right")
+    save_picture(figure, path)
+
+
+def _least_gain(steps: int) -> float:
+    """Returns the least gain for which layers move."""
+    gains = (i / 1000 for i in range(1, 1000))
+    return next((x for x in gains if _decide(x, steps)), 1.0)
+
+
+def _decide(gain: float, steps: int) -> bool:
+    return worth_moving(STEP, STEP * (1 - gain), steps, MOVE, MARGIN, HYSTERESIS).move
+
+
+def draw(folder: Path) -> None:
+    partition(folder / "balancer_partition.svg")
+    diffusion(folder / "balancer_diffusion.svg")
+    schedule_aware(folder / "balancer_schedule.svg")
+    benefit(folder / "balancer_benefit.svg")
+
+
+if __name__ == "__main__":
+    draw(PICTURES)
