@@ -53,9 +53,11 @@ class Run:
 
 
 RUNS = (
+    Run("delays", "simulated", picture="delays"),
     Run("exact", "simulated"),
     Run("experts", "simulated", picture="experts"),
     Run("joined", "simulated", "--only simulated", picture="joined"),
+    Run("placement", "simulated", "--only lemmas"),
     Run("planner", "simulated"),
     Run("repack", "simulated", picture="repack"),
     Run("reshape", "simulated", "--stride 8", picture="reshape"),
