@@ -10,6 +10,7 @@ from functools import cache
 
 from benchmarks import (
     batching,
+    bubbles,
     cases,
     deferred,
     executor_families,
@@ -74,6 +75,8 @@ def result_tables() -> dict[str, str]:
         "deferred times": deferred.times_table(result_of("deferred.json")),
         "executor_families": executor_families.table(result_of("executor_families.json")),
         "heavy_head": heavy_head.table(result_of("heavy_head.json")),
+        "bubbles": bubbles.table(result_of("bubbles.json")["traces"]),
+        "bubbles equation": bubbles.equation_table(result_of("bubbles.json")["equation"], (0.0,)),
         "batching": batching.simulated_table(result_of("batching.json")),
         "batching real": batching.real_table(result_of("batching.json")),
         "waiting": waiting.table(result_of("waiting.json")),

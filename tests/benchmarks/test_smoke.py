@@ -31,6 +31,7 @@ RANKS: dict[str, dict[str, Any]] = {
 """Arguments that make a function for ranks small, where its command has no option for that."""
 
 SHORT = (
+    "bubbles --stride 24 --workers 4",
     "deferred --hidden 64 --tokens 32 --rounds 2",
     "exact --seconds 1 --uneven 2",
     "exit_thresholds --steps 20 --hidden 64 --sequence 32 --rounds 1",
