@@ -110,7 +110,7 @@ def row(
         "inherent": fmean(inherent),
         "idle": {side: fmean(values) for side, values in idle.items()},
         "imbalance": {side: fmean(values) - fmean(inherent) for side, values in idle.items()},
-        "paper": paper,
+        "paper": paper or (),
         "moments": {"inherent": inherent, "idle": idle},
     }
 
@@ -170,7 +170,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             [x["case"], str(x["blocks"]), str(x["ranks"])]
             + [f"{100 * share:.1f} %" for share in bubbles]
-            + ["-" if pair is None else f"{pair[0]:.0%} to {pair[1]:.0%}" for pair in pairs]
+            + ["-" if not pair else f"{pair[0]:.0%} to {pair[1]:.0%}" for pair in pairs]
         )
     return markdown(head, lines)
 

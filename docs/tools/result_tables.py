@@ -26,6 +26,7 @@ from benchmarks import (
     scaling,
     traces,
     traces_emulated,
+    traces_growth,
     traces_stepwise,
     unequal,
     waiting,
@@ -45,6 +46,7 @@ def result_tables() -> dict[str, str]:
     published = cases.published_table(result_of("cases.json")["rows"])
     return {
         "scaling weak": of_scaling["weak"],
+        "scaling vertical": of_scaling["vertical"],
         "scaling emulated": _without(of_scaling["emulated"], *_SECONDS),
         "cases": _without(
             cases.table(result_of("cases.json")["rows"]),
@@ -88,6 +90,8 @@ def result_tables() -> dict[str, str]:
             _rows(traces.summary(of_traces["rows"]), "24", "32", "48"),
             *("static", "optimum", "bound", "the paper's"),
         ),
+        "traces growth": traces_growth.table(of_traces["growth"]),
+        "traces microbatches": traces_growth.microbatch_table(of_traces["growth"]),
         "traces stepwise": _without(
             traces_stepwise.table(of_traces["stepwise"], ranks=(24,)),
             *("ranks", "perfect", "bound", "published", "pilot"),
