@@ -214,9 +214,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel.plot(x, percent["even"], color="#d55e00", label="even")
         panel.plot(x, percent["balanced"], color="#0072b2", label="balanced")
         panel.plot(x, percent["known at once"], ":", color="#0072b2", label="known at once")
-        panel.set(title=f"{row['case']}, {row['ranks']} ranks", ylim=(0, 70))
-        panel.set_xlabel("moment")
-    axes[0][0].legend(frameon=False)
+        panel.set(title=row["case"], xlabel=f"moment ({row['ranks']} ranks)", ylim=(0, 70))
+    axes[0][2].legend(frameon=False)
     for panel in axes[:, 0]:
         panel.set_ylabel("idle, % of a step")
     rows = [x for x in result["equation"] if not x["link"] and x["microbatches"] == x["ranks"]]
