@@ -7,9 +7,14 @@ weak          the fixed trace of pruning (figure 8's case), two blocks a rank: 1
               over the moments. Replicas multiply it, reductions are not counted.
               `speed_up`: balanced over static; `efficiency`: throughput a rank over the smallest
               size's. Published: up to 2.12x
-vertical      hash-sparse attention, table 1: so many blocks on 2, 4, 8 ranks, twice as many
+vertical      hash-sparse attention, table 1: so many blocks on 2, 4, 8 ranks, four times as many
               microbatches as ranks. static: whole blocks, evenly; balanced: halves by `exact`,
-              moment by moment. The published speed-ups are the best balancer's over Megatron-LM
+              moment by moment. The published speed-ups are the best balancer's over Megatron-LM.
+              Samples per second have one factor, which makes `static` the paper's Megatron-LM at
+              24 blocks on 2 ranks. `memory` is the fullest rank's by dynmo's account of the
+              paper's model (`benchmarks.paper_model`), with flash attention and with attention
+              matrices that stay until B. `vertical_oom` are the cells that ran out of memory in
+              the paper
 equal_memory  ZB-2p against 1F1B and ZB-1p in the same memory and batch: they get half as many
               microbatches of twice the size. Costs of Zero Bubble's table 5. Twice the size is
               taken to cost twice the time, which is kinder to ZB-2p than a GPU that does better on
@@ -31,6 +36,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks import paper_model
 from benchmarks.cost_traces import best, in_blocks, perfect, timeline, trace
 from benchmarks.harness import run_ranks
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
@@ -58,7 +64,10 @@ VERTICAL = {
     (40, 8): (26.425, 35.262, 33.296),
     (48, 4): (10.89, 14.7, 14.54),
     (48, 8): (23.126, 31.724, 29.711),
+    (56, 8): (19.126, 26.724, 25.711),
 }
+VERTICAL_OOM = ((48, 2), (56, 2), (56, 4))
+FITTED = (24, 2)  # the cell that gives the factor of samples per second
 
 
 def weak(stride: int) -> list[dict[str, Any]]:
@@ -102,27 +111,51 @@ def weak(stride: int) -> list[dict[str, Any]]:
     return out
 
 
-def vertical(stride: int) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
-    for (blocks, ranks), (megatron, *ours) in VERTICAL.items():
-        moments, microbatches = trace("sparse_attention", blocks, 2048)[::stride], 2 * ranks
-        even = uniform(blocks, ranks)
-        static = mean(timeline(in_blocks(x), even, microbatches).makespan for x in moments)
-        partitions = [exact([layer.seconds for layer in x], ranks) for x in moments]
-        balanced = mean(
-            timeline(x, p, microbatches).makespan for x, p in zip(moments, partitions, strict=True)
-        )
-        ideal = mean(perfect(x, ranks, microbatches).makespan for x in moments)
-        out.append(
-            {
-                "blocks": blocks,
-                "ranks": ranks,
-                "speed_up": static / balanced,
-                "bound": static / ideal,
-                "published": max(ours) / megatron,
+def vertical(stride: int) -> dict[str, Any]:
+    """Measures all cells of table 1."""
+    rows = {cell: _cell(*cell, stride) for cell in (*VERTICAL, *VERTICAL_OOM)}
+    factor = VERTICAL[FITTED][0] / rows[FITTED]["samples"]["static"]
+    for x in rows.values():
+        x["samples"] = {side: factor * rate for side, rate in x["samples"].items()}
+    return {
+        "vertical": [
+            rows[cell]
+            | {
+                "published": max(theirs) / megatron,
+                "published_samples": {"static": megatron, "balanced": max(theirs)},
+                "static_over_megatron": rows[cell]["samples"]["static"] / megatron,
             }
-        )
-    return out
+            for cell, (megatron, *theirs) in VERTICAL.items()
+        ],
+        "vertical_oom": [rows[cell] for cell in VERTICAL_OOM],
+    }
+
+
+def _cell(blocks: int, ranks: int, stride: int) -> dict[str, Any]:
+    moments = trace("sparse_attention", blocks, paper_model.SEQUENCE)[::stride]
+    microbatches, even = paper_model.PER_RANK * ranks, uniform(blocks, ranks)
+    static = mean(timeline(in_blocks(x), even, microbatches).makespan for x in moments)
+    partitions = [exact([layer.seconds for layer in x], ranks) for x in moments]
+    balanced = mean(
+        timeline(x, p, microbatches).makespan for x, p in zip(moments, partitions, strict=True)
+    )
+    ideal = mean(perfect(x, ranks, microbatches).makespan for x in moments)
+    memory = {
+        name: paper_model.memory(blocks, ranks, stored)
+        for name, stored in (("flash", False), ("stored", True))
+    }
+    return {
+        "blocks": blocks,
+        "ranks": ranks,
+        "speed_up": static / balanced,
+        "bound": static / ideal,
+        "samples": {
+            side: paper_model.MICROBATCH * microbatches / seconds
+            for side, seconds in (("static", static), ("balanced", balanced))
+        },
+        "memory": memory,
+        "fits": {name: need <= paper_model.H100 for name, need in memory.items()},
+    }
 
 
 def equal_memory(settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -172,7 +205,7 @@ def measure(stride: int) -> dict[str, Any]:
     return {
         "weak": weak(stride),
         "published_weak": PUBLISHED_WEAK,
-        "vertical": vertical(stride),
+        **vertical(stride),
         "equal_memory": equal,
         "mean_over_1f1b": math.fsum(x["over_1f1b"] for x in equal) / len(equal),
         "mean_over_zb_1p": math.fsum(x["over_zb_1p"] for x in equal) / len(equal),
@@ -218,14 +251,7 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
                 for x in result["weak"]
             ],
         ),
-        "vertical": _table(
-            ["blocks", "ranks", "speed-up", "at most", "published"],
-            [
-                [f"{x['blocks']}", f"{x['ranks']}"]
-                + [f"{x[key]:.2f}" for key in ("speed_up", "bound", "published")]
-                for x in result["vertical"]
-            ],
-        ),
+        "vertical": _vertical_table([*result["vertical"], *result["vertical_oom"]]),
         "equal memory": _table(
             ["model", "ranks", "microbatches", "ZB-2p faster than 1F1B", "than ZB-1p"],
             [
@@ -238,6 +264,27 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
     if "emulated" in result:
         texts["emulated"] = emulated_table(result["emulated"])
     return texts
+
+
+def _vertical_table(cells: Sequence[dict[str, Any]]) -> str:
+    head = ["blocks", "ranks", "speed-up", "at most", "published"]
+    head += ["samples/s, static", "balanced", "Megatron-LM", "DynMo"]
+    head += ["GB, flash attention", "GB, stored matrices"]
+    rows: list[list[str]] = []
+    for x in sorted(cells, key=lambda x: (x["blocks"], x["ranks"])):
+        theirs = x.get("published_samples")
+        rows.append(
+            [f"{x['blocks']}", f"{x['ranks']}"]
+            + [f"{x[key]:.2f}" for key in ("speed_up", "bound")]
+            + [f"{x['published']:.2f}" if theirs else "OOM"]
+            + [f"{x['samples'][side]:.2f}" for side in ("static", "balanced")]
+            + [f"{theirs[side]:.2f}" if theirs else "OOM" for side in ("static", "balanced")]
+            + [
+                f"{need / 1e9:.0f}" + ("" if x["fits"][name] else " (too much)")
+                for name, need in x["memory"].items()
+            ]
+        )
+    return _table(head, rows)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

@@ -21,6 +21,10 @@ perfect               every rank has the same part of all work, as if layers cou
 `bound` = ceil(blocks / ranks). Speed-ups over dense contain what the technique itself saves.
 `published` are the paper's (figure 3).
 
+The microbatches are twice the ranks, which is enough for the longest warm-up (2p - 1, ZB-H2) and
+takes half as long to simulate as the paper's four times. `--only growth` places every case with
+both numbers, on 8 to 24 ranks: `benchmarks.traces_growth`.
+
 Early exit and mixture of depths have a table of their own, because their costs differ at every
 step: `benchmarks.traces_stepwise`.
 """
@@ -35,7 +39,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import traces_stepwise
+from benchmarks import traces_growth, traces_stepwise
 from benchmarks.cost_traces import (
     CASES,
     Layers,
@@ -273,7 +277,8 @@ def draw_idleness(result: dict[str, Any], path: Path) -> None:
 def show(result: dict[str, Any]) -> None:
     """Prints the tables, and the figures that they lack."""
     print(*tables(result), sep="\n\n", end="\n\n")
-    others = {key: value for key, value in result.items() if key not in ("rows", "stepwise")}
+    shown = ("rows", "stepwise", "growth")
+    others = {key: value for key, value in result.items() if key not in shown}
     print(json.dumps(others, indent=1))
 
 
@@ -286,6 +291,11 @@ def tables(result: dict[str, Any]) -> list[str]:
         texts += [table(result["rows"]), summary(result["rows"])]
     if "stepwise" in result:
         texts.append(traces_stepwise.table(result["stepwise"]))
+    if "growth" in result:
+        texts += [
+            traces_growth.table(result["growth"]),
+            traces_growth.microbatch_table(result["growth"]),
+        ]
     return texts
 
 
@@ -397,6 +407,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     parts = {
         "simulated": lambda: simulated(options),
         "stepwise": lambda: traces_stepwise.stepwise(options.blocks, RANKS),
+        "growth": lambda: traces_growth.growth(options.blocks, options.cases, options.stride),
         "emulated": lambda: emulated(options),
     }
     result: dict[str, Any] = {}
@@ -410,12 +421,13 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model"
     )
-    add_number(parser, "cases", len(CASES), "so many of the cases")
+    add_number(parser, "cases", len(traces_growth.ALL_CASES), "so many of the cases")
+    add_number(parser, "stride", traces_growth.STRIDE, "of growth: every so many-th moment")
     parser.add_argument(
         "--only",
-        choices=("simulated", "stepwise", "emulated"),
+        choices=("simulated", "stepwise", "growth", "emulated"),
         help=(
-            "one of the three: the simulator, the simulator step by step, "
+            "one part: the simulator, the simulator step by step, the gain by ranks and blocks, "
             "or 48 blocks on real ranks that sleep"
         ),
     )

@@ -52,6 +52,8 @@ class StepEvent(Event):
         utilization: These over the FLOP/s that all ranks can do. None if unknown.
         memory: Peak bytes of each rank. See `StepResult.memory`. Empty in older logs.
         gpu_seconds_returned: GPU-seconds so far of the ranks that the run did without.
+        inherent_idle: Share of idle time that the schedule would have at equal stages, simulated.
+            The rest of `idle_ratio` is due to imbalance. None in older logs.
     """
 
     event: ClassVar[str] = "step"
@@ -68,6 +70,7 @@ class StepEvent(Event):
     utilization: float | None = None
     memory: tuple[int, ...] = ()
     gpu_seconds_returned: float = 0.0
+    inherent_idle: float | None = None
 
 
 @dataclass(frozen=True)

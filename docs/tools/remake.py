@@ -53,6 +53,7 @@ class Run:
 
 
 RUNS = (
+    Run("bubbles", "simulated", picture="bubbles"),
     Run("delays", "simulated", picture="delays"),
     Run("exact", "simulated"),
     Run("experts", "simulated", picture="experts"),
@@ -65,6 +66,7 @@ RUNS = (
     Run("sweeps", "simulated", picture="*"),
     Run("traces", "simulated", "--only simulated", picture="idleness"),
     Run("traces", "simulated", "--only stepwise"),
+    Run("traces", "simulated", "--only growth"),
     Run("zero_bubble", "simulated", picture="*"),
     Run("executor", "emulated"),
     Run("expert_parallel", "emulated"),

@@ -10,6 +10,7 @@ from functools import cache
 
 from benchmarks import (
     batching,
+    bubbles,
     cases,
     deferred,
     delays,
@@ -27,6 +28,7 @@ from benchmarks import (
     scaling,
     traces,
     traces_emulated,
+    traces_growth,
     traces_stepwise,
     unequal,
     waiting,
@@ -47,6 +49,7 @@ def result_tables() -> dict[str, str]:
     published = cases.published_table(result_of("cases.json")["rows"])
     return {
         "scaling weak": of_scaling["weak"],
+        "scaling vertical": of_scaling["vertical"],
         "scaling emulated": _without(of_scaling["emulated"], *_SECONDS),
         "cases": _without(
             cases.table(result_of("cases.json")["rows"]),
@@ -80,6 +83,8 @@ def result_tables() -> dict[str, str]:
         "delays": _rows(delays.table(result_of("delays.json")["rows"]), "1", "4"),
         "executor_families": executor_families.table(result_of("executor_families.json")),
         "heavy_head": heavy_head.table(result_of("heavy_head.json")),
+        "bubbles": bubbles.table(result_of("bubbles.json")["traces"]),
+        "bubbles equation": bubbles.equation_table(result_of("bubbles.json")["equation"], (0.0,)),
         "batching": batching.simulated_table(result_of("batching.json")),
         "batching real": batching.real_table(result_of("batching.json")),
         "waiting": waiting.table(result_of("waiting.json")),
@@ -93,6 +98,8 @@ def result_tables() -> dict[str, str]:
             _rows(traces.summary(of_traces["rows"]), "24", "32", "48"),
             *("static", "optimum", "bound", "the paper's"),
         ),
+        "traces growth": traces_growth.table(of_traces["growth"]),
+        "traces microbatches": traces_growth.microbatch_table(of_traces["growth"]),
         "traces stepwise": _without(
             traces_stepwise.table(of_traces["stepwise"], ranks=(24,)),
             *("ranks", "perfect", "bound", "published", "pilot"),

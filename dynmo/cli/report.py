@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dynmo.cli.options import command
+from dynmo.cli.plot import check_plot, save_plot
 from dynmo.errors import InputError
 from dynmo.events import read, to_json
 
@@ -27,6 +28,14 @@ class ReportOptions:
         list[Path],
         typer.Argument(help="Run folders, such as runs/demo-balanced.", show_default=False),
     ]
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw inherent and imbalance bubbles by step (.svg, .png, .pdf; needs the extra "
+            "plot).",
+        ),
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
 
 
@@ -36,8 +45,12 @@ def report(options: ReportOptions) -> None:
     from dynmo.report.comparison import aligned, differences, verdict
 
     folders = options.runs
+    if options.plot is not None:
+        check_plot(options.plot)
     summaries = aligned([_summary(folder) for folder in folders])
     runs = [(folder.resolve().name, run) for folder, run in zip(folders, summaries, strict=True)]
+    if options.plot is not None:
+        _plot(runs, options.plot)
     configs = [_config(folder) for folder in folders]
     known = [config for config in configs if config is not None]
     differ = differences(known) if len(runs) > 1 and len(known) == len(runs) else None
@@ -119,3 +132,28 @@ def _print_comparison(runs: list[NamedSummary], differ: Differences | None) -> N
     if doubt is not None:
         print(doubt)
     print(conclusion(runs, differ))
+
+
+def _plot(runs: list[NamedSummary], path: Path) -> None:
+    """Draws the idle ratio of each step: the inherent bubble, and that of imbalance above it."""
+    from matplotlib.figure import Figure  # not pyplot: no window, no state
+
+    figure = Figure(figsize=(8, 2 + 2 * len(runs)), layout="constrained")
+    panels = figure.subplots(len(runs), sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (name, run) in zip(panels, runs, strict=True):
+        steps = [step.step for step in run.done]
+        idle = [100 * step.idle_ratio for step in run.done]
+        inherent = [
+            min(whole, 100 * (step.inherent_idle or 0.0))
+            for step, whole in zip(run.done, idle, strict=True)
+        ]
+        axes.fill_between(steps, inherent, step="post", color="tab:gray", label="inherent")
+        axes.fill_between(
+            steps, inherent, idle, step="post", color="tab:red", alpha=0.6, label="imbalance"
+        )
+        axes.set(title=name, ylabel="idle, %", ylim=(0, 100))
+        for event in run.rebalances:
+            axes.axvline(event.step, color="tab:blue", alpha=0.4, linewidth=1)
+    panels[0].legend()
+    panels[-1].set_xlabel("step")
+    save_plot(figure, path)

@@ -14,8 +14,9 @@ import typer
 from dynmo.cli import ranks
 from dynmo.cli.compiling import compilation_told
 from dynmo.cli.options import command
+from dynmo.cli.plot import check_plot, save_plot
 from dynmo.cli.rank_process import import_from_working_folder
-from dynmo.errors import InputError, needs_extra
+from dynmo.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,7 +72,7 @@ def simulate(options: SimulateOptions) -> None:
         ranks.check_tolerance(tolerance)
     workload = read(options.workload)
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     began = time.perf_counter()
     result = replay(workload)
     needed = () if tolerance is None else ranks_needed(workload, tolerance)
@@ -279,18 +280,6 @@ def _replay_decisions(path: Path, as_json: bool) -> None:
 # -- plot ------------------------------------------------------------------------------------------
 
 
-def _check_plot(path: Path) -> None:
-    """Checks the plot's file before the work begins."""
-    from importlib.util import find_spec
-
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise InputError(f"--plot {path}: the name must end in .svg, .png or .pdf")
-    if not path.parent.is_dir():
-        raise InputError(f"--plot {path}: there is no folder {path.parent}")
-    if find_spec("matplotlib") is None:
-        raise InputError(f"--plot: {needs_extra('matplotlib', 'plot')}")
-
-
 def _plot(result: ReplayResult, path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot: no window, no state
 
@@ -312,7 +301,4 @@ def _plot(result: ReplayResult, path: Path) -> None:
         title=result.workload.name,
     )
     axes.legend()
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise InputError(f"--plot {path} cannot be written: {error.strerror}") from None
+    save_plot(figure, path)

@@ -281,7 +281,8 @@ class Loop:
             self.tracer.observe(step, record.step_output.intervals)
         self.emit(self.rebalancer.observe(step, started.seconds, record.busy))
         result = self._result(record, started)
-        self.emit(self._step_event(result))
+        if self.listen is not None:
+            self.emit(self._step_event(result, record))
         if record.rollback is not None:
             self.emit(RollbackEvent(step, record.rollback.what, record.rollback.seconds))
         if record.switch is not None:
@@ -294,7 +295,7 @@ class Loop:
             self.elastic.hear(record.flags)
         return result
 
-    def _step_event(self, result: StepResult) -> StepEvent:
+    def _step_event(self, result: StepResult, record: StepRecord) -> StepEvent:
         model, samples = self._engine.model.options, self.options.micro_batch
         if self._engine.model.count is not None:
             tokens = result.counted
@@ -317,6 +318,7 @@ class Loop:
             utilization=result.utilization,
             memory=result.memory,
             gpu_seconds_returned=0.0 if self.elastic is None else self.elastic.gpu_seconds_returned,
+            inherent_idle=self._engine.schedule_keeper.inherent_idle(record.kinds),
         )
 
     def _result(self, record: StepRecord, started: _Started) -> StepResult:

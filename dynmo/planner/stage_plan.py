@@ -12,9 +12,10 @@ schedule is made again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from dynmo.balance.partition import Partition
 from dynmo.balance.speeds import Speeds
@@ -33,7 +34,7 @@ from dynmo.schedule.memory import (
     static_bytes,
 )
 from dynmo.schedule.op import Schedule
-from dynmo.schedule.simulator import peak_memory
+from dynmo.schedule.simulator import peak_memory, simulate
 
 _ROUNDS = 8
 
@@ -263,6 +264,26 @@ def schedule_for_balancers(request: StageRequest, layers: Sequence[LayerCost]) -
         return request.make(costs, caps, frozen_stages(costs))
 
     return scheduled
+
+
+@lru_cache(maxsize=256)
+def inherent_idle(
+    request: StageRequest, layers: tuple[LayerCost, ...], f: float, b: float, w: float
+) -> float:
+    """Returns the idle ratio of a schedule whose stages all have the same F, B and W.
+
+    Messages take no time. `layers` tell what a schedule within a memory limit keeps alive.
+    """
+    stages = len(request.stage_ranks)
+    kept, stash = (
+        math.fsum(getattr(x, key) for x in layers) / stages or 1.0
+        for key in ("activation_bytes", "stash_bytes")
+    )
+    stage = StageCost(f, b, w, kept, stash - kept, -stash)
+    costs = Costs((stage,) * stages, (0.0,) * (stages - 1))
+    if not layers:
+        request = replace(request, memory_limit=None)
+    return simulate(schedule_for_balancers(request, layers)(costs), costs).idle_ratio
 
 
 def with_unit_memory(costs: Costs) -> Costs:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from dynmo.report.summary import Summary, cut_phases
+from dynmo.report.summary_text import share_text
 
 NamedSummary = tuple[str, Summary]
 # SECTION.KEY of a config, and the value of each run.
@@ -64,6 +65,8 @@ def comparison_table(runs: Sequence[NamedSummary]) -> Table:
             else "-"
         ),
         "last phase: idle": lambda run: f"{run.phases[-1].idle_ratio:.1%}",
+        "last phase: inherent bubble": lambda run: share_text(run.phases[-1].inherent_idle),
+        "last phase: imbalance bubble": lambda run: share_text(run.phases[-1].imbalance_idle),
         "loss": lambda run: "-" if run.loss is None else f"{run.loss:.6f}",
         "held-out loss": lambda run: "-" if run.held_out is None else f"{run.held_out:.6f}",
         "weights": lambda run: "-" if run.digest is None else run.digest[:12],

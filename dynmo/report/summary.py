@@ -62,6 +62,7 @@ class Phase:
         tokens_per_s: Tokens per second.
         idle_ratio: Idle ratio of a step.
         imbalance: Measured imbalance of the ranks.
+        inherent_idle: Idle ratio at equal stages, simulated. None in older logs.
     """
 
     first: int
@@ -72,6 +73,12 @@ class Phase:
     tokens_per_s: float
     idle_ratio: float
     imbalance: float
+    inherent_idle: float | None = None
+
+    @property
+    def imbalance_idle(self) -> float | None:
+        """The rest of the idle ratio."""
+        return None if self.inherent_idle is None else self.idle_ratio - self.inherent_idle
 
 
 @dataclass(frozen=True)
@@ -259,6 +266,7 @@ def cut_phases(steps: Sequence[StepEvent], changed: Collection[int]) -> tuple[Ph
 
 def _phase(group: Sequence[StepEvent]) -> Phase:
     counted = group[1:] or group
+    inherent = [s.inherent_idle for s in counted if s.inherent_idle is not None]
     return Phase(
         group[0].step,
         group[-1].step,
@@ -268,4 +276,5 @@ def _phase(group: Sequence[StepEvent]) -> Phase:
         median(s.tokens_per_s for s in counted),
         median(s.idle_ratio for s in counted),
         median(s.imbalance for s in counted),
+        median(inherent) if inherent else None,
     )

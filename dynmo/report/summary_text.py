@@ -57,22 +57,24 @@ def phase_table(summary: Summary) -> Table:
     table = Table(title="Measured, phase by phase (medians)", title_justify="left")
     for heading in (
         "steps",
-        "layers per rank",
+        "layers\nper rank",
         "frozen",
         "s/step",
         "tokens/s",
         "idle",
+        "inherent\nbubble",
+        "imbalance\nbubble",
         "imbalance",
     ):
         table.add_column(
             heading,
-            justify="left" if heading in ("steps", "layers per rank") else "right",
+            justify="left" if heading in ("steps", "layers\nper rank") else "right",
             overflow="fold",
         )
     left_out = len(summary.phases) - 2 * _SHOWN
     for number, phase in enumerate(summary.phases):
         if number == _SHOWN and left_out > 0:
-            table.add_row("...", f"{left_out} phases more (--json)", *[""] * 5)
+            table.add_row("...", f"{left_out} phases more (--json)", *[""] * 7)
         if _SHOWN <= number < _SHOWN + left_out:
             continue
         table.add_row(
@@ -82,9 +84,15 @@ def phase_table(summary: Summary) -> Table:
             f"{phase.seconds:.3f}",
             f"{phase.tokens_per_s:,.0f}",
             f"{phase.idle_ratio:.1%}",
+            share_text(phase.inherent_idle),
+            share_text(phase.imbalance_idle),
             f"{phase.imbalance:.2f}",
         )
     return table
+
+
+def share_text(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def event_lines(summary: Summary) -> list[str]:

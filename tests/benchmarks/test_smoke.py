@@ -44,10 +44,10 @@ SHORT = (
     "savings_experts --rounds 1 --cases 1",
     "savings_freezing --rounds 1 --sequence 64",
     "savings_tokens --rounds 1 --cases 1",
-    "scaling --only simulated --stride 24",
     "sweeps --stride 15",
 )
 LONG = (
+    "bubbles --stride 24 --workers 4",
     "cases --case early_exit --steps 20 --pairs 1",
     "cases --case freezing --steps 20 --pairs 1",
     "cases --case mixture_of_depths --steps 20 --pairs 1",
@@ -71,7 +71,9 @@ LONG = (
     "reshape --stride 12 --cases 1",
     "savings --rounds 1 --sequence 64 --cases 1",
     "savings_pruning --rounds 1 --sequence 64 --tokens 64",
+    "scaling --only simulated --stride 24",
     "steadiness --runs 1 --steps 10 --blocks 1 --busy 0",
+    "traces --only growth --cases 1 --stride 24",
     "traces --only simulated --blocks 24 --cases 1",
     "traces --only stepwise --blocks 24",
     "uneven --rounds 1 --milliseconds 1 --microbatches 8",
@@ -239,6 +241,7 @@ def check_scaling(figures: dict[str, Any]) -> None:
     assert [(x["blocks"], x["pipeline"]) for x in weak] == [(24, 12), (32, 16), (40, 20), (48, 24)]
     assert all(1 <= x["speed_up"] <= x["bound"] + 1e-9 for x in weak)
     assert weak[0]["efficiency"] == {"static": 1.0, "balanced": 1.0, "perfect": 1.0}
+    assert len(vertical) + len(figures["vertical_oom"]) == 15
     # Short pipelines have little to gain.
     assert all(0.99 < x["speed_up"] <= x["bound"] + 1e-9 < 1.1 < x["published"] for x in vertical)
     for x in figures["equal_memory"]:

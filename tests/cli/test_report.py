@@ -42,7 +42,19 @@ def step(
     layers: tuple[int, ...] = (4, 4),
     frozen: int = 0,
 ) -> StepEvent:
-    return StepEvent(number, loss, 1234.5, 0.25, 0.5, seconds, 1.5, 1e-3, layers, frozen)
+    return StepEvent(
+        number,
+        loss,
+        1234.5,
+        0.25,
+        0.5,
+        seconds,
+        1.5,
+        1e-3,
+        layers,
+        frozen,
+        inherent_idle=0.0625,
+    )
 
 
 def moved(number: int, id: int, target: tuple[int, ...] = (6, 2)) -> RebalanceEvent:
@@ -80,8 +92,8 @@ def test_report_of_one_run(run: Run) -> None:
         re.split(r"\s*│\s*", line.strip("│ ")) for line in out.splitlines() if line.startswith("│")
     ]
     assert rows == [
-        ["0-4", "4+4", "0", "0.500", "1,234", "25.0%", "0.50"],
-        ["5-9", "6+2", "3", "0.250", "1,234", "25.0%", "0.50"],
+        ["0-4", "4+4", "0", "0.500", "1,234", "25.0%", "6.2%", "18.8%", "0.50"],
+        ["5-9", "6+2", "3", "0.250", "1,234", "25.0%", "6.2%", "18.8%", "0.50"],
     ]
     assert (
         "step 5: moved 4+4 to 6+2 (3.0 MiB in 12 ms): static to balanced x1.25 predicted, "
@@ -115,6 +127,8 @@ def test_report_compares_several_runs(run: Run) -> None:
     assert cells["speed-up"] == ["x1.00", "x0.53", "x0.36", "x0.27", "x0.22"]
     assert cells["last phase: s/step"] == ["0.250", "0.500", "0.750", "1.000", "1.250"]
     assert cells["last phase: idle"] == ["25.0%"] * 5
+    assert cells["last phase: inherent bubble"] == ["6.2%"] * 5
+    assert cells["last phase: imbalance bubble"] == ["18.8%"] * 5
     assert cells["loss"] == ["0.410000"] * 5
     assert cells["held-out loss"] == ["0.314159"] * 5
     assert cells["weights"] == ["0123456789ab"] * 5
@@ -131,6 +145,14 @@ def test_narrow_terminal_shows_every_figure() -> None:
         )
         assert "…" not in screen.getvalue()
         assert ("0123456789ab" in screen.getvalue()) == (width == 80)
+
+
+def test_plot_of_two_runs_is_an_svg_file(run: Run) -> None:
+    for name in ("a", "b"):
+        log(name, a_run(0.5))
+    assert run("a", "b", "--plot", "bubbles.svg").status == 0
+    assert "<svg" in Path("bubbles.svg").read_text()
+    assert_refused(run("a", "--plot", "bubbles.txt"), "--plot bubbles.txt")
 
 
 def test_verdict_on_different_or_unfinished_runs(run: Run) -> None:
@@ -175,6 +197,7 @@ def test_json_output(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         "tokens_per_s": 1234.5,
         "idle_ratio": 0.25,
         "imbalance": 0.5,
+        "inherent_idle": 0.0625,
     }
     # Events have the words that they have in events.jsonl.
     written = [json.loads(line) for line in Path("a/events.jsonl").read_text().splitlines()]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.planner.stage_plan import StageRequest, plan_stages
+from dynmo.planner.stage_plan import StageRequest, inherent_idle, plan_stages
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.schedule.memory import rank_memory
@@ -52,6 +52,28 @@ def schedule_within(
         None,
         0,
     ).schedule
+
+
+def test_inherent_idle_of_equal_stages() -> None:
+    """1F1B waits for (p - 1)(F + B + W), ZB-H1 for (p - 1)(F + B - W)."""
+    f, b, w, ranks, microbatches = 0.3, 0.4, 0.2, 4, 16
+    work = microbatches * (f + b + w)
+    for name, waits in (("1f1b", 3 * (f + b + w)), ("zb-h1", 3 * (f + b - w))):
+        request = StageRequest(name, ranks, microbatches, memory_limit=MIB)
+        assert inherent_idle(request, (), f, b, w) == pytest.approx(waits / (work + waits))
+    # In the least memory, a schedule made from costs waits longer.
+    limit = min(
+        plan_stages(
+            StageRequest("1f1b", ranks, microbatches), (LAYER,) * 8, uniform(8, 4), None, 0
+        ).memory
+    )
+    least, roomy = (
+        inherent_idle(
+            StageRequest("zb-auto", ranks, microbatches, memory_limit=bound), (LAYER,) * 8, f, b, w
+        )
+        for bound in (limit, None)
+    )
+    assert roomy < least < 1
 
 
 @pytest.mark.parametrize("spare", [1.0, 1.1, 1.5, 2.0])

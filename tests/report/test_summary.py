@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, ReshapeEvent
 from dynmo.report.summary import summarize
@@ -32,6 +33,16 @@ def test_a_phase_has_the_medians_of_its_steps() -> None:
     assert [p.imbalance for p in summary.phases] == [0.5, 0.125, 1.25]
     assert (summary.steps, summary.seconds, summary.loss, summary.held_out) == (7, 29.5, 3.0, 2.5)
     assert (summary.digest, summary.reason) == ("aa", "done")
+
+
+def test_idle_time_is_split_into_two_bubbles() -> None:
+    """Logs of an earlier version have no inherent bubble."""
+    steps = [replace(step(i, 2.0), inherent_idle=0.05 + i / 100) for i in range(4)]
+    (phase,) = summarize(steps).phases
+    assert (phase.idle_ratio, phase.inherent_idle) == (0.2, 0.07)
+    assert phase.imbalance_idle == 0.2 - 0.07
+    (old,) = summarize([step(0), step(1)]).phases
+    assert (old.inherent_idle, old.imbalance_idle) == (None, None)
 
 
 def test_phase_ends_at_any_change_of_the_work() -> None:

@@ -7,7 +7,13 @@ from dynmo.balance.speeds import Speeds
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.situation import links_behind
-from dynmo.planner.stage_plan import StagePlan, StageRequest, plan_stages, schedule_on
+from dynmo.planner.stage_plan import (
+    StagePlan,
+    StageRequest,
+    inherent_idle,
+    plan_stages,
+    schedule_on,
+)
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.engine.rank_speeds import RankSpeeds
@@ -100,6 +106,18 @@ class ScheduleKeeper:
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         return simulate(self.on(partition, layers), self.stage_costs(layers, partition))
+
+    def inherent_idle(self, kinds: tuple[float, float, float]) -> float | None:
+        """Returns the idle ratio if these seconds of F, B and W were even over the stages.
+
+        None if nothing was measured.
+        """
+        whole = sum(kinds)
+        if not whole:
+            return None
+        # Few distinct shares, so that most steps find theirs in the cache.
+        f, b, w = (round(seconds / whole, 2) for seconds in kinds)
+        return inherent_idle(self._request(None), self.scheduled or (), f, b, w)
 
     def reshaped(self, links: Links) -> None:
         """Takes note of another mesh, whose ranks hold other bytes than the measured ones."""

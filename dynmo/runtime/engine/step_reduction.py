@@ -2,8 +2,8 @@
 
 The result is the same on every rank.
 
-    squared norms of the layers | losses, counts of microbatches | busy, span, flag, hashes,
-    on all replicas               of all replicas                  memory, work
+    squared norms of the layers | losses, counts of microbatches | seconds of F, B and W, span,
+    on all replicas               of all replicas                  flag, hashes, memory, work
                                                                    of every global rank, or slice
 
 Exactly one rank writes each entry, except for the norms, which one rank of each pipeline writes.
@@ -27,8 +27,9 @@ from dynmo.runtime.engine.norm_ring import Rollback, Switch
 from dynmo.runtime.engine.peak_memory import peak_bytes
 from dynmo.runtime.optim.optimizer import squared_norm
 from dynmo.runtime.state.layer_store import LayerStore
+from dynmo.schedule.op import Kind
 
-_ROWS = 7
+_ROWS = 9
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class StepRecord:
         memory: Peak bytes of each rank from `restart_peak` until its gradients were complete.
             Slices of a GPU have those of their process. 0 if unknown.
         work: Operations of the whole batch, as the caller counts them.
+        kinds: The busy seconds of all ranks by F, B and W. A fused BW counts half and half.
     """
 
     step: int
@@ -69,6 +71,7 @@ class StepRecord:
     counted: float = 0.0
     memory: tuple[int, ...] = ()
     work: float = 0.0
+    kinds: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def idle_ratio(self) -> float:
@@ -99,7 +102,7 @@ class StepReduction:
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns views of the norms, of losses and counts [2, microbatches], and [_ROWS, ranks].
 
-        The rows are busy, span, flag, the hashes of inputs and targets, memory, and work.
+        The rows are F, B, W, span, flag, the hashes of inputs and targets, memory, and work.
         """
         layers, losses = self._store.model.layers, self._losses_end
         both = table[layers:losses].view(2, -1)
@@ -128,20 +131,23 @@ class StepReduction:
         for rank in {layout.stage_ranks[stage] for stage in store.own_stages}:
             spent = [s for s in step_output.intervals if layout.stage_ranks[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
-            busy = 0.0
+            kinds: dict[str, float] = dict.fromkeys(Kind, 0.0)
             for s in spent:
                 if s.kind not in (WAIT, SEND):
                     seconds = clock.seconds(s.start, s.end)
-                    busy += clock.elapsed(s.start, s.end) if seconds is None else seconds
-            column[0] = busy
-            column[1] = clock.elapsed(spent[0].start, spent[-1].end)
-            column[2] = float(flag)
-            for at, value in enumerate(step_output.hashes, 3):
+                    kinds[s.kind] += clock.elapsed(s.start, s.end) if seconds is None else seconds
+            half = kinds[Kind.BW] / 2
+            column[0] = kinds[Kind.F]
+            column[1] = kinds[Kind.B] + half
+            column[2] = kinds[Kind.W] + half
+            column[3] = clock.elapsed(spent[0].start, spent[-1].end)
+            column[4] = float(flag)
+            for at, value in enumerate(step_output.hashes, 5):
                 if value is not None:
                     column[at] = value
-            column[5] = memory
+            column[7] = memory
             if rank == layout.stage_ranks[0]:
-                column[6] = float(step_output.work)
+                column[8] = float(step_output.work)
         return table
 
     def wrong_batch(self, step: int, table: Tensor) -> InputError | None:
@@ -152,7 +158,7 @@ class StepReduction:
                 f"step {step}: no target of the whole batch is counted (all labels are -100?); "
                 "nothing was updated"
             )
-        hashes = rest[3:5].tolist()
+        hashes = rest[5:7].tolist()
         return find_difference(f"step {step}", hashes, self._store.layout.replicas)
 
     def once(self, table: Tensor) -> Tensor:
@@ -174,7 +180,8 @@ class StepReduction:
     ) -> StepRecord:
         norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
-        busy, spans, flags, _, _, memory, work = rest.tolist()
+        *kinds, spans, flags, _, _, memory, work = rest.tolist()
+        forward, backward, weights = map(math.fsum, kinds)
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         counts = losses[1].tolist()
         return StepRecord(
@@ -182,7 +189,7 @@ class StepReduction:
             weighted_mean(losses[0], counts),
             norm,
             squares,
-            tuple(busy),
+            tuple(map(math.fsum, zip(*kinds, strict=True))),
             tuple(spans),
             tuple(map(int, flags)),
             step_output,
@@ -190,4 +197,5 @@ class StepReduction:
             counted=math.fsum(counts),
             memory=tuple(map(int, memory)),
             work=math.fsum(work),
+            kinds=(forward, backward, weights),
         )

@@ -68,6 +68,8 @@ def test_step_equals_a_plain_backward_and_update() -> None:
     assert result.flags == (True,)
     assert 0 <= result.idle_ratio < 1
     assert result.busy[0] <= result.spans[0]
+    assert min(result.kinds) > 0
+    assert sum(result.kinds) == pytest.approx(sum(result.busy))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
