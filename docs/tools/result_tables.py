@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from benchmarks import (
+    balanced_routing,
     batching,
     cases,
     deferred,
@@ -69,6 +70,12 @@ def result_tables() -> dict[str, str]:
         "experts": _without(
             _rows(experts.table(result_of("experts.json")["rows"]), "0.6"),
             *("skew", "bound", "known at once", "experts that move", "half blocks that move"),
+        ),
+        "balanced_routing": _without(
+            balanced_routing.table(
+                balanced_routing.of_512_tokens(result_of("balanced_routing.json"))
+            ),
+            *("tokens", "experts", "spread"),
         ),
         "deferred shares": deferred.shares_table(result_of("deferred.json")),
         "deferred times": deferred.times_table(result_of("deferred.json")),

@@ -48,6 +48,7 @@ SHORT = (
     "sweeps --stride 15",
 )
 LONG = (
+    "balanced_routing --draws 1 --tokens 512 --hidden 16",
     "cases --case early_exit --steps 20 --pairs 1",
     "cases --case freezing --steps 20 --pairs 1",
     "cases --case mixture_of_depths --steps 20 --pairs 1",
