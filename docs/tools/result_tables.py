@@ -21,6 +21,7 @@ from benchmarks import (
     joined,
     learning,
     quality,
+    router_loads,
     savings_experts,
     savings_tokens,
     scaling,
@@ -71,6 +72,11 @@ def result_tables() -> dict[str, str]:
             _rows(experts.table(result_of("experts.json")["rows"]), "0.6"),
             *("skew", "bound", "known at once", "experts that move", "half blocks that move"),
         ),
+        "experts recorded": _without(
+            router_loads.recorded_table(result_of("router_loads.json")),
+            *("bound", "experts that move", "half blocks that move"),
+        ),
+        "router_loads": router_loads.table(result_of("router_loads.json")),
         "balanced_routing": _without(
             balanced_routing.table(
                 balanced_routing.of_512_tokens(result_of("balanced_routing.json"))

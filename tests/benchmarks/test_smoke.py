@@ -69,6 +69,7 @@ LONG = (
     "quality --steps 40 --seeds 2 --jobs 2 --hidden 64 --only 'freezing, schedule'",
     "ragged --rounds 1 --steps 1 --microbatches 4 --longest 32 --hidden 64",
     "reshape --stride 12 --cases 1",
+    "router_loads --steps 140 --hidden 16 --moments 2",
     "savings --rounds 1 --sequence 64 --cases 1",
     "savings_pruning --rounds 1 --sequence 64 --tokens 64",
     "steadiness --runs 1 --steps 10 --blocks 1 --busy 0",
