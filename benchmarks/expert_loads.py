@@ -30,18 +30,26 @@ Counts = list[list[int]]
 
 
 def draw_counts(
-    blocks: int, skew: float, moments: int = MOMENTS, seed: int = 1
+    blocks: int,
+    skew: float,
+    moments: int = MOMENTS,
+    seed: int = 1,
+    experts: int = EXPERTS,
+    replicas: int = REPLICAS,
 ) -> list[list[Counts]]:
     """Draws the tokens by moment and layer."""
     draw = random.Random(f"{seed} experts {blocks} {skew}")
     exponents = [
         skew * max(0.0, (block + 0.5) / blocks + draw.uniform(-0.2, 0.2)) for block in range(blocks)
     ]
-    scores = [[draw.gauss(0, 1) for _ in range(EXPERTS)] for _ in range(blocks)]
+    scores = [[draw.gauss(0, 1) for _ in range(experts)] for _ in range(blocks)]
     counts: list[list[Counts]] = []
     for _ in range(moments):
         counts.append(
-            [_layer(draw, row, exponent) for row, exponent in zip(scores, exponents, strict=True)]
+            [
+                _layer(draw, row, exponent, replicas)
+                for row, exponent in zip(scores, exponents, strict=True)
+            ]
         )
         scores = [
             [DRIFT * score + math.sqrt(1 - DRIFT**2) * draw.gauss(0, 1) for score in row]
@@ -50,12 +58,13 @@ def draw_counts(
     return counts
 
 
-def _layer(draw: random.Random, scores: list[float], exponent: float) -> Counts:
-    popularity = [0.0] * EXPERTS
-    for place, expert in enumerate(sorted(range(EXPERTS), key=lambda expert: -scores[expert])):
+def _layer(draw: random.Random, scores: list[float], exponent: float, replicas: int) -> Counts:
+    popularity = [0.0] * len(scores)
+    order = sorted(range(len(scores)), key=lambda expert: -scores[expert])
+    for place, expert in enumerate(order):
         popularity[expert] = (place + 1) ** -exponent
     counts: Counts = []
-    for _ in range(REPLICAS):
+    for _ in range(replicas):
         shares = [x * math.exp(draw.gauss(0, NOISE)) for x in popularity]
         counts.append([round(TOKENS * TOP_K * share / sum(shares)) for share in shares])
     return counts

@@ -41,7 +41,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.cost_traces import Layers, best, dense, in_halves, perfect, timeline, trace
-from benchmarks.expert_loads import EXPERTS, REPLICAS, Counts, draw_counts
+from benchmarks.expert_loads import Counts, draw_counts
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.published import PUBLISHED
 from dynmo.balance.expert_placement import (
@@ -72,7 +72,7 @@ Experts = list[ExpertPlacement]
 
 def groups_of(counts: Counts, replicas: int) -> list[Counts]:
     """Returns the counts of each group of replicas."""
-    return [counts[first : first + replicas] for first in range(0, REPLICAS, replicas)]
+    return [counts[first : first + replicas] for first in range(0, len(counts), replicas)]
 
 
 def busiest(placement: ExpertPlacement, counts: Counts) -> float:
@@ -102,7 +102,8 @@ def least_busiest(counts: Counts, replicas: int, per_rank: int) -> float:
 
 def place(moments: Sequence[Sequence[Counts]], replicas: int, more: int) -> list[Experts]:
     """Places the experts of each moment by the counts of the moment before."""
-    placements = [[even_placement(EXPERTS, replicas)] * len(moments[0])]
+    experts = len(moments[0][0][0])
+    placements = [[even_placement(experts, replicas)] * len(moments[0])]
     for counts in moments[:-1]:
         placements.append(replace(placements[-1], counts, more))
     return placements
@@ -111,7 +112,7 @@ def place(moments: Sequence[Sequence[Counts]], replicas: int, more: int) -> list
 def replace(current: Experts, counts: Sequence[Counts], more: int) -> Experts:
     """Places the experts of every block anew, where it pays."""
     replicas = current[0].ranks
-    per_rank = EXPERTS // replicas + more
+    per_rank = current[0].experts // replicas + more
     return [
         place_experts(summed(x, replicas), replicas, per_rank, now)
         for now, x in zip(current, counts, strict=True)
@@ -168,10 +169,20 @@ def row(
     skew: float, replicas: int, more: int, blocks: int = BLOCKS, stride: int = 1
 ) -> dict[str, Any]:
     """Measures one line of the first table."""
-    counts = draw_counts(blocks, skew)[::stride]
-    moments = len(counts)
-    even = [[even_placement(EXPERTS, replicas)] * blocks] * moments
-    in_turn = [ExpertPlacement(tuple((i % replicas,) for i in range(EXPERTS)), replicas)] * blocks
+    return {"skew": skew} | compare(draw_counts(blocks, skew)[::stride], replicas, more)
+
+
+def compare(counts: Sequence[Sequence[Counts]], replicas: int, more: int) -> dict[str, Any]:
+    """Compares the sides on the tokens of each moment and block.
+
+    Args:
+        counts: By moment and block.
+        replicas: Replicas of a group.
+        more: More places for experts on each replica.
+    """
+    moments, blocks, experts = len(counts), len(counts[0]), len(counts[0][0][0])
+    even = [[even_placement(experts, replicas)] * blocks] * moments
+    in_turn = [ExpertPlacement(tuple((i % replicas,) for i in range(experts)), replicas)] * blocks
     placed_experts = place(counts, replicas, more)
     # The placements of a moment's own counts.
     known_experts = [replace(now, x, more) for now, x in zip(placed_experts, counts, strict=True)]
@@ -194,15 +205,14 @@ def row(
         "known at once": time_of(known, [best(x, STAGES, MICROBATCHES, halves[0]) for x in known]),
         "perfect": time_of([dense(blocks, SEQUENCE)], halves[:1]),
     }
-    per_rank = EXPERTS // replicas + more
+    per_rank = experts // replicas + more
     ratios = {"static": even, "placed": placed_experts, "known at once": known_experts}
     return {
-        "skew": skew,
         "expert": replicas,
         "per_rank": per_rank,
         "blocks": blocks,
         "stages": STAGES,
-        "replicas": REPLICAS,
+        "replicas": len(counts[0][0]),
         "microbatches": MICROBATCHES,
         "sides": sides,
         "gain": {name: sides["static"]["seconds"] / x["seconds"] for name, x in sides.items()},
@@ -269,10 +279,10 @@ def trace_row(blocks: int, stride: int = 1) -> dict[str, Any]:
 # -- output ----------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the speed-ups in Markdown."""
+def table(rows: Sequence[dict[str, Any]], first: str = "skew") -> str:
+    """Returns the speed-ups in Markdown. `first` is the key of the first column."""
     head = [
-        "skew",
+        first,
         "replicas of a group",
         "experts on each",
         "busiest replica: static",
@@ -286,7 +296,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         gains = [f"{x['gain'][name]:.2f}" for name in (*SIDES[1:], "known at once", "perfect")]
         experts = f"{x['moves']['experts of a layer and moment']:.1f}"
         halves = " / ".join(str(x["moves"][name]["layers"]) for name in ("layers balanced", "both"))
-        lines.append([*start_of(x), *ratios, *gains, experts, halves])
+        lines.append([*start_of(x, first), *ratios, *gains, experts, halves])
     return markdown(head, lines, "r" * len(head))
 
 
@@ -310,8 +320,8 @@ def idle_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(head, lines, "r" * len(head))
 
 
-def start_of(x: dict[str, Any]) -> list[str]:
-    return [f"{x['skew']:.1f}", str(x["expert"]), str(x["per_rank"])]
+def start_of(x: dict[str, Any], first: str = "skew") -> list[str]:
+    return [str(x[first]), str(x["expert"]), str(x["per_rank"])]
 
 
 def trace_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from benchmarks import (
+    balanced_routing,
     batching,
     bubbles,
     cases,
@@ -23,6 +24,7 @@ from benchmarks import (
     learning,
     lemmas,
     quality,
+    router_loads,
     savings_experts,
     savings_tokens,
     scaling,
@@ -77,6 +79,17 @@ def result_tables() -> dict[str, str]:
         "experts": _without(
             _rows(experts.table(result_of("experts.json")["rows"]), "0.6"),
             *("skew", "bound", "known at once", "experts that move", "half blocks that move"),
+        ),
+        "experts recorded": _without(
+            router_loads.recorded_table(result_of("router_loads.json")),
+            *("bound", "experts that move", "half blocks that move"),
+        ),
+        "router_loads": router_loads.table(result_of("router_loads.json")),
+        "balanced_routing": _without(
+            balanced_routing.table(
+                balanced_routing.of_512_tokens(result_of("balanced_routing.json"))
+            ),
+            *("tokens", "experts", "spread"),
         ),
         "deferred shares": deferred.shares_table(result_of("deferred.json")),
         "deferred times": deferred.times_table(result_of("deferred.json")),

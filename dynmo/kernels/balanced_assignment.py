@@ -1,7 +1,7 @@
 """Tokens to experts, equally many to each (BASE layers, Lewis et al. 2021).
 
-    sinkhorn   scales exp(scores) until rows and columns have equal sums; the largest entry of a row
-               is near to balanced
+    sinkhorn   scales exp(scores) until rows and columns have equal sums. The sums are balanced. The
+               largest entries of the rows need not be
     auction    assigns every token, no expert more than its share, and the sum of the scores is the
                largest to within `slack` per token
 
@@ -19,16 +19,20 @@ from torch import Tensor
 
 from dynmo.jit import jit
 
-_TOLERANCE, _MOST_ROUNDS = 1e-4, 100
 # The auction stops after so many bids per token. The tokens that are left take the free places in
 # order.
 _MOST_BIDS = 1000
 
 
-def sinkhorn(scores: Tensor) -> Tensor:
+def sinkhorn(scores: Tensor, rounds: int = 100, tolerance: float = 1e-4) -> Tensor:
     """Scale exp(scores), [tokens, experts], to equal sums of rows and of columns.
 
     Rows sum to 1 / tokens, columns nearly to 1 / experts.
+
+    Args:
+        scores: float32 [tokens, experts].
+        rounds: Most rounds.
+        tolerance: The scaling ends once the factors of the columns change less on average.
     """
     tokens, experts = scores.shape
     if not tokens:
@@ -37,10 +41,10 @@ def sinkhorn(scores: Tensor) -> Tensor:
     cost = torch.exp(scores - scores.amax(1, keepdim=True))
     columns = torch.ones(experts, dtype=cost.dtype, device=cost.device)
     rows = torch.ones(tokens, dtype=cost.dtype, device=cost.device)
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(rounds):
         rows = 1 / (tokens * (cost @ columns).clamp_min(1e-30))
         before, columns = columns, 1 / (experts * (rows @ cost).clamp_min(1e-30))
-        if float((columns - before).abs().mean()) < _TOLERANCE:
+        if float((columns - before).abs().mean()) < tolerance:
             break
     rows = 1 / (tokens * (cost @ columns).clamp_min(1e-30))
     return rows[:, None] * cost * columns

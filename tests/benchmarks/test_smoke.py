@@ -48,6 +48,7 @@ SHORT = (
 )
 LONG = (
     "bubbles --stride 24 --workers 4",
+    "balanced_routing --draws 1 --tokens 512 --hidden 16",
     "cases --case early_exit --steps 20 --pairs 1",
     "cases --case freezing --steps 20 --pairs 1",
     "cases --case mixture_of_depths --steps 20 --pairs 1",
@@ -69,6 +70,7 @@ LONG = (
     "quality --steps 40 --seeds 2 --jobs 2 --hidden 64 --only 'freezing, schedule'",
     "ragged --rounds 1 --steps 1 --microbatches 4 --longest 32 --hidden 64",
     "reshape --stride 12 --cases 1",
+    "router_loads --steps 140 --hidden 16 --moments 2",
     "savings --rounds 1 --sequence 64 --cases 1",
     "savings_pruning --rounds 1 --sequence 64 --tokens 64",
     "scaling --only simulated --stride 24",

@@ -60,3 +60,31 @@ def test_sinkhorn_of_large_scores_is_finite() -> None:
     scores = torch.tensor([[1e4, 0.0], [1e4, 0.0]])
     assert torch.isfinite(sinkhorn(scores)).all()
     assert sinkhorn(torch.zeros(0, 3)).shape == (0, 3)
+
+
+def test_balanced_sums_do_not_make_a_balanced_choice() -> None:
+    """Tokens with equal scores choose the same expert."""
+    draw = torch.Generator().manual_seed(0)
+    scores = torch.randn(4, 4, generator=draw)[torch.randint(4, (64,), generator=draw)]
+    scaled = sinkhorn(scores)
+    assert scaled.sum(0).tolist() == pytest.approx([1 / 4] * 4, rel=1e-3)
+    for token in scores.unique(dim=0):
+        assert len(scaled[(scores == token).all(1)].argmax(1).unique()) == 1
+    assert torch.bincount(auction(scores)).tolist() == [16] * 4
+
+
+def test_sinkhorn_normalises_rows_and_columns_in_turn() -> None:
+    scores = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    reference = scores.double().exp()
+    for _ in range(100):
+        reference = reference / reference.sum(1, keepdim=True) / 64
+        reference = reference / reference.sum(0) / 8
+    torch.testing.assert_close(sinkhorn(scores).double(), reference, rtol=1e-2, atol=1e-7)
+    torch.testing.assert_close(sinkhorn(scores).topk(2).indices, reference.topk(2).indices)
+
+
+def test_more_rounds_even_the_sums() -> None:
+    scores = 3 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    sums = [float(sinkhorn(scores, rounds, 0.0).sum(0).max()) for rounds in (1, 3, 30)]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[-1] == pytest.approx(1 / 8, rel=1e-3)
