@@ -52,6 +52,7 @@ def result_tables() -> dict[str, str]:
         "cases published": _without(published, "on")
         .replace(_STATIC, "static placement")
         .replace(_NO_EXITS, "no exits"),
+        "cases overhead": cases.overhead_table(result_of("cases.json")["rows"]),
         "quality": _without(quality.table(result_of("quality.json")), "changes at steps"),
         "learning": _without(learning.table(result_of("learning.json")), "without exits"),
         "learning_experts": _without(
