@@ -20,6 +20,7 @@ from benchmarks import (
     joined,
     learning,
     quality,
+    repack_cases,
     savings_experts,
     savings_tokens,
     scaling,
@@ -39,7 +40,7 @@ _SECONDS = ("even, s", "balanced, s")
 @cache
 def result_tables() -> dict[str, str]:
     """The tables in Markdown by name."""
-    of_traces = result_of("traces.json")
+    of_traces, of_repack = result_of("traces.json"), result_of("repack.json")
     of_scaling = scaling.tables(result_of("scaling.json"))
     published = cases.published_table(result_of("cases.json")["rows"])
     return {
@@ -53,6 +54,9 @@ def result_tables() -> dict[str, str]:
         .replace(_STATIC, "static placement")
         .replace(_NO_EXITS, "no exits"),
         "cases overhead": cases.overhead_table(result_of("cases.json")["rows"]),
+        "repack cases": _rows(repack_cases.case_table(of_repack["cases"]), "24"),
+        "repack pipetransformer": repack_cases.pipetransformer_table(of_repack["pipetransformer"]),
+        "repack ranks": _rows(repack_cases.rank_table(of_repack["cases"]), "24", "48"),
         "quality": _without(quality.table(result_of("quality.json")), "changes at steps"),
         "learning": _without(learning.table(result_of("learning.json")), "without exits"),
         "learning_experts": _without(

@@ -38,7 +38,7 @@ SHORT = (
     "heavy_head --hidden 64 --vocabulary 256 --sequence 64 --rounds 1",
     "stand_ins --hidden 64 --blocks 2 --sequence 8 --rounds 2",
     "post_validation --ranks 2 --steps 2 --rounds 1 --scale 10",
-    "repack --blocks 24",
+    "repack --only searched --blocks 24",
     "replicas --rounds 1 --hidden 64 --blocks 2",
     "savings_attention --rounds 1 --cases 1",
     "savings_experts --rounds 1 --cases 1",
@@ -67,6 +67,8 @@ LONG = (
     "planner --cases 5 --runs 1",
     "quality --steps 40 --seeds 2 --jobs 2 --hidden 64 --only 'freezing, schedule'",
     "ragged --rounds 1 --steps 1 --microbatches 4 --longest 32 --hidden 64",
+    "repack --only cases --blocks 24 --stride 12",
+    "repack --only pipetransformer --blocks 24 --stride 12",
     "reshape --stride 12 --cases 1",
     "savings --rounds 1 --sequence 64 --cases 1",
     "savings_pruning --rounds 1 --sequence 64 --tokens 64",
@@ -80,7 +82,7 @@ LONG = (
 )
 
 
-IN_PARTS = ("elastic", "joined", "scaling", "traces")
+IN_PARTS = ("elastic", "joined", "repack", "scaling", "traces")
 """Benchmarks whose `--only` leaves out whole parts of the figures."""
 
 
