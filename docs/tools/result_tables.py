@@ -19,6 +19,7 @@ from benchmarks import (
     heavy_head,
     joined,
     learning,
+    overhead,
     quality,
     repack_cases,
     savings_experts,
@@ -54,6 +55,8 @@ def result_tables() -> dict[str, str]:
         .replace(_STATIC, "static placement")
         .replace(_NO_EXITS, "no exits"),
         "cases overhead": cases.overhead_table(result_of("cases.json")["rows"]),
+        "overhead decisions": overhead.decisions_table(result_of("overhead.json")["decisions"]),
+        "overhead egeria": overhead.egeria_table(result_of("overhead.json")["egeria"]),
         "repack cases": _rows(repack_cases.case_table(of_repack["cases"]), "24"),
         "repack pipetransformer": repack_cases.pipetransformer_table(of_repack["pipetransformer"]),
         "repack ranks": _rows(repack_cases.rank_table(of_repack["cases"]), "24", "48"),

@@ -113,7 +113,7 @@ def test_a_frozen_prefix_is_rejected() -> None:
 @pytest.mark.parametrize(("frozen", "ranks"), [(0, 8), (28, 8), (30, 4), (46, 2)])
 def test_pipeline_is_halved_when_the_rest_fits(frozen: int, ranks: int) -> None:
     """A sixth counts: 28 of 48 halves leave over half of the dense model, 30 leave just half."""
-    layers = layers_of([(1, 0, 0)] * frozen + [(1, 1, 1)] * (48 - frozen))
+    layers = layers_of([(1.0, 0.0, 0.0)] * frozen + [(1.0, 1.0, 1.0)] * (48 - frozen))
     assert halved(layers, 8, room=3 * 3 * FROZEN).stages == ranks
 
 

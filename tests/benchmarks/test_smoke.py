@@ -63,6 +63,7 @@ LONG = (
     "joined --only simulated --stride 4 --seconds 1",
     "learning --steps 12 --hidden 64",
     "learning --what experts --steps 12 --hidden 64",
+    "overhead --stride 4 --rounds 1",
     "placement --repeat 1 --cases 5",
     "planner --cases 5 --runs 1",
     "quality --steps 40 --seeds 2 --jobs 2 --hidden 64 --only 'freezing, schedule'",
