@@ -70,7 +70,7 @@ ROUNDED = 1.00001  # the traces have five digits
 LINK = 1.0  # 8 MiB over 25 GB/s take about as long as a block's F at 40 % of an H100
 FROZEN = 6  # a layer that trains counts so many times a frozen one
 UNIT = 0.01  # seconds of a dense block's F on processes
-EMULATED = ("pruning", "early_exit", "freezing", "moe")
+EMULATED = ("pruning", "early_exit", "freezing")
 
 Progress = Callable[[str], None]
 
