@@ -50,6 +50,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -67,7 +68,7 @@ from benchmarks.cases_race import (
 )
 from benchmarks.cost_traces import best, timeline
 from benchmarks.harness import run_ranks
-from benchmarks.output import add_number, markdown, parser_of, run
+from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.published import PUBLISHED
 from dynmo.balance.partition import Partition, uniform
 from dynmo.cost.layer_cost import LayerCost
@@ -312,6 +313,38 @@ def published_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(head, lines, "lrlrll")
 
 
+PARTS = {"measure": "profiling", "decide": "algorithm", "move": "migration"}
+
+
+def overhead_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the costs of balancing by part in Markdown, in ms and in shares of the run."""
+    head = ["case", *(f"{name}, ms" for name in PARTS.values()), *PARTS.values(), "together"]
+    lines: list[list[str]] = []
+    for row in rows:
+        seconds = [row["overhead"][part] for part in PARTS]
+        shares = [*(x / row["seconds"]["dynmo"] for x in seconds), row["overhead"]["share_of_run"]]
+        case = row["case"].replace("_", " ")
+        figures = [*(f"{1000 * x:.0f}" for x in seconds), *(f"{x:.2%}" for x in shares)]
+        lines.append([case, *figures])
+    return markdown(head, lines)
+
+
+def draw_overhead(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws the costs of balancing by part, as the right of the paper's figure 4."""
+    figure, axes = pyplot().subplots(figsize=(7, 2.8), layout="constrained")
+    below = [0.0] * len(rows)
+    for (part, name), colour in zip(PARTS.items(), ("#56b4e9", "#0072b2", "#d55e00"), strict=True):
+        shares = [100 * row["overhead"][part] / row["seconds"]["dynmo"] for row in rows]
+        axes.bar(range(len(rows)), shares, 0.6, bottom=below, color=colour, label=name)
+        below = [a + b for a, b in zip(below, shares, strict=True)]
+    axes.set_xticks(
+        range(len(rows)), [row["case"].replace("_", "\n", 1).replace("_", " ") for row in rows]
+    )
+    axes.set(ylabel="% of the run", axisbelow=True)
+    axes.legend(frameon=False)
+    save_picture(figure, path)
+
+
 def best_static(row: dict[str, Any]) -> str:
     """Returns the faster of the sides with the technique whose layers never move."""
     speedups = row["speedup_over"]
@@ -339,7 +372,7 @@ def measure(cases: Sequence[str], steps: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, reads=True)
+    parser = parser_of(__doc__, picture="overhead", reads=True)
     parser.add_argument(
         "--case",
         choices=CASES,
@@ -363,7 +396,13 @@ def main() -> None:
     run(
         parser,
         measured,
-        lambda x: print(table(x["rows"]), published_table(x["rows"]), sep="\n\n"),
+        lambda x: print(
+            table(x["rows"]),
+            published_table(x["rows"]),
+            overhead_table(x["rows"]),
+            sep="\n\n",
+        ),
+        lambda x, path: draw_overhead(x["rows"], path),
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from dynmo.balance.partition import Partition
 from dynmo.balance.schedule_aware import PlacementProblem, search
 from dynmo.balance.stage_costs import by_name, pipeline_costs
-from dynmo.cost.layer_cost import Costs, LayerCost, StageCost
+from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.simulator import Timeline, simulate
 
@@ -129,11 +129,19 @@ def in_halves(placement: Partition) -> Partition:
 
 
 def timeline(
-    layers: Layers, placement: Partition, microbatches: int, schedule: str = "zb-h1"
+    layers: Layers,
+    placement: Partition,
+    microbatches: int,
+    schedule: str = "zb-h1",
+    link: float = 0.0,
 ) -> Timeline:
-    """Simulates a step."""
-    costs = pipeline_costs(layers, placement)
+    """Simulates a step. `link` is the time of a message."""
+    costs = pipeline_costs(layers, placement, links=_links(link, placement.stages))
     return simulate(by_name(schedule, microbatches)(costs), costs)
+
+
+def _links(link: float, ranks: int) -> tuple[LinkCost, ...] | None:
+    return (LinkCost(link, math.inf),) * (ranks - 1) if link else None
 
 
 def perfect(layers: Layers, ranks: int, microbatches: int) -> Timeline:
@@ -149,10 +157,13 @@ def best(
     microbatches: int,
     current: Partition | None = None,
     schedule: str = "zb-h1",
+    link: float = 0.0,
 ) -> Partition:
-    """Searches the placement with the shortest makespan."""
-    make = by_name(schedule, microbatches)
-    problem = PlacementProblem(layers, ranks, make, objective=Objective.MAKESPAN, current=current)
+    """Searches the placement with the shortest makespan. `link` is the time of a message."""
+    make, links = by_name(schedule, microbatches), _links(link, ranks)
+    problem = PlacementProblem(
+        layers, ranks, make, links=links, objective=Objective.MAKESPAN, current=current
+    )
     return search(problem).partition
 
 

@@ -1,6 +1,9 @@
-"""How few ranks a model needs while it becomes small, in the simulator.
+"""How few ranks a model needs while it becomes small.
 
-    python -m benchmarks.repack [--json]
+    python -m benchmarks.repack [--json] [--only PART]
+
+The parts `cases`, `pipetransformer` and `emulated` are in `benchmarks.repack_cases`. The rest is
+the part `searched`, in the simulator.
 
 The traces of gradual pruning and of early exit (24 moments of a run) start on 8 ranks. At each
 moment a side takes the fewest ranks on which a step takes no longer than the DENSE model's step on
@@ -25,21 +28,16 @@ found.
 begin before the first microbatch has passed the ranks before it. It then has the work of all
 microbatches (`least_seconds`, by dynamic programming).
 
-Ranks, speed-ups and gains are means over the moments. Speed-ups and gains compare with the even
-placement on 8 ranks at the same moment. A gain is throughput per rank:
+Ranks are means over the moments. `kept` is the least throughput of `ours` over the dense model's on
+8 ranks.
 
-    speedup         the best placement on 8 ranks, so without repacking
-    repacked        speed-up of `ours`
-    repacked_gain   gain of `ours`, which is `repacked` times 8 over its ranks
-    kept            least throughput of `ours` over the dense model's on 8 ranks
-    throughput      on 8, 6, 4 and 2 ranks at the last moment, over the dense model's on 8 ranks
-    per_rank        the same for throughput per rank
-
-The paper's figure 4 has 5.8 of 8 GPUs over gradual pruning (`PAPER`).
+The paper has 5.8 of 8 GPUs over gradual pruning, and 4 to 11 % of the speed-up by repacking
+(`PAPER`).
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -49,18 +47,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks import repack_cases
 from benchmarks.baselines import merging
 from benchmarks.cost_traces import Layers, best, dense, name_of, timeline, trace
-from benchmarks.output import markdown, parser_of, pyplot, run, save_picture
+from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from benchmarks.repack_cases import MICROBATCHES, RANKS, ROUNDED, SHOWN
 from benchmarks.repack_search import search_placements
 from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.repack import fewest_ranks
 
-RANKS, MICROBATCHES, ROOM, SEQUENCE = 8, 16, 4, 2048
+ROOM, SEQUENCE = 4, 2048
 CASES = ("pruning", "early_exit")
 BLOCKS = (24, 32, 40, 48)
-SHOWN = (8, 6, 4, 2)
-ROUNDED = 1.00001  # the traces have five digits
+PARTS = ("searched", "cases", "pipetransformer", "emulated")
 BASELINES = {
     "first-fit": merging.first_fit,
     "best-fit": merging.best_fit,
@@ -72,6 +71,7 @@ PAPER = {
     "case": "pruning",
     "average": 5.8,
     "ranks": RANKS,
+    "share": [0.04, 0.11],  # of the speed-up that repacking brings
     "note": (
         "The figures differ because the paper merges whole layers by memory on GPUs, while this "
         "benchmark places half blocks by simulated time, and fewer ranks have less bubble."
@@ -135,10 +135,9 @@ def moment(layers: Layers, limit: float, room: float) -> dict[str, Any]:
         return best(layers, ranks, MICROBATCHES)
 
     choice = fewest_ranks(place, seconds, limit, RANKS)
-    even = seconds(uniform(len(layers), RANKS))
-    balanced = seconds(best(layers, RANKS, MICROBATCHES))
-    ranks, taken = RANKS, balanced  # if no placement is fast enough, the run stays on all ranks
-    if choice is not None:
+    if choice is None:  # no placement is fast enough, so the run stays on all ranks
+        ranks, taken = RANKS, seconds(best(layers, RANKS, MICROBATCHES))
+    else:
         ranks, taken = choice.partition.stages, choice.seconds
     baselines = {name: of_baseline(name, layers, seconds, limit, room) for name in BASELINES}
     return {
@@ -146,9 +145,6 @@ def moment(layers: Layers, limit: float, room: float) -> dict[str, Any]:
         **baselines,
         **search_fewer(layers, limit, ranks),
         "proven": ranks == 1 or least_seconds(layers, ranks - 1) > limit,
-        "speedup": even / balanced,
-        "repacked": even / taken,
-        "repacked_gain": even / taken * RANKS / ranks,
         "kept": limit / taken,
     }
 
@@ -168,87 +164,108 @@ def row(
         if progress is not None:
             progress(f"{case}, {blocks} blocks: moment {number} of {len(moments)}")
         each.append(moment(layers, limit, room))
-    last = moments[-1]
-    seconds = {ranks: seconds_of(last)(best(last, ranks, MICROBATCHES)) for ranks in SHOWN}
-    means = (*SIDES, "speedup", "repacked", "repacked_gain")
-    mean = {name: fmean(x[name] for x in each) for name in means}
     return {
         "case": case,
         "blocks": blocks,
-        "average": {name: mean[name] for name in SIDES},
+        "average": {name: fmean(x[name] for x in each) for name in SIDES},
         "ranks": [x["ours"] for x in each],
         "exhaustive": [x["exhaustive"] for x in each],
         "complete": [x["complete"] for x in each],
         "replays": [x["replays"] for x in each],
         "proven": [x["proven"] for x in each],
-        "speedup": mean["speedup"],
-        "repacked": mean["repacked"],
-        "repacked_gain": mean["repacked_gain"],
         "kept": min(x["kept"] for x in each),
-        "throughput": {str(ranks): limit / taken for ranks, taken in seconds.items()},
-        "per_rank": {str(ranks): RANKS / ranks * limit / taken for ranks, taken in seconds.items()},
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns the table in Markdown, whose figures docs/planning.md names."""
     counted = {"proven": "fewer is impossible at", "complete": "searched completely at"}
-    shown = {"kept": "least throughput over dense", "speedup": "speed-up on 8 ranks"}
-    head = ["case", "blocks", *SIDES, *counted.values(), *shown.values()]
+    head = ["case", "blocks", *SIDES, *counted.values(), "least throughput over dense"]
     lines: list[list[str]] = []
     for x in rows:
         ranks = [f"{x['average'][name]:.1f}" for name in SIDES]
         counts = [f"{sum(x[name])} of {len(x[name])}" for name in counted]
-        figures = [f"{x[name]:.2f}" for name in shown]
-        lines.append([name_of(x["case"], SEQUENCE), str(x["blocks"]), *ranks, *counts, *figures])
-    return markdown(head, lines)
-
-
-def speed_table(rows: list[dict[str, Any]]) -> str:
-    """Returns speed-up and throughput per rank, in Markdown."""
-    shown = {
-        "speedup": "speed-up on 8 ranks",
-        "repacked": "speed-up repacked",
-        "repacked_gain": "per rank repacked",
-    }
-    head = ["case", "blocks", *shown.values(), *(f"per rank on {ranks}" for ranks in SHOWN)]
-    lines: list[list[str]] = []
-    for x in rows:
-        values = [*(x[name] for name in shown), *(x["per_rank"][str(ranks)] for ranks in SHOWN)]
-        figures = [f"{value:.2f}" for value in values]
-        lines.append([name_of(x["case"], SEQUENCE), str(x["blocks"]), *figures])
+        start = [name_of(x["case"], SEQUENCE), str(x["blocks"])]
+        lines.append([*start, *ranks, *counts, f"{x['kept']:.2f}"])
     return markdown(head, lines)
 
 
 def report(result: dict[str, Any]) -> str:
-    """Returns the tables, and the paper's figure."""
-    paper = result["paper"]
-    published = f"The paper: {paper['average']} of {paper['ranks']} GPUs over {paper['case']}."
-    tables = [table(result["rows"]), speed_table(result["rows"])]
-    return "\n\n".join([*tables, f"{published} {paper['note']}"])
+    """Returns the tables of all parts that were measured, and the paper's figures."""
+    texts: list[str] = []
+    if "rows" in result:
+        paper = result["paper"]
+        published = f"The paper: {paper['average']} of {paper['ranks']} GPUs over {paper['case']}."
+        texts += [table(result["rows"]), f"{published} {paper['note']}"]
+    if "cases" in result:
+        texts += [repack_cases.case_table(result["cases"])]
+        texts += [repack_cases.rank_table(result["cases"])]
+    if "pipetransformer" in result:
+        texts += [repack_cases.pipetransformer_table(result["pipetransformer"])]
+    if "emulated" in result:
+        texts += [repack_cases.emulated_table(result["emulated"])]
+    return "\n\n".join(texts)
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws throughput per rank and ranks over the run, as the paper's figure 4."""
-    figure, axes = pyplot({}).subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for x in (x for x in rows if x["blocks"] == BLOCKS[0]):
-        name = name_of(x["case"], SEQUENCE)
-        per_rank = [x["per_rank"][str(ranks)] for ranks in SHOWN]
-        axes[0].plot(SHOWN, per_rank, marker="o", label=name)
-        axes[1].step(range(len(x["ranks"])), x["ranks"], where="post", label=name)
-    axes[0].set(xlabel="ranks", ylabel="throughput per rank, dense on 8 = 1", xticks=SHOWN[::-1])
-    axes[0].set_title("At the end of the run")
-    axes[1].set(xlabel="moment of the run", ylabel="ranks", ylim=(0, RANKS + 0.5))
-    axes[1].set_title("Fewest ranks as fast as dense on 8")
-    axes[0].legend()
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draws throughput by number of ranks, and ranks over the run, as the paper's figure 4."""
+    rows = [x for x in result["cases"] if x["blocks"] == BLOCKS[0]]
+    measured = {(x["case"], x["ranks"]): x for x in result.get("emulated", ())}
+    figure, panels = pyplot({}).subplots(2, 4, figsize=(11, 5), layout="constrained")
+    *cases, run_panel = panels.flat
+    places = range(len(SHOWN))
+    for axes, x in zip(cases, rows, strict=True):
+        per_rank, throughput = (
+            [x[key][str(n)] for n in SHOWN] for key in ("per_rank", "throughput")
+        )
+        axes.bar(places, per_rank, 0.6, color="#e69f00", label="per rank")
+        axes.plot(places, throughput, marker="s", color="#0072b2", label="throughput")
+        known = [i for i in places if (x["case"], SHOWN[i]) in measured]
+        if known and x["sequence"] == SEQUENCE:
+            values = [measured[x["case"], SHOWN[i]]["throughput"] for i in known]
+            axes.plot(known, values, "x", color="black", label="emulated ranks")
+        axes.set_xticks(places, [str(n) for n in SHOWN])
+        axes.set(title=name_of(x["case"], x["sequence"]), ylim=(0, 1.3 * max(per_rank)))
+        run_panel.step(range(len(x["ranks"])), x["ranks"], where="post", label=axes.get_title())
+    for axes in panels[:, 0]:
+        axes.set_ylabel("dense on 8 ranks = 1")
+    for axes in panels[1, :-1]:
+        axes.set_xlabel("ranks")
+    cases[1].legend(fontsize=7, frameon=False)
+    run_panel.set(xlabel="moment of the run", title="ranks as fast as dense on 8", ylim=(0, 8.5))
+    run_panel.legend(fontsize=6, frameon=False)
     save_picture(figure, path)
 
 
-def measure(depths: Sequence[int]) -> dict[str, Any]:
-    """Measures every case at each depth of the model."""
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures all parts, or the one of `--only`."""
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "searched": lambda: searched(options.blocks),
+        "cases": lambda: {
+            "cases": repack_cases.cases(options.blocks, show_progress, options.stride)
+        },
+        "pipetransformer": lambda: {
+            "pipetransformer": [
+                repack_cases.pipetransformer(blocks, options.stride) for blocks in options.blocks
+            ]
+        },
+        "emulated": lambda: {
+            "emulated": repack_cases.emulated(
+                options.case or repack_cases.EMULATED, BLOCKS[0], options.steps, options.unit
+            )
+        },
+    }
+    result: dict[str, Any] = {}
+    for name in (options.only,) if options.only else PARTS:
+        result |= parts[name]()
+        print(file=sys.stderr)
+    return result
+
+
+def searched(depths: Sequence[int]) -> dict[str, Any]:
+    """Compares ours with the search and the baselines at each depth of the model."""
     sizes = [(case, blocks) for case in CASES for blocks in depths]
     rows = [row(case, blocks, progress=show_progress) for case, blocks in sizes]
-    print(file=sys.stderr)
     return {"rows": rows, "paper": PAPER}
 
 
@@ -262,12 +279,17 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model"
     )
-    run(
-        parser,
-        lambda options: measure(options.blocks),
-        lambda result: print(report(result)),
-        lambda result, path: draw(result["rows"], path),
+    parser.add_argument("--only", choices=PARTS, help="one of the parts alone")
+    add_number(parser, "stride", 1, "of the 24 moments of the cases, every so many-th")
+    parser.add_argument(
+        "--case",
+        choices=repack_cases.EMULATED,
+        action="append",
+        help="of the emulated runs, this case alone; may be given several times (default all)",
     )
+    add_number(parser, "steps", 4, "of an emulated run")
+    add_number(parser, "unit", repack_cases.UNIT, "seconds that a dense block's F sleeps")
+    run(parser, measure, lambda result: print(report(result)), draw)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ from benchmarks import (
     joined,
     learning,
     lemmas,
+    overhead,
     quality,
+    repack_cases,
     router_loads,
     savings_experts,
     savings_tokens,
@@ -46,7 +48,7 @@ _SECONDS = ("even, s", "balanced, s")
 @cache
 def result_tables() -> dict[str, str]:
     """The tables in Markdown by name."""
-    of_traces = result_of("traces.json")
+    of_traces, of_repack = result_of("traces.json"), result_of("repack.json")
     of_scaling = scaling.tables(result_of("scaling.json"))
     published = cases.published_table(result_of("cases.json")["rows"])
     return {
@@ -60,6 +62,12 @@ def result_tables() -> dict[str, str]:
         "cases published": _without(published, "on")
         .replace(_STATIC, "static placement")
         .replace(_NO_EXITS, "no exits"),
+        "cases overhead": cases.overhead_table(result_of("cases.json")["rows"]),
+        "overhead decisions": overhead.decisions_table(result_of("overhead.json")["decisions"]),
+        "overhead egeria": overhead.egeria_table(result_of("overhead.json")["egeria"]),
+        "repack cases": _rows(repack_cases.case_table(of_repack["cases"]), "24"),
+        "repack pipetransformer": repack_cases.pipetransformer_table(of_repack["pipetransformer"]),
+        "repack ranks": _rows(repack_cases.rank_table(of_repack["cases"]), "24", "48"),
         "quality": _without(quality.table(result_of("quality.json")), "changes at steps"),
         "lemma 1": lemmas.lemma_1_table(result_of("placement.json")["lemmas"]["lemma_1"]),
         "lemma 2": lemmas.lemma_2_table(result_of("placement.json")["lemmas"]["lemma_2"]),

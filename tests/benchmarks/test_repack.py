@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cost_traces import Layers, best, timeline
+from benchmarks import repack_cases
+from benchmarks.cost_traces import Layers, best, dense, timeline, trace
 from benchmarks.repack import MICROBATCHES, least_seconds
+from benchmarks.repack_cases import FROZEN, halved, share_of, sleep
 from benchmarks.repack_search import search_placements, window_seconds
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
@@ -106,3 +108,41 @@ def test_incomplete_search_is_reported() -> None:
 def test_a_frozen_prefix_is_rejected() -> None:
     with pytest.raises(ValueError, match="layer 0 is frozen"):
         search_placements(layers_of([(1, 0, 0), (1, 1, 1)]), 2, 4, 100)
+
+
+@pytest.mark.parametrize(("frozen", "ranks"), [(0, 8), (28, 8), (30, 4), (46, 2)])
+def test_pipeline_is_halved_when_the_rest_fits(frozen: int, ranks: int) -> None:
+    """A sixth counts: 28 of 48 halves leave over half of the dense model, 30 leave just half."""
+    layers = layers_of([(1.0, 0.0, 0.0)] * frozen + [(1.0, 1.0, 1.0)] * (48 - frozen))
+    assert halved(layers, 8, room=3 * 3 * FROZEN).stages == ranks
+
+
+def test_share_is_what_balancing_alone_lacks() -> None:
+    assert share_of(static=10, balanced=8, repacked=6) == pytest.approx(0.5)
+    assert share_of(static=10, balanced=8, repacked=8) == 0
+    assert share_of(static=10, balanced=9.95, repacked=9.95) is None
+
+
+def test_messages_make_a_step_longer() -> None:
+    layers = dense(8, 2048)
+    placement = best(layers, 4, MICROBATCHES, link=1.0)
+    without, with_links = (timeline(layers, placement, MICROBATCHES, link=x) for x in (0.0, 1.0))
+    assert with_links.makespan >= without.makespan + 6  # there and back through 3 links
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", ["freezing", "pruning"])
+def test_sleeping_ranks_run_the_last_moment(case: str) -> None:
+    layers = trace(case, 24, 2048)[-1]
+    measured = sleep(layers, best(layers, 2, MICROBATCHES), steps=2, unit=0.001)
+    assert measured["ranks"] == 2
+    assert measured["seconds"] > measured["simulated"] > 0
+
+
+@pytest.mark.matrix
+def test_throughput_of_sleeping_ranks_is_over_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repack_cases, "SHOWN", (2,))
+    full, pruned = repack_cases.emulated(["pruning"], blocks=24, steps=2, unit=0.0005)
+    assert (full["case"], full["throughput"]) == ("dense", 1)
+    assert pruned["per_rank"] == pytest.approx(4 * pruned["throughput"])
+    assert "pruning" in repack_cases.emulated_table([full, pruned])
