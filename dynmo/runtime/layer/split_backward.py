@@ -553,12 +553,14 @@ class Layer:
 
     def _warn_of_early_weights(self) -> None:
         """Warns if B computes the gradients of most weights."""
-        self.warns = False
-        if splits(self.module) and not isinstance(self.module, CaughtProducts):
-            return  # its class has opted in, and need not name its parameters
         # Those of norms and biases take no time.
         trained = [p for p in self.module.parameters() if p.requires_grad and p.dim() > 1]
         later = self.tape.taken or set()
+        if not later and all(p.grad is None or not p.grad.any() for p in trained):
+            return  # no weight took part, because all tokens have left before
+        self.warns = False
+        if splits(self.module) and not isinstance(self.module, CaughtProducts):
+            return  # its class has opted in, and need not name its parameters
         share = _elements(p for p in trained if p in later) / max(1, _elements(trained))
         if trained and share < 0.5:
             kind = type(getattr(self.module, "block", self.module)).__name__

@@ -29,8 +29,19 @@ class Recurrent(nn.Module):
         return self.second(self.first(self.cell(x)[0]))
 
 
+class Idle(nn.Module):
+    """Its weights take no part, like those of a layer before which all tokens have exited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
 def warned(world: dynmo.World, inner: list[int], **options: Any) -> list[str]:
-    """Trains, and returns this rank's warnings."""
+    """Trains, and returns this rank's warnings. A size of 0 stands for an idle layer."""
     told: list[str] = []
 
     class Told(logging.Handler):
@@ -48,7 +59,7 @@ def warned(world: dynmo.World, inner: list[int], **options: Any) -> list[str]:
 
 def train(world: dynmo.World, inner: list[int], **options: Any) -> None:
     torch.manual_seed(0)
-    blocks = [Recurrent(each) for each in inner]
+    blocks = [Recurrent(each) if each else Idle() for each in inner]
     layers = [nn.LayerNorm(WIDTH), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]
     model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
     pipeline = dynmo.Pipeline(model, world, microbatches=4, balance="none", **options)
@@ -76,6 +87,7 @@ def test_only_one_replica_warns(pool: Pool) -> None:
     [
         pytest.param(64, "zb-h1", id="most weights wait"),
         pytest.param(8, "1f1b", id="there is no W"),
+        pytest.param(0, "zb-h1", id="no weight takes part"),
     ],
 )
 def test_nothing_is_said(pool: Pool, inner: int, schedule: str) -> None:
