@@ -6,7 +6,11 @@ import pytest
 
 from docs.tools import figures
 
-FILE = {"share": 0.0198, "runs": [{"seconds": 0.0131}, {"seconds": 0.72}, {"seconds": 0.05}]}
+FILE = {
+    "share": 0.0198,
+    "bytes": 82_400_000_000,
+    "runs": [{"seconds": 0.0131}, {"seconds": 0.72}, {"seconds": 0.05}],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +23,7 @@ def _one_result_file(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignor
     [
         ("share .1%", "2.0 %"),
         ("runs.1.seconds .1f", "0.7"),
+        ("bytes GB", "82"),
         ("runs.0.seconds ms", "13"),
         ("max runs.*.seconds .2f", "0.72"),
         ("min runs.1:3.seconds .2f", "0.05"),

@@ -6,7 +6,8 @@ A figure stands between two comments that do not show on the page:
 
 The first comment names the file, the path in it and the format. A path has keys and indices with
 dots between them. `*` is each item of a list, `0:4` a part of it. `min` or `max` before such a path
-takes one of the values. A format is one of Python's, or `ms` for seconds shown in milliseconds.
+takes one of the values. A format is one of Python's, `ms` for seconds shown in milliseconds, or
+`GB` for bytes shown in gigabytes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def figure(file: str, path: str, form: str, choose: str | None = None) -> str:
     Args:
         file: The file's name in benchmarks/results.
         path: Keys and indices with dots between them. `*` is each item of a list, `0:4` a part.
-        form: A format of Python's, or `ms` for seconds in milliseconds.
+        form: A format of Python's, `ms` or `GB`.
         choose: `min` or `max` of a path with several values. None for a path with one value.
     """
     values: list[Any] = [result_of(file)]
@@ -43,6 +44,8 @@ def figure(file: str, path: str, form: str, choose: str | None = None) -> str:
     assert choose or len(values) == 1, f"{file} {path} has {len(values)} values"
     if form == "ms":
         return f"{1000 * value:.0f}"
+    if form == "GB":
+        return f"{value / 1e9:.0f}"
     return format(value, form).replace("%", " %")
 
 
