@@ -29,6 +29,7 @@ PAGES = (README, TUTORIAL, REFERENCE)
 LEFT_OUT = {
     "make demo": "sets up .venv",
     "make test": "is this suite",
+    "make results QUICK=1": "takes minutes; tests/test_remake.py has the program behind it",
     "make gpu": "needs a GPU; tests/benchmarks/test_gpu.py has its dry run",
     ". .venv/bin/activate": "is for a shell",
     "dynmo train tune.toml": "needs a model and talks; tests/train/test_samples.py has both",

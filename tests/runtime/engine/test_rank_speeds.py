@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def train(
     later: tuple[int, Sequence[float]] | None = None,
     replicas: int = 1,
     balancer: str = "exact",
-    seconds: Sequence[float] = (0.001,) * 12,
+    seconds: Sequence[float] = (0.003,) * 12,
 ) -> dict[str, Any]:
     """Trains emulated layers on ranks of these speeds, and of others from a later step on."""
     pace, events = Pace(speeds[world.rank]), list[Event]()
@@ -62,11 +63,12 @@ def test_layers_leave_a_slow_rank_and_the_bits_stay(pool: Pool) -> None:
     counts = told["moves"][-1]
     assert counts[2] < min(counts[0], counts[1], counts[3])
     # Costs are those of a rank of speed 1, whichever rank measured them.
-    assert told["seconds"] == [pytest.approx([0.001] * 3, rel=0.4)] * 12
+    assert [median(ops) for ops in told["seconds"]] == pytest.approx([0.003] * 12, rel=0.4)
     still = pool.run(JOB, 4, speeds=[1] * 4, steps=9, balancer="none", seconds=[0.0] * 12)
     assert {each["digest"] for each in (told, *others, *still)} == {told["digest"]}
 
 
+@pytest.mark.matrix
 def test_a_rank_becomes_slow_and_recovers(pool: Pool) -> None:
     later = (8, [1, 1])
     told = pool.run(JOB, 2, speeds=[1, 0.5], steps=26, later=later)[0]
@@ -78,7 +80,7 @@ def test_a_rank_becomes_slow_and_recovers(pool: Pool) -> None:
 
 def test_a_slow_replica_makes_its_pipeline_rank_slow(pool: Pool) -> None:
     """Layers of unlike seconds are compared with themselves on the other replica."""
-    seconds = [0.0005 * (1 + layer % 4) for layer in range(12)]
+    seconds = [0.0015 * (1 + layer % 4) for layer in range(12)]
     speeds = [1, 1, 1, 0.5]  # ranks 0 and 1 of the pipeline, each on two replicas
     told = pool.run(JOB, 4, speeds=speeds, steps=9, replicas=2, seconds=seconds)[0]
     assert told["speeds"][-1] == pytest.approx([1, 0.5], abs=0.08)
