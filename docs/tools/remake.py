@@ -64,7 +64,7 @@ RUNS = (
     Run("joined", "simulated", "--only simulated", picture="joined"),
     Run("placement", "simulated", "--only lemmas"),
     Run("repack", "simulated", "--only searched"),
-    Run("repack", "simulated", "--only cases", picture="repack"),
+    Run("repack", "simulated", "--only cases --blocks 24 48", picture="repack"),
     Run("repack", "simulated", "--only pipetransformer"),
     Run("reshape", "simulated", "--stride 8", picture="reshape"),
     Run("scaling", "simulated", "--only simulated", picture="scaling"),
