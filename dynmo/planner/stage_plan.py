@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from dynmo.balance.partition import Partition
 from dynmo.balance.speeds import Speeds
@@ -266,7 +266,6 @@ def schedule_for_balancers(request: StageRequest, layers: Sequence[LayerCost]) -
     return scheduled
 
 
-@lru_cache(maxsize=256)
 def inherent_idle(
     request: StageRequest, layers: tuple[LayerCost, ...], f: float, b: float, w: float
 ) -> float:

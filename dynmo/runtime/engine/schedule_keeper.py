@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from dynmo.balance.partition import Partition
 from dynmo.balance.speeds import Speeds
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
+from dynmo.errors import InputError
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.situation import links_behind
 from dynmo.planner.stage_plan import (
@@ -22,6 +25,9 @@ from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline, simulate
+
+# A step's shares of F, B and W that differ by more ask for a new schedule. Noise does not.
+_DRIFT = 0.05
 
 Links = dict[tuple[int, int], LinkCost]
 """Link of each pair of ranks that hold neighbouring stages. The lower rank comes first."""
@@ -43,6 +49,11 @@ class ScheduleKeeper:
         self.known: tuple[LayerCost, ...] | None = None
         # Speeds of the ranks that it is made from. None: all are 1.
         self.known_speeds: Speeds | None = None
+        # What `inherent_idle` was last computed for, and the result. It costs a schedule.
+        self._inherent: (
+            tuple[tuple[StageRequest, tuple[LayerCost, ...]], tuple[float, ...], float | None]
+            | None
+        ) = None
 
     @property
     def objective(self) -> Objective:
@@ -110,14 +121,23 @@ class ScheduleKeeper:
     def inherent_idle(self, kinds: tuple[float, float, float]) -> float | None:
         """Returns the idle ratio if these seconds of F, B and W were even over the stages.
 
-        None if nothing was measured.
+        None if nothing was measured, or if there is no such schedule.
         """
         whole = sum(kinds)
         if not whole:
             return None
-        # Few distinct shares, so that most steps find theirs in the cache.
-        f, b, w = (round(seconds / whole, 2) for seconds in kinds)
-        return inherent_idle(self._request(None), self.scheduled or (), f, b, w)
+        shares = tuple(seconds / whole for seconds in kinds)
+        about = self._request(None), self.scheduled or ()
+        if (
+            self._inherent is None
+            or self._inherent[0] != about
+            or max(abs(x - y) for x, y in zip(shares, self._inherent[1], strict=True)) > _DRIFT
+        ):
+            idle = None
+            with suppress(InputError):  # say, equal stages do not fit the memory limit
+                idle = inherent_idle(*about, *shares)
+            self._inherent = about, shares, idle
+        return self._inherent[2]
 
     def reshaped(self, links: Links) -> None:
         """Takes note of another mesh, whose ranks hold other bytes than the measured ones."""

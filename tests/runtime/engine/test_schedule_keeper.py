@@ -10,11 +10,13 @@ import pytest
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, elide
+from dynmo.errors import ScheduleError
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import make_engine
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine import schedule_keeper
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
@@ -129,3 +131,33 @@ def test_bytes_after_a_reshape_are_those_of_the_new_mesh(pool: Pool) -> None:
         "tests.runtime.engine.test_schedule_keeper:reshaped", 4, config=config
     ):
         assert after == unmeasured != before
+
+
+def test_inherent_idle_is_computed_again_only_after_a_drift(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[float, ...]] = []
+
+    def idle(request: object, layers: object, *shares: float) -> float:
+        calls.append(shares)
+        if shares[2] > 0.5:
+            raise ScheduleError("no room")
+        return shares[0]
+
+    class Keeper(schedule_keeper.ScheduleKeeper):
+        def __init__(self) -> None:
+            self._inherent = None
+
+        @property
+        def scheduled(self) -> None:
+            return None
+
+        def _request(self, speeds: object) -> Any:
+            return "request"
+
+    monkeypatch.setattr(schedule_keeper, "inherent_idle", idle)
+    keeper = Keeper()
+    assert keeper.inherent_idle((0.0, 0.0, 0.0)) is None
+    steps = [(2.0, 1.0, 1.0), (2.1, 1.0, 1.0), (1.0, 1.0, 2.0), (1.0, 0.0, 3.0), (2.0, 1.0, 1.0)]
+    assert [keeper.inherent_idle(kinds) for kinds in steps] == [0.5, 0.5, 0.25, None, 0.5]
+    assert len(calls) == 4
