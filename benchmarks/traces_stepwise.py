@@ -49,7 +49,6 @@ from benchmarks.cost_traces import (
 from benchmarks.output import markdown
 from benchmarks.published import PUBLISHED
 from dynmo.balance._replay import replay as compiled_replay
-from dynmo.balance._replay import shape_of
 from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.stage_costs import by_name, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
@@ -131,18 +130,18 @@ class Placements:
         self.even = in_halves(uniform(blocks, ranks))
         # ZB-H1 orders the ops in the same way whatever they cost, so one schedule serves all.
         costs = pipeline_costs(dense(blocks, SEQUENCE), self.even)
-        self._shape = shape_of(by_name("zb-h1", self.microbatches)(costs))
+        self._table = by_name("zb-h1", self.microbatches)(costs).table
         self._sends = np.zeros((ranks, 2 * blocks + 1))
         self.place = cache(self._place)
         self._works = cache(self._sums)
 
     def seconds(self, layers: Layers, placement: Partition) -> float:
         """Returns the makespan of a step."""
-        shape, bounds = self._shape, np.array(placement.bounds, np.int64)
+        table, bounds = self._table, np.array(placement.bounds, np.int64)
         return compiled_replay(
-            shape.rows,
-            shape.counts,
-            shape.stage_ranks,
+            table.rows,
+            table.counts,
+            table.stage_ranks,
             self._works(layers),
             self._sends,
             bounds,

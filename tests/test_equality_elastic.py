@@ -217,7 +217,7 @@ def test_repack_shrinks_and_grows_the_run(pool):
         "train": {"steps": 60, "global_batch": 8, "micro_batch": 1},
         "parallel": {"pipeline": 4},
         "balance": {"every": "auto"},
-        "elastic": {"repack": True, "park": True, "tolerance": 0.2},
+        "elastic": {"repack": True, "park": True, "tolerance": 0.05},
         "dynamism": {"cases": ["python:tests.dynamism.breathing:Breathing"]},
     }
     results = pool.run("train_elastic", 4, config=config)

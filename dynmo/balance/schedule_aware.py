@@ -15,6 +15,7 @@ equal inputs give equal placements, on every rank.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -22,7 +23,7 @@ from typing import final
 
 import numpy as np
 
-from dynmo.balance._replay import Floats, Shape, replay, shape_of
+from dynmo.balance._replay import replay
 from dynmo.balance.chunks import chunked, flowing
 from dynmo.balance.partition import Partition, exact, ties, uniform
 from dynmo.balance.stage_costs import Make, check_lengths, freeze, pipeline_costs
@@ -31,6 +32,7 @@ from dynmo.errors import PartitionError, ScheduleError
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import MemoryLimits
 from dynmo.schedule.op import Schedule
+from dynmo.schedule.op_table import Floats, OpTable
 from dynmo.schedule.simulator import simulate
 
 Bounds = tuple[int, ...]
@@ -144,7 +146,7 @@ class _Search:
         # Layers before this one have neither B nor W. The number of stages that they fill decides
         # which ops a schedule has.
         self.frozen = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers))
-        self.shapes: dict[int, Shape] = {}
+        self.tables: dict[int, OpTable] = {}
         self.judged = set[Bounds]()
         self.evaluations = self.budget = 0
 
@@ -171,7 +173,7 @@ class _Search:
                 best = self.better(best, partition.bounds)
         for _ in range(_ROUNDS):
             before = best
-            self.shapes = {self.frozen_stages(best.bounds): shape_of(best.schedule)}
+            self.tables = {self.frozen_stages(best.bounds): best.schedule.table}
             self.budget = _OPS if self.stages == self.ranks else _OPS_OF_SEVERAL
             by_time = sorted(dict.fromkeys([best.bounds, *starts]), key=self.replay)
             for bounds in by_time[:_STARTS]:
@@ -288,31 +290,31 @@ class _Search:
         return evaluated if evaluated.beats(best) else best
 
     def frozen_stages(self, bounds: Bounds) -> int:
-        return sum(stop <= self.frozen for stop in bounds[1:-1])
+        return bisect_right(bounds, self.frozen, 1, len(bounds) - 1) - 1
 
-    def shape(self, bounds: Bounds) -> Shape | None:
+    def table(self, bounds: Bounds) -> OpTable | None:
         frozen = self.frozen_stages(bounds)
-        if frozen not in self.shapes:
+        if frozen not in self.tables:
             costs = pipeline_costs(
                 self.layers, Partition.from_bounds(bounds), links=self.links, speeds=self.speeds
             )
             try:
-                self.shapes[frozen] = shape_of(self.make(costs))
+                self.tables[frozen] = self.make(costs).table
             except ScheduleError:
                 return None
-        return self.shapes[frozen]
+        return self.tables[frozen]
 
     def replay(self, bounds: Bounds, best: float = math.inf) -> float:
         """The time of a placement under the round's schedule."""
-        shape = self.shape(bounds)
-        if shape is None:
+        table = self.table(bounds)
+        if table is None:
             return math.inf
         self.evaluations += 1
-        self.budget -= len(shape.rows)
+        self.budget -= len(table.rows)
         at = np.array(bounds, np.int64)
         whole = self.objective is Objective.MAKESPAN
         return replay(
-            shape.rows, shape.counts, shape.stage_ranks, self.works, self.sends, at, best, whole
+            table.rows, table.counts, table.stage_ranks, self.works, self.sends, at, best, whole
         )
 
     # -- the descent -------------------------------------------------------------------------------

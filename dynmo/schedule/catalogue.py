@@ -18,6 +18,7 @@ placement that is best for it. It is no schedule itself: `planner.shapes` choose
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from dynmo.errors import ScheduleError
@@ -132,6 +133,7 @@ def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
         )
 
 
+@lru_cache(maxsize=32)
 def make_by_hand(
     name: str, ranks: int, microbatches: int, first_trainable: int = 0, chunks: int | None = None
 ) -> Schedule:

@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dynmo.errors import ScheduleError
+from dynmo.schedule.op_table import OpTable, make_table
 
 
 class Kind(StrEnum):
@@ -32,6 +33,9 @@ class Kind(StrEnum):
     B = "B"
     W = "W"
     BW = "BW"
+
+
+_NUMBERS = {kind: number for number, kind in enumerate(Kind)}
 
 
 class Op(NamedTuple):
@@ -90,6 +94,13 @@ class Schedule:
             (op.stage, op.microbatch) for row in self.ops for op in row if op.kind is Kind.BW
         )
 
+    @cached_property
+    def table(self) -> OpTable:
+        """The ops and `dependencies` as numbers, for compiled loops."""
+        ahead = self.ranks if self.credits is None else self.credits
+        ranks = [[(_NUMBERS[op.kind], op.stage, op.microbatch) for op in row] for row in self.ops]
+        return make_table(ranks, self.stage_ranks, self.first_trainable, ahead)
+
     def backward(self, stage: int, microbatch: int) -> Op:
         """Return the op that produces the input gradient of `stage`: its B, or its BW."""
         return Op(Kind.BW if (stage, microbatch) in self.fused else Kind.B, stage, microbatch)
@@ -104,7 +115,7 @@ class Schedule:
 def dependencies(schedule: Schedule, op: Op) -> Iterator[Dependency]:
     """List the ops that must have ended before `op` may start.
 
-    The simulator, the lowering and every planner use this function and nothing else.
+    Everything uses this function, or `Schedule.table`, which has the same in numbers.
 
     F(s,j) needs F(s-1,j). B(s,j) needs F(s,j) and B(s+1,j). W(s,j) needs B(s,j). On a frozen
     prefix F(s,j) also needs F(s+1, j-credits): this credit holds forward-only ranks back.
@@ -167,8 +178,7 @@ def validate(schedule: Schedule) -> None:
                 raise ScheduleError(
                     f"{schedule.name}: stage {stage} has {count} of {expected} {kind} ops"
                 )
-    for _ in in_order(schedule):
-        pass
+    check_order(schedule)
 
 
 def _check_placement(schedule: Schedule) -> None:
@@ -191,6 +201,17 @@ def _check_placement(schedule: Schedule) -> None:
             f"{schedule.name}: first trainable stage {schedule.first_trainable} of "
             f"{schedule.stages} stages"
         )
+
+
+def check_order(schedule: Schedule) -> None:
+    """Check that no ranks wait for each other in a circle.
+
+    Raises:
+        ScheduleError: They do. The message names the first op that can never run.
+    """
+    if len(schedule.table.rows) < len(schedule.table.ops):
+        for _ in in_order(schedule):
+            pass
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Op, tuple[Dependency, ...]]]:

@@ -6,14 +6,19 @@ and crossed its link. Links are pure delay: a message never keeps a rank busy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.op import Kind, Op, Schedule, in_order
+from dynmo.schedule.op import Kind, Op, Schedule, check_order
+from dynmo.schedule.op_table import Floats, Ints, OpTable, most_live, run_clocks
 
 
 class Span(NamedTuple):
@@ -24,21 +29,37 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each rank ran which op, and the most live memory of each rank, in the costs' units."""
+    """When each rank ran which op, and the most live memory of each rank, in the costs' units.
 
-    ranks: tuple[tuple[Span, ...], ...]
+    Attributes:
+        schedule: The schedule that ran.
+        starts: Start of each op of each rank, in the rank's order.
+        ends: End of each op of each rank.
+        peak_memory: The most live memory of each rank.
+    """
+
+    schedule: Schedule
+    starts: tuple[list[float], ...]
+    ends: tuple[list[float], ...]
     peak_memory: tuple[float, ...]
 
     @cached_property
+    def ranks(self) -> tuple[tuple[Span, ...], ...]:
+        """The ops of each rank on the clock."""
+        rows = zip(self.schedule.ops, self.starts, self.ends, strict=True)
+        return tuple(tuple(map(Span, *row)) for row in rows)
+
+    @cached_property
     def busy(self) -> tuple[float, ...]:
-        return tuple(sum(span.end - span.start for span in row) for row in self.ranks)
+        rows = zip(self.starts, self.ends, strict=True)
+        return tuple(sum(end - start for start, end in zip(*row, strict=True)) for row in rows)
 
     @cached_property
     def makespan(self) -> float:
         """Time from the first op of any rank to the last op of any rank."""
-        return max(row[-1].end for row in self.ranks) - min(row[0].start for row in self.ranks)
+        return max(row[-1] for row in self.ends) - min(row[0] for row in self.starts)
 
     @cached_property
     def span(self) -> float:
@@ -46,7 +67,7 @@ class Timeline:
 
         This time counts if no optimizer barrier separates the steps.
         """
-        return max(row[-1].end - row[0].start for row in self.ranks)
+        return max(end[-1] - start[0] for start, end in zip(self.starts, self.ends, strict=True))
 
     def length(self, objective: Objective) -> float:
         return self.span if objective is Objective.SPAN else self.makespan
@@ -118,32 +139,38 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
             f"{schedule.name} has {schedule.stages} stages, but costs are given for "
             f"{len(costs.stages)}"
         )
-    stage_ranks, links, wrap = schedule.stage_ranks, costs.links, (schedule.ranks - 1, 0)
-    ended: dict[Op, float] = {}
-    clock = [0.0] * schedule.ranks
-    rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
-    took = {
-        (kind, stage): duration(costs, Op(kind, stage, 0))
-        for kind in Kind
-        for stage in range(schedule.stages)
-    }
-    for rank, op, needs in in_order(schedule):
-        start = clock[rank]
-        for before, boundary in needs:
-            arrival = ended[before]
-            if boundary is not None and stage_ranks[boundary] != stage_ranks[boundary + 1]:
-                if (
-                    wrap_group
-                    and op.microbatch % wrap_group
-                    and (stage_ranks[boundary], stage_ranks[boundary + 1]) == wrap
-                ):
-                    continue
-                arrival += links[boundary]
-            start = max(start, arrival)
-        end = start + took[op.kind, op.stage]
-        clock[rank] = ended[op] = end
-        rows[rank].append(Span(op, start, end))
-    return Timeline(tuple(map(tuple, rows)), peak_memory(schedule, costs))
+    check_order(schedule)
+    table = schedule.table
+    rows = table.rows if not wrap_group else _without_waits(table, wrap_group)
+    started, ended = np.empty(len(rows)), np.empty(len(rows))
+    took = _by_stage_and_kind(duration, costs)
+    links = np.array(costs.links, np.float64)
+    run_clocks(rows, schedule.ranks, took, links, started, ended)
+    start, end = np.empty_like(started), np.empty_like(ended)
+    start[table.at], end[table.at] = started, ended
+    spans = [slice(*span) for span in pairwise(table.first.tolist())]
+    return Timeline(
+        schedule,
+        tuple(start[span].tolist() for span in spans),
+        tuple(end[span].tolist() for span in spans),
+        peak_memory(schedule, costs),
+    )
+
+
+def _without_waits(table: OpTable, wrap_group: int) -> Ints:
+    """The rows of a table without waits for messages that `wrap_group` leaves out."""
+    rows, ranks = table.rows.copy(), table.stage_ranks
+    ignored = table.ops[table.at, 2] % wrap_group != 0
+    for column in (3, 5):
+        boundary = rows[:, column + 1]
+        wraps = (ranks[boundary] == ranks.max()) & (ranks[(boundary + 1) % len(ranks)] == 0)
+        rows[ignored & (boundary >= 0) & wraps, column] = -1
+    return rows
+
+
+def _by_stage_and_kind(value: Callable[[Costs, Op], float], costs: Costs) -> Floats:
+    stages = range(len(costs.stages))
+    return np.array([[value(costs, Op(kind, s, 0)) for kind in Kind] for s in stages], np.float64)
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
@@ -151,19 +178,12 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
     The result depends on the order of the ops alone, not on their times.
     """
-    peaks: list[float] = []
-    changes = {
-        (kind, stage): memory_change(costs, Op(kind, stage, 0), schedule.first_trainable)
-        for kind in Kind
-        for stage in range(schedule.stages)
-    }
-    for row in schedule.ops:
-        live = peak = 0.0
-        for kind, stage, _ in row:
-            live += changes[kind, stage]
-            peak = max(peak, live)
-        peaks.append(peak)
-    return tuple(peaks)
+
+    def change(costs: Costs, op: Op) -> float:
+        return memory_change(costs, op, schedule.first_trainable)
+
+    table = schedule.table
+    return tuple(most_live(table.ops, table.first, _by_stage_and_kind(change, costs)).tolist())
 
 
 def resident(schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:

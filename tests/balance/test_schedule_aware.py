@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynmo.balance._replay import shape_of
 from dynmo.balance.partition import Partition, exact, stage_loads, uniform
 from dynmo.balance.schedule_aware import (
     PlacementProblem,
@@ -288,15 +287,6 @@ def test_search_is_close_to_optimal_with_several_stages_per_rank():
         )
     with pytest.raises(PartitionError, match=r"placement \[0, 1\] for 3 ranks"):
         search(PlacementProblem(drawn(draw, 11), 3, make=by_hand, stage_ranks=(0, 1)))
-
-
-def test_schedule_shape_of_1f1b():
-    make = by_name("1f1b", 2)
-    shape = shape_of(make(pipeline_costs([LayerCost(1.0, 1.0, 1.0)] * 2, Partition((1, 1)))))
-    assert shape.counts.tolist() == [[2, 0, 0, 2], [2, 0, 0, 2]]
-    assert sorted(map(tuple, shape.rows[:, :3].tolist())) == sorted(
-        (s, s, k) for s in (0, 1) for k in (0, 0, 3, 3)
-    )
 
 
 @pytest.mark.parametrize("seed", range(3))

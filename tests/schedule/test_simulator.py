@@ -10,7 +10,7 @@ from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.catalogue import make_by_hand
 from dynmo.schedule.op import Kind, Op, Schedule, from_text
-from dynmo.schedule.simulator import Span, Timeline, peak_memory, resident, simulate
+from dynmo.schedule.simulator import Timeline, peak_memory, resident, simulate
 from tests.schedule.samples import few, schedules, whole_costs
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
@@ -175,9 +175,8 @@ def test_deadlocked_schedule_is_refused() -> None:
 
 
 def test_makespan_starts_with_the_first_op() -> None:
-    timeline = Timeline(
-        ((Span(Op(F, 0, 0), 5.0, 6.0),), (Span(Op(F, 1, 0), 7.0, 9.0),)), (0.0, 0.0)
-    )
+    schedule = make_by_hand("gpipe", 2, 1)
+    timeline = Timeline(schedule, ([5.0], [7.0]), ([6.0], [9.0]), (0.0, 0.0))
     assert (timeline.makespan, timeline.span) == (4, 2)
 
 
