@@ -7,7 +7,7 @@ with dynmo, agrees closely.
 from __future__ import annotations
 
 from functools import cache
-from itertools import cycle, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,13 @@ def _deeper_reference(pool: Pool, freezing: bool) -> dict[str, Any]:
         everyday=[(4, "random", True)],
     ),
 )
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in GENERATORS])
+@pytest.mark.parametrize(
+    "schedule",
+    mostly_matrix(
+        [name for name in SCHEDULES if name not in GENERATORS],
+        everyday=["interleaved-1f1b", "zb-auto", "v-auto"],
+    ),
+)
 def test_several_stages_per_rank_have_the_same_digest(
     pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool
 ) -> None:
@@ -137,7 +143,10 @@ def test_several_stages_per_rank_have_the_same_digest(
 
 @pytest.mark.parametrize(
     ("schedule", "ranks", "afterwards"),
-    [("zb-h1", 4, False), ("zb-v", 2, False), ("zb-h2", 3, True)],
+    mostly_matrix(
+        [("zb-h1", 4, False), ("zb-v", 2, False), ("zb-h2", 3, True)],
+        everyday=[("zb-h2", 3, True)],
+    ),
 )
 def test_early_partial_w_leaves_the_digest_unchanged(
     pool: Pool, schedule: str, ranks: int, afterwards: bool
@@ -193,7 +202,7 @@ def _tied_reference(pool: Pool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("ranks", "schedule"),
-    mostly_matrix(product((2, 3), SCHEDULES), everyday=list(zip(cycle((2, 3)), SCHEDULES))),
+    mostly_matrix(product((2, 3), SCHEDULES), everyday=[(2, "zb-v"), (3, "zb-auto")]),
 )
 def test_tied_embeddings_have_the_same_digest(pool: Pool, ranks: int, schedule: str) -> None:
     """The tied weight is on one rank (V shapes) or on two ranks.
@@ -276,7 +285,7 @@ def test_pruned_run_has_the_same_digest_on_any_ranks(
             for stop in (2, 3, 5)
             for run in (((2, "zb-h1"), (3, "1f1b")), ((3, "zb-h1"), (1, "1f1b")))
         ),
-        everyday=[(2, (3, "zb-h1"), (1, "1f1b")), (3, (2, "zb-h1"), (3, "1f1b"))],
+        everyday=[(3, (2, "zb-h1"), (3, "1f1b"))],
     ),
 )
 def test_pruned_run_resumes_on_other_ranks(

@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float16": {"train": {"precision": "float16"}},
     "post-validation": {"pipeline": {"post_validation": True}},
 }
-QUICK = ("pruning", "experts", "post-validation")
+QUICK = ("pruning", "post-validation")
 
 
 def wanted(
@@ -122,7 +122,8 @@ def test_replicas_leave_and_come_back(pool, case, zero):
     assert told(results[0]["events"]) == reference(pool, case, groups=2)
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("zero", [0, 1])
 def test_replicas_that_share_experts_stay_together(pool, zero):
     config = wanted(
         "experts",
@@ -239,7 +240,8 @@ def test_repack_shrinks_and_grows_the_run(pool):
     assert fields_of(events, "end", "weights_digest") == fields_of(still, "end", "weights_digest")
 
 
-@pytest.mark.parametrize("rule", ["first_fit", pytest.param("halving", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("rule", ["first_fit", "halving"])
 def test_published_repack_algorithm_merges_ranks_by_memory(pool, rule):
     """The algorithm merges ranks by memory alone."""
     algorithm = f"python:benchmarks.baselines.merging:{rule}"

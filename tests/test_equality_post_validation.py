@@ -56,7 +56,10 @@ def _late_reference(pool: Pool, optimizer: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("schedule", "ranks", "optimizer"),
-    [("zb-h2", 3, "adamw"), ("zb-v", 2, "adamw"), ("zb-auto", 4, "sgd"), ("1f1b", 1, "sgd")],
+    mostly_matrix(
+        [("zb-h2", 3, "adamw"), ("zb-v", 2, "adamw"), ("zb-auto", 4, "sgd"), ("1f1b", 1, "sgd")],
+        everyday=[("zb-v", 2, "adamw"), ("1f1b", 1, "sgd")],
+    ),
 )
 def test_post_validation_leaves_events_and_digest_unchanged(
     pool: Pool, schedule: str, ranks: int, optimizer: str
@@ -135,7 +138,7 @@ def test_a_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
         assert bool(fields_of(events, "rollback", "step")) == (schedule == "zb-v")
 
 
-@pytest.mark.parametrize("stop", [3, 6])
+@pytest.mark.parametrize("stop", mostly_matrix([3, 6], everyday=[6]))
 def test_post_validated_run_resumes_with_and_without_barrier(
     pool: Pool, tmp_path: Path, stop: int
 ) -> None:
@@ -166,7 +169,7 @@ def test_post_validated_run_resumes_with_and_without_barrier(
 @pytest.mark.parametrize(
     "options",
     [
-        {"policy": "autofreeze", "every": 2},
+        pytest.param({"policy": "autofreeze", "every": 2}, marks=pytest.mark.matrix),
         {"policy": "egeria", "every": 2, "window": 2, "tolerance": 0.9},
     ],
 )

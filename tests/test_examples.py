@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.cli.runs import free_port
 from tests.pool import Pool
 
@@ -55,6 +57,7 @@ def test_loop_over_a_data_loader_gives_one_digest_on_any_ranks(pool: Pool) -> No
     assert len(lines) <= 40
 
 
+@pytest.mark.matrix
 def test_fine_tuning_gives_one_digest_on_any_ranks(
     pool: Pool, small_llama: Path, tmp_path: Path
 ) -> None:

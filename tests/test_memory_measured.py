@@ -9,7 +9,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -240,11 +240,18 @@ CASES += [
 AFTERWARDS = ("gpipe", "1f1b", "zb-h1", "zb-v", "zb-auto")
 CASES += [(schedule, "float32", False, "exact") for schedule in AFTERWARDS]
 IN_PLACE = [(schedule, "float32", False, "in-place") for schedule in AFTERWARDS]
+EVERYDAY = [(schedule, "float32", False, None) for schedule in ("gpipe", "zb-auto", "v-auto")]
+EVERYDAY += [
+    ("zb-h2", "bfloat16", True, None),
+    ("1f1b", "float16", False, None),
+    ("zb-h1", "bfloat16", False, "exact"),
+    IN_PLACE[3],
+]
 
 
 @pytest.mark.parametrize(
     ("schedule", "precision", "recompute", "rollback"),
-    mostly_matrix([*CASES, *IN_PLACE], everyday=[*CASES, IN_PLACE[1], IN_PLACE[3]]),
+    mostly_matrix([*CASES, *IN_PLACE], everyday=EVERYDAY),
 )
 def test_measured_peak_memory_matches_the_prediction(
     pool: Pool, schedule: str, precision: str, recompute: bool, rollback: str | None
@@ -255,7 +262,9 @@ def test_measured_peak_memory_matches_the_prediction(
 
 @pytest.mark.parametrize(
     ("schedule", "seconds"),
-    mostly_matrix(product(FROM_COSTS, UNEVEN), everyday=list(zip(FROM_COSTS, cycle(UNEVEN)))),
+    mostly_matrix(
+        product(FROM_COSTS, UNEVEN), everyday=[("zb-auto", UNEVEN[0]), ("v-auto", UNEVEN[1])]
+    ),
 )
 def test_schedules_from_uneven_costs_have_the_predicted_peak(
     pool: Pool, schedule: str, seconds: Seconds
@@ -264,7 +273,10 @@ def test_schedules_from_uneven_costs_have_the_predicted_peak(
     check_peaks(pool, 2, settings(schedule), seconds=seconds)
 
 
-@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 0), ("zb-v", 0), ("zb-h1", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    mostly_matrix([("1f1b", 0), ("zb-v", 0), ("zb-h1", 1)], everyday=[("zb-h1", 1)]),
+)
 def test_predicted_peak_includes_the_reduction_over_replicas(
     pool: Pool, schedule: str, zero: int
 ) -> None:
@@ -281,7 +293,7 @@ def test_predicted_peak_includes_the_reduction_over_replicas(
     ("kind", "recompute"),
     mostly_matrix(
         [("llama", False), ("llama", True), ("mixtral", False), ("gpt2", False)],
-        everyday=[("llama", False), ("gpt2", False)],
+        everyday=[("llama", False)],
     ),
 )
 def test_model_of_transformers_has_the_predicted_peak(
@@ -297,7 +309,10 @@ LORA = {"r": 8, "alpha": 16, "targets": ["q_proj", "v_proj", "up_proj"]}
 
 @pytest.mark.parametrize(
     "trained",
-    [{"train_last": 1}, {"lora": LORA}, {"lora": LORA | {"layers": [1]}}],
+    mostly_matrix(
+        [{"train_last": 1}, {"lora": LORA}, {"lora": LORA | {"layers": [1]}}],
+        everyday=[{"lora": LORA | {"layers": [1]}}],
+    ),
     ids=["upper block", "adapters", "adapters of the upper block"],
 )
 def test_model_that_trains_in_part_has_the_predicted_peak(
@@ -311,7 +326,7 @@ def test_model_that_trains_in_part_has_the_predicted_peak(
 
 @pytest.mark.parametrize(
     ("schedule", "groups"),
-    mostly_matrix(product(("1f1b", "zb-h1"), (4, 8)), everyday=[("1f1b", 8), ("zb-h1", 4)]),
+    mostly_matrix(product(("1f1b", "zb-h1"), (4, 8)), everyday=[("zb-h1", 4)]),
 )
 def test_predicted_peak_includes_gradients_in_reduction_slots(
     pool: Pool, schedule: str, groups: int

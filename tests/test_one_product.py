@@ -152,3 +152,12 @@ def test_a_plain_pipeline_loads_few_modules() -> None:
     assert not [name for name in loaded if name.startswith(rooms)]
     assert "dynmo.elastic.launcher.supervisor" not in loaded
     assert len(loaded) <= 0.55 * len(all_modules)
+
+
+def test_a_trainer_loads_no_transformers() -> None:
+    """Importing them takes each rank seconds, and most models need none of them."""
+    program = "import sys, dynmo.train.trainer; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert "transformers" not in done.stdout.split()

@@ -16,6 +16,7 @@ from dynmo.config import parse
 from dynmo.pipeline.actions import Actions
 from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.train.setup import model_of
+from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES
 from tests.pool import JobFailed, Pool
 from tests.runtime.alone import MICROBATCHES, alone, pipeline
@@ -87,7 +88,11 @@ def plain_losses(function: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "function", ["columns", "table", "energy", "spectral", "in_place", "narrow"]
+    "function",
+    mostly_matrix(
+        ["columns", "table", "energy", "spectral", "in_place", "narrow"],
+        everyday=["columns", "energy", "in_place"],
+    ),
 )
 def test_unusual_models_have_the_same_bits_on_any_ranks(pool: Pool, function: str) -> None:
     """Models with unusual outputs, buffers or dtypes.
@@ -129,7 +134,9 @@ def numbers(
     return losses, held_out, digests
 
 
-@pytest.mark.parametrize("function", ["statistics", "checkpointed"])
+@pytest.mark.parametrize(
+    "function", mostly_matrix(["statistics", "checkpointed"], everyday=["checkpointed"])
+)
 def test_running_statistics_are_those_of_one_rank(pool: Pool, function: str) -> None:
     """Weights, buffers and held-out losses are those of one rank.
 

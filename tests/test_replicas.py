@@ -173,7 +173,7 @@ def test_early_partial_w_leaves_the_digest_unchanged(pool: Pool) -> None:
     ("pipeline", "data", "reshape_at", "zero"),
     mostly_matrix(
         ((*run, zero) for run in RESHAPES for zero in (0, 1)),
-        everyday=[(*RESHAPES[0], 1), (*RESHAPES[1], 1), (*RESHAPES[2], 0)],
+        everyday=[(*RESHAPES[1], 1)],
     ),
 )
 def test_live_reshape_leaves_the_digest_unchanged(
@@ -282,7 +282,7 @@ def test_cases_decide_the_same_on_every_replica(pool: Pool) -> None:
             ((1, 4, 1), (1, 2, 1)),
             ((4, 1, 0), (1, 4, 0)),
         ],
-        everyday=[((2, 2, 1), (1, 1, 0)), ((1, 1, 0), (2, 2, 1)), ((1, 4, 1), (1, 2, 1))],
+        everyday=[((1, 4, 1), (1, 2, 1))],
     ),
 )
 def test_run_resumes_in_another_mesh(
@@ -377,7 +377,7 @@ def test_only_the_number_of_reduction_slots_changes_the_bits(pool: Pool) -> None
     assert run(pool, config(2, 2, groups=None))[0]["digest"] == digests[2]
 
 
-@pytest.mark.parametrize("balancer", ["exact", "none"])
+@pytest.mark.parametrize("balancer", mostly_matrix(["exact", "none"], everyday=["exact"]))
 def test_run_reshapes_if_another_mesh_is_faster(pool: Pool, balancer: str) -> None:
     """One layer is half of the work, so only two replicas can be even, not two stages.
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
 
 from dynmo.data.corpus import SEPARATOR, Corpus
 from dynmo.errors import ConfigError, one_line
@@ -45,6 +44,8 @@ def load_tokenizer(folder: Path, vocab: int, trust_remote_code: bool = False) ->
     Raises:
         ConfigError: The tokenizer cannot be loaded, or it is not that of the model.
     """
+    from transformers import AutoTokenizer  # takes seconds, and most runs have no tokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises plain exceptions

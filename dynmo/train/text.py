@@ -8,6 +8,7 @@ from typing import Any
 
 from dynmo.data.corpus import VOCAB, Corpus, check_vocab, open_corpus
 from dynmo.data.token_file import TokenFile
+from dynmo.data.tokenizer import has_tokenizer, load_tokenizer, tokens_of
 from dynmo.errors import ConfigError
 from dynmo.models.options import ModelOptions
 
@@ -57,15 +58,11 @@ def _tokens(source: str, folder: Path, vocab: int, trust_remote_code: bool) -> C
     corpus, tokenizer = open_corpus(source), _tokenizer_of(folder, vocab, trust_remote_code)
     if tokenizer is None:
         return corpus
-    from dynmo.data.tokenizer import tokens_of
-
     return tokens_of(corpus, tokenizer)
 
 
 def _tokenizer_of(folder: Path, vocab: int, trust_remote_code: bool) -> Any:
     """Returns the tokenizer of the model's folder. None means that bytes are tokens."""
-    from dynmo.data.tokenizer import has_tokenizer, load_tokenizer
-
     if has_tokenizer(folder):
         return load_tokenizer(folder, vocab, trust_remote_code)
     if vocab < VOCAB:

@@ -243,6 +243,7 @@ def test_split_goal_is_assessed(ratio: float, met: bool) -> None:
     assert split.assess({"stage": rows}).met == met
 
 
+@pytest.mark.matrix
 def test_attention_benchmark_measures_each_kind() -> None:
     rows = [
         attention.length(CPU, torch.float32, n, heads=2, size=16, batch=1, rounds=1)

@@ -31,14 +31,10 @@ RANKS: dict[str, dict[str, Any]] = {
 """Arguments that make a function for ranks small, where its command has no option for that."""
 
 SHORT = (
-    "deferred --hidden 64 --tokens 32 --rounds 2",
     "exact --seconds 1 --uneven 2",
-    "exit_thresholds --steps 20 --hidden 64 --sequence 32 --rounds 1",
     "handed_on --hidden 64 --blocks 2 --sequence 8",
-    "heavy_head --hidden 64 --vocabulary 256 --sequence 64 --rounds 1",
     "stand_ins --hidden 64 --blocks 2 --sequence 8 --rounds 2",
     "post_validation --ranks 2 --steps 2 --rounds 1 --scale 10",
-    "replicas --rounds 1 --hidden 64 --blocks 2",
     "savings_attention --rounds 1 --cases 1",
     "savings_experts --rounds 1 --cases 1",
     "savings_freezing --rounds 1 --sequence 64",
@@ -46,6 +42,10 @@ SHORT = (
     "sweeps --stride 15",
 )
 LONG = (
+    "replicas --rounds 1 --hidden 64 --blocks 2",
+    "heavy_head --hidden 64 --vocabulary 256 --sequence 64 --rounds 1",
+    "exit_thresholds --steps 20 --hidden 64 --sequence 32 --rounds 1",
+    "deferred --hidden 64 --tokens 32 --rounds 2",
     "bubbles --stride 24 --workers 4",
     "balanced_routing --draws 1 --tokens 512 --hidden 16",
     "cases --case early_exit --steps 20 --pairs 1",

@@ -82,6 +82,7 @@ def test_view_marks_what_counts(folder: Path, dynmo: Run) -> None:
     assert "microbatches of the first step, rows x tokens: " in done.out
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("broken", mostly_matrix(["stop", "skip"], ["stop"]))
 def test_broken_sample_is_named_or_left_out(folder: Path, dynmo: Run, broken: str) -> None:
     lines = [json.dumps(row) for row in ROWS]

@@ -85,6 +85,7 @@ def test_stopped_and_killed_run_resumes_with_equal_weights(base: Base, work: Pat
 # -- failures --------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_exception_on_a_rank_is_reported(work: Path, run: Run) -> None:
     """The message gives the cause, not the failure that follows on the other rank.
 
@@ -281,6 +282,7 @@ def test_silent_listener_on_the_port_times_out(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.matrix
 def test_signal_to_one_slurm_task_stops_all_tasks(work: Path) -> None:
     """One of two tasks gets the signal. Both stop after the same step."""
     job = {

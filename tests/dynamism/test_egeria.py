@@ -324,7 +324,7 @@ def test_bad_options_are_refused(options: dict[str, Any], parts: list[str]) -> N
             {"unit": "block", "max_layers": 3},
             {"policy": "autofreeze", "every": 3, "unit": "block"},
         ],
-        everyday=[{}, {"policy": "autofreeze", "every": 3, "unit": "block"}],
+        everyday=[{}],
     ),
     ids=str,
 )
@@ -341,6 +341,7 @@ def test_digest_is_equal_on_any_ranks_under_moves(pool: Pool, options: dict[str,
         assert len({tuple(x) for x in results[0]["layers"]}) > 3, "the layers did not move"
 
 
+@pytest.mark.matrix
 def test_resumed_run_equals_the_uninterrupted_run(pool: Pool, tmp_path: Path) -> None:
     """The run stops between two references, while layers are frozen.
 

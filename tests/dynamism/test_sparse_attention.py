@@ -268,7 +268,7 @@ def reference(pool: Pool, kind: str) -> dict[str, Any]:
     ("ranks", "schedule", "kind"),
     mostly_matrix(
         product((2, 3), ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v"], OPTIONS),
-        everyday=[(2, "zb-v", "hash"), (3, "zb-h2", "hash"), (3, "1f1b", "drop")],
+        everyday=[(2, "zb-v", "hash"), (3, "1f1b", "drop")],
     ),
 )
 def test_digest_is_equal_on_any_ranks(pool: Pool, ranks: int, schedule: str, kind: str) -> None:
@@ -293,7 +293,7 @@ def test_sparse_attention_changes_the_numbers(pool: Pool) -> None:
     assert len({tuple(x[3:]) for x in losses}) == 3
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", mostly_matrix(OPTIONS, everyday=["hash"]))
 def test_resumed_run_has_the_same_numbers(pool: Pool, tmp_path: Path, kind: str) -> None:
     """The run stops after step 3 on three ranks and resumes on two."""
     folder = tmp_path / "run"

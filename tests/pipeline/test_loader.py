@@ -20,7 +20,7 @@ JOB = "tests.pipeline.loading:train"
 @pytest.mark.parametrize(
     ("streaming", "replicas", "slots"),
     [
-        (False, 4, 4),
+        pytest.param(False, 4, 4, marks=pytest.mark.matrix),
         (True, 3, None),
         pytest.param(True, 4, 4, marks=pytest.mark.matrix),
     ],

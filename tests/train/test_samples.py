@@ -112,6 +112,7 @@ def test_any_ranks_and_resumes_train_the_same(
     assert resumed["weights_digest"] == alone["weights_digest"]
 
 
+@pytest.mark.matrix
 def test_token_ids_train_like_their_text_without_a_tokenizer(
     pool: Pool, model: Path, tmp_path: Path
 ) -> None:
@@ -226,6 +227,7 @@ def test_conversations_are_padded_as_the_collator_of_transformers_does(model: Pa
             assert made[name].numpy().tobytes() == wanted[name].numpy().tobytes()
 
 
+@pytest.mark.matrix
 def test_streams_train_the_same_on_any_ranks_and_resume(
     pool: Pool, model: Path, tmp_path: Path
 ) -> None:

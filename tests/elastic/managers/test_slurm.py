@@ -103,6 +103,7 @@ heard("done")
     assert gone(tmp_path)
 
 
+@pytest.mark.matrix
 @needs_slurm
 def test_shared_node_is_free_once_both_ranks_left(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Four ranks run on two nodes.

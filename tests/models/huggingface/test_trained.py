@@ -10,7 +10,7 @@ import torch
 from tests.models.huggingface.trained import FAMILIES, Trained, plain
 from tests.pool import Pool
 
-EVERYDAY = ("llama", "gemma")
+EVERYDAY = ("gemma",)
 
 
 def trained(pool: Pool, family: str, folder: Path, schedule: str) -> Trained:
