@@ -55,7 +55,7 @@ from benchmarks.cost_traces import (
 )
 from benchmarks.harness import run_ranks
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
-from benchmarks.published import PUBLISHED
+from benchmarks.published import IDLE, PUBLISHED
 from benchmarks.traces_emulated import emulated_table
 from dynmo.balance.diffusion import diffuse
 from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
@@ -239,9 +239,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     plt = pyplot()
     names = [key for key in rows[0] if isinstance(rows[0][key], dict)]
     figure, axes = plt.subplots(
-        1, len(names), figsize=(2.5 * len(names), 3.4), sharey=True, layout="constrained"
+        2, -(-len(names) // 2), figsize=(10, 6), sharey=True, layout="constrained", squeeze=False
     )
-    for panel, name in zip(axes, names, strict=True):
+    for panel in axes.flat[len(names) :]:
+        panel.axis("off")
+    for panel, name in zip(axes.flat, names, strict=False):
         x = range(len(rows))
         for offset, key, colour, hatch in (
             (-0.2, "static", "#d55e00", "///"),
@@ -259,16 +261,37 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             )
             panel.bar_label(bars, fmt="%.0f", fontsize=7)
         panel.set_xticks(list(x), [str(row["blocks"]) for row in rows])
-        panel.set(title=name, xlabel="blocks", axisbelow=True)
+        ranks = rows[0][name].get("ranks")
+        title = name if ranks is None else f"{name}, {ranks} ranks"
+        panel.set(title=title, xlabel="blocks", axisbelow=True)
         panel.grid(axis="y", color="#dddddd")
-    axes[0].set_ylabel(f"idle on {rows[0]['ranks']} ranks, % of a step")
-    axes[0].legend(frameon=False)
+        if name in IDLE:
+            panel.axhline(100 * IDLE[name], color="black", ls="--", lw=1, label="paper, static")
+            panel.legend(frameon=False, fontsize=8)
+    for row in axes:
+        row[0].set_ylabel(f"idle on {rows[0]['ranks']} ranks, % of a step")
+    axes[0, 0].legend(frameon=False)
     save_picture(figure, path)
+
+
+def with_experts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds the idleness of the traces of experts, which `benchmarks.experts` has measured."""
+    idle = {
+        x["blocks"]: {key: x["sides"][side]["idle"]["zb-h1"] for key, side in _OF_EXPERTS.items()}
+        | {"ranks": x["stages"]}
+        for x in json.loads(EXPERTS.read_text())["traces"]
+    }
+    return [row | {"experts": idle[row["blocks"]]} for row in rows if row["blocks"] in idle]
+
+
+EXPERTS = Path(__file__).parent / "results" / "experts.json"
+_OF_EXPERTS = {"static": "static", "balanced": "layers balanced"}
 
 
 def draw_idleness(result: dict[str, Any], path: Path) -> None:
     if "idleness" in result:
-        draw(with_stepwise(result["idleness"], result.get("stepwise", ())), path)
+        rows = with_stepwise(result["idleness"], result.get("stepwise", ()))
+        draw(with_experts(rows), path)
 
 
 # -- output ----------------------------------------------------------------------------------------

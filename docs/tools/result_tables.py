@@ -40,6 +40,7 @@ from benchmarks import (
     zero_bubble,
 )
 from docs.tools.figures import result_of
+from docs.tools.sides import sides_table
 
 _STATIC = "the faster static placement of Megatron-LM and DeepSpeed, with the technique"
 _NO_EXITS = "the model without exits, whose tokens all pass every layer"
@@ -118,6 +119,7 @@ def result_tables() -> dict[str, str]:
         "joined small": joined.small_table(result_of("joined.json")),
         "unequal": unequal.table(result_of("unequal.json")),
         "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),
+        "sides": sides_table(),
         "traces": _without(
             _rows(traces.summary(of_traces["rows"]), "24", "32", "48"),
             *("static", "optimum", "bound", "the paper's"),

@@ -1,0 +1,97 @@
+"""DynMo's figure 3 in one table: every case under every side, over the uniform placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.cost_traces import name_of
+from benchmarks.output import markdown
+from benchmarks.published import PUBLISHED
+from docs.tools.figures import result_of
+
+BLOCKS, RANKS = 48, 24
+_HEAD = (
+    "case",
+    "uniform",
+    "by parameters, once",
+    "another system",
+    "DynMo's four",
+    "dynmo",
+    "optimum",
+    "uniform over dense",
+    "dynmo over dense",
+    "the paper's",
+)
+
+
+def sides_table() -> str:
+    """Returns the table in Markdown."""
+    traces = result_of("traces.json")
+    lines = [_placed(row) for row in _deepest(traces["rows"])]
+    lines += [_stepwise(row) for row in _deepest(traces["stepwise"])]
+    return markdown(_HEAD, [*lines, _experts()], "l" + "r" * (len(_HEAD) - 1))
+
+
+def _deepest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if (row["blocks"], row["ranks"]) == (BLOCKS, RANKS)]
+
+
+def _placed(row: dict[str, Any]) -> list[str]:
+    gain, other = row["gain"], "-"
+    if row["case"] == "freezing":
+        (halved,) = (
+            x for x in result_of("repack.json")["pipetransformer"] if x["blocks"] == BLOCKS
+        )
+        other = f"PipeTransformer {halved['speedup']['halving']:.2f}"
+    four = max(gain[f"{how}, {cost}"] for how in ("partition", "diffusion") for cost in _COSTS)
+    return [
+        name_of(row["case"], row["sequence"]),
+        "1.00",
+        f"{gain['parameters, static']:.2f}",
+        other,
+        f"{four:.2f}",
+        f"{gain['ours']:.2f}",
+        f"{gain['optimum of halves']:.2f}",
+        *(f"{row['over_dense'][name]:.2f}" for name in ("uniform", "ours")),
+        row["published"],
+    ]
+
+
+_COSTS = ("parameters", "time")
+
+
+def _stepwise(row: dict[str, Any]) -> list[str]:
+    """Every layer has as many parameters, so placing by them is the uniform placement."""
+    gain = row["gain"]
+    return [
+        name_of(row["case"], 0),
+        "1.00",
+        "1.00",
+        "-",
+        f"{gain['last step']:.2f}",
+        f"{gain['ours']:.2f}",
+        f"{gain['optimum']:.2f}",
+        *(f"{row['over_dense'][name]:.2f}" for name in ("uniform", "ours")),
+        row["published"],
+    ]
+
+
+def _experts() -> list[str]:
+    (row,) = (
+        x
+        for x in result_of("experts.json")["rows"]
+        if (x["skew"], x["expert"], x["per_rank"]) == (0.6, 16, 4)
+    )
+    gain = row["gain"]
+    return [
+        "experts",
+        "1.00",
+        "1.00",
+        f"Tutel {gain['experts placed']:.2f}",
+        f"{gain['layers balanced']:.2f}",
+        f"{gain['both']:.2f}",
+        f"{gain['known at once']:.2f}",
+        "-",
+        "-",
+        PUBLISHED["moe"].speedup,
+    ]
