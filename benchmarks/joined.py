@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks import cost_traces
 from benchmarks.cost_traces import Layers, in_blocks, name_of, trace
 from benchmarks.harness import train
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
@@ -43,10 +44,7 @@ from dynmo.schedule.catalogue import v_stage_ranks
 from dynmo.schedule.simulator import simulate
 
 CASES = (
-    ("freezing", 2048),
-    ("pruning", 2048),
-    ("sparse_attention", 2048),
-    ("sparse_attention", 32768),
+    *cost_traces.CASES,
     ("early_exit", 2048),
 )
 BLOCKS, RANKS, TIMES = (24, 32, 40, 48), (8, 16, 24), (2, 4)

@@ -1,7 +1,7 @@
 """Figures of two papers.
 
-They are the idle shares of DynMo's figure 1, the speed-ups of its figure 3 with the baseline of
-each, the settings of Zero Bubble's table 5, and what Zero Bubble measured in them.
+Of DynMo these are the idle shares of figure 1, and the speed-ups of figure 3 with the baseline of
+each. Of Zero Bubble they are the settings of table 5, and what was measured in them.
 """
 
 from __future__ import annotations

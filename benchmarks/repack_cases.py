@@ -45,6 +45,7 @@ from functools import cache
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks import cost_traces
 from benchmarks.cost_traces import Layers, best, dense, in_blocks, name_of, timeline, trace
 from benchmarks.harness import train
 from benchmarks.output import markdown
@@ -56,10 +57,7 @@ from dynmo.planner.reshape import reshape
 from dynmo.schedule.bounds import Objective
 
 CASES = (
-    ("freezing", 2048),
-    ("pruning", 2048),
-    ("sparse_attention", 2048),
-    ("sparse_attention", 32768),
+    *cost_traces.CASES,
     ("early_exit", 2048),
     ("mixture_of_depths", 2048),
     ("moe", 2048),
