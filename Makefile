@@ -45,6 +45,8 @@ quick: $(READY)
 
 matrix: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m matrix
+	$(BIN)/python -m pytest --numprocesses 2 --hypothesis-profile matrix tests/schedule \
+	    tests/balance tests/planner tests/cost
 
 results: $(READY)
 	$(BIN)/python -m docs.tools.remake $(if $(QUICK),--quick) $(ONLY)

@@ -21,8 +21,10 @@ from hypothesis import settings
 
 from tests.pool import Pool
 
-# Runs share their machine, so a slow example says nothing about the code.
-settings.register_profile("dynmo", deadline=None, max_examples=60)
+# Runs share their machine, so a slow example says nothing about the code. `make matrix` draws more
+# examples.
+settings.register_profile("dynmo", deadline=None, max_examples=25)
+settings.register_profile("matrix", deadline=None, max_examples=200)
 settings.load_profile("dynmo")
 
 # Measurements on this machine that are kept for later runs would end up in the user's own files.

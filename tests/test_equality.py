@@ -337,6 +337,7 @@ def test_prune_that_drops_no_weight_leaves_the_digest_equal(pool: Pool) -> None:
     assert {r["digest"] for r in results} == {expected["digest"]}
 
 
+@pytest.mark.matrix
 def test_extreme_pruning_has_the_same_digest_on_any_ranks(pool: Pool) -> None:
     """Some matrices become empty. They still move and train."""
     extreme = {"initial_sparsity": 0.999, "final_sparsity": 0.9999, "dense_below": 0.0}

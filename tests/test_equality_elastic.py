@@ -138,6 +138,7 @@ def test_replicas_that_share_experts_stay_together(pool, zero):
     assert told(results[0]["events"]) == reference(pool, "experts", groups=2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["zb-v", pytest.param("zb-auto", marks=pytest.mark.matrix)])
 def test_ranks_leave_and_come_back_with_other_schedules(pool, schedule):
     config = wanted("plain", 4, schedule, elastic={"reshape_at": DOWN_AND_UP, "park": True})

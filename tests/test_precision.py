@@ -96,6 +96,7 @@ def test_pruning_in_low_precision_has_one_digest(pool: Pool, precision: str) -> 
     assert len(digests) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", mostly_matrix(["hash", "drop"], everyday=["hash"]))
 def test_sparse_attention_in_bfloat16_has_one_digest(pool: Pool, kind: str) -> None:
     """The hash directions are drawn for each step. Recompute in B draws the same ones."""
@@ -196,6 +197,7 @@ def test_frozen_layer_may_have_its_masters_on_one_replica(pool: Pool, tmp_path: 
     assert ended["weights_digest"] == expected["digest"]
 
 
+@pytest.mark.matrix
 def test_loss_scale_continues_after_a_restart(pool: Pool, tmp_path: Path) -> None:
     """The run stops while the loss scale changes and resumes on other ranks.
 

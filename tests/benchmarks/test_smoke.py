@@ -31,8 +31,6 @@ RANKS: dict[str, dict[str, Any]] = {
 """Arguments that make a function for ranks small, where its command has no option for that."""
 
 SHORT = (
-    "exact --seconds 1 --uneven 2",
-    "handed_on --hidden 64 --blocks 2 --sequence 8",
     "stand_ins --hidden 64 --blocks 2 --sequence 8 --rounds 2",
     "post_validation --ranks 2 --steps 2 --rounds 1 --scale 10",
     "savings_attention --rounds 1 --cases 1",
@@ -42,6 +40,8 @@ SHORT = (
     "sweeps --stride 15",
 )
 LONG = (
+    "handed_on --hidden 64 --blocks 2 --sequence 8",
+    "exact --seconds 1 --uneven 2",
     "replicas --rounds 1 --hidden 64 --blocks 2",
     "heavy_head --hidden 64 --vocabulary 256 --sequence 64 --rounds 1",
     "exit_thresholds --steps 20 --hidden 64 --sequence 32 --rounds 1",

@@ -43,6 +43,7 @@ def write(folder: Path, **data: Any) -> None:
     (folder / "run.toml").write_text(tomli_w.dumps(config))
 
 
+@pytest.mark.matrix
 def test_samples_that_are_encoded_ahead_give_the_same_batches(folder: Path, dynmo: Run) -> None:
     done = dynmo("data", "run.toml", "--out", "rows.parquet", "--workers", "2", "--json")
     assert done.status == 0, done.err

@@ -149,6 +149,7 @@ def run(line: str, folder: Path) -> str:
     return out
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "page", [pytest.param(README, marks=pytest.mark.matrix), TUTORIAL], ids=lambda page: page.name
 )

@@ -47,6 +47,7 @@ def alone(pool: Pool, folder: Path, steps: int) -> str:
     return pool.run("train", 1, config=config)[0]["digest"]
 
 
+@pytest.mark.matrix
 def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
     """A run of two ranks continues on one rank, and then on two again.
 

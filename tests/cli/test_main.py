@@ -14,6 +14,7 @@ import typer
 
 from dynmo.errors import RunError
 from dynmo.schedule import generators
+from dynmo.schedule.catalogue import make_by_hand
 from tests.cli.runs import Run, assert_refused
 
 SCHEDULE = ("schedule", "--schedule", "zb-h1", "--ranks", "4", "--microbatches")
@@ -57,6 +58,11 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return make
 
 
+def break_schedules(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    make_by_hand.cache_clear()
+    monkeypatch.setitem(generators.GENERATORS, "zb-h1", raising(error))
+
+
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
@@ -68,12 +74,12 @@ def raising(error: BaseException) -> Callable[..., Any]:
 def test_errors_become_one_line(
     dynmo: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, line: str
 ) -> None:
-    monkeypatch.setitem(generators.GENERATORS, "zb-h1", raising(error))
+    break_schedules(monkeypatch, error)
     assert dynmo(*SCHEDULE, 8, *UNIT) == (status, "", line + "\n")
 
 
 def test_internal_error_names_its_location(dynmo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(generators.GENERATORS, "zb-h1", raising(KeyError("oops")))
+    break_schedules(monkeypatch, KeyError("oops"))
     mentions = ("dynmo/schedule/", "KeyError: 'oops'", "DYNMO_TRACEBACK=1")
     assert_refused(dynmo(*SCHEDULE, 8, *UNIT), *mentions, status=1)
     monkeypatch.setenv("DYNMO_TRACEBACK", "1")

@@ -130,6 +130,7 @@ def test_killed_rank_is_reported(work: Path) -> None:
     assert "runs/main has no checkpoint to go on from" in done.line
 
 
+@pytest.mark.matrix
 def test_hanging_rank_is_reported_after_the_timeout(work: Path) -> None:
     process = train(work, sets=(*LONG, "parallel.timeout=2"))
     wait_until(lambda: steps(work, "main") >= 1)

@@ -51,6 +51,7 @@ def test_peft_loads_what_a_pipeline_has(base: Path, tmp_path: Path) -> None:
         assert torch.equal(logits, torch.cat([plain(input_ids=ids).logits for ids in parts]))
 
 
+@pytest.mark.matrix
 def test_ranks_that_change_and_runs_that_go_on_save_the_same(
     pool: Pool, base: Path, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
     return out
 
 
+@pytest.mark.matrix
 def test_bytes_after_a_reshape_are_those_of_the_new_mesh(pool: Pool) -> None:
     """Each of four ranks holds the whole optimizer state of a layer.
 
