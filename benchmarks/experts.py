@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean
@@ -55,6 +56,7 @@ from dynmo.balance.partition import Partition, moves, uniform
 from dynmo.cost.layer_cost import LayerCost
 
 STAGES, BLOCKS, SEQUENCE = 8, 32, 2048
+_counts = cache(draw_counts)
 MICROBATCHES = 4 * STAGES
 DEPTHS = (24, 32, 40, 48)
 SKEWS = (0.3, 0.6)
@@ -171,7 +173,7 @@ def row(
     skew: float, replicas: int, more: int, blocks: int = BLOCKS, stride: int = 1
 ) -> dict[str, Any]:
     """Measures one line of the first table."""
-    return {"skew": skew} | compare(draw_counts(blocks, skew)[::stride], replicas, more)
+    return {"skew": skew} | compare(_counts(blocks, skew)[::stride], replicas, more)
 
 
 def compare(counts: Sequence[Sequence[Counts]], replicas: int, more: int) -> dict[str, Any]:
