@@ -53,6 +53,10 @@ class Readings:
             halves = first, Times(*(_median(kind[len(kind) - len(kind) // 2 :]) for kind in kinds))
         self._steps.append(_Step(Times(*map(_median, kinds)), halves))
 
+    def add_alike(self, each: Times, several: bool) -> None:
+        """Adds a step whose readings are all the same, and whether there are several."""
+        self._steps.append(_Step(each, (each, each) if several else None))
+
     @property
     def seconds(self) -> Times:
         return _over(self._steps)

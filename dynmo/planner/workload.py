@@ -261,7 +261,7 @@ class SimulatedProfiler:
     def observe(self, layers: Layers) -> None:
         self._latest = layers
         for readings, layer in zip(self._readings, layers, strict=True):
-            readings.add(*([seconds] * self._per_step for seconds in (layer.f, layer.b, layer.w)))
+            readings.add_alike(Times(layer.f, layer.b, layer.w), self._per_step > 1)
 
     def forget(self, layers: Iterable[int]) -> None:
         """Drops the readings of layers that have changed or moved."""

@@ -71,3 +71,12 @@ def test_lasting_change_reaches_both_halves_after_a_window() -> None:
     for _ in range(2):
         readings.add([3.0], [], [])
     assert readings.halves == (Times(f=3.0), Times(f=3.0))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_alike_readings_may_be_added_at_once(count: int) -> None:
+    each, at_once, one_by_one = Times(0.3, 0.7, 0.0), Readings(), Readings()
+    for _ in range(3):
+        at_once.add_alike(each, count > 1)
+        one_by_one.add(*([seconds] * count for seconds in each))
+        assert (at_once.seconds, at_once.halves) == (one_by_one.seconds, one_by_one.halves)
