@@ -136,7 +136,7 @@ def test_the_memory_limit_is_respected(pool: Pool) -> None:
 
     In GPipe, rank 1 holds four microbatches of each layer and lacks the memory.
     """
-    times = (0.003,) * 4 + (0.001,) * 4
+    times = (0.006,) * 4 + (0.002,) * 4  # busy cores disturb shorter ones
     # Weight, gradient, moments and counter come first, then input and output gradient of the
     # microbatches. The last output is one number.
     layer, last = 20 + 4 * 2 * 4096, 20 + 4 * (4096 + 4)
@@ -144,7 +144,7 @@ def test_the_memory_limit_is_respected(pool: Pool) -> None:
     enough = 4 * layer + last + 2 * 4096
     for room, target in ((enough, [3, 5]), ([2 * enough, enough - 1], None)):
         changes = {
-            "train": {"steps": 9},
+            "train": {"steps": 12},
             "pipeline": {"schedule": "gpipe", "memory_limit": room},
             "dynamism": {"cases": []},
         }
