@@ -283,7 +283,7 @@ class SimulatedProfiler:
 
     def _with(self, times: Sequence[Times]) -> Layers:
         return tuple(
-            replace(layer, f=x.f, b=x.b, w=x.w)
+            layer if (layer.f, layer.b, layer.w) == x else replace(layer, f=x.f, b=x.b, w=x.w)
             for layer, x in zip(self._latest, times, strict=True)
         )
 
