@@ -212,14 +212,15 @@ def test_failed_layer_transfer_keeps_all_ranks(pool):
     assert told(events) == reference(pool, "plain")
 
 
+@pytest.mark.matrix  # it decides by measured times, which other tests disturb
 def test_repack_shrinks_and_grows_the_run(pool):
     """Three quarters of the emulated layers freeze at step 10 and thaw at step 36."""
     config = {
-        "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
+        "model": {"kind": "emulated", "layers": 16, "f": 0.003, "b": 0.003, "w": 0.003},
         "train": {"steps": 60, "global_batch": 8, "micro_batch": 1},
         "parallel": {"pipeline": 4},
         "balance": {"every": "auto"},
-        "elastic": {"repack": True, "park": True, "tolerance": 0.05},
+        "elastic": {"repack": True, "park": True, "tolerance": 0.2},
         "dynamism": {"cases": ["python:tests.dynamism.breathing:Breathing"]},
     }
     results = pool.run("train_elastic", 4, config=config)
