@@ -124,7 +124,7 @@ def test_killed_rank_is_reported(work: Path) -> None:
     process = train(work, sets=LONG)
     wait_until(lambda: steps(work, "main") >= 1)
     os.kill(ranks(work)[1], signal.SIGKILL)
-    done = end(process, 10)
+    done = end(process, 20)
     assert (done.status, done.out) == (1, "")
     assert "rank 1 was ended by SIGKILL" in done.line
     assert "runs/main has no checkpoint to go on from" in done.line
