@@ -1,7 +1,7 @@
 """Delays injected in channels: what balancing gains over a static placement (DynMo, figure 7).
 
 Simulated with fixed seeds: the early-exit trace, 48 blocks on 24 ranks, ZB-H1 with 48 microbatches,
-4 of the 24 moments. No rank emulates a slow channel. Each message takes its channel's base time x a
+4 of the 24 moments. Each message takes its channel's base time x a
 draw from a normal distribution. The draw is cut to 1 .. the delay factor. Its mean is the middle,
 and the ends are 3 standard deviations away. The base is a share of an early stage's F. "between
 nodes": 4 ranks are a node, and messages within a node take no time.
@@ -13,89 +13,40 @@ exact      half blocks, the balancer of this name. It knows the mean of each cha
 
 The figures are steps of `static` over steps of the others: sums over moments and draws. "static
 takes" is its step over the one without delays.
+
+Emulated: one moment on 8 processes whose channels are slow (`benchmarks.delays_emulated`).
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cost_traces import Layers, in_halves, trace
+from benchmarks.cost_traces import trace
+from benchmarks.delay_model import base_of, makespan, placements
+from benchmarks.delays_emulated import emulated_table
+from benchmarks.harness import run_ranks
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
-from dynmo.balance.balancers import BalanceRequest, balancer
-from dynmo.balance.partition import Partition, exact, uniform
+from dynmo.balance.partition import uniform
 from dynmo.balance.stage_costs import by_name, pipeline_costs
-from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.schedule.bounds import Objective
-from dynmo.schedule.op import Op, Schedule, in_order
-from dynmo.schedule.simulator import duration
+from dynmo.cost.layer_cost import LayerCost
 
-BLOCKS, RANKS, MICROBATCHES, NODE = 48, 24, 48, 4
-STAGE_F = 2.0  # of two dense blocks
+BLOCKS, RANKS = 48, 24
 FACTORS = (1, 2, 3, 4)
 SETTINGS = (("every channel", 0.05), ("every channel", 0.5), ("between nodes", 0.5))
 SIDES = ("no links", "diffusion", "exact")
-
-
-def base_of(where: str, share: float) -> list[float]:
-    """Returns the seconds of a message over each boundary without delay."""
-    slow = [where == "every channel" or rank % NODE == NODE - 1 for rank in range(RANKS - 1)]
-    return [share * STAGE_F * is_slow for is_slow in slow]
-
-
-def placements(layers: Layers, means: Sequence[float]) -> dict[str, Partition]:
-    # Costs of a trace have no sizes, so a link's time is its latency.
-    request = BalanceRequest(
-        layers,
-        in_halves(uniform(BLOCKS, RANKS)),
-        make=by_name("zb-h1", MICROBATCHES),
-        links=tuple(LinkCost(mean, math.inf) for mean in means),
-        objective=Objective.MAKESPAN,
-    )
-    return {
-        "static": request.current,
-        "no links": exact(request.weights, RANKS, current=request.current),
-        "diffusion": balancer("diffusion")(request),
-        "exact": balancer("exact")(request),
-    }
-
-
-def drawn(draw: random.Random, factor: float) -> float:
-    return min(factor, max(1.0, draw.gauss((1 + factor) / 2, (factor - 1) / 6)))
-
-
-def makespan(
-    schedule: Schedule,
-    layers: Sequence[LayerCost],
-    placement: Partition,
-    base: Sequence[float],
-    factor: float,
-    seed: int,
-) -> float:
-    """Replays a step. Each message of all placements has the same draw."""
-    costs, draw = pipeline_costs(layers, placement), random.Random(seed)
-    ended: dict[Op, float] = {}
-    clock = [0.0] * schedule.ranks
-    for rank, op, needs in in_order(schedule):
-        start = clock[rank]
-        for before, boundary in needs:
-            late = 0.0 if boundary is None else base[boundary] * drawn(draw, factor)
-            start = max(start, ended[before] + late)
-        clock[rank] = ended[op] = start + duration(costs, op)
-    return max(clock)
+EMULATED = 8  # ranks
 
 
 def row(where: str, share: float, factor: int, stride: int, draws: int) -> dict[str, Any]:
-    base = base_of(where, share)
+    base = base_of(where, share, BLOCKS, RANKS)
     means = [seconds * (1 + factor) / 2 for seconds in base]
-    schedule = by_name("zb-h1", MICROBATCHES)(pipeline_costs(LAYERS, uniform(RANKS, RANKS)))
+    schedule = by_name("zb-h1", 2 * RANKS)(pipeline_costs(LAYERS, uniform(RANKS, RANKS)))
     total: dict[str, float] = dict.fromkeys(("static", *SIDES), 0.0)
     for layers in trace("early_exit", BLOCKS, 2048)[::stride]:
-        for name, placement in placements(layers, means).items():
+        for name, placement in placements(layers, means, RANKS).items():
             for seed in range(draws):
                 total[name] += makespan(schedule, layers, placement, base, factor, seed)
     gains = {name: total["static"] / total[name] for name in SIDES}
@@ -106,6 +57,18 @@ LAYERS = (LayerCost(1.0, 1.0, 1.0),) * RANKS
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures both parts, or the one of `--only`."""
+    result: dict[str, Any] = {}
+    if options.only in ("all", "simulated"):
+        result |= simulated(options)
+    if options.only in ("all", "emulated"):
+        given = {"share": 0.5, "factors": FACTORS[::3], "pairs": options.pairs, "steps": 1}
+        given |= {"shortest": options.shortest}
+        result["emulated"] = run_ranks("benchmarks.delays_emulated:emulate", EMULATED, **given)
+    return result
+
+
+def simulated(options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for where, share in SETTINGS[: options.settings]:
         own = [row(where, share, factor, options.stride, options.draws) for factor in FACTORS]
@@ -124,6 +87,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         for x in rows
     ]
     return markdown(["delays", "up to", "static takes", *SIDES], lines)
+
+
+def show(result: dict[str, Any]) -> None:
+    if "rows" in result:
+        print(table(result["rows"]))
+    if "emulated" in result:
+        print(f"\n{emulated_table(result['emulated'])}")
 
 
 def draw_picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -154,12 +124,10 @@ def main() -> None:
     add_number(parser, "stride", 6, "of the 24 moments, every so many-th")
     add_number(parser, "draws", 3, "draws of all messages")
     add_number(parser, "settings", len(SETTINGS), "so many of the settings")
-    run(
-        parser,
-        measure,
-        lambda result: print(table(result["rows"])),
-        lambda result, path: draw_picture(result["rows"], path),
-    )
+    add_number(parser, "pairs", 3, "turns of the emulated placements")
+    add_number(parser, "shortest", 0.01, "seconds of the shortest emulated op")
+    parser.add_argument("--only", choices=["all", "simulated", "emulated"], default="all")
+    run(parser, measure, show, lambda result, path: draw_picture(result["rows"], path))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ LONG = (
     "cases --case freezing --steps 20 --pairs 1",
     "cases --case mixture_of_depths --steps 20 --pairs 1",
     "cases --case pruning --steps 20 --pairs 1",
-    "delays --stride 24 --draws 1 --settings 1",
+    "delays --stride 24 --draws 1 --settings 1 --pairs 1 --shortest 0.001",
     "elastic --only plain",
     "executor --rounds 1 --real_rounds 1 --milliseconds 1 --hidden 64",
     "executor_families --rounds 1 --hidden 64",
