@@ -10,6 +10,7 @@ from benchmarks.published import PUBLISHED
 from docs.tools.figures import result_of
 
 BLOCKS, RANKS = 48, 24
+_COSTS = ("parameters", "time")
 _HEAD = (
     "case",
     "uniform",
@@ -55,9 +56,6 @@ def _placed(row: dict[str, Any]) -> list[str]:
         *(f"{row['over_dense'][name]:.2f}" for name in ("uniform", "ours")),
         row["published"],
     ]
-
-
-_COSTS = ("parameters", "time")
 
 
 def _stepwise(row: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dynmo.errors import ScheduleError
 from dynmo.jit import jit
 
 Ints = NDArray[np.int64]
@@ -57,11 +58,19 @@ def make_table(
         stage_ranks: Rank of each stage.
         first_trainable: See `Schedule`.
         credits: See `Schedule`.
+
+    Raises:
+        ScheduleError: There is no such stage or microbatch.
     """
     ops = np.array([op for row in ranks for op in row], np.int64).reshape(-1, 3)
+    # The loops check no bounds.
+    if ops.min(initial=0) < 0 or ops[:, 1].max(initial=0) >= len(stage_ranks) or credits < 0:
+        raise ScheduleError(
+            f"an op is outside the {len(stage_ranks)} stages, or credits = {credits} is negative"
+        )
     first = np.cumsum([0, *(len(row) for row in ranks)], dtype=np.int64)
     rank_of = np.array(stage_ranks, np.int64)
-    counts = np.zeros((max(len(rank_of), ops[:, 1].max(initial=-1) + 1), 4), np.int64)
+    counts = np.zeros((len(rank_of), 4), np.int64)
     np.add.at(counts, (ops[:, 1], ops[:, 0]), 1)
     rows, at = np.full((len(ops), 7), -1, np.int64), np.zeros(len(ops), np.int64)
     where = np.full((4, len(counts), ops[:, 2].max(initial=-1) + 1), -1, np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -68,3 +69,11 @@ def test_table_lacks_ops_that_never_run(rows: str) -> None:
     assert len(schedule.table.rows) < len(schedule.table.ops)
     with pytest.raises(ScheduleError, match="never runs: a circle"):
         check_order(schedule)
+
+
+@pytest.mark.parametrize("change", [{"stage_ranks": (0,)}, {"credits": -1}])
+def test_table_of_numbers_out_of_range_is_refused(change: dict[str, Any]) -> None:
+    """The compiled loops would read what is not theirs."""
+    schedule = replace(make_by_hand("1f1b", 2, 2, first_trainable=1), **change)
+    with pytest.raises(ScheduleError, match="an op is outside"):
+        _ = schedule.table
