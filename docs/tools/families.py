@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from docs.tools.reference import FOLDER, table
 from tests.models.huggingface.families import BATCHES, Family, family, kinds
@@ -27,7 +28,8 @@ def row(told: Family) -> str:
     halves, blocks = told.blocks
     layers = "halves" if halves == blocks else f"{halves} of {blocks} in halves"
     results = (told.outcome,) * len(BATCHES) if told.outcome == "bits" else (told.outcome, "", "")
-    is_trained = told.outcome == "bits" and any(kind == told.kind for kind, _ in FAMILIES.values())
+    trained = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind, _ in FAMILIES.values()}
+    is_trained = told.outcome == "bits" and told.name in trained
     cells = (
         f"`{told.name}`",
         f"`{told.kind}`",

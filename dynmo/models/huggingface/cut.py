@@ -143,8 +143,9 @@ def _traced(tensor: Tensor) -> Tensor:
 
 def _halves(block: nn.Module, calls: list[_Call], hidden: Tensor, out: Tensor) -> Halves | str:
     names = [call.name for call in calls]
-    if len(set(names)) < len(names):
-        return "a module runs twice"
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        return f"{twice} runs twice"
     main = [call for call in calls if _works(block.get_submodule(call.name))]
     idle = [
         name for name, child in block.named_children() if name not in names and has_weights(child)

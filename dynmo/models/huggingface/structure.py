@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -149,6 +150,14 @@ class _Probe(Recorder):
             each.requires_grad_()
         return (self.taken, *rest)
 
+    def named(self) -> list[tuple[str, Any]]:
+        """Returns the arguments after the hidden states, by the names that the block gives them."""
+        positional, by_name = self.arguments
+        names = list(signature(self.original.forward).parameters)[1:]
+        names += [f"argument {index}" for index in range(len(names) + 1, len(positional) + 1)]
+        named = zip([*names[: len(positional)], *by_name], _values(self.arguments), strict=True)
+        return list(named)
+
     @torch.no_grad()
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = mapped((args, kwargs), on_meta)
@@ -191,7 +200,7 @@ def structure_of(model: PreTrainedModel) -> Structure:
     whole = skeleton(model, blocks, unit, block)
     ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)
     _run(whole, input_ids=ids)
-    seen = [each.arguments for each in probes]
+    seen = [probe.named() for probe in probes]
     before, after = _order(model, blocks, calls, len(probes))
     hidden = probes[0].taken
     assert hidden is not None
@@ -345,7 +354,7 @@ def _check_chain(probes: Sequence[_Probe]) -> None:
             raise UnfitModelError(
                 f"its code changes the hidden states between blocks {index - 1} and {index}"
             )
-        for what, value in _named(probe.arguments):
+        for what, value in probe.named():
             for part in _leaves(value):
                 if isinstance(part, Tensor) and part.requires_grad:
                     raise UnfitModelError(
@@ -374,10 +383,10 @@ def _arguments(
     return [each.arguments for each in recorders]
 
 
-def _check_arguments(seen: Sequence[Arguments], found: Sequence[Arguments]) -> None:
+def _check_arguments(seen: Sequence[Sequence[tuple[str, Any]]], found: Sequence[Arguments]) -> None:
     """Checks that arguments depend neither on ids nor on what other blocks return."""
     for index, (one, other) in enumerate(zip(seen, found, strict=True)):
-        for (what, value), (_, same) in zip(_named(one), _named(other), strict=True):
+        for (what, value), same in zip(one, _values(other), strict=True):
             if not _equal(value, same):
                 raise UnfitModelError(
                     f"block {index} takes {what}, which depends on the ids or on another block"
@@ -397,10 +406,8 @@ def _check_state(model: nn.Module) -> None:
         raise UnfitModelError(f"it keeps {name} from one forward to the next")
 
 
-def _named(arguments: Arguments) -> Iterator[tuple[str, Any]]:
-    for index, value in enumerate(arguments[0], 1):
-        yield f"argument {index}", value
-    yield from arguments[1].items()
+def _values(arguments: Arguments) -> list[Any]:
+    return [*arguments[0], *arguments[1].values()]
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -50,11 +50,12 @@ class Family:
 
 
 def kinds() -> dict[str, str]:
-    """Returns the first model type of each class that generates text."""
-    first: dict[str, str] = {}
+    """Returns a model type of each class that generates text: the class's own, else the first."""
+    chosen: dict[str, str] = {}
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        first.setdefault(str(name), kind)
-    return first
+        if str(name) not in chosen or str(name).lower().startswith(kind):
+            chosen[str(name)] = kind
+    return chosen
 
 
 def family(name: str) -> Family:

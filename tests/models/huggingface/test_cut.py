@@ -11,7 +11,7 @@ from tests.models.huggingface.test_structure import structure
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("phi", "a module runs twice"),
+        ("phi", "resid_dropout runs twice"),
         ("cohere", "its two modules take the same hidden states (parallel attention)"),
         ("beam", "the hidden states change even where a module adds nothing"),
         ("doge", "the block has parameters of its own"),

@@ -37,7 +37,7 @@ def test_blocks_are_found(kind: str, blocks: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("roformer", "block 0 takes argument 2, which depends on hidden states or weights"),
+        ("roformer", "block 0 takes sinusoidal_pos, which depends on hidden states or weights"),
         ("hy_v4", "block 1 takes prev_topk_indices, which depends on the ids or on another block"),
         ("gemma4_unified_text", "takes shared_kv_states, a KVSharingDict, which blocks may share"),
         ("xlnet", "the parameter transformer.mask_emb belongs to no module that could be moved"),
