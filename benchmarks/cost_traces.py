@@ -86,6 +86,16 @@ def pruned(blocks: int, sequence: int, seed: int, moments: int) -> list[list[flo
     return out
 
 
+def dense_operations(sequence: int) -> int:
+    """Returns the floating-point operations of a dense block's F, per token."""
+    return sum(_operations(sequence))
+
+
+def _operations(sequence: int) -> tuple[int, int]:
+    """Returns those of the linears and those of causal attention's pairs."""
+    return 24 * HIDDEN**2, 2 * sequence * HIDDEN
+
+
 def dense(blocks: int, sequence: int) -> Layers:
     """Returns the costs of the half blocks without any technique.
 
@@ -94,7 +104,7 @@ def dense(blocks: int, sequence: int) -> Layers:
     F = 2P + A, B = 2P + 2A, W = 2P. These are products with the P weights, and the A of the
     attention's pairs.
     """
-    linear, attention = 24 * HIDDEN**2, 2 * sequence * HIDDEN
+    linear, attention = _operations(sequence)
     unit = linear + attention
     first, second, a = linear / 3 / unit, 2 * linear / 3 / unit, attention / unit
     pair = (

@@ -11,7 +11,8 @@ vertical      hash-sparse attention, table 1: so many blocks on 2, 4, 8 ranks, f
               microbatches as ranks. static: whole blocks, evenly; balanced: halves by `exact`,
               moment by moment. The published speed-ups are the best balancer's over Megatron-LM.
               Samples per second have one factor, which makes `static` the paper's Megatron-LM at
-              24 blocks on 2 ranks. `memory` is the fullest rank's by dynmo's account of the
+              24 blocks on 2 ranks; `seconds_of_unit` are those of a block's dense F by this
+              factor. `memory` is the fullest rank's by dynmo's account of the
               paper's model (`benchmarks.paper_model`), with flash attention and with attention
               matrices that stay until B. `vertical_oom` are the cells that ran out of memory in
               the paper
@@ -118,6 +119,7 @@ def vertical(stride: int) -> dict[str, Any]:
     for x in rows.values():
         x["samples"] = {side: factor * rate for side, rate in x["samples"].items()}
     return {
+        "seconds_of_unit": 1 / factor,
         "vertical": [
             rows[cell]
             | {

@@ -41,7 +41,7 @@ from benchmarks import (
     zero_bubble,
 )
 from docs.tools.figures import result_of
-from docs.tools.sides import sides_table
+from docs.tools.sides import rates_table, sides_table
 
 _STATIC = "the faster static placement of Megatron-LM and DeepSpeed, with the technique"
 _NO_EXITS = "the model without exits, whose tokens all pass every layer"
@@ -122,6 +122,7 @@ def result_tables() -> dict[str, str]:
         "unequal": unequal.table(result_of("unequal.json")),
         "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),
         "sides": sides_table(),
+        "sides rates": rates_table(),
         "traces": _without(
             _rows(traces.summary(of_traces["rows"]), "24", "32", "48"),
             *("static", "optimum", "bound", "the paper's"),
