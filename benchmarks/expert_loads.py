@@ -66,5 +66,6 @@ def _layer(draw: random.Random, scores: list[float], exponent: float, replicas: 
     counts: Counts = []
     for _ in range(replicas):
         shares = [x * math.exp(draw.gauss(0, NOISE)) for x in popularity]
-        counts.append([round(TOKENS * TOP_K * share / sum(shares)) for share in shares])
+        total = sum(shares)
+        counts.append([round(TOKENS * TOP_K * share / total) for share in shares])
     return counts

@@ -225,6 +225,7 @@ class _Search:
         holder is full.
         """
         only = len(self.held[busiest]) == 1  # it stays, unless another expert comes
+        leaving: dict[int, list[tuple[int, Holders, Holders, float]]] = {}
         for expert in sorted(self.held[busiest]):
             ranks = self.holders[expert]
             if not self.shares(expert, ranks)[busiest]:
@@ -243,16 +244,27 @@ class _Search:
                     if not only:
                         yield by_move, ((expert, moved),)
                     continue
-                for other in sorted(self.held[target]):
-                    held_by = self.holders[other]
-                    rest = tuple(rank for rank in held_by if rank != target)
-                    leaves = self.shares(other, held_by)[target]
+                if target not in leaving:
+                    leaving[target] = self._leaving(target)
+                for other, held_by, rest, leaves in leaving[target]:
                     if rest:
                         yield by_copy - leaves, ((expert, copied), (other, rest))
                         if not only:
                             yield by_move - leaves, ((expert, moved), (other, rest))
                     if busiest not in held_by:
                         yield by_move - leaves, ((expert, moved), (other, _with(rest, busiest)))
+
+    def _leaving(self, rank: int) -> list[tuple[int, Holders, Holders, float]]:
+        """The experts of a rank, with their holders, the other holders, and their load there."""
+        return [
+            (
+                expert,
+                self.holders[expert],
+                tuple(other for other in self.holders[expert] if other != rank),
+                self.shares(expert, self.holders[expert])[rank],
+            )
+            for expert in sorted(self.held[rank])
+        ]
 
     def _largest(self, change: Change, busiest: int, limit: float) -> float:
         """The largest load of the ranks that the change concerns."""

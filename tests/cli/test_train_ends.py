@@ -152,6 +152,7 @@ def test_interrupt_during_start_leaves_no_run(work: Path) -> None:
 # -- worlds that others start ----------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_torchrun_starts_a_run(base: Base, work: Path) -> None:
     """The ranks meet in a file and at 127.0.0.1. No port is open to the network."""
     options = [
