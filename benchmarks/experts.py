@@ -26,17 +26,18 @@ Three shares of a step are given. `idle` is that of a stage without an op (the p
 figure 1). `bubble` is 1 - busiest stage / span. `unused` is the share of all replicas' time that
 computes no token, for lack of an op or while the busiest replica of the stage computes.
 
-A second table has the idleness from static to both. The third replays the traces of experts that
-this project uses elsewhere (benchmarks/data/traces/moe-*.json). They have costs of layers and no
-counts of tokens, so experts cannot be placed. `even stages` has the same work on every stage.
-`published` are the paper's (figure 3). Everything here is simulated.
+A second table has the idleness from static to both. The next two have the same for blocks of which
+every second one skips tokens (the trace of mixture of depths), in groups of 16. The last replays
+the traces of experts that this project uses elsewhere (benchmarks/data/traces/moe-*.json). They
+have costs of layers and no counts of tokens, so experts cannot be placed. `even stages` has the
+same work on every stage. `published` are the paper's (figure 3). Everything here is simulated.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean
@@ -126,12 +127,17 @@ def replace(current: Experts, counts: Sequence[Counts], more: int) -> Experts:
 # -- layers ----------------------------------------------------------------------------------------
 
 
-def layers_of(placements: Experts, counts: Sequence[Counts]) -> Layers:
+def layers_of(placements: Experts, counts: Sequence[Counts], base: Layers) -> Layers:
     """Returns the costs of the half blocks.
 
     Each layer of experts takes as long as its busiest replica.
+
+    Args:
+        placements: By block.
+        counts: By block.
+        base: The costs of the half blocks if all replicas had the same tokens.
     """
-    layers = list(dense(len(placements), SEQUENCE))
+    layers = list(base)
     for block, (placement, tokens) in enumerate(zip(placements, counts, strict=True)):
         x, factor = layers[2 * block + 1], busiest(placement, tokens)
         layers[2 * block + 1] = LayerCost(factor * x.f, factor * x.b, factor * x.w, x.parameters)
@@ -148,14 +154,31 @@ def balance(expected: Sequence[Layers]) -> list[Partition]:
     return out
 
 
-def time_of(moments: Sequence[Layers], partitions: Sequence[Partition]) -> dict[str, Any]:
-    """Returns the mean seconds of a step, and the mean shares without work."""
+def _level(layers: Layers) -> Layers:
+    """Returns layers of equal costs with the same work in all."""
+    f, b, w = (fmean(getattr(x, key) for x in layers) for key in "fbw")
+    return (LayerCost(f, b, w),) * len(layers)
+
+
+def time_of(
+    moments: Sequence[Layers], partitions: Sequence[Partition], base: Sequence[Layers] = ()
+) -> dict[str, Any]:
+    """Returns the mean seconds of a step, and the mean shares without work.
+
+    Args:
+        moments: The costs.
+        partitions: The placement of each moment.
+        base: The costs if all replicas had the same tokens. Not given: those of a dense model.
+    """
     played = [timeline(*x, MICROBATCHES) for x in zip(moments, partitions, strict=True)]
-    work = MICROBATCHES * sum(layer.seconds for layer in dense(len(moments[0]) // 2, SEQUENCE))
+    even = base or [dense(len(moments[0]) // 2, SEQUENCE)] * len(moments)
+    work = [MICROBATCHES * sum(layer.seconds for layer in layers) for layers in even]
     result: dict[str, Any] = {
         "seconds": fmean(x.makespan for x in played),
         "bubble": fmean(x.bubble_ratio for x in played),
-        "unused": fmean(1 - work / STAGES / x.makespan for x in played),
+        "unused": fmean(
+            1 - x / STAGES / step.makespan for x, step in zip(work, played, strict=True)
+        ),
         "idle": {},
     }
     for schedule in SCHEDULES:
@@ -176,13 +199,27 @@ def row(
     return {"skew": skew} | compare(_counts(blocks, skew)[::stride], replicas, more)
 
 
-def compare(counts: Sequence[Sequence[Counts]], replicas: int, more: int) -> dict[str, Any]:
+def with_depths(stride: int = 1) -> list[dict[str, Any]]:
+    """Measures blocks that skip tokens and have experts, as the paper's mixture of depths."""
+    base = trace("mixture_of_depths", BLOCKS, SEQUENCE)[::stride]
+    counts, published = _counts(BLOCKS, SKEWS[-1])[::stride], PUBLISHED["mixture_of_depths"].speedup
+    return [
+        {"skew": SKEWS[-1]} | compare(counts, *group, base) | {"published": published}
+        for group in GROUPS[2:]
+    ]
+
+
+def compare(
+    counts: Sequence[Sequence[Counts]], replicas: int, more: int, given: Sequence[Layers] = ()
+) -> dict[str, Any]:
     """Compares the sides on the tokens of each moment and block.
 
     Args:
         counts: By moment and block.
         replicas: Replicas of a group.
         more: More places for experts on each replica.
+        given: The costs of each moment if all replicas had the same tokens. Not given: those of a
+            dense model.
     """
     moments, blocks, experts = len(counts), len(counts[0]), len(counts[0][0][0])
     even = [[even_placement(experts, replicas)] * blocks] * moments
@@ -191,23 +228,25 @@ def compare(counts: Sequence[Sequence[Counts]], replicas: int, more: int) -> dic
     # The placements of a moment's own counts.
     known_experts = [replace(now, x, more) for now, x in zip(placed_experts, counts, strict=True)]
     halves = [in_halves(uniform(blocks, STAGES))] * moments
+    base = given or [dense(blocks, SEQUENCE)] * moments
 
-    def costs(
-        placements: Sequence[Experts], of: Sequence[Sequence[Counts]] = counts
-    ) -> list[Layers]:
-        return [layers_of(*x) for x in zip(placements, of, strict=True)]
+    def costs(placements: Sequence[Experts]) -> list[Layers]:
+        return [layers_of(*x) for x in zip(placements, counts, base, strict=True)]
 
     static, by_experts, known = costs(even), costs(placed_experts), costs(known_experts)
     balanced = balance(static[:-1])
-    both = balance(costs(placed_experts[1:], counts[:-1]))
+    # What the experts' next places would have cost.
+    expected = [layers_of(*x) for x in zip(placed_experts[1:], counts[:-1], base[:-1], strict=True)]
+    both = balance(expected)
+    timed, level = partial(time_of, base=base), [_level(x) for x in given] or base[:1]
     sides = {
-        "static": time_of(static, halves),
-        "experts placed": time_of(by_experts, halves),
-        "layers balanced": time_of(static, balanced),
-        "both": time_of(by_experts, both),
-        "experts in turn": time_of(costs([in_turn] * moments), halves),
-        "known at once": time_of(known, [best(x, STAGES, MICROBATCHES, halves[0]) for x in known]),
-        "perfect": time_of([dense(blocks, SEQUENCE)], halves[:1]),
+        "static": timed(static, halves),
+        "experts placed": timed(by_experts, halves),
+        "layers balanced": timed(static, balanced),
+        "both": timed(by_experts, both),
+        "experts in turn": timed(costs([in_turn] * moments), halves),
+        "known at once": timed(known, [best(x, STAGES, MICROBATCHES, halves[0]) for x in known]),
+        "perfect": time_of(level, halves[: len(level)], level),
     }
     per_rank = experts // replicas + more
     ratios = {"static": even, "placed": placed_experts, "known at once": known_experts}
@@ -373,6 +412,7 @@ def measure(stride: int) -> dict[str, Any]:
     return {
         "simulated": True,
         "rows": rows,
+        "with_depths": with_depths(stride),
         "traces": [trace_row(blocks, stride) for blocks in DEPTHS],
         "least_idle": least,
         "paper": {
@@ -406,11 +446,14 @@ def show(result: dict[str, Any]) -> None:
     texts = {
         "speed-up over static": table(result["rows"]),
         "shares of a step without work": idle_table(result["rows"]),
+        "blocks that skip tokens, too": table(result["with_depths"]),
+        "their shares of a step without work": idle_table(result["with_depths"]),
         "traces of layers": trace_table(result["traces"]),
     }
     for title, text in texts.items():
         print(f"simulated: {title}\n\n{text}\n")
-    others = {key: value for key, value in result.items() if key not in ("rows", "traces")}
+    shown = ("rows", "with_depths", "traces")
+    others = {key: value for key, value in result.items() if key not in shown}
     print(json.dumps(others, indent=1))
 
 

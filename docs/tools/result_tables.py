@@ -93,6 +93,10 @@ def result_tables() -> dict[str, str]:
             _rows(experts.table(result_of("experts.json")["rows"]), "0.6"),
             *("skew", "bound", "known at once", "experts that move", "half blocks that move"),
         ),
+        "experts depths": _without(
+            experts.table(result_of("experts.json")["with_depths"]),
+            *("skew", "bound", "perfect", "experts that move", "half blocks that move"),
+        ),
         "experts recorded": _without(
             router_loads.recorded_table(result_of("router_loads.json")),
             *("bound", "experts that move", "half blocks that move"),
