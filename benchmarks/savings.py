@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks import savings_freezing
+from benchmarks import savings_freezing, savings_pruning
 from benchmarks.harness import run_ranks
-from benchmarks.output import main
+from benchmarks.output import add_number, parser_of, run, show
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -32,12 +32,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(
-        __doc__ or "",
+    parser = parser_of(__doc__, picture=savings_pruning.PICTURE, reads=True)
+    add_number(parser, "sequence", 2048, "tokens of a layer's microbatch")
+    add_number(parser, "rounds", 7, "counted turns of each side")
+    add_number(parser, "cases", 5, "so many of the sizes of attention, tokens and experts")
+    run(
+        parser,
         measure,
-        [
-            ("sequence", 2048, "tokens of a layer's microbatch"),
-            ("rounds", 7, "counted turns of each side"),
-            ("cases", 5, "so many of the sizes of attention, tokens and experts"),
-        ],
+        show,
+        lambda result, path: savings_pruning.draw(result["pruning"]["crossover"], path),
     )

@@ -19,15 +19,17 @@ share_of_ideal = (dense - pruned) / (dense - ideal).
 `bounded_by` names the largest part where the share is under 85 %.
 
 `crossover` gives the sparse over the dense time of F + B + W of one matrix at each sparsity. The
-break-even sparsity is found by a bisection apart from them. `--plot` draws it into
-docs/pictures/sparse_crossover.svg. DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096).
+break-even sparsity is found by a bisection apart from them. `--plot` draws it beside what
+`make gpu` measured. DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,7 +37,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import alternate, bound_of, elapsed, part_medians, run_ranks, time_layer
-from benchmarks.output import PICTURES, add_number, parser_of, pyplot, run, save_picture, show
+from benchmarks.output import add_number, parser_of, pyplot, run, save_picture, show
 from dynmo.config import parse
 from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
 from dynmo.kernels.csr import pack, sddmm_, spmm, unpack
@@ -45,7 +47,9 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.train.setup import model_of
 
-PICTURE = PICTURES / "sparse_crossover.svg"
+PICTURE = "sparse_crossover"
+ON_A_GPU = Path(__file__).parent / "results" / "gpu" / "sparse.json"
+PAPER_CROSSOVER = 0.75
 PAPER = (0.52, 0.79, 0.89, 0.90)  # after each prune of the published schedule
 MATRICES = ((1024, 1024), (256, 1024))
 CURVE = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99)
@@ -203,21 +207,29 @@ def on_a_rank(world: World, sequence: int, rounds: int, tokens: int) -> dict[str
     return {
         "layers": layers(1024, 32, sequence, PAPER, rounds),
         "crossover": curves(tokens, rounds),
-        "paper_crossover": 0.75,
+        "paper_crossover": PAPER_CROSSOVER,
     }
 
 
-def plot(crossovers: Sequence[dict[str, Any]]) -> None:
-    figure, axes = pyplot({}).subplots(figsize=(7, 4), layout="constrained")
-    for one, colour, marker in zip(crossovers, ("#0072b2", "#d55e00"), ("o", "s"), strict=True):
+def draw(crossovers: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws figure 6: the time of the sparse kernels over dense ones."""
+    figure, axes = pyplot({}).subplots(figsize=(7, 4.4), layout="constrained")
+    curves = [
+        (one, f"CPU, {one['rows']} x {one['columns']}", "-o", colour)
+        for one, colour in zip(crossovers, ("#0072b2", "#d55e00"), strict=True)
+    ]
+    on_gpu: dict[str, Any] = json.loads(ON_A_GPU.read_text())["result"]
+    curves += [
+        (on_gpu[dtype][-1], f"H100, {on_gpu[dtype][-1]['rows']} squared, {dtype}", "--s", colour)
+        for dtype, colour in (("float32", "#009e73"), ("bfloat16", "#cc79a7"))
+    ]
+    for one, name, style, colour in curves:
+        pays = "never pays" if one["crossover"] == 1 else f"pays from {one['crossover']:.0%}"
         x = [100 * point["sparsity"] for point in one["points"]]
-        text = (
-            f"{one['rows']} x {one['columns']}, {one['tokens']} tokens: "
-            f"pays from {100 * one['crossover']:.0f} %"
-        )
-        axes.plot(
-            x, [point["all"] for point in one["points"]], marker=marker, color=colour, label=text
-        )
+        y = [point["all"] for point in one["points"]]
+        axes.plot(x, y, style, color=colour, markersize=4, label=f"{name}: {pays}")
+    text = f"the paper, H100, 4096 squared: {PAPER_CROSSOVER:.0%}"
+    axes.axvline(100 * PAPER_CROSSOVER, color="0.4", linestyle="-.", linewidth=1, label=text)
     axes.plot(
         [100 * s for s in CURVE],
         [1 - s for s in CURVE],
@@ -228,19 +240,18 @@ def plot(crossovers: Sequence[dict[str, Any]]) -> None:
     axes.axhline(1, color="0.4", linewidth=1)
     axes.set_yscale("log")
     axes.set_yticks(
-        [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"]
+        ticks := [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20], [f"{tick:g}" for tick in ticks]
     )
     axes.minorticks_off()
     axes.set_xlabel("sparsity, %")
     axes.set_ylabel("time of F + B + W, sparse / dense")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    save_picture(figure, PICTURE)
+    save_picture(figure, path)
 
 
 if __name__ == "__main__":
-    parser = parser_of(__doc__)
-    parser.add_argument("--plot", action="store_true", help="also draw the crossover")
+    parser = parser_of(__doc__, picture=PICTURE, reads=True)
     add_number(parser, "sequence", 2048, "tokens of the layer's microbatch")
     add_number(parser, "rounds", 7, "counted turns of each side")
     add_number(parser, "tokens", 512, "tokens for the crossover")
@@ -249,4 +260,4 @@ if __name__ == "__main__":
         sizes = {"sequence": options.sequence, "rounds": options.rounds, "tokens": options.tokens}
         return run_ranks("benchmarks.savings_pruning:on_a_rank", 1, **sizes)
 
-    run(parser, measure, show, lambda result, _: plot(result["crossover"]))
+    run(parser, measure, show, lambda result, path: draw(result["crossover"], path))
