@@ -109,6 +109,12 @@ def show(result: dict[str, Any]) -> None:
 # -- tables ----------------------------------------------------------------------------------------
 
 
+def print_tables(tables: Mapping[str, str]) -> None:
+    """Prints each table under its name."""
+    for name, table in tables.items():
+        print(f"{name}\n\n{table}\n")
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
     """Formats a table in Markdown."""
     align = align or "l" + "r" * (len(head) - 1)

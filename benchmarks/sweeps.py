@@ -35,6 +35,7 @@ from benchmarks.output import (
     add_number,
     markdown,
     parser_of,
+    print_tables,
     pyplot,
     run,
     save_picture,
@@ -240,11 +241,6 @@ def rounded(value: object) -> object:
 
 
 _FEW = (0.125, 0.25, 0.5, 1.0)
-
-
-def show(result: dict[str, Any]) -> None:
-    for name, table in tables(result).items():
-        print(f"{name}\n\n{table}\n")
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:
@@ -484,7 +480,9 @@ def main() -> None:
         "--plot", action="store_true", help="draw the pictures of docs/schedules.md"
     )
     add_number(parser, "stride", 1, "of the settings, every so many-th")
-    run(parser, measure, show, lambda result, _: draw(result))
+    run(
+        parser, measure, lambda result: print_tables(tables(result)), lambda result, _: draw(result)
+    )
 
 
 if __name__ == "__main__":

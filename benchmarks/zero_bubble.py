@@ -39,6 +39,7 @@ from benchmarks.output import (
     add_number,
     markdown,
     parser_of,
+    print_tables,
     pyplot,
     run,
     save_picture,
@@ -453,11 +454,6 @@ _NAMES = {
 }
 
 
-def show(result: dict[str, Any]) -> None:
-    for name, table in tables(result).items():
-        print(f"{name}\n\n{table}\n")
-
-
 def tables(result: dict[str, Any]) -> dict[str, str]:
     """Returns the tables in Markdown by name."""
     return {
@@ -693,7 +689,9 @@ def main() -> None:
     add_number(parser, "stride", 1, "of the settings, every so many-th")
     add_number(parser, "cases", 100, "cases of uneven stages")
     add_number(parser, "draws", 20, "random draws of the op times")
-    run(parser, measure, show, lambda result, _: draw(result))
+    run(
+        parser, measure, lambda result: print_tables(tables(result)), lambda result, _: draw(result)
+    )
 
 
 if __name__ == "__main__":
