@@ -32,7 +32,6 @@ RANKS: dict[str, dict[str, Any]] = {
 
 SHORT = (
     "stand_ins --hidden 64 --blocks 2 --sequence 8 --rounds 2",
-    "post_validation --ranks 2 --steps 2 --rounds 1 --scale 10",
     "savings_attention --rounds 1 --cases 1",
     "savings_experts --rounds 1 --cases 1",
     "savings_freezing --rounds 1 --sequence 64",
@@ -40,6 +39,7 @@ SHORT = (
     "sweeps --stride 15",
 )
 LONG = (
+    "post_validation --ranks 2 --steps 2 --rounds 1 --scale 10",
     "handed_on --hidden 64 --blocks 2 --sequence 8",
     "exact --seconds 1 --uneven 2",
     "replicas --rounds 1 --hidden 64 --blocks 2",

@@ -20,6 +20,7 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.schedule.bounds import Objective
 from dynmo.train.setup import model_of
+from tests.combinations import mostly_matrix
 from tests.pool import Pool
 
 SCHEDULES = {"1f1b": 1, "zb-h1": 1, "zb-h2": 1, "zb-auto": 1, "zb-v": 2, "v-half": 2}
@@ -116,7 +117,9 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.parametrize(("replicas", "cases"), [(1, 120), (2, 60)])
+@pytest.mark.parametrize(
+    ("replicas", "cases"), mostly_matrix([(1, 120), (2, 60)], everyday=[(2, 60)])
+)
 def test_plan_and_run_make_the_same_schedule(pool: Pool, replicas: int, cases: int) -> None:
     results = pool.run(
         "tests.pipeline.test_plan_agrees:compared", replicas, replicas=replicas, cases=cases
