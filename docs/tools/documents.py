@@ -36,7 +36,9 @@ def generated(text: str) -> str:
     lines = figures.fill(reference.fill(text)).splitlines()
     tables = result_tables()
     edits = [(e.place, e.fresh_lines(lines)) for e in examples(lines) if e.shown]
-    edits += [(table_at(lines, line), tables[name].splitlines()) for line, name in marked(lines)]
+    for line, name in marked(lines):
+        place = table_at(lines, line)
+        edits.append((place, tables[name].splitlines() + ([] if place else [""])))
     for place, fresh in sorted(edits, key=lambda edit: edit[0].start, reverse=True):
         lines[place.start : place.stop] = fresh
     return "\n".join(lines) + "\n"

@@ -29,6 +29,7 @@ from benchmarks import (
     quality,
     repack_cases,
     router_loads,
+    savings,
     savings_experts,
     savings_tokens,
     scaling,
@@ -80,6 +81,7 @@ def result_tables() -> dict[str, str]:
         "learning_experts": _without(
             learning.table(result_of("learning_experts.json")), "without exits", "evaluation"
         ),
+        "savings": savings.table(result_of("savings.json")),
         "savings_tokens": _rows(
             _without(savings_tokens.table(result_of("savings_tokens.json")["sizes"]), "bounded by"),
             *("50.0%", "10.0%", "12.5%"),
