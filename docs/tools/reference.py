@@ -55,8 +55,9 @@ def sections(
 
 
 def keys(section: type[Options]) -> dict[str, FieldInfo]:
-    """The fields of a section that are values."""
-    fields = section.model_fields.items()
+    """The fields of a section that are values, its own before those that it inherits."""
+    own = section.__annotations__
+    fields = sorted(section.model_fields.items(), key=lambda item: item[0] not in own)
     return {key: field for key, field in fields if section_in(field.annotation) is None}
 
 
