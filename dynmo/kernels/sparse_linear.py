@@ -67,7 +67,7 @@ class _SparseFunction(torch.autograd.Function):
             return gx, None, sum_tokens(rows) if trains else None, None
         (columns,) = ctx.saved_tensors
         csr, tape = layer.csr, layer.tape
-        if tape is None or not tape.taking or not isinstance(weight, nn.Parameter):
+        if tape is None or not isinstance(weight, nn.Parameter) or not tape.takes(weight):
             gradient = zero_gradient(weight)
             sddmm_(csr, rows, columns, gradient[0])
             return gx, gradient, None if bias is None else sum_tokens(rows), None

@@ -153,6 +153,17 @@ def test_deferred_w_has_the_same_bits(sparse: bool) -> None:
             assert torch.equal(ours.grad, first.grad)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+def test_tape_knows_what_it_takes(sparse: bool) -> None:
+    """A layer warns of weights that its tape does not take."""
+    _, pruned = pair(6, 9, some(54, 0.5), sparse)
+    tape = WeightTape()
+    tape.taken = set()
+    install(pruned, tape)
+    pruned(torch.ones(4, 9, requires_grad=True)).sum().backward()
+    assert any(pruned.weight is each for each in tape.taken)
+
+
 def test_a_frozen_layer_still_gives_its_input_gradient() -> None:
     plain, pruned = pair(6, 9, some(54, 0.5), True)
     tape = WeightTape()
