@@ -52,7 +52,7 @@ def settings(steps: int, blocks: int, hidden: int, sequence: int) -> dict[str, A
             "pruning": {"start": 3 * tenth, "end": 7 * tenth, "every": tenth},
             "early_exit": {
                 "start": tenth,
-                "threshold": 0.3,
+                "threshold": 0.1,
                 "exits": [blocks // 4 - 1, blocks // 2 - 1],
             },
         },
@@ -169,7 +169,7 @@ def main() -> None:
     add_number(parser, "turn", 100, "steps of a side before the other one goes on")
     add_number(parser, "blocks", 4, "blocks of the model")
     add_number(parser, "hidden", 128, "hidden size")
-    add_number(parser, "sequence", 128, "tokens of a sequence")
+    add_number(parser, "sequence", 192, "tokens of a sequence")
     run(parser, measure, show, draw)
 
 
