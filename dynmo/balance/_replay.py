@@ -34,15 +34,8 @@ def replay(
         best: The result is infinity if some rank's work alone takes this long or longer.
     """
     stages, ranks = len(bounds) - 1, stage_ranks.max() + 1
-    cost = np.empty((stages, 4))
-    busy = np.zeros(ranks)
-    for s in range(stages):
-        for k in range(3):
-            own = works[k, s % works.shape[1]]
-            cost[s, k] = own[bounds[s + 1]] - own[bounds[s]]
-        cost[s, 3] = cost[s, 1] + cost[s, 2]
-        for k in range(4):
-            busy[stage_ranks[s]] += counts[s, k] * cost[s, k]
+    cost, busy = np.empty((stages, 4)), np.empty(ranks)
+    _work(counts, stage_ranks, works, bounds, cost, busy)
     if busy.max() >= best:
         return np.inf
     links = np.zeros(max(1, stages - 1))
@@ -58,3 +51,66 @@ def replay(
     if whole:
         return last.max() - first.min()
     return (last - first).max()
+
+
+@jit()
+def promising(
+    counts: Ints,
+    stage_ranks: Ints,
+    works: Floats,
+    bounds: Ints,
+    order: Ints,
+    best: float,
+) -> Ints:
+    """The neighbours of a placement whose busiest rank's work alone takes less than `best`.
+
+    A neighbour has one layer moved from a stage to another, along the path between them.
+
+    Args:
+        counts: See `replay`.
+        stage_ranks: See `replay`.
+        works: See `replay`.
+        bounds: The placement.
+        order: The stages, the most loaded one first.
+        best: See `replay`.
+
+    Returns:
+        The bounds of each, [neighbours, stages + 1]. Moves from the most loaded to the least loaded
+        stage come first.
+    """
+    stages = len(bounds) - 1
+    cost, busy = np.empty((stages, 4)), np.empty(stage_ranks.max() + 1)
+    found, count = np.empty((stages * stages, stages + 1), np.int64), 0
+    for i in range(stages):
+        source = order[i]
+        if bounds[source + 1] - bounds[source] == 1:
+            continue
+        for j in range(stages - 1, -1, -1):
+            target = order[j]
+            if target == source:
+                continue
+            moved = found[count]
+            moved[:] = bounds
+            if source < target:
+                moved[source + 1 : target + 1] -= 1
+            else:
+                moved[target + 1 : source + 1] += 1
+            _work(counts, stage_ranks, works, moved, cost, busy)
+            if busy.max() < best:
+                count += 1
+    return found[:count]
+
+
+@jit()
+def _work(
+    counts: Ints, stage_ranks: Ints, works: Floats, bounds: Ints, cost: Floats, busy: Floats
+) -> None:
+    """Writes the time of each stage's F, B, W and BW to `cost`, and each rank's work to `busy`."""
+    busy[:] = 0
+    for s in range(len(bounds) - 1):
+        for k in range(3):
+            own = works[k, s % works.shape[1]]
+            cost[s, k] = own[bounds[s + 1]] - own[bounds[s]]
+        cost[s, 3] = cost[s, 1] + cost[s, 2]
+        for k in range(4):
+            busy[stage_ranks[s]] += counts[s, k] * cost[s, k]

@@ -23,7 +23,7 @@ from typing import final
 
 import numpy as np
 
-from dynmo.balance._replay import replay
+from dynmo.balance._replay import promising, replay
 from dynmo.balance.chunks import chunked, flowing
 from dynmo.balance.partition import Partition, exact, ties, uniform
 from dynmo.balance.stage_costs import Make, check_lengths, freeze, pipeline_costs
@@ -54,7 +54,6 @@ class PlacementSearchResult:
     partition: Partition
     seconds: float
     started: float
-    evaluations: int
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class _Search:
         self.frozen = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers))
         self.tables: dict[int, OpTable] = {}
         self.judged = set[Bounds]()
-        self.evaluations = self.budget = 0
+        self.budget = 0
 
     def _works(self) -> Floats:
         """Sums of F, B and W of the layers before each layer, on each stage's rank.
@@ -181,7 +180,7 @@ class _Search:
             if best.schedule.ops == before.schedule.ops:
                 break  # another round would look at the same
         return PlacementSearchResult(
-            Partition.from_bounds(best.bounds), best.seconds, first.seconds, self.evaluations
+            Partition.from_bounds(best.bounds), best.seconds, first.seconds
         )
 
     def starts(self) -> list[Bounds]:
@@ -309,7 +308,6 @@ class _Search:
         table = self.table(bounds)
         if table is None:
             return math.inf
-        self.evaluations += 1
         self.budget -= len(table.rows)
         at = np.array(bounds, np.int64)
         whole = self.objective is Objective.MAKESPAN
@@ -327,7 +325,7 @@ class _Search:
         progress = True
         while progress and self.budget > 0:
             progress = False
-            for other in self.neighbours(bounds):
+            for other in self.neighbours(bounds, least * (1 + _SAME)):
                 if other in tried or not self.allowed(other):
                     continue
                 tried.add(other)
@@ -342,16 +340,19 @@ class _Search:
                     break
         return bounds
 
-    def neighbours(self, bounds: Bounds) -> Iterator[Bounds]:
-        """Placements with one layer moved between two stages.
+    def neighbours(self, bounds: Bounds, best: float) -> Iterator[Bounds]:
+        """Placements with one layer moved between two stages, whose work alone takes no longer.
 
         Moves from the most loaded to the least loaded stage come first. This is a heuristic.
         """
-        load = self.loads(bounds)
+        load, table = self.loads(bounds), self.table(bounds)
         order = sorted(range(self.stages), key=lambda stage: (-load[stage], stage))
-        for source in order:
-            for target in reversed(order):
-                low, high, step = (source, target, -1) if source < target else (target, source, 1)
-                if source == target or bounds[source + 1] - bounds[source] == 1:
-                    continue
-                yield tuple(bound + step * (low < i <= high) for i, bound in enumerate(bounds))
+        found = promising(
+            np.zeros((self.stages, 4), np.int64) if table is None else table.counts,
+            np.array(self.stage_ranks, np.int64),
+            self.works,
+            np.array(bounds, np.int64),
+            np.array(order, np.int64),
+            best,
+        )
+        return (tuple(row.tolist()) for row in found)
