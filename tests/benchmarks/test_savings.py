@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
@@ -76,28 +74,6 @@ def test_losses_of_sparse_attention_add_up(monkeypatch: pytest.MonkeyPatch) -> N
         if not name.startswith("drop"):
             assert kind["lost"]["around"] > 0, "hashing and gathering take their time"
             assert (kind["lost"]["padding"] > 0) == (kind["computed"] > kind["pairs"])
-
-
-def test_document_states_the_measured_gain_of_sparse_attention() -> None:
-    rows = json.loads((ROOT / "benchmarks/results/savings.json").read_text())["sparse_attention"]
-    gains = {
-        row["sequence"]: [
-            sum(row["dense"][x] / sum(k[y] for y in "fbw") for x in "fbw")
-            for k in row["kinds"].values()
-        ]
-        for row in rows
-    }
-    said = re.search(
-        (
-            r"([\d.]+) to ([\d.]+) times as fast as dense at 512 tokens, "
-            r"and ([\d.]+) to ([\d.]+) times at 4,096"
-        ),
-        " ".join((ROOT / "docs/reference/results/layers.md").read_text().split()),
-    )
-    assert said is not None
-    assert list(said.groups()) == [
-        f"{end(gains[size]):.1f}" for size in (512, 4096) for end in (min, max)
-    ]
 
 
 def test_cache_row_of_a_frozen_block() -> None:
