@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks import savings_attention, savings_experts
@@ -11,8 +9,6 @@ from benchmarks.harness import bound_of
 from benchmarks.savings_freezing import cache
 from benchmarks.savings_pruning import half, layers, pruned_half, sparse_seconds
 from benchmarks.savings_tokens import size_row
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_bound_is_named_if_the_share_is_small() -> None:
