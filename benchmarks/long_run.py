@@ -76,6 +76,7 @@ def train(world: World, steps: int, turn: int, **sizes: int) -> dict[str, Any]:
             before = time.perf_counter()
             for _ in range(min(turn, steps - start)):
                 trainers[name].advance()
+            trainers[name].settle()  # both sides talk on the same channels
             world.barrier("the turn to end")
             seconds[name].append(time.perf_counter() - before)
     digests = [trainers[name].finish(sum(seconds[name])).weights_digest for name in SIDES]

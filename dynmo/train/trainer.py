@@ -261,6 +261,10 @@ class Trainer:
             pipeline.loss, digest, buffers, seconds, interrupted, step, pipeline.partition.counts
         )
 
+    def settle(self) -> bool:
+        """Waits for the verdict on the newest step. Returns whether the run is to stop."""
+        return self._finish(self.pipeline.drain())
+
     def _finish(self, results: Sequence[StepResult]) -> bool:
         """Takes the results of steps. Returns True if a rank wants to stop."""
         self._stepped = self._stepped or bool(results)
