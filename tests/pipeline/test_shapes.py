@@ -68,11 +68,12 @@ def test_checkpoint_of_a_v_goes_on_under_one_stage_a_rank(pool: Pool, tmp_path: 
     assert {row["weights"] for row in rows} == {alone["weights"]}
 
 
-# Two ranks cannot share 6 + 4 + 4 + 2 ms evenly in order. A V can.
+# Two ranks cannot share 9 + 6 + 6 + 3 ms evenly in order. A V can. A loaded machine may hide that
+# from the decision at step 4, hardly from three of them.
 LIVE: dict[str, Any] = {
     "model": {"kind": "emulated", "layers": 4, "bytes": 4096}
-    | {key: [0.006, 0.004, 0.004, 0.002] for key in "fbw"},
-    "train": {"steps": 9, "global_batch": 4, "micro_batch": 1},
+    | {key: [0.009, 0.006, 0.006, 0.003] for key in "fbw"},
+    "train": {"steps": 14, "global_batch": 4, "micro_batch": 1},
     "parallel": {"pipeline": 2, "timeout": 20.0},
     "pipeline": {"schedule": "auto"},
     "balance": {"balancer": "exact", "every": 4},
@@ -82,22 +83,20 @@ LIVE: dict[str, Any] = {
 
 def test_a_run_changes_its_shape_when_that_pays(pool: Pool) -> None:
     events = pool.run("events", 2, config=LIVE)[0]
-    first, *others = [e for e in events if e["event"] == "rebalance"]
-    assert (first["step"], first["schedule"], first["to"]) == (4, "v-auto", [1, 1, 1, 1])
-    assert others == []
+    (move,) = [e for e in events if e["event"] == "rebalance"]
+    assert (move["schedule"], move["to"]) == ("v-auto", [1, 1, 1, 1])
     steps = [e["layers"] for e in events if e["event"] == "step"]
-    assert steps == [[2, 2]] * 4 + [[1, 1, 1, 1]] * 5
+    assert steps == [[2, 2]] * move["step"] + [[1, 1, 1, 1]] * (14 - move["step"])
     named = {e["name"] for e in events if e["event"] == "schedule"}
     assert named <= {"zb-auto", "v-auto"}
 
 
 def test_a_run_of_a_v_goes_back_when_that_pays(pool: Pool) -> None:
     """Here [1, 1, 1, 1] gives rank 0 two thirds of the work, and 1 + 3 layers a half."""
-    times = {key: [0.006, 0.002, 0.002, 0.002] for key in "fbw"}
+    times = {key: [0.009, 0.003, 0.003, 0.003] for key in "fbw"}
     config = LIVE | {
         "model": LIVE["model"] | times,
         "balance": LIVE["balance"] | {"initial": [1, 1, 1, 1]},
-        "train": LIVE["train"] | {"steps": 6},
     }
     events = pool.run("events", 2, config=config)[0]
     moves = [(e["schedule"], e["to"]) for e in events if e["event"] == "rebalance"]
