@@ -11,6 +11,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Hundreds of processes of the tests start from compiled modules.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test quick matrix results gpu check format clean
 

@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float16": {"train": {"precision": "float16"}},
     "post-validation": {"pipeline": {"post_validation": True}},
 }
-QUICK = ("pruning", "post-validation")
+QUICK = ("post-validation",)
 
 
 def wanted(

@@ -109,13 +109,12 @@ RUNS: dict[str, tuple[int, str, dict[str, dict[str, Any]]]] = {
 
 EVERYDAY = {
     ("softmax", "V shape and recompute"),
-    ("classifier", "zb-auto and partial W"),
     ("mlp", "post-validation"),
 }
 
 
 def _combinations() -> list[Any]:
-    """One run of each kind belongs to the everyday suite."""
+    """Two runs belong to the everyday suite."""
     return [
         pytest.param(
             case,

@@ -243,7 +243,6 @@ IN_PLACE = [(schedule, "float32", False, "in-place") for schedule in AFTERWARDS]
 EVERYDAY = [
     ("v-auto", "float32", False, None),
     ("zb-h2", "bfloat16", True, None),
-    ("zb-h1", "bfloat16", False, "exact"),
     IN_PLACE[3],
 ]
 

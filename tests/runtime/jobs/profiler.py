@@ -17,7 +17,7 @@ from dynmo.runtime.engine.profiler import measure_links
 def profile(
     world: World, f: list[float], b: list[float], w: list[float], counts: list[int]
 ) -> list[dict[str, Any]]:
-    """Two steps of emulated layers.
+    """Five steps of emulated layers.
 
     Args:
         world: World of all ranks.
@@ -32,7 +32,7 @@ def profile(
     model = make_layers(f, b, w, size=64)
     pipeline = Engine(world, model, Partition(tuple(counts)), StepOptions("zb-h1", microbatches=3))
     ids = torch.zeros(3, 1, dtype=torch.int64)
-    for step in range(2):
+    for step in range(5):
         pipeline.step(step, ids, ids, lr=0.0)
     return [vars(cost) for cost in pipeline.costs()]
 
