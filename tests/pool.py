@@ -29,6 +29,8 @@ from dynmo.elastic.managers.local import local_environment
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 20.0
 """Seconds of a wait between ranks, if the job has no config that says so."""
+IMPORTS = 120.0
+"""Seconds for the imports of a rank, before its first job."""
 
 
 class JobFailed(Exception):
@@ -48,6 +50,7 @@ class Pool:
     def __init__(self, size: int, log: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dynmo-pool-")
         self._generation = 0
+        self._ready = 0
         self._ranks: list[subprocess.Popen[str]] = []
         for rank in range(size):
             env = process_environment(rank, size, Path(self._folder.name), threads=1)
@@ -82,6 +85,9 @@ class Pool:
         Returns:
             The result of each rank, from JSON.
         """
+        while self._ready < ranks:
+            self._reply(self._ranks[self._ready], time.monotonic() + IMPORTS)
+            self._ready += 1
         self._generation += 1
         job = json.dumps(
             {
@@ -149,6 +155,8 @@ def _serve() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     store = open_store(rendezvous, timeout=30)
+    replies.write("{}\n")  # it is ready
+    replies.flush()
     for line in sys.stdin:
         job = json.loads(line)
         try:

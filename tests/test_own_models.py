@@ -241,7 +241,7 @@ def test_ragged_batches_have_the_same_bits_on_any_ranks(pool: Pool) -> None:
 def test_undeclared_varying_shapes_are_refused(pool: Pool, ranks: int) -> None:
     refused = r"layer 1 \(Undeclared\) returned .* in microbatch 1, .* varying_shapes = True"
     with pytest.raises(JobFailed, match=refused):
-        run(pool, RAGGED + "undeclared", ranks, parallel={"timeout": 3.0})
+        run(pool, RAGGED + "undeclared", ranks, parallel={"timeout": 5.0})
 
 
 def test_renormalised_weights_of_replicas_are_refused(pool: Pool) -> None:

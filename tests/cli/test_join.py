@@ -152,7 +152,7 @@ def test_join_of_a_killed_run_ends_in_time(tmp_path: Path, place: Path, run: Run
     store.set("here/0", "1")
     start = time.monotonic()
     done = run(tmp_path, "run.toml", "--join")
-    assert time.monotonic() - start < TIMEOUT + 5
+    assert time.monotonic() - start < TIMEOUT + 20
     assert_refused(done, f"waited {TIMEOUT:g} s for rank 0", status=1)
 
 
@@ -175,5 +175,5 @@ def test_join_at_a_file_that_is_no_store_ends_in_time(
     joined_at(tmp_path, place, store)
     start = time.monotonic()
     done = run(tmp_path, "run.toml", "--join")
-    assert time.monotonic() - start < TIMEOUT + 5
+    assert time.monotonic() - start < TIMEOUT + 20
     assert_refused(done, "runs/main/rendezvous.json")

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +32,14 @@ from tests.cli.runs import (
 from tests.pool import Pool
 from tests.processes import gone, ranks, start, wait_until
 
+# A torch whose import does not end.
+SLOW_TORCH = """
+import os, time
+from pathlib import Path
+
+Path(f"imports-{os.environ['RANK']}").touch()
+time.sleep(60)
+"""
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -122,9 +129,9 @@ def test_non_finite_loss_ends_the_run(tmp_path: Path, rank: Run) -> None:
 
 def test_killed_rank_is_reported(work: Path) -> None:
     process = train(work, sets=LONG)
-    wait_until(lambda: steps(work, "main") >= 1)
+    wait_until(lambda: steps(work, "main") >= 1, 120)
     os.kill(ranks(work)[1], signal.SIGKILL)
-    done = end(process, 20)
+    done = end(process)
     assert (done.status, done.out) == (1, "")
     assert "rank 1 was ended by SIGKILL" in done.line
     assert "runs/main has no checkpoint to go on from" in done.line
@@ -141,11 +148,13 @@ def test_hanging_rank_is_reported_after_the_timeout(work: Path) -> None:
 
 
 def test_interrupt_during_start_leaves_no_run(work: Path) -> None:
-    process = train(work)
-    wait_until(lambda: len(ranks(work)) == 2)
-    time.sleep(0.7)
+    (work / "slow").mkdir()
+    (work / "slow/torch.py").write_text(SLOW_TORCH)
+    path = os.pathsep.join([str(work / "slow"), str(Path(__file__).parents[2])])
+    process = train(work, env={"PYTHONPATH": path})
+    wait_until(lambda: all((work / f"imports-{rank}").exists() for rank in range(2)), 120)
     os.killpg(process.pid, signal.SIGINT)
-    assert end(process, 20) == (130, "", "dynmo: interrupted while starting or finishing\n")
+    assert end(process) == (130, "", "dynmo: interrupted while starting or finishing\n")
     assert not list((work / "runs").iterdir())
 
 
@@ -220,9 +229,9 @@ def test_rank_of_another_launcher_reports_its_own_error(tmp_path: Path, rank: Ru
 def test_truncated_text_file_ends_the_run_with_a_reason(work: Path) -> None:
     """The rank reports an error and is not killed by a signal."""
     process = train(work, sets=(*LONG, ONE_RANK))
-    wait_until(lambda: steps(work, "main") >= 3)
+    wait_until(lambda: steps(work, "main") >= 3, 120)
     os.truncate(work / "text", 0)
-    done = end(process, 15)
+    done = end(process)
     assert (done.status, done.out) == (1, "")
     assert 'data.source = "file:text"' in done.line
     assert "19000 bytes" in done.line

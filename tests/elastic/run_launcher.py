@@ -88,7 +88,7 @@ def check_that_ranks_end_with(
     _, err = process.communicate(timeout=50)
     stopped = [(folder / f"stopped-{rank}").exists() for rank in range(2)]
     assert stopped == [number == signal.SIGINT] * 2
-    wait_until(lambda: gone(folder), 15)
+    wait_until(lambda: gone(folder), 60)
     return process.returncode, err
 
 

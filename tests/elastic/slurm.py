@@ -132,7 +132,7 @@ class SlurmCluster(StartedProcesses):
         listed = self.run("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
         return self.run("scontrol", "show", "hostnames", listed).split()
 
-    def wait_for_state(self, name: str, state: str | None, seconds: float = 30.0) -> None:
+    def wait_for_state(self, name: str, state: str | None, seconds: float = 90.0) -> None:
         """Waits until a job has a state.
 
         Args:
@@ -214,7 +214,7 @@ def _start(cluster: SlurmCluster) -> None:
         )
         return listed.stdout.split() == ["idle"] * len(cluster.nodes)
 
-    wait_until(all_idle, 20)
+    wait_until(all_idle, 60)
 
 
 def _stop(cluster: SlurmCluster) -> None:

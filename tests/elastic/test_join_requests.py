@@ -21,7 +21,7 @@ from tests.processes import wait_until
 @pytest.fixture
 def home() -> dist.Store:
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=5))
+    store.set_timeout(timedelta(seconds=20))
     return store
 
 
@@ -72,9 +72,9 @@ def test_dismissed_newcomer_returns_none(home: dist.Store) -> None:
 
 
 def test_vanished_newcomer_is_removed(home: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_requests, "_GONE", 0.2)
     requests, waiting = JoinRequests(home, 5), Waiting(home, "a")
     tickets = present(requests, 1)
+    monkeypatch.setattr(join_requests, "_GONE", 0.2)
     waiting.told_to_go = True
     waiting.end()
     wait_until(lambda: requests.present() == [], 5)
@@ -87,13 +87,13 @@ def test_silent_rank_0_times_out(home: dist.Store, monkeypatch: pytest.MonkeyPat
     start = time.monotonic()
     with pytest.raises(WaitTimeout, match=r"b:7 waited 0\.3 s for rank 0"):
         Newcomer(home, "a", 0.3, "b:7").wait()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 def test_newcomer_waits_while_rank_0_is_busy(home: dist.Store) -> None:
     """Rank 0 gives signs of life in a step that takes longer than the limit."""
-    requests, newcomer = JoinRequests(home, 1), Newcomer(home, "a", 1)
-    end = time.monotonic() + 1.5
+    requests, newcomer = JoinRequests(home, 2), Newcomer(home, "a", 2)
+    end = time.monotonic() + 2.7
     assert newcomer.wait(lambda: time.monotonic() > end) is None
     requests.close()
 

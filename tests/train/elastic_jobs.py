@@ -18,7 +18,7 @@ from tests.jobs import model_of, parsed, train_elastic
 
 
 def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[str, Any]:
-    """All but the last rank train, and the last one wants to join.
+    """All but the last rank train once the last one has asked to join.
 
     Args:
         world: World of all ranks.
@@ -27,11 +27,12 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
             or "has other code".
     """
     last = world.size - 1
+    assert world.home is not None
     if world.rank < last:
+        world.home.wait(["join/here/1"])
         world.renew(world.rank, last, world.generation + 1, 20)
         return train_elastic(world, config)
     world.leave()
-    assert world.home is not None
     loaded = parsed(config)
     identity = Trainer(loaded, world, model_of(loaded), None).pipeline.identity
     if newcomer == "stays away":

@@ -110,7 +110,12 @@ def test_rank_killed_after_it_left_does_not_fail_the_run(
     dies = "heard('left')\nos.kill(os.getpid(), 9)"
     tells = "release(1)\nsay('left')"
     if late:
-        dies, tells = dies.replace("left", "up"), f"say('up')\ntime.sleep(0.5)\n{tells}"
+        dies = dies.replace("heard('left')", "say('up')")
+        tells = f"""
+heard("up")
+until(lambda: not Path("/proc", (here / "up").read_text()).exists(), "the end of rank 1")
+{tells}
+"""
     process = go(f"{tells}\nreports(2)\nsay('done')", dies)
     assert end(process) == (0, "")
     assert sorted(reports_of(tmp_path)) == [

@@ -12,7 +12,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +37,8 @@ except DynmoError as error:
     sys.exit(error.exit_status)
 """
 
-# A rank: enters, says that it is up, does as told. The second argument is run before it enters.
+# A rank: enters, says that it is up, does as told. The second argument is run before it enters. A
+# rank fails once all are up, because the others get only the grace after a failure.
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
@@ -61,6 +61,9 @@ def train():
     sys.exit(130)
 
 def fail(error):
+    up()
+    while len(list(Path().glob("up-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
     sys.exit(report_failure(error, Path(f"rank-{rank}.log")))
 
 exec(sys.argv[1])
@@ -205,10 +208,16 @@ sys.exit(130)
 
 
 def test_second_signal_ends_all_ranks_at_once(go: Launch, tmp_path: Path) -> None:
-    process = go("up(); [time.sleep(0.01) for _ in range(3000)]")
+    process = go("""
+up()
+while not heard:
+    time.sleep(0.01)
+Path(f"heard-{rank}").touch()
+time.sleep(60)
+""")
     up(tmp_path)
     os.kill(process.pid, signal.SIGINT)
-    time.sleep(0.2)
+    wait_until(lambda: all((tmp_path / f"heard-{rank}").exists() for rank in range(2)))
     assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
     status, _, err = end(process)
@@ -219,7 +228,12 @@ def test_second_signal_ends_all_ranks_at_once(go: Launch, tmp_path: Path) -> Non
 
 def test_signal_during_start_gives_no_traceback(go: Launch, tmp_path: Path) -> None:
     """Ctrl-C does not interrupt the imports of a rank."""
-    process = go("train()", before="Path(f'up-{rank}').touch(); time.sleep(1)")
+    before = """
+Path(f"up-{rank}").touch()
+while signal.SIGTERM not in signal.sigpending():
+    time.sleep(0.01)
+"""
+    process = go("train()", before=before)
     up(tmp_path)
     os.killpg(process.pid, signal.SIGINT)
     assert end(process) == (130, "", "Interrupted: interrupted while starting or finishing\n")
@@ -234,7 +248,7 @@ def test_ranks_die_with_their_launcher(go: Launch, tmp_path: Path, before: str) 
     up(tmp_path)
     process.kill()
     process.communicate()
-    wait_until(lambda: gone(tmp_path), 3)
+    wait_until(lambda: gone(tmp_path), 15)
     for folder in (tmp_path / "tmp").iterdir():  # nobody was there to remove it
         shutil.rmtree(folder)
 

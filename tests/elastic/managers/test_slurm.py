@@ -99,7 +99,7 @@ heard("done")
     jobs = {(tmp_path / f"env-{number}").read_text() for number in (4, 5)}
     assert jobs == {f"{other + 1} dynmo-join 0", f"{other + 2} dynmo-join 0"}
     assert (tmp_path / "rank-1.log").read_text() == ""
-    wait_until(lambda: not slurm.states())
+    wait_until(lambda: not slurm.states(), 90)
     assert gone(tmp_path)
 
 
@@ -164,25 +164,25 @@ print("result")
     process = outside(slurm, tmp_path, command)
     running = {"dynmo RUNNING": 1, "dynmo-join RUNNING": 3, "dynmo-join PENDING": 1}
     lines = ["squeue", "--noheader", "--format=%j %T"]
-    wait_until(lambda: Counter(slurm.run(*lines).splitlines()) == running)
+    wait_until(lambda: Counter(slurm.run(*lines).splitlines()) == running, 90)
     (tmp_path / "pending").touch()
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=90)
     assert (process.returncode, out, err) == (0, "result\n", "")
     assert reports_of(tmp_path)[0] == "released 1: 1 job ended"
     assert [line.partition(" runs")[0] for line in reports_of(tmp_path)[1:]]
-    wait_until(lambda: not slurm.states())
+    wait_until(lambda: not slurm.states(), 90)
 
 
 @needs_slurm
 def test_job_refused_by_slurm_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
     script = "manager.request(1)\nreports(1)"
     process = outside(slurm, tmp_path, launcher(tmp_path, script), ["--gres=gpu:1"])
-    assert process.communicate(timeout=30)[1] == ""
+    assert process.communicate(timeout=90)[1] == ""
     (line,) = reports_of(tmp_path)[:1]
     assert line.startswith("started 1: process 1 runs on n")
     command = launcher(tmp_path, script)
     process = outside(slurm, tmp_path, command, ["--gres=gpu:2"])
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=90)
     assert (process.returncode, err.count("\n")) == (1, 1)
     assert err.startswith("RunError: rank 0 ended with status 1: ")
     assert "Requested node configuration is not available" in err, "Slurm's own words"
@@ -208,7 +208,7 @@ def test_ranks_end_with_their_launcher(slurm: SlurmCluster, tmp_path: Path, numb
     ended = check_that_ranks_end_with(process, tmp_path, number)
     if number == signal.SIGINT:
         assert ended == (130, "")
-    wait_until(lambda: not slurm.states(), 15)
+    wait_until(lambda: not slurm.states(), 60)
 
 
 @needs_slurm
@@ -224,10 +224,10 @@ def test_failed_rank_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
         ("os.kill(os.getpid(), 9)", "RunError: rank 1 was ended by SIGKILL"),
     ):
         process = outside(slurm, tmp_path, launcher(tmp_path, "heard('never')", body))
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=90)
         assert (process.returncode, err.count("\n")) == (1, 1)
         assert err.startswith(line)
-        wait_until(lambda: not slurm.states(), 15)
+        wait_until(lambda: not slurm.states(), 60)
 
 
 def test_missing_slurm_gives_a_one_line_error(

@@ -145,7 +145,7 @@ def test_message_arrival_can_be_queried(pool: Pool, varying: bool, ragged: bool)
 def test_arrival_query_names_a_dead_peer(pool: Pool) -> None:
     _, (text, seconds) = pool.run(JOBS + "asked_of_the_gone", 2)
     assert text.startswith("rank 1 lost rank 0 while waiting for the activation of microbatch 1")
-    assert seconds < 5
+    assert seconds < 15
 
 
 def test_a_changed_shape_is_an_error(pool: Pool) -> None:
@@ -190,7 +190,7 @@ def test_dead_peer_is_named_at_once(pool: Pool, depth: int) -> None:
     (kind, text, seconds), _ = pool.run(JOBS + "peer_gone", 2, depth=depth)
     assert kind == "RankDied", text
     assert text.startswith("rank 0 lost rank 1 while waiting for room")
-    assert seconds < 5
+    assert seconds < 15
 
 
 def test_failed_receive_is_reported_at_once() -> None:

@@ -59,15 +59,14 @@ def test_disagreement_names_global_ranks_and_replicas(pool: Pool) -> None:
 
 
 def test_missing_reduction_of_a_peer_is_named(pool: Pool) -> None:
+    """The limit of the collective, which names the rank, comes first."""
     kind, text, seconds = pool.run(JOBS + "reduction_fails", 4)[0]
-    waited = "rank 0 (replica 0) waited 1.5 s for rank 1 (replica 1): the gradients of layer 3"
+    waited = "rank 0 (replica 0) waited 3 s for rank 1 (replica 1): the gradients of layer 3"
     assert (kind, text) == (
         "WaitTimeout",
         f"{waited}; where it only takes longer, raise parallel.timeout",
     )
-    assert seconds < 6.5, (
-        "the collective's own limit, which knows more, comes before that of waiting for it"
-    )
+    assert seconds < 15
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ JOBS = "tests.runtime.jobs.world:"
 def test_missing_rank_is_named_after_the_timeout(pool: Pool) -> None:
     for rank, (kind, text) in enumerate(pool.run(JOBS + "one_never_comes", 2)):
         assert kind == "WaitTimeout"
-        assert text.startswith(f"rank {rank} waited 1 s for rank 2 ")
+        assert text.startswith(f"rank {rank} waited 2 s for rank 2 ")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dynmo.errors import RankDied, RunError
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Begun, Channel, Direction, Program
+from tests.processes import wait_until
 
 DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
 
@@ -126,7 +127,7 @@ def asked_of_the_gone(world: World) -> list[Any]:
     ends.take(DOWN, 0)
     start = time.monotonic()
     try:
-        while not ends.arrived(DOWN, 1, 0.001) and time.monotonic() - start < 5:
+        while not ends.arrived(DOWN, 1, 0.001) and time.monotonic() - start < 15:
             pass
         ends.take(DOWN, 1)
     except RankDied as error:
@@ -169,6 +170,10 @@ def backpressure(world: World, depth: int, messages: int, ragged: bool) -> list[
                 ends.put(DOWN, j, (torch.zeros(1000 + j * ragged),))
                 world.store.set(f"put/{step}/{j}", "1")
             else:
+                if j == 0:
+                    fitting = depth if step or ragged else 1
+                    world.store.wait([f"put/{step}/{fitting - 1}"])
+                # A message too many would come now.
                 time.sleep(0.2 if j == 0 else 0.01)
                 counts[-1].append(
                     sum(world.store.check([f"put/{step}/{k}"]) for k in range(messages))
@@ -197,7 +202,7 @@ def letting_go(world: World, messages: int) -> list[bool]:
         elif j < messages // 2:
             ends.take(DOWN, j)
     world.barrier("half of them to be taken")
-    time.sleep(0.1)
+    wait_until(lambda: all(ref.expired() for ref in refs[: messages // 2]), 10)
     kept = [not ref.expired() for ref in refs]
     world.barrier("that to be seen")
     for j in range(messages // 2, messages):

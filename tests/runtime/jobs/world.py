@@ -21,7 +21,7 @@ def _again(world: World, size: int, timeout: float) -> World:
 
 def one_never_comes(world: World) -> list[str]:
     try:
-        _again(world, world.size + 1, 1.0)
+        _again(world, world.size + 1, 2.0)
     except WaitTimeout as error:
         return [type(error).__name__, str(error)]
     return []

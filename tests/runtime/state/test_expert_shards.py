@@ -91,8 +91,8 @@ def test_expert_gradients_are_summed_in_replica_order(
 def test_a_late_peer_is_named(pool: Pool) -> None:
     kind, message, seconds = pool.run(f"{JOBS}peer_is_late", 2)[0]
     assert kind == "WaitTimeout"
-    assert message.startswith("rank 0 (replica 0) waited 1.5 s for rank 1 (replica 1)")
-    assert seconds < 4
+    assert message.startswith("rank 0 (replica 0) waited 3 s for rank 1 (replica 1)")
+    assert seconds < 15
 
 
 def test_moved_expert_comes_from_one_holder() -> None:
