@@ -58,19 +58,31 @@ _NARROW = 64
 
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Shape, strides and offset of a matrix that is part of a parameter, or its transpose."""
+"""Shape, strides and offset of a matrix that is part of a parameter, or its transpose.
+
+The offset counts elements from the parameter's first one. The parameter is contiguous.
+"""
+
+
+def part_of(whole: Tensor, view: View | None) -> Tensor:
+    """Return the part of a contiguous tensor. The tensor may start anywhere in its storage."""
+    if view is None:
+        return whole
+    assert whole.is_contiguous()
+    shape, strides, offset = view
+    return whole.as_strided(shape, strides, cast(int, whole.storage_offset()) + offset)
 
 
 def add_product(
     weight: nn.Parameter, left: Tensor, right: Tensor, view: View | None = None
 ) -> None:
     """Add left @ right to weight.grad, or to this part of it."""
-    if view is not None and weight.grad is None:
-        weight.grad = zero_gradient(weight)
+    if view is not None:
+        weight.grad = zero_gradient(weight) if weight.grad is None else weight.grad.contiguous()
     if weight.grad is None:
         weight.grad = _product(weight, left, right)
         return
-    sum_so_far = weight.grad if view is None else weight.grad.as_strided(*view)
+    sum_so_far = part_of(weight.grad, view)
     if sum_so_far.stride(0) < sum_so_far.stride(1):  # a transpose
         sum_so_far, left, right = sum_so_far.t(), right.t(), left.t()
     narrow = left.is_cpu and min(left.shape[0], right.shape[1]) <= _NARROW
@@ -180,20 +192,19 @@ class _LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tape, ctx.view = weight, bias, tape, view
-        return product(x, weight if view is None else weight.as_strided(*view), bias)
+        return product(x, part_of(weight, view), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,), gy = ctx.saved_tensors, gradients[0]
         weight, bias, tape, view = ctx.weight, ctx.bias, ctx.tape, ctx.view
-        matrix = weight if view is None else weight.as_strided(*view)
-        gx = torch.matmul(gy, matrix) if ctx.needs_input_grad[0] else None
+        gx = torch.matmul(gy, part_of(weight, view)) if ctx.needs_input_grad[0] else None
         if not tape.takes(weight, bias):
             rows = as_rows(gy)
             gw = torch.mm(rows.t(), as_rows(x))
             if view is not None:
                 whole = torch.zeros_like(weight)
-                whole.as_strided(*view).copy_(gw)
+                part_of(whole, view).copy_(gw)
                 gw = whole
             return gx, gw, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
         x = x.detach()  # its graph would keep the layer's inputs until W has run

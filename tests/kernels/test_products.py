@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 import dynmo
@@ -78,6 +81,44 @@ def test_products_have_the_bits_of_torch(width: int, rows: int, microbatches: in
         check(module, [torch.randn(rows, width) for _ in range(microbatches)], parameters)
     inputs = [torch.randn(rows, 2, width) for _ in range(microbatches)]
     check(Attention(width, 2), inputs, 4)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda w: w,
+    "transpose": lambda w: w.t(),
+    "first rows": lambda w: w[:5],
+    "last rows": lambda w: w[3:],
+    "columns": lambda w: w[:, 2:7],
+    "every second row": lambda w: w[::2],
+    "every second column": lambda w: w[1:, 1::2],
+    "slice of a transpose": lambda w: w.t()[2:, :6],
+    "other shape": lambda w: w.view(4, 16)[1:],
+    "strides of its own": lambda w: w.as_strided((3, 4), (8, 2), w.storage_offset() + 9),
+}
+WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": lambda x, w: functional.linear(x, w.t()),
+    "matmul": lambda x, w: x @ w,
+    "mm": lambda x, w: torch.mm(x, w),
+    "addmm": lambda x, w: torch.addmm(_BIASES[w.shape[1]], x, w),
+}
+_BIASES = [nn.Parameter(torch.arange(float(width))) for width in range(17)]
+
+
+@pytest.mark.parametrize("offset", [0, 64])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("way", WAYS)
+def test_any_part_of_a_parameter_anywhere_in_its_storage(way: str, view: str, offset: int) -> None:
+    """The parameter is one of two that were cut from one tensor."""
+
+    def run(matrices: Any, x: Tensor) -> Tensor:
+        matrix = VIEWS[view](matrices[0])
+        return WAYS[way](x[:, : len(matrix)], matrix)
+
+    module = Own(run)
+    fused = torch.randn(2 * 64, generator=torch.Generator().manual_seed(0))
+    module.matrices.append(nn.Parameter(fused[offset : offset + 64].view(8, 8)))
+    assert module.matrices[0].storage_offset() == offset
+    check(module, [torch.randn(5, 8) for _ in range(3)], 1 + (way == "addmm"))
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
