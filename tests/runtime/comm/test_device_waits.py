@@ -6,9 +6,7 @@ not a late peer.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,8 +28,15 @@ from dynmo.runtime.engine import profiler
 from dynmo.schedule.lowering import Channel, Direction, Program
 from dynmo.schedule.memory import POSTED_AHEAD
 from tests.runtime.fake_device import FakeCudaWorld, FakeDevice, FakeWork, fake_world, install
+from tests.runtime.fake_time import FakeTime, device_time
 
 DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
+
+
+@pytest.fixture(autouse=True)
+def time() -> Iterator[FakeTime]:
+    with device_time() as fake:
+        yield fake
 
 
 @pytest.fixture
@@ -73,7 +78,7 @@ def test_full_channel_on_an_idle_device_times_out() -> None:
         box.put(1, (torch.zeros(2),))
 
 
-def test_timeout_starts_when_the_device_is_idle(device: FakeDevice) -> None:
+def test_timeout_starts_when_the_device_is_idle(device: FakeDevice, time: FakeTime) -> None:
     """The host runs ahead of the device, so a busy device delays messages."""
     world = fake_world(timeout=0.1)
     box = outbox(world, 1)
@@ -85,10 +90,9 @@ def test_timeout_starts_when_the_device_is_idle(device: FakeDevice) -> None:
         device.catch_up()
         sent.completed = True
 
-    threading.Timer(0.4, later).start()
-    start = time.perf_counter()
+    time.at(0.4, later)
     box.flush()
-    assert time.perf_counter() - start >= 0.3
+    assert 0.4 <= time.now < 0.5
 
 
 def test_ragged_step_has_the_whole_depth(
@@ -121,7 +125,7 @@ def ends(world: FakeCudaWorld, messages: int, depth: int) -> Transport:
 
 
 def test_missing_message_is_reported_at_the_end_of_the_step(
-    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+    device: FakeDevice, time: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wait of the stream raises no error.
 
@@ -136,14 +140,11 @@ def test_missing_message_is_reported_at_the_end_of_the_step(
     channels.open()
     for j in range(2):
         channels.take(DOWN, j)
-    device.done = (
-        device.given - 2
-    )  # it has passed the first message and not come to the wait for the second
-    threading.Timer(0.4, lambda: setattr(device, "done", device.given - 1)).start()
-    start = time.perf_counter()
+    device.done = device.given - 2  # past the first message, before the wait for the second
+    time.at(0.4, lambda: setattr(device, "done", device.given - 1))
     with pytest.raises(WaitTimeout, match=r"rank 0: the activations? of microbatch 1"):
         channels.flush()
-    assert time.perf_counter() - start >= 0.5
+    assert 0.6 <= time.now < 0.7
     device.catch_up()
     channels.flush()
 

@@ -27,6 +27,7 @@ from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.train.setup import model_of
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipeline, tokens
+from tests.runtime.fake_time import emulated_time
 
 JOBS = "tests.runtime.jobs.checkpoint:"
 
@@ -427,7 +428,7 @@ def test_reshape_drops_costs_of_newly_recomputed_layers() -> None:
     Here the second layer recomputes from the reshape on.
     """
     recomputed: set[int] = set()
-    model = make_layers([1e-3] * 3, [1e-3] * 3, [1e-3] * 3, size=8)
+    model = make_layers([1] * 3, [1] * 3, [1] * 3, size=8)
     pipeline = Engine(
         alone(),
         model,
@@ -438,7 +439,8 @@ def test_reshape_drops_costs_of_newly_recomputed_layers() -> None:
             recompute=lambda partition, schedule, replicas: frozenset(recomputed),
         ),
     )
-    pipeline.step(0, ids(), ids(), lr=0.0)
+    with emulated_time():
+        pipeline.step(0, ids(), ids(), lr=0.0)
     assert all(cost.f > 0 for cost in pipeline.costs())
     recomputed.add(1)
     Actions(pipeline).reshape(pipeline=1, data=1)
@@ -495,13 +497,11 @@ def test_moves_between_steps_change_no_bits(pool: Pool, config: dict[str, Any]) 
 
 def test_a_predicted_step_of_one_rank_is_the_sum_of_its_costs() -> None:
     """The simulator runs on measured costs. One rank does all the work."""
-    pipeline = emulated(f=[0.001] * 3, b=[0.002] * 3, w=[0.001] * 3)
-    for step in range(2):
-        pipeline.step(step, ids(), ids(), lr=0.0)
-    costs = pipeline.costs()
-    assert pipeline.schedule_keeper.predict(costs, Partition((3,))).makespan == pytest.approx(
-        MICROBATCHES * sum(c.seconds for c in costs)
-    )
+    pipeline = emulated(f=[1] * 3, b=[2] * 3, w=[1] * 3)
+    with emulated_time():
+        pipeline.step(0, ids(), ids(), lr=0.0)
+    predicted = pipeline.schedule_keeper.predict(pipeline.costs(), Partition((3,)))
+    assert predicted.makespan == pytest.approx(MICROBATCHES * 12)
     assert maxima(pipeline.store.world, (2.5,))[0] == 2.5
     assert isinstance(pipeline.model, Model)
 

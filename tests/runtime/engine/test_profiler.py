@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from torch import nn
 
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.kernels.crossover import make_pruned
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.clock import HostClock, Mark
 from dynmo.runtime.engine.executor import Interval
-from dynmo.runtime.engine.profiler import Profiler
+from dynmo.runtime.engine.profiler import Profiler, weight_bytes
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind
 from tests.pool import Pool
 from tests.runtime.alone import alone, emulated, ids
+from tests.runtime.fake_time import emulated_time
 
 
-def test_measured_costs_are_close_and_equal_on_all_ranks(pool: Pool) -> None:
-    f = [0.009, 0.015, 0.009, 0.012]
-    b = [0.012, 0.018, 0.015, 0.009]
-    w = [0.015, 0.009, 0.021, 0.012]
+def test_measured_costs_are_exact_and_equal_on_all_ranks(pool: Pool) -> None:
+    f, b, w = [3, 5, 3, 4], [4, 6, 5, 3], [5, 3, 7, 4]
     ranks = pool.run("tests.runtime.jobs.profiler:profile", 2, f=f, b=b, w=w, counts=[1, 3])
     assert ranks[0] == ranks[1]
-    for measured, truth in zip(ranks[0], zip(f, b, w, strict=True), strict=True):
-        # The upper limit is loose, because other processes may hold the cores. It is not so loose
-        # that one op's time could be in another's.
-        assert all(
-            true <= measured[kind] < true + 0.006 for kind, true in zip("fbw", truth, strict=True)
-        ), (measured, truth)
+    for kind, truth in zip("fbw", (f, b, w), strict=True):
+        assert [measured[kind] for measured in ranks[0]] == pytest.approx(truth)
     # There is one weight of 4 bytes, with its gradient, two moments and a counter. Messages have 64
     # numbers. W needs the messages and their gradients. The gradient of the loss is one number.
     assert [{key: row[key] for key in row if key not in "fbw"} for row in ranks[0]] == [
@@ -132,10 +129,7 @@ def test_doubtful_readings_count_only_without_others() -> None:
 
 
 def test_w_share_longer_than_its_bw_is_doubtful() -> None:
-    """The thread lost its core, so the time of the BW is its CPU time.
-
-    The time of its W is the elapsed time.
-    """
+    """The thread lost its core: the BW takes its CPU time, and its W the elapsed time."""
     clock = HostClock()
 
     def mark(elapsed: float, cpu: float, preempted: int) -> Mark:
@@ -153,10 +147,7 @@ def test_w_share_longer_than_its_bw_is_doubtful() -> None:
 
 
 def test_costs_by_half_of_the_readings() -> None:
-    """Costs that scale are divided in proportion.
-
-    A single reading of a time has no halves. A single count of bytes is exact.
-    """
+    """Costs that scale are divided in proportion. One count of bytes is exact."""
     clock = Tape()
     profiler = Profiler(clock)
     costs = (
@@ -197,37 +188,24 @@ class Halving(Tape):
 
 
 def test_observing_reads_the_clock_once_per_mark() -> None:
-    """The profiler also reads the clock once for each W inside a BW.
-
-    The cost of a step does not grow with the number of earlier steps.
-    """
+    """And once for each W inside a BW. A step costs no more after many steps."""
     clock = Tape()
     profiler = Profiler(clock)
-    counts: list[int] = []
-    for _ in range(3):
-        before = clock.asked
+    for step in range(3):
         profiler.observe(
             [marked(clock, [(Kind.F, 0.0, 1.0, []), (Kind.BW, 0.0, 1.0, [(0.0, 0.5)])])]
         )
-        counts.append(clock.asked - before)
-    assert counts == [3, 3, 3]
+        assert clock.asked == 3 * (step + 1)
 
 
 def test_frozen_layers_have_no_time_for_skipped_ops() -> None:
-    """Layers in the frozen prefix run F only.
-
-    Frozen layers above a trainable layer run F and B.
-    """
-    pipeline = emulated(f=[0.008] * 4, b=[0.008] * 4, w=[0.008] * 4)
+    """The frozen prefix runs F only. Frozen layers above a trainable one run F and B."""
+    pipeline = emulated(f=[1] * 4, b=[2] * 4, w=[3] * 4)
     Actions(pipeline).freeze([0, 1, 3])
-    for step in range(5):
-        pipeline.step(step, ids(), ids(), lr=0.0)
+    with emulated_time():
+        pipeline.step(0, ids(), ids(), lr=0.0)
     costs = pipeline.costs()
-    for index, (b, w) in enumerate([(0, 0), (0, 0), (1, 1), (1, 0)]):
-        cost = costs[index]
-        assert cost.f >= 0.008
-        assert (cost.b == 0.0) if not b else (0.008 <= cost.b < 0.016)
-        assert (cost.w < 0.004) if not w else (0.008 <= cost.w < 0.016)
+    assert [(c.f, c.b, c.w) for c in costs] == [(1, 0, 0), (1, 0, 0), (1, 2, 3), (1, 2, 0)]
     assert [c.activation_bytes > 0 for c in costs][:3] == [False, False, True]
     assert [c.stash_bytes > 0 for c in costs] == [False, False, True, False]
     assert [c.gradient_bytes for c in costs] == [0, 0, 4, 0]
@@ -235,26 +213,22 @@ def test_frozen_layers_have_no_time_for_skipped_ops() -> None:
 
 
 def test_measurements_follow_freezing() -> None:
-    """Layer 1 is frozen above a trainable layer. It joins the prefix with layer 0.
-
-    Its old costs are dropped then.
-    """
-    pipeline = emulated(f=[0.0] * 3, b=[0.001] * 3, w=[0.0] * 3)
+    """Layer 1 joins the frozen prefix with layer 0. Its old costs are dropped then."""
+    pipeline = emulated(f=[0] * 3, b=[1] * 3, w=[0] * 3)
     Actions(pipeline).freeze([1])
-    for frozen, runs_b in (((), [True, True, True]), ((0,), [False, False, True])):
+    for frozen, b in (((), [1, 1, 1]), ((0,), [0, 0, 1])):
         Actions(pipeline).freeze(frozen)
-        for step in range(3):
-            pipeline.step(step, ids(), ids(), lr=0.0)
-        assert [cost.b > 0 for cost in pipeline.costs()] == runs_b
+        with emulated_time():
+            pipeline.step(0, ids(), ids(), lr=0.0)
+        assert [cost.b for cost in pipeline.costs()] == b
     Actions(pipeline).unfreeze([0, 1])
-    for step in range(3):
-        pipeline.step(step, ids(), ids(), lr=0.0)
-    costs = pipeline.costs()
-    assert all(cost.b > 0 and cost.activation_bytes > 0 for cost in costs)
+    with emulated_time():
+        pipeline.step(1, ids(), ids(), lr=0.0)
+    assert all(cost.b == 1 and cost.activation_bytes > 0 for cost in pipeline.costs())
 
 
 def test_evaluation_leaves_measurements_unchanged() -> None:
-    pipeline = emulated(f=[0.001] * 3, b=[0.001] * 3, w=[0.001] * 3)
+    pipeline = emulated(f=[0] * 3, b=[0] * 3, w=[0] * 3)
     pipeline.step(0, ids(), ids(), lr=0.0)
     before = pipeline.costs()
     pipeline.evaluate(ids(), ids(), 3)
@@ -263,24 +237,15 @@ def test_evaluation_leaves_measurements_unchanged() -> None:
 
 
 def test_links_are_equal_on_all_ranks(pool: Pool) -> None:
-    """Links are measured between neighbours.
-
-    On one machine the latency is below 50 ms, and the bandwidth is above 1 MB/s.
-    """
+    """Links are measured between neighbours."""
     first, *others = pool.run("tests.runtime.jobs.profiler:links", 3)
     assert others == [first] * 2
     assert len(first) == 2
-    assert all(0 <= latency < 0.05 and speed > 1e6 for latency, speed in first)
+    assert all(latency >= 0 and speed > 0 for latency, speed in first)
 
 
 def test_weight_bytes_include_buffers() -> None:
-    """The indices of a pruned linear take memory.
-
-    A kept weight needs 8 bytes for its column. Rows need more.
-    """
-    from dynmo.kernels.crossover import make_pruned
-    from dynmo.runtime.engine.profiler import weight_bytes
-
+    """The indices of a pruned linear take memory."""
     pruned = make_pruned(64, 64, 0.95, True)
     values = sum(p.nbytes for p in pruned.parameters())
     held = sum(b.nbytes for b in pruned.buffers())
