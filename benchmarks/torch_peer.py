@@ -54,12 +54,12 @@ class PeerSchedule:
         return self.make(stages[0] if has_one else stages, microbatches, **options)
 
 
-# Each schedule is at its defaults. Comparisons take the fastest of a kind, measured in the same
-# run. Fewer stages on a rank cost less Python and fewer messages, more stages leave a smaller
-# bubble. The winner depends on how long an op is. Ideal step time over work, at 8 ranks, 32
-# microbatches and f = b = w: 1.22, 1.11, 1.07, 1.04, 1.04. Some variants were slower or the same:
-# shapes given beforehand (used in the first step only), `defer_pp_recv`, 1F1B's order in the
-# runtime of the others, four stages on a rank.
+# Each schedule is at its defaults. Comparisons take the fastest, measured in the same run. Fewer
+# stages on a rank cost less Python and fewer messages, more stages leave a smaller bubble. The
+# winner depends on how long an op is. Ideal step time over work, at 8 ranks, 32 microbatches and
+# f = b = w: 1.22, 1.11, 1.07, 1.04, 1.04. Some variants were slower or the same: shapes given
+# beforehand (used in the first step only), `defer_pp_recv`, 1F1B's order in the runtime of the
+# others, four stages on a rank.
 PEERS = {
     "1f1b": PeerSchedule(Schedule1F1B),
     "interleaved-1f1b": PeerSchedule(ScheduleInterleaved1F1B, stages_per_rank=2),

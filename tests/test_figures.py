@@ -10,6 +10,8 @@ FILE = {
     "share": 0.0198,
     "bytes": 82_400_000_000,
     "runs": [{"seconds": 0.0131}, {"seconds": 0.72}, {"seconds": 0.05}],
+    "sides": {"even": 2.5, "balanced": 1.75},
+    "fastest": "torch zbv",
 }
 
 
@@ -27,6 +29,8 @@ def _one_result_file(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignor
         ("runs.0.seconds ms", "13"),
         ("max runs.*.seconds .2f", "0.72"),
         ("min runs.1:3.seconds .2f", "0.05"),
+        ("max sides.* .1f", "2.5"),
+        ("fastest s", "torch zbv"),
     ],
 )
 def test_a_figure_is_written_and_compared(mark: str, shown: str) -> None:

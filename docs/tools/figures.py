@@ -5,9 +5,9 @@ A figure stands between two comments that do not show on the page:
     x<!-- figure freezing.json v.speedup .2f -->1.48<!-- end -->
 
 The first comment names the file, the path in it and the format. A path has keys and indices with
-dots between them. `*` is each item of a list, `0:4` a part of it. `min` or `max` before such a path
-takes one of the values. A format is one of Python's, `ms` for seconds shown in milliseconds, or
-`GB` for bytes shown in gigabytes.
+dots between them. `*` is each item of a list or an object, `0:4` a part of a list. `min` or `max`
+before such a path takes one of the values. A format is one of Python's, `ms` for seconds shown in
+milliseconds, or `GB` for bytes shown in gigabytes. `s` shows a name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def figure(file: str, path: str, form: str, choose: str | None = None) -> str:
 
     Args:
         file: The file's name in benchmarks/results.
-        path: Keys and indices with dots between them. `*` is each item of a list, `0:4` a part.
+        path: Keys and indices with dots between them. `*` is each item, `0:4` a part of a list.
         form: A format of Python's, `ms` or `GB`.
         choose: `min` or `max` of a path with several values. None for a path with one value.
     """
@@ -51,7 +51,7 @@ def figure(file: str, path: str, form: str, choose: str | None = None) -> str:
 
 def _items(value: Any, key: str) -> list[Any]:
     if not isinstance(value, list):
-        return [value[key]]
+        return list(value.values()) if key == "*" else [value[key]]
     if match := re.fullmatch(r"(\d+):(\d+)", key):
         return value[int(match[1]) : int(match[2])]
     return value if key == "*" else [value[int(key)]]
