@@ -1,11 +1,12 @@
-"""Configurations that the equality tests train.
-
-They are small, with clipping, dropout, freezing and pruning.
-"""
+"""Small configurations of the equality tests, and what they must give."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
+
+from tests.pool import Pool
 
 RANDOM_MOVES = "python:benchmarks.baselines.placements:random"
 """Moves layers to a random placement at every decision."""
@@ -29,24 +30,14 @@ def config(
     freezing: bool,
     clipping: bool,
     dropout: float = 0.1,
+    seed: int = 7,
 ) -> dict[str, Any]:
     """Six layers, five microbatches (no multiple of 2, 3 or 4).
 
-    The norm starts near 2, so that 0.5 always clips.
-
-    Args:
-        ranks: Number of pipeline ranks.
-        schedule: Name of the schedule.
-        balance: The section [balance].
-        freezing: True freezes layers at steps 2 and 4.
-        clipping: True clips gradients to a norm of 0.5.
-        dropout: Share of activations that are dropped.
-
-    Returns:
-        The sections of the configuration.
+    The norm starts near 2, so that 0.5 always clips. Layers freeze at steps 2 and 4.
     """
     return {
-        "seed": 7,
+        "seed": seed,
         "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16, "dropout": dropout},
         "train": {
             "steps": STEPS,
@@ -69,16 +60,7 @@ def config(
 def deeper(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool) -> dict[str, Any]:
     """Ten layers, for up to eight stages, and twelve microbatches.
 
-    Twelve is a multiple of 1 to 4 ranks, as interleaving needs.
-
-    Args:
-        ranks: Number of pipeline ranks.
-        schedule: Name of the schedule.
-        balance: The section [balance].
-        freezing: True freezes layers and clips gradients.
-
-    Returns:
-        The sections of the configuration.
+    Twelve is a multiple of 1 to 4 ranks, as interleaving needs. A run that freezes also clips.
     """
     wanted = config(ranks, schedule, balance, freezing, freezing)
     wanted["model"] = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1}
@@ -89,16 +71,7 @@ def deeper(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool) -
 def pruned(ranks: int, schedule: str, balance: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Four prunes in seven steps, while the front freezes.
 
-    Layer by layer, weights go from under a mask into CSR.
-
-    Args:
-        ranks: Number of pipeline ranks.
-        schedule: Name of the schedule.
-        balance: The section [balance].
-        **options: Keys of [dynamism.pruning].
-
-    Returns:
-        The sections of the configuration.
+    Layer by layer, weights go from under a mask into CSR. Options are keys of [dynamism.pruning].
     """
     wanted = config(ranks, schedule, balance, True, True)
     wanted["dynamism"] = {
@@ -110,14 +83,45 @@ def pruned(ranks: int, schedule: str, balance: dict[str, Any], **options: Any) -
 
 
 def fields_of(events: list[dict[str, Any]], kind: str, *keys: str) -> list[Any]:
-    """The named fields of each event of this kind.
+    """A tuple of the named fields of each event of this kind."""
+    return [tuple(e[key] for key in keys) for e in events if e["event"] == kind]
+
+
+def run(pool: Pool, config: dict[str, Any], job: str = "train", **arguments: Any) -> list[Any]:
+    """Runs a job of `tests/jobs.py` on as many ranks as the configuration has."""
+    parallel = config["parallel"]
+    ranks = parallel.get("replicas", 1)
+    if not parallel.get("slices"):
+        ranks *= parallel.get("pipeline", 1)
+    return pool.run(job, ranks, config=config, **arguments)
+
+
+def same(results: list[dict[str, Any]], expected: dict[str, Any], moving: bool = False) -> None:
+    """Every rank has the losses and the digest of one rank.
 
     Args:
-        events: Events as JSON objects.
-        kind: Value of the field `event`.
-        *keys: Names of the fields.
-
-    Returns:
-        A tuple of values for each event.
+        results: Result of each rank.
+        expected: Result of one rank.
+        moving: True if layers must move at every step.
     """
-    return [tuple(e[key] for key in keys) for e in events if e["event"] == kind]
+    assert results[0]["losses"] == expected["losses"]
+    assert {r["digest"] for r in results} == {expected["digest"]}
+    if moving:
+        assert all(a != b for a, b in pairwise(results[0]["layers"])), (
+            "the layers did not move at every step"
+        )
+
+
+def resumed(
+    pool: Pool, folder: Path, before: dict[str, Any], after: dict[str, Any], stop_after: int
+) -> list[dict[str, Any]]:
+    """Results of a run that stops after a step and goes on with another configuration."""
+    saves = {"checkpoint": {"every": 100}}
+    options = {"job": "train_in", "folder": str(folder)}
+    stopped = run(pool, saves | before, stop_after=stop_after, **options)
+    ended = run(pool, saves | after, resume=True, **options)
+    assert [{e["interrupted"] for e in results} for results in (stopped, ended)] == [
+        {True},
+        {False},
+    ]
+    return ended
