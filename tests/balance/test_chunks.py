@@ -123,10 +123,7 @@ def test_several_stages_even_out_a_heavy_layer():
 
 @pytest.mark.parametrize("placement", [looped(4, 2), looped(3, 3), (0, 1, 2, 3, 1, 0, 2, 3)])
 def test_descent_alone_is_close_to_the_optimum(placement: tuple[int, ...]):
-    """The descent is within 3 % of the optimum on average and 12 % at worst.
-
-    Branch and bound gets no nodes here.
-    """
+    """Within 3 % of the optimum on average and 12 % at worst, without branch and bound."""
     draw = random.Random(str(placement))
     over: list[float] = []
     for _ in range(20):

@@ -1,7 +1,4 @@
-"""Placements of experts: complete, never worse by search, near the optimum.
-
-Every placement holds every expert.
-"""
+"""Placements of experts: complete, never worse by search, near the optimum."""
 
 from __future__ import annotations
 
@@ -12,12 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynmo.balance.expert_placement import (
-    ExpertPlacement,
-    Holders,
-    even_placement,
-    expert_moves,
-)
+from dynmo.balance.expert_placement import ExpertPlacement, Holders, even_placement, expert_moves
 from dynmo.balance.expert_search import load_bound, place_experts
 from dynmo.errors import PartitionError
 
@@ -178,10 +170,7 @@ def test_search_is_never_worse_than_the_current_placement(
 @many
 @given(cases())
 def test_larger_capacity_never_increases_the_load(case: Case):
-    """A search that starts from the smaller placement cannot be worse.
-
-    A search from scratch is a heuristic and has no such guarantee.
-    """
+    """A search that starts from the smaller placement cannot be worse."""
     counts, ranks, per_rank = case
     narrow = place_experts(*case)
     wide = place_experts(counts, ranks, per_rank + 1, narrow)
@@ -250,10 +239,7 @@ def optimum(case: Case) -> float:
 
 @pytest.mark.parametrize("cases", [30, pytest.param(120, marks=pytest.mark.matrix)])
 def test_the_search_is_near_the_optimum(cases: int):
-    """Most small cases with popular experts are solved exactly.
-
-    The mean distance is under 1 %.
-    """
+    """Most small cases with popular experts are solved exactly. The mean distance is under 1 %."""
     draw = random.Random(5)
     gaps: list[float] = []
     for _ in range(cases):

@@ -44,10 +44,7 @@ def best_of(
     speeds: list[float] | None = None,
     sends: Callable[[int, int], float] = lambda stage, stop: 0.0,
 ) -> tuple[int, ...]:
-    """The goals that `exact` promises to minimise, in its order.
-
-    Loads are integers. Times are floats, and their squares are in whole units.
-    """
+    """The goals that `exact` promises to minimise, in its order."""
     layers, ranks = len(weights), len(every[0]) - 1
     rates, sums = speeds or [1.0] * ranks, integer_sums(weights)
     step = math.fsum(weights) / sums[-1] if sums[-1] else 1.0
@@ -276,10 +273,7 @@ def test_exact_equals_bellmans_table_under_memory_limits(kind: str):
 
 
 def test_half_blocks_have_the_recorded_gains_on_fixed_traces():
-    """Gains of whole blocks, half blocks and equal shares over two blocks per rank.
-
-    The model has 24 ranks. A gain is the ratio of the summed bottlenecks.
-    """
+    """Whole blocks, half blocks and equal shares over two blocks per rank, on 24 ranks."""
     expected = {
         "early_exit": (1.00, 1.24, 1.39),
         "freezing": (1.09, 1.19, 1.36),
@@ -426,8 +420,7 @@ def test_more_ranks_than_layers_are_refused(make: Callable[[int, int], Partition
 
 def test_insufficient_memory_is_explained():
     with pytest.raises(
-        PartitionError,
-        match=r"layer 1 .* stage 1 .* 9 bytes, the limit there is 5",
+        PartitionError, match=r"layer 1 .* stage 1 .* 9 bytes, the limit there is 5"
     ):
         exact([1.0] * 3, 2, memory=bytes_of([1, 9, 1], (4, 5)))
     with pytest.raises(

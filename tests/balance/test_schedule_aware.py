@@ -110,11 +110,7 @@ def test_search_is_close_to_the_best_placement(name: str, objective: Objective):
 
 
 def test_search_beats_the_least_bottleneck():
-    """The search gains with few microbatches and a frozen prefix.
-
-    Its placement is 1 to 2 % faster than the best placement of the least bottleneck. It is at least
-    8 % faster than the worst of these. The test tries all of these placements.
-    """
+    """1 to 2 % faster than the best of the least bottleneck, 8 % than the worst of these."""
     draw = random.Random(3)
     blocks = tuple(
         LayerCost(1.0, 1.0, 0.8) if i % 2 else LayerCost(1.2, 1.4, 0.6) for i in range(18)
@@ -222,10 +218,7 @@ def test_search_considers_slow_links_and_ranks():
 
 
 def test_cost_dependent_schedule_decides_the_placement():
-    """Candidates are compared with the schedule that is built for their costs.
-
-    The search skips a placement whose schedule cannot be built.
-    """
+    """The search skips a placement whose schedule cannot be built."""
     layers = drawn(random.Random(8), 14)
     asked: list[Costs] = []
 

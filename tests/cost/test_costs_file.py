@@ -71,26 +71,11 @@ def test_a_prefix_without_backward_is_frozen(b: list[float], w: list[float], fir
         ({"comm": -1}, "boundary 0: comm is -1"),
         ({"comm": "fast"}, 'boundary 0: comm is "fast"'),
         ({"cap": [1, -1]}, "stage 1: cap is -1"),
-        (
-            MEMORY | {"mem_w": [-40, float("nan")]},
-            "stage 1: mem_w is NaN",
-        ),
-        (
-            MEMORY | {"mem_w": [-40, 1]},
-            "stage 1: mem_f + mem_b + mem_w is 1",
-        ),
-        (
-            {"mem_f": [1, -1], "mem_b": [-1, 1], "mem_w": [0, 0]},
-            "stage 1: mem_f is -1",
-        ),
-        (
-            {"mem_f": [1, 1], "mem_b": [-2, -1], "mem_w": [1, 0]},
-            "stage 0: mem_w is 1",
-        ),
-        (
-            {"mem_f": [1, 1], "mem_w": [0, 0]},
-            "mem_f, mem_b and mem_w come together: mem_b",
-        ),
+        (MEMORY | {"mem_w": [-40, float("nan")]}, "stage 1: mem_w is NaN"),
+        (MEMORY | {"mem_w": [-40, 1]}, "stage 1: mem_f + mem_b + mem_w is 1"),
+        ({"mem_f": [1, -1], "mem_b": [-1, 1], "mem_w": [0, 0]}, "stage 1: mem_f is -1"),
+        ({"mem_f": [1, 1], "mem_b": [-2, -1], "mem_w": [1, 0]}, "stage 0: mem_w is 1"),
+        ({"mem_f": [1, 1], "mem_w": [0, 0]}, "mem_f, mem_b and mem_w come together: mem_b"),
         ({"mem_F": [1, 1]}, "unknown key 'mem_F'; did you mean 'mem_f'?"),
         (
             {"colour": 1},

@@ -36,8 +36,7 @@ def test_general_workspace_is_the_default_of_each_op() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "field"),
-    [("copy_bytes", "rollback_bytes"), ("aside_bytes", "pending_gradient_bytes")],
+    ("old", "field"), [("copy_bytes", "rollback_bytes"), ("aside_bytes", "pending_gradient_bytes")]
 )
 def test_files_of_earlier_versions_are_read(old: str, field: str) -> None:
     profile = parse(TWO | {old: [7, 8]})
@@ -136,10 +135,7 @@ def test_a_prefix_without_backward_is_frozen(
         ({"w": [5, float("inf")]}, "layer 1: w is Infinity"),
         ({"w": [5, "6"]}, 'layer 1: w is "6"'),
         ({"w": 5}, "w is 5"),
-        (
-            {"weight_bytes": [1, -1]},
-            "layer 1: weight_bytes is -1",
-        ),
+        ({"weight_bytes": [1, -1]}, "layer 1: weight_bytes is -1"),
         ({"weight_bytes": [1, 0.5]}, "layer 1: weight_bytes is 0.5"),
         ({"names": ["a", 3]}, "layer 1: names is 3"),
         ({"comm": -1}, "boundary 0: comm is -1"),

@@ -1,7 +1,4 @@
-"""Batches are a pure function of the seed and the step.
-
-Corpora have the same bytes every time.
-"""
+"""Batches are a pure function of the seed and the step. Corpora have the same bytes every time."""
 
 import os
 
@@ -20,10 +17,7 @@ SEQUENCE = 4
 
 
 def numbered(windows: int) -> np.ndarray:
-    """A corpus whose token is its own position.
-
-    So a test sees where each token came from.
-    """
+    """A corpus whose token is its own position. So a test sees where each token came from."""
     return np.arange(windows * SEQUENCE + 2)
 
 
@@ -53,10 +47,7 @@ def test_targets_are_the_next_tokens():
     steps=st.permutations(range(8)),
 )
 def test_batch_depends_only_on_seed_and_step(windows, micro_batch, seed, steps):
-    """The microbatch split and earlier requests do not matter.
-
-    Steps are requested in order, shuffled, and from a new object.
-    """
+    """Steps are requested in order, shuffled, and from a new object."""
     whole = Batches(numbered(windows), SEQUENCE, 12, 12, seed)
     expected = [whole.train(step)[0].reshape(12, SEQUENCE) for step in range(8)]
     split = Batches(numbered(windows), SEQUENCE, 12, micro_batch, seed)
@@ -93,10 +84,7 @@ def test_epochs_and_seeds_are_shuffled_differently():
     windows=st.integers(8, 80), global_batch=st.sampled_from([2, 4, 6]), seed=st.integers(0, 100)
 )
 def test_later_epochs_repeat_the_batches_in_another_order(windows, global_batch, seed):
-    """The first epoch has shuffled windows.
-
-    A later epoch has the same batches, each once, with the same sequences in the same order.
-    """
+    """A later epoch has the same batches, each once, with the same sequences in order."""
     plain = Order(windows, global_batch, 2, seed)
     order = Order(windows, global_batch, 2, seed, "batches")
     steps = order.windows // global_batch

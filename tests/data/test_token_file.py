@@ -28,11 +28,7 @@ def write(path: Path, tokens: list[int], dtype: str = "uint16", vocab: object = 
     length=st.integers(0, 20),
 )
 def test_any_slice_is_that_of_the_list(
-    tmp_path_factory: pytest.TempPathFactory,
-    tokens: list[int],
-    dtype: str,
-    start: int,
-    length: int,
+    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], dtype: str, start: int, length: int
 ) -> None:
     found = TokenFile(write(tmp_path_factory.mktemp("tokens") / "a.bin", tokens, dtype))
     assert len(found) == len(tokens)

@@ -5,11 +5,7 @@ import pytest
 from dynmo.balance.blocks import blocks_of
 from dynmo.balance.partition import Partition
 from dynmo.errors import PartitionError
-from dynmo.planner.export import (
-    deepspeed_parts,
-    megatron_layout,
-    torchtitan_modules,
-)
+from dynmo.planner.export import deepspeed_parts, megatron_layout, torchtitan_modules
 
 
 def names(blocks: int) -> tuple[str, ...]:

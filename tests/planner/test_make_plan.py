@@ -100,11 +100,7 @@ def every(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def bound(layers: Sequence[LayerCost], counts: tuple[int, ...], schedule: Schedule) -> int:
-    """Bytes of the fullest rank.
-
-    Balancers count gradients as always there. The result is their count, or that of a run if it is
-    more.
-    """
+    """Bytes of the fullest rank, as balancers count them, or as in a run if that is more."""
     live = peak_memory(schedule, Costs(stage_costs(layers, counts), (0.0,) * (len(counts) - 1)))
     static = static_bytes(layers, counts, schedule.stage_ranks)
     counted = [held + round(peak) for held, peak in zip(static, live, strict=True)]
@@ -188,11 +184,7 @@ def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
 @pytest.mark.parametrize("seed", few(range(12), 4))
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-auto", "v-half"])
 def test_plan_exists_if_a_placement_fits(schedule: str, seed: int) -> None:
-    """The plan is compared with all placements.
-
-    With frozen prefixes and several stages per rank, a rank keeps less than the sum of its stages'
-    peaks.
-    """
+    """A rank keeps less than the sum of its stages' peaks."""
     known = profile(7, seed, frozen=seed % 5)
     request = PlanRequest(known, 2 + seed % 2, 3, schedule)
     plans = [
@@ -208,12 +200,7 @@ def test_plan_exists_if_a_placement_fits(schedule: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", few(range(40), 10))
 def test_automatic_schedule_fits_if_one_microbatch_fits(seed: int) -> None:
     rng, known = random.Random(seed), profile(8, seed, frozen=seed % 4)
-    request = PlanRequest(
-        known,
-        rng.randint(1, 4),
-        rng.randint(1, 9),
-        "zb-auto",
-    )
+    request = PlanRequest(known, rng.randint(1, 4), rng.randint(1, 9), "zb-auto")
 
     def need(counts: tuple[int, ...]) -> int:
         stages = pipeline_costs(request.layers, Partition(counts))
@@ -256,10 +243,7 @@ def test_costs_without_sizes_bound_the_microbatches_in_flight() -> None:
 @pytest.mark.parametrize("percents", few(((100, 98, 95, 85), range(100, 75, -2)), 1))
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-auto", "zb-v"])
 def test_a_plan_counts_the_memory_of_a_run(schedule: str, percents: Sequence[int]) -> None:
-    """A run needs memory for workspaces and pending messages.
-
-    Here they are half as large as the activations.
-    """
+    """Workspaces and pending messages are half as large as the activations here."""
     known = profile(12)
     layers = tuple(
         replace(
@@ -292,10 +276,7 @@ def test_a_plan_counts_the_memory_of_a_run(schedule: str, percents: Sequence[int
 
 
 def test_recompute_all_is_planned_at_the_least_memory() -> None:
-    """Balancers reserve the activations of the largest layer on every rank.
-
-    A placement may still fit, because not every rank needs them.
-    """
+    """Balancers reserve the activations of the largest layer on every rank."""
     rng, hits = random.Random(5), 0
     for _ in range(8):
         layers = tuple(

@@ -50,10 +50,7 @@ def profile(count: int, seed: int, microbatch: int = 2) -> Profile:
 
 
 def reduced(plan: MeshPlan, bandwidth: float, zero: int) -> float:
-    """The step's end, from the definition.
-
-    A layer's reduction waits for its last W and for the reduction before it on the rank's link.
-    """
+    """A layer's reduction waits for its last W and for the reduction before it."""
     mesh, timeline = plan.mesh, plan.plan.timeline
     ring = (mesh.replicas - 1) / mesh.replicas
     ends: list[float] = []
@@ -143,10 +140,7 @@ def test_search_equals_brute_force_in_many_cases(request: MeshRequest):
 
 
 def check_by_brute_force(request: MeshRequest):
-    """Compares every mesh, placed by every balancer, with the search.
-
-    Nothing that was passed over is better. Meshes that are refused cannot be had.
-    """
+    """Nothing that was passed over is better. Meshes that are refused cannot be had."""
     every = {mesh: fastest(request, mesh) for mesh in meshes(request)}
     best = {mesh: seconds for mesh, seconds in every.items() if seconds is not None}
     if not best:
@@ -175,10 +169,7 @@ def check_by_brute_force(request: MeshRequest):
 
 
 def test_best_mesh_equals_a_search_of_all_placements():
-    """The search covers all placements of six equal layers.
-
-    The balancers are exact for equal layers.
-    """
+    """The balancers are exact for equal layers."""
     one = LayerCost(1.0, 1.0, 0.5, 10, 40, 40, 80, 100, 40, 20)
     given = replace(profile(6, 0), layers=(one,) * 6, links=())
     request = MeshRequest(given, 6, 12, (1, 2), ("zb-h1",), bandwidth=100.0)
@@ -231,8 +222,7 @@ def test_recompute_makes_a_mesh_fit():
     given = profile(8, 2)
     limit = 1250
     with pytest.raises(
-        PartitionError,
-        match=r"over the limit of 1250; .*--recompute auto, --zero 1",
+        PartitionError, match=r"over the limit of 1250; .*--recompute auto, --zero 1"
     ):
         search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit))
     result = search(

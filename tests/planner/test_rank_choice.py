@@ -1,7 +1,4 @@
-"""The number of ranks on which a run continues.
-
-It is the fewest that are fast enough. The tests also check when a change repays its pause.
-"""
+"""The fewest ranks that are fast enough, and when a change repays its pause."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The number of ranks that a workload needs over time.
-
-The result is compared with all placements, with and without a memory limit.
-"""
+"""The number of ranks that a workload needs over time."""
 
 from __future__ import annotations
 

@@ -53,11 +53,7 @@ def replayed(
     schedule: Schedule,
     replicas: int = 1,
 ) -> list[int]:
-    """Layer by layer, what is live, by the definition: the peak of each rank.
-
-    Between replicas, a layer's gradients are three times there while they are summed: cut into
-    shares, joined, received.
-    """
+    """The peak of each rank, layer by layer. Replicas need a layer's gradients three times."""
     bounds = [sum(counts[:s]) for s in range(len(counts) + 1)]
     kept = with_recompute(layers, chosen)
     peaks: list[int] = []
@@ -146,10 +142,7 @@ def test_chosen_layers_fit_and_are_all_needed(
 
 
 def test_recompute_time_is_close_to_the_minimum():
-    """The greedy choice is compared with all subsets, on a rank of nine layers.
-
-    The choice is a knapsack problem, so greedy is not always optimal.
-    """
+    """The choice is a knapsack problem, so greedy is not always optimal."""
     layers = tuple(
         LayerCost(f, 2.0, 1.0, 0, 1, 1, 2, a, 1, 2)
         for f, a in zip((3, 1, 4, 1, 5, 9, 2, 6, 5), range(8, 26, 2), strict=True)

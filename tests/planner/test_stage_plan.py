@@ -1,7 +1,4 @@
-"""Schedules within the whole memory of a rank.
-
-The memory includes pending messages and the workspace of an op.
-"""
+"""Schedules within the whole memory of a rank: also pending messages and workspaces."""
 
 from __future__ import annotations
 
@@ -123,11 +120,7 @@ uneven = st.builds(
 def test_schedule_within_any_feasible_limit_exists(
     layers: list[LayerCost], microbatches: int, name: str, share: float
 ) -> None:
-    """The limits are random.
-
-    They range from the need of the tightest schedule, with one microbatch in flight, to twice that
-    of 1F1B.
-    """
+    """From the need of the tightest schedule to twice that of 1F1B."""
     partition, ranks = uniform(8, 4), 2 if name == "zb-v" else 4
     costs, placement = pipeline_costs(layers, partition), stage_ranks_of(name, ranks)
     one = [

@@ -153,10 +153,7 @@ def test_move_must_repay_its_own_price() -> None:
 
 
 def test_perfect_balance_is_never_slower_than_a_placement() -> None:
-    """With a frozen prefix, whole layers may be faster than perfectly even stages.
-
-    All even stages would run a backward.
-    """
+    """With a frozen prefix, whole layers may be faster than perfectly even stages."""
     outcome = replay(workload(moments=((0, (FROZEN,) * 2 + (ONE,) * 10),), microbatches=2))
     pairs = zip(outcome.perfect, outcome.policy, outcome.static, strict=True)
     assert all(
@@ -165,10 +162,7 @@ def test_perfect_balance_is_never_slower_than_a_placement() -> None:
 
 
 def test_reduction_time_of_replicas_is_added() -> None:
-    """A ring takes 2 (r - 1) latencies and sends 2 (r - 1) / r of the bytes.
-
-    All ranks of 1F1B end no later than the last backward of rank 0.
-    """
+    """A ring takes 2 (r - 1) latencies and sends 2 (r - 1) / r of the bytes."""
     alone = replay(workload(moments=((0, (ONE,) * 12),)))
     four = replay(
         workload(moments=((0, (ONE,) * 12),), replicas=4, replica_link=LinkCost(0.25, 100.0))
@@ -217,11 +211,7 @@ def test_placement_over_the_memory_limit_is_refused() -> None:
 
 
 def test_fluctuations_move_no_layer() -> None:
-    """A different layer is slow at each step.
-
-    Decisions by the last step alone would move layers each time. An announced change counts at
-    once.
-    """
+    """A different layer is slow at each step. An announced change counts at once."""
     moments = tuple(
         (step, tuple(replace(ONE, f=8.0) if i == 5 * step % 12 else ONE for i in range(12)))
         for step in range(40)
@@ -232,10 +222,7 @@ def test_fluctuations_move_no_layer() -> None:
 
 
 def test_lasting_change_is_detected_by_the_readings() -> None:
-    """The costs change at step 10 without an announcement.
-
-    All readings are of the new costs after five steps.
-    """
+    """All readings are of the new costs after five steps."""
     outcome = replay(workload(policy=Policy(every=1), announced=False))
     (move,) = outcome.moves
     assert move.step == 15

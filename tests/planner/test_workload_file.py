@@ -45,10 +45,7 @@ def test_general_workspace_is_the_default_of_each_op() -> None:
     assert [
         (c.workspace_bytes, c.forward_workspace_bytes, c.weight_workspace_bytes)
         for c in workload.moments[0][1]
-    ] == [
-        (7, 0, 7),
-        (8, 0, 8),
-    ]
+    ] == [(7, 0, 7), (8, 0, 8)]
 
 
 def test_example_workload_file() -> None:
@@ -110,16 +107,10 @@ def layers(**changes: Any) -> dict[str, Any]:
         ({"layers": {}}, "[layers] needs either trace"),
         ({"layers": {"trace": "none.json"}}, "none.json"),
         (layers(moments=[]), "layers.moments begin at the steps []"),
-        (
-            layers(moments=[MOMENT | {"step": 1}]),
-            "layers.moments begin at the steps [1]",
-        ),
+        (layers(moments=[MOMENT | {"step": 1}]), "layers.moments begin at the steps [1]"),
         (layers(moments=[MOMENT, MOMENT]), "layers.moments begin at the steps [0, 0]"),
         (layers(moments=[MOMENT, MOMENT | {"step": 4}]), "the last begins at step 4"),
-        (
-            layers(moments=[MOMENT | {"b": [1.0]}]),
-            "layers.moments 0: b has 1 entries",
-        ),
+        (layers(moments=[MOMENT | {"b": [1.0]}]), "layers.moments 0: b has 1 entries"),
         (layers(moments=[MOMENT | {"b": [1.0, math.nan]}]), "layer 1: layers.moments 0: b = NaN"),
         (layers(moments=[{"step": 0, "f": [1.0]}]), "key 'layers.moments 0: b' is missing"),
         (layers(moments=[MOMENT | {"b": [0.0, 0.0], "w": [0.0, 0.0]}]), "b and w are 0"),
@@ -139,10 +130,7 @@ def test_a_wrong_value_is_refused_by_key(
     [
         ("{", "not JSON: "),
         ('{"f": [[1]], "b": [[1]]}', "key 'w' is missing"),
-        (
-            '{"f": [[1]], "b": [[1]], "w": [[NaN]]}',
-            "moment 0: layer 0: w is NaN",
-        ),
+        ('{"f": [[1]], "b": [[1]], "w": [[NaN]]}', "moment 0: layer 0: w is NaN"),
         ('{"f": [[1]], "b": [[1]], "w": [1]}', "moment 0: w is 1"),
         ('{"f": [[1]], "b": [[1]], "w": []}', "f, b and w have [1, 1, 0] moments"),
         (
@@ -172,8 +160,5 @@ def test_speeds_and_memory_limits_of_ranks() -> None:
 
 
 def test_initial_placement_of_another_size_is_refused() -> None:
-    with pytest.raises(
-        InputError,
-        match=r"policy\.initial counts 2 layers on 1 stages",
-    ):
+    with pytest.raises(InputError, match=r"policy\.initial counts 2 layers on 1 stages"):
         replay(parse(LEAST | {"policy": {"initial": [2]}}, Path()))

@@ -32,14 +32,6 @@ def pipeline(
     update: UpdateOptions | None = None,
     layers: LayerOptions | None = None,
 ) -> Engine:
-    """A pipeline of all layers of a model on one rank.
-
-    Args:
-        model: The model.
-        schedule: Name of the schedule.
-        update: The end of a step.
-        layers: How the layers compute.
-    """
     steps = StepOptions(schedule, microbatches=MICROBATCHES)
     return Engine(alone(), model, Partition((model.layers,)), steps, update, layers)
 
@@ -51,13 +43,7 @@ def gpt(**model: Any) -> Engine:
 
 
 def emulated(f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> Engine:
-    """A pipeline of emulated layers on one rank.
-
-    Args:
-        f: Seconds of each layer's F.
-        b: Seconds of each layer's B.
-        w: Seconds of each layer's W.
-    """
+    """Seconds of F, B and W are one number per layer."""
     return pipeline(make_layers(f, b, w, size=64))
 
 
@@ -66,15 +52,7 @@ def ids() -> Tensor:
 
 
 def tokens(step: int, sequence: int = 8) -> tuple[Tensor, Tensor]:
-    """Draws the inputs and targets of a step.
-
-    Args:
-        step: Seed of the draw.
-        sequence: Number of tokens of a sequence.
-
-    Returns:
-        Two tensors [MICROBATCHES, 2, sequence]. Targets are the next tokens.
-    """
+    """Inputs and targets [MICROBATCHES, 2, sequence]. Targets are the next tokens."""
     text = torch.randint(
         256, (MICROBATCHES, 2, sequence + 1), generator=torch.Generator().manual_seed(step)
     )

@@ -1,7 +1,4 @@
-"""A CUDA device that does nothing by itself.
-
-Work that is given to it is done when a test says so. Messages of its world complete likewise.
-"""
+"""A CUDA device whose work, and whose messages, are done when a test says so."""
 
 from __future__ import annotations
 
@@ -53,11 +50,7 @@ def install(patch: pytest.MonkeyPatch) -> FakeDevice:
 
 @dataclass
 class FakeWork:
-    """A work handle of NCCL, or of gloo if `host` is true.
-
-    With NCCL, `completed` is as a test says. With gloo, it is true only once the work has been
-    waited for.
-    """
+    """NCCL's handle, or gloo's if `host`: that is complete only once it was waited for."""
 
     what: str
     host: bool
@@ -73,10 +66,7 @@ class FakeWork:
 
 @dataclass
 class FakeCudaWorld(World):
-    """Notes what is sent and received.
-
-    A header is gloo's, because it lies in host memory. Here all tensors do, so the tag tells.
-    """
+    """Notes what is sent and received. Headers are gloo's, as their tags tell."""
 
     works: list[FakeWork] = field(default_factory=list[FakeWork])
 

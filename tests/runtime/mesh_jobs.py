@@ -1,7 +1,4 @@
-"""Jobs of the pool's ranks for the tests of meshes.
-
-Each function takes the job's world first. Arguments and results are JSON.
-"""
+"""Jobs of the pool's ranks for the tests of meshes."""
 
 from __future__ import annotations
 
@@ -30,11 +27,7 @@ from dynmo.runtime.optim.zero import cut_state, whole_state
 
 
 def shape(world: World, replicas: list[int]) -> list[list[Any]]:
-    """The mesh is arranged several times in turn.
-
-    Returns who this rank is, the sums over its pipeline, its peers and all, and whom a message
-    reaches.
-    """
+    """Who this rank is in each mesh, the sums over its pipeline, peers and all, and what it got."""
     out: list[list[Any]] = []
     for count in replicas:
         here = arrange(world, count)
@@ -98,11 +91,7 @@ def reduction_fails(world: World) -> list[Any]:
 
 
 def _module() -> nn.Module:
-    """A module with several norm blocks, an odd rest and small parameters.
-
-    Some ranks have no gradient of one parameter, and no rank has one of another. One parameter does
-    not train, and one has another dtype.
-    """
+    """Norm blocks, an odd rest, another dtype, and parameters with no or few gradients."""
     torch.manual_seed(5)
     module = nn.ModuleDict(
         {
@@ -132,11 +121,7 @@ def _gradients(module: nn.Module, replica: int) -> dict[str, Tensor]:
 
 
 def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
-    """Compares a reduction with the tree of all replicas' gradients, made here.
-
-    The gradients are whole, or the own share. The norm is compared too, and so are the parameters
-    gathered again.
-    """
+    """Compares sums, norm and gathered parameters with the tree of all replicas' gradients."""
     here = arrange(world, world.size)
     module, count = _module(), here.replicas
     shared = frozenset({"some.weight"})
@@ -193,10 +178,7 @@ def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
 
 
 def states(world: World, name: str) -> list[str]:
-    """An optimizer's state, cut into shares and made whole again, is the same.
-
-    The shares are smaller than the state.
-    """
+    """A state that is cut into shares and made whole again is the same."""
     here = arrange(world, world.size)
     settings = OptimizerSettings(name=name)  # pyright: ignore[reportArgumentType]
     alone, cut = _module(), _module()

@@ -1,7 +1,4 @@
-"""A model whose forward writes to a buffer that it reads.
-
-A forward that is run twice shows.
-"""
+"""A model whose forward writes to a buffer that it reads. A forward that is run twice shows."""
 
 from __future__ import annotations
 
@@ -10,10 +7,7 @@ from torch import Tensor, nn
 
 
 class Centred(nn.Module):
-    """A linear after which a running mean is taken off.
-
-    With `late`, the mean is written to by putting another tensor there.
-    """
+    """Takes a running mean off. With `late`, another tensor is put in its place."""
 
     mean: Tensor
 

@@ -9,14 +9,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.schedule.op import Kind, Op, Schedule
-
-few = settings(max_examples=25)
-"""For properties of random schedules, of which each example costs milliseconds."""
 
 TABLE_5: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text()
@@ -42,16 +38,7 @@ PUBLISHED = [
 def wander(
     placement: Sequence[int], microbatches: int, first_trainable: int, random: Random
 ) -> Schedule:
-    """A valid schedule made by running, again and again, any op that could run.
-
-    Each stage has BW, or B and W, throughout.
-
-    Args:
-        placement: The rank of each stage.
-        microbatches: Number of microbatches.
-        first_trainable: Number of leading frozen stages.
-        random: Source of the choices.
-    """
+    """A valid schedule made by running any op that could run. A stage has BW, or B and W."""
     stages, ranks = len(placement), max(placement) + 1
     fused = [random.random() < 0.3 for _ in range(stages)]
     f, b, w = [0] * stages, [0] * stages, [0] * stages
@@ -85,10 +72,7 @@ def wander(
 
 @st.composite
 def schedules(draw: st.DrawFn, several: bool = True) -> Schedule:
-    """Any valid schedule of up to 4 ranks and 5 microbatches.
-
-    With `several`, it may have two chunks a rank, looped or in a V.
-    """
+    """With `several`, a rank may have two chunks, looped or in a V."""
     ranks = draw(st.integers(1, 4))
     down = list(range(ranks))
     placement = draw(st.sampled_from([down, down + down, down + down[::-1]] if several else [down]))
@@ -100,13 +84,7 @@ def schedules(draw: st.DrawFn, several: bool = True) -> Schedule:
 
 @st.composite
 def whole_costs(draw: st.DrawFn, stages: int, most: int = 9) -> Costs:
-    """Draws costs that are whole numbers, so that every sum is exact.
-
-    Args:
-        draw: Hypothesis' draw function.
-        stages: Number of stages.
-        most: Largest time.
-    """
+    """Whole numbers, so that every sum is exact."""
     times = st.integers(0, most)
     drawn: list[StageCost] = []
     for _ in range(stages):

@@ -17,10 +17,9 @@ from dynmo.schedule.catalogue import make_by_hand
 from dynmo.schedule.generators import GENERATORS
 from dynmo.schedule.op import Kind, Op, Schedule
 from dynmo.schedule.simulator import simulate
-from tests.schedule.samples import few, schedules, whole_costs
+from tests.schedule.samples import schedules, whole_costs
 
 
-@few
 @given(schedules(several=False), st.sampled_from(Objective), st.data())
 def test_no_schedule_is_below_the_bound(
     schedule: Schedule, objective: Objective, data: st.DataObject
@@ -34,7 +33,6 @@ def test_no_schedule_is_below_the_bound(
         ) <= timeline.length(objective)
 
 
-@few
 @given(
     st.sampled_from(sorted(GENERATORS)),
     st.integers(1, 6),
@@ -50,7 +48,6 @@ def test_no_published_schedule_is_below_the_bound(
     assert lower_bound(costs, m, first_trainable, objective) <= timeline.length(objective)
 
 
-@few
 @given(st.integers(1, 6), st.data())
 def test_bound_is_exact_for_one_microbatch(p: int, data: st.DataObject) -> None:
     costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.integers(0, p - 1))
@@ -60,7 +57,6 @@ def test_bound_is_exact_for_one_microbatch(p: int, data: st.DataObject) -> None:
         assert lower_bound(costs, 1) == timeline.span
 
 
-@few
 @given(st.integers(1, 8), st.data())
 def test_bound_is_exact_for_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
     m = data.draw(st.integers(1, p))

@@ -1,7 +1,4 @@
-"""Several stages per rank: no schedule is below the bound.
-
-This includes the proven best schedule.
-"""
+"""Several stages per rank: no schedule is below the bound."""
 
 from __future__ import annotations
 

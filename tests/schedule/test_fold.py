@@ -1,7 +1,4 @@
-"""A schedule of several ranks, folded onto one rank.
-
-It has the same ops in every rank's own order, and every op follows its dependencies.
-"""
+"""A schedule of several ranks, folded onto one rank."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dynmo.schedule.catalogue import make_by_hand
 from dynmo.schedule.generators import GENERATORS
 from dynmo.schedule.op import Kind, Op, from_text, to_text, validate
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
-from tests.schedule.samples import PUBLISHED, few
+from tests.schedule.samples import PUBLISHED
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -40,7 +40,6 @@ def test_every_generator_has_a_golden_schedule() -> None:
     assert {from_text(path.read_text()).name for path in GOLDEN.glob("*.txt")} == set(GENERATORS)
 
 
-@few
 @given(st.sampled_from(sorted(GENERATORS)), ranks, st.integers(1, 24), st.data())
 def test_any_schedule_is_valid(name: str, p: int, m: int, data: st.DataObject) -> None:
     first_trainable = data.draw(st.integers(0, p - 1))
@@ -74,7 +73,6 @@ def test_published_bubble_ratios(row: dict, name: str) -> None:
 # Whole times, so the closed forms are met exactly.
 
 
-@few
 @given(ranks, st.integers(1, 24), times, times, times)
 def test_gpipe_and_1f1b_have_their_closed_form_span(p: int, m: int, f: int, b: int, w: int) -> None:
     for name in ("gpipe", "1f1b"):
@@ -83,7 +81,6 @@ def test_gpipe_and_1f1b_have_their_closed_form_span(p: int, m: int, f: int, b: i
 
 
 @pytest.mark.parametrize(("name", "k"), [("zb-h1", 1), ("zb-h2", 2)])
-@few
 @given(p=ranks, more=st.integers(0, 9), f=times, b=times, w=times)
 def test_zero_bubble_has_its_closed_form_span(
     name: str, k: int, p: int, more: int, f: int, b: int, w: int
@@ -102,7 +99,6 @@ def test_zb_h1_is_optimal_for_few_microbatches() -> None:
     assert run("zb-h1", 8, 4, 1, 1, 1).span == 23
 
 
-@few
 @given(ranks, st.integers(0, 12), st.sampled_from([0.0, 0.25, 0.5, 1.0]))
 def test_peak_activations_match_the_formulas(p: int, more: int, w_memory: float) -> None:
     # Quarters, so the sums are exact.

@@ -14,7 +14,7 @@ from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured
 from dynmo.schedule.interleaved import interleaved
 from dynmo.schedule.op import Schedule, from_text
 from dynmo.schedule.simulator import simulate
-from tests.schedule.samples import few, schedules, whole_costs
+from tests.schedule.samples import schedules, whole_costs
 
 
 def picture(name: str, p: int, m: int, width: int = 120, **costs: float) -> str:
@@ -132,7 +132,6 @@ def test_width_below_the_minimum_is_refused() -> None:
         picture("zb-h1", 2, 2, MIN_WIDTH - 1)
 
 
-@few
 @given(schedules(), st.integers(MIN_WIDTH, 160), st.data())
 def test_grid_is_no_wider_than_requested(
     schedule: Schedule, width: int, data: st.DataObject

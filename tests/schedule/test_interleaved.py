@@ -22,7 +22,7 @@ from dynmo.schedule.op import (
     validate,
 )
 from dynmo.schedule.simulator import duration, peak_memory, simulate
-from tests.schedule.samples import PUBLISHED, few
+from tests.schedule.samples import PUBLISHED
 
 GOLDEN = Path(__file__).parent / "golden" / "chunks"
 
@@ -42,11 +42,7 @@ def split(p: int, v: int, f: float, b: float, w: float, comm: float = 0.0) -> Co
 
 
 def published_span(schedule: Schedule, costs: Costs) -> float:
-    """The span as the table's authors count it.
-
-    Messages wrap around from the last rank to the first, or back. Only the first message of a group
-    is waited for there.
-    """
+    """As the table's authors count: only a group's first message is waited for at a wrap."""
     p = schedule.ranks
     ended: dict[Op, float] = {}
     free, began = [0.0] * p, [-1.0] * p
@@ -75,7 +71,6 @@ def test_schedule_equals_the_golden_file(path: Path) -> None:
     )
 
 
-@few
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_any_schedule_is_valid(p: int, groups: int, v: int, data: st.DataObject) -> None:
     first_trainable = data.draw(st.integers(0, p * v - 1))
@@ -87,13 +82,11 @@ def test_any_schedule_is_valid(p: int, groups: int, v: int, data: st.DataObject)
     assert {op.kind for row in schedule.ops for op in row} == {Kind.F, Kind.BW}
 
 
-@few
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_one_chunk_is_1f1b(p: int, groups: int) -> None:
     assert interleaved(p, p * groups, 1).ops == make_by_hand("1f1b", p, p * groups).ops
 
 
-@few
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), times, times, times)
 def test_the_bubble_is_that_of_1f1b_divided_by_the_chunks(
     p: int, groups: int, v: int, f: int, b: int, w: int
@@ -103,7 +96,6 @@ def test_the_bubble_is_that_of_1f1b_divided_by_the_chunks(
     assert timeline.span == timeline.makespan == (m * v + p - 1) * (f + b + w)
 
 
-@few
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(2, 4))
 def test_peak_activations_match_the_formula(p: int, groups: int, v: int) -> None:
     peaks = peak_memory(interleaved(p, p * groups, v), uniform_costs(p * v, 1, 1, 1))

@@ -1,7 +1,4 @@
-"""Programs send and receive every message exactly once, in order.
-
-Every instruction has its inputs when it runs.
-"""
+"""Programs send and receive every message exactly once, in order."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from dynmo.schedule.lowering import (
     routes,
 )
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, from_text, validate
-from tests.schedule.samples import few, schedules
+from tests.schedule.samples import schedules
 
 CASES = [
     (name, p, m, f) for name, p, m in product(GENERATORS, (1, 2, 4), (1, 3, 8)) for f in range(p)
@@ -66,10 +63,7 @@ def draw(program: Program) -> str:
 
 
 def play(schedule: Schedule, programs: tuple[Program, ...]) -> None:
-    """Runs the programs with queues for channels.
-
-    Fails unless every op finds its inputs, and every message is used exactly once.
-    """
+    """Every op must find its inputs, and every message is used exactly once."""
     schedule = fuse(schedule)
     queues: defaultdict[Channel, list[int]] = defaultdict(list)
     position, done = [0] * len(programs), set[Op]()
@@ -149,7 +143,6 @@ def test_every_message_is_sent_and_taken_in_order(name: str, p: int, m: int, fro
     play(make_by_hand(name, p, m, frozen), programs)
 
 
-@few
 @given(schedules())
 def test_any_schedule_lowers(schedule: Schedule) -> None:
     programs = lower(schedule)
@@ -162,7 +155,6 @@ def test_any_schedule_lowers(schedule: Schedule) -> None:
         assert set(program.incoming) | set(program.outgoing) == set(program.depth)
 
 
-@few
 @given(schedules())
 def test_fuse_merges_b_and_w_on_the_first_trainable_stage(schedule: Schedule) -> None:
     """Other stages keep B and W apart, and the set of ops stays the same."""
@@ -210,10 +202,7 @@ def test_forward_only_programs_have_no_backward() -> None:
 
 
 def test_channel_depths_follow_credits_and_order() -> None:
-    """Credits limit how far a forward-only stage runs ahead.
-
-    Only the order of the schedule limits a trainable stage.
-    """
+    """Only the order of the schedule limits a trainable stage."""
     schedule = make_by_hand("1f1b", 4, 9, 2)
     depth = lower(schedule)[1].depth
     assert depth == {
@@ -240,10 +229,7 @@ def programs(
 
 
 def test_deadlock_from_finite_channel_depth_is_detected() -> None:
-    """A depth of two is enough, and a depth of one is not.
-
-    Rank 0 sends two messages on one channel before the message that rank 1 takes first.
-    """
+    """Rank 0 sends two messages on one channel before the one that rank 1 takes first."""
     sends: list[Instruction] = [Send(DOWN, 0, 0), Send(DOWN, 0, 1), Send(ACROSS, 2, 0)]
     takes: list[Instruction] = [Receive(ACROSS, 3, 0), Receive(DOWN, 1, 0), Receive(DOWN, 1, 1)]
     check(programs(2, sends, takes))
@@ -290,10 +276,7 @@ def cut(program: Program) -> tuple[list[Instruction], Verdict, list[Instruction]
 
 
 def holds(schedule: Schedule) -> None:
-    """Verdicts change nothing else in the programs.
-
-    Before them no B or W runs, nor does anything that needs one elsewhere.
-    """
+    """Verdicts change nothing else, and no B or W runs before them."""
     plain, programs = lower(schedule), lower(schedule, post_validation=True)
     heads: set[Op] = set()
     sent: Counter[Channel] = Counter()
@@ -323,7 +306,6 @@ def test_programs_with_verdicts_match_the_example() -> None:
     assert cut(programs[1])[1] == Verdict((Begun(DOWN, 2, 1),)), "F1 is on its way"
 
 
-@few
 @given(schedules())
 def test_verdicts_of_any_schedule_are_consistent(schedule: Schedule) -> None:
     holds(schedule)
@@ -343,10 +325,7 @@ def test_verdicts_come_as_late_as_possible(name: str, p: int) -> None:
 
 
 def test_forward_only_rank_runs_ahead_by_its_credits() -> None:
-    """Rank 0 is frozen and has four credits.
-
-    Rank 1 takes three messages before its verdict. The next message would have to wait.
-    """
+    """Rank 0 is frozen and has four credits. Rank 1 takes three messages before its verdict."""
     head, _, tail = cut(lower(make_by_hand("1f1b", 4, 12, 1), post_validation=True)[0])
     assert sum(isinstance(i, Send) for i in head) == 3 + 4
     assert isinstance(tail[0], Send)
@@ -359,11 +338,7 @@ def test_verdict_routes_follow_the_placement() -> None:
 
 
 def test_wrong_number_of_discarded_messages_is_detected() -> None:
-    """A verdict must discard exactly the messages of the old step.
-
-    With one too few, a rank would take an old message for a new one. With one too many, the rank
-    would wait for ever.
-    """
+    """With one too few a rank would take an old message, with one too many wait for ever."""
     programs = lower(zb_h1(2, 2), post_validation=True)
     check_again(programs)
     for sent, message in (
@@ -377,10 +352,7 @@ def test_wrong_number_of_discarded_messages_is_detected() -> None:
 
 
 def test_verdict_after_a_dependent_gradient_is_detected() -> None:
-    """The verdict comes after a B that needs a gradient of rank 1.
-
-    Rank 1 sends the gradient only after its own verdict. In a V, that verdict comes from rank 0.
-    """
+    """Rank 1 sends that gradient only after its own verdict, which comes from rank 0."""
     schedule = make("zb-v", 2, 2)
     programs = list(lower(schedule, post_validation=True))
     head, verdict, tail = cut(programs[0])

@@ -20,7 +20,7 @@ from dynmo.schedule.op import (
     to_text,
     validate,
 )
-from tests.schedule.samples import few, schedules
+from tests.schedule.samples import schedules
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
 
@@ -77,14 +77,12 @@ def test_text_names_the_stage_if_a_rank_has_several() -> None:
     assert str(schedule) == text
 
 
-@few
 @given(schedules(), st.none() | st.integers(1, 9))
 def test_text_reads_back(schedule: Schedule, credits: int | None) -> None:
     schedule = replace(schedule, credits=credits)
     assert from_text(to_text(schedule)) == schedule
 
 
-@few
 @given(schedules())
 def test_any_runnable_order_is_valid(schedule: Schedule) -> None:
     validate(schedule)
@@ -112,7 +110,6 @@ def with_row(schedule: Schedule, rank: int, row: list[Op]) -> Schedule:
     )
 
 
-@few
 @given(schedules(), st.data())
 def test_missing_op_is_refused(schedule: Schedule, data: st.DataObject) -> None:
     rank, row = some_row(schedule, data)
@@ -121,7 +118,6 @@ def test_missing_op_is_refused(schedule: Schedule, data: st.DataObject) -> None:
         validate(with_row(schedule, rank, row))
 
 
-@few
 @given(schedules(), st.data())
 def test_duplicate_op_is_refused(schedule: Schedule, data: st.DataObject) -> None:
     rank, row = some_row(schedule, data)
@@ -130,7 +126,6 @@ def test_duplicate_op_is_refused(schedule: Schedule, data: st.DataObject) -> Non
         validate(with_row(schedule, rank, row))
 
 
-@few
 @given(schedules(), st.data())
 def test_microbatches_out_of_order_are_refused(schedule: Schedule, data: st.DataObject) -> None:
     rank, row = some_row(schedule, data)
@@ -147,7 +142,6 @@ def test_microbatches_out_of_order_are_refused(schedule: Schedule, data: st.Data
         validate(with_row(schedule, rank, row))
 
 
-@few
 @given(schedules(), st.data())
 def test_backward_before_its_forward_is_refused(schedule: Schedule, data: st.DataObject) -> None:
     rank, row = some_row(schedule, data)
@@ -158,7 +152,6 @@ def test_backward_before_its_forward_is_refused(schedule: Schedule, data: st.Dat
         validate(with_row(schedule, rank, row))
 
 
-@few
 @given(schedules(), st.data())
 def test_op_on_the_wrong_rank_is_refused(schedule: Schedule, data: st.DataObject) -> None:
     assume(schedule.ranks > 1)

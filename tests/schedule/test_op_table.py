@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.errors import ScheduleError
@@ -17,7 +17,6 @@ from tests.schedule.samples import schedules
 KINDS = list(Kind)
 
 
-@settings(max_examples=60, derandomize=True)
 @given(schedules(), st.none() | st.integers(1, 9))
 def test_table_has_every_op_with_its_dependencies(schedule: Schedule, credits: int | None) -> None:
     if credits is not None and credits >= schedule.ranks:

@@ -11,7 +11,7 @@ from dynmo.errors import ScheduleError
 from dynmo.schedule.catalogue import make_by_hand
 from dynmo.schedule.op import Kind, Op, Schedule, from_text
 from dynmo.schedule.simulator import Timeline, peak_memory, resident, simulate
-from tests.schedule.samples import few, schedules, whole_costs
+from tests.schedule.samples import schedules, whole_costs
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
 
@@ -70,7 +70,6 @@ def test_a_frozen_prefix_waits_for_its_credits() -> None:
     assert [span.start for span in timeline.ranks[1] if span.op.kind is F] == [1, 7, 13, 19]
 
 
-@few
 @given(schedules(), st.data())
 def test_every_op_starts_after_its_dependencies(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(whole_costs(schedule.stages))
@@ -108,7 +107,6 @@ def test_every_op_starts_after_its_dependencies(schedule: Schedule, data: st.Dat
             free = stop
 
 
-@few
 @given(schedules(), st.data())
 def test_busy_is_the_sum_of_the_costs(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(whole_costs(schedule.stages))
@@ -123,7 +121,6 @@ def test_busy_is_the_sum_of_the_costs(schedule: Schedule, data: st.DataObject) -
     assert max(timeline.busy) <= timeline.span <= timeline.makespan
 
 
-@few
 @given(schedules(), st.data())
 def test_higher_costs_never_end_an_op_earlier(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(whole_costs(schedule.stages))
@@ -139,7 +136,6 @@ def test_higher_costs_never_end_an_op_earlier(schedule: Schedule, data: st.DataO
     assert all(before[op] <= after[op] for op in before)
 
 
-@few
 @given(schedules(), st.sampled_from([2, 4, 0.5]), st.data())
 def test_times_scale_with_the_costs(schedule: Schedule, factor: float, data: st.DataObject) -> None:
     costs = data.draw(whole_costs(schedule.stages))
@@ -193,14 +189,9 @@ def test_peak_memory_matches_a_hand_computation() -> None:
     assert resident(schedule) == (((2, 1),),)
 
 
-@few
 @given(schedules(), st.data())
 def test_peak_memory_matches_the_timeline(schedule: Schedule, data: st.DataObject) -> None:
-    """The memory is summed over time.
-
-    A microbatch holds its activations from the start of F to the end of B. It holds its stash from
-    there to the end of W.
-    """
+    """Activations are held from the start of F to the end of B, stashes to the end of W."""
     costs = data.draw(whole_costs(schedule.stages).map(with_time))
     timeline = simulate(schedule, costs)
     for row, peak in zip(timeline.ranks, timeline.peak_memory, strict=True):
@@ -229,7 +220,6 @@ def with_time(costs: Costs) -> Costs:
     )
 
 
-@few
 @given(schedules(several=False), st.data())
 def test_resident_pairs_give_the_peak_for_any_costs(
     schedule: Schedule, data: st.DataObject
@@ -242,7 +232,6 @@ def test_resident_pairs_give_the_peak_for_any_costs(
     assert expected == peak_memory(schedule, costs)
 
 
-@few
 @given(schedules())
 def test_resident_pairs_are_not_dominated(schedule: Schedule) -> None:
     for stage, pairs in enumerate(resident(schedule)):

@@ -1,7 +1,4 @@
-"""Channels deliver messages of any shape in order.
-
-A sender waits if a channel is full.
-"""
+"""Channels deliver messages of any shape in order. A sender waits if a channel is full."""
 
 from __future__ import annotations
 
@@ -149,10 +146,6 @@ def test_arrival_query_names_a_dead_peer(pool: Pool) -> None:
 
 
 def test_a_changed_shape_is_an_error(pool: Pool) -> None:
-    """Rank 0 sends two messages of the announced shape and refuses the third.
-
-    Rank 1 expects two messages.
-    """
     sender, receiver = pool.run(JOBS + "shapes_change", 2)
     assert receiver == 2
     assert sender.startswith("the activations from rank 0 to rank 1 changed shape from")
@@ -162,10 +155,7 @@ def test_a_changed_shape_is_an_error(pool: Pool) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("depth", [1, 12])
 def test_channel_depth_limits_messages_in_flight(pool: Pool, depth: int, ragged: bool) -> None:
-    """At most `depth` messages may be sent and not taken.
-
-    Once shapes are known, the channel also accepts that many. A ragged step needs no shapes.
-    """
+    """Once shapes are known, the channel also accepts that many."""
     _, counts = pool.run(JOBS + "backpressure", 2, depth=depth, messages=16, ragged=ragged)
     for step, row in enumerate(counts):
         assert len(row) == 16
@@ -183,10 +173,7 @@ def test_taken_messages_are_released(pool: Pool) -> None:
 
 @pytest.mark.parametrize("depth", [1, 20])
 def test_dead_peer_is_named_at_once(pool: Pool, depth: int) -> None:
-    """A rank that waits for room, or for the end of the step, gets the error at once.
-
-    It does not wait for the timeout of 20 s.
-    """
+    """It does not wait for the timeout of 20 s."""
     (kind, text, seconds), _ = pool.run(JOBS + "peer_gone", 2, depth=depth)
     assert kind == "RankDied", text
     assert text.startswith("rank 0 lost rank 1 while waiting for room")
@@ -194,10 +181,7 @@ def test_dead_peer_is_named_at_once(pool: Pool, depth: int) -> None:
 
 
 def test_failed_receive_is_reported_at_once() -> None:
-    """The thread of the channel knows the cause of the failure.
-
-    A waiting rank gets the cause at once, not after the timeout of 5 s.
-    """
+    """The waiting rank does not wait for the timeout of 5 s."""
     poster, watcher = Worker("poster", threaded=True), Worker("watcher", threaded=False)
     poster.error = RankDied("the peer is gone")
     inbox = Inbox(alone(), Channel(0, Direction.ACTIVATION, 1, 0), True, 4, poster, watcher)

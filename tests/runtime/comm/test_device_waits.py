@@ -1,8 +1,4 @@
-"""Waits on CUDA, tested with a fake device.
-
-Errors name the waiting rank and the late rank. Places in a channel are released. A busy device is
-not a late peer.
-"""
+"""Waits on CUDA, tested with a fake device. A busy device is not a late peer."""
 
 from __future__ import annotations
 
@@ -54,10 +50,7 @@ def outbox(world: FakeCudaWorld, depth: int, varying: bool = False) -> Outbox:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("varying", [False, True])
 def test_delivered_message_frees_its_place(varying: bool) -> None:
-    """Only a rank that waits for a header completes it.
-
-    An incomplete header must not hold the place of its message.
-    """
+    """An incomplete header must not hold the place of its message."""
     world = fake_world()
     box = outbox(world, 1, varying)
     for j in range(4):
@@ -127,10 +120,7 @@ def ends(world: FakeCudaWorld, messages: int, depth: int) -> Transport:
 def test_missing_message_is_reported_at_the_end_of_the_step(
     device: FakeDevice, time: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wait of the stream raises no error.
-
-    The failure is reported only when the stream is blocked at the wait.
-    """
+    """The failure is reported only when the stream is blocked at the wait."""
     announced = Announcement(((torch.float32, (2,)),), (False,))
     monkeypatch.setattr(receiving, "decode", lambda header, device, what: announced)
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.zeros(*shape))
@@ -276,10 +266,7 @@ def test_repeated_mesh_shape_reuses_its_channels(
 def test_links_are_measured_in_turns(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch, rank: int, order: list[str]
 ) -> None:
-    """Both directions of a communicator share one stream.
-
-    Two receives that come first would wait for ever.
-    """
+    """Both directions share one stream: two receives that come first would wait for ever."""
     world = fake_world(rank)
     monkeypatch.setattr(type(world), "settle", lambda self: device.catch_up())
     monkeypatch.setattr(profiler, "PAUSE", 0.0)
@@ -298,10 +285,7 @@ def test_links_are_measured_in_turns(
 def test_a_failed_run_does_not_wait_for_messages(
     failed: bool, cuda: bool, aborts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed run on CUDA aborts its communicators.
-
-    They would otherwise wait for all enqueued work, and the cause would not be reported.
-    """
+    """Communicators would otherwise wait for all enqueued work, and hide the cause."""
     done: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: not done)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
@@ -316,10 +300,7 @@ def test_a_failed_run_does_not_wait_for_messages(
 
 
 def test_a_staged_world_waits_on_the_host(device: FakeDevice) -> None:
-    """The rank computes on a GPU and sends its messages with gloo.
-
-    No message is enqueued on the device. Threads send and receive.
-    """
+    """The rank computes on a GPU and sends its messages with gloo."""
     world = fake_world()
     world.staged = True
     assert not world.enqueues

@@ -1,7 +1,4 @@
-"""Process meshes: neighbours, and the rank that a failed wait names.
-
-Replicas reduce gradients and keep shares of the optimizer state.
-"""
+"""Process meshes, and what their replicas reduce and share."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ JOBS = "tests.runtime.mesh_jobs:"
 
 
 def test_views_of_the_same_ranks(pool: Pool) -> None:
-    """Four ranks become meshes of 2 x 2, 1 x 4, 4 x 1 and 2 x 2.
-
-    Rank r contributes 2^r, so that a sum shows which ranks took part.
-    """
+    """Rank r contributes 2^r, so that a sum shows which ranks took part."""
     ranks = pool.run(JOBS + "shape", 4, replicas=[2, 4, 1, 2])
     two, four, one = ([r[i] for r in ranks] for i in range(3))
     assert [r[3] for r in ranks] == two, "the same shape again"

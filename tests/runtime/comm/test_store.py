@@ -1,7 +1,4 @@
-"""The store in which processes meet: alone, at an address, or through a file.
-
-Joiners open the same store later.
-"""
+"""The store in which processes meet: alone, at an address, or through a file."""
 
 from __future__ import annotations
 
@@ -159,10 +156,7 @@ def listener(answer: bytes) -> Iterator[int]:
 def test_a_port_of_another_program_is_refused_in_one_line(
     capfd: pytest.CaptureFixture[str], answer: bytes
 ) -> None:
-    """The error is one line after the timeout, without output of torch.
-
-    `tests/cli/test_train_ends.py` tests a silent program.
-    """
+    """`tests/cli/test_train_ends.py` tests a silent program."""
     told = "rank 1 could not meet the others at 127.0.0.1:"
     with listener(answer) as port, pytest.raises(RunError, match=told):
         open_store(Rendezvous(1, 2, 1, address="127.0.0.1", port=port), 0.5)
@@ -178,10 +172,7 @@ def test_unknown_host_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
 def test_loopback_store_listens_on_the_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other machines cannot reach 127.x.
-
-    The address of `localhost` depends on the machine.
-    """
+    """Other machines cannot reach 127.x. The address of `localhost` depends on the machine."""
     environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environ["MASTER_PORT"] = free_port()
     rendezvous = from_environment(environ)

@@ -132,10 +132,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_used_twice_in_a_layer_has_the_whole_gradient(dtype: torch.dtype) -> None:
-    """The sum has one order, with split and fused backward and any accumulation.
-
-    No other layer uses the weight.
-    """
+    """The sum has one order, with split and fused backward and any accumulation."""
     names = ["tokens", "first", "second", "head"]
     model = from_factories(
         names,
@@ -286,10 +283,7 @@ def test_tied_embedding_has_the_sum_of_both_gradients() -> None:
 
 
 def test_tied_weight_frozen_by_its_owner_never_trains() -> None:
-    """The owner decides that the weight never trains.
-
-    The other use accumulates no gradient, which would count in the norm.
-    """
+    """The other use accumulates no gradient, which would count in the norm."""
 
     def head() -> nn.Module:
         return nn.Linear(8, 256, bias=False)
@@ -423,10 +417,7 @@ def _through(layers: list[nn.Module], x: Tensor) -> Tensor:
 
 
 def test_reshape_drops_costs_of_newly_recomputed_layers() -> None:
-    """The pipeline chooses the recomputed layers again after a reshape.
-
-    Here the second layer recomputes from the reshape on.
-    """
+    """The pipeline chooses the recomputed layers again after a reshape."""
     recomputed: set[int] = set()
     model = make_layers([1] * 3, [1] * 3, [1] * 3, size=8)
     pipeline = Engine(
@@ -479,10 +470,7 @@ OWN: dict[str, Any] = {"model": {"kind": "python:tests.models.user_model:layers"
     ids=["gpt", "own"],
 )
 def test_moves_between_steps_change_no_bits(pool: Pool, config: dict[str, Any]) -> None:
-    """One of the models is a user model.
-
-    It has several tensors at a boundary, buffers, frozen parameters and a scalar weight.
-    """
+    """The user model has several tensors at a boundary, buffers and frozen parameters."""
     layers = 6 if config is not OWN else 5
     (stayed,) = pool.run(JOBS + "moving", 1, config=config, placements=[[layers]] * 3)
     moved = pool.run(

@@ -131,10 +131,7 @@ def test_tied_weight_unused_by_its_owner_trains() -> None:
 
 
 def threads(world: World, times: int) -> list[int]:
-    """The number of threads after each of so many pipelines with replicas.
-
-    Each pipeline is made, evaluated by as many numbers of microbatches, and dropped.
-    """
+    """Threads after each pipeline with replicas was made, evaluated and dropped."""
     model, mesh = gpt().model, arrange(world, world.size)
     out: list[int] = []
     for count in range(1, times + 1):

@@ -18,13 +18,7 @@ LAYERS = 8
 
 @cache
 def reference(pool: Pool, microbatches: int, frozen: int) -> dict[str, Any]:
-    """The results of one rank that runs one F and one BW at a time.
-
-    Args:
-        pool: The pool of ranks.
-        microbatches: Number of microbatches.
-        frozen: Number of leading frozen layers.
-    """
+    """One rank runs one F and one BW at a time."""
     rows = " ".join(
         f"{s}F{j}" if kind == "F" else f"{s}BW{j}"
         for j in range(microbatches)

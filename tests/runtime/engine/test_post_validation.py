@@ -1,7 +1,4 @@
-"""Post-validation: steps without a barrier.
-
-The bits are those of a run with a barrier, for any rollback on any rank.
-"""
+"""Post-validation has the bits of a barrier, for any rollback on any rank."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ STEPS, LAYERS = 7, 8
 
 
 def faults(seed: int) -> tuple[tuple[int, int, Any], ...]:
-    """Failures at random steps in random layers, sometimes in two layers.
-
-    They are overflows, or gradients so large that they are clipped, and sometimes both.
-    """
+    """Overflows and gradients to be clipped, at random steps in random layers."""
     random = Random(seed)
     faults_ = [
         (step, random.randrange(LAYERS), random.choice(["inf", 1000.0]))
@@ -103,10 +97,7 @@ def test_post_validation_has_the_bits_of_a_barrier(pool: Pool, schedule: str, ra
 def test_freezing_moves_and_evaluations_see_final_weights(
     pool: Pool, schedule: str, ranks: int
 ) -> None:
-    """Changes between steps apply to the weights of the last final step.
-
-    If all ranks run forward only, there is still a verdict.
-    """
+    """If all ranks run forward only, there is still a verdict."""
     same(
         pool.run(
             VALIDATED,
@@ -149,10 +140,7 @@ def test_local_clipping_rolls_back_non_finite_steps_only(pool: Pool) -> None:
 
 
 def test_in_place_rollback_is_close_to_a_barrier(pool: Pool) -> None:
-    """Ranks undo a step by inverting the update.
-
-    The losses are within 1e-4 of those with a barrier.
-    """
+    """Ranks undo a step by inverting the update."""
     expected = reference(pool, 1, False)
     for result in pool.run(
         VALIDATED, 3, schedule="zb-h2", faults=faults(1), post_validation=True, rollback="in-place"
@@ -180,10 +168,7 @@ def trained(pipeline: Engine, steps: int, max_norm: float) -> list[StepRecord]:
 def test_two_hundred_in_place_rollbacks_stay_close(
     name: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every step is clipped, so it is made, rolled back and repeated.
-
-    The error is at most 1e-5 of the total change of the weights.
-    """
+    """Every step is clipped, so it is made, rolled back and repeated."""
     monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
     settings = OptimizerSettings(name)
     small = "python:tests.models.user_model:with_a_loss"
@@ -239,10 +224,7 @@ def test_results_arrive_one_step_late() -> None:
 
 
 def test_non_finite_loss_raises_one_step_late() -> None:
-    """The failed step and the step that has begun update no weight.
-
-    A run that continues with better data ends like a run without the failed step.
-    """
+    """The failed step and the step that has begun update no weight."""
     one, twin = own_pipeline(post_validation=True), own_pipeline()
     weight = one.store.own[3][0].get_parameter("logits.weight").data
     trained(one, 2, 0.0)
@@ -272,10 +254,7 @@ def test_every_rank_raises_and_nothing_is_updated(pool: Pool, fault: str, said: 
 
 
 def test_unannounced_case_access_is_refused() -> None:
-    """Calls that wait for the verdict must be made on all ranks.
-
-    A call on one rank raises an error, because it cannot wait.
-    """
+    """A call on one rank raises an error, because it cannot wait."""
     one = own_pipeline(post_validation=True)
     one.advance(0, *tokens(0, 4), lr=0.1)
     with pytest.raises(RunError, match=r"step 0 .*drain\(\)"):
@@ -285,10 +264,7 @@ def test_unannounced_case_access_is_refused() -> None:
 
 
 def test_barrier_policy_returns_if_many_steps_fail() -> None:
-    """The barrier returns if more than a quarter of the last twenty steps fail.
-
-    It stays until almost no step fails.
-    """
+    """It stays until almost no step fails."""
     policy = BarrierPolicy()
     assert [policy.observe(True) for _ in range(5)] == [None] * 5
     assert policy.on

@@ -34,10 +34,7 @@ CONFIG: dict[str, Any] = {
 
 
 def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
-    """Kept microbatches of each stage and bytes of every rank, at three moments.
-
-    The run has not begun, has a frozen prefix, or trains that prefix again.
-    """
+    """What is kept and the bytes of every rank: at first, with a frozen prefix, and thawed."""
     loaded = parse(config)
     model = model_of(loaded)
     pipeline = make_engine(
@@ -85,10 +82,7 @@ def test_unlimited_schedule_keeps_at_most_twice_1f1b_memory(pool: Pool) -> None:
 
 
 def reshaped(world: World, config: dict[str, Any]) -> list[str]:
-    """The schedule after a reshape, of two pipelines.
-
-    One has measured nothing, and one knows its layers' costs.
-    """
+    """The schedule after a reshape, without and with measured costs."""
     loaded = parse(config)
     model = model_of(loaded)
     out: list[str] = []
@@ -115,10 +109,7 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
 
 @pytest.mark.matrix
 def test_bytes_after_a_reshape_are_those_of_the_new_mesh(pool: Pool) -> None:
-    """Each of four ranks holds the whole optimizer state of a layer.
-
-    Two replicas share the state, so the measured bytes no longer hold.
-    """
+    """Two replicas share the state, so the measured bytes no longer hold."""
     config = CONFIG | {
         "train": CONFIG["train"] | {"reduction_slots": 2},
         "parallel": {"pipeline": 4, "zero": 1},

@@ -1,7 +1,4 @@
-"""SM slices, as far as they can be tested without a GPU.
-
-The tests cover slice sizes, missing requirements, and a pipeline in one process.
-"""
+"""SM slices, as far as they can be tested without a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The calls of the executor on the stage streams.
-
-A stage waits for every result that it takes from another stage. A fork and a join enclose the
-calls.
-"""
+"""A stage waits for every result that it takes from another stage."""
 
 from __future__ import annotations
 
@@ -28,10 +24,7 @@ MICROBATCHES = 4
 
 
 class Noted(StageStreams):
-    """Lanes that compute in turn and note what they are asked.
-
-    A note is (what, stage whose slice it is, key).
-    """
+    """Notes (what, stage whose slice it is, key)."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int | None, Key | None]] = []

@@ -30,13 +30,6 @@ GPT = {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
 
 
 def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = None) -> Engine:
-    """A pipeline of a small model.
-
-    Args:
-        world: World of all ranks.
-        counts: Number of layers on each rank.
-        config: Sections of the configuration. None means a small GPT.
-    """
     loaded = parse(config or {"model": GPT})
     return Engine(
         world,
@@ -48,13 +41,7 @@ def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = No
 
 
 def steps(pipeline: Engine, first: int, last: int) -> list[float]:
-    """Trains steps, and returns their losses.
-
-    Args:
-        pipeline: The pipeline.
-        first: First step.
-        last: Step after the last one.
-    """
+    """Losses of the steps from `first` to before `last`."""
     losses: list[float] = []
     for step in range(first, last):
         tokens = torch.randint(256, (3, 2, 9), generator=torch.Generator().manual_seed(step))
@@ -63,10 +50,7 @@ def steps(pipeline: Engine, first: int, last: int) -> list[float]:
 
 
 def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, Any]:
-    """Four steps with a checkpoint after two.
-
-    Layers 0 and 1 are frozen by then.
-    """
+    """Four steps with a checkpoint after two. Layers 0 and 1 are frozen by then."""
     pipe = pipeline(world, counts)
     steps(pipe, 0, 1)
     Actions(pipe).freeze([0, 1])
@@ -139,10 +123,7 @@ def moving(world: World, config: dict[str, Any], placements: list[list[int]]) ->
 
 
 def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> list[Any]:
-    """The timeout of a rank that waits for a message, and the links' latencies.
-
-    After the timeout, the rank runs pieces of W. The links are those of the pipeline.
-    """
+    """The seconds after which pieces of W run, and the links' latencies."""
     pipeline = Engine(
         world,
         model_of(parse({"model": GPT})),

@@ -38,10 +38,7 @@ def _small_layer(index: int, count: int) -> nn.Module:
 
 
 class Late(Transport):
-    """Says of messages at random that they are late.
-
-    So pieces of W run wherever they may.
-    """
+    """Says of messages at random that they are late. So pieces of W run wherever they may."""
 
     random = Random(0)
 
@@ -82,13 +79,7 @@ def execute(
     late: int | None = None,
     groups: int = 1,
 ) -> dict[str, Any]:
-    """Two steps of a schedule of any placement, with equally many layers a stage.
-
-    The schedule is a text, or [placement, seed] for a random one. `frozen` is the number of leading
-    frozen stages. With the seed `late`, messages are late and pieces of W run ahead. Returns
-    losses, hashes of each gradient, the order in which layers ended, and the number of pieces that
-    ran ahead.
-    """
+    """Two steps of a text or of a random schedule [placement, seed], with equal stages."""
     order = (
         from_text(schedule)
         if isinstance(schedule, str)

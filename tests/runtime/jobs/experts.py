@@ -23,10 +23,7 @@ from tests.jobs import parsed
 
 
 def holdings(world: World, config: dict[str, Any]) -> dict[str, Any]:
-    """The experts of each layer that are here after a run.
-
-    Also returns the measured bytes of all layers.
-    """
+    """The experts of each layer that are here after a run, and the bytes of all layers."""
     loaded = parsed(config)
     trainer = Trainer(loaded, world, model_of(loaded), None)
     trainer.run()
@@ -69,16 +66,7 @@ def rows(world: World, dtype: str) -> list[list[float]]:
 
 
 def reduced(world: World, bucket: int, absent: list[int]) -> list[Any]:
-    """Two experts of four replicas: one on replicas 0 and 2, one on replica 1.
-
-    Args:
-        world: Four ranks.
-        bucket: Maximum number of bytes that are under way at once.
-        absent: Replicas whose rows have no gradient.
-
-    Returns:
-        True for each local expert whose sum has the expected bits, or is rightly missing.
-    """
+    """Two experts: one on replicas 0 and 2, one on replica 1. True for each correct local sum."""
     peers, size = arrange(world, 4).peers, 40_000
     spread_over: list[tuple[tuple[int, ...], ...]] = [
         ((0, 1), (), (2, 3), ()),

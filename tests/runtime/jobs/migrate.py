@@ -25,16 +25,7 @@ from tests.runtime.jobs.executor import bits_of
 def fingerprint(
     module: nn.Module, optimizer: LayerOptimizer, gradients: bool = True
 ) -> dict[str, Any]:
-    """Everything a layer consists of.
-
-    Args:
-        module: The layer's module.
-        optimizer: The layer's optimizer.
-        gradients: False leaves out gradients.
-
-    Returns:
-        Dtype, shape and bits of each tensor, and which parameters train.
-    """
+    """Dtype, shape and bits of each tensor of a layer, and which parameters train."""
     out: dict[str, Any] = {}
     for (section, name), t in contents(module, optimizer.state()).items():
         if gradients or section != "gradient":
@@ -97,19 +88,7 @@ def any_partition(layers: int, ranks: int, random: Random) -> Partition:
 
 
 def migrate(world: World, kind: dict[str, Any], seed: int, rounds: int) -> dict[str, Any]:
-    """Moves layers between random placements, with an update between them.
-
-    Bits may not change on the way, nor the updates that follow.
-
-    Args:
-        world: World of all ranks.
-        kind: The section [model].
-        seed: Seed of the placements.
-        rounds: Number of moves.
-
-    Returns:
-        Fingerprints of the own layers, and the bytes moved.
-    """
+    """Moves layers between random placements with an update between. No bit may change."""
     random = Random(seed)
     layers = model_of(parse({"model": kind})).layers
     held = Held(world, kind, any_partition(layers, world.size, random))
@@ -137,10 +116,7 @@ def _everyones(world: World, own: dict[int, Any], layers: int) -> list[str]:
 
 
 def migrate_fails(world: World, how: str) -> dict[str, Any]:
-    """One rank fails while layers move from (3, 1, 2).
-
-    Layers 1 and 2 are to go from rank 0 to rank 1, and layer 3 on to rank 2.
-    """
+    """One rank fails while layers move from (3, 1, 2) to (1, 2, 3)."""
     kind = {"kind": "gpt", "blocks": 2, "hidden": 16, "heads": 2, "sequence": 4}
     held = Held(world, kind, Partition((3, 1, 2)))
     held.train(0)

@@ -28,12 +28,7 @@ def transport(world: World, messages: int, depth: int, varying: bool = False) ->
 
 
 def message(shapes: list[Any], j: int) -> tuple[Tensor, ...]:
-    """The tensors of a message, in which every number tells where it belongs.
-
-    Args:
-        shapes: [dtype, dimensions] of each tensor.
-        j: Index of the message.
-    """
+    """The tensors of message j, in which every number tells where it belongs."""
     out: list[Tensor] = []
     for dtype, dimensions in shapes:
         count = torch.Size(dimensions).numel()
@@ -51,21 +46,7 @@ def channel(
     transposed: bool = False,
     again: tuple[int, int] | None = None,
 ) -> int:
-    """Sends messages to rank 1, which compares what arrives.
-
-    A step is ragged if its messages differ in shape. Rank 1 learns that from its first header.
-
-    Args:
-        world: Two ranks.
-        steps: Shapes of the tensors of message j of step s are in steps[s][j].
-        varying: True if the shapes of the channel may change.
-        depth: Number of messages that fit into the channel.
-        transposed: True sends tensors that are not contiguous.
-        again: (sent, taken) before each step begins again.
-
-    Returns:
-        The number of messages that arrived.
-    """
+    """Sends messages of steps[s][j] to rank 1, which compares and counts what arrives."""
     ends = transport(world, len(steps[0]), depth, varying)
     seen = 0
     for shapes in steps:
@@ -91,10 +72,7 @@ def channel(
 
 
 def asked(world: World, varying: bool, ragged: bool) -> list[bool]:
-    """Rank 1 asks for messages before and after rank 0 has put them.
-
-    Returns the answers from the second message on, because the first tells the shapes.
-    """
+    """Rank 1 asks for the messages after the first, before and after rank 0 has put them."""
     ends = transport(world, 4, 4, varying)
     ends.open(ragged and world.rank == 0)
     told: list[bool] = []
@@ -156,10 +134,7 @@ def shapes_change(world: World) -> Any:
 
 
 def backpressure(world: World, depth: int, messages: int, ragged: bool) -> list[list[int]]:
-    """Rank 1 takes late, and counts the messages that rank 0 could put before.
-
-    It counts before each take, in two steps, because the first step has no shapes.
-    """
+    """Before each take, rank 1 counts the messages that rank 0 could put."""
     ends = transport(world, messages, depth)
     counts: list[list[int]] = []
     for step in range(2):
@@ -186,10 +161,7 @@ def backpressure(world: World, depth: int, messages: int, ragged: bool) -> list[
 
 
 def letting_go(world: World, messages: int) -> list[bool]:
-    """Tells which messages rank 0 still keeps before the step ends.
-
-    Rank 1 took the first half of them long before.
-    """
+    """Tells which messages rank 0 still keeps after rank 1 took half of them."""
     ends = transport(world, messages, messages)
     ends.open()
     refs: list[StorageWeakRef] = []

@@ -25,10 +25,7 @@ PV_STEPS = 7
 
 
 def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
-    """Has the gradients of some layers spoiled as they are looked at.
-
-    The faults are [step, layer, what]. `what` is "inf" or a factor.
-    """
+    """Spoils gradients as they are looked at. Faults are [step, layer, "inf" or a factor]."""
     table = pipeline.optimizer_step.table  # pyright: ignore[reportPrivateUsage]
     own = table.own
 
@@ -70,11 +67,7 @@ def validated(
     limit: float = 20.0,
     **update: Any,
 ) -> dict[str, Any]:
-    """Some steps with gradients spoiled on the way.
-
-    With `changes`, layers freeze, move, and are evaluated in between. `limit` is the norm that
-    gradients are clipped to, and `update` the rest of `UpdateOptions`.
-    """
+    """Some steps with spoiled gradients. With `changes`, layers freeze and move in between."""
     pipeline = _made(world, schedule, kind, UpdateOptions(**update))
     layers, stages = pipeline.model.layers, len(pipeline.store.layout.stage_ranks)
     now = [0]
@@ -113,14 +106,7 @@ def validated(
 
 
 def validated_raises(world: World, schedule: str, fault: str) -> dict[str, Any]:
-    """A step that ends the run, after others. Then it runs again, without the fault.
-
-    Args:
-        world: World of this rank.
-        schedule: Name of the schedule.
-        fault: "overflow" on the last rank, with nobody to skip it, or "batch": the last rank is
-            given another one.
-    """
+    """A step that ends the run, after others. Then it runs again, without the fault."""
     whole = model_of(parse({"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4}}))
     pipeline = Engine(
         world,

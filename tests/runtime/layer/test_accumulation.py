@@ -1,7 +1,4 @@
-"""The order of gradient sums.
-
-The tree does not depend on which replica holds which part, nor on whether B or W is ahead.
-"""
+"""The tree of sums depends neither on replicas, nor on whether B or W is ahead."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ def total(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def written_out(tensors: Sequence[Tensor]) -> Tensor:
-    """The picture, level by level.
-
-    Neighbours merge. A sum without a neighbour waits, and is folded in from the last to the first.
-    """
+    """Neighbours merge. A sum without one is folded in, from the last to the first."""
     left: list[Tensor] = []
     level = list(tensors)
     while level:
@@ -119,11 +113,7 @@ def test_invalid_numbers_of_groups_are_reported(
 
 
 class Mixed(nn.Module):
-    """A linear, whose gradient is W's, and a norm, whose gradient is B's.
-
-    One more linear is used from the third microbatch on, and one never. `by_itself` makes the
-    gradient of the first linear B's, too.
-    """
+    """A gradient of W's, one of B's, a late one and none. `by_itself` makes the first B's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,11 +136,7 @@ MICROBATCHES = 8
 
 
 def gradients(order: str, count: int) -> dict[str, Tensor | None]:
-    """The gradients of a module in the second step of `order`.
-
-    The string `order` says what runs after the F of every microbatch. Its letters are b and w (the
-    next of each) and x (both at once).
-    """
+    """Gradients in step 2. `order` has b and w (the next of each) and x (both at once)."""
     module = Mixed()
     done: list[int] = []
     groups = AccumulationGroups(
@@ -180,10 +166,7 @@ def gradients(order: str, count: int) -> dict[str, Tensor | None]:
 
 
 def plain(count: int) -> dict[str, Tensor | None]:
-    """Written out: a fresh sum for every slot, and the sums folded.
-
-    No slots, both parts at once.
-    """
+    """A fresh sum for every slot, and the sums folded."""
     module = Mixed()
     layer = Layer(0, module, HostClock(), 1)
     random = torch.Generator().manual_seed(2)
@@ -214,10 +197,7 @@ def plain(count: int) -> dict[str, Tensor | None]:
     ],
 )
 def test_b_ahead_of_w_keeps_the_order_of_sums(order: str, count: int) -> None:
-    """Each gradient is the same tree of sums.
-
-    Norms end a slot at B, and linears end it at W. B and W may be far apart.
-    """
+    """Norms end a slot at B, and linears end it at W."""
     got, expected = gradients(order, count), plain(count)
     for name, value in expected.items():
         actual = got[name]

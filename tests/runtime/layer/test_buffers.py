@@ -35,10 +35,7 @@ class Writing(nn.Module):
         self.register_buffer("mean", torch.full((2,), torch.nan))
 
     def write(self) -> None:
-        """Writes to a buffer in place, and by putting another tensor there.
-
-        It also writes in ways that do not raise a version.
-        """
+        """Writes in place, by putting another tensor there, and without a new version."""
         self.count.add_(1)
         self.grown = torch.cat([self.grown, self.grown[-1:] + 1])
         self.created = torch.ones(3) if self.created is None else self.created + 1

@@ -1,8 +1,4 @@
-"""The cache of frozen layers' outputs.
-
-Cached outputs have the same bits, their layers do not run, and the memory limit holds. An output is
-dropped when it is no longer valid.
-"""
+"""The cache of frozen layers' outputs has the same bits, within its memory limit."""
 
 from __future__ import annotations
 
@@ -260,11 +256,7 @@ def model() -> Model:
 
 
 def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[int, int]]:
-    """Ten steps, in epochs of two, with frozen layers.
-
-    Two epochs have four layers frozen, one has the first alone, and two more have four again. An
-    evaluation runs after each step.
-    """
+    """Epochs of two steps: two with four frozen layers, one with one, two with four."""
     engine = pipeline(
         model(),
         update=UpdateOptions(post_validation=True),

@@ -1,7 +1,4 @@
-"""Split backward, fused backward and plain autograd give the same gradients.
-
-This holds for any layer. No tensor is kept longer than needed.
-"""
+"""Split, fused and plain backward have equal gradients, and keep no tensor too long."""
 
 from __future__ import annotations
 
@@ -224,14 +221,7 @@ def with_gradients(inputs: Tensors) -> Tensors:
 
 
 def split(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors], mode: str) -> Result:
-    """Runs a layer forwards and backwards.
-
-    Args:
-        module: The layer's module.
-        inputs: Inputs of each microbatch.
-        gradients: Gradients of the outputs of each microbatch.
-        mode: BW, or B with each W as late as possible, or W in between.
-    """
+    """Runs BW, or B with each W at the end, or each W one later."""
     layer = layer_of(module)
     result = Result([], [], {})
     for j, x in enumerate(inputs):
@@ -350,20 +340,14 @@ def no_collection() -> Iterator[None]:
 def start(
     layer: Layer, inputs: Tensors, need_input: bool = True
 ) -> tuple[list[StorageWeakRef], Tensors]:
-    """Runs F of microbatch 0.
-
-    Returns weak references to the storages of its inputs, and its outputs.
-    """
+    """Runs F. Returns weak references to the storages of its inputs, and its outputs."""
     refs = [StorageWeakRef(x.untyped_storage()) for x in inputs]
     return refs, layer.forward(0, inputs, 0, graph=True, need_input=need_input, finish=None)
 
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_stashes_are_released(measured: bool) -> None:
-    """A linear keeps its input until W, and a norm keeps it until B.
-
-    Only the gradients remain after W. The first F of a layer copies its input and keeps the copy.
-    """
+    """The first F of a layer copies its input and keeps the copy."""
     for module, until_w in ((nn.Linear(6, 6), True), (nn.LayerNorm(6), False)):
         layer = layer_of(module)
         if measured:
@@ -462,10 +446,7 @@ def test_frozen_prefix_keeps_no_graph() -> None:
 
 
 def test_measured_bytes_match_a_hand_computation() -> None:
-    """A linear keeps its input [3, 6] until B. tanh keeps its output.
-
-    A linear also keeps its input and output gradient until W.
-    """
+    """Linears keep inputs until B and output gradients until W. tanh keeps its output."""
     layer = layer_of(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 5)))
     start(layer, (torch.randn(3, 6),))
     layer.backward_input(0, (torch.randn(3, 5),), deferred=True)

@@ -1,7 +1,4 @@
-"""A stage that the frozen prefix cuts.
-
-Layers below the cut keep no activations and run no B.
-"""
+"""A stage that the frozen prefix cuts. Layers below the cut keep no activations and run no B."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Partial W that runs before its place in the program.
-
-The bits are the same, and the order is that of the program. W never runs later than in the program.
-"""
+"""Partial W runs before its place in the program, in order and with the same bits."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ from tests.schedule.test_lowering import LOOPED, VSHAPE
 
 
 class Two(nn.Module):
-    """Two linears, whose gradients are W's, and a norm, whose gradient is B's.
-
-    With `idle` there is also a linear that is never used.
-    """
+    """Two linears, whose gradients are W's, and a norm, whose gradient is B's."""
 
     def __init__(self, idle: bool) -> None:
         super().__init__()
@@ -49,14 +43,7 @@ class Two(nn.Module):
 
 
 def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor | None]:
-    """The gradients of a module after four microbatches.
-
-    Args:
-        order: Letters of what runs after the F's: b and w (the next of each), x (both at once) and
-            p (the next piece of the next W).
-        groups: Number of accumulation groups.
-        idle: True adds a linear that the forward does not use.
-    """
+    """`order` has b and w (the next of each), x (both at once) and p (the next piece of W)."""
     module = Two(idle)
     ended: list[int] = []
     layer = Layer(
@@ -99,10 +86,7 @@ def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor |
     "order", ["bwbwbwbw", "bpbwbppwpbwpw", "bbpbbwpwppww", "bbbbpwpwpwpw", "xbpbpwbpww"]
 )
 def test_partial_w_gives_the_same_bits(order: str, idle: bool, groups: int) -> None:
-    """B of later microbatches may run between two partial W.
-
-    B ends the slots of its own parameters only.
-    """
+    """B ends the slots of its own parameters only."""
     expected, got = gradients("xxxx", groups, idle), gradients(order, groups, idle)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
@@ -168,10 +152,7 @@ class Recorded(Stage):
 
 
 def run(ahead: dict[str, int]) -> tuple[list[str], list[str | None]]:
-    """The program's W's, with pieces wished for before the ops named.
-
-    Returns what ran, and what each wish was told.
-    """
+    """What ran, and what each wish for pieces before the ops named was told."""
     told: list[str] = []
     instructions = lower(from_text(PROGRAM))[0].instructions
     pieces = WeightGradQueue(instructions, {s: Recorded(s, told) for s in range(2)})
@@ -196,10 +177,7 @@ def test_queue_without_idle_time_follows_the_program() -> None:
 
 
 def test_partial_w_runs_after_its_b_and_in_order() -> None:
-    """Two W of stage 1 are pending after its B, but BW of stage 0 comes first.
-
-    The queue then runs as many partial W as fit into the idle time, in order.
-    """
+    """Two W of stage 1 are pending after its B, but BW of stage 0 comes first."""
     told, wishes = run({"0F1": 1, "0BW0": 2, "1W0": 2, "0BW1": 2, "1W1": 4, "0BW2": 1})
     assert wishes == [None, None, None, "1W0", "1W0", None, None, "1W1", "1W1", "1W1", None, None]
     assert told == ["0BW0", "1w0a", "1w0b", "1w0c", "0BW1", "1w1a", "1w1b", "1w1c", "1W2", "0BW2"]
@@ -227,10 +205,7 @@ def test_partial_w_of_several_stages_runs_in_order() -> None:
 
 
 def both(pool: Pool, ranks: int, schedule: Any, **options: Any) -> list[list[dict[str, Any]]]:
-    """The same schedule runs with every W in its place, and with pieces of W.
-
-    Pieces run wherever a message may be late.
-    """
+    """The schedule with every W in its place, and with pieces where a message may be late."""
     return [
         pool.run(EXECUTE, ranks, schedule=schedule, layers=LAYERS, late=late, **options)
         for late in (None, 1)

@@ -1,7 +1,4 @@
-"""The partition of a layer's gradients before replicas exchange them.
-
-`tests/runtime/comm/test_process_mesh.py` tests the exchange.
-"""
+"""The partition of a layer's gradients before replicas exchange them."""
 
 from __future__ import annotations
 

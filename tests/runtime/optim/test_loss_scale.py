@@ -16,10 +16,7 @@ from dynmo.runtime.optim.loss_scale import INITIAL, WINDOW, LossScaler, make_sca
 def test_scale_halves_on_overflow_and_doubles_after_a_window(
     steps: list[bool], window: int, stop: int
 ) -> None:
-    """The scale matches a count by hand and is always a power of two of at least 1.
-
-    A loaded scaler continues like one that never stopped.
-    """
+    """A loaded scaler continues like one that never stopped."""
     scaler, expected, good = LossScaler(INITIAL, window), INITIAL, 0
     for step, finite in enumerate(steps):
         if step == stop:

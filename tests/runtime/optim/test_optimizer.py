@@ -1,7 +1,4 @@
-"""The optimizer of one layer equals torch's optimizer over the whole model.
-
-The norm does not depend on how gradients are cut.
-"""
+"""The optimizer of one layer equals torch's optimizer over the whole model."""
 
 from __future__ import annotations
 
@@ -72,10 +69,7 @@ def same_bits(ours: list[nn.Module], theirs: list[nn.Module]) -> bool:
 
 
 def test_layer_optimizer_equals_torch_over_the_whole_model() -> None:
-    """The result is that of torch's fused kernel, bit for bit.
-
-    It is within rounding of the plain kernel, which orders the arithmetic differently.
-    """
+    """Bit for bit with the fused kernel, and within rounding of the plain one."""
     ours, theirs, plain = layers(), layers(), layers()
     optimizers = [LayerOptimizer(m, SETTINGS) for m in ours]
     others = [(theirs, whole(theirs, fused=True)), (plain, whole(plain, fused=False))]
@@ -115,10 +109,7 @@ def test_the_scale_multiplies_the_gradients() -> None:
 
 
 def test_frozen_parameters_do_not_change() -> None:
-    """Frozen parameters have no gradient, no decay and no new moments.
-
-    The moments that they had stay for thawing.
-    """
+    """The moments that they had stay for thawing."""
     module = nn.Linear(4, 4)
     optimizer = LayerOptimizer(module, SETTINGS)
     give([module], 0)
@@ -142,10 +133,7 @@ def test_frozen_parameters_do_not_change() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_late_gradient_starts_its_own_step_count(name: Literal["adamw", "sgd"]) -> None:
-    """Each parameter trains like a parameter with its own torch optimizer.
-
-    The other parameter already has optimizer state.
-    """
+    """Each parameter trains like a parameter with its own torch optimizer."""
     settings = OptimizerSettings(name, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6, momentum=0.9)
     torch.manual_seed(0)
     module = nn.ParameterDict(
@@ -212,10 +200,7 @@ def test_shared_parameters_are_updated_by_their_owner() -> None:
 
 
 def test_state_bytes_count_two_moments() -> None:
-    """Two moments per weight count before the first step too.
-
-    After the first step, each parameter also has a step counter.
-    """
+    """After the first step, each parameter also has a step counter."""
     module = nn.Linear(4, 4)
     optimizer = LayerOptimizer(module, SETTINGS)
     assert optimizer.state_bytes == 2 * 4 * 20
@@ -441,10 +426,7 @@ def test_in_place_rollback_drift_stays_at_rounding() -> None:
 
 
 def test_squared_norm_takes_little_memory() -> None:
-    """The norm of a large gradient squares one part at a time.
-
-    The sums are those of all squares at once.
-    """
+    """It squares one part at a time."""
     gradient = torch.randn(
         40 * _BLOCKS_AT_ONCE // 16, NORM_BLOCK, generator=torch.Generator().manual_seed(0)
     )

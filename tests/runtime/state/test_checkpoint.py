@@ -1,7 +1,4 @@
-"""Any placement loads any checkpoint bit for bit.
-
-A damaged checkpoint is never loaded.
-"""
+"""Any placement loads any checkpoint bit for bit. A damaged checkpoint is never loaded."""
 
 from __future__ import annotations
 
@@ -61,10 +58,7 @@ def flip(path: Path, at: int = -1) -> None:
 def test_any_placement_loads_a_checkpoint(
     pool: Pool, tmp_path: Path, saved: list[int], loaded: list[int]
 ) -> None:
-    """A checkpoint has weights, moments, step counters and the frozen layers.
-
-    Training continues with the same bits.
-    """
+    """Training continues with the same bits."""
     before = pool.run(JOBS + "save_and_go_on", len(saved), folder=str(tmp_path), counts=saved)
     after = pool.run(JOBS + "load_and_go_on", len(loaded), folder=str(tmp_path), counts=loaded)
     layers = [
@@ -179,10 +173,7 @@ def test_unreadable_file_falls_back_to_the_previous_checkpoint(tmp_path: Path) -
 
 
 def test_only_the_latest_checkpoints_are_kept(tmp_path: Path) -> None:
-    """Checkpoints are ordered by step, not by name.
-
-    Partial checkpoints of earlier saves do not count.
-    """
+    """Checkpoints are ordered by step. Partial ones do not count."""
     pipeline = gpt()
     (tmp_path / "step-000007.tmp").mkdir()
     (tmp_path / "notes").mkdir()
@@ -443,10 +434,7 @@ def test_weight_tied_after_the_save_is_refused(tmp_path: Path) -> None:
 
 
 def test_derived_buffers_of_another_shape_are_not_loaded(tmp_path: Path) -> None:
-    """Rotary tables belong to the sequence's length.
-
-    A resumed run may have another length.
-    """
+    """Rotary tables belong to the sequence's length. A resumed run may have another length."""
     path = save(gpt(), tmp_path, 1)
     longer = gpt(sequence=16)
     tables = {name: buffer.clone() for name, buffer in longer.store.modules[1].named_buffers()}
@@ -461,10 +449,7 @@ def test_derived_buffers_of_another_shape_are_not_loaded(tmp_path: Path) -> None
 
 
 def test_checkpoint_restores_known_and_extra_buffers(tmp_path: Path) -> None:
-    """The model gets all buffers that it has, and persistent buffers that it lacks.
-
-    A module may create such a buffer in a forward.
-    """
+    """The model gets its own buffers, and persistent ones that a forward would make."""
 
     def built(names: list[str], value: float = 1.0) -> Engine:
         def middle() -> nn.Module:

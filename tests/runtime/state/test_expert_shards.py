@@ -74,8 +74,7 @@ def test_rows_reach_their_target_ranks(pool: Pool, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bucket", "absent"),
-    [(40_000, []), (1 << 25, [1]), (40_000, [0, 1, 2, 3]), (1 << 25, [])],
+    ("bucket", "absent"), [(40_000, []), (1 << 25, [1]), (40_000, [0, 1, 2, 3]), (1 << 25, [])]
 )
 def test_expert_gradients_are_summed_in_replica_order(
     pool: Pool, bucket: int, absent: list[int]

@@ -30,10 +30,7 @@ MOVE = Move(2, 0, 1)
     mostly_matrix(product(KINDS, (2, 4), (0, 1)), everyday=[("gpt", 4, 0), ("own", 2, 1)]),
 )
 def test_random_moves_change_no_bits(pool: Pool, kind: str, ranks: int, seed: int) -> None:
-    """Layers move with gradients, moments, buffers and frozen flags.
-
-    They train between moves. The result is that of a run without moves.
-    """
+    """Layers train between moves, as in a run without moves."""
     moved = pool.run(JOBS + "migrate", ranks, kind=KINDS[kind], seed=seed, rounds=4)
     (stayed,) = pool.run(JOBS + "migrate", 1, kind=KINDS[kind], seed=seed, rounds=4)
     assert {
@@ -64,10 +61,7 @@ def test_random_moves_change_no_bits(pool: Pool, kind: str, ranks: int, seed: in
 def test_failed_move_leaves_all_layers_in_place(
     pool: Pool, how: str, rank: int, reason: str
 ) -> None:
-    """One of three ranks cannot give or take a layer.
-
-    All ranks raise at once, no layer has moved, and the next move succeeds.
-    """
+    """All ranks raise at once, no layer has moved, and the next move succeeds."""
     results = pool.run(JOBS + "migrate_fails", 3, how=how)
     for each, result in enumerate(results):
         assert result["error"].startswith(f"layers could not be moved (rank {rank})")
@@ -146,10 +140,7 @@ def test_buffer_made_in_a_forward_moves() -> None:
 
 
 def test_unpacked_layer_equals_the_packed_layer() -> None:
-    """The receiver allocates exactly the sent tensors, in the same order.
-
-    `fill` then builds the module from them.
-    """
+    """`fill` builds the module from the tensors that the receiver allocated."""
     module = nn.BatchNorm1d(4)
     module.weight.requires_grad_(False)
     module.bias.grad = torch.randn(4)

@@ -71,10 +71,7 @@ def orders(ops: Sequence[Op], frame: Schedule) -> Iterator[tuple[Op, ...]]:
 def shortest(
     frame: Schedule, costs: Costs, caps: Sequence[float], objective: Objective
 ) -> float | None:
-    """The least length of any schedule with `frame`'s ops that fits, by trying each.
-
-    The result is None if no schedule fits.
-    """
+    """The least length of all schedules with these ops that fit. None if none does."""
     fitting = (
         [
             row
@@ -235,9 +232,7 @@ BEST = {
 
 
 @pytest.mark.parametrize(
-    "alone",
-    [False, pytest.param(True, marks=pytest.mark.matrix)],
-    ids=["", "by the solver alone"],
+    "alone", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["", "by the solver alone"]
 )
 @pytest.mark.parametrize("model", ["equal", "1.5B", pytest.param("6.2B", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(("p", "m", "k"), BEST)
@@ -324,26 +319,11 @@ def test_caps_of_one_microbatch_can_be_met() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {"start": zb_h1(4, 6), "caps": [4, 4]},
-            "2 memory limits for 4 ranks",
-        ),
-        (
-            {"start": zb_h1(4, 6), "caps": [4, float("nan"), 4, 4]},
-            "rank 1, over its cap of nan",
-        ),
-        (
-            {"start": zb_h1(4, 5)},
-            "5 microbatches",
-        ),
-        (
-            {"start": zb_h2(4, 6), "caps": [4] * 4},
-            "rank 0, over its cap of 4",
-        ),
-        (
-            {"start": make_by_hand("zb-h1", 3, 6)},
-            "3 stages",
-        ),
+        ({"start": zb_h1(4, 6), "caps": [4, 4]}, "2 memory limits for 4 ranks"),
+        ({"start": zb_h1(4, 6), "caps": [4, float("nan"), 4, 4]}, "rank 1, over its cap of nan"),
+        ({"start": zb_h1(4, 5)}, "5 microbatches"),
+        ({"start": zb_h2(4, 6), "caps": [4] * 4}, "rank 0, over its cap of 4"),
+        ({"start": make_by_hand("zb-h1", 3, 6)}, "3 stages"),
         (
             {"start": Schedule("back", 6, (0, 0, 1, 1), wander((0, 0, 1, 1), 6, 0, Random(1)).ops)},
             "(0, 0, 1, 1)",
@@ -363,10 +343,7 @@ def test_missing_solver_names_the_package_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_warm_up_holds_no_more_microbatches_than_needed() -> None:
-    """The warm-up has two microbatches, although the caps would allow more.
-
-    More microbatches would not bring the first B any earlier.
-    """
+    """More microbatches would not bring the first B any earlier."""
     result = exact(uniform_costs(2, 1, 1, 1), 3, caps=[2, 2], workers=1)
     assert [op.kind for op in result.schedule.ops[0][:2]] == [Kind.F, Kind.F]
     assert result.bound == lower_bound(uniform_costs(2, 1, 1, 1), 3) + 1

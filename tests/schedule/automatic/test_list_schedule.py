@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost
@@ -17,7 +17,6 @@ from dynmo.schedule.simulator import simulate
 from tests.schedule.automatic.test_vshape import halves, takes, uneven
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_any_costs_within_any_memory(data: st.DataObject) -> None:
     ranks, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))

@@ -12,7 +12,7 @@ from statistics import mean, median
 import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
@@ -115,10 +115,7 @@ def test_schedule_is_optimal_for_few_microbatches_of_equal_times(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Costs, int, list[float], int]:
-    """Draws any costs, with a B that frees or takes memory.
-
-    The caps go down to the least for one microbatch.
-    """
+    """A B frees or takes memory. The caps go down to the least for one microbatch."""
     p, m = draw(st.integers(1, 6)), draw(st.integers(1, 14))
     times = st.integers(0, 9)
     stages: list[StageCost] = []
@@ -135,7 +132,7 @@ def cases(draw: st.DrawFn) -> tuple[Costs, int, list[float], int]:
                 activation,
                 stash - activation,
                 -stash,
-            ),
+            )
         )
         caps.append(
             draw(st.one_of(st.just(math.inf), st.integers(0, 12)))
@@ -144,7 +141,6 @@ def cases(draw: st.DrawFn) -> tuple[Costs, int, list[float], int]:
     return Costs(tuple(stages), tuple(draw(times) for _ in range(p - 1))), m, caps, first_trainable
 
 
-@settings(max_examples=60)
 @given(cases(), st.sampled_from(Objective))
 def test_schedule_is_valid_and_within_caps(
     case: tuple[Costs, int, list[float], int], objective: Objective
@@ -180,11 +176,7 @@ def test_schedule_is_valid_and_within_caps(
 
 
 def uneven(rng: random.Random) -> tuple[Costs, Costs, int, list[float], int]:
-    """Draws costs, m, caps and the first trainable stage.
-
-    It also gives the same costs with every stage's times at the median. The draw is as in
-    `benchmarks.planner`, but smaller.
-    """
+    """Costs, the same with median times, m, caps and the first trainable stage."""
     p = rng.randint(2, 12)
     m, spread, first = rng.randint(1, 4 * p), rng.uniform(0, 0.6), rng.choice((0, 0, 0, 0, p // 3))
     base = (10.0, rng.uniform(8, 14), rng.uniform(4, 10))
@@ -238,10 +230,7 @@ def test_span_scales_with_the_unit_of_time(p: int, m: int, scale: float) -> None
         ({"microbatches": 0}, "3 ranks and 0 microbatches"),
         ({"first_trainable": 3}, "first trainable stage 3 of 3"),
         ({"caps": [1, 2]}, "2 memory limits for 3 stages"),
-        (
-            {"caps": [9, 0.5, 9]},
-            "stage 1 needs 1, over its limit of 0.5",
-        ),
+        ({"caps": [9, 0.5, 9]}, "stage 1 needs 1, over its limit of 0.5"),
         ({"caps": [9, 9, math.nan]}, "stage 2 needs 1, over its limit of nan"),
         ({"caps": [-1, 9, 9]}, "stage 0 needs 1, over its limit of -1"),
     ],
