@@ -53,7 +53,8 @@ class StepEvent(Event):
         memory: Peak bytes of each rank. See `StepResult.memory`. Empty in older logs.
         gpu_seconds_returned: GPU-seconds so far of the ranks that the run did without.
         inherent_idle: Share of idle time that the schedule would have at equal stages, simulated.
-            The rest of `idle_ratio` is due to imbalance. None in older logs.
+            The rest of `idle_ratio` is due to imbalance, messages and other processes. None in
+            older logs.
     """
 
     event: ClassVar[str] = "step"

@@ -32,8 +32,8 @@ class ReportOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw inherent and imbalance bubbles by step (.svg, .png, .pdf; needs the extra "
-            "plot).",
+            help="Draw the inherent bubble and other idle time by step (.svg, .png, .pdf; needs "
+            "the extra plot).",
         ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
@@ -135,7 +135,7 @@ def _print_comparison(runs: list[NamedSummary], differ: Differences | None) -> N
 
 
 def _plot(runs: list[NamedSummary], path: Path) -> None:
-    """Draws the idle ratio of each step: the inherent bubble, and that of imbalance above it."""
+    """Draws the idle ratio of each step: the inherent bubble, and other idle time above it."""
     from matplotlib.figure import Figure  # not pyplot: no window, no state
 
     figure = Figure(figsize=(8, 2 + 2 * len(runs)), layout="constrained")
@@ -147,9 +147,9 @@ def _plot(runs: list[NamedSummary], path: Path) -> None:
             min(whole, 100 * (step.inherent_idle or 0.0))
             for step, whole in zip(run.done, idle, strict=True)
         ]
-        axes.fill_between(steps, inherent, step="post", color="tab:gray", label="inherent")
+        axes.fill_between(steps, inherent, step="post", color="tab:gray", label="inherent bubble")
         axes.fill_between(
-            steps, inherent, idle, step="post", color="tab:red", alpha=0.6, label="imbalance"
+            steps, inherent, idle, step="post", color="tab:red", alpha=0.6, label="other idle time"
         )
         axes.set(title=name, ylabel="idle, %", ylim=(0, 100))
         for event in run.rebalances:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from dynmo.report.summary import Summary, cut_phases
-from dynmo.report.summary_text import share_text
+from dynmo.report.summary_text import busy_text, share_text
 
 NamedSummary = tuple[str, Summary]
 # SECTION.KEY of a config, and the value of each run.
@@ -20,8 +20,6 @@ Differences = Mapping[str, Sequence[Any]]
 # Number of steps after the first that are enough for a median. Largest relative difference of such
 # medians on a quiet machine.
 _ENOUGH, _NOISE = 4, 0.1
-# Load for each core from which on a machine is busy.
-_BUSY = 1.25
 
 _SHOWN = 12  # keys that differ
 
@@ -66,7 +64,7 @@ def comparison_table(runs: Sequence[NamedSummary]) -> Table:
         ),
         "last phase: idle": lambda run: f"{run.phases[-1].idle_ratio:.1%}",
         "last phase: inherent bubble": lambda run: share_text(run.phases[-1].inherent_idle),
-        "last phase: imbalance bubble": lambda run: share_text(run.phases[-1].imbalance_idle),
+        "last phase: other idle time": lambda run: share_text(run.phases[-1].other_idle),
         "loss": lambda run: "-" if run.loss is None else f"{run.loss:.6f}",
         "held-out loss": lambda run: "-" if run.held_out is None else f"{run.held_out:.6f}",
         "weights": lambda run: "-" if run.digest is None else run.digest[:12],
@@ -154,8 +152,8 @@ def conclusion(runs: Sequence[NamedSummary], differ: Differences | None) -> str:
             is_odd = True
     if not gains:
         return verdict(runs)
-    busy = _busy([run for _, run in runs]) if is_odd else ""
-    return f"{'; '.join(gains)} in the last phase{busy}, {verdict(runs)}"
+    busy = busy_text([run for _, run in runs]) if is_odd else None
+    return f"{'; '.join(gains)} in the last phase{f': {busy}' if busy else ''}, {verdict(runs)}"
 
 
 def _predicted(first: Summary, run: Summary, since: int) -> float | None:
@@ -164,14 +162,6 @@ def _predicted(first: Summary, run: Summary, since: int) -> float | None:
     if not moves or moves[0].source != first.phases[-1].layers:
         return None
     return 1 / math.prod(max(1 - move.predicted_gain, 1e-9) for move in moves)
-
-
-def _busy(runs: Sequence[Summary]) -> str:
-    loads = [(run.load, run.cores) for run in runs if run.load is not None and run.cores]
-    load, cores = max(loads, default=(0.0, 1))
-    if load <= _BUSY * cores:
-        return ""
-    return f": the machine was busy (load {load:.1f} on {cores} core{'' if cores == 1 else 's'})"
 
 
 def verdict(runs: Sequence[NamedSummary]) -> str:

@@ -76,8 +76,8 @@ class Phase:
     inherent_idle: float | None = None
 
     @property
-    def imbalance_idle(self) -> float | None:
-        """The rest of the idle ratio."""
+    def other_idle(self) -> float | None:
+        """The rest of the idle ratio: imbalance, messages and other processes together."""
         return None if self.inherent_idle is None else self.idle_ratio - self.inherent_idle
 
 

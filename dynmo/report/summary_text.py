@@ -21,6 +21,7 @@ from dynmo.report.summary import Changes, DataAccount, Summary
 from dynmo.report.token_lines import evaluation_text, tokens_text
 
 _SLOW = 0.01  # share of the time that a run may wait for data
+_BUSY = 1.25  # load for each core from which on a machine is busy
 _SHOWN = 12  # events of a case that get a line each, and phases at either end
 
 
@@ -53,8 +54,17 @@ def _data_text(data: DataAccount) -> str:
 
 
 def phase_table(summary: Summary) -> Table:
-    """Returns a row per phase, with the change and its effect on the step time."""
-    table = Table(title="Measured, phase by phase (medians)", title_justify="left")
+    """Returns a row per phase, with the change and its effect on the step time.
+
+    The caption says if the machine was busy.
+    """
+    busy = busy_text([summary])
+    table = Table(
+        title="Measured, phase by phase (medians)",
+        title_justify="left",
+        caption=busy and f"{busy}: other idle time contains that of other processes",
+        caption_justify="left",
+    )
     for heading in (
         "steps",
         "layers\nper rank",
@@ -63,7 +73,7 @@ def phase_table(summary: Summary) -> Table:
         "tokens/s",
         "idle",
         "inherent\nbubble",
-        "imbalance\nbubble",
+        "other\nidle time",
         "imbalance",
     ):
         table.add_column(
@@ -85,10 +95,19 @@ def phase_table(summary: Summary) -> Table:
             f"{phase.tokens_per_s:,.0f}",
             f"{phase.idle_ratio:.1%}",
             share_text(phase.inherent_idle),
-            share_text(phase.imbalance_idle),
+            share_text(phase.other_idle),
             f"{phase.imbalance:.2f}",
         )
     return table
+
+
+def busy_text(runs: Sequence[Summary]) -> str | None:
+    """Returns words about the highest load of the runs' machines, if one was busy."""
+    loads = [(run.load, run.cores) for run in runs if run.load is not None and run.cores]
+    load, cores = max(loads, default=(0.0, 1))
+    if load <= _BUSY * cores:
+        return None
+    return f"the machine was busy (load {load:.1f} on {cores} core{'' if cores == 1 else 's'})"
 
 
 def share_text(share: float | None) -> str:

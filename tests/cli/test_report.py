@@ -128,7 +128,7 @@ def test_report_compares_several_runs(run: Run) -> None:
     assert cells["last phase: s/step"] == ["0.250", "0.500", "0.750", "1.000", "1.250"]
     assert cells["last phase: idle"] == ["25.0%"] * 5
     assert cells["last phase: inherent bubble"] == ["6.2%"] * 5
-    assert cells["last phase: imbalance bubble"] == ["18.8%"] * 5
+    assert cells["last phase: other idle time"] == ["18.8%"] * 5
     assert cells["loss"] == ["0.410000"] * 5
     assert cells["held-out loss"] == ["0.314159"] * 5
     assert cells["weights"] == ["0123456789ab"] * 5

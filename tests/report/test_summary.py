@@ -35,14 +35,14 @@ def test_a_phase_has_the_medians_of_its_steps() -> None:
     assert (summary.digest, summary.reason) == ("aa", "done")
 
 
-def test_idle_time_is_split_into_two_bubbles() -> None:
+def test_idle_time_is_split_into_the_schedule_s_and_other() -> None:
     """Logs of an earlier version have no inherent bubble."""
     steps = [replace(step(i, 2.0), inherent_idle=0.05 + i / 100) for i in range(4)]
     (phase,) = summarize(steps).phases
     assert (phase.idle_ratio, phase.inherent_idle) == (0.2, 0.07)
-    assert phase.imbalance_idle == 0.2 - 0.07
+    assert phase.other_idle == 0.2 - 0.07
     (old,) = summarize([step(0), step(1)]).phases
-    assert (old.inherent_idle, old.imbalance_idle) == (None, None)
+    assert (old.inherent_idle, old.other_idle) == (None, None)
 
 
 def test_phase_ends_at_any_change_of_the_work() -> None:

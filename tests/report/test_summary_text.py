@@ -47,6 +47,18 @@ def test_slow_data_is_named() -> None:
     )
 
 
+def test_busy_machine_is_named_below_the_table() -> None:
+    def caption(load: float) -> object:
+        done = replace(end(), load=load, cores=2)
+        return phase_table(summarize([step(0), step(1), done])).caption
+
+    assert caption(2.5) is None
+    assert caption(2.6) == (
+        "the machine was busy (load 2.6 on 2 cores): other idle time contains that of other "
+        "processes"
+    )
+
+
 def test_many_phases_are_shortened_in_the_middle() -> None:
     summary = summarize([e for i in range(30) for e in (change(i), step(i))])
     assert len(summary.phases) == 30
