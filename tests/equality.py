@@ -118,8 +118,8 @@ def resumed(
     """Results of a run that stops after a step and goes on with another configuration."""
     saves = {"checkpoint": {"every": 100}}
     options = {"job": "train_in", "folder": str(folder)}
-    stopped = run(pool, saves | before, stop_after=stop_after, **options)
-    ended = run(pool, saves | after, resume=True, **options)
+    stopped = run(pool, before | saves, stop_after=stop_after, **options)
+    ended = run(pool, after | saves, resume=True, **options)
     assert [{e["interrupted"] for e in results} for results in (stopped, ended)] == [
         {True},
         {False},

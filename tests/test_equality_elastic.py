@@ -6,14 +6,16 @@ The digest is that of one rank. A failed change of ranks loses no state.
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 
-from tests.equality import BALANCERS, deeper, fields_of
+from tests.combinations import mostly_matrix
+from tests.equality import BALANCERS, deeper, fields_of, run
 from tests.pool import Pool
 
-DOWN_AND_UP = [[2, 2, 1], [5, 4, 1]]
+DOWN_AND_UP, GROWTH = [[2, 2, 1], [5, 4, 1]], [[4, 3, 1]]
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -47,14 +49,13 @@ CASES: dict[str, dict[str, Any]] = {
     "float16": {"train": {"precision": "float16"}},
     "post-validation": {"pipeline": {"post_validation": True}},
 }
-QUICK = ("post-validation",)
 
 
 def wanted(
     case: str, ranks: int, schedule: str = "zb-h1", **sections: dict[str, Any]
 ) -> dict[str, Any]:
     base = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=False)
-    base["train"] |= {"eval_every": 3, "eval_batches": 2, "max_grad_norm": 0.5}
+    base["train"] |= {"eval_every": 3, "eval_batches": 2, "max_grad_norm": 0.5, "global_batch": 6}
     for name, section in (*CASES[case].items(), *sections.items()):
         base[name] = {**base.get(name, {}), **section}
     return base
@@ -74,8 +75,7 @@ def told(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 @cache
 def reference(pool: Pool, case: str, groups: int = 1) -> dict[str, Any]:
-    config = wanted(case, 1, train={"reduction_slots": groups})
-    return told(pool.run("events", 1, config=config)[0])
+    return told(run(pool, wanted(case, 1, train={"reduction_slots": groups}), "events")[0])
 
 
 def sizes(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -87,28 +87,23 @@ def sizes(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in QUICK else pytest.mark.matrix) for case in CASES],
-)
-def test_ranks_leave_and_come_back(pool, case):
+@pytest.mark.parametrize("case", mostly_matrix(CASES, everyday=["post-validation"]))
+def test_ranks_leave_and_come_back(pool: Pool, case: str) -> None:
     config = wanted(case, 4, elastic={"reshape_at": DOWN_AND_UP, "park": True})
-    results = pool.run("train_elastic", 4, config=config)
+    results = run(pool, config, "train_elastic")
     events = results[0]["events"]
     assert sizes(events) == [(2, 4, 2), (5, 2, 4)]
     assert told(events) == reference(pool, case)
     assert len({result["digest"] for result in results}) == 1
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.matrix), 1])
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param("freezing"),
-        *(pytest.param(case, marks=pytest.mark.matrix) for case in CASES if case != "tied"),
-    ],
+    ("case", "zero"),
+    mostly_matrix(
+        product([case for case in CASES if case != "tied"], (0, 1)), everyday=[("freezing", 1)]
+    ),
 )
-def test_replicas_leave_and_come_back(pool, case, zero):
+def test_replicas_leave_and_come_back(pool: Pool, case: str, zero: int) -> None:
     shapes = [[1, 3, 1], [3, 2, 2], [5, 1, 2], [6, 4, 1]]
     config = wanted(
         case,
@@ -117,14 +112,14 @@ def test_replicas_leave_and_come_back(pool, case, zero):
         parallel={"pipeline": 2, "replicas": 2, "zero": zero},
         elastic={"reshape_at": shapes, "park": True},
     )
-    results = pool.run("train_elastic", 4, config=config)
+    results = run(pool, config, "train_elastic")
     assert sizes(results[0]["events"]) == [(1, 4, 3), (3, 3, 4), (5, 4, 2), (6, 2, 4)]
     assert told(results[0]["events"]) == reference(pool, case, groups=2)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("zero", [0, 1])
-def test_replicas_that_share_experts_stay_together(pool, zero):
+def test_replicas_that_share_experts_stay_together(pool: Pool, zero: int) -> None:
     config = wanted(
         "experts",
         2,
@@ -133,78 +128,69 @@ def test_replicas_that_share_experts_stay_together(pool, zero):
         dynamism={"experts": {"place_every": 2, "redundant": 1}},
         elastic={"reshape_at": [[2, 1, 2], [5, 2, 2]], "park": True},
     )
-    results = pool.run("train_elastic", 4, config=config)
+    results = run(pool, config, "train_elastic")
     assert sizes(results[0]["events"]) == [(2, 4, 2), (5, 2, 4)]
     assert told(results[0]["events"]) == reference(pool, "experts", groups=2)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("schedule", ["zb-v", pytest.param("zb-auto", marks=pytest.mark.matrix)])
-def test_ranks_leave_and_come_back_with_other_schedules(pool, schedule):
+@pytest.mark.parametrize("schedule", ["zb-v", "zb-auto"])
+def test_ranks_leave_and_come_back_with_other_schedules(pool: Pool, schedule: str) -> None:
     config = wanted("plain", 4, schedule, elastic={"reshape_at": DOWN_AND_UP, "park": True})
-    results = pool.run("train_elastic", 4, config=config)
+    results = run(pool, config, "train_elastic")
     assert told(results[0]["events"]) == reference(pool, "plain")
 
 
-def test_ranks_leave_for_good(pool):
+def test_ranks_leave_for_good(pool: Pool) -> None:
     config = wanted("plain", 4, elastic={"reshape_at": [[3, 1, 1]]})
-    results = pool.run("train_elastic", 4, config=config)
+    results = run(pool, config, "train_elastic")
     assert [result["left"] for result in results] == [False, True, True, True]
     assert told(results[0]["events"]) == reference(pool, "plain")
 
 
-def test_joining_rank_gets_the_same_digest(pool):
-    config = wanted("pruning", 2, elastic={"reshape_at": [[4, 3, 1]]})
-    results = pool.run("tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer="joins")
+def with_newcomer(pool: Pool, config: dict[str, Any], newcomer: str) -> list[dict[str, Any]]:
+    return pool.run("tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer=newcomer)
+
+
+def test_joining_rank_gets_the_same_digest(pool: Pool) -> None:
+    results = with_newcomer(pool, wanted("pruning", 2, elastic={"reshape_at": GROWTH}), "joins")
     assert sizes(results[0]["events"]) == [(4, 2, 3)]
     assert told(results[0]["events"]) == reference(pool, "pruning")
     assert results[2]["digest"] == results[0]["digest"]
 
 
 @pytest.mark.parametrize(
-    ("newcomer", "why"),
+    ("newcomer", "limit", "why"),
     [
-        ("stays away", "rank 0 waited 1 s for rank 2 to join"),
-        ("has no room", "layers could not be moved (rank 2): no room for a layer"),
+        ("stays away", 1.0, "rank 0 waited 1 s for rank 2 to join"),
+        ("has no room", 60.0, "layers could not be moved (rank 2): no room for a layer"),
+        ("has other code", 1.0, "was refused: it differs from the run in own.py"),
     ],
 )
-def test_failed_join_keeps_the_mesh_and_the_digest(pool, newcomer, why):
-    config = wanted("plain", 2, elastic={"reshape_at": [[4, 3, 1]], "join_timeout": 1.0})
-    results = pool.run(
-        "tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer=newcomer
-    )
+def test_failed_join_keeps_the_mesh_and_the_digest(
+    pool: Pool, newcomer: str, limit: float, why: str
+) -> None:
+    config = wanted("plain", 2, elastic={"reshape_at": GROWTH, "join_timeout": limit})
+    results = with_newcomer(pool, config, newcomer)
     events = results[0]["events"]
-    (fault,) = fields_of(events, "fault", "step", "what")
-    assert fault[0] == 4
-    assert why in fault[1]
+    assert any(why in what for (what,) in fields_of(events, "fault", "what"))
+    assert fields_of(events, "fault", "step")[-1] == (4,)
+    assert newcomer != "has other code" or "own.py" in results[2]["error"]
     assert sizes(events) == []
     assert told(events) == reference(pool, "plain")
 
 
-def test_newcomer_with_other_code_is_refused_and_the_digest_stays(pool):
-    config = wanted("plain", 2, elastic={"reshape_at": [[4, 3, 1]], "join_timeout": 1.0})
-    results = pool.run(
-        "tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer="has other code"
-    )
-    events = results[0]["events"]
-    said = [what for (what,) in fields_of(events, "fault", "what")]
-    assert any("was refused: it differs from the run in own.py" in what for what in said)
-    assert "own.py" in results[2]["error"]
-    assert sizes(events) == []
-    assert told(events) == reference(pool, "plain")
-
-
-def test_growth_without_joiners_keeps_the_mesh(pool):
-    config = wanted("plain", 2, elastic={"reshape_at": [[4, 3, 1]], "join_timeout": 0.5})
-    events = pool.run("train_elastic", 2, config=config)[0]["events"]
+def test_growth_without_joiners_keeps_the_mesh(pool: Pool) -> None:
+    config = wanted("plain", 2, elastic={"reshape_at": GROWTH, "join_timeout": 0.1})
+    events = run(pool, config, "train_elastic")[0]["events"]
     ((what,),) = fields_of(events, "fault", "what")
-    assert "waited 0.5 s for 1 more rank" in what
+    assert "waited 0.1 s for 1 more rank" in what
     assert told(events) == reference(pool, "plain")
 
 
-def test_failed_layer_transfer_keeps_all_ranks(pool):
+def test_failed_layer_transfer_keeps_all_ranks(pool: Pool) -> None:
     config = wanted("plain", 3, elastic={"reshape_at": [[4, 2, 1]]}, balance=BALANCERS["none"])
-    results = pool.run("tests.train.elastic_jobs:cannot_give", 3, config=config)
+    results = run(pool, config, "tests.train.elastic_jobs:cannot_give")
     events = results[0]["events"]
     ((what,),) = fields_of(events, "fault", "what")
     assert "layers could not be moved (rank 2): no memory to pack" in what
@@ -213,7 +199,7 @@ def test_failed_layer_transfer_keeps_all_ranks(pool):
 
 
 @pytest.mark.matrix  # it decides by measured times, which other tests disturb
-def test_repack_shrinks_and_grows_the_run(pool):
+def test_repack_shrinks_and_grows_the_run(pool: Pool) -> None:
     """Three quarters of the emulated layers freeze at step 10 and thaw at step 36."""
     config = {
         "model": {"kind": "emulated", "layers": 16, "f": 0.003, "b": 0.003, "w": 0.003},
@@ -223,7 +209,7 @@ def test_repack_shrinks_and_grows_the_run(pool):
         "elastic": {"repack": True, "park": True, "tolerance": 0.2},
         "dynamism": {"cases": ["python:tests.dynamism.breathing:Breathing"]},
     }
-    results = pool.run("train_elastic", 4, config=config)
+    results = run(pool, config, "train_elastic")
     events = results[0]["events"]
     changes = sizes(events)
     assert changes[0][0] > 10, "nothing is saved before layers freeze"
@@ -244,7 +230,7 @@ def test_repack_shrinks_and_grows_the_run(pool):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("rule", ["first_fit", "halving"])
-def test_published_repack_algorithm_merges_ranks_by_memory(pool, rule):
+def test_published_repack_algorithm_merges_ranks_by_memory(pool: Pool, rule: str) -> None:
     """The algorithm merges ranks by memory alone."""
     algorithm = f"python:benchmarks.baselines.merging:{rule}"
     config = wanted(
@@ -254,34 +240,31 @@ def test_published_repack_algorithm_merges_ranks_by_memory(pool, rule):
         pipeline={"memory_limit": 1 << 30},
         elastic={"repack": True, "algorithm": algorithm, "min_ranks": 2},
     )
-    events = pool.run("train_elastic", 4, config=config)[0]["events"]
+    events = run(pool, config, "train_elastic")[0]["events"]
     assert sizes(events) == [(2, 4, 2)]
     assert fields_of(events, "repack", "reason") == [(f"{algorithm}: 2 of 4 ranks by memory",)]
     assert told(events) == reference(pool, "plain")
 
 
-def test_run_with_retune_finishes_after_a_shrink(pool):
-    """The planner chooses the microbatch size, and the run continues to its end.
-
-    Larger microbatches give a larger bubble on two ranks. Smaller ones pay the message latency more
-    often.
-    """
+def test_run_with_retune_finishes_after_a_shrink(pool: Pool) -> None:
+    """The planner chooses the microbatch size, and the run continues to its end."""
     config = {
-        "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
-        "train": {"steps": 8, "global_batch": 8, "micro_batch": 2},
+        "model": {"kind": "emulated", "layers": 6, "f": 0.001, "b": 0.001, "w": 0.001},
+        "train": {"steps": 6, "global_batch": 8, "micro_batch": 2},
         "parallel": {"pipeline": 4},
         "balance": {"balancer": "none", "every": 4},
         "elastic": {"target_ranks": 2, "retune": True, "park": True},
     }
-    results = pool.run("train_elastic", 4, config=config)
+    results = run(pool, config, "train_elastic")
     events = results[0]["events"]
     assert sizes(events) == [(4, 4, 2)]
-    assert [step for (step,) in fields_of(events, "step", "step")] == list(range(8))
+    assert [step for (step,) in fields_of(events, "step", "step")] == list(range(6))
     losses = fields_of(events, "step", "loss")
     assert all(loss == loss for (loss,) in losses)
 
 
-def test_repack_keeps_all_ranks_if_fewer_are_too_slow(pool):
+@pytest.mark.matrix  # it decides by measured times
+def test_repack_keeps_all_ranks_if_fewer_are_too_slow(pool: Pool) -> None:
     """A step on fewer ranks would be too slow."""
     config = {
         "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
@@ -290,5 +273,5 @@ def test_repack_keeps_all_ranks_if_fewer_are_too_slow(pool):
         "balance": {"every": 3},
         "elastic": {"repack": True},
     }
-    events = pool.run("train_elastic", 4, config=config)[0]["events"]
+    events = run(pool, config, "train_elastic")[0]["events"]
     assert sizes(events) == []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.combinations import mostly_matrix
-from tests.equality import BALANCERS, RANDOM_MOVES, config, fields_of, pruned
+from tests.equality import BALANCERS, RANDOM_MOVES, config, fields_of, pruned, resumed, run, same
 from tests.pool import Pool
 
 LIMITS = {
@@ -37,7 +37,7 @@ def late(ranks: int, schedule: str, afterwards: bool = True, **sections: Any) ->
     wanted["pipeline"]["post_validation"] = afterwards
     return {
         key: value | sections.get(key, {}) if isinstance(value, dict) else value
-        for key, value in (wanted | {"checkpoint": {}}).items()
+        for key, value in wanted.items()
     }
 
 
@@ -46,12 +46,9 @@ def _by(optimizer: str) -> dict[str, Any]:
 
 
 @cache
-def _late_reference(pool: Pool, optimizer: str) -> list[dict[str, Any]]:
-    return pool.run(
-        "events",
-        1,
-        config=late(1, "1f1b", False, train=_by(optimizer), balance={"balancer": "none"}),
-    )[0]
+def _late_reference(pool: Pool, optimizer: str, tied: bool = False) -> list[dict[str, Any]]:
+    sections = {"train": _by(optimizer), "balance": {"balancer": "none"}, "model": {"tied": tied}}
+    return run(pool, late(1, "1f1b", False, **sections), "events")[0]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +66,7 @@ def test_post_validation_leaves_events_and_digest_unchanged(
     Evaluations, cases and checkpoints see the same weights as with a barrier.
     """
     expected = _late_reference(pool, optimizer)
-    events = pool.run("events", ranks, config=late(ranks, schedule, train=_by(optimizer)))[0]
+    events = run(pool, late(ranks, schedule, train=_by(optimizer)), "events")[0]
     for kind, keys in (
         ("step", ("step", "loss", "gradient_norm", "learning_rate", "frozen")),
         ("change", ("step", "case", "layers", "what")),
@@ -101,11 +98,10 @@ def test_replicas_validate_together(pool: Pool, zero: int) -> None:
     With ZeRO-1, parameters are exchanged again after a rollback.
     """
     mesh = {"pipeline": 2, "replicas": 2, "zero": zero, "timeout": 20.0}
-    sections: dict[str, Any] = {"parallel": mesh, "train": {"global_batch": 12, "micro_batch": 1}}
-    expected, events = (
-        pool.run("events", 4, config=late(2, "zb-h2", afterwards, **sections))[0]
-        for afterwards in (False, True)
-    )
+    train = {"global_batch": 8, "micro_batch": 1, "reduction_slots": 2}
+    alone = late(1, "1f1b", False, train=train, balance={"balancer": "none"})
+    expected = run(pool, alone, "events")[0]
+    events = run(pool, late(2, "zb-h2", parallel=mesh, train=train), "events")[0]
     for kind, keys in (
         ("step", ("step", "loss", "gradient_norm")),
         ("change", ("what",)),
@@ -121,21 +117,23 @@ def test_replicas_validate_together(pool: Pool, zero: int) -> None:
     assert 0 < len(clipped) < 6
 
 
-def test_a_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "rolls_back"),
+    mostly_matrix([("zb-h1", False), ("zb-v", True)], [("zb-h1", False)]),
+)
+def test_a_weight_tied_over_two_ranks_keeps_the_barrier(
+    pool: Pool, schedule: str, rolls_back: bool
+) -> None:
     """Neither rank could step without the other.
 
     In a V, both stages are on one rank, and there is no barrier.
     """
-    model = {"tied": True}
-    expected = pool.run(
-        "events", 1, config=late(1, "1f1b", False, model=model, balance={"balancer": "none"})
-    )[0]
-    for schedule in ("zb-h1", "zb-v"):
-        events = pool.run("events", 2, config=late(2, schedule, model=model))[0]
-        assert fields_of(events, "end", "weights_digest") == fields_of(
-            expected, "end", "weights_digest"
-        )
-        assert bool(fields_of(events, "rollback", "step")) == (schedule == "zb-v")
+    events = run(pool, late(2, schedule, model={"tied": True}), "events")[0]
+    expected = _late_reference(pool, "adamw", tied=True)
+    assert fields_of(events, "end", "weights_digest") == fields_of(
+        expected, "end", "weights_digest"
+    )
+    assert bool(fields_of(events, "rollback", "step")) == rolls_back
 
 
 @pytest.mark.parametrize("stop", mostly_matrix([3, 6], everyday=[6]))
@@ -147,22 +145,8 @@ def test_post_validated_run_resumes_with_and_without_barrier(
     The run stops one step later than with a barrier.
     """
     expected = fields_of(_late_reference(pool, "adamw"), "end", "loss", "weights_digest")
-    tmp_path.joinpath("run").mkdir()
-    for (ranks, schedule, afterwards), resume in (
-        ((3, "zb-h2", True), False),
-        ((2, "zb-v", stop == 3), True),
-    ):
-        wanted = late(ranks, schedule, afterwards, checkpoint={"every": 100})
-        folder = str(tmp_path / "run")
-        ended = pool.run(
-            "train_in",
-            ranks,
-            config=wanted,
-            folder=folder,
-            resume=resume,
-            stop_after=None if resume else stop - 1,
-        )[0]
-        assert ended["interrupted"] is not resume
+    parts = late(3, "zb-h2"), late(2, "zb-v", stop == 3)
+    ended = resumed(pool, tmp_path, *parts, stop_after=stop - 1)[0]
     assert [(ended["loss"], ended["weights_digest"])] == expected
 
 
@@ -176,22 +160,18 @@ def test_post_validated_run_resumes_with_and_without_barrier(
 def test_measured_freezing_is_the_same_with_post_validation(
     pool: Pool, options: dict[str, Any]
 ) -> None:
-    """The case freezes layers by measurements.
-
-    The measurements of a step are complete before the case acts on them.
-    """
-    runs: list[dict[str, Any]] = []
+    """The measurements of a step are complete before the case acts on them."""
+    runs: list[list[dict[str, Any]]] = []
     for ranks, afterwards in ((1, False), (3, True)):
-        wanted: dict[str, Any] = config(ranks, "zb-h1", BALANCERS["none"], False, False)
-        wanted["seed"] = 8
-        wanted["train"] = {**wanted["train"], "steps": 14}
-        wanted["pipeline"] = {**wanted["pipeline"], "post_validation": afterwards}
+        wanted = config(ranks, "zb-h1", BALANCERS["none"], False, False, seed=8)
+        wanted["train"]["steps"] = 14
+        wanted["pipeline"]["post_validation"] = afterwards
         wanted["dynamism"] = {"cases": ["freezing"], "freezing": options}
-        runs.append(pool.run("train", ranks, config=wanted)[0])
-    assert runs[0]["frozen"][-1] > 0, "nothing froze"
-    assert [r["frozen"] for r in runs] == [runs[0]["frozen"]] * 2
-    assert [r["losses"] for r in runs] == [runs[0]["losses"]] * 2
-    assert [r["digest"] for r in runs] == [runs[0]["digest"]] * 2
+        runs.append(run(pool, wanted))
+    alone, spread = runs
+    assert alone[0]["frozen"][-1] > 0, "nothing froze"
+    assert spread[0]["frozen"] == alone[0]["frozen"]
+    same(spread, alone[0])
 
 
 def test_barrier_returns_if_every_step_is_clipped(pool: Pool) -> None:
@@ -200,16 +180,13 @@ def test_barrier_returns_if_every_step_is_clipped(pool: Pool) -> None:
     A seventh step has already begun then and is rolled back too.
     """
     wanted = config(2, "zb-h1", BALANCERS["none"], False, True)
-    wanted["train"] = {**wanted["train"], "steps": 10}
+    wanted["train"]["steps"] = 8
     wanted["pipeline"]["post_validation"] = True
-    events = pool.run("events", 2, config=wanted)[0]
+    events = run(pool, wanted, "events")[0]
     assert fields_of(events, "rollback", "step") == [(step,) for step in range(7)]
     assert fields_of(events, "post_validation", "step", "on", "reason") == [
         (5, False, "6 of the last 6 steps were taken back")
     ]
     wanted["pipeline"]["post_validation"] = False
-    assert fields_of(events, "end", "weights_digest") == fields_of(
-        pool.run("events", 1, config=wanted | {"parallel": {"pipeline": 1}})[0],
-        "end",
-        "weights_digest",
-    )
+    alone = run(pool, wanted | {"parallel": {"pipeline": 1}}, "events")[0]
+    assert fields_of(events, "end", "weights_digest") == fields_of(alone, "end", "weights_digest")

@@ -1,11 +1,12 @@
 """Same numbers while tokens exit early, skip blocks or choose experts.
 
-There is one digest for all ranks, schedules, placements, replicas and resumed runs.
+`test_equality_drawn.py` draws more meshes, schedules and cases.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,49 +19,30 @@ from dynmo.data.corpus import open_corpus
 from dynmo.models.early_exit import ExitHead
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
-from tests.equality import BALANCERS, STEPS, config, deeper, fields_of
+from tests.equality import BALANCERS, STEPS, config, deeper, fields_of, resumed, run
 from tests.jobs import SOURCE
 from tests.pool import Pool
 
+RECORD = {"record_every": 2}
+EXITS = {"early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 2} | RECORD}
+DEPTHS = {"mixture_of_depths": {"capacity": 0.3, "threshold_from": 4} | RECORD}
 # Some tokens of an untrained model are over these thresholds, and some are not.
 CASES: dict[str, dict[str, Any]] = {
-    "softmax": {"early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 2, "record_every": 2}},
+    "softmax": EXITS,
     "state": {
-        "early_exit": {
-            "confidence": "state",
-            "threshold": 0.995,
-            "exits": [0, 2],
-            "start": 1,
-            "record_every": 2,
-        }
+        "early_exit": EXITS["early_exit"] | {"confidence": "state", "threshold": 0.995, "start": 1}
     },
     "classifier": {
-        "early_exit": {
-            "confidence": "classifier",
-            "threshold": 0.5,
-            "exits": [1],
-            "start": 2,
-            "record_every": 2,
-        }
+        "early_exit": EXITS["early_exit"]
+        | {"confidence": "classifier", "threshold": 0.5, "exits": [1]}
     },
-    "mlp": {"mixture_of_depths": {"capacity": 0.3, "threshold_from": 4, "record_every": 2}},
+    "mlp": DEPTHS,
     "bce": {
-        "mixture_of_depths": {
-            "capacity": 0.5,
-            "predictor": "bce",
-            "predictor_weight": 1.0,
-            "record_every": 2,
-        }
+        "mixture_of_depths": {"capacity": 0.5, "predictor": "bce", "predictor_weight": 1.0} | RECORD
     },
-    "experts": {"experts": {"record_every": 2}},
-    "experts and exits": {
-        "experts": {},
-        "early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 2},
-    },
-    "experts and depths": {
-        "experts": {},
-        "mixture_of_depths": {"capacity": 0.3, "threshold_from": 4},
-    },
+    "experts": {"experts": RECORD},
+    "experts and exits": {"experts": {}} | EXITS,
+    "experts and depths": {"experts": {}} | DEPTHS,
 }
 EXPERTS = {"kind": "moe", "experts": 4, "top_k": 2, "shared_experts": 1, "moe_every": 2}
 
@@ -74,19 +56,20 @@ def wanted(case: str, ranks: int, schedule: str, **sections: dict[str, Any]) -> 
             "routing": "bias" if case == "experts" else "aux-loss",
             "bias_rate": 0.1,
         }
-    base["train"] |= {"eval_every": 3, "eval_batches": 2, "max_grad_norm": 0.5}
+    base["train"] |= {"eval_every": 3, "eval_batches": 2, "max_grad_norm": 0.5, "global_batch": 8}
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
     return base
 
 
-def told(pool: Pool, ranks: int, configuration: dict[str, Any]) -> dict[str, Any]:
+def told(pool: Pool, configuration: dict[str, Any]) -> dict[str, Any]:
     """The results that must not depend on where the run was."""
-    events = pool.run("events", ranks, config=configuration)[0]
+    events = run(pool, configuration, "events")[0]
     return {
         "steps": fields_of(events, "step", "step", "loss", "gradient_norm"),
         "evaluations": fields_of(events, "eval", "loss", "dense_loss"),
         "changes": fields_of(events, "change", "step", "case", "layers"),
+        "shares": fields_of(events, "tokens", "step", "layers", "shares"),
         "end": fields_of(events, "end", "loss", "weights_digest", "buffers_digest"),
     }
 
@@ -94,9 +77,8 @@ def told(pool: Pool, ranks: int, configuration: dict[str, Any]) -> dict[str, Any
 @cache
 def reference(pool: Pool, case: str, groups: int = 1, precision: str = "float32") -> dict[str, Any]:
     """One rank, an ordinary backward, nothing moves."""
-    return told(
-        pool, 1, wanted(case, 1, "1f1b", train={"reduction_slots": groups, "precision": precision})
-    )
+    train = {"reduction_slots": groups, "precision": precision}
+    return told(pool, wanted(case, 1, "1f1b", train=train))
 
 
 RUNS: dict[str, tuple[int, str, dict[str, dict[str, Any]]]] = {
@@ -107,41 +89,24 @@ RUNS: dict[str, tuple[int, str, dict[str, dict[str, Any]]]] = {
 }
 
 
-EVERYDAY = {
-    ("softmax", "V shape and recompute"),
-    ("mlp", "post-validation"),
-}
+@pytest.mark.parametrize(
+    ("case", "place"),
+    mostly_matrix(product(CASES, RUNS), everyday=[("softmax", "V shape and recompute")]),
+)
+def test_token_cases_have_the_same_numbers_on_any_ranks(pool: Pool, case: str, place: str) -> None:
+    ranks, schedule, sections = RUNS[place]
+    assert told(pool, wanted(case, ranks, schedule, **sections)) == reference(pool, case)
 
 
-def _combinations() -> list[Any]:
-    """Two runs belong to the everyday suite."""
-    return [
-        pytest.param(
-            case,
-            *run,
-            id=f"{case}-{name}",
-            marks=() if (case, name) in EVERYDAY else pytest.mark.matrix,
-        )
-        for case in CASES
-        for name, run in RUNS.items()
-    ]
-
-
-@pytest.mark.parametrize(("case", "ranks", "schedule", "sections"), _combinations())
-def test_token_cases_have_the_same_numbers_on_any_ranks(
-    pool: Pool, case: str, ranks: int, schedule: str, sections: dict[str, dict[str, Any]]
-) -> None:
-    assert told(pool, ranks, wanted(case, ranks, schedule, **sections)) == reference(pool, case)
-
-
-@pytest.mark.parametrize("case", mostly_matrix(["softmax", "mlp", "experts"], ["experts"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", ["softmax", "mlp", "experts"])
 def test_token_cases_have_the_same_numbers_on_any_mesh(pool: Pool, case: str) -> None:
     sections = {
         "parallel": {"pipeline": 2, "replicas": 2, "zero": 1},
         "train": {"reduction_slots": 2},
         "elastic": {"reshape_at": [[3, 4, 1]]},
     }
-    assert told(pool, 4, wanted(case, 2, "zb-h1", **sections)) == reference(pool, case, groups=2)
+    assert told(pool, wanted(case, 2, "zb-h1", **sections)) == reference(pool, case, groups=2)
 
 
 # Pipeline, data and expert.
@@ -159,57 +124,41 @@ SPREAD: dict[str, tuple[tuple[int, int, int], str, dict[str, dict[str, Any]]]] =
 }
 
 
-def _spread() -> list[Any]:
-    """The everyday suite has the run with most at once."""
-    cases = [case for case in CASES if "experts" in CASES[case]]
-    return [
-        pytest.param(
-            case,
-            *run,
-            id=f"{case}-{name}",
-            marks=() if (i, k) == (0, 4) else pytest.mark.matrix,
-        )
-        for i, case in enumerate(cases)
-        for k, (name, run) in enumerate(SPREAD.items())
-    ]
-
-
-@pytest.mark.parametrize(("case", "mesh", "schedule", "sections"), _spread())
-def test_sharded_experts_have_the_numbers_of_one_process(
-    pool: Pool,
-    case: str,
-    mesh: tuple[int, int, int],
-    schedule: str,
-    sections: dict[str, dict[str, Any]],
-) -> None:
+@pytest.mark.parametrize(
+    ("case", "place"),
+    mostly_matrix(
+        product([case for case in CASES if "experts" in CASES[case]], SPREAD),
+        everyday=[("experts", "ZeRO-1, V shape, recompute")],
+    ),
+)
+def test_sharded_experts_have_the_numbers_of_one_process(pool: Pool, case: str, place: str) -> None:
     """Experts are sharded over the replicas, and they move."""
-    pipeline, data, expert = mesh
-    parallel = {
-        "pipeline": pipeline,
-        "replicas": data,
-        "expert": expert,
-        **sections.get("parallel", {}),
-    }
-    train = {"reduction_slots": data, **sections.get("train", {})}
+    (pipeline, data, expert), schedule, sections = SPREAD[place]
+    mesh = {"pipeline": pipeline, "replicas": data, "expert": expert}
+    parallel = mesh | sections.get("parallel", {})
+    train = {"reduction_slots": data} | sections.get("train", {})
     spread = wanted(case, pipeline, schedule, **{**sections, "parallel": parallel, "train": train})
-    spread["dynamism"] = {
-        **spread["dynamism"],
-        "experts": {"record_every": 2, "place_every": 2, "least_gain": 0.0, "redundant": data // 2},
+    spread["dynamism"]["experts"] = RECORD | {
+        "place_every": 2,
+        "least_gain": 0.0,
+        "redundant": data // 2,
     }
-    moved = told(pool, pipeline * data, spread)
+    moved = told(pool, spread)
     assert any(name == "experts" for _, name, _ in moved["changes"]), "experts move"
     moved["changes"] = [change for change in moved["changes"] if change[1] != "experts"]
-    assert moved == reference(pool, case, groups=data)
+    expected = reference(pool, case, groups=data)
+    assert {**moved, "shares": None} == {**expected, "shares": None}
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ["softmax", "bce"])
 def test_token_cases_in_bfloat16_have_one_digest(pool: Pool, case: str) -> None:
     low = wanted(case, 3, "zb-h1", train={"precision": "bfloat16"})
-    assert told(pool, 3, low) == reference(pool, case, precision="bfloat16")
+    assert told(pool, low) == reference(pool, case, precision="bfloat16")
 
 
-@pytest.mark.parametrize("case", mostly_matrix(["softmax", "mlp"], everyday=["softmax"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", ["softmax", "mlp"])
 def test_token_cases_combine_with_freezing_and_pruning(pool: Pool, case: str) -> None:
     both = {
         "freezing": {"schedule": [[3, 2], [5, 4]]},
@@ -217,41 +166,25 @@ def test_token_cases_combine_with_freezing_and_pruning(pool: Pool, case: str) ->
     }
     dynamism = {"cases": [*CASES[case], *both], **both}
     alone, spread = (
-        wanted(case, ranks, schedule, dynamism=dynamism)
+        told(pool, wanted(case, ranks, schedule, dynamism=dynamism))
         for ranks, schedule in ((1, "1f1b"), (3, "zb-h1"))
     )
-    assert told(pool, 3, spread) == told(pool, 1, alone)
+    assert spread == alone
 
 
-@pytest.mark.parametrize("case", mostly_matrix(["softmax", "mlp", "experts"], ["softmax"]))
+@pytest.mark.parametrize("case", mostly_matrix(["softmax", "mlp", "experts"], ["mlp"]))
 def test_run_with_token_cases_resumes_on_other_ranks(pool: Pool, tmp_path: Path, case: str) -> None:
-    (tmp_path / "run").mkdir()
-    for ranks, schedule, resume in ((2, "zb-h1", False), (3, "1f1b", True)):
-        part = wanted(case, ranks, schedule, checkpoint={"every": 100})
-        ended = pool.run(
-            "train_in",
-            ranks,
-            config=part,
-            folder=str(tmp_path / "run"),
-            resume=resume,
-            stop_after=None if resume else 4,
-        )[0]
-        assert ended["interrupted"] is not resume
+    parts = (wanted(case, ranks, schedule) for ranks, schedule in ((2, "zb-h1"), (3, "1f1b")))
+    ended = resumed(pool, tmp_path, *parts, stop_after=4)[0]
     ((loss, weights, _),) = reference(pool, case)["end"]
     assert (ended["loss"], ended["weights_digest"]) == (loss, weights)
 
 
-@pytest.mark.parametrize("case", mostly_matrix(["softmax", "mlp"], ["softmax"]))
+@pytest.mark.parametrize("case", ["softmax", "mlp"])
 def test_some_tokens_exit_or_are_skipped(pool: Pool, case: str) -> None:
     """Neither all tokens nor none exit early or skip a block."""
-    events = pool.run("events", 2, config=wanted(case, 2, "zb-h1"))[0]
-    shares = [
-        share
-        for event in events
-        if event["event"] == "tokens"
-        for share in next(iter(event["shares"].values()))
-    ]
-    assert any(0.05 < share < 0.95 for share in shares), shares
+    told = [next(iter(shares.values())) for _, _, shares in reference(pool, case)["shares"]]
+    assert any(0.05 < share < 0.95 for shares in told for share in shares), told
 
 
 def test_early_exit_losses_match_a_plain_torch_loop(pool: Pool) -> None:
@@ -267,7 +200,7 @@ def test_early_exit_losses_match_a_plain_torch_loop(pool: Pool) -> None:
         "early_exit": {"threshold": 0.001, "exits": [0], "start": 0},
     }
     configuration["train"] |= {"warmup": 0, "decay": "constant"}
-    losses = pool.run("train", 1, config=configuration)[0]["losses"]
+    losses = run(pool, configuration)[0]["losses"]
     model = model_of(parse(configuration))
     layers = torch.nn.ModuleList(model.build(range(model.layers)))
     for layer in layers:
