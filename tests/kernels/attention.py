@@ -9,23 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 shapes = st.tuples(
-    st.integers(1, 3), st.integers(1, 70), st.integers(1, 3), st.sampled_from([1, 2, 4, 8, 24])
+    st.integers(1, 2), st.integers(1, 33), st.integers(1, 3), st.sampled_from([1, 2, 8])
 )
 """batch, sequence, heads, size"""
 
 
 def reference(x: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Dense attention that masks away all pairs that are not in `seen`.
+    """Dense attention of the pairs in `seen`, [batch, heads, query, key]. Others are masked.
 
-    Every pair is computed.
-
-    Args:
-        x: Queries and keys, [batch, sequence, heads, size]. Keys are normalised.
-        v: Values, [batch, sequence, heads, size].
-        seen: True for each pair that counts, [batch, heads, query, key].
-
-    Returns:
-        The output, [batch, sequence, heads, size]. A row without any pair gives 0.
+    Keys are normalised. A row without any pair gives 0.
     """
     q = x.transpose(1, 2)
     k = (x / x.norm(dim=-1, keepdim=True)).transpose(1, 2)
@@ -37,16 +29,7 @@ def reference(x: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 
 def before(batch: int, sequence: int, heads: int) -> Tensor:
-    """A mask that is True for each key before its query.
-
-    Args:
-        batch: Size of the first dimension.
-        sequence: Number of queries, and of keys.
-        heads: Size of the second dimension.
-
-    Returns:
-        The mask, [batch, heads, sequence, sequence].
-    """
+    """A mask [batch, heads, query, key] that is True for each key before its query."""
     return (
         torch.ones(sequence, sequence, dtype=torch.bool)
         .tril(-1)
@@ -62,19 +45,7 @@ def inputs(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws x, v and the gradient of the output.
-
-    Args:
-        batch: Number of sequences.
-        sequence: Number of tokens of a sequence.
-        heads: Number of heads.
-        size: Size of a head.
-        dtype: Type of the tensors.
-        seed: Seed of the draw.
-
-    Returns:
-        Three tensors [batch, sequence, heads, size].
-    """
+    """Draws x, v and the gradient of the output, [batch, sequence, heads, size]."""
     generator = torch.Generator().manual_seed(seed)
     x, v, g = (
         torch.randn(batch, sequence, heads, size, generator=generator, dtype=dtype)
@@ -89,14 +60,7 @@ def check(
     shape: tuple[int, int, int, int],
     tolerance: float = 1e-11,
 ) -> None:
-    """Compares values and gradients of `ours` with those of `reference`.
-
-    Args:
-        ours: The attention under test, from x and v to the output.
-        seen: True for each pair that counts, [batch, heads, query, key].
-        shape: Batch, sequence, heads and size of the inputs.
-        tolerance: Relative and absolute tolerance.
-    """
+    """Compares values and gradients of `ours` with those of `reference`."""
     x, v, g = inputs(*shape)
     results: list[tuple[Tensor, ...]] = []
     for attend in (ours, lambda x, v: reference(x, v, seen)):

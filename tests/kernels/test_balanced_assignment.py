@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.kernels.balanced_assignment import auction, sinkhorn
@@ -14,7 +14,6 @@ from dynmo.kernels.balanced_assignment import auction, sinkhorn
 SLACK = 1e-3
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 7), st.integers(1, 4), st.integers(0, 999))
 def test_the_auction_finds_the_best_assignment(tokens: int, experts: int, seed: int) -> None:
     scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed)).round(
@@ -42,7 +41,6 @@ def test_the_auction_ends_with_equal_scores() -> None:
     assert torch.bincount(auction(hot)).tolist() == [8] * 8
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 999), st.floats(0.1, 5))
 def test_sinkhorn_has_equal_sums(tokens: int, experts: int, seed: int, spread: float) -> None:
     """Rows have exactly equal sums.

@@ -11,8 +11,8 @@ from torch import Tensor
 from dynmo.kernels.csr import Csr, pack, sddmm_, spmm, sum_tokens, unpack
 from dynmo.kernels.csr_loops import TOKENS
 
-sizes = st.integers(1, 40)
-tokens = st.sampled_from([0, 1, 7, 16, 128, 129, 530])
+sizes = st.integers(1, 24)
+tokens = st.sampled_from([0, 1, 7, 16, 64, 65, 130])
 shares = st.sampled_from([0.0, 0.05, 0.3, 0.8, 1.0])
 
 

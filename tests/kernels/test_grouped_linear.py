@@ -9,7 +9,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,7 +27,6 @@ def one_by_one(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     return torch.stack(rows) if rows else x @ weight[0].t()
 
 
-@settings(max_examples=40, deadline=None)
 @given(COUNTS, st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
 def test_grouped_linear_equals_separate_matrices(
     counts: list[int], inputs: int, outputs: int, seed: int

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,15 +34,16 @@ def test_hashed_attention_equals_masked_dense_attention(
     check(lambda x, v: hash_attention(x, v, buckets, count, tile), seen_in_buckets(buckets), shape)
 
 
-def test_several_chunks_of_buckets_equal_masked_attention() -> None:
-    """The rows do not fit into one chunk. Buckets have from one to hundreds of rows."""
-    shape = (2, 1500, 2, 4)
-    buckets = (torch.rand(shape[:3], generator=torch.Generator().manual_seed(0)) ** 3 * 32).long()
-    plan = plan_buckets(buckets, 32, 16)
+def test_several_chunks_of_buckets_equal_masked_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows do not fit into one chunk. Buckets have from one to dozens of rows."""
+    monkeypatch.setattr("dynmo.kernels.hash_attention._CHUNK_ROWS", 128)
+    shape = (1, 200, 2, 4)
+    buckets = (torch.rand(shape[:3], generator=torch.Generator().manual_seed(0)) ** 3 * 16).long()
+    plan = plan_buckets(buckets, 16, 4)
     assert len(plan.chunks) > 3
     assert plan.pairs == int(seen_in_buckets(buckets).sum())
     assert plan.pairs < plan.computed < 1.5 * plan.pairs
-    check(lambda x, v: hash_attention(x, v, buckets, 32, 16), seen_in_buckets(buckets), shape)
+    check(lambda x, v: hash_attention(x, v, buckets, 16, 4), seen_in_buckets(buckets), shape)
 
 
 def test_one_bucket_is_dense_attention() -> None:
@@ -80,7 +81,6 @@ def test_strided_float32_inputs_are_accepted() -> None:
     torch.testing.assert_close(ours, packed.grad, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=30)
 @given(shapes, st.integers(1, 8), st.integers(0, 100))
 def test_bucket_is_the_argmax_of_the_projections(
     shape: tuple[int, int, int, int], half: int, seed: int

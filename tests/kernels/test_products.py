@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -67,7 +67,6 @@ def gradient(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 4).map(lambda n: 4 * n), st.integers(1, 40), st.integers(1, 3))
 def test_products_have_the_bits_of_torch(width: int, rows: int, microbatches: int) -> None:
     torch.manual_seed(rows)

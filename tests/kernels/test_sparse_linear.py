@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -62,8 +62,8 @@ def kept_gradient(linear: nn.Linear) -> Tensor:
 
 
 @given(
-    size=st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    leading=st.sampled_from([(1,), (7,), (2, 3), (2, 2, 5), (0,), (16,), (128,), (530,)]),
+    size=st.tuples(st.integers(1, 24), st.integers(1, 24)),
+    leading=st.sampled_from([(1,), (7,), (2, 3), (2, 2, 5), (0,), (16,), (64,), (130,)]),
     share=st.sampled_from([0.0, 0.05, 0.3, 0.8, 1.0]),
     bias=st.booleans(),
     contiguous=st.booleans(),
@@ -71,7 +71,6 @@ def kept_gradient(linear: nn.Linear) -> Tensor:
     tape=st.sampled_from(["none", "now", "later"]),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=150, deadline=None)
 def test_pruned_layer_equals_the_masked_dense_layer(
     size: tuple[int, int],
     leading: tuple[int, ...],

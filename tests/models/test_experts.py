@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -77,7 +77,6 @@ def plainly(module: ExpertsHalf, x: Tensor) -> tuple[Tensor, list[list[int]], Te
     return torch.stack(out).view_as(x), kept, loss
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 2),
     st.integers(1, 6),
@@ -186,7 +185,6 @@ def test_blocks_with_experts() -> None:
     assert [isinstance(layer, ExpertsHalf) for layer in layers] == [i in (4, 8) for i in range(10)]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 6),
     st.integers(1, 12),

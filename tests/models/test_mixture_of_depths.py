@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -294,7 +294,6 @@ def configs(draw: st.DrawFn) -> Config:
     )
 
 
-@settings(max_examples=25)
 @given(configs(), st.sampled_from(sorted(WAYS)), st.integers(1, 3), st.integers(0, 999))
 def test_any_shape_equals_a_token_by_token_reference(
     config: Config, way: str, batch: int, seed: int
