@@ -6,6 +6,7 @@ CPU threads are those of one rank, and one pool of ranks serves the whole sessio
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import runpy
 import shutil
@@ -19,7 +20,18 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
+from dynmo.elastic.launcher.environment import malloc_settings
 from tests.pool import Pool
+
+LATER = ("matrix", "docs", "clusters")
+"""Markers of tests that `make test` leaves out."""
+
+# Imports make many objects and no garbage.
+gc.disable()
+
+# The two processes of `make test` keep the memory that tensors free, as ranks do. Fresh pages take
+# a tenth of the time.
+os.environ |= malloc_settings()
 
 # Runs share their machine, so a slow example says nothing about the code. `make matrix` draws more
 # examples.
@@ -64,11 +76,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests marked gpu without their device, and tests marked matrix.
+    """Deselects tests marked gpu without their device, and tests that `make test` leaves out.
 
-    Tests marked matrix stay if `-m` is given.
+    The latter stay if `-m` is given. All tests with ranks go to one of xdist's processes, so that
+    there is one pool.
     """
-    unwanted = set[str]() if config.option.markexpr else {"matrix"}
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+    unwanted = set[str]() if config.option.markexpr else set(LATER)
     if config.getoption("--gpu-device") == "cuda" and any(
         item.get_closest_marker("gpu") for item in items
     ):
@@ -82,3 +98,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (left_out if any(item.get_closest_marker(name) for name in unwanted) else kept).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """Collects garbage again, but never looks at what the imports made."""
+    gc.freeze()
+    gc.enable()

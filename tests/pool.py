@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -139,8 +140,10 @@ class Pool:
 
 
 def _serve() -> None:
+    gc.disable()  # imports make many objects and no garbage
     import torch
 
+    import tests.jobs  # noqa: F401  # before the first job, in all ranks at once
     from dynmo.runtime.comm.rendezvous import from_environment
     from dynmo.runtime.comm.store import open_store
     from dynmo.runtime.comm.world import World
@@ -155,6 +158,8 @@ def _serve() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     store = open_store(rendezvous, timeout=30)
+    gc.freeze()
+    gc.enable()
     replies.write("{}\n")  # it is ready
     replies.flush()
     for line in sys.stdin:

@@ -30,14 +30,22 @@ def most_local_ranks() -> int:
     return max(64, 4 * (os.cpu_count() or 1))
 
 
-def process_environment(process: int, size: int, folder: Path, threads: int) -> dict[str, str]:
-    """Returns the environment of one process, on whatever machine.
+def malloc_settings() -> dict[str, str]:
+    """Returns variables with which glibc keeps the memory that a process frees.
 
-    glibc returns each large block to the system when it is freed. Stashes are freed all the time.
-    The page faults cost several percent. The MALLOC_ settings therefore keep the memory. 32 MiB is
-    the largest threshold that glibc takes.
+    By default it returns each large block to the system. Stashes are freed all the time, and the
+    page faults cost several percent. 32 MiB is the largest threshold that glibc takes.
     """
-    env = dict(os.environ)
+    return {
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "MALLOC_TOP_PAD_": str(64 << 20),
+    }
+
+
+def process_environment(process: int, size: int, folder: Path, threads: int) -> dict[str, str]:
+    """Returns the environment of one process, on whatever machine."""
+    env = {**os.environ, **malloc_settings()}
     env.update(
         RANK=str(process),
         WORLD_SIZE=str(size),
@@ -46,9 +54,6 @@ def process_environment(process: int, size: int, folder: Path, threads: int) -> 
         DYNMO_RENDEZVOUS=str(folder),
         OMP_NUM_THREADS=str(threads),
         MKL_NUM_THREADS=str(threads),
-        MALLOC_MMAP_THRESHOLD_=str(32 << 20),
-        MALLOC_TRIM_THRESHOLD_=str(1 << 40),
-        MALLOC_TOP_PAD_=str(64 << 20),
         PYTHONUNBUFFERED="1",
     )
     if size > 1:
