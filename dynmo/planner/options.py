@@ -32,7 +32,7 @@ class Elastic(Options):
     """Ranks that the run goes to as soon as it can. Not set: `repack` decides."""
     retune: bool = False
     """Whether a change of ranks may also change `train.micro_batch`, at the same global batch. The
-    numbers are then no longer those of one process."""
+    numbers are then no longer those of one rank."""
     reshape: bool = False
     """Whether the run may choose another mesh of the same ranks when the work has changed."""
     reshape_at: ShapesAt = ()

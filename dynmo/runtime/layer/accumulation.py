@@ -11,7 +11,7 @@ Microbatches add up in a group, and the groups fold as the tree.
                                0 .. 5             the rest folds from the last to the first
 
 A replica that holds a run of groups as long as a power of two folds a subtree. So any number of
-replicas gives the same bits. The reference is one process with as many groups.
+replicas gives the same bits. The reference is one rank with as many groups.
 """
 
 from __future__ import annotations
