@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))
-    unwanted = set[str]() if config.option.markexpr else set(LATER)
+    unwanted: set[str] = set() if config.option.markexpr else {*LATER}
     if config.getoption("--gpu-device") == "cuda" and any(
         item.get_closest_marker("gpu") for item in items
     ):
