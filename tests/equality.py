@@ -6,7 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dynmo.runtime.comm.world import World
+from tests import jobs
 from tests.pool import Pool
+from tests.runtime.fake_time import emulated_time
 
 RANDOM_MOVES = "python:benchmarks.baselines.placements:random"
 """Moves layers to a random placement at every decision."""
@@ -20,6 +23,7 @@ BALANCERS: dict[str, dict[str, Any]] = {
 }
 
 
+IN_EMULATED_TIME = "tests.equality:in_emulated_time"
 STEPS = 7
 
 
@@ -125,3 +129,9 @@ def resumed(
         {False},
     ]
     return ended
+
+
+def in_emulated_time(world: World, config: dict[str, Any], wrapped: str = "events") -> Any:
+    """A job in which emulated layers take exactly their seconds, and none of the real time."""
+    with emulated_time():
+        return getattr(jobs, wrapped)(world, config)

@@ -22,7 +22,6 @@ from dynmo.config import Config, parse
 from dynmo.elastic.managers.choose import parks
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, StepEvent, to_json
-from dynmo.models.emulated import EmulatedLayer
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.migration import Migration
 from dynmo.train.joining import come_back
@@ -134,22 +133,6 @@ def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict
         trainer.pipeline._loop.rebalancer._actions.move = refuse
     trainer.run()
     return [to_json(event) for event in told]
-
-
-def costs_beside_a_slow_replica(world: World, config: dict[str, Any]) -> list[float]:
-    """Seconds of each layer's F, as all ranks know them.
-
-    The last rank's first emulated layer takes ten times as long.
-    """
-    loaded = parsed(config)
-    trainer = Trainer(loaded, world, model_of(loaded), None)
-    if world.rank == world.size - 1:
-        (module, _), *_ = trainer.pipeline._engine.store.own.values()
-        assert isinstance(module, EmulatedLayer)
-        module.f *= 10
-    for _ in range(3):
-        trainer.advance()
-    return [cost.f for cost in trainer.pipeline.costs()]
 
 
 def train_elastic(world: World, config: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.combinations import mostly_matrix
-from tests.equality import BALANCERS, deeper, fields_of, run
+from tests.equality import BALANCERS, IN_EMULATED_TIME, deeper, fields_of, run
 from tests.pool import Pool
 
 DOWN_AND_UP, GROWTH = [[2, 2, 1], [5, 4, 1]], [[4, 3, 1]]
@@ -263,15 +263,13 @@ def test_run_with_retune_finishes_after_a_shrink(pool: Pool) -> None:
     assert all(loss == loss for (loss,) in losses)
 
 
-@pytest.mark.matrix  # it decides by measured times
 def test_repack_keeps_all_ranks_if_fewer_are_too_slow(pool: Pool) -> None:
-    """A step on fewer ranks would be too slow."""
     config = {
-        "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
+        "model": {"kind": "emulated", "layers": 8, "f": 1.0, "b": 1.0, "w": 1.0},
         "train": {"steps": 7, "global_batch": 8, "micro_batch": 1},
         "parallel": {"pipeline": 4},
         "balance": {"every": 3},
         "elastic": {"repack": True},
     }
-    events = run(pool, config, "train_elastic")[0]["events"]
+    events = run(pool, config, IN_EMULATED_TIME, wrapped="train_elastic")[0]["events"]
     assert sizes(events) == []

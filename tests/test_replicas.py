@@ -1,12 +1,12 @@
-"""Replicas: any mesh gives the digest of one process.
+"""Replicas: any mesh gives the digest of one process with the same reduction slots.
 
-The number of reduction slots is fixed. A reshape during the run keeps the digest.
+A reshape during the run keeps the digest. `test_equality_drawn.py` draws more meshes.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,19 @@ from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost import profile_file
 from dynmo.events import ReshapeEvent, read
+from dynmo.models.emulated import EmulatedLayer
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.state.layer_options import ReplicaOptions
 from dynmo.train.setup import model_of
+from dynmo.train.trainer import Trainer
 from tests.combinations import mostly_matrix
-from tests.equality import RANDOM_MOVES
+from tests.equality import IN_EMULATED_TIME, RANDOM_MOVES, fields_of, resumed, run, same
+from tests.jobs import parsed
 from tests.pool import JobFailed, Pool
+from tests.runtime.fake_time import emulated_time
 
 STEPS = 6
 RANDOM = {"balancer": RANDOM_MOVES, "every": 1}
@@ -47,20 +51,6 @@ def config(
     """Six layers and eight microbatches, with dropout, clipping and freezing.
 
     The embedding has several norm blocks, so that shares cut it.
-
-    Args:
-        pipeline: Ranks of a pipeline.
-        data: Number of replicas.
-        groups: Value of train.reduction_slots. None leaves it out.
-        zero: 1 shards the optimizer's state.
-        schedule: Name of the schedule.
-        balance: The section [balance]. None means no balancer.
-        reshape_at: Value of elastic.reshape_at.
-        cases: True freezes layers.
-        **model: Keys of [model].
-
-    Returns:
-        The sections of the configuration.
     """
     sections: dict[str, Any] = {
         "seed": 7,
@@ -87,44 +77,32 @@ def config(
     return sections
 
 
-def run(pool: Pool, wanted: dict[str, Any]) -> list[dict[str, Any]]:
-    parallel = wanted["parallel"]
-    return pool.run("train", parallel["pipeline"] * parallel["replicas"], config=wanted)
-
-
 @cache
-def reference(pool: Pool, groups: int) -> dict[str, Any]:
+def reference(pool: Pool, groups: int, tied: bool = False) -> dict[str, Any]:
     """One process, the same slots."""
-    return run(pool, config(1, 1, groups=groups, schedule="1f1b"))[0]
-
-
-def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    assert results[0]["losses"] == expected["losses"]
-    assert {r["digest"] for r in results} == {expected["digest"]}
-    assert {r["loss"] for r in results} == {expected["loss"]}
+    return run(pool, config(1, 1, groups=groups, schedule="1f1b", tied=tied))[0]
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "data", "zero", "balance"),
-    [
-        (1, 2, 0, None),
-        (1, 2, 1, None),
-        (1, 4, 1, None),
-        (2, 1, 0, RANDOM),
-        (2, 2, 0, RANDOM),
-        (2, 2, 1, RANDOM),
-        (4, 1, 0, None),
-    ],
+    ("pipeline", "data", "zero", "moving"),
+    mostly_matrix(
+        [
+            (1, 2, 0, False),
+            (1, 2, 1, False),
+            (1, 4, 1, False),
+            (2, 1, 0, True),
+            (2, 2, 0, True),
+            (2, 2, 1, True),
+            (4, 1, 0, False),
+        ],
+        everyday=[(2, 2, 1, True)],
+    ),
 )
 def test_any_mesh_has_the_same_digest(
-    pool: Pool, pipeline: int, data: int, zero: int, balance: dict[str, Any] | None
+    pool: Pool, pipeline: int, data: int, zero: int, moving: bool
 ) -> None:
-    results = run(pool, config(pipeline, data, zero=zero, balance=balance))
-    same(results, reference(pool, 4))
-    if balance:
-        assert all(a != b for a, b in pairwise(results[0]["layers"])), (
-            "the layers did not move at every step"
-        )
+    wanted = config(pipeline, data, zero=zero, balance=RANDOM if moving else None)
+    same(run(pool, wanted), reference(pool, 4), moving=moving)
 
 
 @pytest.mark.matrix  # eight processes
@@ -141,21 +119,15 @@ def test_eight_ranks_have_the_same_digest(pool: Pool, zero: int) -> None:
         larger.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("pipeline", "data", "zero", "schedule", "changes"),
-    mostly_matrix(
-        [(2, 2, 0, "interleaved-1f1b", {}), (2, 2, 1, "gpipe", {"tied": True})],
-        everyday=[(2, 2, 0, "interleaved-1f1b", {})],
-    ),
+    ("zero", "schedule", "tied"), [(0, "interleaved-1f1b", False), (1, "gpipe", True)]
 )
 def test_any_schedule_and_tied_weights_have_the_same_digest(
-    pool: Pool, pipeline: int, data: int, zero: int, schedule: str, changes: dict[str, Any]
+    pool: Pool, zero: int, schedule: str, tied: bool
 ) -> None:
-    expected = run(pool, config(1, 1, schedule="1f1b", **changes))[0]
-    same(
-        run(pool, config(pipeline, data, zero=zero, schedule=schedule, balance=RANDOM, **changes)),
-        expected,
-    )
+    wanted = config(2, 2, zero=zero, schedule=schedule, balance=RANDOM, tied=tied)
+    same(run(pool, wanted), reference(pool, 4, tied))
 
 
 RESHAPES = [
@@ -165,17 +137,10 @@ RESHAPES = [
 ]
 
 
-def test_early_partial_w_leaves_the_digest_unchanged(pool: Pool) -> None:
-    """Replicas wait for different messages, but reduce their layers in one order."""
-    wanted = config(2, 2, zero=1, balance=RANDOM)
-    wanted["pipeline"]["w_granularity"] = "linear"
-    same(run(pool, wanted), reference(pool, 4))
-
-
 @pytest.mark.parametrize(
     ("pipeline", "data", "reshape_at", "zero"),
     mostly_matrix(
-        ((*run, zero) for run in RESHAPES for zero in (0, 1)),
+        ((*shapes, zero) for shapes, zero in product(RESHAPES, (0, 1))),
         everyday=[(*RESHAPES[1], 1)],
     ),
 )
@@ -213,66 +178,35 @@ def test_post_validated_run_reshapes_between_final_steps(pool: Pool) -> None:
     same(run(pool, wanted), reference(pool, 4))
 
 
-def test_three_replicas_have_the_same_digest(pool: Pool) -> None:
-    """Three is no power of two, so the rest of the tree is folded last.
-
-    The default is one reduction slot per replica.
-    """
-    wanted = config(1, 3, groups=None, zero=1)
-    wanted["train"]["global_batch"] = 6
-    alone = config(1, 1, groups=3, schedule="1f1b")
-    alone["train"]["global_batch"] = 6
-    same(run(pool, wanted), run(pool, alone)[0])
-
-
 @pytest.mark.matrix
 def test_cases_decide_the_same_on_every_replica(pool: Pool) -> None:
     """Replicas measure different microbatches and times.
 
     The measurements of the first replica decide.
     """
-    for cases in (
-        {
-            "cases": ["pruning"],
-            "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 5, "every": 2},
-        },
-        {
-            "cases": ["pruning"],
-            "pruning": {
-                "final_sparsity": 0.7,
-                "start": 1,
-                "end": 3,
-                "every": 2,
-                "dense_below": "measured",
-            },
-        },
-        {
-            "cases": ["freezing"],
-            "freezing": {
-                "policy": "egeria",
-                "every": 1,
-                "window": 2,
-                "refresh": 100,
-                "tolerance": 0.99,
-            },
-        },
+    every_second = {"start": 1, "every": 2}
+    freezing = {"policy": "egeria", "every": 1, "window": 2, "refresh": 100, "tolerance": 0.99}
+    for name, options in (
+        ("pruning", {"initial_sparsity": 0.5, "end": 5} | every_second),
+        ("pruning", {"final_sparsity": 0.7, "end": 3, "dense_below": "measured"} | every_second),
+        ("freezing", freezing),
     ):
+        cases = {"cases": [name], name: options}
         wanted, alone = (
             config(*mesh, cases=False) | {"dynamism": cases} for mesh in ((2, 2), (1, 1))
         )
-        down, up, steps = (7, 10, 14) if "egeria" in str(cases) else (2, 4, 7)
+        down, up, steps = (7, 10, 14) if name == "freezing" else (2, 4, 7)
         wanted |= {"balance": RANDOM, "elastic": {"reshape_at": [[down, 1, 4], [up, 2, 2]]}}
         wanted["parallel"]["zero"], alone["pipeline"]["schedule"] = 1, "1f1b"
         wanted["train"]["steps"] = alone["train"]["steps"] = steps
         results = run(pool, wanted)
         assert len({r["digest"] for r in results}) == 1
-        if "egeria" in str(cases):
+        if name == "freezing":
             assert 0 < results[0]["frozen"][6] < results[0]["frozen"][-1], (
                 "something froze before the reshape and behind it"
             )
-        if "measured" not in str(
-            cases
-        ):  # where the threshold is timed, another run may prune otherwise
+        # Where the threshold is timed, another run may prune otherwise.
+        if options.get("dense_below") != "measured":
             same(results, run(pool, alone)[0])
 
 
@@ -291,30 +225,18 @@ def test_cases_decide_the_same_on_every_replica(pool: Pool) -> None:
 def test_run_resumes_in_another_mesh(
     pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]
 ) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for (pipeline, data, zero), resume in ((before, False), (after, True)):
-        wanted = config(pipeline, data, zero=zero, balance=RANDOM) | {"checkpoint": {"every": 100}}
-        arguments = {"folder": str(folder), "resume": resume, "stop_after": None if resume else 2}
-        ended = pool.run("train_in", pipeline * data, config=wanted, **arguments)
-        assert {e["interrupted"] for e in ended} == {not resume}
+    parts = (
+        config(pipeline, data, zero=zero, balance=RANDOM)
+        for pipeline, data, zero in (before, after)
+    )
+    ended = resumed(pool, tmp_path, *parts, stop_after=2)
     assert {e["weights_digest"] for e in ended} == {reference(pool, 4)["digest"]}
     assert ended[0]["loss"] == reference(pool, 4)["loss"]
 
 
 def test_a_reshaped_run_resumes_in_its_shape(pool: Pool, tmp_path: Path) -> None:
-    for resume in (False, True):
-        wanted = config(4, 1, balance=RANDOM, reshape_at=[[2, 2, 2], [5, 1, 4]], zero=1) | {
-            "checkpoint": {"every": 100}
-        }
-        ended = pool.run(
-            "train_in",
-            4,
-            config=wanted,
-            folder=str(tmp_path),
-            resume=resume,
-            stop_after=None if resume else 2,
-        )
+    wanted = config(4, 1, balance=RANDOM, reshape_at=[[2, 2, 2], [5, 1, 4]], zero=1)
+    ended = resumed(pool, tmp_path, wanted, wanted, stop_after=2)
     assert {e["weights_digest"] for e in ended} == {reference(pool, 4)["digest"]}
     told = list(read(tmp_path / "events.jsonl"))
     assert [(e.step, e.source, e.target) for e in told if isinstance(e, ReshapeEvent)] == [
@@ -332,10 +254,7 @@ def test_written_buffers_of_replicas_are_refused(pool: Pool) -> None:
     wanted = config(1, 2, groups=2, cases=False) | {
         "model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}
     }
-    with pytest.raises(
-        JobFailed,
-        match="buffer 'mean'",
-    ):
+    with pytest.raises(JobFailed, match="buffer 'mean'"):
         run(pool, wanted)
     wanted["parallel"]["replicas"] = 1
     run(pool, wanted)
@@ -361,10 +280,7 @@ def after_a_reshape(world: World, data: int) -> None:
 
 def test_reshape_to_replicas_with_written_buffers_is_refused(pool: Pool) -> None:
     pool.run("tests.test_replicas:after_a_reshape", 2, data=1)
-    with pytest.raises(
-        JobFailed,
-        match="buffer 'mean'",
-    ):
+    with pytest.raises(JobFailed, match="buffer 'mean'"):
         pool.run("tests.test_replicas:after_a_reshape", 2, data=2)
 
 
@@ -376,8 +292,16 @@ def test_only_the_number_of_reduction_slots_changes_the_bits(pool: Pool) -> None
     digests = {groups: reference(pool, groups)["digest"] for groups in (1, 2, 4, 8)}
     assert len(set(digests.values())) == 3
     assert digests[4] == digests[8]
-    assert run(pool, config(2, 2, groups=8))[0]["digest"] == digests[8]
     assert run(pool, config(2, 2, groups=None))[0]["digest"] == digests[2]
+
+
+def emulated(seconds: list[float], **sections: Any) -> dict[str, Any]:
+    """A run of emulated layers with these seconds of F, B and W."""
+    return {
+        "model": {"kind": "emulated", "layers": len(seconds), **dict.fromkeys("fbw", seconds)},
+        "train": {"steps": 7, "global_batch": 4, "micro_batch": 1, "reduction_slots": 2},
+        "trace": {"steps": 0},
+    } | sections
 
 
 @pytest.mark.parametrize("balancer", mostly_matrix(["exact", "none"], everyday=["exact"]))
@@ -386,60 +310,29 @@ def test_run_reshapes_if_another_mesh_is_faster(pool: Pool, balancer: str) -> No
 
     The digest is that of the run without a reshape.
     """
-    wanted: dict[str, Any] = {
-        "model": {
-            "kind": "emulated",
-            "layers": 3,
-            "f": [0.004, 0.02, 0.004],
-            "b": [0.004, 0.02, 0.004],
-            "w": [0.004, 0.02, 0.004],
-        },
-        "train": {
-            "steps": 7,
-            "global_batch": 4,
-            "micro_batch": 1,
-            "reduction_slots": 2,
-            "max_grad_norm": 0.0,
-        },
-        "parallel": {"pipeline": 2, "timeout": 30.0},
-        "balance": {"balancer": balancer, "every": 2},
-        "trace": {"steps": 0},
-    }
-    told = {
-        on: pool.run("events", 2, config=wanted | {"elastic": {"reshape": on}})[0]
+    balance = {"balancer": balancer, "every": 2}
+    wanted = emulated([0.4, 2.0, 0.4], parallel={"pipeline": 2}, balance=balance)
+    still, told = (
+        run(pool, wanted | {"elastic": {"reshape": on}}, IN_EMULATED_TIME)[0]
         for on in (False, True)
-    }
-    assert not [e for e in told[False] if e["event"] == "reshape"]
-    (reshaped,) = [e for e in told[True] if e["event"] == "reshape"]
-    assert (reshaped["from"], reshaped["to"]) == ([2, 1], [1, 2])
-    assert reshaped["step"] in (2, 4)
-    assert told[True][-1]["weights_digest"] == told[False][-1]["weights_digest"]
-    losses = {
-        on: [e["loss"] for e in events if e["event"] == "step"] for on, events in told.items()
-    }
-    assert losses[True] == losses[False]
+    )
+    assert fields_of(still, "reshape", "step") == []
+    ((step, *meshes),) = fields_of(told, "reshape", "step", "from", "to")
+    assert meshes == [[2, 1], [1, 2]]
+    assert step in (2, 4)
+    for kind, key in (("end", "weights_digest"), ("step", "loss")):
+        assert fields_of(told, kind, key) == fields_of(still, kind, key)
 
 
-def test_replicas_of_an_even_model_keep_their_mesh(
-    pool: Pool,
-) -> None:
+def test_replicas_of_an_even_model_keep_their_mesh(pool: Pool) -> None:
     """Pipelines of one rank have no link between stages, so the run measures one.
 
     Gradients of 4 bytes cost almost no time, so the replicas of an even model stay.
     """
-    wanted: dict[str, Any] = {
-        "model": {"kind": "emulated", "layers": 4, "f": 0.002, "b": 0.002, "w": 0.002},
-        "train": {"steps": 5, "global_batch": 4, "micro_batch": 1, "reduction_slots": 2},
-        "parallel": {"pipeline": 1, "replicas": 2, "timeout": 20.0},
-        "balance": {"balancer": "none", "every": 2},
-        "trace": {"steps": 0},
-    }
-    told = {
-        on: pool.run("events", 2, config=wanted | {"elastic": {"reshape": on}})[0]
-        for on in (False, True)
-    }
-    assert not [e for e in told[True] if e["event"] == "reshape"]
-    assert told[True][-1]["weights_digest"] == told[False][-1]["weights_digest"]
+    wanted = emulated([0.2] * 4, parallel={"replicas": 2}, balance={"balancer": "none", "every": 2})
+    told = run(pool, wanted | {"elastic": {"reshape": True}}, IN_EMULATED_TIME)[0]
+    assert fields_of(told, "reshape", "step") == []
+    assert len(fields_of(told, "step", "step")) == 7
 
 
 def test_reduction_overlaps_with_later_layers() -> None:
@@ -449,17 +342,28 @@ def test_reduction_overlaps_with_later_layers() -> None:
     assert could_hide([1.0], [3.0]) == 0
 
 
+def costs_beside_a_slow_replica(world: World, config: dict[str, Any]) -> list[float]:
+    """Seconds of each layer's F, as all ranks know them.
+
+    The last rank's first emulated layer takes ten times as long.
+    """
+    loaded = parsed(config)
+    with emulated_time():
+        trainer = Trainer(loaded, world, model_of(loaded), None)
+        if world.rank == world.size - 1:
+            (module, _), *_ = trainer.pipeline._engine.store.own.values()
+            assert isinstance(module, EmulatedLayer)
+            module.f *= 10
+        for _ in range(3):
+            trainer.advance()
+        return [cost.f for cost in trainer.pipeline.costs()]
+
+
 def test_layer_cost_is_that_of_the_slowest_replica(pool: Pool) -> None:
     """One placement serves all replicas, so the slowest replica decides each cost."""
-    wanted: dict[str, Any] = {
-        "model": {"kind": "emulated", "layers": 2, "f": 0.004, "b": 0.004, "w": 0.004},
-        "train": {"steps": 3, "global_batch": 4, "micro_batch": 1},
-        "parallel": {"pipeline": 1, "replicas": 2, "timeout": 20.0},
-        "trace": {"steps": 0},
-    }
-    slow, other = zip(*pool.run("costs_beside_a_slow_replica", 2, config=wanted), strict=True)
-    assert slow[0] == slow[1] >= 0.04
-    assert other[0] == other[1] < 0.04
+    wanted = emulated([0.4, 0.4], parallel={"replicas": 2})
+    for costs in run(pool, wanted, "tests.test_replicas:costs_beside_a_slow_replica"):
+        assert costs == pytest.approx([4.0, 0.4])
 
 
 def test_profile_counts_the_whole_optimizer_state(pool: Pool, tmp_path: Path) -> None:
