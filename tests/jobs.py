@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from dynmo.balance.partition import Partition
 from dynmo.cli import main
 from dynmo.config import Config, parse
 from dynmo.elastic.managers.choose import parks
-from dynmo.errors import NoRoomError
 from dynmo.events import Event, StepEvent, to_json
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.state.migration import Migration
 from dynmo.train.joining import come_back
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
@@ -114,24 +111,11 @@ def resume_and_listen(world: World, config: dict[str, Any], folder: str) -> dict
     return {**result, "said": said.getvalue()}
 
 
-def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict[str, Any]]:
-    """The events that a run without a folder tells its listener, as in the log.
-
-    Args:
-        world: World of all ranks.
-        config: Configuration of the run.
-        fits: False if no move that is tried finds room.
-    """
+def events(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events that a run without a folder tells its listener, as in the log."""
     loaded = parsed(config)
     told: list[Event] = []
-    trainer = Trainer(loaded, world, model_of(loaded), None, listen=told.append)
-    if not fits:
-
-        def refuse(partition: Partition, schedule: str | None = None) -> Migration:
-            raise NoRoomError(f"{partition.counts} does not fit")
-
-        trainer.pipeline._loop.rebalancer._actions.move = refuse
-    trainer.run()
+    Trainer(loaded, world, model_of(loaded), None, listen=told.append).run()
     return [to_json(event) for event in told]
 
 
