@@ -23,6 +23,8 @@ from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
 from dynmo.schedule.simulator import Timeline, simulate
 
+pytestmark = pytest.mark.docs
+
 
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))

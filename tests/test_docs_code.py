@@ -37,6 +37,8 @@ from tests.cli.runs import free_port
 from tests.combinations import mostly_matrix
 from tests.runtime.alone import pipeline, tokens
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 TUTORIAL, HOW_TO = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "how-to"

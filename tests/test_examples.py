@@ -11,6 +11,8 @@ import pytest
 from tests.cli.runs import free_port
 from tests.pool import Pool
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[1]
 LOOP = ROOT / "examples" / "two_cases.py"
 

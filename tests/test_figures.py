@@ -6,6 +6,8 @@ import pytest
 
 from docs.tools import figures
 
+pytestmark = pytest.mark.docs
+
 FILE = {
     "share": 0.0198,
     "bytes": 82_400_000_000,

@@ -10,6 +10,8 @@ import pytest
 from docs.tools.documents import ROOT
 from docs.tools.remake import RUNS
 
+pytestmark = pytest.mark.docs
+
 PAGE = ROOT / "docs" / "reference" / "papers.md"
 HEAD = ["in the paper", "its value", "dynmo", "how", "command", "why they differ"]
 NAMES = re.compile(r"ZB-\w+|1F1B|b?float\d+")

@@ -14,6 +14,8 @@ import dynmo
 from docs.tools import reference
 from dynmo.options import Options
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.mark.parametrize("page", reference.PAGES, ids=lambda page: page.name)
 def test_page_is_up_to_date(page: Path) -> None:

@@ -12,6 +12,8 @@ from rich.console import Console
 
 from docs.tools import remake
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> remake.Run:

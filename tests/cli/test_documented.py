@@ -22,6 +22,8 @@ from tests.cli.runs import Run
 from tests.processes import end_all, start
 from tests.test_docs_code import ROOT, TUTORIAL, block
 
+pytestmark = pytest.mark.docs
+
 README, REFERENCE = ROOT / "README.md", ROOT / "docs" / "reference" / "commands.md"
 PAGES = (README, TUTORIAL, REFERENCE)
 

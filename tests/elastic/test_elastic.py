@@ -21,6 +21,8 @@ from tests.jobs import SOURCE
 from tests.pool import Pool
 from tests.processes import wait_until
 
+pytestmark = pytest.mark.clusters
+
 ROOT = Path(__file__).parents[2]
 NO_SLURM, NO_RAY = why_no_slurm(), why_no_ray()
 PATHS = {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
@@ -68,7 +70,6 @@ def check(folder: Path, pool: Pool) -> list[ReleaseEvent]:
     return [e for e in events if isinstance(e, ReleaseEvent)]
 
 
-@pytest.mark.matrix
 @pytest.mark.skipif(NO_SLURM is not None, reason=str(NO_SLURM))
 def test_slurm_run_releases_and_regains_ranks(tmp_path: Path, pool: Pool) -> None:
     with slurm_cluster() as slurm:
@@ -108,7 +109,6 @@ print(ray.get(work.remote()), flush=True)
 """
 
 
-@pytest.mark.matrix
 @pytest.mark.skipif(NO_RAY is not None, reason=str(NO_RAY))
 def test_ray_run_releases_and_regains_ranks(tmp_path: Path, pool: Pool) -> None:
     with ray_cluster(gpus=4) as cluster:

@@ -26,6 +26,8 @@ from dynmo.elastic.member import Member
 from dynmo.errors import ConfigError
 from tests.elastic.managers.test_command import wait_for
 
+pytestmark = pytest.mark.clusters
+
 client: Any = pytest.importorskip("kubernetes.client")
 yaml: Any = pytest.importorskip("yaml")
 

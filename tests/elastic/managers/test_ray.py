@@ -24,7 +24,10 @@ from tests.elastic.run_launcher import (
 )
 from tests.processes import gone, wait_until
 
-pytestmark = pytest.mark.skipif(why_no_ray() is not None, reason=str(why_no_ray()))
+pytestmark = [
+    pytest.mark.clusters,
+    pytest.mark.skipif(why_no_ray() is not None, reason=str(why_no_ray())),
+]
 
 # Another program of the cluster: it needs two GPUs, and keeps them until it is told to end.
 OTHER = """
@@ -62,7 +65,6 @@ def end(process: subprocess.Popen[str], seconds: float = 50) -> tuple[int, str, 
     return process.returncode, out, without_warning(err)
 
 
-@pytest.mark.matrix
 def test_another_task_uses_released_gpus(ray: RayCluster, tmp_path: Path) -> None:
     """Two of four ranks leave, and a pending task of another program gets their GPUs.
 
@@ -99,7 +101,6 @@ heard("done")
     wait_until(lambda: gone(tmp_path), 15)
 
 
-@pytest.mark.matrix
 def test_joiner_without_a_gpu_waits_until_the_run_ends(ray: RayCluster, tmp_path: Path) -> None:
     """The cluster has one GPU too few."""
     wait = "until(lambda: signals, 'a signal')"
@@ -109,7 +110,6 @@ def test_joiner_without_a_gpu_waits_until_the_run_ends(ray: RayCluster, tmp_path
     wait_until(lambda: gone(tmp_path), 15)
 
 
-@pytest.mark.matrix
 def test_failed_rank_is_reported(ray: RayCluster, tmp_path: Path) -> None:
     body = "raise RunError('no luck')"
     process = launch(ray, tmp_path, "heard('never')", body)
@@ -117,7 +117,6 @@ def test_failed_rank_is_reported(ray: RayCluster, tmp_path: Path) -> None:
     wait_until(lambda: gone(tmp_path), 15)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["asked", "killed"])
 def test_ranks_end_with_their_launcher(ray: RayCluster, tmp_path: Path, number: int) -> None:
     process = launch(ray, tmp_path, *[STOPS_WHEN_ASKED] * 2)

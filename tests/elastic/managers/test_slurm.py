@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,11 @@ from tests.elastic.run_launcher import (
 from tests.elastic.slurm import SlurmCluster, slurm_cluster, why_no_slurm
 from tests.processes import gone, wait_until
 
-needs_slurm = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))
+_has_slurm = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))
+
+
+def needs_slurm(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.clusters(_has_slurm(test))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +107,6 @@ heard("done")
     assert gone(tmp_path)
 
 
-@pytest.mark.matrix
 @needs_slurm
 def test_shared_node_is_free_once_both_ranks_left(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Four ranks run on two nodes.
@@ -212,7 +215,6 @@ def test_ranks_end_with_their_launcher(slurm: SlurmCluster, tmp_path: Path, numb
 
 
 @needs_slurm
-@pytest.mark.matrix
 def test_failed_rank_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
     """The launcher prints the error of the rank.
 
