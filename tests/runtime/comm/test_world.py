@@ -18,13 +18,13 @@ JOBS = "tests.runtime.jobs.world:"
 def test_missing_rank_is_named_after_the_timeout(pool: Pool) -> None:
     for rank, (kind, text) in enumerate(pool.run(JOBS + "one_never_comes", 2)):
         assert kind == "WaitTimeout"
-        assert text.startswith(f"rank {rank} waited 2 s for rank 2 ")
+        assert text.startswith(f"rank {rank} waited 1 s for rank 2 ")
 
 
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("sum", "rank 0 waited 1.5 s for rank 1: the end of the test"),
+        ("sum", "rank 0 waited 0.5 s for rank 1: the end of the test"),
         ("message", "rank 0 waited 1.5 s for rank 1: the activation of microbatch 3"),
     ],
 )

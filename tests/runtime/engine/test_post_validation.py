@@ -72,10 +72,7 @@ def test_injected_faults_cover_each_kind_and_layer() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "ranks"),
-    mostly_matrix(
-        product(SCHEDULES, (1, 2, 3, 4)),
-        everyday=[("zb-h1", 1), ("1f1b", 3), ("zb-auto", 4), ("v-half", 4)],
-    ),
+    mostly_matrix(product(SCHEDULES, (1, 2, 3, 4)), everyday=[("1f1b", 3), ("v-half", 4)]),
 )
 def test_post_validation_has_the_bits_of_a_barrier(pool: Pool, schedule: str, ranks: int) -> None:
     seed = (ranks + list(SCHEDULES).index(schedule)) % 3
@@ -90,8 +87,7 @@ def test_post_validation_has_the_bits_of_a_barrier(pool: Pool, schedule: str, ra
 @pytest.mark.parametrize(
     ("schedule", "ranks"),
     mostly_matrix(
-        [("zb-h2", 4), ("zb-auto", 3), ("zb-v", 3), ("interleaved-1f1b", 2)],
-        everyday=[("zb-h2", 4), ("zb-v", 3)],
+        [("zb-h2", 4), ("zb-auto", 3), ("zb-v", 3), ("interleaved-1f1b", 2)], everyday=[("zb-v", 3)]
     ),
 )
 def test_freezing_moves_and_evaluations_see_final_weights(
@@ -116,18 +112,8 @@ def test_a_rollback_restores_buffers(pool: Pool) -> None:
     expected = pool.run(
         VALIDATED, 1, schedule="1f1b", faults=faults(0), post_validation=False, kind=kind
     )[0]
-    for schedule, ranks in (("zb-h1", 2), ("zb-v", 3)):
-        same(
-            pool.run(
-                VALIDATED,
-                ranks,
-                schedule=schedule,
-                faults=faults(0),
-                post_validation=True,
-                kind=kind,
-            ),
-            expected,
-        )
+    options: dict[str, Any] = {"faults": faults(0), "kind": kind, "post_validation": True}
+    same(pool.run(VALIDATED, 3, schedule="zb-v", **options), expected)
 
 
 def test_local_clipping_rolls_back_non_finite_steps_only(pool: Pool) -> None:
@@ -136,7 +122,7 @@ def test_local_clipping_rolls_back_non_finite_steps_only(pool: Pool) -> None:
     expected = pool.run(VALIDATED, 1, schedule="1f1b", post_validation=False, **options)[0]
     assert CLIPPED not in expected["failed"]
     assert expected["digest"] != reference(pool, 0, False)["digest"]
-    same(pool.run(VALIDATED, 3, schedule="zb-h1", post_validation=True, **options), expected)
+    same(pool.run(VALIDATED, 2, schedule="zb-h1", post_validation=True, **options), expected)
 
 
 def test_in_place_rollback_is_close_to_a_barrier(pool: Pool) -> None:
@@ -164,9 +150,11 @@ def trained(pipeline: Engine, steps: int, max_norm: float) -> list[StepRecord]:
     return [*results, *pipeline.drain()]
 
 
-@pytest.mark.parametrize("name", mostly_matrix(["adamw", "sgd"], everyday=["adamw"]))
-def test_two_hundred_in_place_rollbacks_stay_close(
-    name: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "steps"), mostly_matrix([("adamw", 40), ("adamw", 200), ("sgd", 200)], [("adamw", 40)])
+)
+def test_many_in_place_rollbacks_stay_close(
+    name: Any, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step is clipped, so it is made, rolled back and repeated."""
     monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
@@ -175,11 +163,10 @@ def test_two_hundred_in_place_rollbacks_stay_close(
     expected = own_pipeline(small, optimizer=settings)
     near = own_pipeline(small, optimizer=settings, post_validation=True, rollback="in-place")
     start = weights(expected)
-    trained(expected, 200, 2e-6)
-    # With one rank the prefix is the whole, so that no step would be made too early: it must not
-    # look.
+    trained(expected, steps, 2e-6)
+    # With one rank the prefix is the whole: it must not look, or no step would be made too early.
     step_anyway(near, monkeypatch)
-    assert sum(r.rollback is not None for r in trained(near, 200, 2e-6)) == 200
+    assert all(r.rollback is not None for r in trained(near, steps, 2e-6))
     assert near.digest() != expected.digest(), "else this shows nothing"
     way, off = (weights(expected) - start).norm(), (weights(near) - weights(expected)).norm()
     assert float(off) <= 1e-5 * float(way)

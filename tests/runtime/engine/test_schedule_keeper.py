@@ -71,6 +71,7 @@ def test_schedule_is_within_memory_from_the_first_step(pool: Pool, over: float) 
     assert tuple(first[1]) == plan_run(parse(config)).memory, "what a dry run says"
 
 
+@pytest.mark.matrix
 def test_unlimited_schedule_keeps_at_most_twice_1f1b_memory(pool: Pool) -> None:
     first, _, last = pool.run(
         "tests.runtime.engine.test_schedule_keeper:schedules", 2, config=CONFIG

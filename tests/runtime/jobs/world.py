@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -11,16 +13,19 @@ from dynmo.runtime.comm import agreement
 from dynmo.runtime.comm.world import World
 
 
-def _again(world: World, size: int, timeout: float) -> World:
-    """Another generation of the job's ranks, with little patience."""
+def lose_patience(world: World) -> None:
+    """Once all are here, a collective has a short limit. The job closes its world afterwards."""
     world.barrier("all to be here")
-    world.close()
-    return World.join(world.store, world.rank, size, timeout=timeout, generation=1)
+    world.timeout = 0.5
+    group: Any = world.process_group or world.group
+    group.set_timeout(timedelta(seconds=world.timeout))
 
 
 def one_never_comes(world: World) -> list[str]:
+    world.barrier("all to be here")
+    world.close()
     try:
-        _again(world, world.size + 1, 2.0)
+        World.join(world.store, world.rank, world.size + 1, timeout=1, generation=1)
     except WaitTimeout as error:
         return [type(error).__name__, str(error)]
     return []
@@ -53,23 +58,27 @@ def after_a_failed_rendezvous(world: World) -> list[float]:
 
 def one_is_late(world: World, what: str) -> list[str]:
     """Rank 1 stays away from what rank 0 waits for."""
-    impatient = _again(world, 2, 20 if what == "gone" else 1.5)
     caught: list[str] = []
     try:
+        if what == "sum":
+            lose_patience(world)
+        world.barrier("all to be here")
+        if what == "message":  # its limit is that with which the world was made
+            world.close()
+            world = World.join(world.store, world.rank, 2, timeout=1.5, generation=1)
         if world.rank == 1 and what == "gone":
-            impatient.close()
+            world.close()
         elif world.rank == 1:
             world.store.wait(["named"])
         elif what == "sum":
-            impatient.sum(torch.zeros(1), "the end of the test")
+            world.sum(torch.zeros(1), "the end of the test")
         else:
-            impatient.wait(
-                impatient.receive(torch.zeros(1), 1, 0), 1, "the activation of microbatch 3"
-            )
+            world.wait(world.receive(torch.zeros(1), 1, 0), 1, "the activation of microbatch 3")
     except (WaitTimeout, RankDied) as error:
         caught = [type(error).__name__, str(error)]
     if world.rank == 0:
         world.store.set("named", "1")
+    world.close()
     return caught
 
 

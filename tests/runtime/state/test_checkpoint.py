@@ -52,9 +52,7 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [([3, 3], [3, 3]), ([3, 3], [1, 2, 3]), ([2, 2, 2], [6]), ([6], [5, 1])]
-)
+@pytest.mark.parametrize(("saved", "loaded"), [([3, 3], [1, 2, 3]), ([2, 2, 2], [6])])
 def test_any_placement_loads_a_checkpoint(
     pool: Pool, tmp_path: Path, saved: list[int], loaded: list[int]
 ) -> None:

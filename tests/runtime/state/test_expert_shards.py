@@ -16,6 +16,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.expert_moves import arrivals
 from dynmo.runtime.state.expert_shards import ExpertShards
 from dynmo.train.setup import model_of
+from tests.combinations import mostly_matrix
 from tests.pool import Pool
 
 JOBS = "tests.runtime.jobs.experts:"
@@ -38,7 +39,7 @@ def tables(**parallel: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", mostly_matrix([0, 1], everyday=[1]))
 def test_replica_holds_its_share_of_the_experts(pool: Pool, zero: int) -> None:
     """The bytes predicted from shapes are those of the run."""
     wanted = tables(zero=zero)
@@ -88,10 +89,9 @@ def test_expert_gradients_are_summed_in_replica_order(
 
 
 def test_a_late_peer_is_named(pool: Pool) -> None:
-    kind, message, seconds = pool.run(f"{JOBS}peer_is_late", 2)[0]
+    kind, message = pool.run(f"{JOBS}peer_is_late", 2)[0]
     assert kind == "WaitTimeout"
-    assert message.startswith("rank 0 (replica 0) waited 3 s for rank 1 (replica 1)")
-    assert seconds < 15
+    assert message.startswith("rank 0 (replica 0) waited 0.5 s for rank 1 (replica 1)")
 
 
 def test_moved_expert_comes_from_one_holder() -> None:
