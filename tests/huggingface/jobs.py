@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -15,7 +16,8 @@ from dynmo.errors import DynmoError
 from dynmo.huggingface import from_pretrained, generate, save_pretrained
 from dynmo.runtime.comm.world import World
 from tests.full_disk import full_at
-from tests.models.huggingface.small import config_of, make_batch
+from tests.models.huggingface.small import make_batch
+from tests.models.huggingface.tiny import model_of
 
 MICROBATCHES = 4
 
@@ -24,7 +26,7 @@ def trained(world: World, kind: str, **options: Any) -> dynmo.Pipeline:
     """A pipeline after a step, in which each replica has its rows of the batch."""
     replicas = options.get("replicas", 1)
     pipeline = dynmo.Pipeline(
-        from_pretrained(config_of(kind)),
+        model_of(kind),
         world,
         microbatches=MICROBATCHES // replicas,
         optimizer=dynmo.AdamW(lr=0.01),
@@ -71,15 +73,14 @@ def exported(world: World, kind: str, folder: str, **options: Any) -> dict[str, 
     return seen
 
 
-def save_on_a_full_disk(world: World, folder: str, number: int, full: int) -> str:
-    """The error if one rank cannot sync its file of this number."""
-    pipeline = trained(world, "llama")
-    try:
-        with full_at(number if world.rank == full else -1):
-            save_pretrained(pipeline, folder)
-    except DynmoError as error:
-        return str(error)
-    return ""
+def save_on_a_full_disk(world: World, folder: str, files: list[tuple[int, int]]) -> list[str]:
+    """The error for each number of a file that one rank cannot sync, and each such rank."""
+    pipeline, said = trained(world, "llama"), list[str]()
+    for at, (number, full) in enumerate(files):
+        with pytest.raises(DynmoError) as caught, full_at(number if world.rank == full else -1):
+            save_pretrained(pipeline, f"{folder}{at}")
+        said.append(str(caught.value))
+    return said
 
 
 def continued(

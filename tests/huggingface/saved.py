@@ -13,16 +13,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.models.huggingface.small import config_of
-
-PAD, START, END = 0, 1, 2
+from tests.models.huggingface.tiny import config
 
 
 def save_model(folder: Path, kind: str = "llama", **options: Any) -> PreTrainedModel:
     """Writes a model of random weights, whose padding is id 0 and whose end is id 2."""
-    ids = {"pad_token_id": PAD, "bos_token_id": START, "eos_token_id": END}
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config_of(kind, **{**ids, **options}))
+    model = AutoModelForCausalLM.from_config(config(kind, **options))
     with contextlib.redirect_stderr(io.StringIO()):  # it shows progress
         model.save_pretrained(folder)
     return model.eval()

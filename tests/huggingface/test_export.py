@@ -25,7 +25,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.exact_state import exact_state, shapes_of_state
 from tests.full_disk import full_at
 from tests.huggingface.jobs import MICROBATCHES, plain_of, trained
-from tests.models.huggingface.small import config_of
+from tests.models.huggingface.tiny import model_of
 from tests.pool import Pool
 
 JOBS = "tests.huggingface.jobs:"
@@ -51,11 +51,17 @@ REST = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     with dynmo.init(device="cpu") as world:
         assert isinstance(world, World)
         yield world
+
+
+@pytest.fixture(scope="module")
+def pipeline(world: World) -> dynmo.Pipeline:
+    """A Llama after a step. It stays as it is."""
+    return trained(world, "llama", schedule="1f1b")
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -98,28 +104,28 @@ def test_transformers_loads_the_weights_of_any_mesh(
     }
 
 
-def test_weights_get_the_type_that_is_asked_for(world: World, tmp_path: Path) -> None:
-    pipeline = trained(world, "llama", schedule="1f1b")
+def test_weights_get_the_type_that_is_asked_for(pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
     save_pretrained(pipeline, tmp_path, dtype="bfloat16")
     state, saved = pipeline.state_dict(), weights(tmp_path)
-    assert {key: each.to(torch.bfloat16) for key, each in state.items()}.keys() == saved.keys()
+    assert state.keys() == saved.keys()
     assert all(torch.equal(saved[key], state[key].to(torch.bfloat16)) for key in saved)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_a_model_keeps_in_float32_stays_so() -> None:
-    model = from_pretrained(config_of("llama"))
-    model.structure.model._keep_in_fp32_modules_strict = {"input_layernorm"}  # pyright: ignore
+def test_what_a_model_keeps_in_float32_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept = model_of(), {"input_layernorm"}
+    monkeypatch.setattr(model.structure.model, "_keep_in_fp32_modules_strict", kept)
     shapes = SavedForm(model, torch.bfloat16).shapes(model.build(())[1])
     norm = "model.layers.0.input_layernorm.weight"
     assert {key for key, each in shapes.items() if each.dtype == torch.float32} == {norm}
 
 
-def test_files_beside_the_model_stay_and_old_weights_go(world: World, tmp_path: Path) -> None:
+def test_files_beside_the_model_stay_and_old_weights_go(
+    pipeline: dynmo.Pipeline, tmp_path: Path
+) -> None:
     stale = ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
     for name in (*stale, "README.md", "model.safetensors", "config.json"):
         (tmp_path / name).write_text("before")
-    pipeline = trained(world, "llama", schedule="1f1b")
     with full_at(0), pytest.raises(RunError, match=r"No space left .* are as before"):
         save_pretrained(pipeline, tmp_path)
     assert {*files(tmp_path).values()} == {b"before"}
@@ -131,14 +137,16 @@ def test_files_beside_the_model_stay_and_old_weights_go(world: World, tmp_path: 
     assert weights(tmp_path).keys() == pipeline.state_dict().keys()
 
 
-def test_tokenizer_and_generation_config_are_copied(world: World, tmp_path: Path) -> None:
+def test_tokenizer_and_generation_config_are_copied(
+    world: World, pipeline: dynmo.Pipeline, tmp_path: Path
+) -> None:
     source, folder = tmp_path / "source", tmp_path / "tuned"
-    save_pretrained(trained(world, "llama", schedule="1f1b"), source)
+    save_pretrained(pipeline, source)
     beside = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "chat_template.jinja")
     for name in (*beside, "generation_config.json", "pytorch_model.bin"):
         (source / name).write_text('{"max_length": 7}')
-    pipeline = dynmo.Pipeline(from_pretrained(source), world, microbatches=MICROBATCHES)
-    save_pretrained(pipeline, folder)
+    tuned = dynmo.Pipeline(from_pretrained(source), world, microbatches=MICROBATCHES)
+    save_pretrained(tuned, folder)
     assert {*files(folder)} == {
         *beside,
         "config.json",
@@ -150,7 +158,7 @@ def test_tokenizer_and_generation_config_are_copied(world: World, tmp_path: Path
 
 @pytest.mark.parametrize("sparse", [True, False])
 def test_pruned_weights_are_dense(sparse: bool) -> None:
-    model = from_pretrained(config_of("llama"))
+    model = model_of()
     layer = model.build(range(model.layers))[1]
     name = "model.layers.0.self_attn.q_proj"
     linear = layer.get_submodule(name)
@@ -166,22 +174,20 @@ def test_pruned_weights_are_dense(sparse: bool) -> None:
 def test_a_rank_that_fails_fails_all(pool: Pool, tmp_path: Path) -> None:
     """Nothing of the folder is left, wherever the disk is full."""
     folder = tmp_path / "model"
-    for number, full in ((0, 1), (0, 0), (1, 0)):
-        said = pool.run(
-            f"{JOBS}save_on_a_full_disk", 2, folder=str(folder), number=number, full=full
-        )
-        assert said[0] == said[1]
+    files = ((0, 1), (0, 0), (1, 0))
+    one, other = pool.run(f"{JOBS}save_on_a_full_disk", 2, folder=str(folder), files=files)
+    assert one == other
+    for said, (_, full) in zip(one, files, strict=True):
         assert re.fullmatch(
             rf"\S+ could not be written \(rank {full}: No space left on device\); the files of "
             r"\S+ are as before",
-            said[0],
+            said,
         )
-        assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_is_no_folder(world: World, tmp_path: Path) -> None:
+def test_a_file_is_no_folder(pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    pipeline = trained(world, "llama", schedule="1f1b")
     with pytest.raises(RunError, match="file is a file; give a folder"):
         save_pretrained(pipeline, tmp_path / "file")
     with pytest.raises(RunError, match="Not a directory"):
@@ -189,13 +195,14 @@ def test_a_file_is_no_folder(world: World, tmp_path: Path) -> None:
     assert files(tmp_path) == {"file": b"mine"}
 
 
-def test_other_models_and_types_are_refused(world: World, tmp_path: Path) -> None:
+def test_other_models_and_types_are_refused(
+    world: World, pipeline: dynmo.Pipeline, tmp_path: Path
+) -> None:
     own = dynmo.Sequential([nn.Linear(4, 4)], loss=nn.functional.mse_loss)
-    pipeline = dynmo.Pipeline(own, world, microbatches=2)
     with pytest.raises(ConfigError, match="not one of transformers; make it with"):
-        save_pretrained(pipeline, tmp_path)
+        save_pretrained(dynmo.Pipeline(own, world, microbatches=2), tmp_path)
     with pytest.raises(ConfigError, match="dtype = 'int8'; known are float32"):
-        save_pretrained(trained(world, "llama", schedule="1f1b"), tmp_path, dtype="int8")
+        save_pretrained(pipeline, tmp_path, dtype="int8")
     assert files(tmp_path) == {}
 
 

@@ -13,14 +13,24 @@ from transformers import AutoTokenizer
 
 import dynmo
 from dynmo.errors import ConfigError, InputError
-from dynmo.huggingface import from_pretrained, generate
+from dynmo.huggingface import generate
 from dynmo.runtime.comm.world import World
-from tests.huggingface.saved import PAD, save_model, save_tokenizer
-from tests.models.huggingface.small import VOCAB, config_of
+from tests.combinations import mostly_matrix
+from tests.huggingface.jobs import continued
+from tests.huggingface.saved import save_model, save_tokenizer
+from tests.models.huggingface.tiny import VOCABULARY, model_of
 from tests.pool import Pool
 
 JOBS = "tests.huggingface.jobs:"
-NEW = 12
+PAD, NEW = 0, 6
+RUNS: list[tuple[int, str, bool, dict[str, Any]]] = [
+    (1, "gpt2", True, {"schedule": "1f1b"}),
+    (2, "llama", False, {"schedule": "zb-v"}),
+    (2, "mixtral", True, {"schedule": "1f1b", "replicas": 2}),
+    (4, "mixtral", True, {"schedule": "1f1b", "replicas": 2}),
+    (2, "gemma", True, {"schedule": "1f1b"}),
+    (1, "bloom", True, {"schedule": "1f1b"}),
+]
 
 
 @pytest.fixture
@@ -32,7 +42,7 @@ def world() -> Iterator[World]:
 
 def prompt(padded: bool = False) -> Tensor:
     """Ids of 3 rows, maybe with padding before two of them."""
-    ids = torch.randint(3, VOCAB, (3, 6), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(0))
     if padded:
         ids[0, :2] = PAD
         ids[2, :4] = PAD
@@ -43,17 +53,7 @@ def wanted(model: Any, ids: Tensor) -> Tensor:
     return model.generate(ids, do_sample=False, use_cache=False, max_new_tokens=NEW)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kind", "padded", "options"),
-    [
-        (1, "llama", True, {"schedule": "1f1b"}),
-        (2, "llama", False, {"schedule": "zb-v"}),
-        (4, "mixtral", True, {"schedule": "1f1b", "replicas": 2}),
-        pytest.param(2, "gemma", True, {"schedule": "1f1b"}, marks=pytest.mark.matrix),
-        pytest.param(2, "gpt2", True, {"schedule": "1f1b"}, marks=pytest.mark.matrix),
-        pytest.param(1, "bloom", True, {"schedule": "1f1b"}, marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "kind", "padded", "options"), mostly_matrix(RUNS, RUNS[:3]))
 def test_ids_are_those_of_transformers(
     pool: Pool, tmp_path: Path, ranks: int, kind: str, padded: bool, options: dict[str, Any]
 ) -> None:
@@ -63,7 +63,7 @@ def test_ids_are_those_of_transformers(
     assert pool.run(f"{JOBS}continued", ranks, **arguments) == [longer] * ranks
 
 
-def test_rows_end_by_themselves(pool: Pool, tmp_path: Path) -> None:
+def test_rows_end_by_themselves(world: World, tmp_path: Path) -> None:
     """The ids of the end are those of the generation config. Shorter rows get padding."""
     plain, ids = save_model(tmp_path), prompt()
     free = wanted(plain, ids)
@@ -74,8 +74,7 @@ def test_rows_end_by_themselves(pool: Pool, tmp_path: Path) -> None:
     longer = wanted(plain, ids)
     assert longer.shape[1] < free.shape[1]
     assert bool((longer == PAD).any())
-    arguments = {"folder": str(tmp_path), "ids": ids.tolist(), "new": NEW}
-    assert pool.run(f"{JOBS}continued", 1, **arguments) == [longer.tolist()]
+    assert continued(world, str(tmp_path), ids.tolist(), NEW) == longer.tolist()
 
 
 def test_a_text_is_continued_with_the_tokenizer_of_the_folder(pool: Pool, tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_a_text_is_continued_with_the_tokenizer_of_the_folder(pool: Pool, tmp_pa
 
 @pytest.mark.parametrize("options", [{}, {"output_router_logits": True}])
 def test_ids_of_one_row_stay_one_row(world: World, options: dict[str, Any]) -> None:
-    model = from_pretrained(config_of("mixtral", **options))
+    model = model_of("mixtral", **options)
     pipeline = dynmo.Pipeline(model, world, microbatches=2)
     longer = generate(pipeline, torch.tensor([5, 6, 7], dtype=torch.int32), max_new_tokens=2)
     assert (longer.shape, longer.dtype) == ((5,), torch.int64)
@@ -98,7 +97,7 @@ def test_ids_of_one_row_stay_one_row(world: World, options: dict[str, Any]) -> N
 
 
 def test_what_cannot_be_continued_is_refused(world: World) -> None:
-    pipeline = dynmo.Pipeline(from_pretrained(config_of("llama")), world, microbatches=2)
+    pipeline = dynmo.Pipeline(model_of(), world, microbatches=2)
     with pytest.raises(ConfigError, match=r"no tokenizer .* made of a config\); give token ids"):
         generate(pipeline, "text")
     wrong: list[Any] = [torch.ones(3), torch.ones(1, 1, 1, dtype=torch.int64), [1, 2]]

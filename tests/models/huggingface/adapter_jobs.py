@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ import dynmo
 from dynmo.huggingface import save_pretrained
 from dynmo.models.huggingface.model import HuggingFaceModel, from_pretrained
 from dynmo.runtime.comm.world import World
-from tests.models.huggingface.small import config_of, make_batch
+from tests.models.huggingface.small import make_batch
+from tests.models.huggingface.tiny import config
 
 STEPS = 4
 UPPER = {"target_modules": ["q_proj", "v_proj", "down_proj"], "layers_to_transform": [1, 2]}
@@ -25,21 +27,21 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
 
 
-def model_of(folder: str | None = None, **options: Any) -> HuggingFaceModel:
-    source = config_of("llama") if folder is None else folder
-    return from_pretrained(source, lora=lora(**options.pop("lora", {})), **options)
+@functools.cache
+def model_of(folder: str | None = None, dropout: float = 0.0, **options: Any) -> HuggingFaceModel:
+    source = config("llama") if folder is None else folder
+    return from_pretrained(source, lora=lora(lora_dropout=dropout), **options)
 
 
 def train(
     world: World,
-    folder: str | None = None,
     model: dict[str, Any] | None = None,
     move: tuple[int, ...] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains adapters. Returns losses and digest."""
     pipeline = dynmo.Pipeline(
-        model_of(folder, **(model or {})),
+        model_of(**(model or {})),
         world,
         microbatches=4,
         optimizer=adamw,

@@ -27,7 +27,7 @@ class Peak:
         self._thread = threading.Thread(target=self._sample)
 
     def _sample(self) -> None:
-        while not self._end.wait(0.002):
+        while not self._end.is_set():
             self.bytes = max(self.bytes, private_bytes())
 
     def __enter__(self) -> Peak:

@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-_EXTRA: dict[str, dict[str, Any]] = {
-    "gemma": {"head_dim": 8},
-    "mixtral": {"num_local_experts": 4},
-    "deepseek_v3": {
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 24,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-    },
-}
+from dynmo.errors import ConfigError
+from dynmo.models.huggingface.model import from_pretrained
+from tests.models.huggingface.tiny import sizes
 
 
 def config_of(kind: str, **changes: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(kind, **{**_SIZES, **_EXTRA.get(kind, {}), **changes})
+    wanted = {**sizes(kind), "vocab_size": 64, "num_hidden_layers": 2, **changes}
+    return AutoConfig.for_model(kind, **wanted)
 
 
 def save(
@@ -54,6 +36,28 @@ def save(
         value.normal_()
     model.save_pretrained(folder, max_shard_size=shard)
     return model
+
+
+@functools.cache
+def folder_of(kind: str, shard: str = "1GB", **changes: Any) -> Path:
+    """Returns a folder that `save` has written. It serves the test run: nobody writes to it."""
+    folder = Path(tempfile.mkdtemp(prefix="dynmo-test-model-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    save(kind, folder, shard=shard, **changes)
+    return folder
+
+
+def copy_of(kind: str, folder: Path, **options: Any) -> Path:
+    """Writes files that a test may change."""
+    return shutil.copytree(folder_of(kind, **options), folder, dirs_exist_ok=True)
+
+
+def refusal(folder: Path) -> str:
+    """Returns the one line that says what is wrong with a folder."""
+    with pytest.raises(ConfigError) as caught:
+        from_pretrained(folder)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
 
 
 def change(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:

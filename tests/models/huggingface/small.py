@@ -1,4 +1,4 @@
-"""Small models of transformers, and trainings of them for the pool of ranks."""
+"""Batches for tiny models of transformers, and trainings for the pool of ranks."""
 
 from __future__ import annotations
 
@@ -6,31 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
 
 import dynmo
 from dynmo.models.huggingface.frame import Frame
-from dynmo.models.huggingface.model import from_pretrained
 from dynmo.models.huggingface.shells import Shell
 from dynmo.runtime.comm.world import World
+from tests.models.huggingface.tiny import VOCABULARY, model_of
 
-VOCAB, ROWS, TOKENS = 96, 12, 9
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-
-
-def config_of(kind: str, **options: Any) -> PreTrainedConfig:
-    """Makes a small config of a model type, such as "llama"."""
-    return AutoConfig.for_model(kind, **{**SIZES, **options})
+ROWS, TOKENS = 12, 9
 
 
 def frame_of(model: dynmo.Model) -> Frame:
@@ -42,7 +25,7 @@ def frame_of(model: dynmo.Model) -> Frame:
 def make_batch(step: int, padded: bool) -> dict[str, Tensor]:
     """Makes a batch of 12 rows. Labels that do not count are uneven over the microbatches."""
     draws = torch.Generator().manual_seed(step)
-    ids = torch.randint(VOCAB, (ROWS, TOKENS), generator=draws)
+    ids = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=draws)
     batch = {"input_ids": ids, "labels": ids.clone()}
     if padded:
         mask = torch.ones_like(ids)
@@ -62,11 +45,11 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """Trains a few steps. Returns losses and digest."""
-    model = from_pretrained(config_of(kind, **(config or {})))
+    model = model_of(kind, **(config or {}))
     pipeline = dynmo.Pipeline(model, world, microbatches=4, **options)
     losses = list[float]()
     for step in range(4):
         if step == 2 and move is not None:
             pipeline.move(move)
         losses.append(pipeline.step(make_batch(step, padded)).loss)
-    return {"losses": losses, "weights": pipeline.digest(), "names": model.names}
+    return {"losses": losses, "weights": pipeline.digest()}

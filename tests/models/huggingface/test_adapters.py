@@ -13,26 +13,32 @@ import dynmo
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.adapter_names import base_name, is_adapter
 from dynmo.models.huggingface.model import from_pretrained
-from tests.models.huggingface import adapter_jobs
-from tests.models.huggingface.small import config_of, make_batch
+from tests.combinations import mostly_matrix
+from tests.models.huggingface.adapter_jobs import STEPS, adamw, lora, model_of
+from tests.models.huggingface.small import make_batch
+from tests.models.huggingface.tiny import config
 from tests.pool import Pool
 
 TRAIN = "tests.models.huggingface.adapter_jobs:train"
+RUNS: list[dict[str, Any]] = [
+    {"schedule": "zb-h1", "move": [5, 3], "precision": "bfloat16"},
+    {"schedule": "zb-v"},
+]
 
 
 def test_adapters_have_the_bits_of_peft_in_one_process() -> None:
-    model = adapter_jobs.model_of()
+    model = model_of()
     state = {
         n: t for layer in model.build(range(model.layers)) for n, t in layer.named_parameters()
     }
-    plain = AutoModelForCausalLM.from_config(config_of("llama"))
+    plain = AutoModelForCausalLM.from_config(config("llama"))
     plain.load_state_dict({base_name(n): t for n, t in state.items() if not is_adapter(n)})
-    inject_adapter_in_model(adapter_jobs.lora(), plain)
+    inject_adapter_in_model(lora(), plain)
     plain.load_state_dict(state)
     trained = [p for p in plain.parameters() if p.requires_grad]
-    optimizer, losses = adapter_jobs.adamw(trained), list[float]()
+    optimizer, losses = adamw(trained), list[float]()
     with dynmo.init(device="cpu") as world:
-        for step in range(adapter_jobs.STEPS):
+        for step in range(STEPS):
             batch, total = make_batch(step, padded=False), 0.0
             optimizer.zero_grad()
             for ids in batch["input_ids"].chunk(4):
@@ -41,33 +47,24 @@ def test_adapters_have_the_bits_of_peft_in_one_process() -> None:
                 total += loss.item()
             optimizer.step()
             losses.append(total)
-        pipeline = dynmo.Pipeline(
-            model, world, microbatches=4, optimizer=adapter_jobs.adamw, max_grad_norm=1e9
-        )
-        found = [
-            pipeline.step(make_batch(step, padded=False)).loss for step in range(adapter_jobs.STEPS)
-        ]
+        pipeline = dynmo.Pipeline(model, world, microbatches=4, optimizer=adamw, max_grad_norm=1e9)
+        found = [pipeline.step(make_batch(step, padded=False)).loss for step in range(STEPS)]
         weights = pipeline.state_dict()
     assert found == losses
     for name, parameter in plain.named_parameters():
         assert torch.equal(weights[name], parameter), name
 
 
-def test_any_ranks_have_the_bits_of_one(pool: Pool) -> None:
-    dropout = {"lora": {"lora_dropout": 0.1}}
-    runs: tuple[dict[str, Any], ...] = (
-        {"schedule": "zb-h1", "move": [5, 3]},
-        {"schedule": "zb-v", "precision": "bfloat16", "model": {"float32_adapters": True}},
-    )
-    for options in runs:
-        own = {**options, "model": {**dropout, **options.get("model", {})}}
-        alone = {name: own[name] for name in ("model", "precision") if name in own}
-        assert pool.run(TRAIN, 2, **own) == pool.run(TRAIN, 1, **alone) * 2
+@pytest.mark.parametrize("options", mostly_matrix(RUNS, RUNS[:1]))
+def test_any_ranks_have_the_bits_of_one(pool: Pool, options: dict[str, Any]) -> None:
+    model = {"dropout": 0.1, "float32_adapters": "precision" in options}
+    alone = {"model": model, "precision": options.get("precision", "float32")}
+    assert pool.run(TRAIN, 2, **alone | options) == pool.run(TRAIN, 1, **alone) * 2
 
 
 def test_layers_below_the_first_adapter_keep_nothing() -> None:
     with dynmo.init(device="cpu") as world:
-        pipeline = dynmo.Pipeline(adapter_jobs.model_of(), world, microbatches=4)
+        pipeline = dynmo.Pipeline(model_of(), world, microbatches=4)
         pipeline.step(make_batch(0, padded=False))
         costs = pipeline.costs()
     # Embedding and the two halves of block 0.
@@ -82,7 +79,7 @@ def test_microbatches_that_come_again_skip_the_frozen_layers() -> None:
     for cache_bytes in (0, 1 << 24):
         case = dynmo.Freezing(schedule=((0, 3),), cache_bytes=cache_bytes)
         with dynmo.init(device="cpu") as world:
-            pipeline = dynmo.Pipeline(adapter_jobs.model_of(), world, microbatches=4, cases=[case])
+            pipeline = dynmo.Pipeline(model_of(), world, microbatches=4, cases=[case])
             keys = [(microbatch,) for microbatch in range(4)] if cache_bytes else None
             batch = make_batch(0, padded=False)
             losses = [pipeline.step(batch, keys=keys).loss for _ in range(3)]
@@ -95,7 +92,7 @@ def test_microbatches_that_come_again_skip_the_frozen_layers() -> None:
 def test_adapters_stay_in_float32_if_asked(is_kept: bool) -> None:
     with dynmo.init(device="cpu") as world:
         pipeline = dynmo.Pipeline(
-            adapter_jobs.model_of(float32_adapters=is_kept),
+            model_of(float32_adapters=is_kept),
             world,
             microbatches=4,
             precision="bfloat16",
@@ -118,5 +115,5 @@ def test_adapters_stay_in_float32_if_asked(is_kept: bool) -> None:
 def test_configs_that_fit_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     given = {"target_modules": ["q_proj"], **options}
     with pytest.raises(ConfigError, match=message) as caught:
-        from_pretrained(config_of("llama"), lora=LoraConfig(**given))
+        from_pretrained(config("llama"), lora=LoraConfig(**given))
     assert "\n" not in str(caught.value)

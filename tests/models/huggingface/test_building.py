@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo.models.huggingface.model import from_pretrained
-from tests.models.huggingface.tiny import config
+from tests.models.huggingface.tiny import model_of
 
 
 @pytest.mark.parametrize(
@@ -13,7 +12,7 @@ from tests.models.huggingface.tiny import config
     [
         ("llama", ()),
         ("gpt2", (((0, "transformer.wte.weight"), (7, "lm_head.weight")),)),
-        (
+        pytest.param(
             "bert",
             (
                 (
@@ -23,9 +22,10 @@ from tests.models.huggingface.tiny import config
                 # One layer has the weight under two names.
                 ((4, "cls.predictions.bias"), (4, "cls.predictions.decoder.bias")),
             ),
+            marks=pytest.mark.matrix,
         ),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # those of transformers' own code
 def test_a_weight_with_two_names_has_an_owner(kind: str, tied: object) -> None:
-    assert from_pretrained(config(kind)).tied == tied
+    assert model_of(kind).tied == tied

@@ -12,7 +12,7 @@ from transformers import T5Config
 
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.model import from_pretrained
-from tests.models.huggingface.saved_models import config_of, save
+from tests.models.huggingface.saved_models import config_of, copy_of, refusal
 
 REMOTE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 
@@ -22,13 +22,6 @@ def write(folder: Path, **keys: Any) -> Path:
     known = config_of("llama").to_dict()
     (folder / "config.json").write_text(json.dumps({**known, **keys}))
     return folder
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(ConfigError) as caught:
-        from_pretrained(folder)
-    assert len(str(caught.value).splitlines()) == 1
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +53,7 @@ def test_code_in_the_folder_needs_leave(tmp_path: Path, keys: dict[str, Any]) ->
 
 
 def test_a_known_type_needs_no_code_of_the_folder(tmp_path: Path) -> None:
-    save("llama", tmp_path)
+    copy_of("llama", tmp_path)
     write(tmp_path, auto_map=REMOTE)
     assert from_pretrained(tmp_path).layers == 6
 

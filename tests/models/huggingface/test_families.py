@@ -15,28 +15,14 @@ from transformers import AutoModelForCausalLM
 from docs.tools.families import PAGE, row
 from dynmo.models.huggingface.model import from_pretrained
 from dynmo.models.model import named_tensors
+from tests.combinations import mostly_matrix
 from tests.models.huggingface.families import family, kinds, whole_model
 from tests.models.huggingface.tiny import config
 
-# One of each: tied weights, positions with weights, experts, two kinds of masks, blocks that a
-# probe refuses to cut.
-TELLING = (
-    "GPT2LMHeadModel",
-    "Gemma3ForCausalLM",
-    "GptOssForCausalLM",
-    "LlamaForCausalLM",
-    "MixtralForCausalLM",
-    "PhiForCausalLM",
-)
+EVERYDAY = ("GPT2LMHeadModel", "LlamaForCausalLM", "MixtralForCausalLM")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in TELLING else pytest.mark.matrix)
-        for name in sorted(kinds())
-    ],
-)
+@pytest.mark.parametrize("name", mostly_matrix(sorted(kinds()), EVERYDAY))
 @pytest.mark.filterwarnings("ignore")  # those of transformers' own code
 def test_page_tells_what_a_family_gives(name: str) -> None:
     told = family(name)

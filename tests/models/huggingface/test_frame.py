@@ -9,8 +9,8 @@ import torch
 
 import dynmo
 from dynmo.models.huggingface.frame import Frame
-from dynmo.models.huggingface.model import from_pretrained
-from tests.models.huggingface.small import VOCAB, config_of, frame_of, make_batch
+from tests.models.huggingface.small import frame_of, make_batch
+from tests.models.huggingface.tiny import VOCABULARY, model_of
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_frame_runs_once_for_each_microbatch(
     runs: list[int], padded: bool, expected: int
 ) -> None:
     with dynmo.init(device="cpu") as world:
-        pipeline = dynmo.Pipeline(from_pretrained(config_of("llama")), world, microbatches=4)
+        pipeline = dynmo.Pipeline(model_of(), world, microbatches=4)
         pipeline.step(make_batch(0, padded))
         runs.clear()
         pipeline.step(make_batch(1, padded))
@@ -41,20 +41,20 @@ def test_a_frame_runs_once_for_each_microbatch(
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_positions_need_no_mask(kind: str) -> None:
     """A batch of packed rows has the loss of its samples alone."""
-    alone = torch.randint(VOCAB, (8, 6), generator=torch.Generator().manual_seed(0))
+    alone = torch.randint(VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(0))
     labels = torch.cat((torch.full((8, 1), -100), alone[:, 1:]), dim=1)
     positions = torch.arange(6).repeat(4, 2)
     batch = {"input_ids": alone, "labels": labels}
     rows = {name: each.reshape(4, 12) for name, each in batch.items()}
     with dynmo.init(device="cpu") as world:
-        pipeline = dynmo.Pipeline(from_pretrained(config_of(kind)), world, microbatches=2)
+        pipeline = dynmo.Pipeline(model_of(kind), world, microbatches=2)
         wanted = pipeline.evaluate(batch)
         assert pipeline.evaluate(rows | {"position_ids": positions}) == pytest.approx(wanted)
         assert pipeline.evaluate(rows) != pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_mask_that_was_written_to_counts(runs: list[int]) -> None:
-    frame = frame_of(from_pretrained(config_of("llama")))
+    frame = frame_of(model_of())
     hidden, mask = torch.zeros(3, 5, 32), torch.ones(3, 5, dtype=torch.int64)
     first = frame.arguments(0, hidden, mask, None)
     assert frame.arguments(1, hidden.clone(), mask, None)[1].keys() == first[1].keys()

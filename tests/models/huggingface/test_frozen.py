@@ -7,22 +7,33 @@ from typing import Any
 import pytest
 
 from dynmo.errors import ConfigError
+from dynmo.models.huggingface.building import places
+from dynmo.models.huggingface.cut import Halves
+from dynmo.models.huggingface.frozen import frozen_layers
 from dynmo.models.huggingface.model import from_pretrained
-from tests.models.huggingface.small import config_of
+from tests.models.huggingface.tiny import config
+
+PLACES = places([Halves(("attention", "mlp"), (None, None), ((), ()))] * 3)
 
 
-def trained(**options: Any) -> list[str]:
-    model = from_pretrained(config_of("llama"), **options)
-    layers = zip(model.names, model.build(()), strict=True)
-    return [name for name, layer in layers if any(p.requires_grad for p in layer.parameters())]
+def test_a_model_has_layers_that_do_not_train() -> None:
+    model = from_pretrained(config("llama"), freeze=("embedding", 0, "blocks.1.attention"))
+    trains = [any(p.requires_grad for p in layer.parameters()) for layer in model.build(())]
+    assert trains == [False] * 4 + [True] * 4
 
 
-def test_blocks_and_layers_are_frozen_by_index_and_name() -> None:
-    halves = ["blocks.1.feed-forward", "blocks.2.attention", "blocks.2.feed-forward"]
-    assert trained(freeze=("embedding", 0, "blocks.1.attention")) == [*halves, "head"]
-    assert trained(freeze=("embedding", range(2), "head")) == halves[1:]
-    assert trained(train_last=1) == [*halves[1:], "head"]
-    assert trained(train_last=0) == ["head"]
+@pytest.mark.parametrize(
+    ("freeze", "train_last", "frozen"),
+    [
+        (("embedding", range(2), "head"), None, {0, 1, 2, 3, 4, 7}),
+        ((), 1, {0, 1, 2, 3, 4}),
+        ((), 0, {0, 1, 2, 3, 4, 5, 6}),
+    ],
+)
+def test_blocks_and_layers_are_frozen_by_index_and_name(
+    freeze: Any, train_last: int | None, frozen: set[int]
+) -> None:
+    assert frozen_layers(PLACES, freeze, train_last) == frozen
 
 
 @pytest.mark.parametrize(
@@ -36,4 +47,4 @@ def test_blocks_and_layers_are_frozen_by_index_and_name() -> None:
 )
 def test_what_cannot_be_frozen_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        trained(**options)
+        from_pretrained(config("llama"), **options)

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.model import from_pretrained
-from tests.models.huggingface.small import config_of
+from tests.models.huggingface.tiny import model_of
 
 
 def test_halves_that_compute_other_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = from_pretrained(config_of("llama"))
+    model = model_of()
     monkeypatch.setattr(
         "dynmo.models.huggingface.cut.AddsNothing.forward",
         lambda self, *args, **kwargs: (torch.ones(1), None) if self._elements else torch.ones(1),
@@ -24,5 +23,4 @@ def test_a_rank_with_one_half_has_nothing_to_compare(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         "dynmo.models.huggingface.building.check_halves", lambda *_: pytest.fail("compared")
     )
-    model = from_pretrained(config_of("llama"))
-    model.build((2, 3))
+    model_of().build((2, 3))

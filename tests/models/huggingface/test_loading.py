@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
@@ -20,8 +22,18 @@ from dynmo.models.huggingface.model import HuggingFaceModel, disk_bytes, from_pr
 from dynmo.models.huggingface.shells import Shell
 from dynmo.models.huggingface.weight_files import Reader
 from dynmo.models.model import named_tensors
-from tests.models.huggingface.saved_models import change, config_of, save
+from tests.combinations import mostly_matrix
+from tests.models.huggingface.saved_models import change, config_of, copy_of, folder_of, save
+from tests.models.huggingface.tiny import model_of
 from tests.pool import Pool
+
+EVERYDAY = ("llama", "mixtral", "gpt2")
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@functools.cache
+def loaded(kind: str) -> HuggingFaceModel:
+    return from_pretrained(folder_of(kind))
 
 
 def values_of(model: HuggingFaceModel) -> dict[str, Tensor]:
@@ -42,12 +54,14 @@ def of_transformers(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def check_same(folder: Path) -> None:
-    made, wanted = values_of(from_pretrained(folder)), of_transformers(folder)
+def check_same(folder: Path) -> HuggingFaceModel:
+    model = from_pretrained(folder)
+    made, wanted = values_of(model), of_transformers(folder)
     assert made.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert made[name].dtype == tensor.dtype, name
         assert torch.equal(made[name], tensor), name
+    return model
 
 
 @pytest.fixture
@@ -67,28 +81,28 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """A Llama in one file."""
-    save("llama", tmp_path, shard="1GB")
-    return tmp_path
+    return copy_of("llama", tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gemma", "gpt2"])
-def test_every_tensor_is_the_one_that_transformers_loads(kind: str, tmp_path: Path) -> None:
-    save(kind, tmp_path)
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    check_same(tmp_path)
+@pytest.mark.parametrize(
+    "kind", mostly_matrix(["llama", "mixtral", "deepseek_v3", "gemma", "gpt2"], EVERYDAY)
+)
+def test_every_tensor_is_the_one_that_transformers_loads(kind: str) -> None:
+    folder = folder_of(kind, shard="8KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    check_same(folder)
 
 
 def test_a_file_of_the_base_model_gets_its_prefix(tmp_path: Path) -> None:
-    model: Any = save("gpt2", tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder_of("gpt2"))
     model.base_model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert "wte.weight" in file.keys()  # noqa: SIM118
     check_same(tmp_path)
 
 
-def test_only_own_layers_are_read(tmp_path: Path, read: list[str]) -> None:
-    save("mixtral", tmp_path)
-    model = from_pretrained(tmp_path)
+def test_only_own_layers_are_read(read: list[str]) -> None:
+    model = loaded("mixtral")
     for own, pattern in [
         ({0}, r"model\.embed_tokens\."),
         ({1}, r"model\.layers\.0\.(input_layernorm|self_attn)\."),
@@ -105,8 +119,8 @@ def test_only_own_layers_are_read(tmp_path: Path, read: list[str]) -> None:
     assert not read
 
 
-def test_fake_tensors_read_nothing(llama: Path, read: list[str]) -> None:
-    model = from_pretrained(llama)
+def test_fake_tensors_read_nothing(read: list[str]) -> None:
+    model = loaded("llama")
     (first, *_), weights = model.build(()), model.weights
     assert weights is not None
     read.clear()
@@ -116,44 +130,35 @@ def test_fake_tensors_read_nothing(llama: Path, read: list[str]) -> None:
     assert not read
 
 
-def test_bytes_in_files_add_up(tmp_path: Path) -> None:
-    save("mixtral", tmp_path)
-    model = from_pretrained(tmp_path)
+def test_bytes_in_files_add_up() -> None:
+    model = loaded("mixtral")
     by_layer = [
         sum(x.numel() * 2 for x in layer.parameters()) for layer in model.build(range(model.layers))
     ]
     assert list(disk_bytes(model)) == by_layer
-    assert disk_bytes(from_pretrained(config_of("mixtral"))) == (0,) * model.layers
+    assert disk_bytes(model_of("mixtral")) == (0,) * 8
 
 
-def test_both_uses_of_a_tied_weight_read_the_key_that_is_there(tmp_path: Path) -> None:
-    save("gemma", tmp_path, shard="1GB")
-
-    def rename(tensors: dict[str, Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-
-    check_same(tmp_path)
-    before = values_of(from_pretrained(tmp_path))
-    change(tmp_path, rename)
-    check_same(tmp_path)
-    after = values_of(from_pretrained(tmp_path))
-    assert torch.equal(before["lm_head.weight"], after["model.embed_tokens.weight"])
-
-
-@pytest.mark.parametrize("differ", [False, True])
-def test_a_tied_weight_with_two_values_is_not_tied(tmp_path: Path, differ: bool) -> None:
-    save("gemma", tmp_path, shard="1GB")
-
-    def add(tensors: dict[str, Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + differ
-
-    change(tmp_path, add)
-    check_same(tmp_path)
-    assert bool(from_pretrained(tmp_path).tied) is not differ
+@pytest.mark.parametrize(
+    ("edit", "tied"),
+    [
+        (lambda embedding: {"lm_head.weight": embedding}, True),
+        (lambda embedding: {EMBEDDING: embedding, "lm_head.weight": embedding.clone()}, True),
+        (lambda embedding: {EMBEDDING: embedding, "lm_head.weight": embedding + 1}, False),
+    ],
+    ids=["under the name of its use", "twice", "with two values"],
+)
+def test_a_tied_weight_may_be_in_a_file_once_or_twice(
+    tmp_path: Path, edit: Callable[[Tensor], dict[str, Tensor]], tied: bool
+) -> None:
+    copy_of("llama", tmp_path, tie_word_embeddings=True)
+    change(tmp_path, lambda tensors: tensors.update(edit(tensors.pop(EMBEDDING))))
+    assert bool(check_same(tmp_path).tied) is tied
 
 
+@pytest.mark.matrix
 def test_a_buffer_that_the_files_lack_is_the_models_own(tmp_path: Path) -> None:
-    save("deepseek_v3", tmp_path, shard="1GB")
+    copy_of("deepseek_v3", tmp_path, first_k_dense_replace=1)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert values_of(from_pretrained(tmp_path))[name].any()
     change(tmp_path, lambda tensors: tensors.pop(name))
@@ -204,17 +209,17 @@ def test_a_weight_of_another_shape_names_its_file(llama: Path) -> None:
 
 
 def test_missing_experts_are_refused(tmp_path: Path) -> None:
-    save("mixtral", tmp_path, shard="1GB")
+    copy_of("mixtral", tmp_path)
     expert = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
     change(tmp_path, lambda tensors: tensors.pop(expert))
     with pytest.raises(ConfigError, match=r"experts\.gate_up_proj cannot be made of .*and 6 more"):
         from_pretrained(tmp_path)
 
 
-def test_random_generators_are_left_alone(llama: Path) -> None:
+def test_random_generators_are_left_alone() -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    from_pretrained(llama).build(range(3))
+    from_pretrained(folder_of("llama")).build(range(3))
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -239,10 +244,7 @@ def test_private_memory_is_the_own_part_and_less_than_one_shard(tmp_path: Path, 
         assert found["peak"] < found["own"] + max(shards)
 
 
-def test_parameters_keep_no_mark_of_transformers(llama: Path) -> None:
-    (layer,) = [x for x in from_pretrained(llama).build({1}) if not _is_meta(x)]
-    assert not any(vars(parameter) for parameter in layer.parameters())
-
-
-def _is_meta(layer: nn.Module) -> bool:
-    return next(layer.parameters()).is_meta
+def test_parameters_keep_no_mark_of_transformers() -> None:
+    parameters = [*loaded("llama").build({1})[1].parameters()]
+    assert parameters
+    assert not any(parameter.is_meta or vars(parameter) for parameter in parameters)

@@ -7,14 +7,13 @@ import logging
 import pytest
 
 from dynmo.models.huggingface import progress
-from dynmo.models.huggingface.model import from_pretrained
-from tests.models.huggingface.small import config_of
+from tests.models.huggingface.tiny import model_of
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    model = model_of()
+    caplog.clear()
     with caplog.at_level(logging.INFO, progress.__name__):
-        model = from_pretrained(config_of("llama"))
-        caplog.clear()
         model.build(range(2))
     return [record.getMessage() for record in caplog.records]
 

@@ -10,23 +10,15 @@ import torch
 
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.model import from_pretrained
-from tests.models.huggingface.saved_models import change, save
+from tests.models.huggingface.saved_models import change, copy_of, refusal
 
 INDEX = "model.safetensors.index.json"
-
-
-def refusal(folder: Path) -> str:
-    """Returns the one line that says what is wrong with a folder."""
-    with pytest.raises(ConfigError) as caught:
-        from_pretrained(folder)
-    assert len(str(caught.value).splitlines()) == 1
-    return str(caught.value)
 
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
     """A Llama in several files."""
-    save("llama", tmp_path)
+    copy_of("llama", tmp_path, shard="8KB")
     return sorted(tmp_path.glob("*.safetensors"))
 
 
@@ -66,15 +58,15 @@ def test_a_damaged_index_is_named(shards: list[Path], content: str) -> None:
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    model = save("llama", tmp_path, shard="1GB")
+    copy_of("llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "has no model.safetensors and no" in refusal(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    torch.save({}, tmp_path / "pytorch_model.bin")
     assert "has its weights in pytorch_model.bin" in refusal(tmp_path)
 
 
 def test_the_config_may_name_the_file(tmp_path: Path) -> None:
-    save("llama", tmp_path, shard="1GB")
+    copy_of("llama", tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     named = json.dumps({**config, "transformers_weights": "other.safetensors"})
@@ -83,6 +75,6 @@ def test_the_config_may_name_the_file(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_lacks_all_weights(tmp_path: Path) -> None:
-    save("llama", tmp_path, shard="1GB")
+    copy_of("llama", tmp_path)
     change(tmp_path, lambda tensors: tensors.clear())
     assert " lacks lm_head.weight and 20 more; its config.json is of " in refusal(tmp_path)

@@ -1,12 +1,15 @@
-"""Tiny configs of transformers' causal language models."""
+"""Tiny causal language models of transformers."""
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from dynmo.models.huggingface.model import HuggingFaceModel, from_pretrained
 
 VOCABULARY = 96
 
@@ -172,14 +175,24 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
-def config(kind: str) -> PreTrainedConfig:
+def config(kind: str, **changes: Any) -> PreTrainedConfig:
     """Returns a tiny config of a model type, without dropout."""
-    made = AutoConfig.for_model(kind, **_keys(CONFIG_MAPPING[kind], kind))
+    made = AutoConfig.for_model(kind, **{**sizes(kind), **changes})
     for each in (made, *(getattr(made, key) for key in made.sub_configs)):
         for key, value in vars(each).items():
             if isinstance(value, float) and re.search("drop|jitter", key):
                 setattr(each, key, 0.0)
     return made
+
+
+@functools.cache
+def model_of(kind: str = "llama", **changes: Any) -> HuggingFaceModel:
+    """Returns the model of a tiny config. A process makes it once."""
+    return from_pretrained(config(kind, **changes))
+
+
+def sizes(kind: str) -> dict[str, Any]:
+    return _keys(CONFIG_MAPPING[kind], kind)
 
 
 def _keys(of: Any, kind: str) -> dict[str, Any]:
