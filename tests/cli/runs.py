@@ -93,6 +93,16 @@ def crashes():
 def rank():
     import os
     return int(os.environ.get("RANK", "0"))
+
+class Cuts(Tires):
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 6:
+            open("text", "w").close()
+        return self.linear(x)
+
+def cuts():
+    return [nn.Embedding(256, 8), Cuts(), nn.Linear(8, 256)]
 """
 GPT = (
     "model.kind=gpt",

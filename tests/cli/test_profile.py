@@ -1,4 +1,4 @@
-"""`dynmo profile` as a process, on emulated layers with known times."""
+"""`dynmo profile`, on emulated layers with known times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rich.console import Console
 from dynmo.cli.profile import table
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile, read
-from tests.cli.runs import ONE_RANK, Done, Run, assert_refused, end
+from tests.cli.runs import ONE_RANK, Done, Run, assert_refused, end, free_port
+from tests.pool import Pool
 from tests.processes import gone, start
 
 CONFIG = """
@@ -55,27 +56,32 @@ def measure(folder: Path, *arguments: str) -> Done:
     return end(start(command, folder), 120)
 
 
+FREEZING = ("--set=dynamism.cases=['freezing']", "--set=dynamism.freezing.schedule=[[0, 2]]")
+OPTIONS = ("--steps", "3", "--out", "measured.json", "--json", *FREEZING)
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Measured:
     """One measurement of two ranks, of which the first two layers are frozen."""
     folder = tmp_path_factory.mktemp("profile")
     fill(folder)
-    freezing = (
-        "--set",
-        "dynamism.cases=['freezing']",
-        "--set",
-        "dynamism.freezing.schedule=[[0, 2]]",
-    )
-    options = ("--steps", "3", "--out", "measured.json", "--json", *freezing)
-    return Measured(folder, measure(folder, *options))
+    lines = [["profile", "run.toml", *OPTIONS]] * 2
+    given = {"lines": lines, "folder": str(folder), "port": free_port()}
+    return Measured(folder, Done(*pool.run("command", 2, **given)[0]))
 
 
-def test_profile_writes_one_file_and_no_logs(measured: Measured) -> None:
+@pytest.mark.matrix
+def test_processes_leave_one_file_and_no_logs(tmp_path: Path) -> None:
+    fill(tmp_path)
+    assert measure(tmp_path, *OPTIONS).status == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"run.toml", "text", "measured.json", "tmp"}
+    assert not list((tmp_path / "tmp").glob("dynmo-*")), "the ranks' logs are gone"
+    assert gone(tmp_path)
+
+
+def test_profile_is_printed_and_written(measured: Measured) -> None:
     folder, done = measured
     assert done.status == 0, done.err
-    assert {p.name for p in folder.iterdir()} == {"run.toml", "text", "measured.json", "tmp"}
-    assert not list((folder / "tmp").glob("dynmo-*")), "the ranks' logs are gone"
-    assert gone(folder)
     assert "measured 3 steps" in done.err
     assert done.out.count("\n") == 1
     printed: dict[str, Any] = json.loads(done.out)
@@ -119,6 +125,7 @@ def test_profile_can_be_planned_with(measured: Measured, dynmo: Run) -> None:
     assert first + second == 5
 
 
+@pytest.mark.matrix
 def test_unloadable_model_leaves_no_files(tmp_path: Path) -> None:
     """The command writes no profile and leaves no log."""
     fill(tmp_path)

@@ -189,6 +189,7 @@ def test_model_that_calls_exit_is_refused(own: Path, run: Run) -> None:
 # -- what lies in the folder -----------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_user_files_do_not_shadow_standard_modules(work: Path) -> None:
     """Files named like standard modules do not hide them from dynmo.
 

@@ -368,6 +368,7 @@ def test_unloadable_own_model_is_refused(
     assert not caplog.records, "torch has printed too"
 
 
+@pytest.mark.matrix
 def test_error_found_by_a_rank_removes_the_new_folder(work: Path) -> None:
     """The folder of the new run is removed, so that the next attempt can create it."""
     done = end(train(work, sets=("model.kind=python:models:raises", "dynamism.cases=[]", ONE_RANK)))
