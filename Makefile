@@ -2,6 +2,8 @@
 # make test   set up everything, run the tests
 # make quick  the tests of the packages that need no torch
 # make matrix the long tests: combinations of what `make test` covers one by one
+# make docs   the commands, the code and the figures of the documents
+# make clusters  a real Slurm, a real Ray and the API of Kubernetes
 # make results  the figures of the documents anew. QUICK=1: the simulated ones alone.
 #             ONLY="cases joined": some benchmarks.
 # make gpu    everything that needs a GPU, with this machine's python3. Installs nothing.
@@ -14,7 +16,10 @@ READY := .venv/.ready
 # Hundreds of processes of the tests start from compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick matrix results gpu check format clean
+# All tests with ranks go to one of two processes, so that there is one pool of ranks.
+TWO := --numprocesses 2 --dist loadgroup
+
+.PHONY: demo test quick matrix docs clusters results gpu check format clean
 
 # The inner loops of the planner and of sparse layers are compiled once and kept. That happens at
 # set-up, so that no first run waits for it.
@@ -38,17 +43,25 @@ demo: $(READY)
 	$(BIN)/dynmo report runs/demo-static runs/demo-balanced
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest $(TWO) --durations 5
 
 quick: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 tests/schedule tests/cost tests/config tests/balance \
-	    tests/planner tests/report \
-	    tests/elastic/managers/test_command.py tests/elastic/managers/test_kubernetes.py
+	$(BIN)/python -m pytest $(TWO) tests/schedule tests/cost tests/config tests/balance \
+	    tests/planner tests/report tests/elastic/managers/test_command.py
 
 matrix: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m matrix
-	$(BIN)/python -m pytest --numprocesses 2 --hypothesis-profile matrix tests/schedule \
+	$(BIN)/python -m pytest $(TWO) -m "matrix and not docs and not clusters"
+	$(BIN)/python -m pytest $(TWO) --hypothesis-profile matrix tests/schedule \
 	    tests/balance tests/planner tests/cost
+	@.ci/suite passed matrix
+
+docs: $(READY)
+	$(BIN)/python -m pytest $(TWO) -m docs
+	@.ci/suite passed docs
+
+clusters: $(READY)
+	$(BIN)/python -m pytest -m clusters
+	@.ci/suite passed clusters
 
 results: $(READY)
 	$(BIN)/python -m docs.tools.remake $(if $(QUICK),--quick) $(ONLY)
