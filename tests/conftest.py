@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 from hypothesis import settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from dynmo.elastic.launcher.environment import malloc_settings
 from tests.pool import Pool
@@ -33,10 +34,12 @@ gc.disable()
 # a tenth of the time.
 os.environ |= malloc_settings()
 
-# Runs share their machine, so a slow example says nothing about the code. `make matrix` draws more
-# examples.
-settings.register_profile("dynmo", deadline=None, max_examples=25)
-settings.register_profile("matrix", deadline=None, max_examples=200)
+# Runs share their machine, so a slow example says nothing about the code. Each run draws a few new
+# examples, and those that failed once come first. `make matrix` draws many.
+database = DirectoryBasedExampleDatabase(".hypothesis/examples")
+common = settings(deadline=None, derandomize=False, database=database, print_blob=True)
+settings.register_profile("dynmo", common, max_examples=15)
+settings.register_profile("matrix", common, max_examples=200)
 settings.load_profile("dynmo")
 
 # Measurements on this machine that are kept for later runs would end up in the user's own files.
@@ -79,11 +82,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselects tests marked gpu without their device, and tests that `make test` leaves out.
 
     The latter stay if `-m` is given. All tests with ranks go to one of xdist's processes, so that
-    there is one pool.
+    there is one pool. So do those that look at the one run of `tests/cli`.
     """
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if "pool" in fixtures:
             item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif "base" in fixtures:
+            item.add_marker(pytest.mark.xdist_group("base"))
     unwanted: set[str] = set() if config.option.markexpr else {*LATER}
     if config.getoption("--gpu-device") == "cuda" and any(
         item.get_closest_marker("gpu") for item in items
