@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dynmo
 
-BATCH, MICROBATCHES, STEPS = 12, 4, 6
+BATCH, MICROBATCHES, STEPS = 12, 4, 5
 NO_CLIPPING = 0.0
 
 

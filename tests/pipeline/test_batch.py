@@ -43,9 +43,7 @@ def test_losses_and_weights_are_those_of_plain_torch(alone: dict[str, Any]) -> N
         (2, {"schedule": "zb-auto"}),
         (2, {"as_list": True, "post_validation": True}),
         (3, {"schedule": "zb-v", "as_list": True}),
-        (2, {"replicas": 2}),
         (4, {"replicas": 2, "moves": True}),
-        (3, {"moves": True}),
     ],
 )
 def test_any_ranks_have_the_bits_of_one(

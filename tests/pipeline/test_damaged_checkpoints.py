@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.combinations import mostly_matrix
 from tests.pool import Pool
 
 JOBS = "tests.runtime.jobs.damage:"
@@ -191,16 +192,21 @@ EVERYDAY = [
     "all flipped",
     "state partition",
 ]
+OF_RUNS = ["T flip middle", "layers swapped", "all flipped", "state partition"]
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(EVERYDAY, id="some"),
-        pytest.param(list(DAMAGES), id="all", marks=pytest.mark.matrix),
-    ],
+    ("begin", "go_on", "names"),
+    mostly_matrix(
+        [
+            ("train", "resume_each", OF_RUNS),
+            ("train", "resume_each", list(DAMAGES)),
+            ("loop", "load_each", EVERYDAY),
+            ("loop", "load_each", list(DAMAGES)),
+        ],
+        everyday=[("train", "resume_each", OF_RUNS), ("loop", "load_each", EVERYDAY)],
+    ),
 )
-@pytest.mark.parametrize(("begin", "go_on"), [("train", "resume_each"), ("loop", "load_each")])
 def test_damaged_checkpoint_is_never_used(
     pool: Pool, tmp_path: Path, begin: str, go_on: str, names: list[str]
 ) -> None:

@@ -128,9 +128,9 @@ def test_dry_run_allocates_no_memory_and_draws_no_numbers() -> None:
     """
     huge = parse(
         {
-            "model": {"blocks": 12, "hidden": 32768, "heads": 256},
+            "model": {"blocks": 1, "hidden": 131072, "heads": 256},
             "train": {"micro_batch": 8},
-            "parallel": {"pipeline": 4},
+            "parallel": {"pipeline": 2},
         }
     )
     plan = plan_run(huge)

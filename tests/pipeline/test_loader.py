@@ -11,10 +11,15 @@ import pytest
 
 import dynmo
 from dynmo.errors import ConfigError
+from tests.models.huggingface.saved_models import folder_of
 from tests.pipeline.loading import COUNT, HELD_OUT
 from tests.pool import Pool
 
 JOB = "tests.pipeline.loading:train"
+
+
+def model() -> str:
+    return str(folder_of("llama", vocab_size=256))
 
 
 @pytest.mark.parametrize(
@@ -26,14 +31,9 @@ JOB = "tests.pipeline.loading:train"
     ],
 )
 def test_loop_goes_on_with_the_next_sample_on_other_replicas(
-    pool: Pool,
-    small_llama: Path,
-    tmp_path: Path,
-    streaming: bool,
-    replicas: int,
-    slots: int | None,
+    pool: Pool, tmp_path: Path, streaming: bool, replicas: int, slots: int | None
 ) -> None:
-    given: dict[str, Any] = {"model": str(small_llama), "streaming": streaming, "slots": slots}
+    given: dict[str, Any] = {"model": model(), "streaming": streaming, "slots": slots}
     whole = pool.run(JOB, 1, steps=5, **given)[0]
     assert whole["events"] == list(range(5))
     kept: dict[str, Any] = {**given, "folder": str(tmp_path)}
@@ -57,16 +57,16 @@ def test_loop_goes_on_with_the_next_sample_on_other_replicas(
         )
 
 
-def test_ends_of_a_pipeline_read_alone(pool: Pool, small_llama: Path) -> None:
-    rows = pool.run(JOB, 3, model=str(small_llama), steps=1)
+def test_ends_of_a_pipeline_read_alone(pool: Pool) -> None:
+    rows = pool.run(JOB, 3, model=model(), steps=1)
     assert [bool(row["read"][0]) for row in rows] == [True, False, True]
     assert rows[0]["read"] == rows[2]["read"]
 
 
-def test_wrong_options_are_one_line(small_llama: Path) -> None:
+def test_wrong_options_are_one_line() -> None:
     with dynmo.init(device="cpu") as world:
-        model = dynmo.load_model(dynmo.ModelOptions(kind="hf", path=str(small_llama), sequence=32))
-        pipeline = dynmo.Pipeline(model, world, microbatches=2)
+        options = dynmo.ModelOptions(kind="hf", path=model(), sequence=32)
+        pipeline = dynmo.Pipeline(dynmo.load_model(options), world, microbatches=2)
 
         def load(source: Any, **options: Any) -> dynmo.Loader:
             return dynmo.Loader(pipeline, source, micro_batch=1, sequence=32, **options)

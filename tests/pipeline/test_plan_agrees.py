@@ -118,7 +118,7 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "cases"), mostly_matrix([(1, 120), (2, 60)], everyday=[(2, 60)])
+    ("replicas", "cases"), mostly_matrix([(1, 120), (2, 60), (2, 30)], everyday=[(2, 30)])
 )
 def test_plan_and_run_make_the_same_schedule(pool: Pool, replicas: int, cases: int) -> None:
     results = pool.run(

@@ -54,9 +54,7 @@ def test_losses_are_those_of_plain_torch(alone: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (2, {}),
         (2, {"schedule": "zb-auto", "w_granularity": "linear"}),
-        (3, {"schedule": "zb-v"}),
         (3, {"moves": True}),
         (2, {"recompute": "all"}),
         (4, {"replicas": 2, "schedule": "zb-v"}),
@@ -74,10 +72,9 @@ def test_any_ranks_have_the_bits_of_one(
 def test_steps_that_are_taken_back_have_the_same_bits(pool: Pool) -> None:
     """Each step clips, so post-validation takes each back and begins the next anew."""
     (alone,) = pool.run(JOBS + "train", 1, max_grad_norm=0.05)
-    for ranks, schedule in ((2, "zb-h1"), (3, "zb-v")):
-        options = {"schedule": schedule, "max_grad_norm": 0.05, "post_validation": True}
-        for told in pool.run(JOBS + "train", ranks, **options):
-            assert (told["losses"], told["weights"]) == (alone["losses"], alone["weights"])
+    options = {"schedule": "zb-v", "max_grad_norm": 0.05, "post_validation": True}
+    for told in pool.run(JOBS + "train", 3, **options):
+        assert (told["losses"], told["weights"]) == (alone["losses"], alone["weights"])
 
 
 def test_the_largest_microbatch_counts_as_activations(pool: Pool, alone: dict[str, Any]) -> None:
