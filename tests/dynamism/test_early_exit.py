@@ -16,6 +16,7 @@ from dynmo.errors import ConfigError
 from dynmo.models.early_exit import ExitHead
 from dynmo.train.setup import cases_of, model_of
 from tests.dynamism.kept import Kept
+from tests.equality import fields_of, run
 from tests.pool import Pool
 
 EXITS = [3, 6]  # layers: embedding, two halves a block, and an exit behind the blocks 0 and 1
@@ -154,34 +155,22 @@ def test_default_exits_are_at_one_and_two_thirds(blocks: int, expected: tuple[in
 
 @pytest.mark.parametrize(("threshold", "expected"), [(0.0, [1.0, 0.0]), (1.0, [0.0, 0.0])])
 def test_log_has_the_exit_shares(pool: Pool, threshold: float, expected: list[float]) -> None:
-    events = pool.run("events", 2, config=config(2, threshold=threshold))[0]
-    told = [e for e in events if e["event"] == "tokens"]
-    assert [e["step"] for e in told] == [4, 6, 8]
-    assert all(
-        (e["case"], e["layers"], e["shares"]) == ("early_exit", EXITS, {"exited": expected})
-        for e in told
-    )
-    assert [(e["step"], e["case"]) for e in events if e["event"] == "change"] == [(2, "early_exit")]
-
-
-def test_evaluation_also_reports_the_dense_loss(pool: Pool) -> None:
-    wanted = config(threshold=0.0)
+    """Exits that no token takes change no bits."""
+    wanted = config(2, threshold=threshold)
     wanted["train"]["eval_every"] = 2
-    evaluations = [e for e in pool.run("events", 1, config=wanted)[0] if e["event"] == "eval"]
-    assert ["dense_loss" in e and e["dense_loss"] is not None for e in evaluations] == [
-        e["step"] > 2 for e in evaluations
+    events = run(pool, wanted, "events")[0]
+    assert fields_of(events, "tokens", "step", "case", "layers", "shares") == [
+        (step, "early_exit", EXITS, {"exited": expected}) for step in (4, 6, 8)
     ]
-    assert all(e["loss"] != e["dense_loss"] for e in evaluations[1:])
-
-
-def test_unused_exits_change_no_bits(pool: Pool) -> None:
-    late, never = config(start=8, threshold=1.0), config(2, start=0, threshold=1.0)
-    assert (
-        pool.run("train", 1, config=late)[0]["digest"]
-        == pool.run("train", 2, config=never)[0]["digest"]
-    )
-    taken = pool.run("train", 1, config=config(start=0, threshold=0.0))[0]["digest"]
-    assert taken != pool.run("train", 1, config=late)[0]["digest"]
+    assert fields_of(events, "change", "step", "case") == [(2, "early_exit")]
+    never = run(pool, config(start=8, threshold=1.0))[0]["digest"]
+    assert (fields_of(events, "end", "weights_digest") == [(never,)]) == (threshold == 1.0)
+    evaluations = fields_of(events, "eval", "step", "loss", "dense_loss")
+    assert [dense is not None for *_, dense in evaluations] == [
+        step > 2 for step, *_ in evaluations
+    ]
+    if threshold == 0.0:
+        assert all(loss != dense for _, loss, dense in evaluations)
 
 
 def test_switch_also_applies_to_meta_modules() -> None:

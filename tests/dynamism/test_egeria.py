@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -34,9 +34,8 @@ from dynmo.events import ChangeEvent, StepEvent, read
 from dynmo.kernels.seeds import seed_forward
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
-from tests.combinations import mostly_matrix
 from tests.dynamism.kept import Kept
-from tests.equality import RANDOM_MOVES
+from tests.equality import RANDOM_MOVES, run, same
 from tests.pool import Pool
 from tests.runtime import alone
 
@@ -199,7 +198,6 @@ def test_front_layers_freeze_once_they_settle() -> None:
     assert layers.tensors[3] == {}, "what may never freeze needs none either"
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 12), st.integers(0, 5))
 def test_first_possible_freeze_step_matches_the_config_check(
     every: int, window: int, longer: int, start: int
@@ -316,28 +314,25 @@ def test_bad_options_are_refused(options: dict[str, Any], parts: list[str]) -> N
 # -- the same everywhere ---------------------------------------------------------------------------
 
 
+@pytest.mark.matrix  # test_compose.py runs the case every day
 @pytest.mark.parametrize(
     "options",
-    mostly_matrix(
-        [
-            {},
-            {"unit": "block", "max_layers": 3},
-            {"policy": "autofreeze", "every": 3, "unit": "block"},
-        ],
-        everyday=[{}],
-    ),
+    [
+        {},
+        {"unit": "block", "max_layers": 3},
+        {"policy": "autofreeze", "every": 3, "unit": "block"},
+    ],
     ids=str,
 )
 def test_digest_is_equal_on_any_ranks_under_moves(pool: Pool, options: dict[str, Any]) -> None:
-    expected = pool.run("train", 1, config=config(1, "1f1b", {"balancer": "none"}, **options))[0]
+    expected = run(pool, config(1, "1f1b", {"balancer": "none"}, **options))[0]
     assert max(expected["frozen"]) > 0, "nothing froze: this shows nothing"
     if options.get("policy", "egeria") == "egeria":
         assert expected["frozen"][-1] == 0, "nothing thawed"
     for ranks, schedule in ((2, "zb-v"), (3, "zb-h2")):
-        results = pool.run("train", ranks, config=config(ranks, schedule, **options))
+        results = run(pool, config(ranks, schedule, **options))
         assert results[0]["frozen"] == expected["frozen"]
-        assert results[0]["losses"] == expected["losses"]
-        assert {r["digest"] for r in results} == {expected["digest"]}
+        same(results, expected)
         assert len({tuple(x) for x in results[0]["layers"]}) > 3, "the layers did not move"
 
 
@@ -347,48 +342,44 @@ def test_resumed_run_equals_the_uninterrupted_run(pool: Pool, tmp_path: Path) ->
 
     It resumes on other ranks, and references and readings are restored.
     """
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-    whole = pool.run("train_in", 1, config=config(1), folder=str(tmp_path / "whole"))
-    first = pool.run("train_in", 2, config=config(2), folder=str(tmp_path / "parts"), stop_after=11)
+    folders = [tmp_path / name for name in ("whole", "parts")]
+    for folder in folders:
+        folder.mkdir()
+    whole, parts = map(str, folders)
+    expected = run(pool, config(1), "train_in", folder=whole)
+    first = run(pool, config(2), "train_in", folder=parts, stop_after=11)
+    second = run(pool, config(1), "train_in", folder=parts, resume=True, stop_after=18)
     assert first[0]["steps"] < 15
-    second = pool.run(
-        "train_in", 1, config=config(1), folder=str(tmp_path / "parts"), resume=True, stop_after=18
-    )
     assert second[0]["steps"] < 22
-    third = pool.run("train_in", 3, config=config(3), folder=str(tmp_path / "parts"), resume=True)
-    assert {r["weights_digest"] for r in third} == {whole[0]["weights_digest"]}
-    events = [list(read(tmp_path / name / "events.jsonl")) for name in ("whole", "parts")]
+    third = run(pool, config(3), "train_in", folder=parts, resume=True)
+    assert {r["weights_digest"] for r in third} == {expected[0]["weights_digest"]}
+    events = [list(read(folder / "events.jsonl")) for folder in folders]
     frozen = [[e.frozen for e in each if isinstance(e, StepEvent)] for each in events]
     assert frozen[0] == frozen[1]
     assert len({*frozen[0]}) == 3
-    assert [e.what for e in events[0] if isinstance(e, ChangeEvent)] == [
-        e.what for e in events[1] if isinstance(e, ChangeEvent)
-    ]
+    changes = [[e.what for e in each if isinstance(e, ChangeEvent)] for each in events]
+    assert changes[0] == changes[1]
 
 
 def test_thawed_layers_keep_their_optimizer_state() -> None:
     pipeline = alone.gpt()
+    context = CaseContext(pipeline)
     for step in range(3):
         pipeline.step(step, *alone.tokens(step), lr=1e-2)
-    before = {name: t.clone() for name, t in CaseContext(pipeline).moments(1).items()}
+    before = {name: t.clone() for name, t in context.moments(1).items()}
     weights = [p.detach().clone() for p in pipeline.store.modules[1].parameters()]
     assert float(before["qkv.weight/step"]) == 3
-    CaseContext(pipeline).kept(1)["mine"] = torch.arange(3)
+    context.kept(1)["mine"] = torch.arange(3)
     Actions(pipeline).freeze([0, 1])
     pipeline.step(3, *alone.tokens(3), lr=1e-2)
     Actions(pipeline).unfreeze([0, 1])
-    assert all(torch.equal(t, before[name]) for name, t in CaseContext(pipeline).moments(1).items())
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(pipeline.store.modules[1].parameters(), weights, strict=True)
-    )
-    assert CaseContext(pipeline).kept(1)["mine"].tolist() == [0, 1, 2]
+    assert all(torch.equal(t, before[name]) for name, t in context.moments(1).items())
+    now = pipeline.store.modules[1].parameters()
+    assert all(torch.equal(a, b) for a, b in zip(now, weights, strict=True))
+    assert context.kept(1)["mine"].tolist() == [0, 1, 2]
     pipeline.step(4, *alone.tokens(4), lr=1e-2)
-    assert float(CaseContext(pipeline).moments(1)["qkv.weight/step"]) == 4
-    CaseContext(pipeline).rebuild(
-        1, {name: 2 * t for name, t in CaseContext(pipeline).moments(1).items()}
-    )
-    assert float(CaseContext(pipeline).moments(1)["qkv.weight/step"]) == 8
-    assert CaseContext(pipeline).kept(1)["mine"].tolist() == [0, 1, 2]
-    assert CaseContext(pipeline).own == [*range(pipeline.model.layers)]
+    assert float(context.moments(1)["qkv.weight/step"]) == 4
+    context.rebuild(1, {name: 2 * t for name, t in context.moments(1).items()})
+    assert float(context.moments(1)["qkv.weight/step"]) == 8
+    assert context.kept(1)["mine"].tolist() == [0, 1, 2]
+    assert context.own == [*range(pipeline.model.layers)]

@@ -15,7 +15,9 @@ from dynmo.dynamism.mixture_of_depths import MixtureOfDepthsCase
 from dynmo.errors import ConfigError
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router
 from dynmo.train.setup import cases_of, model_of
+from tests.combinations import mostly_matrix
 from tests.dynamism.kept import Kept
+from tests.equality import fields_of, run
 from tests.pool import Pool
 
 ROUTED = [3, 7]  # attention halves of the blocks 1 and 3
@@ -122,30 +124,19 @@ def test_routed_blocks_follow_the_interval(every: int, expected: tuple[int, ...]
     assert parse(wanted).dynamism.mixture_of_depths.routed_blocks(5) == expected
 
 
-@pytest.mark.parametrize("predictor", ["mlp", "bce"])
+@pytest.mark.parametrize("predictor", mostly_matrix(["mlp", "bce"], everyday=["mlp"]))
 def test_log_has_the_selected_shares(pool: Pool, predictor: str) -> None:
-    events = pool.run("events", 2, config=config(2, predictor=predictor, threshold_from=6))[0]
-    told = [e for e in events if e["event"] == "tokens"]
-    assert [e["step"] for e in told] == [2, 4, 6, 8]
-    assert all((e["case"], e["layers"]) == ("mixture_of_depths", ROUTED) for e in told)
-    assert [e["shares"]["selected"] for e in told[:3]] == [[0.25, 0.25]] * 3, (
+    events = run(pool, config(2, predictor=predictor, threshold_from=6), "events")[0]
+    told = fields_of(events, "tokens", "step", "case", "layers", "shares")
+    assert [row[:3] for row in told] == [
+        (step, "mixture_of_depths", ROUTED) for step in (2, 4, 6, 8)
+    ]
+    assert [row[3]["selected"] for row in told[:3]] == [[0.25, 0.25]] * 3, (
         "2 of 8 tokens of each row"
     )
-    assert all(
-        0 <= share <= 1
-        for e in told
-        for share in (*e["shares"]["selected"], *e["shares"]["predicted_right"])
-    )
-    assert [(e["step"], e["case"]) for e in events if e["event"] == "change"] == [
-        (6, "mixture_of_depths")
-    ]
-
-
-def test_digest_is_equal_on_any_ranks(pool: Pool) -> None:
-    expected = pool.run("train", 1, config=config(threshold_from=4))[0]["digest"]
-    assert {r["digest"] for r in pool.run("train", 3, config=config(3, threshold_from=4))} == {
-        expected
-    }
-    assert pool.run("train", 1, config=config())[0]["digest"] != expected, (
+    assert all(0 <= share <= 1 for row in told for shares in row[3].values() for share in shares)
+    assert fields_of(events, "change", "step", "case") == [(6, "mixture_of_depths")]
+    first = run(pool, config(predictor=predictor))[0]["digest"]
+    assert fields_of(events, "end", "weights_digest") != [(first,)], (
         "the predictor selects other tokens"
     )
