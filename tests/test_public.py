@@ -1,12 +1,10 @@
-"""The names of `import dynmo`, its speed, and the examples in its docstrings."""
+"""The names of `import dynmo`, and the examples in its docstrings."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
 import inspect
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,50 +14,17 @@ import dynmo
 
 ROOT = Path(__file__).parents[1]
 MAX_MEMBERS = 46
+NAMES = """
+    Pipeline Loader World StepResult init dry_run RunPlan __version__ Model Sequential
+    ModelOptions load_model next_token_loss PipelineOptions AdamW SGD LearningRate Balance Elastic
+    EarlyExit Experts Freezing MixtureOfDepths Pruning SparseAttention Change Dynamism Forecast
+    Layers Signals register_split Csv TensorBoard WandB DynmoError LayerCost Partition
+"""
+DOCTESTS = "Change Dynamism LayerCost Partition Pipeline Sequential World init next_token_loss"
 
 
 def test_public_names_are_exactly_these() -> None:
-    assert sorted(dynmo.__all__) == sorted(
-        [
-            "Pipeline",
-            "Loader",
-            "World",
-            "StepResult",
-            "init",
-            "dry_run",
-            "RunPlan",
-            "__version__",
-            "Model",
-            "Sequential",
-            "ModelOptions",
-            "load_model",
-            "next_token_loss",
-            "PipelineOptions",
-            "AdamW",
-            "SGD",
-            "LearningRate",
-            "Balance",
-            "Elastic",
-            "EarlyExit",
-            "Experts",
-            "Freezing",
-            "MixtureOfDepths",
-            "Pruning",
-            "SparseAttention",
-            "Change",
-            "Dynamism",
-            "Forecast",
-            "Layers",
-            "Signals",
-            "register_split",
-            "Csv",
-            "TensorBoard",
-            "WandB",
-            "DynmoError",
-            "LayerCost",
-            "Partition",
-        ]
-    )
+    assert sorted(dynmo.__all__) == sorted(NAMES.split())
     assert all(getattr(dynmo, name) is not None for name in dynmo.__all__)
     assert dir(dynmo) == sorted(dynmo.__all__)
     assert dynmo.__version__ == version("dynmo")
@@ -68,22 +33,6 @@ def test_public_names_are_exactly_these() -> None:
 def test_unknown_name_suggests_a_public_name() -> None:
     with pytest.raises(AttributeError, match=r"'Pipelin'.* Pipeline"):
         dynmo.Pipelin  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_import_dynmo_does_not_import_torch() -> None:
-    code = (
-        "import sys, dynmo; print(sorted({'torch', 'numpy', 'pydantic', 'dynmo.errors'} & "
-        "set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout == "[]\n"
 
 
 def test_package_is_marked_as_typed() -> None:
@@ -95,20 +44,7 @@ def test_pipeline_has_few_public_members() -> None:
     assert len(members) <= MAX_MEMBERS, sorted(members)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Change",
-        "Dynamism",
-        "LayerCost",
-        "Partition",
-        "Pipeline",
-        "Sequential",
-        "World",
-        "init",
-        "next_token_loss",
-    ],
-)
+@pytest.mark.parametrize("name", DOCTESTS.split())
 def test_docstring_examples_run(name: str) -> None:
     value = getattr(dynmo, name)
     module = importlib.import_module(value.__module__)
