@@ -12,7 +12,7 @@ from dynmo.balance.partition import Partition, exact, stage_loads, uniform
 from dynmo.cost.layer_cost import LinkCost
 from dynmo.errors import PartitionError
 
-many = settings(max_examples=50, derandomize=True)
+many = settings(derandomize=True)
 
 
 @st.composite

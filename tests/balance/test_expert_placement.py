@@ -13,7 +13,7 @@ from dynmo.balance.expert_placement import ExpertPlacement, Holders, even_placem
 from dynmo.balance.expert_search import load_bound, place_experts
 from dynmo.errors import PartitionError
 
-many = settings(max_examples=40, derandomize=True)
+many = settings(derandomize=True)
 
 Case = tuple[list[list[int]], int, int]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.balance.meshes import MeshRule
@@ -165,7 +165,6 @@ def situations(draw: st.DrawFn) -> Situation:
     )
 
 
-@settings(max_examples=40, deadline=None)
 @given(situations(), st.sampled_from(KINDS))
 def test_a_written_record_gives_the_same_decision(now: Situation, kind: Kind) -> None:
     record = DecisionRecord(kind, now, {"partition": list(now.partition.counts)})
@@ -176,7 +175,6 @@ def test_a_written_record_gives_the_same_decision(now: Situation, kind: Kind) ->
     assert ask_again(copy) == (answer, reason)
 
 
-@settings(max_examples=20, deadline=None)
 @given(situations())
 def test_a_replay_decides_as_a_run(now: Situation) -> None:
     """`dynmo simulate` on a workload asks with the same costs, and gets the same placement."""

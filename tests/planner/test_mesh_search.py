@@ -126,20 +126,9 @@ def fastest(request: MeshRequest, mesh: Mesh) -> float | None:
     return min(seconds, default=None)
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings().max_examples // 4)
 @given(requests())
 def test_search_equals_brute_force(request: MeshRequest):
-    check_by_brute_force(request)
-
-
-@pytest.mark.matrix
-@settings(max_examples=100)
-@given(requests())
-def test_search_equals_brute_force_in_many_cases(request: MeshRequest):
-    check_by_brute_force(request)
-
-
-def check_by_brute_force(request: MeshRequest):
     """Nothing that was passed over is better. Meshes that are refused cannot be had."""
     every = {mesh: fastest(request, mesh) for mesh in meshes(request)}
     best = {mesh: seconds for mesh, seconds in every.items() if seconds is not None}

@@ -68,20 +68,9 @@ def questions(draw: st.DrawFn) -> RankQuestion:
     )
 
 
-@settings(max_examples=10)
+@settings(max_examples=settings().max_examples // 3)
 @given(questions())
 def test_choice_equals_a_search_of_all_rank_counts(question: RankQuestion):
-    check_choice(question)
-
-
-@pytest.mark.matrix
-@settings(max_examples=200)
-@given(questions())
-def test_many_choices_equal_a_search_of_all_rank_counts(question: RankQuestion):
-    check_choice(question)
-
-
-def check_choice(question: RankQuestion):
     ranks, limit = question.current.gpus, question.limit_seconds
     least, most, hysteresis = question.least, question.most, question.hysteresis
     try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from dynmo.errors import InputError
 from dynmo.planner.workload import Policy, SimulatedProfiler, Workload, replay
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import SCHEDULES
+from dynmo.schedule.catalogue import SCHEDULES, SHAPES
 from dynmo.schedule.simulator import simulate
+from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES
 
 ONE = LayerCost(1.0, 1.0, 1.0, 10, 100, 100, 200, 5, 2, 10)
@@ -177,16 +179,10 @@ def test_reduction_time_of_replicas_is_added() -> None:
 
 @pytest.mark.parametrize(
     ("objective", "schedule"),
-    [
-        pytest.param(
-            objective,
-            schedule,
-            marks=pytest.mark.matrix if (objective, schedule) == ("span", "zb-auto") else (),
-        )
-        for objective in Objective
-        for schedule in SCHEDULES
-        if schedule != "interleaved-1f1b"
-    ],
+    mostly_matrix(
+        product(Objective, [name for name in SCHEDULES if name != "interleaved-1f1b"]),
+        everyday=[*product([Objective.MAKESPAN], SHAPES[:2]), (Objective.SPAN, "1f1b")],
+    ),
 )
 def test_every_schedule_replays_a_workload(schedule: str, objective: Objective) -> None:
     outcome = replay(workload(schedule=schedule, objective=objective))

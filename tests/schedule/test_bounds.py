@@ -17,6 +17,7 @@ from dynmo.schedule.catalogue import make_by_hand
 from dynmo.schedule.generators import GENERATORS
 from dynmo.schedule.op import Kind, Op, Schedule
 from dynmo.schedule.simulator import simulate
+from tests.combinations import mostly_matrix
 from tests.schedule.samples import schedules, whole_costs
 
 
@@ -157,8 +158,8 @@ def best(costs: Costs, m: int, caps: Sequence[float] | None = None) -> dict[Obje
     return shortest
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 2), pytest.param(2, 3, marks=pytest.mark.matrix)])
-@settings(max_examples=12)
+@pytest.mark.parametrize(("p", "m"), mostly_matrix([(2, 2), (3, 2), (2, 3)], [(2, 2), (3, 2)]))
+@settings(max_examples=settings().max_examples // 3)
 @given(data=st.data())
 def test_bound_is_at_most_the_best_of_all_orders(p: int, m: int, data: st.DataObject) -> None:
     costs = data.draw(whole_costs(p))
@@ -174,7 +175,7 @@ def test_bound_is_at_most_the_best_of_all_orders(p: int, m: int, data: st.DataOb
             assert least <= simulate(schedule, costs).length(objective)
 
 
-@pytest.mark.parametrize("draws", [6, pytest.param(30, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("draws", mostly_matrix([6, 30], everyday=[6]))
 def test_bound_and_search_meet_in_most_small_cases(draws: int) -> None:
     rng, met, optimal, cases = random.Random(0), 0, 0, 0
     for _ in range(draws):

@@ -92,13 +92,6 @@ def test_zero_bubble_has_its_closed_form_span(
     assert run(name, p, m, f, b, w).span - m * (f + b + w) == (p - 1) * (f + b - k * min(f, w))
 
 
-def test_zb_h1_is_optimal_for_few_microbatches() -> None:
-    # The best span is (m + p - 1)(F + B) + W = 23, with m <= p and equal times. 1F1B takes (m + p -
-    # 1)(F + B + W).
-    assert run("1f1b", 8, 4, 1, 1, 1).span == 33
-    assert run("zb-h1", 8, 4, 1, 1, 1).span == 23
-
-
 @given(ranks, st.integers(0, 12), st.sampled_from([0.0, 0.25, 0.5, 1.0]))
 def test_peak_activations_match_the_formulas(p: int, more: int, w_memory: float) -> None:
     # Quarters, so the sums are exact.
@@ -109,13 +102,6 @@ def test_peak_activations_match_the_formulas(p: int, more: int, w_memory: float)
     h1, h2 = (peak_memory(make_by_hand(name, p, m), costs) for name in ("zb-h1", "zb-h2"))
     assert max(h1) == h1[0] == p
     assert max(h2) == h2[0] == 2 * p - 1
-
-
-def test_frozen_prefix_holds_no_activations() -> None:
-    for name in GENERATORS:
-        peaks = peak_memory(make_by_hand(name, 4, 8, first_trainable=2), uniform_costs(4, 1, 1, 1))
-        assert peaks[:2] == (0, 0)
-        assert min(peaks[2:]) > 0
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_grid_is_no_wider_than_requested(
     assert draw_coloured(timeline, width).plain == text
 
 
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 2)
 @given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 5), st.integers(1, 8), st.data())
 def test_every_op_is_drawn_at_its_time(name: str, p: int, m: int, data: st.DataObject) -> None:
     schedule = make_by_hand(name, p, m)

@@ -315,18 +315,6 @@ def test_expected_parameters_are_deferred_to_w(name: str) -> None:
     assert {n for n, p in layer.module.named_parameters() if p.grad is not None} == trained
 
 
-def test_subclass_of_linear_keeps_its_forward() -> None:
-    layer = layer_of(OwnLinear(6, 4))
-    assert isinstance(layer.module, OwnLinear)
-    x = torch.randn(3, 6)
-    (y,) = layer.forward(0, (x,), 0, graph=True, need_input=False, finish=None)
-    assert torch.equal(y, 2 * nn.functional.linear(x, layer.module.weight, layer.module.bias))
-    layer.backward_input(0, (torch.ones(3, 4),), deferred=True)
-    assert layer.module.weight.grad is None
-    layer.backward_weight(0)
-    assert layer.module.weight.grad is not None
-
-
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Memory that is released must go by itself, as when the executor runs."""
@@ -493,26 +481,6 @@ def test_error_names_its_layer() -> None:
     with pytest.raises(ArithmeticError) as wrong:
         layer.backward_input(1, (torch.ones_like(y),), deferred=True)
     assert wrong.value.__notes__ == ["in B of layer 3"]
-
-
-def test_loss_at_the_end_has_the_plain_gradient() -> None:
-    layer = layer_of(nn.Linear(6, 4))
-    x = torch.randn(3, 6)
-    (loss,) = layer.forward(
-        0,
-        with_gradients((x,)),
-        0,
-        graph=True,
-        need_input=True,
-        finish=lambda out: out.square().mean(),
-    )
-    (gx,) = layer.backward_input(0, (torch.ones(()),), deferred=False)
-    leaf = x.detach().clone().requires_grad_()
-    expected = nn.functional.linear(leaf, *layer.module.parameters()).square().mean()
-    expected.backward()
-    assert loss == expected
-    assert leaf.grad is not None
-    torch.testing.assert_close(gx, leaf.grad)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

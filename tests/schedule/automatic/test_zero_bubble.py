@@ -308,6 +308,7 @@ def test_compilation_works_without_a_cache_folder(monkeypatch: pytest.MonkeyPatc
     assert asked == [True, False]
 
 
+@pytest.mark.matrix
 def test_another_process_makes_the_same_schedule_silently(tmp_path: Path) -> None:
     code = (
         "from dynmo.cost.layer_cost import uniform_costs; from "
