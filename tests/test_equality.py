@@ -22,17 +22,7 @@ from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.generators import GENERATORS
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
-from tests.equality import (
-    BALANCERS,
-    STEPS,
-    config,
-    deeper,
-    fields_of,
-    pruned,
-    resumed,
-    run,
-    same,
-)
+from tests.equality import BALANCERS, STEPS, config, deeper, fields_of, pruned, resumed, run, same
 from tests.jobs import SOURCE
 from tests.pool import Pool
 

@@ -271,8 +271,7 @@ def test_predicted_peak_includes_the_reduction_over_replicas(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("kind", "recompute"),
-    [("llama", False), ("llama", True), ("mixtral", False), ("gpt2", False)],
+    ("kind", "recompute"), [("llama", False), ("llama", True), ("mixtral", False), ("gpt2", False)]
 )
 def test_model_of_transformers_has_the_predicted_peak(
     pool: Pool, tmp_path: Path, kind: str, recompute: bool

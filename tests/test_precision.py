@@ -15,7 +15,7 @@ import pytest
 
 from dynmo.schedule.catalogue import SCHEDULES
 from tests.combinations import mostly_matrix
-from tests.equality import BALANCERS, deeper, fields_of, pruned, resumed, run, same
+from tests.equality import BALANCERS, deeper, fields_of, resumed, run, same
 from tests.pool import JobFailed, Pool
 
 
@@ -34,25 +34,12 @@ def _reference(pool: Pool, precision: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "schedule"),
-    mostly_matrix(
-        zip(cycle([2, 3, 4]), SCHEDULES),
-        everyday=[(3, "1f1b")],
-    ),
+    ("ranks", "schedule"), mostly_matrix(zip(cycle([2, 3, 4]), SCHEDULES), everyday=[(3, "1f1b")])
 )  # a processor may multiply bfloat16 very slowly
 def test_bfloat16_has_the_same_digest_on_any_ranks(pool: Pool, ranks: int, schedule: str) -> None:
     """With an odd number of ranks all layers recompute. Otherwise three layers do."""
     results = run(pool, wanted(ranks, schedule, "bfloat16", [[1, 4, 7], "all"][ranks % 2]))
     same(results, _reference(pool, "bfloat16"), moving=True)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("ranks", "schedule"), [(1, "1f1b"), (2, "zb-h2"), (3, "zb-v"), (4, "zb-auto")]
-)
-def test_recompute_leaves_the_digest_unchanged(pool: Pool, ranks: int, schedule: str) -> None:
-    results = run(pool, wanted(ranks, schedule, "float32", "all"))
-    same(results, _reference(pool, "float32"))
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -62,45 +49,6 @@ def test_low_precision_loss_is_close_to_float32(pool: Pool, precision: str) -> N
     assert low["losses"] == pytest.approx(wide["losses"], rel=1e-2)
     assert low["losses"] != wide["losses"]
     assert low["digest"] != wide["digest"]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_pruning_in_low_precision_has_one_digest(pool: Pool, precision: str) -> None:
-    """Weights change from masked to CSR form, and their float32 masters move along.
-
-    Some runs recompute all layers.
-    """
-    digests: set[str] = set()
-    for ranks, schedule, recompute in (
-        (1, "1f1b", "none"),
-        (2, "zb-h1", "all"),
-        (3, "zb-h2", "none"),
-    ):
-        config = pruned(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"])
-        config["train"] |= {"precision": precision, "recompute": recompute}
-        digests |= {r["digest"] for r in run(pool, config)}
-    assert len(digests) == 1
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["hash", "drop"])
-def test_sparse_attention_in_bfloat16_has_one_digest(pool: Pool, kind: str) -> None:
-    """The hash directions are drawn for each step. Recompute in B draws the same ones."""
-    results: dict[str, dict[str, Any]] = {}
-    for key, ranks, precision, recompute in (
-        ("one", 1, "bfloat16", "none"),
-        ("two", 2, "bfloat16", "all"),
-        ("wide", 1, "float32", "none"),
-    ):
-        config = wanted(ranks, "zb-h1", precision, recompute)
-        config["dynamism"] = {
-            "cases": ["sparse_attention"],
-            "sparse_attention": {"kind": kind, "buckets": 4, "start": 1},
-        }
-        results[key] = run(pool, config)[0]
-    assert results["one"]["digest"] == results["two"]["digest"]
-    assert results["one"]["losses"] == pytest.approx(results["wide"]["losses"], rel=1e-2)
 
 
 def overflowing(ranks: int, afterwards: bool = False, **sections: Any) -> dict[str, Any]:

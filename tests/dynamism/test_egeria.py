@@ -287,19 +287,13 @@ def test_egeria_continues_from_its_state() -> None:
     [
         ({"window": 30}, ["dynamism.freezing.window = 30", "24 steps"]),
         ({"start": 20}, ["dynamism.freezing.window = 3", "from step 20 on", "24 steps"]),
-        (
-            {"window": 5, "every": 4, "refresh": 20},
-            ["dynamism.freezing.window = 5", "24 steps"],
-        ),
+        ({"window": 5, "every": 4, "refresh": 20}, ["dynamism.freezing.window = 5", "24 steps"]),
         ({"window": 1}, ["dynamism.freezing.window"]),
         ({"refresh": 2}, ["dynamism.freezing.refresh = 2", "refresh = 3"]),
         ({"tolerance": 1.5}, ["dynamism.freezing.tolerance"]),
         ({"thaw": 1.0}, ["dynamism.freezing.thaw"]),
         ({"unit": "layer"}, ["dynamism.freezing.unit", "'half' or 'block'"]),
-        (
-            {"policy": "autofreeze", "every": 20},
-            ["dynamism.freezing", "0 + 2 x 20", "24 steps"],
-        ),
+        ({"policy": "autofreeze", "every": 20}, ["dynamism.freezing", "0 + 2 x 20", "24 steps"]),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], parts: list[str]) -> None:
@@ -317,11 +311,7 @@ def test_bad_options_are_refused(options: dict[str, Any], parts: list[str]) -> N
 @pytest.mark.matrix  # test_compose.py runs the case every day
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"unit": "block", "max_layers": 3},
-        {"policy": "autofreeze", "every": 3, "unit": "block"},
-    ],
+    [{}, {"unit": "block", "max_layers": 3}, {"policy": "autofreeze", "every": 3, "unit": "block"}],
     ids=str,
 )
 def test_digest_is_equal_on_any_ranks_under_moves(pool: Pool, options: dict[str, Any]) -> None:

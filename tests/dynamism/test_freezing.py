@@ -157,10 +157,7 @@ def test_autofreeze_ignores_layers_without_parameters() -> None:
 def test_schedule_must_keep_a_trainable_layer() -> None:
     modules = [nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()]
     ScheduledFreezing([(1, 1)]).check(modules)
-    with pytest.raises(
-        ConfigError,
-        match=r"freezes 2 layers, .*at most 1",
-    ):
+    with pytest.raises(ConfigError, match=r"freezes 2 layers, .*at most 1"):
         ScheduledFreezing([(1, 2)]).check(modules)
 
 

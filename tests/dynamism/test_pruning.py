@@ -6,7 +6,6 @@ The tests also check the remaining weights and their moments.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,8 @@ def test_published_schedule_has_the_published_sparsities() -> None:
     assert [round(100 * cubic.sparsity(step)) for step in cubic.steps] == [0, 52, 79, 89, 90]
     assert cubic.sparsity(2999) == 0
     assert cubic.sparsity(10**6) == 0.9
-    (case,) = cases_of(
-        parse(
-            {
-                "model": {"kind": "python:a:b"},
-                "train": {"steps": 10000},
-                "dynamism": {"cases": ["pruning"]},
-            }
-        ),
-        5,
-    )
+    config = {"model": {"kind": "python:a:b"}, "dynamism": {"cases": ["pruning"]}}
+    (case,) = cases_of(parse(config | {"train": {"steps": 10000}}), 5)
     assert isinstance(case, PruningCase)
     assert case._schedule == cubic, "what a run gets that names no steps"
 
@@ -145,36 +136,6 @@ def test_largest_weights_are_kept_exactly(
             assert torch.equal(ours, theirs)
     for layer, keeps in over_ranks(tensors, split, keep, len(parts)).items():
         assert all(torch.equal(a, b) for a, b in zip(keeps, expected[layer], strict=True))
-
-
-def algorithm_2(ranks: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    """DynMo's Algorithm 2 as published: the indices to keep on each rank, ascending.
-
-    The indices point into each rank's flat weights. Each rank finds its k largest. Rank 0 gathers
-    them all, finds the k largest of those and sends everyone its own. k is the whole model's, so
-    rank 0 holds up to `ranks` times k values. The choice among equal magnitudes is left open.
-    """
-    keep = round(sum(len(x) for x in ranks) * (1 - sparsity))
-    local = [x.abs().topk(min(keep, len(x))) for x in ranks]
-    gathered = torch.cat([x.values for x in local])
-    chosen = torch.zeros(len(gathered), dtype=torch.bool)
-    chosen[gathered.topk(keep).indices] = True
-    pieces = chosen.split([len(x.values) for x in local])
-    return [x.indices[piece].sort().values for x, piece in zip(local, pieces, strict=True)]
-
-
-@given(
-    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4),
-    sparsity=st.floats(0, 0.99),
-    seed=st.integers(0, 99),
-)
-def test_result_equals_algorithm_2(sizes: list[int], sparsity: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    ranks = [torch.randn(size, generator=generator) for size in sizes]
-    keep = round(sum(sizes) * (1 - sparsity))
-    ours = cut({i: [x] for i, x in enumerate(ranks)}, keep, len(ranks), Alone())
-    for rank, theirs in enumerate(algorithm_2(ranks, sparsity)):
-        assert torch.equal(ours.keep(rank, [ranks[rank]])[0].nonzero()[:, 0], theirs)
 
 
 def test_search_sends_a_bounded_number_of_bytes() -> None:
