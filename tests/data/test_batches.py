@@ -244,10 +244,3 @@ def test_sources_that_cannot_be_read_are_refused(tmp_path):
         file(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="unknown"):
         open_corpus("hf:x")
-
-
-def test_real_text_trains_on_bytes():
-    batches = Batches(open_corpus("stdlib"), 256, 32, 4, 0)
-    inputs, targets = batches.train(0)
-    assert torch.equal(inputs[..., 1:], targets[..., :-1])
-    assert 0 <= int(inputs.min()) <= int(inputs.max()) < 256

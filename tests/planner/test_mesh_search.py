@@ -25,28 +25,13 @@ from dynmo.schedule.op import Kind
 
 
 def profile(count: int, seed: int, microbatch: int = 2) -> Profile:
-    rng = random.Random(seed)
-    layers = tuple(
-        LayerCost(
-            rng.uniform(0.5, 1.5),
-            rng.uniform(0.5, 1.5),
-            rng.uniform(0.2, 1.0),
-            10,
-            40,
-            40,
-            80,
-            rng.randint(50, 150),
-            40,
-            20,
-        )
-        for _ in range(count)
-    )
-    return Profile(
-        layers,
-        tuple(f"blocks.{i}" for i in range(count)),
-        links=(((0, 1), LinkCost(0.01, 1e4)),),
-        microbatch=microbatch,
-    )
+    rng, layers = random.Random(seed), list[LayerCost]()
+    for _ in range(count):
+        times = (rng.uniform(0.5, 1.5), rng.uniform(0.5, 1.5), rng.uniform(0.2, 1.0))
+        layers.append(LayerCost(*times, 10, 40, 40, 80, rng.randint(50, 150), 40, 20))
+    links = (((0, 1), LinkCost(0.01, 1e4)),)
+    names = tuple(f"blocks.{i}" for i in range(count))
+    return Profile(tuple(layers), names, links=links, microbatch=microbatch)
 
 
 def reduced(plan: MeshPlan, bandwidth: float, zero: int) -> float:

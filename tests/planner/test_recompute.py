@@ -28,21 +28,9 @@ def cases(draw: st.DrawFn) -> tuple[tuple[LayerCost, ...], tuple[int, ...], Sche
     size = st.integers(0, 20)
     layers: list[LayerCost] = []
     for _ in range(sum(counts)):
-        activation = draw(size)
-        layers.append(
-            LayerCost(
-                draw(st.integers(1, 5)),
-                1.0,
-                1.0,
-                0,
-                draw(size),
-                draw(size),
-                0,
-                activation,
-                draw(st.integers(0, activation)),
-                draw(size),
-            )
-        )
+        activation, f, static = draw(size), draw(st.integers(1, 5)), (0, draw(size), draw(size), 0)
+        kept = (activation, draw(st.integers(0, activation)), draw(size))
+        layers.append(LayerCost(f, 1.0, 1.0, *static, *kept))
     return tuple(layers), counts, make(name, ranks, microbatches)
 
 

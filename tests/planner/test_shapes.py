@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,10 @@ from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.shapes import choose_shape
 from dynmo.planner.situation import DecisionRecord, Situation
 from dynmo.planner.stage_plan import plan_stages
-from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import AUTO, SHAPES, shapes_of
+from tests.planner import test_decisions as decisions
+from tests.planner.test_decisions import FROZEN, ONE
 
-ONE = LayerCost(0.01, 0.01, 0.01, 10, 100, 100, 200, 5, 2, 10)
-FROZEN = replace(ONE, b=0.0, w=0.0)
 EVEN = (ONE,) * 8
 # Two ranks cannot share 3 + 2 + 2 + 1 evenly in order. A V can: 3 + 1 and 2 + 2.
 UNEVEN = tuple(
@@ -37,22 +37,10 @@ def request(layers: tuple[LayerCost, ...] = UNEVEN, ranks: int = 2, **known: obj
 
 
 def situation(schedule: str, partition: tuple[int, ...], **known: object) -> Situation:
-    layers = UNEVEN
-    base = Situation(
-        step=50,
-        end=1000,
-        layers=layers,
-        halves=(layers, layers),
-        names=tuple(map(str, range(4))),
-        first_trainable=0,
-        links=(((0, 1), LinkCost(1e-4, 1e9)),),
-        mesh=Mesh(2, 1, 8, 1, schedule),
-        partition=Partition(partition),
-        scheduled=layers,
-        objective=Objective.MAKESPAN,
-        schedules=SHAPES,
-    )
-    return replace(base, **known)
+    base: dict[str, Any] = {"layers": UNEVEN, "halves": (UNEVEN, UNEVEN), "scheduled": UNEVEN}
+    base |= {"names": tuple(map(str, range(4))), "first_trainable": 0, "end": 1000}
+    base |= {"mesh": Mesh(2, 1, 8, 1, schedule), "partition": Partition(partition)}
+    return decisions.situation(**base | {"schedules": SHAPES} | known)
 
 
 def test_uneven_layers_get_a_v_and_even_ones_one_stage() -> None:

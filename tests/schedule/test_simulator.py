@@ -162,14 +162,6 @@ def test_costs_for_another_number_of_stages_are_refused() -> None:
         simulate(make_by_hand("zb-h1", 3, 4), uniform_costs(2, 1, 1, 1))
 
 
-def test_deadlocked_schedule_is_refused() -> None:
-    schedule = from_text(
-        "# stuck  ranks=2 microbatches=2 placement=0,1\n0 | F0 BW0 F1 BW1\n1 | F0 F1 BW0 BW1\n"
-    )
-    with pytest.raises(ScheduleError, match="a circle"):
-        simulate(schedule, uniform_costs(2, 1, 1, 1))
-
-
 def test_makespan_starts_with_the_first_op() -> None:
     schedule = make_by_hand("gpipe", 2, 1)
     timeline = Timeline(schedule, ([5.0], [7.0]), ([6.0], [9.0]), (0.0, 0.0))

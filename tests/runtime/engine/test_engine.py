@@ -461,28 +461,6 @@ def test_placements_of_another_size_are_refused() -> None:
     pipeline.step(0, *tokens(0), lr=0.1)
 
 
-OWN: dict[str, Any] = {"model": {"kind": "python:tests.models.user_model:layers"}}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [{"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}, OWN],
-    ids=["gpt", "own"],
-)
-def test_moves_between_steps_change_no_bits(pool: Pool, config: dict[str, Any]) -> None:
-    """The user model has several tensors at a boundary, buffers and frozen parameters."""
-    layers = 6 if config is not OWN else 5
-    (stayed,) = pool.run(JOBS + "moving", 1, config=config, placements=[[layers]] * 3)
-    moved = pool.run(
-        JOBS + "moving",
-        3,
-        config=config,
-        placements=[[1, 1, layers - 2], [layers - 2, 1, 1], [2, 2, layers - 4]],
-    )
-    assert all(result == stayed for result in moved)
-    assert len(set(stayed["digests"])) == 3
-
-
 def test_a_predicted_step_of_one_rank_is_the_sum_of_its_costs() -> None:
     """The simulator runs on measured costs. One rank does all the work."""
     pipeline = emulated(f=[1] * 3, b=[2] * 3, w=[1] * 3)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
-from tests.schedule.test_lowering import LOOPED, VSHAPE
 
 EXECUTE = "tests.runtime.jobs.executor:execute"
 LAYERS = 8
@@ -49,13 +48,6 @@ def test_reference_has_gradients_of_trainable_layers_only(pool: Pool) -> None:
             for gradient in gradients:
                 assert (gradient is None) == (int(name.split(".")[0]) < frozen)
         assert len(set(one["losses"])) == 2
-
-
-@pytest.mark.parametrize("text", [VSHAPE, LOOPED], ids=["V", "looped"])
-def test_several_stages_per_rank_give_the_bits_of_one_rank(pool: Pool, text: str) -> None:
-    assert merged(pool.run(EXECUTE, 2, schedule=text, layers=LAYERS, microbatches=2)) == reference(
-        pool, 2, 0
-    )
 
 
 PLACEMENTS = ("0110", "0101", "0011", "01", "0123", "0120")

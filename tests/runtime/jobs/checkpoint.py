@@ -29,8 +29,8 @@ from tests.runtime.jobs.migrate import fingerprint
 GPT = {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
 
 
-def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = None) -> Engine:
-    loaded = parse(config or {"model": GPT})
+def pipeline(world: World, counts: list[int]) -> Engine:
+    loaded = parse({"model": GPT})
     return Engine(
         world,
         model_of(loaded),
@@ -108,18 +108,6 @@ def look_together(world: World, folder: str) -> dict[str, Any]:
     with mock.patch.object(checkpoint, "_sha256", watched):
         path, _, problems = checkpoint.find(Path(folder), world)
     return {"path": path.name, "problems": problems, "read": read}
-
-
-def moving(world: World, config: dict[str, Any], placements: list[list[int]]) -> dict[str, Any]:
-    """Two steps on each placement."""
-    pipe = pipeline(world, placements[0], config)
-    losses: list[float] = []
-    digests: list[str] = []
-    for turn, counts in enumerate(placements):
-        Actions(pipe).move(Partition(tuple(counts)))
-        losses += steps(pipe, 2 * turn, 2 * turn + 2)
-        digests.append(pipe.digest())
-    return {"losses": losses, "digests": digests}
 
 
 def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> list[Any]:

@@ -22,7 +22,6 @@ from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.runtime.engine.test_executor import EXECUTE, LAYERS
 from tests.runtime.layer.test_split_backward import no_collection
-from tests.schedule.test_lowering import LOOPED, VSHAPE
 
 # -- a layer ---------------------------------------------------------------------------------------
 
@@ -227,9 +226,3 @@ def test_late_messages_change_no_gradient(
     assert sum(r.pop("ahead") for r in whole) == 0
     assert sum(r.pop("ahead") for r in pieces) > 0
     assert pieces == whole
-
-
-@pytest.mark.parametrize("text", [VSHAPE, LOOPED], ids=["V", "looped"])
-def test_partial_w_with_several_stages_per_rank(pool: Pool, text: str) -> None:
-    whole, pieces = both(pool, 2, text, microbatches=2)
-    assert [r | {"ahead": 0} for r in pieces] == whole
