@@ -49,12 +49,6 @@ def switches(model: Kept, name: str) -> list[int]:
     return [index for index, module in enumerate(model.modules) if getattr(module, name, False)]
 
 
-def exit_at(model: Kept, index: int) -> ExitHead:
-    module = model.modules[index]
-    assert isinstance(module, ExitHead)
-    return module
-
-
 def off(case: EarlyExitCase, model: Kept) -> AbstractContextManager[None]:
     dense = case.dense(model)
     assert dense is not None
@@ -80,23 +74,16 @@ def test_record_covers_the_steps_since_the_last_record() -> None:
     assert case.collect(0, model) is None
     case.act(2, model)
     assert [case.acts(step) for step in (3, 4, 5, 6)] == [True, False, False, True]
-    first, second = (exit_at(model, index) for index in EXITS)
-    first.seen = (32, 8)
-    second.seen = (32, 16)
+    first, second = (m for m in model.modules if isinstance(m, ExitHead))
+    first.seen, second.seen = (32, 8), (32, 16)
     assert case.collect(4, model) is None
     assert case.collect(6, model) == TokenShares((3, 6), {"exited": [0.25, 0.5]})
     assert case.collect(9, model) == TokenShares((3, 6), {"exited": [0.0, 0.0]}), (
         "the counts start anew"
     )
-
-
-def test_record_counts_layers_of_its_own_rank_only() -> None:
-    model, case = layers(), EarlyExitCase(start=0, record_every=1)
-    case.act(0, model)
-    for index in EXITS:
-        exit_at(model, index).seen = (32, 8)
+    first.seen = second.seen = (32, 8)
     model.own = range(5)
-    assert case.collect(1, model) == TokenShares((3, 6), {"exited": [0.25, 0.0]})
+    assert case.collect(12, model) == TokenShares((3, 6), {"exited": [0.25, 0.0]}), "own layers"
 
 
 def test_dense_switches_exits_off_temporarily() -> None:
@@ -134,12 +121,15 @@ def test_default_start_is_a_share_of_the_steps() -> None:
     assert [case.acts(step) for step in (1, 2)] == [False, True], "30 % of 9 steps"
 
 
+def options(blocks: int = 8, **given: Any) -> Any:
+    wanted = {"cases": ["early_exit"], "early_exit": given}
+    return parse({"model": {"blocks": blocks}, "dynamism": wanted}).dynamism.early_exit
+
+
 def test_default_threshold_depends_on_the_policy() -> None:
-    for given, expected in (({}, 0.9), ({"policy": "adp-c"}, 0.998), ({"threshold": 0.0}, 0.0)):
-        options = parse(
-            {"dynamism": {"cases": ["early_exit"], "early_exit": given}}
-        ).dynamism.early_exit
-        assert options.threshold_of_policy == expected
+    assert options().threshold_of_policy == 0.9
+    assert options(policy="adp-c").threshold_of_policy == 0.998
+    assert options(threshold=0.0).threshold_of_policy == 0.0
 
 
 @pytest.mark.parametrize(
@@ -147,10 +137,7 @@ def test_default_threshold_depends_on_the_policy() -> None:
     [(2, (0,)), (3, (0, 1)), (4, (1, 2)), (6, (1, 3)), (8, (2, 5)), (24, (7, 15))],
 )
 def test_default_exits_are_at_one_and_two_thirds(blocks: int, expected: tuple[int, ...]) -> None:
-    options = parse(
-        {"model": {"blocks": blocks}, "dynamism": {"cases": ["early_exit"]}}
-    ).dynamism.early_exit
-    assert options.exits_of(blocks) == expected
+    assert options(blocks).exits_of(blocks) == expected
 
 
 @pytest.mark.parametrize(("threshold", "expected"), [(0.0, [1.0, 0.0]), (1.0, [0.0, 0.0])])

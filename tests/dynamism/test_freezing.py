@@ -20,6 +20,9 @@ from dynmo.errors import ConfigError
 from dynmo.train.setup import cases_of
 from tests.dynamism.kept import Kept
 
+BLOCKS = [f"blocks.{i}.{half}" for i in (0, 1) for half in ("attention", "feed_forward")]
+NAMES = ["embedding", *BLOCKS, "head"]
+
 
 def feed(
     case: Dynamism, layers: Kept, norms: Sequence[Sequence[float]], first: int = 0
@@ -54,16 +57,8 @@ def test_schedule_forecasts_later_freezes() -> None:
 
 
 def test_freezing_units_are_layers_or_blocks() -> None:
-    names = [
-        "embedding",
-        "blocks.0.attention",
-        "blocks.0.feed_forward",
-        "blocks.1.attention",
-        "blocks.1.feed_forward",
-        "head",
-    ]
-    assert units(names, "block") == (range(1), range(1, 3), range(3, 5), range(5, 6))
-    assert units(names, "half") == tuple(range(i, i + 1) for i in range(6))
+    assert units(NAMES, "block") == (range(1), range(1, 3), range(3, 5), range(5, 6))
+    assert units(NAMES, "half") == tuple(range(i, i + 1) for i in range(6))
     for flat in (["emulated.0", "emulated.1"], ["0.Linear", "1.Linear"]):
         assert units(flat, "block") == (range(1), range(1, 2))
 
@@ -73,19 +68,11 @@ def test_autofreeze_combines_the_halves_of_a_block() -> None:
 
     The median of the four changes 0, 0.2, 0.2 and 0.4 is 0.2.
     """
-    names = [
-        "embedding",
-        "blocks.0.attention",
-        "blocks.0.feed_forward",
-        "blocks.1.attention",
-        "blocks.1.feed_forward",
-        "head",
-    ]
     for unit, expected in (("block", {0}), ("half", {0, 1})):
-        layers, case = Kept(6, names), AutoFreeze(every=1, start=0, most=5, unit=unit)
+        layers, case = Kept(6, NAMES), AutoFreeze(every=1, start=0, most=5, unit=unit)
         feed(case, layers, [(1, 3, 4, 6, 8, 10), (1, 3, math.sqrt(27), 4.8, 6.4, 6)])
         assert layers.frozen == expected
-    layers, case = Kept(6, names), AutoFreeze(every=1, start=0, most=2, unit="block")
+    layers, case = Kept(6, NAMES), AutoFreeze(every=1, start=0, most=2, unit="block")
     feed(case, layers, [(1, 3, 4, 6, 8, 10), (1, 3, 4, 3, 4, 6), (1, 3, 4, 3, 4, 5)])
     assert layers.frozen == {0}, (
         "a block freezes whole or not at all, and this one is over the limit"

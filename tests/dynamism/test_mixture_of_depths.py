@@ -79,16 +79,11 @@ def test_record_covers_the_steps_since_the_last_record() -> None:
     assert case.collect(6, model) == TokenShares(
         (3, 7), {"selected": [0.0, 0.0], "predicted_right": [0.0, 0.0]}
     ), "the counts start anew"
-
-
-def test_record_counts_layers_of_its_own_rank_only() -> None:
-    model, case = layers(), MixtureOfDepthsCase(None, record_every=1)
-    for router in routers(model):
-        router.seen = (32, 8, 16)
+    first.seen = second.seen = (32, 8, 16)
     model.own = range(5, 10)
-    assert case.collect(1, model) == TokenShares(
+    assert case.collect(9, model) == TokenShares(
         (3, 7), {"selected": [0.0, 0.25], "predicted_right": [0.0, 0.5]}
-    )
+    ), "own layers"
 
 
 def test_resumed_run_reports_no_second_change() -> None:
