@@ -17,34 +17,19 @@ from tests.pool import Pool
 
 DOWN_AND_UP, GROWTH = [[2, 2, 1], [5, 4, 1]], [[4, 3, 1]]
 
+
+def _case(name: str, **options: Any) -> dict[str, Any]:
+    return {"dynamism": {"cases": [name], name: options}}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "freezing": {"dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[1, 3], [4, 5]]}}},
-    "pruning": {
-        "dynamism": {
-            "cases": ["pruning"],
-            "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 6, "every": 2},
-        }
-    },
-    "sparse attention": {
-        "dynamism": {"cases": ["sparse_attention"], "sparse_attention": {"buckets": 4}}
-    },
-    "early exit": {
-        "dynamism": {
-            "cases": ["early_exit"],
-            "early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 1},
-        }
-    },
-    "depths": {
-        "dynamism": {
-            "cases": ["mixture_of_depths"],
-            "mixture_of_depths": {"capacity": 0.3, "threshold_from": 4},
-        }
-    },
-    "experts": {
-        "model": {"kind": "moe", "experts": 4, "routing": "bias"},
-        "dynamism": {"cases": ["experts"]},
-    },
+    "freezing": _case("freezing", schedule=[[1, 3], [4, 5]]),
+    "pruning": _case("pruning", initial_sparsity=0.5, start=1, end=6, every=2),
+    "sparse attention": _case("sparse_attention", buckets=4),
+    "early exit": _case("early_exit", threshold=0.001, exits=[0, 2], start=1),
+    "depths": _case("mixture_of_depths", capacity=0.3, threshold_from=4),
+    "experts": {"model": {"kind": "moe", "experts": 4, "routing": "bias"}} | _case("experts"),
     "tied": {"model": {"tied": True}},
     "float16": {"train": {"precision": "float16"}},
     "post-validation": {"pipeline": {"post_validation": True}},
@@ -198,19 +183,18 @@ def test_failed_layer_transfer_keeps_all_ranks(pool: Pool) -> None:
     assert told(events) == reference(pool, "plain")
 
 
-@pytest.mark.matrix  # it decides by measured times, which other tests disturb
+@pytest.mark.matrix
 def test_repack_shrinks_and_grows_the_run(pool: Pool) -> None:
     """Three quarters of the emulated layers freeze at step 10 and thaw at step 36."""
     config = {
-        "model": {"kind": "emulated", "layers": 16, "f": 0.003, "b": 0.003, "w": 0.003},
+        "model": {"kind": "emulated", "layers": 16, "f": 0.3, "b": 0.3, "w": 0.3},
         "train": {"steps": 60, "global_batch": 8, "micro_batch": 1},
         "parallel": {"pipeline": 4},
         "balance": {"every": "auto"},
         "elastic": {"repack": True, "park": True, "tolerance": 0.2},
         "dynamism": {"cases": ["python:tests.dynamism.breathing:Breathing"]},
     }
-    results = run(pool, config, "train_elastic")
-    events = results[0]["events"]
+    events = run(pool, config, IN_EMULATED_TIME, wrapped="train_elastic")[0]["events"]
     changes = sizes(events)
     assert changes[0][0] > 10, "nothing is saved before layers freeze"
     assert changes[0][2] < 4
@@ -221,10 +205,7 @@ def test_repack_shrinks_and_grows_the_run(pool: Pool) -> None:
         for (reason,) in fields_of(events, event, "reason")
     )
     assert fields_of(events, "end", "gpu_seconds_returned")[0][0] > 0
-    at_once = {**config["model"], "f": 1e-6, "b": 1e-6, "w": 1e-6}
-    still = pool.run(
-        "events", 1, config=config | {"elastic": {}, "parallel": {}, "model": at_once}
-    )[0]
+    still = run(pool, config | {"elastic": {}, "parallel": {}}, IN_EMULATED_TIME)[0]
     assert fields_of(events, "end", "weights_digest") == fields_of(still, "end", "weights_digest")
 
 
