@@ -15,10 +15,7 @@ shapes = st.tuples(
 
 
 def reference(x: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Dense attention of the pairs in `seen`, [batch, heads, query, key]. Others are masked.
-
-    Keys are normalised. A row without any pair gives 0.
-    """
+    """Dense attention of the pairs in `seen`, [batch, heads, query, key]. Others are masked."""
     q = x.transpose(1, 2)
     k = (x / x.norm(dim=-1, keepdim=True)).transpose(1, 2)
     values = v.transpose(1, 2)

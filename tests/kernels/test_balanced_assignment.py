@@ -43,10 +43,7 @@ def test_the_auction_ends_with_equal_scores() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 999), st.floats(0.1, 5))
 def test_sinkhorn_has_equal_sums(tokens: int, experts: int, seed: int, spread: float) -> None:
-    """Rows have exactly equal sums.
-
-    Columns have nearly equal sums, because the rounds are limited.
-    """
+    """Rows have exactly equal sums, and columns nearly."""
     scaled = sinkhorn(
         spread * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
     )

@@ -1,7 +1,4 @@
-"""A compiled layer computes what the layer computes in eager mode.
-
-Its weight gradients still go on the tape.
-"""
+"""A compiled layer computes what the layer computes in eager mode."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Attention with dropped queries and keys, compared with masked dense attention.
-
-Values and gradients agree for all shapes and tiles.
-"""
+"""Attention with dropped queries and keys, compared with masked dense attention."""
 
 from __future__ import annotations
 

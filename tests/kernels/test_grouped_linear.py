@@ -1,7 +1,4 @@
-"""Linears of several groups.
-
-Each row is multiplied by the matrix of its group, and W may be deferred.
-"""
+"""Linears of several groups."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Attention within hash buckets, compared with masked dense attention.
-
-Values and gradients agree for all shapes, buckets and tiles.
-"""
+"""Attention within hash buckets, compared with masked dense attention."""
 
 from __future__ import annotations
 
@@ -128,10 +125,7 @@ def test_repeated_run_has_the_same_bits() -> None:
 def test_tiles_of_other_buckets_are_not_computed(
     tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F needs two products per tile, and B needs four.
-
-    B also recomputes the scores.
-    """
+    """F needs two products per tile, and B needs four. B also recomputes the scores."""
     done = 0
     bmm = torch.bmm
 

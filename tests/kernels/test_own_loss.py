@@ -1,7 +1,4 @@
-"""A layer's own loss adds to the gradient of the model's loss.
-
-Both losses have the same weight.
-"""
+"""A layer's own loss adds to the gradient of the model's loss. Both losses have the same weight."""
 
 from __future__ import annotations
 
@@ -104,10 +101,7 @@ def test_loss_in_low_precision_keeps_its_dtype() -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("scales", [(1.0,), (1024.0,), (8.0, 2.0)])
 def test_stage_scales_the_own_loss(deferred: bool, scales: tuple[float, ...]) -> None:
-    """Both losses of every layer have the same weight.
-
-    The weight is the share of a microbatch times the last loss scale.
-    """
+    """Both losses of every layer have the same weight."""
     modules, (x, targets) = build(3), data()
     layers = [Layer(i, module, HostClock(), 0) for i, module in enumerate(modules)]
     stage = Stage(layers, 0, mean, share=0.25)

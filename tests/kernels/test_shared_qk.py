@@ -1,8 +1,4 @@
-"""Dense attention with one vector as query and key.
-
-It is compared with masked attention over all pairs. The tests also cover the tiles and rows of the
-sparse kinds.
-"""
+"""Dense attention with one vector as query and key."""
 
 from __future__ import annotations
 

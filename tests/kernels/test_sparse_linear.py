@@ -1,7 +1,4 @@
-"""The pruned linear layer, compared with a masked dense layer.
-
-The tests compare values, gradients, moments and forms.
-"""
+"""The pruned linear layer, compared with a masked dense layer."""
 
 from __future__ import annotations
 
@@ -252,10 +249,7 @@ def test_autocast_chooses_the_dtype_of_a_masked_layer() -> None:
 
 
 def test_conform_adopts_the_form_of_received_layers() -> None:
-    """A layer on the meta device receives a pruned layer.
-
-    Later it receives a layer that is pruned more and has another form.
-    """
+    """A layer on the meta device receives a pruned layer."""
     source = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     prune(source[0], some(20, 0.4), True, {})  # pyright: ignore[reportArgumentType]
     prune(source[1], some(12, 0.9), False, {})  # pyright: ignore[reportArgumentType]
@@ -303,10 +297,7 @@ def test_move_to_meta_drops_cached_indices() -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
-    """F and B are computed in float32 and rounded once.
-
-    The sum of W over microbatches stays float32.
-    """
+    """F and B are computed in float32 and rounded once."""
     low, wide = (make_pruned(48, 40, 0.8, True, dtype=kind) for kind in (dtype, torch.float32))
     low.bias, wide.bias = (
         nn.Parameter(torch.zeros(48, dtype=kind)) for kind in (dtype, torch.float32)
@@ -336,11 +327,7 @@ def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
 
 
 def test_crossover_is_the_break_even_sparsity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The crossover is tested with made-up and with measured times.
-
-    With the made-up times, sparse costs 3 times its share of weights and wins from 2/3 on. Measured
-    times give a sparsity in [0, 1].
-    """
+    """The crossover is tested with made-up and with measured times."""
 
     def given_times(linear: nn.Linear, tokens: int) -> tuple[float, float, float]:
         dense = linear.out_features * linear.in_features

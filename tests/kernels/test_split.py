@@ -1,7 +1,4 @@
-"""The split backward of single modules.
-
-The gradients are those of torch, with and without deferred W.
-"""
+"""The split backward of single modules."""
 
 from __future__ import annotations
 
@@ -128,10 +125,7 @@ def test_module_without_a_tape_is_plain() -> None:
 
 
 def test_install_keeps_the_module() -> None:
-    """Only the class of a module is replaced.
-
-    Subclasses, and embeddings that treat some ids differently, are not replaced.
-    """
+    """Only the class of a module is replaced. Subclasses stay as they are."""
 
     class Own(nn.Linear):
         pass
@@ -159,10 +153,7 @@ def test_install_keeps_the_module() -> None:
 
 
 def test_tape_keeps_tensors_until_w() -> None:
-    """Input and output gradient are kept until W has run.
-
-    There is no reference cycle, because garbage collection waits until a step is over.
-    """
+    """Input and output gradient are kept until W has run."""
     module = linear(False)
     tape = split(module, deferred=True)
     x, gy = torch.randn(4, 5), torch.randn(4, 3)
@@ -195,10 +186,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_derived_weights_are_left_to_autograd(kind: str) -> None:
-    """torch derives the weight of such a module from other parameters in each forward.
-
-    These parameters must get their gradients.
-    """
+    """torch derives the weight of such a module from other parameters in each forward."""
     plain, ours, x = OTHERS[kind](), OTHERS[kind](), torch.randn(4, 5)
     tape = split(ours, deferred=True)
     assert type(ours) is SplitLinear

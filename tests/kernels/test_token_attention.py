@@ -1,7 +1,4 @@
-"""Attention of some tokens, compared with a computation by single tokens.
-
-Values and gradients agree for any choice of tokens.
-"""
+"""Attention of some tokens, compared with a computation by single tokens."""
 
 from __future__ import annotations
 
@@ -68,10 +65,7 @@ def packed_slowly(lengths: Sequence[int]) -> Attention:
 def compare(
     ours: Attention, slow: Attention, q: Tensor, k: Tensor, v: Tensor, tolerance: float = 1e-11
 ) -> None:
-    """Values and gradients.
-
-    Those of low precision are compared with the slow ones in float64.
-    """
+    """Values and gradients. Those of low precision are compared with the slow ones in float64."""
     g, results = random(*q.shape, seed=9, dtype=q.dtype), []
     for attend, dtype in ((ours, q.dtype), (slow, torch.float64)):
         leaves = [x.to(dtype).clone().requires_grad_() for x in (q, k, v)]

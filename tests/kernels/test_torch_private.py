@@ -1,7 +1,4 @@
-"""torch's private functions.
-
-Only one module uses them, for the tested versions of torch.
-"""
+"""torch's private functions. Only one module uses them, for the tested versions of torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Layers that are built, or handed on, in ways that few are.
-
-`model.kind = "python:tests.models.odd_layers:..."` finds them.
-"""
+"""Layers that are built, or handed on, in ways that few are, for `model.kind`."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ def shared() -> list[nn.Module]:
 
 
 class Attributes(nn.Module):
-    """Keeps tensors that are neither parameters nor buffers.
-
-    It asks for the value of one.
-    """
+    """Keeps tensors that are neither parameters nor buffers. It asks for the value of one."""
 
     def __init__(self, asks: bool = False) -> None:
         super().__init__()
@@ -107,10 +101,7 @@ def too_many() -> list[nn.Module]:
 
 
 class Kinds(nn.Module):
-    """Begins, hands on and uses tensors of every kind.
-
-    They differ in dtype. Some have no dimensions or no elements, and some are views.
-    """
+    """Begins, hands on and uses tensors of every kind."""
 
     def __init__(self, ends: bool = False) -> None:
         super().__init__()
@@ -212,10 +203,7 @@ def _lowered(module: nn.Module, into: Any, out: Any) -> Any:
 
 
 class Containers(nn.Module):
-    """Modules and parameters in torch's containers, hooks and parametrizations.
-
-    It also uses checkpoint() and a function with its own backward.
-    """
+    """Modules and parameters in torch's containers, hooks and parametrizations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""Models of one's own that do what few do.
-
-`model.kind = "python:tests.models.odd_models:..."` finds them.
-"""
+"""Models of one's own that do what few do: `python:tests.models.odd_models:...`."""
 
 from __future__ import annotations
 
@@ -54,10 +51,7 @@ class Energy(nn.Module):
 
 
 class Columns(nn.Module):
-    """Hands on columns: [batch, 8, tokens].
-
-    Their first dimension in memory is another.
-    """
+    """Hands on columns: [batch, 8, tokens]. Their first dimension in memory is another."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x * 1.1).transpose(-1, -2)
@@ -86,10 +80,7 @@ class InPlace(nn.Module):
 
 
 class OwnNorm(nn.Module):
-    """torch's batch norm on buffers of its own.
-
-    torch does not raise their version.
-    """
+    """torch's batch norm on buffers of its own. torch does not raise their version."""
 
     mean: Tensor
     variance: Tensor
@@ -122,10 +113,7 @@ class Unversioned(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its calls in a plain attribute, and keeps its last output and a mask.
-
-    `reads`: its output depends on the count.
-    """
+    """Counts its calls in a plain attribute, and keeps its last output and a mask."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()
@@ -144,10 +132,7 @@ class Counting(nn.Module):
 
 
 class Normed(nn.Module):
-    """A residual block around a norm.
-
-    The norm takes [tokens, features], or images of them.
-    """
+    """A residual block around a norm. The norm takes [tokens, features], or images of them."""
 
     def __init__(self, norm: nn.Module, image: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
@@ -180,10 +165,7 @@ class Recurrent(nn.Module):
 
 
 class Rewriting(nn.Module):
-    """Writes to all of its inputs.
-
-    It writes to an integer one in place, and to a float one in place and through `.data`.
-    """
+    """Writes to all of its inputs."""
 
     def __init__(self, writes: bool) -> None:
         super().__init__()
@@ -235,10 +217,7 @@ def energy() -> list[nn.Module]:
 
 
 def spectral() -> list[nn.Module]:
-    """Buffers that each forward writes to, and reads.
-
-    They are of power iterations and of running statistics.
-    """
+    """Buffers that each forward writes to, and reads."""
     norms = [nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(2)]
     return _model(
         *norms,

@@ -1,7 +1,4 @@
-"""The parts of a GPT for one token at a time, from their formulas.
-
-They are slow, and easy to check by eye.
-"""
+"""The parts of a GPT for one token at a time, from their formulas."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ Heads = dict[Token, list[Tensor]]
 
 
 class TooCloseError(Exception):
-    """Two numbers that a decision compares are nearly equal.
-
-    float32 and float64 may decide differently.
-    """
+    """float32 and float64 may decide differently."""
 
 
 def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
@@ -45,10 +39,7 @@ def rotated(x: Tensor, position: int) -> Tensor:
 
 
 def attended(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """The values, weighed by the softmax of query * key / sqrt(size).
-
-    All are of one head, [size].
-    """
+    """The values, weighed by the softmax of query * key / sqrt(size)."""
     weights = torch.softmax(torch.stack(list(keys)) @ query / len(query) ** 0.5, 0)
     return weights @ torch.stack(list(values))
 
@@ -64,10 +55,7 @@ def rotated_heads(x: Tensor, heads: int, token: Token) -> list[Tensor]:
 
 
 def attended_heads(token: Token, query: Sequence[Tensor], keys: Heads, values: Heads) -> Tensor:
-    """The attention of a token to itself and the earlier tokens of its row, [hidden].
-
-    Tokens without keys are left out.
-    """
+    """The attention of a token to itself and the earlier tokens of its row, [hidden]."""
     row, t = token
     seen = [(row, earlier) for earlier in range(t + 1) if (row, earlier) in keys]
     heads = [
@@ -115,10 +103,7 @@ def gradients(modules: Sequence[nn.Module], loss: Tensor) -> dict[str, Tensor]:
 
 
 def spread(modules: Sequence[nn.Module], seed: int) -> None:
-    """Gives all parameters values of about 1 / sqrt(fan-in), in float64.
-
-    Then tokens differ in what routes them.
-    """
+    """Gives all parameters values of about 1 / sqrt(fan-in), in float64."""
     generator = torch.Generator().manual_seed(seed)
     for module in modules:
         module.double()

@@ -1,7 +1,4 @@
-"""A model whose batches lose their padding.
-
-Every microbatch has another number of tokens.
-"""
+"""A model whose batches lose their padding. Every microbatch has another number of tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A GPT with early exits, compared with a computation by single tokens.
-
-The tests compare the exit of each token, the loss and every gradient.
-"""
+"""A GPT with early exits, compared with a computation by single tokens."""
 
 from __future__ import annotations
 
@@ -39,19 +36,11 @@ KINDS = ("softmax", "state", "classifier", "adp-c")
 
 @dataclass
 class Routing:
-    """The results of a pass over the tokens.
-
-    Attributes:
-        loss: The loss that a run reports.
-        own_losses: The sum of the classifiers' losses.
-        left: The block behind which each token has left.
-        states: The last state of each token.
-        closest: Least distance of a confidence from its threshold.
-    """
+    """The results of a pass. `closest`: least distance of a confidence from its threshold."""
 
     loss: Tensor
-    own_losses: Tensor
-    left: dict[Token, int]
+    own_losses: Tensor  # of the classifiers
+    left: dict[Token, int]  # behind which block
     states: dict[Token, Tensor]
     closest: float = field(default=math.inf)
 
@@ -86,18 +75,7 @@ def one_by_one(
 
 @dataclass
 class SlowPass:
-    """A pass with a state for each token, and a set of tokens that have left.
-
-    Attributes:
-        config: The run.
-        layers: The modules by name.
-        targets: int64 [rows, sequence].
-        exits_on: Whether tokens leave.
-        states: The last state of each token.
-        routing: The results so far.
-        output_loss: The loss of the output that a token has by now.
-        weighted: Weight and loss of each exit and of the head.
-    """
+    """A pass with a state for each token, and a set of tokens that have left."""
 
     config: Config
     layers: dict[str, Any]
@@ -110,7 +88,7 @@ class SlowPass:
         )
     )
     output_loss: dict[Token, Tensor] = field(default_factory=dict)
-    weighted: list[tuple[float, Tensor]] = field(default_factory=list)
+    weighted: list[tuple[float, Tensor]] = field(default_factory=list)  # of exits and head
 
     @property
     def remaining(self) -> list[Token]:
@@ -240,10 +218,7 @@ def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def run(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor) -> Routing:
-    """The modules one after the other.
-
-    `left` and `states` are read off what they hand on.
-    """
+    """The modules one after the other. `left` and `states` are read off what they hand on."""
     routing, there = Routing(torch.zeros(()), torch.zeros(()), {}, {}), set[Token]()
     out: tuple[Any, ...] = (model_of(config).first_inputs(ids, targets),)
     sequence = config.model.sequence
@@ -295,10 +270,10 @@ def compare(
 
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    exits = sorted(draw(st.sets(st.integers(0, 2), min_size=1)))
+    exits = sorted(draw(st.sets(st.integers(0, 1), min_size=1)))
     return config_of(
         draw(st.sampled_from(KINDS)),
-        sequence=draw(st.integers(1, 6)),
+        sequence=draw(st.integers(1, 5)),
         threshold=draw(st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0])),
         blocks=exits[-1] + 1 + draw(st.integers(1, 2)),
         heads=draw(st.integers(1, 2)),
@@ -306,7 +281,7 @@ def configs(draw: st.DrawFn) -> Config:
     )
 
 
-@given(configs(), st.integers(1, 3), st.integers(0, 999), st.booleans())
+@given(configs(), st.integers(1, 2), st.integers(0, 999), st.booleans())
 def test_any_shape_equals_a_token_by_token_reference(
     config: Config, batch: int, seed: int, training: bool
 ) -> None:
@@ -316,10 +291,14 @@ def test_any_shape_equals_a_token_by_token_reference(
         reject()
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize(
-    ("kind", "threshold", "seed"),
-    [("softmax", 0.7, 4), ("state", 0.7, 1), ("classifier", 0.9, 5), ("adp-c", 0.7, 4)],
+    ("kind", "threshold", "seed", "training"),
+    [
+        ("softmax", 0.7, 4, True),
+        ("state", 0.7, 1, False),
+        ("classifier", 0.9, 5, True),
+        ("adp-c", 0.7, 4, False),
+    ],
 )
 def test_some_tokens_leave_at_each_exit(
     kind: str, threshold: float, seed: int, training: bool
@@ -329,22 +308,15 @@ def test_some_tokens_leave_at_each_exit(
     assert set(routing.left.values()) == {0, 1}
 
 
-@pytest.mark.parametrize(
-    ("kind", "training"),
-    [("softmax", True), ("softmax", False), ("classifier", True), ("adp-c", True)],
-)
+@pytest.mark.parametrize(("kind", "training"), [("softmax", False), ("classifier", True)])
 def test_all_tokens_leave_at_threshold_zero(kind: str, training: bool) -> None:
-    """The later blocks compute no token.
-
-    In training, the later losses equal the loss of the first exit.
-    """
+    """The later blocks compute no token."""
     routing = compare(config_of(kind, threshold=0.0, exits=[0, 1]), 2, training=training)
     assert set(routing.left.values()) == {0}
     assert len(routing.left) == 10
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("sequence", [1, 4])
+@pytest.mark.parametrize(("sequence", "training"), [(1, True), (4, True), (4, False)])
 def test_no_token_leaves_at_threshold_one(sequence: int, training: bool) -> None:
     """The bits are those of a model with disabled exits."""
     config = config_of("adp-c", sequence, threshold=1.0)
@@ -357,16 +329,14 @@ def test_no_token_leaves_at_threshold_one(sequence: int, training: bool) -> None
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("kind", "threshold"), [*((kind, 0.0) for kind in KINDS), ("softmax", 1.0)]
-)
+@pytest.mark.parametrize(("kind", "threshold"), [("state", 0.0), ("softmax", 1.0)])
 def test_sequence_of_one_token(kind: str, threshold: float) -> None:
     routing = compare(config_of(kind, 1, threshold), 1)
     assert len(routing.left) == (threshold == 0.0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "training"), [*((kind, True) for kind in KINDS), ("state", False)]
+    ("kind", "training"), [("softmax", True), ("classifier", True), ("state", False)]
 )
 def test_disabled_exits_only_add_their_losses(kind: str, training: bool) -> None:
     """In evaluation, disabled exits add no loss."""
@@ -389,10 +359,7 @@ def test_disabled_exits_only_add_their_losses(kind: str, training: bool) -> None
 
 
 def test_exit_losses_have_the_published_weights() -> None:
-    """CALM weighs losses by depth, and ADP-C weighs them equally.
-
-    Only the head counts in evaluation.
-    """
+    """CALM weighs losses by depth, and ADP-C weighs them equally."""
     for kind, expected in (("softmax", [2, 3, 5]), ("adp-c", [1, 1, 1])):
         config = config_of(kind, blocks=5, threshold=1.0, exits=[1, 2])
         modules, (ids, targets) = build(config, exits_on=False), drawn(config, 2)

@@ -37,10 +37,7 @@ def weight_of(linear: GroupedLinear, expert: int) -> nn.Parameter:
 
 
 def plainly(module: ExpertsHalf, x: Tensor) -> tuple[Tensor, list[list[int]], Tensor]:
-    """Output, the experts that compute each token, and the auxiliary loss.
-
-    The largest scores choose. An expert drops later tokens over its capacity.
-    """
+    """Output, the experts that compute each token, and the auxiliary loss."""
     rule, rows = module.router.rule, x.reshape(-1, x.shape[-1])
     normed = [row * torch.rsqrt(row.square().mean() + 1e-6) * module.norm.weight for row in rows]
     scores = [(module.router.weight.float() @ row.float()) for row in normed]

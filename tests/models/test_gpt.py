@@ -80,10 +80,7 @@ def test_rotary_positions_are_relative() -> None:
 
 
 def test_initial_weights_have_the_configured_spread() -> None:
-    """Weights that write to the residual stream have a smaller spread.
-
-    It is divided by the square root of twice the number of blocks.
-    """
+    """Weights that write to the residual stream have a smaller spread."""
     layers = build(hidden=128, vocab=512, init_std=0.05)
     spread = {
         name: float(p.detach().std())

@@ -1,7 +1,4 @@
-"""A GPT with routed blocks, compared with a computation by single tokens.
-
-The tests compare the selected tokens, the loss and every gradient.
-"""
+"""A GPT with routed blocks, compared with a computation by single tokens."""
 
 from __future__ import annotations
 
@@ -37,20 +34,12 @@ from tests.models.plain_blocks import (
 
 @dataclass
 class Routing:
-    """The results of a pass over the tokens.
-
-    Attributes:
-        loss: The loss that a run reports.
-        own_losses: The sum of the predictors' losses, with their weight.
-        selected: The tokens that each routed block has selected.
-        right: Number of tokens for which each predictor is right.
-        closest: Least distance between two numbers that a selection compares.
-    """
+    """The results of a pass. `closest`: least distance of two numbers that are compared."""
 
     loss: Tensor
-    own_losses: Tensor
+    own_losses: Tensor  # of the predictors, with their weight
     selected: list[set[Token]] = field(default_factory=list)
-    right: list[int] = field(default_factory=list)
+    right: list[int] = field(default_factory=list)  # tokens for which each predictor is right
     closest: float = math.inf
 
 
@@ -62,10 +51,7 @@ def one_by_one(
     training: bool,
     by_threshold: bool,
 ) -> Routing:
-    """The model from its definition.
-
-    There is a state for each token, and a set of selected tokens for each block.
-    """
+    """The model from its definition."""
     layers: dict[str, Any] = dict(zip(model_of(config).names, modules, strict=True))
     routed = config.dynamism.mixture_of_depths.routed_blocks(config.model.blocks)
     tokens = [(row, t) for row in range(ids.shape[0]) for t in range(config.model.sequence)]
@@ -210,10 +196,7 @@ def build(
 
 
 def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids, each once, and targets.
-
-    Equal tokens would have equal scores in the first block.
-    """
+    """Token ids, each once, and targets. Equal tokens would have equal scores."""
     generator, shape = torch.Generator().manual_seed(seed), (batch, config.model.sequence)
     ids, targets = (
         torch.randperm(config.model.vocab, generator=generator)[: math.prod(shape)].view(shape)
@@ -225,10 +208,7 @@ def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def run(
     config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor
 ) -> tuple[Tensor, list[set[Token]]]:
-    """The loss of the modules one after the other.
-
-    Returns also what each routed block has selected.
-    """
+    """The loss of the modules one after the other."""
     out: tuple[Any, ...] = (ids,)
     selected: list[set[Token]] = []
     for module in modules:
@@ -283,7 +263,7 @@ WAYS = {"training": (True, False), "by threshold": (True, True), "evaluation": (
 
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    sequence, blocks = draw(st.integers(1, 7)), draw(st.integers(1, 3))
+    sequence, blocks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     return config_of(
         draw(st.sampled_from(["mlp", "bce"])),
         sequence,
@@ -294,7 +274,7 @@ def configs(draw: st.DrawFn) -> Config:
     )
 
 
-@given(configs(), st.sampled_from(sorted(WAYS)), st.integers(1, 3), st.integers(0, 999))
+@given(configs(), st.sampled_from(sorted(WAYS)), st.integers(1, 2), st.integers(0, 999))
 def test_any_shape_equals_a_token_by_token_reference(
     config: Config, way: str, batch: int, seed: int
 ) -> None:
@@ -304,8 +284,9 @@ def test_any_shape_equals_a_token_by_token_reference(
         reject()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("predictor", ["mlp", "bce"])
+@pytest.mark.parametrize(
+    ("predictor", "way"), [("bce", "training"), ("mlp", "by threshold"), ("mlp", "evaluation")]
+)
 def test_configured_share_of_tokens_is_selected(predictor: str, way: str) -> None:
     config = config_of(predictor, every=1)
     routing = compare(config, build(config, 1, *WAYS[way]), *drawn(config, 3), WAYS[way][1])
@@ -318,8 +299,9 @@ def test_configured_share_of_tokens_is_selected(predictor: str, way: str) -> Non
         assert all(0 < len(taken) < 18 for taken in routing.selected)
 
 
-@pytest.mark.parametrize("way", ["by threshold", "evaluation"])
-@pytest.mark.parametrize("count", [0, 1, 12])
+@pytest.mark.parametrize(
+    ("count", "way"), [(0, "evaluation"), (1, "by threshold"), (12, "by threshold")]
+)
 def test_predictor_may_select_zero_one_or_all_tokens(count: int, way: str) -> None:
     config = config_of("mlp", blocks=1, every=1)
     modules = build(config, 0, *WAYS[way])
@@ -335,9 +317,7 @@ def test_predictor_may_select_zero_one_or_all_tokens(count: int, way: str) -> No
     assert len(routing.selected[0]) == count
 
 
-@pytest.mark.parametrize(
-    ("predictor", "way"), [*(("mlp", way) for way in WAYS), ("bce", "evaluation")]
-)
+@pytest.mark.parametrize(("predictor", "way"), [("mlp", "by threshold"), ("bce", "evaluation")])
 def test_sequence_of_one_token(predictor: str, way: str) -> None:
     for seed in range(4):  # over and under the threshold
         config = config_of(predictor, sequence=1, every=1)

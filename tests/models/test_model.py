@@ -1,7 +1,4 @@
-"""User models, and the properties of every model.
-
-Initial weights depend on the seed and the layer only.
-"""
+"""User models, and the properties of every model."""
 
 from __future__ import annotations
 
@@ -46,10 +43,7 @@ def test_own_loss_is_used() -> None:
 
 
 def test_rank_runs_only_its_own_factories() -> None:
-    """Other layers are built without memory.
-
-    Initial weights depend on the seed and the layer, not on the other layers that were built.
-    """
+    """Other layers are built without memory."""
     model = load(HERE + "factories")
     assert model.names == ("0.Embedding", "1.Counted", "2.Counted", "3.Linear")
     user_model.Counted.created.clear()
@@ -93,10 +87,7 @@ def test_function_is_called_once(monkeypatch: pytest.MonkeyPatch, name: str) -> 
 
 
 def test_layers_may_compute_in_their_constructor() -> None:
-    """The meta device has neither tensor values nor the class weights of a loss.
-
-    The random state of the caller does not change.
-    """
+    """The meta device has neither tensor values nor the class weights of a loss."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
     model = load(HERE + "weighted")

@@ -13,6 +13,7 @@ from torch import nn
 import dynmo
 from dynmo import ModelOptions, load_model
 from dynmo.errors import ConfigError
+from tests.combinations import mostly_matrix
 from tests.models.tied_layers import TIED, batch, layers, plain
 from tests.pool import Pool
 from tests.test_own_models import run
@@ -20,7 +21,7 @@ from tests.test_own_models import run
 JOBS = "tests.models.tied_layers:"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def world() -> Iterator[dynmo.World]:
     with dynmo.init(device="cpu") as world:
         yield world
@@ -42,37 +43,29 @@ def test_tied_weights_train_as_in_plain_torch(alone: dict[str, Any]) -> None:
     assert alone["loaded"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (2, {"schedule": "zb-auto", "moves": True}),
-        (3, {"schedule": "zb-v"}),
-        (3, {"moves": True, "factories": True}),
-        (3, {"replicas": 3, "zero": 1}),
-        (2, {"resumes": True}),
-    ],
-)
+RUNS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"schedule": "zb-v", "moves": True, "factories": True}),
+    (2, {"resumes": True}),
+    (3, {"replicas": 3, "zero": 1, "reduction_slots": 3}),
+    (2, {"precision": "bfloat16", "moves": True}),
+    (2, {"schedule": "zb-auto", "moves": True}),
+    (3, {"schedule": "zb-v"}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "options"), mostly_matrix(RUNS, RUNS[:4]))
 def test_any_ranks_have_the_bits_of_one(
     pool: Pool, alone: dict[str, Any], ranks: int, options: dict[str, Any]
 ) -> None:
-    if options.get("resumes"):
-        options = {**options, "folder": alone["folder"]}
-    if "replicas" in options:
-        same = pool.run(JOBS + "train", 1, reduction_slots=3)[0]
-        options = {**options, "reduction_slots": 3}
-    else:
-        same = alone
+    same = alone
+    numeric = {key: options[key] for key in ("reduction_slots", "precision") if key in options}
+    if numeric:
+        same = pool.run(JOBS + "train", 1, **numeric)[0]
+    if "resumes" in options:
+        options = options | {"folder": alone["folder"]}
     for told in pool.run(JOBS + "train", ranks, **options):
         assert told["losses"] == same["losses"][-len(told["losses"]) :]
         assert told["weights"] == same["weights"]
-        assert told["tied"]
-        assert told["loaded"]
-
-
-def test_bfloat16_has_one_master(pool: Pool) -> None:
-    one = pool.run(JOBS + "train", 1, precision="bfloat16")[0]
-    for told in pool.run(JOBS + "train", 2, precision="bfloat16", moves=True):
-        assert (told["losses"], told["weights"]) == (one["losses"], one["weights"])
         assert told["tied"]
         assert told["loaded"]
 
@@ -143,7 +136,8 @@ def test_one_module_in_two_layers_is_refused() -> None:
 
 
 def test_function_of_a_run_returns_tied_layers(pool: Pool) -> None:
-    ran = [run(pool, "tests.models.tied_layers:of_bytes", ranks) for ranks in (1, 2)]
-    assert ran[0]["digest"] == ran[1]["digest"]
-    modules = load_model(ModelOptions(kind="python:tests.models.tied_layers:of_bytes")).build(())
+    kind = "tests.models.tied_layers:of_bytes"
+    one, other = (run(pool, kind, ranks, train={"steps": 2}) for ranks in (1, 2))
+    assert one["digest"] == other["digest"]
+    modules = load_model(ModelOptions(kind=f"python:{kind}")).build(())
     assert all(parameter.is_meta for module in modules for parameter in module.parameters())

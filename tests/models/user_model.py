@@ -1,7 +1,4 @@
-"""Models of a user's own.
-
-`model.kind = "python:tests.models.user_model:..."` finds them.
-"""
+"""Models of a user's own. `model.kind = "python:tests.models.user_model:..."` finds them."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ from dynmo.models.gpt import FeedForwardHalf
 
 
 class Scaled(nn.Module):
-    """A layer with a frozen part, buffers and a weight without dimensions.
-
-    One of the buffers is complex. The layer has two inputs and outputs.
-    """
+    """A layer with a frozen part, buffers and a weight without dimensions."""
 
     shift: Tensor
     turn: Tensor

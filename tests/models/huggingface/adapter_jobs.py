@@ -65,10 +65,7 @@ def export(
     resume: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Trains adapters of a folder's model while ranks change, and saves them.
-
-    Returns nothing on ranks that have left.
-    """
+    """Trains and saves adapters while ranks change. Ranks that have left return nothing."""
     pipeline = dynmo.Pipeline(
         model_of(base, saves_base=False),
         world,

@@ -48,7 +48,7 @@ def train(
     model = model_of(kind, **(config or {}))
     pipeline = dynmo.Pipeline(model, world, microbatches=4, **options)
     losses = list[float]()
-    for step in range(4):
+    for step in range(3):
         if step == 2 and move is not None:
             pipeline.move(move)
         losses.append(pipeline.step(make_batch(step, padded)).loss)

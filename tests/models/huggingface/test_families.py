@@ -1,7 +1,4 @@
-"""dynmo's layers of each family have the bits of transformers, or the family is refused.
-
-docs/reference/hugging-face-families.md says which.
-"""
+"""dynmo's layers of each family have the bits of transformers, or the family is refused."""
 
 from __future__ import annotations
 

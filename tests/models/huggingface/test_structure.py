@@ -59,16 +59,19 @@ def test_blocks_that_are_skipped_at_random_are_refused() -> None:
         structure_of(meta_model("opt", made, trust_remote_code=False))
 
 
+@pytest.mark.matrix
 def test_a_norm_without_weights_runs_on_both_sides() -> None:
     found = structure("nanochat")
     assert "model.norm" in found.before
     assert "model.norm" in found.after
 
 
+@pytest.mark.matrix
 def test_buffers_around_the_blocks_have_values() -> None:
     positions = structure("openai-gpt").model.get_buffer("transformer.position_ids")
     assert torch.equal(positions, torch.arange(len(positions)))
 
 
+@pytest.mark.matrix
 def test_experts_that_count_their_tokens_run_without_memory() -> None:
     assert structure("jetmoe").elements == (None,) * 3
