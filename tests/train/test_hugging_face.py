@@ -16,6 +16,7 @@ from dynmo.config import load, parse
 from dynmo.errors import ConfigError
 from dynmo.train.setup import model_of, plan_run
 from dynmo.train.text import check_tokens
+from tests.combinations import mostly_matrix
 from tests.models.huggingface.saved_models import save
 from tests.pool import Pool
 
@@ -45,38 +46,37 @@ def run(pool: Pool, ranks: int, config: dict[str, Any], folder: Path, **options:
 
 
 def test_runs_have_one_digest_on_any_ranks_and_after_a_resume(
-    pool: Pool, small_llama: Path, text: str, tmp_path: Path
+    pool: Pool, tiny_llama: Path, text: str, tmp_path: Path
 ) -> None:
-    config = settings(small_llama, text, checkpoint={"every": 2})
+    config = settings(tiny_llama, text, checkpoint={"every": 2})
     alone = run(pool, 1, config, tmp_path / "one")
-    whole = run(pool, 2, config, tmp_path / "two")
     cut = run(pool, 2, config, tmp_path / "cut", stop_after=1)
     resumed = run(pool, 2, config, tmp_path / "cut", resume=True)
     assert cut["interrupted"]
     assert cut["steps"] < 4
-    assert {alone["weights_digest"], whole["weights_digest"]} == {resumed["weights_digest"]}
+    assert alone["weights_digest"] == resumed["weights_digest"]
 
 
 def test_a_step_has_the_loss_of_transformers(
-    pool: Pool, small_llama: Path, text: str, tmp_path: Path
+    pool: Pool, tiny_llama: Path, text: str, tmp_path: Path
 ) -> None:
     job = "tests.train.hugging_face_jobs:batches"
-    config = settings(small_llama, text)
+    config = settings(tiny_llama, text)
     ((inputs, labels, held_out, held_out_labels),) = pool.run(job, 1, config=config)
     assert (inputs, held_out) == (labels, held_out_labels)
-    ids: list[int] = AutoTokenizer.from_pretrained(small_llama)(WORDS)["input_ids"]
+    ids: list[int] = AutoTokenizer.from_pretrained(tiny_llama)(WORDS)["input_ids"]
     rows = [ids[start : start + 16] for start in range(len(ids) - 15)]
     assert all(row in rows for row in (*inputs, *held_out))
 
-    plain = AutoModelForCausalLM.from_pretrained(small_llama)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_llama)
     halves = torch.tensor(inputs).chunk(2)
     wanted = sum(plain(input_ids=half, labels=half).loss.item() for half in halves) / 2
     one = config | {"train": {**config["train"], "steps": 1}}
     assert run(pool, 1, one, tmp_path / "run")["loss"] == pytest.approx(wanted, rel=1e-6)
 
 
-def test_only_the_end_ranks_read_text(pool: Pool, small_llama: Path, text: str) -> None:
-    config = settings(small_llama, text, parallel={"pipeline": 3})
+def test_only_the_end_ranks_read_text(pool: Pool, tiny_llama: Path, text: str) -> None:
+    config = settings(tiny_llama, text, parallel={"pipeline": 3})
     first, middle, last = pool.run("tests.train.hugging_face_jobs:batches", 3, config=config)
     assert first == last
     assert middle == [None] * 4
@@ -97,14 +97,14 @@ def test_fewer_tokens_than_bytes_need_a_tokenizer(tmp_path: Path) -> None:
         check_tokens("stdlib", model.options)
 
 
-def test_a_sequence_needs_positions(small_llama: Path) -> None:
-    parsed = load(overrides=["model.kind=hf", f"model.path={small_llama}", "model.sequence=129"])
+def test_a_sequence_needs_positions(tiny_llama: Path) -> None:
+    parsed = load(overrides=["model.kind=hf", f"model.path={tiny_llama}", "model.sequence=129"])
     with pytest.raises(ConfigError, match=r"sequence = 129, but .* has 128 positions .*use 128"):
         model_of(parsed)
 
 
-def test_the_vocabulary_is_that_of_the_folder(small_llama: Path) -> None:
-    config = settings(small_llama, "stdlib")
+def test_the_vocabulary_is_that_of_the_folder(tiny_llama: Path) -> None:
+    config = settings(tiny_llama, "stdlib")
     options = model_of(parse(config)).options
     assert options is not None
     assert options.vocab == 300
@@ -115,9 +115,9 @@ def test_the_vocabulary_is_that_of_the_folder(small_llama: Path) -> None:
 
 
 def test_checkpointing_of_transformers_is_off_with_a_warning(
-    small_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = shutil.copytree(small_llama, tmp_path / "asking")
+    folder = shutil.copytree(tiny_llama, tmp_path / "asking")
     known = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**known, "gradient_checkpointing": True}))
     with caplog.at_level(logging.WARNING, "dynmo"):
@@ -143,20 +143,20 @@ def test_dropout_of_the_model_excludes_cached_outputs(tmp_path: Path, text: str)
 
 
 @pytest.mark.parametrize("case", ["early_exit", "mixture_of_depths", "sparse_attention", "experts"])
-def test_cases_that_change_a_models_code_are_refused(small_llama: Path, case: str) -> None:
+def test_cases_that_change_a_models_code_are_refused(tiny_llama: Path, case: str) -> None:
     with pytest.raises(ConfigError, match=rf'"{case}".*model.kind = "hf"'):
-        parse(settings(small_llama, "stdlib", dynamism={"cases": [case]}))
+        parse(settings(tiny_llama, "stdlib", dynamism={"cases": [case]}))
 
 
 def test_layers_are_frozen_and_pruned(
-    pool: Pool, small_llama: Path, text: str, tmp_path: Path
+    pool: Pool, tiny_llama: Path, text: str, tmp_path: Path
 ) -> None:
     cases = {
         "cases": ["freezing", "pruning"],
         "freezing": {"schedule": [[2, 3]]},
         "pruning": {"start": 1, "end": 3, "final_sparsity": 0.8},
     }
-    config = settings(small_llama, text, dynamism=cases)
+    config = settings(tiny_llama, text, dynamism=cases)
     alone = run(pool, 1, config, tmp_path / "one")
     spread = run(pool, 2, config, tmp_path / "two")
     assert alone["weights_digest"] == spread["weights_digest"]
@@ -167,7 +167,10 @@ def test_layers_are_frozen_and_pruned(
 
 @pytest.mark.parametrize(
     ("kind", "changes", "halves"),
-    [("gpt2", {}, 2), ("mixtral", {}, 2), ("phi", {"num_key_value_heads": 4}, 0)],
+    mostly_matrix(
+        [("gpt2", {}, 2), ("mixtral", {}, 2), ("phi", {"num_key_value_heads": 4}, 0)],
+        everyday=[("gpt2", {}, 2), ("mixtral", {}, 2)],
+    ),
 )
 def test_a_dry_run_says_what_is_read_and_which_blocks_are_cut(
     tmp_path: Path, text: str, kind: str, changes: dict[str, Any], halves: int
