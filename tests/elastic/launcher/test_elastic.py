@@ -1,44 +1,40 @@
 """The launcher of a run that changes its ranks.
 
-Ranks leave and join, and some joiners fail.
+Ranks leave and join, and some joiners fail. But for one run the ranks are emulated.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import random
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from dynmo.errors import RunError
+from tests.elastic.launcher.emulated import (
+    EmulatedProcess,
+    EmulatedRun,
+    Script,
+    Steps,
+    ends,
+    launch,
+    stops,
+)
 from tests.elastic.run_launcher import PATHS, launcher_command, reports_of
-from tests.processes import wait_until
 
-Launch = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def go(start_here: Launch, tmp_path: Path) -> Launch:
-    """Starts the launcher on ranks that run these scripts."""
-
-    def call(*scripts: str, join: str = "") -> subprocess.Popen[str]:
-        return start_here(launcher_command("local", tmp_path, *scripts, join=join), PATHS)
-
-    return call
+RELEASED = "released 1: 1 process of this machine ended; memory and device are free"
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, err = process.communicate(timeout=50)
-    return process.returncode, err
-
-
-def test_ranks_leave_and_new_ranks_join(go: Launch, tmp_path: Path) -> None:
+def test_ranks_leave_and_new_ranks_join(
+    start_here: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
     """Two of three ranks leave. Two new processes become ranks with new numbers."""
-    process = go(
+    command = launcher_command(
+        "local",
+        tmp_path,
         """
 release(1, 2)
 say("leave")
@@ -59,7 +55,9 @@ say(f"member-{process}")
 heard("done")
 """,
     )
-    assert end(process) == (0, "")
+    process = start_here(command, PATHS)
+    _, err = process.communicate(timeout=50)
+    assert (process.returncode, err) == (0, "")
     released = "released 2: 2 processes of this machine ended; memory and device are free"
     assert reports_of(tmp_path)[0] == released
     assert sorted(line.partition(" runs")[0] for line in reports_of(tmp_path)[1:]) == [
@@ -72,126 +70,139 @@ heard("done")
     assert (tmp_path / "rank-4.log").exists()
 
 
+def no_room(me: EmulatedProcess) -> Steps:
+    yield
+    raise RunError("no\n room")
+
+
 @pytest.mark.parametrize(
     ("join", "why"),
     [
-        ("raise RunError('no\\n room')", "failed: no room"),
-        ("sys.exit(3)", "ended with status 3; see {}/rank-1.log"),
-        ("os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
-        ("", "ended with status 0; see {}/rank-1.log"),
+        (no_room, "failed: no room"),
+        (ends(3), "ended with status 3; see {}/rank-1.log"),
+        (ends(-9), "was ended by SIGKILL; out of memory?"),
+        (ends(0), "ended with status 0; see {}/rank-1.log"),
     ],
     ids=["report", "status", "killed", "left"],
 )
 def test_joiner_that_fails_early_does_not_fail_the_run(
-    go: Launch, tmp_path: Path, join: str, why: str
+    tmp_path: Path, join: Script, why: str
 ) -> None:
-    """The joiner is not a rank yet, so the run ends normally."""
-    process = go("manager.request(1)\nreports(2)\ntime.sleep(0.7)\nsay('done')", join=join)
-    assert end(process) == (0, "")
-    report = reports_of(tmp_path)[-1]
-    assert report.startswith("failed 1: process 1 ")
-    assert why.format(tmp_path) in report
-    assert (tmp_path / "done").exists()
+    """The joiner is not a rank yet, so the run goes on and ends normally."""
+
+    def rank_0(me: EmulatedProcess) -> Steps:
+        me.request(1)
+        yield from me.reports(2)
+        yield from [None] * 100
+
+    status, told = launch(tmp_path, rank_0, join=join)
+    assert (status, told[0]) == (0, "started 1: process 1 runs on here")
+    assert told[1:] == [f"failed 1: process 1 did not join: it {why.format(tmp_path)}"]
 
 
-def test_failure_of_a_joined_rank_fails_the_run(go: Launch) -> None:
-    process = go(
-        "manager.request(1)\nuntil(lambda: signals, 'a signal')",
-        join="become_member()\nraise RunError('a peer of process 2 is gone')",
+def test_failure_of_a_joined_rank_fails_the_run(tmp_path: Path) -> None:
+    def rank_0(me: EmulatedProcess) -> Steps:
+        me.request(1)
+        return (yield from stops(me))
+
+    def join(me: EmulatedProcess) -> Steps:
+        me.become_member()
+        yield
+        raise RunError("a peer of process 2 is gone")
+
+    with pytest.raises(RunError, match=r"^a peer of process 2 is gone"):
+        launch(tmp_path, rank_0, join=join)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rank_killed_after_it_left_does_not_fail_the_run(tmp_path: Path, seed: int) -> None:
+    """It may end before it says that it left, and before rank 0 says so."""
+    says, told, ended = random.Random(seed).sample(range(60), 3)
+
+    def rank_0(me: EmulatedProcess) -> Steps:
+        yield from [None] * told
+        me.release(1)
+        yield from me.reports(2)
+
+    def leaver(me: EmulatedProcess) -> Steps:
+        yield from [None] * min(says, ended)
+        if says < ended:
+            me.leave(1)
+            yield from [None] * (ended - says)
+        return -9
+
+    status, reports = launch(tmp_path, rank_0, leaver)
+    killed = "failed 0: process 1 had left the run and was ended by SIGKILL; out of memory?"
+    assert (status, sorted(reports)) == (0, [killed, RELEASED])
+
+
+def test_failure_of_a_rank_that_came_back_fails_the_run(tmp_path: Path) -> None:
+    def rank_0(me: EmulatedProcess) -> Steps:
+        me.release(1)
+        return (yield from stops(me))
+
+    def returns(me: EmulatedProcess) -> Steps:
+        yield from [None] * 30
+        me.become_member(2)
+        yield from [None] * 30
+        return -9
+
+    with pytest.raises(RunError, match="rank 1 was ended by SIGKILL"):
+        launch(tmp_path, rank_0, returns)
+
+
+def test_waiting_joiner_is_stopped_when_the_run_ends(tmp_path: Path) -> None:
+    """The launcher stops the joiner and ignores its exit status. A joiner that stays is killed."""
+
+    def rank_0(me: EmulatedProcess) -> Steps:
+        me.request(2)
+        yield from me.reports(2)
+
+    def join(me: EmulatedProcess) -> Steps:
+        yield from me.asked()
+        if me.number == 1:
+            return 7
+        while True:
+            yield
+
+    run = EmulatedRun([rank_0], join)
+    assert run.launch(tmp_path) == 0
+    assert [process.code for process in run.processes] == [0, 7, -9]
+    assert all(process.signals == [signal.SIGTERM] for process in run.processes[1:])
+
+
+def test_a_signal_reaches_ranks_and_joiners(tmp_path: Path) -> None:
+    def rank_0(me: EmulatedProcess) -> Steps:
+        me.request(1)
+        yield from me.reports(1)
+        signal.raise_signal(signal.SIGINT)
+        return (yield from stops(me))
+
+    assert launch(tmp_path, rank_0, stops, join=stops) == (
+        130,
+        ["started 1: process 2 runs on here"],
     )
-    assert end(process) == (1, "RunError: a peer of process 2 is gone\n")
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_rank_killed_after_it_left_does_not_fail_the_run(
-    go: Launch, tmp_path: Path, late: bool
-) -> None:
-    """It may have ended before rank 0 says that it left."""
-    dies = "heard('left')\nos.kill(os.getpid(), 9)"
-    tells = "release(1)\nsay('left')"
-    if late:
-        dies = dies.replace("heard('left')", "say('up')")
-        tells = f"""
-heard("up")
-until(lambda: not Path("/proc", (here / "up").read_text()).exists(), "the end of rank 1")
-{tells}
-"""
-    process = go(f"{tells}\nreports(2)\nsay('done')", dies)
-    assert end(process) == (0, "")
-    assert sorted(reports_of(tmp_path)) == [
-        "failed 0: process 1 had left the run and was ended by SIGKILL; out of memory?",
-        "released 1: 1 process of this machine ended; memory and device are free",
-    ]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("seed", range(10))
-def test_many_ranks_are_killed_after_they_left(tmp_path: Path, seed: int) -> None:
-    """32 ranks of a training run, at drawn delays. Some end before they are killed."""
-    module = [sys.executable, "-m", "tests.elastic.launcher.kill_leavers"]
-    done = subprocess.run(
-        [*module, str(tmp_path), "32", str(seed)],
-        env=os.environ | PATHS,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["killed"] >= 20
-
-
-def test_failure_of_a_rank_that_came_back_fails_the_run(go: Launch) -> None:
-    process = go(
-        "release(1)\nsay('left')\nuntil(lambda: signals, 'a signal')",
-        "heard('left')\nbecome_member(2)\ntime.sleep(0.5)\nos.kill(os.getpid(), 9)",
-    )
-    status, err = end(process)
-    assert status == 1
-    assert "rank 1 was ended by SIGKILL" in err
-
-
-def test_waiting_joiner_is_stopped_when_the_run_ends(go: Launch, tmp_path: Path) -> None:
-    """The launcher stops the joiner and ignores its exit status."""
-    process = go(
-        "manager.request(1)\nheard('waits')",
-        join="say('waits')\nuntil(lambda: signals, 'a signal')\nsay('asked')\nsys.exit(7)",
-    )
-    assert end(process) == (0, "")
-    assert (tmp_path / "asked").exists()
-
-
-@pytest.mark.matrix
-def test_unresponsive_joiner_is_killed(go: Launch, tmp_path: Path) -> None:
-    process = go(
-        "manager.request(1)\nheard('waits')",
-        join="say('waits')\nuntil(lambda: False, 'nothing')",
-    )
-    assert end(process) == (0, "")
-
-
-def test_a_signal_reaches_ranks_and_joiners(go: Launch, tmp_path: Path) -> None:
-    wait = "say(f'up-{process}')\nuntil(lambda: signals, 'a signal')\nsys.exit(130)"
-    process = go("manager.request(1)\n" + wait, wait, join=wait)
-    wait_until(lambda: all((tmp_path / f"up-{number}").exists() for number in range(3)))
-    os.kill(process.pid, signal.SIGINT)
-    assert end(process) == (130, "")
-
-
-def test_ranks_that_end_with_the_run_release_nothing(go: Launch, tmp_path: Path) -> None:
+def test_ranks_that_end_with_the_run_release_nothing(tmp_path: Path) -> None:
     """Rank 0 may take long to write its files."""
-    process = go("heard('over')\ntime.sleep(0.7)\nimport json\nreports(0)", "say('over')")
-    assert end(process) == (0, "")
-    assert reports_of(tmp_path) == []
+
+    def rank_0(me: EmulatedProcess) -> Steps:
+        yield from [None] * 1000
+        yield from me.reports(0)
+
+    assert launch(tmp_path, rank_0, ends()) == (0, [])
 
 
-@pytest.mark.matrix
-def test_slow_leaver_does_not_hold_back_other_released_ranks(go: Launch, tmp_path: Path) -> None:
+def test_slow_leaver_does_not_hold_back_other_released_ranks(tmp_path: Path) -> None:
     """The other released rank is reported after a while."""
-    process = go(
-        "release(1, 2)\nsay('leave')\nreports(2)\nsay('done')",
-        "heard('leave')",
-        "heard('leave')\ntime.sleep(7)",
-    )
-    assert end(process) == (0, "")
-    what = "released 1: 1 process of this machine ended; memory and device are free"
-    assert reports_of(tmp_path) == [what, what]
+
+    def rank_0(me: EmulatedProcess) -> Steps:
+        me.release(1, 2)
+        yield from me.reports(1)
+        assert slow.processes[2].code is None
+        yield from me.reports(2)
+
+    slow = EmulatedRun([rank_0, ends(), ends(after=1000)], None)
+    assert slow.launch(tmp_path) == 0
+    assert slow.processes[0].told == [RELEASED, RELEASED]

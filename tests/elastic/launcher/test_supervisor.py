@@ -1,4 +1,4 @@
-"""The local launcher, with ranks that run short scripts instead of a training.
+"""The local launcher, with ranks that are emulated or run short scripts.
 
 The tests check which failure is reported, how signals travel, and that no process is left.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -18,17 +19,25 @@ from pathlib import Path
 import pytest
 
 from dynmo.elastic.launcher import environment, supervisor
-from dynmo.errors import Interrupted, RunError
+from dynmo.errors import (
+    ConfigError,
+    DynmoError,
+    InputError,
+    Interrupted,
+    RankDied,
+    RunError,
+    WaitTimeout,
+)
+from tests.elastic.launcher.emulated import EmulatedProcess, Script, Steps, ends, launch, stops
 from tests.processes import gone, wait_until
 
-# A launcher as the command line is one, with a short grace.
+# A launcher as the command line is one.
 LAUNCHER = """
 import sys
 from pathlib import Path
 from dynmo.errors import DynmoError
 from dynmo.elastic.launcher import supervisor
 
-supervisor._GRACE = 0.5
 try:
     sys.exit(supervisor.spawn([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]), \
 2, Path.cwd()))
@@ -37,15 +46,13 @@ except DynmoError as error:
     sys.exit(error.exit_status)
 """
 
-# A rank: enters, says that it is up, does as told. The second argument is run before it enters. A
-# rank fails once all are up, because the others get only the grace after a failure.
+# A rank: enters, and does as told. The second argument is run before it enters.
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from dynmo.errors import ConfigError, RankDied, WaitTimeout
-from dynmo.elastic.launcher.rank_side import enter_rank, report_failure
+from dynmo.elastic.launcher.rank_side import enter_rank
 
-rank = int(os.environ["RANK"])
+rank, launcher = int(os.environ["RANK"]), int(os.environ["DYNMO_LAUNCHER"])
 exec(sys.argv[2])
 enter_rank()
 heard = []
@@ -59,12 +66,6 @@ def train():
     while not heard:
         time.sleep(0.01)
     sys.exit(130)
-
-def fail(error):
-    up()
-    while len(list(Path().glob("up-*"))) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)
-    sys.exit(report_failure(error, Path(f"rank-{rank}.log")))
 
 exec(sys.argv[1])
 """
@@ -115,62 +116,51 @@ signal.getsignal(signal.SIGINT) == signal.SIG_IGN]
         assert given == [str(rank), "2", str(rank), "2", "2", interface]
 
 
+def raises(error: Exception) -> Script:
+    def script(me: EmulatedProcess) -> Steps:
+        yield
+        raise error
+
+    return script
+
+
 @pytest.mark.parametrize(
-    ("ranks", "body", "status", "line"),
+    ("ranks", "kind", "line"),
     [
+        ([stops, ends(-9)], RunError, "rank 1 was ended by SIGKILL; out of memory?"),
+        ([ends(-6), stops], RunError, "rank 0 was ended by SIGABRT"),
+        ([stops, ends(3)], RunError, "rank 1 ended with status 3; see {}/rank-1.log"),
         (
-            2,
-            "train() if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)",
-            1,
-            "RunError: rank 1 was ended by SIGKILL",
-        ),
-        (
-            2,
-            "train() if rank == 1 else os.kill(os.getpid(), signal.SIGABRT)",
-            1,
-            "RunError: rank 0 was ended by SIGABRT",
-        ),
-        (
-            2,
-            "train() if rank == 0 else sys.exit(3)",
-            1,
-            "RunError: rank 1 ended with status 3; see {}/rank-1.log",
-        ),
-        (
-            3,
-            (
-                "fail(RankDied('a peer is gone') if rank < 2 else AssertionError('it')) if rank "
-                "else train()"
-            ),
-            1,
-            "RunError: rank 2: AssertionError: it; the traceback is in rank-2.log",
+            [stops, raises(RankDied("a peer is gone")), raises(AssertionError("it"))],
+            RunError,
+            "rank 2: AssertionError: it; the traceback is in {}/rank-2.log",
         ),
         # Rank 2 hangs. Rank 1 waits for it, and rank 0 waits for rank 1.
         (
-            3,
-            (
-                "train() if rank == 2 else fail(WaitTimeout(f'rank {rank} waited 1 s for rank "
-                "{rank + 1}', [rank + 1]))"
-            ),
-            1,
-            "RunError: rank 1 waited 1 s for rank 2",
+            [
+                raises(WaitTimeout("rank 0 waited 1 s for rank 1", [1])),
+                raises(WaitTimeout("rank 1 waited 1 s for rank 2", [2])),
+                stops,
+            ],
+            RunError,
+            "rank 1 waited 1 s for rank 2",
         ),
-        (2, "fail(ConfigError('the same\\n on both'))", 2, "InputError: the same on both"),
+        ([raises(ConfigError("the same\n on both"))] * 2, InputError, "the same on both"),
     ],
     ids=["killed", "crashed", "exited", "cause", "hung", "input"],
 )
-def test_cause_of_a_failure_is_printed_once(
-    go: Launch, tmp_path: Path, ranks: int, body: str, status: int, line: str
+def test_cause_of_a_failure_is_told(
+    tmp_path: Path, ranks: list[Script], kind: type[DynmoError], line: str
 ) -> None:
-    got, _, err = end(go(body, ranks))
-    # A crash's stack (of rank 0, by faulthandler) may come before.
-    assert got == status
-    assert err.splitlines()[-1].startswith(line.format(tmp_path))
-    assert err.count("Error:") == line.count("Error:")
+    with pytest.raises(kind) as caught:
+        launch(tmp_path, *ranks)
+    said = re.sub(r" \(\w+\.py:\d+\)", "", str(caught.value))
+    assert said == line.format(tmp_path)
 
 
-@pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "group"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["group", "one"]
+)
 def test_signal_stops_all_ranks(
     go: Launch, tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
@@ -178,52 +168,37 @@ def test_signal_stops_all_ranks(
     process = go("train()")
     up(tmp_path)
     (os.killpg if to_all else os.kill)(process.pid, number)
-    status, out, err = end(process)
-    assert (status, out) == (130, "")
-    # The launcher passes on a SIGTERM that the ranks had, too. Steps as short as these may be over
-    # before it comes.
-    late = "Interrupted: interrupted while starting or finishing\n"
-    assert err == "" or (to_all and number is signal.SIGTERM and err == late)
+    assert end(process) == (130, "", "")
 
 
-def test_last_rank_to_stop_may_write_its_files(go: Launch, tmp_path: Path) -> None:
-    """A rank that stops on request has not failed.
+def test_last_rank_to_stop_may_write_its_files(tmp_path: Path) -> None:
+    """A rank that stops on request has not failed, so the others get more time than the grace."""
 
-    The other ranks get more time than after a failure, which is half a second here.
-    """
-    process = go("""
-if rank:
-    train()
-up()
-while not heard:
-    time.sleep(0.01)
-time.sleep(1.5)
-Path("trace").write_text("whole")
-sys.exit(130)
-""")
-    up(tmp_path)
-    os.kill(process.pid, signal.SIGINT)
-    assert end(process)[0] == 130
-    assert (tmp_path / "trace").read_text() == "whole"
+    def writes(me: EmulatedProcess) -> Steps:
+        signal.raise_signal(signal.SIGINT)
+        yield from me.asked()
+        yield from [None] * 1000
+        (tmp_path / "trace").touch()
+        return 130
+
+    assert launch(tmp_path, writes, stops) == (130, [])
+    assert (tmp_path / "trace").exists()
 
 
-def test_second_signal_ends_all_ranks_at_once(go: Launch, tmp_path: Path) -> None:
-    process = go("""
-up()
-while not heard:
-    time.sleep(0.01)
-Path(f"heard-{rank}").touch()
-time.sleep(60)
-""")
-    up(tmp_path)
-    os.kill(process.pid, signal.SIGINT)
-    wait_until(lambda: all((tmp_path / f"heard-{rank}").exists() for rank in range(2)))
-    assert process.poll() is None
-    os.kill(process.pid, signal.SIGINT)
-    status, _, err = end(process)
-    assert status == 130
-    assert err.startswith("Interrupted: interrupted twice")
-    assert err.count("\n") == 1
+def test_second_signal_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    def asks_twice(me: EmulatedProcess) -> Steps:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            yield from me.asked()
+        while True:
+            yield
+
+    def stays(me: EmulatedProcess) -> Steps:
+        while True:
+            yield
+
+    with pytest.raises(Interrupted, match="interrupted twice"):
+        launch(tmp_path, asks_twice, stays)
 
 
 def test_signal_during_start_gives_no_traceback(go: Launch, tmp_path: Path) -> None:
@@ -241,7 +216,9 @@ while signal.SIGTERM not in signal.sigpending():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 @pytest.mark.parametrize(
-    "before", ["", "Path(f'up-{rank}').touch(); time.sleep(0.5)"], ids=["running", "starting"]
+    "before",
+    ["", "Path(f'up-{rank}').touch()\nwhile os.getppid() == launcher: time.sleep(0.01)"],
+    ids=["running", "starting"],
 )
 def test_ranks_die_with_their_launcher(go: Launch, tmp_path: Path, before: str) -> None:
     process = go("train()", before=before)

@@ -5,13 +5,14 @@ The tests cover the input of commands and the handling of failed commands.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,10 +43,12 @@ def open_manager(
 
 def wait_for(manager: Manager, count: int = 1) -> list[Report]:
     reports: list[Report] = []
-    end = time.monotonic() + 30
-    while len(reports) < count and time.monotonic() < end:
-        reports += manager.reports()
-        time.sleep(0.01)
+
+    def enough() -> bool:
+        reports.extend(manager.reports())
+        return len(reports) >= count
+
+    wait_until(enough)
     assert len(reports) == count, reports
     assert all("\n" not in report.what for report in reports)
     return reports
@@ -66,7 +69,7 @@ def test_release_command_gets_who_left_and_who_stays(tmp_path: Path) -> None:
     assert (report.kind, report.ranks) == ("released", 2)
     assert report.what.startswith("elastic.release_command (")
     assert report.what.endswith(": 2 nodes are free")
-    assert 0 < report.seconds < 30
+    assert report.seconds > 0
     env = json.loads(out.read_text())
     assert json.loads(env["DYNMO_LEFT"]) == [
         {"rank": 2, "host": "b", "pid": 12, "node": "n2"},
@@ -92,12 +95,10 @@ def test_request_command_gets_a_count_and_is_no_rank(monkeypatch: pytest.MonkeyP
 
 
 def test_commands_run_in_order(tmp_path: Path) -> None:
-    first = ["sh", "-c", f"until [ -e {tmp_path}/go ]; do sleep 0.02; done"]
-    with open_manager(first, ["true"]) as manager:
+    first = f"until [ -e {tmp_path}/go ]; do sleep 0.02; done; touch {tmp_path}/done"
+    with open_manager(["sh", "-c", first], ["test", "-e", f"{tmp_path}/done"]) as manager:
         manager.release(LEFT, STAY)
         manager.request(1)
-        time.sleep(0.2)  # a command that does not wait its turn would end now
-        assert manager.reports() == []
         (tmp_path / "go").touch()
         assert [report.kind for report in wait_for(manager, 2)] == ["released", "started"]
 
@@ -134,16 +135,20 @@ def test_output_of_any_size_and_encoding() -> None:
     assert report.what.isprintable()
 
 
-def test_timeout_kills_the_process_group(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    command = ["sh", "-c", f"echo $$ > {pids}; sleep 60 & echo $! >> {pids}; echo begun; wait"]
-    with open_manager(command, timeout=2) as manager:
+def test_timeout_kills_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours pass once the command has begun."""
+    pids, begun = tmp_path / "pids", tmp_path / "begun"
+    code = f"echo $$ > {pids}; sleep 60 & echo $! >> {pids}; echo begun; touch {begun}; wait"
+    hours = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: 3600.0 * next(hours) if begun.exists() else 0.0)
+    monkeypatch.setattr("dynmo.elastic.managers.command.time", clock)
+    with open_manager(["sh", "-c", code], timeout=2) as manager:
         manager.release(LEFT, STAY)
         (report,) = wait_for(manager)
     assert report.kind == "failed"
+    assert report.seconds >= 3600
     assert "over 2 s" in report.what
     assert report.what.endswith(": begun")
-    assert 2 <= report.seconds < 30
     for pid in pids.read_text().split():
         assert_ended(int(pid))
 
@@ -158,27 +163,25 @@ def test_processes_in_the_background_live_on(tmp_path: Path) -> None:
         manager.request(1)
         (report,) = wait_for(manager)
     assert report.kind == "started"
-    assert report.seconds < 10
     pid = int((tmp_path / "pid").read_text())
     os.kill(pid, 0)
     os.kill(pid, 9)
 
 
 def test_close_waits_for_short_commands_and_kills_slow_commands(tmp_path: Path) -> None:
-    short = CommandManager(["sleep", "0.3"], [], 30)
+    short = CommandManager(["true"], [], 30)
     short.release(LEFT, STAY)
-    short.close()
+    short.close(30)
     assert [report.kind for report in short.reports()] == ["released"]
 
     long = CommandManager(["sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 60"], ["true"], 30)
     long.release(LEFT, STAY)
     long.request(1)
     wait_until(lambda: (tmp_path / "pid").exists())
-    began = time.monotonic()
-    long.close(0.2)
-    assert time.monotonic() - began < 5
+    long.close(0)
+    killed, dropped = wait_for(long, 2)
     long.release(LEFT, STAY)
-    killed, dropped, late = long.reports()
+    (late,) = long.reports()
     assert {killed.kind, dropped.kind, late.kind} == {"failed"}
     assert "killed" in killed.what
     assert all("the run has ended" in report.what for report in (killed, dropped, late))
@@ -208,13 +211,5 @@ def test_check(tmp_path: Path) -> None:
 
 
 def assert_ended(pid: int) -> None:
-    """A killed process that nobody has reaped yet is a zombie."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z"):
-                return
-        except OSError:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"process {pid} lives")
+    """A killed process that nobody has reaped yet is a zombie, which has no folder."""
+    wait_until(lambda: not Path(f"/proc/{pid}/cwd").exists())

@@ -1,0 +1,163 @@
+"""The launcher in this process, over ranks that are generators, in a time of its own.
+
+A script gets its process and yields to let time pass. It returns the exit status, or raises.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from unittest import mock
+
+from dynmo.elastic.launch_folder import LaunchFolder
+from dynmo.elastic.launcher import supervisor
+from dynmo.elastic.launcher.rank_side import report_failure
+from dynmo.elastic.manager import RankCommand, RankProcess, Report
+from dynmo.elastic.managers.launcher import LauncherManager
+from dynmo.elastic.managers.local import LocalStarter
+from dynmo.elastic.member import Member
+
+Steps = Generator[None, None, "int | None"]
+Script = Callable[["EmulatedProcess"], Steps]
+
+
+class EmulatedProcess:
+    """A process of the launcher. It goes on by one `yield` whenever the launcher sleeps."""
+
+    def __init__(self, command: RankCommand, script: Script) -> None:
+        self.number = command.process
+        self.signals: list[int] = []
+        self.told: list[str] = []
+        self.code: int | None = None
+        self._environment = command.environment
+        self._folder = LaunchFolder(Path(command.environment["DYNMO_RENDEZVOUS"]))
+        self._manager = LauncherManager(self._folder.path)
+        self._log = command.log
+        self._folder.enter(self.number, {"host": "here"})
+        self._script = script(self)
+
+    def go_on(self) -> None:
+        if self.code is not None:
+            return
+        try:
+            next(self._script)
+        except StopIteration as end:
+            self.code = end.value or 0
+        except Exception as error:
+            with mock.patch.dict(os.environ, self._environment):
+                self.code = report_failure(error, self._log)
+
+    # -- what scripts do ---------------------------------------------------------------------------
+
+    def until(self, condition: Callable[[], object]) -> Generator[None, None, None]:
+        while not condition():
+            yield
+
+    def asked(self) -> Generator[None, None, None]:
+        """Waits for the signal that asks for a stop."""
+        yield from self.until(lambda: self.signals)
+
+    def become_member(self, generation: int = 1) -> None:
+        self._folder.become_member(self.number, generation)
+
+    def request(self, count: int) -> None:
+        self._manager.request(count)
+
+    def leave(self, *processes: int) -> None:
+        for number in processes:
+            self._folder.leave(number, 1)
+
+    def release(self, *processes: int) -> None:
+        """Says as rank 0 that processes leave."""
+        self.leave(*processes)
+        self._manager.release([Member(each, "host", 0, process=each) for each in processes], [])
+
+    def reports(self, count: int) -> Generator[None, None, None]:
+        """Reads what the launcher tells rank 0, until it has told so much."""
+
+        def enough() -> bool:
+            said: list[Report] = self._manager.reports()
+            self.told += [f"{report.kind} {report.ranks}: {report.what}" for report in said]
+            return len(self.told) >= count
+
+        yield from self.until(enough)
+
+    # -- what the launcher does --------------------------------------------------------------------
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def send_signal(self, sig: int, /) -> None:
+        self.signals.append(sig)
+
+    def kill(self) -> None:
+        self.code = -9
+
+    def wait(self) -> int:
+        assert self.code is not None
+        return self.code
+
+    def reason(self) -> str:
+        return ""
+
+
+class EmulatedRun(LocalStarter):
+    """Starts emulated processes. It is the launcher's clock, too.
+
+    Args:
+        scripts: The scripts of the first ranks.
+        join: The script of a joiner.
+    """
+
+    def __init__(self, scripts: Sequence[Script], join: Script | None) -> None:
+        super().__init__()
+        self.processes: list[EmulatedProcess] = []
+        self._scripts = [*scripts]
+        self._join = join
+        self._others = {*threading.enumerate()}
+        self.now = 0.0
+
+    def start(self, rank: RankCommand) -> RankProcess:
+        script = self._join if rank.joins else self._scripts[rank.process]
+        assert script is not None
+        self.processes.append(EmulatedProcess(rank, script))
+        return self.processes[-1]
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        assert self.now < 1000, "the run does not end"
+        for thread in {*threading.enumerate()} - self._others:  # it tells of a release
+            thread.join()
+        for process in self.processes:
+            process.go_on()
+
+    def launch(self, folder: Path) -> int:
+        with mock.patch.object(supervisor, "time", self):
+            return supervisor.spawn(["rank"], len(self._scripts), 1, folder, self)
+
+
+def launch(folder: Path, *scripts: Script, join: Script | None = None) -> tuple[int, list[str]]:
+    """Runs these ranks. Returns the status and what rank 0 was told."""
+    run = EmulatedRun(scripts, join)
+    status = run.launch(folder)
+    return status, run.processes[0].told
+
+
+def ends(status: int = 0, after: int = 1) -> Script:
+    """A process that ends with this status after some looks of the launcher."""
+
+    def script(me: EmulatedProcess) -> Steps:
+        yield from [None] * after
+        return status
+
+    return script
+
+
+def stops(me: EmulatedProcess) -> Steps:
+    yield from me.asked()
+    return 130
