@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from dynmo.errors import RunError
+from dynmo.kernels.seeds import seed_forward
 from dynmo.kernels.split import SplitLinear, WeightTape
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.split_backward import Layer, Tensors
@@ -226,7 +227,7 @@ def split(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors], mo
     result = Result([], [], {})
     for j, x in enumerate(inputs):
         leaves = with_gradients(x)
-        result.outputs.append(layer.forward(j, leaves, 0, graph=True, need_input=True, finish=None))
+        result.outputs.append(run_f(layer, *leaves, j=j))
     for j, g in enumerate(gradients):
         result.inputs.append(layer.backward_input(j, g, deferred=mode != "BW"))
         if mode == "W one later" and j:
@@ -245,16 +246,13 @@ def split(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors], mo
 
 def plain(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors]) -> Result:
     """torch's own backward, with the same random numbers."""
-    from dynmo.kernels.seeds import seed_forward
-
     result = Result([], [], {})
     for j, (x, g) in enumerate(zip(inputs, gradients, strict=True)):
-        leaves = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in x)
+        leaves = with_gradients(x)
         seed_forward(torch.device("cpu"), 0, 0, 3, j)
         out = module(*leaves)
         outputs = (out,) if isinstance(out, Tensor) else out
-        real = [y for y in outputs if y.is_floating_point()]
-        torch.autograd.backward(real, list(g))
+        torch.autograd.backward([y for y in outputs if y.is_floating_point()], list(g))
         result.outputs.append(tuple(y.detach() for y in outputs))
         given = [t for t in leaves if t.requires_grad]
         there = [t.grad is not None for t in given]
@@ -299,8 +297,7 @@ def test_split_fused_and_plain_backward_have_equal_gradients(name: str) -> None:
 def test_expected_parameters_are_deferred_to_w(name: str) -> None:
     case = CASES[name]
     layer = layer_of(case.make())
-    inputs = with_gradients(case.inputs())
-    outputs = layer.forward(0, inputs, 0, graph=True, need_input=True, finish=None)
+    outputs = run_f(layer, *with_gradients(case.inputs()))
     layer.backward_input(0, tuple(torch.ones_like(y) for y in outputs if y.requires_grad), True)
     assert len(layer._weight_work.get(0, ())) == case.works
     done = {n for n, p in layer.module.named_parameters() if p.grad is not None}
@@ -325,12 +322,13 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def start(
-    layer: Layer, inputs: Tensors, need_input: bool = True
-) -> tuple[list[StorageWeakRef], Tensors]:
-    """Runs F. Returns weak references to the storages of its inputs, and its outputs."""
-    refs = [StorageWeakRef(x.untyped_storage()) for x in inputs]
-    return refs, layer.forward(0, inputs, 0, graph=True, need_input=need_input, finish=None)
+def run_f(layer: Layer, *inputs: Tensor, j: int = 0, finish: Any = None) -> Tensors:
+    return layer.forward(j, inputs, 0, graph=True, need_input=True, finish=finish)
+
+
+def start(layer: Layer, x: Tensor) -> tuple[StorageWeakRef, Tensors]:
+    """Runs F. Returns a weak reference to the storage of its input, and its outputs."""
+    return StorageWeakRef(x.untyped_storage()), run_f(layer, x)
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -339,14 +337,14 @@ def test_stashes_are_released(measured: bool) -> None:
     for module, until_w in ((nn.Linear(6, 6), True), (nn.LayerNorm(6), False)):
         layer = layer_of(module)
         if measured:
-            start(layer, (torch.randn(3, 6),))
+            run_f(layer, torch.randn(3, 6))
             layer.backward_input(0, (torch.randn(3, 6),), deferred=True)
             layer.backward_weight(0)
         with no_collection():
-            refs, outputs = start(layer, (torch.randn(3, 6),))
+            ref, outputs = start(layer, torch.randn(3, 6))
             gradients = (torch.randn(3, 6),)
-            refs += [StorageWeakRef(t.untyped_storage()) for t in gradients]
-            assert not refs[0].expired()
+            refs = [ref, StorageWeakRef(gradients[0].untyped_storage())]
+            assert not ref.expired()
             del outputs
             layer.backward_input(0, gradients, deferred=True)
             del gradients
@@ -369,7 +367,7 @@ def test_inner_activations_are_released_after_b() -> None:
 
     layer = layer_of(nn.Sequential(nn.Linear(6, 6), Watched(), nn.Linear(6, 6)))
     with no_collection():
-        start(layer, (torch.randn(3, 6),))
+        run_f(layer, torch.randn(3, 6))
         assert not seen[0].expired()
         layer.backward_input(0, (torch.randn(3, 6),), deferred=True)
         assert seen[0].expired()
@@ -384,10 +382,10 @@ def test_input_that_no_graph_saves_is_released_after_f(requires_grad: bool) -> N
     for measured in (False, True):
         with no_collection():
             x = torch.randn(3, 6, requires_grad=requires_grad)
-            refs, (y,) = start(layer, (x.detach().requires_grad_(requires_grad),))
+            ref, (y,) = start(layer, x.detach().requires_grad_(requires_grad))
             inner = torch.tanh(x.detach())
             del x
-            assert refs[0].expired() == measured, "the first microbatch is measured"
+            assert ref.expired() == measured, "the first microbatch is measured"
             gradients = layer.backward_input(0, (torch.ones_like(y),), deferred=True)
             layer.backward_weight(0)
         expected = (1 - inner**2) * linear.weight.detach().sum(0)
@@ -397,17 +395,17 @@ def test_input_that_no_graph_saves_is_released_after_f(requires_grad: bool) -> N
 def test_clear_drops_microbatches_in_flight() -> None:
     layer = layer_of(nn.Linear(6, 6))
     with no_collection():
-        refs, outputs = start(layer, (torch.randn(3, 6),))
+        ref, outputs = start(layer, torch.randn(3, 6))
         del outputs
         layer.clear()
-        assert all(ref.expired() for ref in refs)
+        assert ref.expired()
     assert not layer.marks
 
 
 def test_frozen_layer_above_a_trainable_layer_runs_b_only() -> None:
     """The layer has no W and no stash."""
     layer = layer_of(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).requires_grad_(False))
-    _, (y,) = start(layer, (torch.randn(3, 6, requires_grad=True),))
+    (y,) = run_f(layer, torch.randn(3, 6, requires_grad=True))
     assert layer.activation_bytes == 0, "frozen linears keep weights, not inputs"
     (gx,) = layer.backward_input(0, (torch.ones_like(y),), deferred=True)
     one, two = (p for name, p in layer.module.named_parameters() if name.endswith("weight"))
@@ -436,7 +434,7 @@ def test_frozen_prefix_keeps_no_graph() -> None:
 def test_measured_bytes_match_a_hand_computation() -> None:
     """Linears keep inputs until B and output gradients until W. tanh keeps its output."""
     layer = layer_of(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 5)))
-    start(layer, (torch.randn(3, 6),))
+    run_f(layer, torch.randn(3, 6))
     layer.backward_input(0, (torch.randn(3, 5),), deferred=True)
     assert layer.activation_bytes == max(4 * (3 * 6 + 3 * 4), layer.stash_bytes)
     assert layer.stash_bytes == 4 * (3 * 6 + 3 * 4 + 3 * 4 + 3 * 5)
@@ -445,7 +443,7 @@ def test_measured_bytes_match_a_hand_computation() -> None:
 
 def test_forward_without_training_keeps_measured_sizes() -> None:
     layer = layer_of(nn.Linear(6, 4))
-    start(layer, (torch.randn(3, 6),))
+    run_f(layer, torch.randn(3, 6))
     layer.backward_input(0, (torch.randn(3, 4),), deferred=False)
     before = layer.activation_bytes, layer.stash_bytes
     assert all(before)
@@ -468,16 +466,9 @@ class Broken(torch.autograd.Function):
 def test_error_names_its_layer() -> None:
     layer = layer_of(nn.Linear(6, 4))
     with pytest.raises(RuntimeError) as wrong:
-        layer.forward(0, (torch.randn(3, 5),), 0, graph=True, need_input=True, finish=None)
+        run_f(layer, torch.randn(3, 5))
     assert wrong.value.__notes__ == ["in F of layer 3"]
-    (y,) = layer.forward(
-        1,
-        (torch.randn(3, 6),),
-        0,
-        graph=True,
-        need_input=True,
-        finish=lambda out: cast(Any, Broken).apply(out),
-    )
+    (y,) = run_f(layer, torch.randn(3, 6), j=1, finish=cast(Any, Broken).apply)
     with pytest.raises(ArithmeticError) as wrong:
         layer.backward_input(1, (torch.ones_like(y),), deferred=True)
     assert wrong.value.__notes__ == ["in B of layer 3"]
@@ -489,14 +480,8 @@ def test_loss_may_have_no_gradient(recompute: bool) -> None:
     layer = layer_of(nn.Linear(6, 4))
     layer.switch_recompute(recompute)
     for j in range(2):
-        layer.forward(
-            j,
-            with_gradients((torch.randn(3, 6),)),
-            0,
-            graph=True,
-            need_input=True,
-            finish=lambda out, j=j: (out if j else out.detach()).square().mean(),
-        )
+        x = torch.randn(3, 6, requires_grad=True)
+        run_f(layer, x, j=j, finish=lambda y, j=j: (y if j else y.detach()).square().mean())
     gx, there = layer.backward_input(0, (torch.ones(()),), deferred=False)
     assert not there.item()
     assert not gx.any()
@@ -519,24 +504,17 @@ def test_constant_outputs_stay_constant(recompute: bool) -> None:
     layer.switch_recompute(recompute)
     table = torch.randn(3, 6)
     for j in range(2):
-        outputs = layer.forward(
-            j,
-            (torch.randn(3, 6, requires_grad=True), table, torch.tensor([1 - j])),
-            0,
-            graph=True,
-            need_input=True,
-            finish=None,
-        )
+        x = torch.randn(3, 6, requires_grad=True)
+        outputs = run_f(layer, x, table, torch.tensor([1 - j]), j=j)
         assert [y.requires_grad for y in outputs] == [True, False, False]
     for j in range(2):
         (gx,) = layer.backward_input(j, (torch.ones(3, 6),), deferred=True)
         assert torch.equal(gx, torch.zeros(3, 6) if j else table)
     layer.begin()
-    given = (torch.randn(3, 6, requires_grad=True), table, torch.tensor([0]))
-    outputs = layer.forward(0, given, 0, graph=True, need_input=True, finish=None)
-    assert not any(y.requires_grad for y in outputs)
+    given = (torch.randn(3, 6, requires_grad=True), table)
+    assert not any(y.requires_grad for y in run_f(layer, *given, torch.tensor([0])))
     with pytest.raises(RunError, match=r"layer 3 \(Tables\) returned an output that requires a"):
-        layer.forward(1, (*given[:2], torch.tensor([1])), 0, True, True, None)
+        run_f(layer, *given, torch.tensor([1]), j=1)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -552,16 +530,16 @@ def test_only_inputs_of_other_shapes_have_other_outputs(ragged: bool) -> None:
     if ragged:
         layer.expect_ragged()
     long, short = (torch.randn(rows, 6, requires_grad=True) for rows in (3, 2))
-    layer.forward(0, (long,), 0, graph=True, need_input=True, finish=None)
+    run_f(layer, long)
     with nullcontext() if ragged else pytest.raises(RunError, match="in microbatch 1, and"):
-        layer.forward(1, (short.detach(),), 0, graph=True, need_input=True, finish=None)
+        run_f(layer, short.detach(), j=1)
 
 
 def test_each_op_records_one_mark() -> None:
     """The mark of a BW lists its share of W separately."""
     layer = layer_of(nn.Linear(6, 4))
     for j, deferred in enumerate((True, False)):
-        layer.forward(j, (torch.randn(3, 6),), 0, graph=True, need_input=True, finish=None)
+        run_f(layer, torch.randn(3, 6), j=j)
         layer.backward_input(j, (torch.randn(3, 4),), deferred)
         if deferred:
             layer.backward_weight(j)

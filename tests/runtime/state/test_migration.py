@@ -68,7 +68,6 @@ def test_failed_move_leaves_all_layers_in_place(
         assert result["error"].endswith("all stay where they were")
         assert (reason in result["error"]) or each != rank
         assert result["untouched"]
-        assert result["seconds"] < 10, "no one waited for the limit of 20 s"
     assert [result["after"] for result in results] == [[0], [1, 2], [3, 4, 5]]
 
 
