@@ -57,17 +57,6 @@ def test_sinkhorn_of_large_scores_is_finite() -> None:
     assert sinkhorn(torch.zeros(0, 3)).shape == (0, 3)
 
 
-def test_balanced_sums_do_not_make_a_balanced_choice() -> None:
-    """Tokens with equal scores choose the same expert."""
-    draw = torch.Generator().manual_seed(0)
-    scores = torch.randn(4, 4, generator=draw)[torch.randint(4, (64,), generator=draw)]
-    scaled = sinkhorn(scores)
-    assert scaled.sum(0).tolist() == pytest.approx([1 / 4] * 4, rel=1e-3)
-    for token in scores.unique(dim=0):
-        assert len(scaled[(scores == token).all(1)].argmax(1).unique()) == 1
-    assert torch.bincount(auction(scores)).tolist() == [16] * 4
-
-
 def test_sinkhorn_normalises_rows_and_columns_in_turn() -> None:
     scores = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     reference = scores.double().exp()

@@ -11,7 +11,6 @@ from torch import Tensor
 from dynmo.errors import RunError
 from dynmo.kernels import hash_attention_triton
 from dynmo.kernels.hash_attention import draw_directions, hash_attention, hash_buckets, plan_buckets
-from dynmo.kernels.shared_qk import dense_attention
 from tests.kernels.attention import before, check, inputs, reference, shapes
 
 
@@ -41,13 +40,6 @@ def test_several_chunks_of_buckets_equal_masked_attention(monkeypatch: pytest.Mo
     assert plan.pairs == int(seen_in_buckets(buckets).sum())
     assert plan.pairs < plan.computed < 1.5 * plan.pairs
     check(lambda x, v: hash_attention(x, v, buckets, 16, 4), seen_in_buckets(buckets), shape)
-
-
-def test_one_bucket_is_dense_attention() -> None:
-    x, v, _ = inputs(2, 33, 2, 8)
-    torch.testing.assert_close(
-        hash_attention(x, v, torch.zeros(2, 33, 2, dtype=torch.int64), 1), dense_attention(x, v)
-    )
 
 
 def test_a_position_does_not_attend_to_itself() -> None:

@@ -109,25 +109,6 @@ def test_pruned_layer_equals_the_masked_dense_layer(
         torch.testing.assert_close(pruned.bias.grad, plain.bias.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_gradient_equals_the_numerical_derivative() -> None:
-    linear = nn.Linear(7, 5).double()
-    prune(linear, some(35, 0.4), True, {})
-
-    def value(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return torch.func.functional_call(linear, {"weight": weight, "bias": bias}, x)
-
-    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: linear(x), x)
-    y = value(x, linear.weight, linear.bias)
-    step = torch.randn_like(linear.weight) * 1e-6
-    y.sum().backward()
-    moved = value(x.detach(), linear.weight.detach() + step, linear.bias.detach())
-    assert linear.weight.grad is not None
-    torch.testing.assert_close(
-        (moved - y).sum().detach(), (linear.weight.grad * step).sum(), rtol=1e-6, atol=1e-12
-    )
-
-
 @pytest.mark.parametrize("sparse", [True, False])
 def test_deferred_w_has_the_same_bits(sparse: bool) -> None:
     """The bits depend neither on the alignment of memory nor on the number of tokens."""

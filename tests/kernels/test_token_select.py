@@ -80,10 +80,3 @@ def test_merge_takes_rows_in_any_order(in_first: list[bool], shuffler: Random) -
     out = merge(random(len(at_first), 2), at_first, random(len(order), 2, seed=1), at_second)
     assert torch.equal(out[at_first], random(len(at_first), 2))
     assert torch.equal(out[at_second], random(len(order), 2, seed=1))
-
-
-def test_gradients_match_numerical_differences() -> None:
-    x, index, others = random(4, 2).requires_grad_(), torch.tensor([1, 3]), torch.tensor([2, 0])
-    assert torch.autograd.gradcheck(lambda x: select(x, index), x)
-    first, second = (random(2, 3, seed=seed).requires_grad_() for seed in (1, 2))
-    assert torch.autograd.gradcheck(lambda a, b: merge(a, index, b, others), (first, second))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -281,6 +281,7 @@ def configs(draw: st.DrawFn) -> Config:
     )
 
 
+@example(config_of("state", 1, 0.0), 1, 0, True)
 @given(configs(), st.integers(1, 2), st.integers(0, 999), st.booleans())
 def test_any_shape_equals_a_token_by_token_reference(
     config: Config, batch: int, seed: int, training: bool
@@ -327,12 +328,6 @@ def test_no_token_leaves_at_threshold_one(sequence: int, training: bool) -> None
         loss = run(config, modules, *drawn(config, 2)).loss
         results.append([loss, *gradients(modules, loss).values()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize(("kind", "threshold"), [("state", 0.0), ("softmax", 1.0)])
-def test_sequence_of_one_token(kind: str, threshold: float) -> None:
-    routing = compare(config_of(kind, 1, threshold), 1)
-    assert len(routing.left) == (threshold == 0.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -274,6 +274,7 @@ def configs(draw: st.DrawFn) -> Config:
     )
 
 
+@example(config_of("mlp", sequence=1, every=1), "evaluation", 1, 0)
 @given(configs(), st.sampled_from(sorted(WAYS)), st.integers(1, 2), st.integers(0, 999))
 def test_any_shape_equals_a_token_by_token_reference(
     config: Config, way: str, batch: int, seed: int
@@ -315,13 +316,6 @@ def test_predictor_may_select_zero_one_or_all_tokens(count: int, way: str) -> No
     router.predictor[2].bias.data += shift[count]
     routing = compare(config, modules, ids, targets, WAYS[way][1])
     assert len(routing.selected[0]) == count
-
-
-@pytest.mark.parametrize(("predictor", "way"), [("mlp", "by threshold"), ("bce", "evaluation")])
-def test_sequence_of_one_token(predictor: str, way: str) -> None:
-    for seed in range(4):  # over and under the threshold
-        config = config_of(predictor, sequence=1, every=1)
-        compare(config, build(config, seed, *WAYS[way]), *drawn(config, 1), WAYS[way][1])
 
 
 def test_full_capacity_with_unit_weights_is_a_plain_gpt() -> None:
