@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.models.emulated import make_layers
-from dynmo.models.model import Model
+from dynmo.models.loss import next_token_loss
+from dynmo.models.model import Model, from_factories
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
@@ -34,6 +36,13 @@ def pipeline(
 ) -> Engine:
     steps = StepOptions(schedule, microbatches=MICROBATCHES)
     return Engine(alone(), model, Partition((model.layers,)), steps, update, layers)
+
+
+def around(*middle: Callable[[], nn.Module]) -> Model:
+    """A model of an embedding, these layers and a head."""
+    factories = [partial(nn.Embedding, 256, 8), *middle, partial(nn.Linear, 8, 256)]
+    names = ["tokens", *(f"middle.{i}" for i in range(len(middle))), "head"]
+    return from_factories(names, factories, 0, next_token_loss)
 
 
 def gpt(**model: Any) -> Engine:

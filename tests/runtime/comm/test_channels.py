@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,15 @@ SEVERAL = [
     ["uint8", [0, 3]],
 ]
 MANY = [[name, [1, place % 3]] for place, name in enumerate([*DTYPES] * 20)]
+VARYING = [[["float32", [1 + j % 4, j]]] * (1 + j % 3) for j in range(10)]
+STEPS = {
+    "plain": [[PLAIN] * 10] * 3,
+    "several": [[SEVERAL] * 10] * 3,
+    "many": [[MANY] * 10] * 3,
+    "varying": [VARYING, VARYING[::-1]],
+    # Receives that are posted for the old shape are filled first.
+    "other": [[shapes] * 10 for shapes in (PLAIN, SEVERAL, SEVERAL, MANY, PLAIN)],
+}
 WHAT = "the activations from rank 0 to rank 1"
 CPU = torch.device("cpu")
 
@@ -78,28 +86,22 @@ def test_unsupported_tensors_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "varying", "depth"),
+    ("steps", "varying", "depth"),
     mostly_matrix(
-        product((PLAIN, SEVERAL, MANY), (False, True), (1, 2, 20)),
-        everyday=[(PLAIN, False, 1), (SEVERAL, False, 20), (MANY, True, 2)],
+        product(STEPS, (False, True), (1, 3, 20)),
+        everyday=[
+            ("plain", False, 1),
+            ("several", False, 20),
+            ("many", True, 3),
+            ("varying", True, 1),
+            ("varying", False, 3),
+            ("other", False, 20),
+        ],
     ),
 )
-def test_messages_of_fixed_shape_arrive_in_order(
-    pool: Pool, shapes: list[Any], varying: bool, depth: int
-) -> None:
-    done = pool.run(JOBS + "channel", 2, steps=[[shapes] * 10] * 3, varying=varying, depth=depth)
-    assert done == [30, 30]
-
-
-@pytest.mark.parametrize(
-    ("depth", "varying"),
-    mostly_matrix(product((1, 3), (False, True)), everyday=[(1, True), (3, False)]),
-)
-def test_messages_of_varying_shape_arrive_in_order(pool: Pool, depth: int, varying: bool) -> None:
-    shapes = [[["float32", [1 + j % 4, j]]] * (1 + j % 3) for j in range(10)]
-    assert pool.run(
-        JOBS + "channel", 2, steps=[shapes, shapes[::-1]], varying=varying, depth=depth
-    ) == [20, 20]
+def test_messages_arrive_in_order(pool: Pool, steps: str, varying: bool, depth: int) -> None:
+    done = pool.run(JOBS + "channel", 2, steps=STEPS[steps], varying=varying, depth=depth)
+    assert done == [sum(map(len, STEPS[steps]))] * 2
 
 
 @pytest.mark.parametrize(
@@ -116,13 +118,6 @@ def test_steps_may_be_ragged_or_alike(
     steps += [[PLAIN] * 9 + [SEVERAL], [PLAIN] * 10]
     done = pool.run(JOBS + "channel", 2, steps=steps, varying=False, depth=depth, again=again)
     assert done == [100, 100]
-
-
-@pytest.mark.parametrize("depth", mostly_matrix([1, 20], everyday=[20]))
-def test_steps_may_have_other_shapes(pool: Pool, depth: int) -> None:
-    """Receives that are posted for the old shape are filled first."""
-    steps = [[shapes] * 10 for shapes in (PLAIN, SEVERAL, SEVERAL, MANY, PLAIN)]
-    assert pool.run(JOBS + "channel", 2, steps=steps, varying=False, depth=depth) == [50, 50]
 
 
 def test_non_contiguous_tensors_arrive_intact(pool: Pool) -> None:

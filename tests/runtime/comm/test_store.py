@@ -44,9 +44,9 @@ def place(rank: int, file: Path) -> Rendezvous:
 
 
 def listening_addresses(port: int) -> list[str]:
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    lines += Path("/proc/net/tcp6").read_text().splitlines()[1:]
-    local = [line.split()[1].split(":") for line in lines if line.split()[3] == "0A"]
+    tables = (Path("/proc/net", name).read_text() for name in ("tcp", "tcp6"))
+    rows = [row.split() for table in tables for row in table.splitlines()[1:]]
+    local = [row[1].split(":") for row in rows if row[3] == "0A"]
     return [address for address, number in local if int(number, 16) == port]
 
 
@@ -97,17 +97,14 @@ def test_a_joiner_opens_the_store_of_local_ranks(tmp_path: Path) -> None:
 
 
 def test_a_joiner_opens_the_store_of_torchrun_ranks() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    first = Rendezvous(0, 1, 0, address="127.0.0.1", port=port, loopback=True)
+    first = Rendezvous(0, 1, 0, address="127.0.0.1", port=int(free_port()), loopback=True)
     store = open_store(first, TIMEOUT)
     store.set("a", "1")
     assert open_rendezvous(rendezvous_record(first), TIMEOUT).get("a") == b"1"
 
 
 def test_finished_run_cannot_be_joined(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = int(free_port())
     for record, where in (
         ({"address": "127.0.0.1", "port": port}, f"at 127.0.0.1:{port}"),
         ({"folder": str(tmp_path)}, f"in {tmp_path}"),
@@ -179,11 +176,7 @@ def test_loopback_store_listens_on_the_loopback_only(monkeypatch: pytest.MonkeyP
     assert rendezvous is not None
     store = open_store(rendezvous, 5)
     store.set("a", "b")
-    port = f"{rendezvous.port:04X}"
-    tables = (Path("/proc/net", name).read_text() for name in ("tcp", "tcp6"))
-    rows = [row.split() for table in tables for row in table.splitlines()[1:]]
-    listening = {local for _, local, _, state, *_ in rows if state == "0A" and local.endswith(port)}
-    assert listening == {f"0100007F:{port}"}
+    assert listening_addresses(int(environ["MASTER_PORT"])) == ["0100007F"]
     named = from_environment(environ | {"MASTER_ADDR": "localhost"})
     assert named is not None
     assert not named.loopback

@@ -26,7 +26,7 @@ from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.train.setup import model_of
 from tests.pool import Pool
-from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipeline, tokens
+from tests.runtime.alone import MICROBATCHES, alone, around, emulated, gpt, ids, pipeline, tokens
 from tests.runtime.fake_time import emulated_time
 
 JOBS = "tests.runtime.jobs.checkpoint:"
@@ -73,13 +73,6 @@ def test_step_equals_a_plain_backward_and_update() -> None:
     assert sum(result.kinds) == pytest.approx(sum(result.busy))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_float16_has_a_dynamic_loss_scale_by_default(dtype: torch.dtype) -> None:
-    model = make_layers([0.0], [0.0], [0.0], size=4)
-    engine = pipeline(model, layers=LayerOptions(dtype=dtype))
-    assert engine.optimizer_step.scaler.dynamic == (dtype == torch.float16)
-
-
 def test_wrong_number_of_microbatches_is_refused() -> None:
     """The engine would otherwise ignore half of the batch."""
     pipeline, (inputs, targets) = gpt(), tokens(0)
@@ -101,8 +94,7 @@ def test_non_contiguous_weight_trains_with_the_same_bits() -> None:
                 linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
             return linear
 
-        factories = [partial(nn.Embedding, 256, 8), weight, partial(nn.Linear, 8, 256)]
-        return from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss)
+        return around(weight)
 
     assert not model(True).build(range(3))[1].get_parameter("weight").is_contiguous()
     for dtype in (torch.float32, torch.bfloat16):  # with float32 masters there
@@ -133,13 +125,7 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_used_twice_in_a_layer_has_the_whole_gradient(dtype: torch.dtype) -> None:
     """The sum has one order, with split and fused backward and any accumulation."""
-    names = ["tokens", "first", "second", "head"]
-    model = from_factories(
-        names,
-        [partial(nn.Embedding, 256, 8), Twice, Twice, partial(nn.Linear, 8, 256)],
-        0,
-        next_token_loss,
-    )
+    model = around(Twice, Twice)
 
     def gradients(pipeline: Engine) -> dict[str, Tensor]:
         modules = {i: module for i, (module, _) in pipeline.store.own.items()}
@@ -220,12 +206,7 @@ def test_non_contiguous_gradient_gives_the_same_bits(
     digests = set[str]()
     for columns in (True, False):
         monkeypatch.setattr(_Turn, "columns", columns)
-        factories = [
-            partial(nn.Embedding, 256, 8),
-            partial(Turned, 8, 8, bias=False),
-            partial(nn.Linear, 8, 256),
-        ]
-        model = from_factories(["tokens", "turned", "head"], factories, 0, next_token_loss)
+        model = around(partial(Turned, 8, 8, bias=False))
         settings = OptimizerSettings(optimizer, momentum=0.9)
         engine = pipeline(model, update=UpdateOptions(optimizer=settings))
         for step in range(3):
@@ -236,14 +217,8 @@ def test_non_contiguous_gradient_gives_the_same_bits(
 
 def test_layers_that_share_a_module_are_refused() -> None:
     one = nn.Linear(8, 8)
-    factories = [
-        partial(nn.Embedding, 256, 8),
-        lambda: one,
-        lambda: one,
-        partial(nn.Linear, 8, 256),
-    ]
     with pytest.raises(ConfigError, match=r"layers 1 and 2 .*weight"):
-        pipeline(from_factories(list("abcd"), factories, 0, next_token_loss))
+        pipeline(around(lambda: one, lambda: one))
 
 
 def test_evaluation_works_under_no_grad() -> None:

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 import zipfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, RunError
-from dynmo.models.loss import next_token_loss
-from dynmo.models.model import Model, from_factories
+from dynmo.models.model import Model
 from dynmo.pipeline.saving import restore_layer
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import UpdateOptions
@@ -27,7 +25,7 @@ from dynmo.runtime.state import checkpoint
 from dynmo.train.setup import model_of
 from tests.full_disk import full_at
 from tests.pool import Pool
-from tests.runtime.alone import gpt, pipeline, tokens
+from tests.runtime.alone import around, gpt, pipeline, tokens
 from tests.runtime.jobs.migrate import fingerprint
 
 JOBS = "tests.runtime.jobs.checkpoint:"
@@ -266,8 +264,7 @@ def test_buffer_made_in_a_forward_is_restored(tmp_path: Path) -> None:
                 pipe.register_buffer("seen", None)
             return nn.Sequential(nn.Identity(), pipe) if inside else pipe
 
-        factories = [partial(nn.Embedding, 256, 8), middle, partial(nn.Linear, 8, 256)]
-        return from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss)
+        return around(middle)
 
     pipe = pipeline(model(True))
     pipe.step(0, *tokens(0), lr=0.1)
@@ -456,8 +453,7 @@ def test_checkpoint_restores_known_and_extra_buffers(tmp_path: Path) -> None:
                 layer.register_buffer(name, torch.full((8,), value), persistent=name != "own")
             return layer
 
-        factories = [partial(nn.Embedding, 256, 8), middle, partial(nn.Linear, 8, 256)]
-        return pipeline(from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss))
+        return pipeline(around(middle))
 
     path = save(built(["mean", "own"], 3.0), tmp_path, 1)
     layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
