@@ -15,6 +15,7 @@ from tests.config.refusal import refusal
 
 FREEZING, PRUNING = "dynamism.cases=['freezing']", "dynamism.cases=['pruning']"
 EXIT, DEPTHS = "dynamism.cases=['early_exit']", "dynamism.cases=['mixture_of_depths']"
+CACHED = "dynamism.freezing.cache_bytes=4096"
 SPREAD = ("model.kind=moe", "parallel.replicas=2", "parallel.expert=2")
 
 
@@ -85,235 +86,131 @@ def test_bad_values_are_refused(key, value, hint):
         (["model.hidden=12"], ["model.hidden / model.heads = 3", "hidden = 16"]),
         (["parallel.replicas=5"], ["parallel.replicas = 5", "train.global_batch = 32", "4, 8"]),
         (["parallel.replicas=16"], ["train.micro_batch = 4", "parallel.replicas = 2"]),
-        (
-            ["train.reduction_slots=3"],
-            ["train.reduction_slots = 3", "8 microbatches", "1 or 2 or 4"],
-        ),
-        (
-            ["train.global_batch=48", "parallel.replicas=2", "train.reduction_slots=6"],
-            ["train.reduction_slots = 6", "2 (replicas)", "2 or 4"],
-        ),
-        (
-            ["parallel.replicas=4", "train.reduction_slots=2"],
-            ["train.reduction_slots = 2", "4 (replicas)", "4 or 8"],
-        ),
+        (["train.reduction_slots=3"],
+         ["train.reduction_slots = 3", "8 microbatches", "1 or 2 or 4"]),
+        (["train.global_batch=48", "parallel.replicas=2", "train.reduction_slots=6"],
+         ["train.reduction_slots = 6", "2 (replicas)", "2 or 4"]),
+        (["parallel.replicas=4", "train.reduction_slots=2"],
+         ["train.reduction_slots = 2", "4 (replicas)", "4 or 8"]),
         (["parallel.slices=true"], ["parallel.slices = true", "parallel.pipeline = 1"]),
-        (
-            ["parallel.pipeline=2", "parallel.slices=true", "pipeline.post_validation=true"],
-            ["parallel.slices = true", "pipeline.post_validation"],
-        ),
-        (
-            ["parallel.pipeline=2", "parallel.slices=true", "elastic.reshape_at=[[5, 1, 2]]"],
-            ["parallel.slices = true", "elastic.reshape_at"],
-        ),
-        (
-            ["parallel.pipeline=2", "parallel.slices=true", "elastic.repack=true"],
-            ["parallel.slices = true", "elastic.repack"],
-        ),
+        (["parallel.pipeline=2", "parallel.slices=true", "pipeline.post_validation=true"],
+         ["parallel.slices = true", "pipeline.post_validation"]),
+        (["parallel.pipeline=2", "parallel.slices=true", "elastic.reshape_at=[[5, 1, 2]]"],
+         ["parallel.slices = true", "elastic.reshape_at"]),
+        (["parallel.pipeline=2", "parallel.slices=true", "elastic.repack=true"],
+         ["parallel.slices = true", "elastic.repack"]),
         (["elastic.repack=true", "elastic.min_ranks=2"], ["elastic.min_ranks = 2", "1 ranks"]),
-        (
-            ["parallel.pipeline=2", "elastic.repack=true", "elastic.reshape_at=[[5, 1, 1]]"],
-            ["elastic.repack = true", "elastic.reshape_at"],
-        ),
-        (
-            [
-                "parallel.pipeline=2",
-                "train.reduction_slots=2",
-                "elastic.target_ranks=1",
-                "elastic.reshape=true",
-            ],
-            ["elastic.target_ranks = 1", "elastic.reshape"],
-        ),
-        (
-            ["elastic.target_ranks=2", "elastic.min_ranks=3"],
-            ["elastic.target_ranks = 2", "elastic.min_ranks = 3"],
-        ),
+        (["parallel.pipeline=2", "elastic.repack=true", "elastic.reshape_at=[[5, 1, 1]]"],
+         ["elastic.repack = true", "elastic.reshape_at"]),
+        (["parallel.pipeline=2", "train.reduction_slots=2", "elastic.target_ranks=1",
+          "elastic.reshape=true"],
+         ["elastic.target_ranks = 1", "elastic.reshape"]),
+        (["elastic.target_ranks=2", "elastic.min_ranks=3"],
+         ["elastic.target_ranks = 2", "elastic.min_ranks = 3"]),
         (["model.blocks=1", "elastic.target_ranks=9"], ["elastic.target_ranks = 9", "no mesh"]),
-        (
-            ["elastic.algorithm=python:own.rules:merge"],
-            ['elastic.algorithm = "python:own.rules:merge"', "elastic.repack = true"],
-        ),
-        (
-            ["elastic.algorithm=python:own.rules:merge", "elastic.repack=true"],
-            ['elastic.algorithm = "python:own.rules:merge"', "pipeline.memory_limit"],
-        ),
-        (
-            ["elastic.releaser=command"],
-            ['elastic.releaser = "command"', "elastic.release_command", "elastic.grow_command"],
-        ),
-        (
-            ["elastic.release_command=['true']"],
-            ["elastic.release_command", 'elastic.releaser = "command"'],
-        ),
-        (
-            ["parallel.replicas=2", "elastic.reshape_at=[[100, 2, 1]]"],
-            ["elastic.reshape_at: [100, 2, 1]", "100 steps"],
-        ),
-        (
-            ["parallel.pipeline=2", "elastic.reshape_at=[[5, 1, 2]]"],
-            ["elastic.reshape_at: [5, 1, 2]", "train.reduction_slots = 1", "2 or 4 or 8"],
-        ),
-        (
-            ["parallel.pipeline=3", "elastic.reshape_at=[[5, 1, 3]]"],
-            ["elastic.reshape_at: [5, 1, 3]", "8 microbatches"],
-        ),
-        (
-            ["model.blocks=1", "parallel.replicas=8", "elastic.reshape_at=[[5, 8, 1]]"],
-            ["elastic.reshape_at: [5, 8, 1]", "8 stages", "4 layers"],
-        ),
-        (
-            ["parallel.pipeline=2", "elastic.reshape=true"],
-            ["elastic.reshape = true", "train.reduction_slots = 1", "2 or 4 or 8"],
-        ),
+        (["elastic.algorithm=python:own.rules:merge"],
+         ['elastic.algorithm = "python:own.rules:merge"', "elastic.repack = true"]),
+        (["elastic.algorithm=python:own.rules:merge", "elastic.repack=true"],
+         ['elastic.algorithm = "python:own.rules:merge"', "pipeline.memory_limit"]),
+        (["elastic.releaser=command"],
+         ['elastic.releaser = "command"', "elastic.release_command", "elastic.grow_command"]),
+        (["elastic.release_command=['true']"],
+         ["elastic.release_command", 'elastic.releaser = "command"']),
+        (["parallel.replicas=2", "elastic.reshape_at=[[100, 2, 1]]"],
+         ["elastic.reshape_at: [100, 2, 1]", "100 steps"]),
+        (["parallel.pipeline=2", "elastic.reshape_at=[[5, 1, 2]]"],
+         ["elastic.reshape_at: [5, 1, 2]", "train.reduction_slots = 1", "2 or 4 or 8"]),
+        (["parallel.pipeline=3", "elastic.reshape_at=[[5, 1, 3]]"],
+         ["elastic.reshape_at: [5, 1, 3]", "8 microbatches"]),
+        (["model.blocks=1", "parallel.replicas=8", "elastic.reshape_at=[[5, 8, 1]]"],
+         ["elastic.reshape_at: [5, 8, 1]", "8 stages", "4 layers"]),
+        (["parallel.pipeline=2", "elastic.reshape=true"],
+         ["elastic.reshape = true", "train.reduction_slots = 1", "2 or 4 or 8"]),
         (["elastic.reshape=true"], ["elastic.reshape = true", "1 rank and 8 microbatches"]),
-        (
-            ["parallel.replicas=2", "elastic.reshape=true", "elastic.reshape_at=[[5, 2, 1]]"],
-            ["elastic.reshape = true", "elastic.reshape_at"],
-        ),
+        (["parallel.replicas=2", "elastic.reshape=true", "elastic.reshape_at=[[5, 2, 1]]"],
+         ["elastic.reshape = true", "elastic.reshape_at"]),
         (["model.blocks=1", "parallel.pipeline=5"], ["parallel.pipeline = 5", "4 layers"]),
         (["model.kind=emulated", "parallel.pipeline=9"], ["parallel.pipeline = 9", "8 layers"]),
         (["balance.initial=[9, 9]"], ["balance.initial", "2 entries", "parallel.pipeline = 1"]),
-        (
-            ["model.kind=python:a:b", "balance.initial=[9, 8]"],
-            ["balance.initial", "2 entries", "parallel.pipeline = 1"],
-        ),
-        (
-            ["balance.initial=[9, 8]", "parallel.pipeline=2"],
-            ["balance.initial sums to 17", "18 layers"],
-        ),
-        (
-            ["train.precision=float16", "train.loss_scale=1"],
-            ["train.loss_scale = 1", 'train.precision = "float16"'],
-        ),
+        (["model.kind=python:a:b", "balance.initial=[9, 8]"],
+         ["balance.initial", "2 entries", "parallel.pipeline = 1"]),
+        (["balance.initial=[9, 8]", "parallel.pipeline=2"],
+         ["balance.initial sums to 17", "18 layers"]),
+        (["train.precision=float16", "train.loss_scale=1"],
+         ["train.loss_scale = 1", 'train.precision = "float16"']),
         (["train.recompute=[3, 18]"], ["train.recompute names layer 18", "0 to 17"]),
         (["model.kind=emulated", "model.w=[1, 2]"], ["model.w lists 2 layers", "model.layers = 8"]),
-        (
-            ["model.kind=emulated", "train.precision=bfloat16"],
-            ['train.precision = "bfloat16"', "emulated"],
-        ),
+        (["model.kind=emulated", "train.precision=bfloat16"],
+         ['train.precision = "bfloat16"', "emulated"]),
         ([FREEZING, "dynamism.freezing.policy=schedule"], ["dynamism.freezing.schedule is empty"]),
-        (
-            [FREEZING, "dynamism.freezing.schedule=[[1, 18]]"],
-            ["dynamism.freezing.schedule", "18 layers"],
-        ),
-        (
-            [FREEZING, "dynamism.freezing.schedule=[[100, 1], [200, 3]]"],
-            ["dynamism.freezing.schedule", "step 100", "100 steps"],
-        ),
-        (
-            [FREEZING, "dynamism.freezing.max_layers=18"],
-            ["dynamism.freezing.max_layers", "18 layers"],
-        ),
-        (
-            [FREEZING, "dynamism.freezing.cache_bytes=4096", "model.dropout=0.1"],
-            ["dynamism.freezing.cache_bytes = 4096", "model.dropout = 0.1"],
-        ),
-        (
-            [
-                "dynamism.cases=['freezing', 'sparse_attention']",
-                "dynamism.freezing.cache_bytes=4096",
-            ],
-            ["dynamism.freezing.cache_bytes = 4096", "sparse_attention"],
-        ),
-        (
-            [FREEZING, "dynamism.freezing.cache_bytes=4096", "train.eval_every=101"],
-            ["dynamism.freezing.cache_bytes = 4096", "train.eval_every = 101"],
-        ),
-        (
-            [FREEZING, "dynamism.freezing.cache_bytes=4096", "train.eval_every=51"],
-            ["dynamism.freezing.cache_bytes = 4096", "train.eval_every = 51"],
-        ),
+        ([FREEZING, "dynamism.freezing.schedule=[[1, 18]]"],
+         ["dynamism.freezing.schedule", "18 layers"]),
+        ([FREEZING, "dynamism.freezing.schedule=[[100, 1], [200, 3]]"],
+         ["dynamism.freezing.schedule", "step 100", "100 steps"]),
+        ([FREEZING, "dynamism.freezing.max_layers=18"],
+         ["dynamism.freezing.max_layers", "18 layers"]),
+        ([FREEZING, CACHED, "model.dropout=0.1"],
+         ["dynamism.freezing.cache_bytes = 4096", "model.dropout = 0.1"]),
+        (["dynamism.cases=['freezing', 'sparse_attention']", CACHED],
+         ["dynamism.freezing.cache_bytes = 4096", "sparse_attention"]),
+        ([FREEZING, CACHED, "train.eval_every=101"],
+         ["dynamism.freezing.cache_bytes = 4096", "train.eval_every = 101"]),
+        ([FREEZING, CACHED, "train.eval_every=51"],
+         ["dynamism.freezing.cache_bytes = 4096", "train.eval_every = 51"]),
         ([PRUNING, "model.kind=emulated"], ["dynamism.pruning", "emulated model"]),
         ([PRUNING, "dynamism.pruning.end=100"], ["dynamism.pruning.end = 100", "100 steps"]),
         ([PRUNING, "dynamism.pruning.start=200"], ["dynamism.pruning.start = 200", "100 steps"]),
-        (
-            [PRUNING, "dynamism.pruning.start=9", "dynamism.pruning.end=8"],
-            ["dynamism.pruning.start = 9", "end = 8"],
-        ),
+        ([PRUNING, "dynamism.pruning.start=9", "dynamism.pruning.end=8"],
+         ["dynamism.pruning.start = 9", "end = 8"]),
         ([PRUNING, "dynamism.pruning.every=41"], ["dynamism.pruning.every = 41", "40 steps"]),
-        (
-            [PRUNING, "dynamism.pruning.initial_sparsity=0.95"],
-            ["dynamism.pruning.initial_sparsity = 0.95", "final_sparsity = 0.9"],
-        ),
+        ([PRUNING, "dynamism.pruning.initial_sparsity=0.95"],
+         ["dynamism.pruning.initial_sparsity = 0.95", "final_sparsity = 0.9"]),
         ([EXIT, "model.kind=emulated"], ["dynamism.early_exit", 'model.kind = "emulated"']),
         ([EXIT, "model.blocks=1"], ["dynamism.early_exit", "1 blocks"]),
-        (
-            [EXIT, "dynamism.early_exit.exits=[3, 1]"],
-            ["dynamism.early_exit.exits = [3, 1]", "ascend"],
-        ),
-        (
-            [EXIT, "dynamism.early_exit.exits=[7]"],
-            ["dynamism.early_exit.exits names block 7", "0 to 6"],
-        ),
+        ([EXIT, "dynamism.early_exit.exits=[3, 1]"],
+         ["dynamism.early_exit.exits = [3, 1]", "ascend"]),
+        ([EXIT, "dynamism.early_exit.exits=[7]"],
+         ["dynamism.early_exit.exits names block 7", "0 to 6"]),
         ([EXIT, "dynamism.early_exit.start=100"], ["dynamism.early_exit.start = 100", "100 steps"]),
-        (
-            [EXIT, "dynamism.early_exit.policy=adp-c", "dynamism.early_exit.confidence=state"],
-            ['dynamism.early_exit.confidence = "state"', '"calm"'],
-        ),
+        ([EXIT, "dynamism.early_exit.policy=adp-c", "dynamism.early_exit.confidence=state"],
+         ['dynamism.early_exit.confidence = "state"', '"calm"']),
         ([EXIT, "train.compile=true"], ["train.compile = true", '"early_exit"']),
-        (
-            ["dynamism.cases=['early_exit', 'sparse_attention']"],
-            ["dynamism.cases", '"early_exit" and "sparse_attention"'],
-        ),
-        (
-            ["dynamism.cases=['early_exit', 'mixture_of_depths']"],
-            ["dynamism.cases", '"early_exit" and "mixture_of_depths"'],
-        ),
-        (
-            [
-                "dynamism.cases=['early_exit', 'freezing']",
-                "dynamism.freezing.policy=egeria",
-                "train.steps=2000",
-            ],
-            ['dynamism.freezing.policy = "egeria"', '"early_exit"'],
-        ),
-        (
-            [DEPTHS, "model.kind=emulated"],
-            ["dynamism.mixture_of_depths", 'model.kind = "emulated"'],
-        ),
-        (
-            [DEPTHS, "dynamism.mixture_of_depths.every=9"],
-            ["dynamism.mixture_of_depths.every = 9", "8 blocks"],
-        ),
-        (
-            [DEPTHS, "dynamism.mixture_of_depths.capacity=0.001"],
-            ["dynamism.mixture_of_depths.capacity = 0.001", "model.sequence = 256", "0.002"],
-        ),
-        (
-            [DEPTHS, "dynamism.mixture_of_depths.threshold_from=100"],
-            ["dynamism.mixture_of_depths.threshold_from = 100", "100 steps"],
-        ),
+        (["dynamism.cases=['early_exit', 'sparse_attention']"],
+         ["dynamism.cases", '"early_exit" and "sparse_attention"']),
+        (["dynamism.cases=['early_exit', 'mixture_of_depths']"],
+         ["dynamism.cases", '"early_exit" and "mixture_of_depths"']),
+        (["dynamism.cases=['early_exit', 'freezing']", "dynamism.freezing.policy=egeria",
+          "train.steps=2000"],
+         ['dynamism.freezing.policy = "egeria"', '"early_exit"']),
+        ([DEPTHS, "model.kind=emulated"],
+         ["dynamism.mixture_of_depths", 'model.kind = "emulated"']),
+        ([DEPTHS, "dynamism.mixture_of_depths.every=9"],
+         ["dynamism.mixture_of_depths.every = 9", "8 blocks"]),
+        ([DEPTHS, "dynamism.mixture_of_depths.capacity=0.001"],
+         ["dynamism.mixture_of_depths.capacity = 0.001", "model.sequence = 256", "0.002"]),
+        ([DEPTHS, "dynamism.mixture_of_depths.threshold_from=100"],
+         ["dynamism.mixture_of_depths.threshold_from = 100", "100 steps"]),
         (["dynamism.cases=['experts']"], ["dynamism.cases", '"experts"', 'model.kind = "gpt"']),
         (["model.kind=moe", "model.top_k=9"], ["model.top_k = 9", "model.experts = 8"]),
         (["model.kind=moe", "model.moe_every=9"], ["model.moe_every = 9", "8 blocks"]),
         (["model.kind=moe", "model.capacity_factor=0.001"], ["model.capacity_factor = 0.001"]),
         (["model.kind=moe", "model.routing=bias"], ['model.routing = "bias"', "dynamism.cases"]),
         (["parallel.expert=2"], ["parallel.expert = 2", 'model.kind = "gpt"']),
-        (
-            [*SPREAD, "parallel.replicas=2", "parallel.expert=4"],
-            ["parallel.expert = 4", "parallel.replicas = 2"],
-        ),
-        (
-            ["parallel.pipeline=2", "pipeline.memory_limit=['1GiB']"],
-            ["pipeline.memory_limit has 1 entries", "parallel.pipeline = 2"],
-        ),
-        (
-            ["parallel.pipeline=2", "pipeline.memory_limit=[9, 9]", "elastic.repack=true"],
-            ["pipeline.memory_limit lists the ranks", "[elastic]"],
-        ),
+        ([*SPREAD, "parallel.replicas=2", "parallel.expert=4"],
+         ["parallel.expert = 4", "parallel.replicas = 2"]),
+        (["parallel.pipeline=2", "pipeline.memory_limit=['1GiB']"],
+         ["pipeline.memory_limit has 1 entries", "parallel.pipeline = 2"]),
+        (["parallel.pipeline=2", "pipeline.memory_limit=[9, 9]", "elastic.repack=true"],
+         ["pipeline.memory_limit lists the ranks", "[elastic]"]),
         ([*SPREAD, "model.experts=3"], ["parallel.expert = 2", "model.experts = 3"]),
         ([*SPREAD, "elastic.reshape=true"], ["parallel.expert = 2", "elastic.reshape"]),
-        (
-            [*SPREAD, FREEZING, "dynamism.freezing.policy=egeria"],
-            ["parallel.expert = 2", 'dynamism.freezing.policy = "egeria"'],
-        ),
-        (
-            [*SPREAD, FREEZING, "dynamism.freezing.cache_bytes=1"],
-            ["parallel.expert = 2", "dynamism.freezing.cache_bytes"],
-        ),
+        ([*SPREAD, FREEZING, "dynamism.freezing.policy=egeria"],
+         ["parallel.expert = 2", 'dynamism.freezing.policy = "egeria"']),
+        ([*SPREAD, FREEZING, "dynamism.freezing.cache_bytes=1"],
+         ["parallel.expert = 2", "dynamism.freezing.cache_bytes"]),
         (["model.kind=moe", "train.compile=true"], ["train.compile = true", 'model.kind = "moe"']),
     ],
-)
+)  # fmt: skip
 def test_conflicting_keys_are_refused(overrides, named):
     """The message names the keys with their values, and suggests valid numbers."""
     message = refusal(*overrides)
@@ -333,28 +230,12 @@ def test_initial_entries_are_at_least_one_layer():
         ["model.kind=python:a:b", "parallel.pipeline=99"],  # only the function knows
         [FREEZING],
         [FREEZING, "dynamism.freezing.schedule=[[1, 17]]"],
-        [
-            FREEZING,
-            "dynamism.freezing.schedule=[[5, 1], [200, 3]]",
-        ],  # a run may be cut short
+        [FREEZING, "dynamism.freezing.schedule=[[5, 1], [200, 3]]"],  # a run may be cut short
         ["train.reduction_slots=1"],
-        [
-            FREEZING,
-            "dynamism.freezing.cache_bytes=4096",
-            "train.eval_every=50",
-        ],
-        [
-            FREEZING,
-            "dynamism.freezing.cache_bytes=4096",
-            "train.eval_every=51",
-            "data.shuffle=batches",
-        ],  # the data tells how long an epoch is
-        [
-            FREEZING,
-            "dynamism.freezing.cache_bytes=4096",
-            "train.eval_every=51",
-            "train.micro_batch=1",
-        ],
+        [FREEZING, CACHED, "train.eval_every=50"],
+        # The data tells how long an epoch is.
+        [FREEZING, CACHED, "train.eval_every=51", "data.shuffle=batches"],
+        [FREEZING, CACHED, "train.eval_every=51", "train.micro_batch=1"],
     ],
 )
 def test_compatible_keys_are_accepted(overrides):
@@ -373,14 +254,8 @@ def test_mesh_of_a_step_follows_reshape_at():
         "elastic.reshape_at=[[5, 2, 2], [9, 1, 4]]",
     ]
     config = load(overrides=overrides)
-    assert [config.options.shape_at(step) for step in (0, 4, 5, 8, 9, 99)] == [
-        (4, 1),
-        (4, 1),
-        (2, 2),
-        (2, 2),
-        (1, 4),
-        (1, 4),
-    ]
+    shapes = [config.options.shape_at(step) for step in (0, 4, 5, 8, 9, 99)]
+    assert shapes == [(4, 1)] * 2 + [(2, 2)] * 2 + [(1, 4)] * 2
     wide = load(overrides=["parallel.replicas=2", "parallel.pipeline=2"])
     for run, counts in ((config, (4, 4, 8, 8)), (wide, (4, 2, 4, 8))):
         assert (

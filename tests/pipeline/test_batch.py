@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -16,12 +16,6 @@ from tests.pipeline.named_batches import Embed, make_batch, make_layers, plain_l
 from tests.pool import Pool
 
 JOBS = "tests.pipeline.named_batches:"
-
-
-@pytest.fixture
-def world() -> Iterator[dynmo.World]:
-    with dynmo.init(device="cpu") as world:
-        yield world
 
 
 @pytest.fixture(scope="module")

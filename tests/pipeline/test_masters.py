@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 import dynmo
@@ -14,12 +12,6 @@ from tests.pool import Pool
 
 JOBS = "tests.pipeline.adapters:"
 TRAINED = [f"{index}.{name}.weight" for index in (1, 2, 3) for name in ("down", "up")]
-
-
-@pytest.fixture
-def world() -> Iterator[dynmo.World]:
-    with dynmo.init(device="cpu") as world:
-        yield world
 
 
 def test_masters_agree_over_ranks_moves_and_resumes(pool: Pool, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ EXPECTED = {
     "3": ["dropout.1"],
     "4": ["", "linear", "dropout", "dropout.0", "dropout.1"],
 }
-
-
-@pytest.fixture
-def world() -> Iterator[dynmo.World]:
-    with dynmo.init(device="cpu") as world:
-        yield world
 
 
 def test_modes_hold_over_moves_and_resumes(pool: Pool, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,6 @@ ELEMENTWISE = ["adamw", "nesterov", "radam", "adagrad"]
 OTHERS = [name for name in OPTIMIZERS if name not in ELEMENTWISE]
 # Sums of a gradient may have another order than in a plain loop.
 NEAR = 1e-6
-
-
-@pytest.fixture
-def world() -> Iterator[dynmo.World]:
-    with dynmo.init(device="cpu") as world:
-        yield world
 
 
 @pytest.mark.parametrize(

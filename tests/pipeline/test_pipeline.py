@@ -26,12 +26,6 @@ from tests.pool import Pool
 JOBS = "tests.pipeline.jobs:"
 
 
-@pytest.fixture
-def world() -> Iterator[dynmo.World]:
-    with dynmo.init(device="cpu") as world:
-        yield world
-
-
 def make(world: dynmo.World, **options: Any) -> dynmo.Pipeline:
     model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
     return dynmo.Pipeline(model, world, **{"microbatches": 4, "schedule": "1f1b"} | options)

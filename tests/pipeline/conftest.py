@@ -1,0 +1,17 @@
+"""The world of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import dynmo
+from dynmo.runtime.comm.world import World
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with dynmo.init(device="cpu") as world:
+        assert isinstance(world, World)
+        yield world
