@@ -38,6 +38,12 @@ ways          prefix sums of F, B and W, in the unit of the loads: [3, boundary]
 
 
 @jit()
+def _copy(to: Ints, of: Ints) -> None:  # numba takes seconds to compile an array's assignment
+    for i in range(len(to)):
+        to[i] = of[i]
+
+
+@jit()
 def evaluate_bounds(problem: Problem, bounds: Ints, scratch: Ints) -> tuple[float, float, int]:
     """The largest time of a rank, the sum of squared times, and the bytes over the caps."""
     sums, rank_of, speeds, held, pairs, pair_at, caps = problem
@@ -74,14 +80,14 @@ def descend(problem: Problem, bounds: Ints) -> tuple[float, float, int]:
                 if source == target or bounds[source + 1] - bounds[source] < 2:
                     continue
                 low, high, step = (source, target, -1) if source < target else (target, source, 1)
-                trial[:] = bounds
+                _copy(trial, bounds)
                 for i in range(low + 1, high + 1):
                     trial[i] += step
                 time, square, bytes_ = evaluate_bounds(problem, trial, scratch)
                 if bytes_ < over or (
                     bytes_ == over and (time < largest or (time == largest and square < squares))
                 ):
-                    bounds[:] = trial
+                    _copy(bounds, trial)
                     largest, squares, over, progress = time, square, bytes_, True
     return largest, squares, over
 
@@ -111,7 +117,7 @@ def wander(problem: Problem, bounds: Ints, kicks: int, floor: float) -> tuple[fl
         if bytes_ < over or (
             bytes_ == over and (time < best or (time == best and square <= squares))
         ):
-            bounds[:] = trial
+            _copy(bounds, trial)
             best, squares, over = time, square, bytes_
     return best, over
 
@@ -164,7 +170,7 @@ def branch(problem: Problem, bounds: Ints, best: float, nodes: int) -> tuple[flo
             largest = (load / speeds).max()
             if largest < best:
                 best = largest
-                bounds[:] = stop
+                _copy(bounds, stop)
             continue
         room = 0.0
         for q in range(ranks):

@@ -113,9 +113,10 @@ def greedy(times: Times, memory: Memory, limit: float, bounds: Ints) -> tuple[in
     """
     sums, speeds, sends, _ = times
     held, pairs, pair_at, caps = memory
-    layers, stages, start = sums.shape[0] - 1, len(speeds), 0
+    layers, stages = sums.shape[0] - 1, len(speeds)
     rise = np.inf
     bounds[0] = 0
+    start = bounds[0]  # after a literal 0, numba would compile all callees a second time
     for stage in range(stages):
         last = layers - (stages - 1 - stage)
         speed, send = speeds[stage], sends[stage, 0]

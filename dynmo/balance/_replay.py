@@ -90,11 +90,12 @@ def promising(
             if target == source:
                 continue
             moved = found[count]
-            moved[:] = bounds
-            if source < target:
-                moved[source + 1 : target + 1] -= 1
-            else:
-                moved[target + 1 : source + 1] += 1
+            step = -1 if source < target else 1
+            # By hand: numba takes seconds to compile a statement about a whole array.
+            for s in range(stages + 1):
+                moved[s] = bounds[s]
+            for s in range(min(source, target) + 1, max(source, target) + 1):
+                moved[s] += step
             _work(counts, stage_ranks, works, moved, cost, busy)
             if busy.max() < best:
                 count += 1

@@ -88,8 +88,9 @@ def _argmax(z: NDArray[Any], out: NDArray[np.int64]) -> None:
     high, low = np.empty(rows, z.dtype), np.empty(rows, z.dtype)
     highest, lowest = np.empty(rows, np.int32), np.empty(rows, np.int32)
     for h in range(heads):
-        high[:], low[:] = z[h, 0], z[h, 0]
-        highest[:], lowest[:] = 0, 0
+        for row in range(rows):
+            high[row] = low[row] = z[h, 0, row]
+            highest[row] = lowest[row] = 0
         for j in range(1, half):
             for row in range(rows):
                 here = z[h, j, row]

@@ -307,13 +307,16 @@ def improve(problem, keys, goal, rounds, aheads, best, order, trial):
     problem = Problem(*problem)
     m, n, p = problem.m, len(problem.link), len(problem.cap)
     start, back = np.zeros((3, n, m)), np.zeros((3, n, m))
-    time = forwards(problem, keys, True, 0.0, start, trial)
+    ahead = 0.0
     for turn in range(rounds + 1):
+        time = forwards(problem, keys, turn == 0, ahead, start, trial)
         if time < 0.0:
             break
         if time < best:
             best = time
-            order[:] = trial
+            for r in range(p):
+                for i in range(order.shape[1]):
+                    order[r, i] = trial[r, i]
         if best <= goal or turn == rounds:
             break
         ahead = aheads[turn % len(aheads)]
@@ -333,5 +336,4 @@ def improve(problem, keys, goal, rounds, aheads, best, order, trial):
             for s in range(n):
                 for j in range(m):
                     keys[k, s, j] = -back[k, s, j] - problem.took[k, s]
-        time = forwards(problem, keys, False, ahead, start, trial)
     return best
