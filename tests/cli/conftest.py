@@ -18,7 +18,8 @@ import pytest
 from dynmo.cli import main
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile, write
-from tests.cli.runs import Base, Done, Run, end, events, fill, free_port, train
+from tests.cli.runs import CONFIG, Base, Done, Run, end, events, fill, free_port, train
+from tests.pool import Pool
 from tests.processes import gone, ranks
 
 
@@ -37,13 +38,41 @@ def work(tmp_path: Path) -> Iterator[Path]:
     assert not list((tmp_path / "tmp").glob("dynmo-*"))
 
 
+ENDS = """
+import os, signal
+from dynmo.dynamism.case import Dynamism
+
+class Ends(Dynamism):
+    name = "ends"
+
+    def act(self, step, layers):
+        if os.environ.get("ENDS") == f"asked {step}, {os.environ['RANK']}":
+            os.killpg(0, signal.SIGINT)
+        if os.environ.get("ENDS") == f"killed {step}, {os.environ['RANK']}":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
-    """One whole run: two ranks, freezing, rebalancing, checkpoints, --json."""
+def base(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Base:
+    """A run of two ranks with freezing, rebalancing and checkpoints, in three parts.
+
+    Ctrl-C ends the first part, and the death of a rank the second. Ranks that another launcher
+    started train the rest.
+    """
     folder = tmp_path_factory.mktemp("base")
     fill(folder)
-    done = end(train(folder, "--json"))
-    return Base(folder, done, events(folder, "main"))
+    (folder / "run.toml").write_text(
+        CONFIG.replace('"freezing"]', '"freezing", "python:ends:Ends"]')
+    )
+    (folder / "ends.py").write_text(ENDS)
+    asked = end(train(folder, env={"ENDS": "asked 8, 0"}))
+    killed = end(train(folder, "--resume", env={"ENDS": "killed 23, 1"}))
+    left = gone(folder)
+    line = ["train", "run.toml", "--resume", "--json"]
+    given = {"lines": [line] * 2, "folder": str(folder), "port": free_port()}
+    done = Done(*pool.run("command", 2, **given)[0])
+    return Base(folder, asked, killed, left, done, events(folder, "main"))
 
 
 @pytest.fixture

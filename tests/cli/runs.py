@@ -234,7 +234,12 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 class Base(NamedTuple):
+    """A run that was asked to stop, went on, lost a rank, and went on again."""
+
     folder: Path
+    asked: Done
+    killed: Done
+    left: bool
     done: Done
     events: list[dict[str, Any]]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dynmo.config import load
 from tests.cli.runs import (
     GPT,
     LONG,
@@ -30,63 +30,55 @@ from tests.cli.runs import (
     tree,
 )
 from tests.pool import Pool
-from tests.processes import gone, ranks, start, wait_until
+from tests.processes import ranks, start, wait_until
 
 # A torch whose import does not end.
 SLOW_TORCH = """
-import os, time
+import os, signal
 from pathlib import Path
 
 Path(f"imports-{os.environ['RANK']}").touch()
-time.sleep(60)
+signal.pause()
 """
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@pytest.mark.matrix
-def test_stopped_and_killed_run_resumes_with_equal_weights(base: Base, work: Path) -> None:
-    """A run that is interrupted twice has the weights of an uninterrupted run.
-
-    The first interruption is Ctrl-C. The second kills the launcher.
-    """
-    process = train(work, name="cut")
-    wait_until(lambda: steps(work, "cut") >= 8)
-    os.killpg(process.pid, signal.SIGINT)
-    done = end(process)
-    assert done.status == 130
-    assert "Traceback" not in done.err
-    assert "Measured, phase by phase" in done.out
-    assert "interrupted: loss" in done.out
-    assert done.line.startswith("dynmo: interrupted; --resume goes on from runs/cut/checkpoints/")
-    *_, saved, last = events(work, "cut")
-    assert (last["event"], last["reason"], last["step"]) == (
-        "end",
+def test_interrupted_run_says_how_to_go_on(base: Base) -> None:
+    assert base.asked.status == 130
+    assert "Traceback" not in base.asked.err
+    assert "Measured, phase by phase" in base.asked.out
+    assert "interrupted: loss" in base.asked.out
+    at = next(i for i, event in enumerate(base.events) if event["event"] == "end")
+    checkpoint, last = base.events[at - 1 : at + 1]
+    saved = f"runs/main/checkpoints/step-{last['step']:06d}"
+    assert base.asked.line == f"dynmo: interrupted; --resume goes on from {saved}"
+    assert (last["reason"], checkpoint["event"], checkpoint["path"]) == (
         "interrupted",
-        steps(work, "cut"),
-    )
-    assert (saved["event"], saved["path"]) == (
         "checkpoint",
-        f"runs/cut/checkpoints/step-{last['step']:06d}",
+        saved,
     )
 
-    process = train(work, "--resume", name="cut")
-    wait_until(lambda: steps(work, "cut") >= 23)
-    process.kill()
-    process.communicate()
-    wait_until(lambda: gone(work), 5)
-    for folder in (work / "tmp").glob("dynmo-*"):  # nobody was there to remove it
-        shutil.rmtree(folder)
-    assert events(work, "cut")[-1]["event"] != "end"
 
-    done = end(train(work, "--resume", "--json", name="cut"))
-    assert done.status == 0
-    result, expected = json.loads(done.out), json.loads(base.done.out)
-    assert (result["weights_digest"], result["loss"]) == (
-        expected["weights_digest"],
-        expected["loss"],
-    )
-    ids = [e["id"] for e in events(work, "cut") if e["event"] == "rebalance"]
-    assert ids == sorted(ids)
+def test_killed_rank_is_reported(base: Base) -> None:
+    """No process is left, and the log has no end."""
+    assert (base.killed.status, base.killed.out) == (1, "")
+    assert "rank 1 was ended by SIGKILL" in base.killed.line
+    assert "--resume goes on from runs/main/checkpoints/step-0000" in base.killed.line
+    assert base.left
+    assert [event["reason"] for event in base.events if event["event"] == "end"] == [
+        "interrupted",
+        "done",
+    ]
+
+
+def test_stopped_and_killed_run_ends_with_equal_weights(base: Base, pool: Pool) -> None:
+    """The weights are those of a run of one rank that was never interrupted."""
+    text = f"data.source=file:{base.folder / 'text'}"
+    sets = [text, ONE_RANK, "dynamism.cases=['freezing']", *(f"model.{x}=0" for x in "fbw")]
+    config = load(base.folder / "run.toml", sets).model_dump(exclude_none=True)
+    expected = pool.run("train", 1, config=config)[0]
+    result = json.loads(base.done.out)
+    assert (result["weights_digest"], result["loss"]) == (expected["digest"], expected["loss"])
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -125,16 +117,6 @@ def test_non_finite_loss_ends_the_run(tmp_path: Path, rank: Run) -> None:
     assert f"{CORES + 1} threads on {CORES} cores" in warning
     assert re.search(r"step \d+: loss \S+, gradient norm (nan|inf);.* train.lr", line)
     assert "Traceback" not in done.err
-
-
-def test_killed_rank_is_reported(work: Path) -> None:
-    process = train(work, sets=LONG)
-    wait_until(lambda: steps(work, "main") >= 1, 120)
-    os.kill(ranks(work)[1], signal.SIGKILL)
-    done = end(process)
-    assert (done.status, done.out) == (1, "")
-    assert "rank 1 was ended by SIGKILL" in done.line
-    assert "runs/main has no checkpoint to go on from" in done.line
 
 
 @pytest.mark.matrix
