@@ -91,33 +91,6 @@ def test_post_validation_leaves_events_and_digest_unchanged(
         )
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("zero", [0, 1])
-def test_replicas_validate_together(pool: Pool, zero: int) -> None:
-    """The last ranks of both pipelines combine their tables and then send them back.
-
-    With ZeRO-1, parameters are exchanged again after a rollback.
-    """
-    mesh = {"pipeline": 2, "replicas": 2, "zero": zero, "timeout": 20.0}
-    train = {"global_batch": 8, "micro_batch": 1, "reduction_slots": 2}
-    alone = late(1, "1f1b", False, train=train, balance={"balancer": "none"})
-    expected = run(pool, alone, "events")[0]
-    events = run(pool, late(2, "zb-h2", parallel=mesh, train=train), "events")[0]
-    for kind, keys in (
-        ("step", ("step", "loss", "gradient_norm")),
-        ("change", ("what",)),
-        ("end", ("weights_digest",)),
-    ):
-        assert fields_of(events, kind, *keys) == fields_of(expected, kind, *keys)
-    clipped = [
-        (step, "clipped")
-        for step, norm in fields_of(expected, "step", "step", "gradient_norm")
-        if norm > LIMITS["adamw"]
-    ]
-    assert fields_of(events, "rollback", "step", "what") == clipped
-    assert 0 < len(clipped) < 6
-
-
 @pytest.mark.parametrize(
     ("schedule", "rolls_back"),
     mostly_matrix([("zb-h1", False), ("zb-v", True)], [("zb-h1", False)]),
