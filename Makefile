@@ -1,4 +1,4 @@
-# make demo   set up everything, train the demo static and balanced, compare
+# make demo   set up what it needs, train the demo static and balanced, compare
 # make test   set up everything, run the tests
 # make quick  the tests of the packages that need no torch
 # make matrix the long tests: combinations of what `make test` covers one by one
@@ -12,7 +12,15 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+DEMO := .venv/.demo
 READY := .venv/.ready
+# `make UV= ...` installs by pip.
+UV := $(shell command -v uv 2> /dev/null)
+# Without --no-compile pip takes twice as long. Python compiles what is imported.
+INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install \
+    --disable-pip-version-check --no-compile) --quiet -c constraints.txt
+# $(call timed,NUMBER: PART,COMMANDS): one line, with the seconds that the part took.
+timed = @printf 'set-up $(1) ... '; begin=$$(date +%s); $(2) && echo "$$(($$(date +%s) - begin)) s"
 # Hundreds of processes of the tests start from compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -21,22 +29,25 @@ TWO := --numprocesses 2 --dist loadgroup
 
 .PHONY: demo test quick matrix docs clusters results gpu check format clean
 
-# The inner loops of the planner and of sparse layers are compiled once and kept. That happens at
-# set-up, so that no first run waits for it.
-$(READY): pyproject.toml constraints.txt
+# What the demo needs: no packages of tests, and the compiled loops of its planner alone.
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	    "dynmo needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
-	@echo "set-up 1/3: environment in .venv"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "set-up 2/3: packages, torch among them (minutes, the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@echo "set-up 3/3: compiled loops (a minute)"
-	@$(BIN)/python -m dynmo.train.compile_ahead
+	$(call timed,1/3: environment in .venv,test -x $(BIN)/python || $(PYTHON) -m venv .venv)
+	$(call timed,2/3: packages with torch,$(INSTALL) -e .)
+	$(call timed,3/3: compiled loops of the demo,$(BIN)/python -m dynmo.train.compile_ahead zb-h1)
+	@touch $@
+
+# The rest. The inner loops of the planner and of sparse layers are compiled once and kept, so that
+# no test waits for them. They take no longer than the packages.
+$(READY): $(DEMO)
+	$(call timed,for tests: more packages and all compiled loops,\
+	    $(BIN)/python -m dynmo.train.compile_ahead & $(INSTALL) -e '.[dev]' && wait $$!)
 	@touch $@
 
 # The same config twice: static (layers stay where they started) and balanced. Then the two are
 # compared.
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/dynmo train examples/demo.toml --overwrite --set name=demo-static \
 	    --set balance.balancer=none
 	$(BIN)/dynmo train examples/demo.toml --overwrite --set name=demo-balanced

@@ -2,9 +2,14 @@
 
 numba keeps the machine code of the loops of sparse layers, of experts and of planning. Without it
 all ranks of a first run would wait for the compiler at once, in a step or in a decision.
+
+`python -m dynmo.train.compile_ahead zb-h1` compiles the loops that plan this schedule with the
+exact balancer, and no others.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
@@ -25,6 +30,13 @@ def prepare() -> None:
     for attention in (Hashed(2, 4, seed=0), Dropped(0.5, 4, seed=0)):
         attention(x, v).sum().backward()
     auction(torch.randn(8, 2))
+    for schedule in ("zb-h1", "zb-auto", "zb-v", "v-auto", "interleaved-1f1b"):
+        for balancer in ("exact", "diffusion"):
+            for limit in (None, 1 << 20):
+                plan(schedule, balancer, limit)
+
+
+def plan(schedule: str, balancer: str = "exact", limit: int | None = None) -> None:
     layers = tuple(
         LayerCost(
             1.0 + i * i % 7,
@@ -38,20 +50,21 @@ def prepare() -> None:
         for i in range(12)
     )
     profile = Profile(layers, tuple(map(str, range(len(layers)))))
-    for schedule in ("zb-h1", "zb-auto", "zb-v", "v-auto", "interleaved-1f1b"):
-        for balancer in ("exact", "diffusion"):
-            for limit in (None, 1 << 20):
-                make_plan(
-                    PlanRequest(
-                        profile,
-                        ranks=3,
-                        microbatches=6,
-                        schedule=schedule,
-                        balancer=balancer,
-                        memory_limit=limit,
-                    )
-                )
+    make_plan(
+        PlanRequest(
+            profile,
+            ranks=3,
+            microbatches=6,
+            schedule=schedule,
+            balancer=balancer,
+            memory_limit=limit,
+        )
+    )
 
 
 if __name__ == "__main__":
-    prepare()
+    if schedules := sys.argv[1:]:
+        for schedule in schedules:
+            plan(schedule)
+    else:
+        prepare()
