@@ -230,14 +230,13 @@ def test_published_repack_algorithm_merges_ranks_by_memory(pool: Pool, rule: str
 def test_run_with_retune_finishes_after_a_shrink(pool: Pool) -> None:
     """The planner chooses the microbatch size, and the run continues to its end."""
     config = {
-        "model": {"kind": "emulated", "layers": 6, "f": 0.001, "b": 0.001, "w": 0.001},
+        "model": {"kind": "emulated", "layers": 6, "f": 0.1, "b": 0.1, "w": 0.1},
         "train": {"steps": 6, "global_batch": 8, "micro_batch": 2},
         "parallel": {"pipeline": 4},
         "balance": {"balancer": "none", "every": 4},
         "elastic": {"target_ranks": 2, "retune": True, "park": True},
     }
-    results = run(pool, config, "train_elastic")
-    events = results[0]["events"]
+    events = run(pool, config, IN_EMULATED_TIME, wrapped="train_elastic")[0]["events"]
     assert sizes(events) == [(4, 4, 2)]
     assert [step for (step,) in fields_of(events, "step", "step")] == list(range(6))
     losses = fields_of(events, "step", "loss")
