@@ -64,8 +64,7 @@ def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks"),
-    mostly_matrix(product(SCHEDULES, (1, 2, 3, 4)), everyday=[("1f1b", 3), ("v-half", 4)]),
+    ("schedule", "ranks"), mostly_matrix(product(SCHEDULES, (1, 2, 3, 4)), everyday=[("v-half", 4)])
 )
 def test_post_validation_has_the_bits_of_a_barrier(pool: Pool, schedule: str, ranks: int) -> None:
     seed = (ranks + list(SCHEDULES).index(schedule)) % 3
@@ -120,9 +119,9 @@ def test_local_clipping_rolls_back_non_finite_steps_only(pool: Pool) -> None:
 
 def test_in_place_rollback_is_close_to_a_barrier(pool: Pool) -> None:
     """Ranks undo a step by inverting the update."""
-    expected = reference(pool, 1, False)
+    expected = reference(pool, 0, False)
     for result in pool.run(
-        VALIDATED, 3, schedule="zb-h2", faults=faults(1), post_validation=True, rollback="in-place"
+        VALIDATED, 2, schedule="zb-h2", faults=faults(0), post_validation=True, rollback="in-place"
     ):
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4)
         assert [what for _, what in result["rollbacks"]] == [
