@@ -32,14 +32,14 @@ def test_a_slow_rank_is_named():
 
 
 def test_rank_account_counts_gpu_seconds():
-    steps = [step(number, 1.0) for number in range(6)]
+    steps = [step(number, 1.0 + number) for number in range(6)]
     account = rank_account(steps, [REPACK, GROW], returned=4.0)
     assert account is not None
-    assert account.gpu_seconds == 2 * 4 + 2 * 2 + 2 * 4
-    assert account.mean == account.gpu_seconds / 6
+    assert account.gpu_seconds == (1 + 2) * 4 + (3 + 4) * 2 + (5 + 6) * 4
+    assert account.mean == account.gpu_seconds / 21
     assert (
         account_text(account)
-        == "ranks: 3.3 on average; GPU-seconds: 20.0 used in steps, 4.0 returned"
+        == "ranks: 3.3 on average; GPU-seconds: 70.0 used in steps, 4.0 returned"
     )
 
 
