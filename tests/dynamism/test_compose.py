@@ -9,7 +9,9 @@ import pytest
 from dynmo.config import parse
 from dynmo.train.setup import cases_of
 from tests.combinations import mostly_matrix
+from tests.dynamism.test_egeria import LONG, OPTIONS
 from tests.equality import RANDOM_MOVES, run, same
+from tests.equality import config as small_run
 from tests.pool import Pool
 
 OWN = "python:tests.dynamism.own_case:LayerDrop"
@@ -17,36 +19,16 @@ CASES = [OWN, "freezing", "pruning", "sparse_attention"]
 
 
 def config(ranks: int, schedule: str, cases: list[str]) -> dict[str, Any]:
-    return {
-        "seed": 7,
-        "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 32, "dropout": 0.1},
-        "train": {
-            "steps": 20,
-            "global_batch": 6,
-            "micro_batch": 2,
-            "lr": 1e-2,
-            "warmup": 2,
-            "decay": "linear",
-            "min_lr_ratio": 0.001,
-        },
-        "parallel": {"pipeline": ranks, "timeout": 20.0},
-        "pipeline": {"schedule": schedule},
-        "balance": {"balancer": RANDOM_MOVES if ranks > 1 else "none", "every": 2},
-        "dynamism": {
-            "cases": cases,
-            "pruning": {"dense_below": 0.3, "start": 2, "end": 14, "every": 3},
-            "sparse_attention": {"buckets": 4, "start": 3},
-            "freezing": {
-                "policy": "egeria",
-                "every": 1,
-                "window": 3,
-                "refresh": 8,
-                "tolerance": 0.3,
-                "thaw": 0.5,
-            },
-        },
-        "trace": {"steps": 0},
+    base = small_run(ranks, schedule, {"balancer": RANDOM_MOVES, "every": 2}, False, True)
+    base["model"] |= {"sequence": 32}
+    base["train"] |= LONG | {"steps": 20}
+    base["dynamism"] = {
+        "cases": cases,
+        "pruning": {"dense_below": 0.3, "start": 2, "end": 14, "every": 3},
+        "sparse_attention": {"buckets": 4, "start": 3},
+        "freezing": OPTIONS,
     }
+    return base
 
 
 def test_case_order_does_not_depend_on_the_config() -> None:

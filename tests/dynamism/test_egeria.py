@@ -36,6 +36,7 @@ from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from tests.dynamism.kept import Kept
 from tests.equality import RANDOM_MOVES, run, same
+from tests.equality import config as small_run
 from tests.pool import Pool
 from tests.runtime import alone
 
@@ -43,28 +44,18 @@ from tests.runtime import alone
 OPTIONS = {"policy": "egeria", "every": 1, "window": 3, "refresh": 8, "tolerance": 0.3, "thaw": 0.5}
 
 
+LONG = {"global_batch": 6, "max_grad_norm": 1.0, "decay": "linear", "min_lr_ratio": 0.001}
+
+
 def config(
     ranks: int, schedule: str = "zb-h1", balance: dict[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
-    return {
-        "seed": 3,
-        "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16, "dropout": 0.1},
-        "train": {
-            "steps": 24,
-            "global_batch": 6,
-            "micro_batch": 2,
-            "lr": 1e-2,
-            "warmup": 2,
-            "decay": "linear",
-            "min_lr_ratio": 0.001,
-        },
-        "parallel": {"pipeline": ranks, "timeout": 20.0},
-        "pipeline": {"schedule": schedule},
-        "balance": balance or {"balancer": RANDOM_MOVES, "every": 2},
-        "dynamism": {"cases": ["freezing"], "freezing": OPTIONS | options},
-        "checkpoint": {"every": 8},
-        "trace": {"steps": 0},
-    }
+    base = small_run(
+        ranks, schedule, balance or {"balancer": RANDOM_MOVES, "every": 2}, False, True
+    )
+    base["train"] |= LONG | {"steps": 24}
+    base["dynamism"] = {"cases": ["freezing"], "freezing": OPTIONS | options}
+    return base | {"seed": 3}
 
 
 # -- measuring -------------------------------------------------------------------------------------
