@@ -133,11 +133,3 @@ def test_sending_counts_as_load(case: tuple[list[float], Partition], data: st.Da
         assert len(set(map(tuple, descent))) == len(descent)
     repeated = diffuse(weights, result.partition, links=links, output_bytes=sizes)
     assert repeated.rounds == 0
-
-
-def test_links_that_take_no_time_change_nothing():
-    links = [LinkCost(0.0, math.inf)] * 9
-    weights, current = [1.0] * 55, Partition((10, 9, 8, 7, 6, 5, 4, 3, 2, 1))
-    assert diffuse(weights, current, links=links, output_bytes=[1] * 55) == diffuse(
-        weights, current
-    )

@@ -268,11 +268,6 @@ def bytes_of(sizes: list[int], limits: tuple[int, ...]) -> MemoryLimits:
     )
 
 
-def test_stage_ends_early_if_the_next_stage_lacks_memory():
-    # Stage 1 can never hold layer 2, so stage 0 must not go as far as it could.
-    assert exact([1.0] * 4, 3, memory=bytes_of([1, 1, 5, 1], (10, 2, 10))).counts == (1, 1, 2)
-
-
 def test_bottleneck_is_exact_to_the_last_bit():
     # A relative difference of 2e-16 decides. A bisection to a tolerance would not see it.
     weights = [1.0, 1.0 + 2**-52, 1.0, 1.0 - 2**-53]
@@ -283,26 +278,6 @@ def test_bottleneck_is_exact_to_the_last_bit():
     assert (
         exact([3e9, 1e9, 1e9, 1e9], 2).counts == exact([3e-9, 1e-9, 1e-9, 1e-9], 2).counts == (1, 3)
     )
-
-
-def test_ties_prefer_even_loads_and_fewer_moved_bytes():
-    # Layer 0 alone decides the bottleneck. The rest is free.
-    weights = [6.0, 1.0, 1.0, 1.0, 1.0]
-    assert exact(weights, 3).counts == (1, 2, 2)
-    assert exact(weights, 3, current=Partition((1, 3, 1))).counts == (1, 3, 1)
-    assert exact(weights, 3, current=Partition((2, 2, 1))).counts == (1, 3, 1)
-    assert exact(weights, 3, current=Partition((2, 2, 1)), move_bytes=[1, 5, 0, 0, 0]).counts == (
-        1,
-        2,
-        2,
-    )
-    # Nothing weighs anything: still spread.
-    assert exact([0.0] * 6, 3).counts == (2, 2, 2)
-
-
-def test_number_of_ranks_may_change():
-    assert exact([1.0] * 8, 2, current=Partition((2, 2, 2, 2))).counts == (4, 4)
-    assert exact([1.0] * 8, 4, current=Partition((4, 4))).counts == (2, 2, 2, 2)
 
 
 @many

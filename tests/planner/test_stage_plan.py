@@ -20,18 +20,7 @@ from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import simulate
 
 MIB = 1 << 20
-LAYER = LayerCost(
-    1.0,
-    1.0,
-    1.0,
-    weight_bytes=MIB,
-    gradient_bytes=MIB,
-    optimizer_bytes=2 * MIB,
-    activation_bytes=4 * MIB,
-    stash_bytes=2 * MIB,
-    output_bytes=MIB,
-    workspace_bytes=3 * MIB,
-)
+LAYER = LayerCost(1.0, 1.0, 1.0, 0, *(MIB * x for x in (1, 1, 2, 4, 2, 1, 3)))
 
 
 def schedule_within(
@@ -42,13 +31,8 @@ def schedule_within(
     name: str = "zb-auto",
 ) -> Schedule:
     ranks = partition.stages // (2 if name == "zb-v" else 1)
-    return plan_stages(
-        StageRequest(name, ranks, microbatches, memory_limit=limit),
-        tuple(layers),
-        partition,
-        None,
-        0,
-    ).schedule
+    request = StageRequest(name, ranks, microbatches, memory_limit=limit)
+    return plan_stages(request, tuple(layers), partition, None, 0).schedule
 
 
 def test_inherent_idle_of_equal_stages() -> None:
@@ -93,26 +77,19 @@ def test_unlimited_schedule_needs_at_most_twice_1f1b_memory() -> None:
 
 
 sizes = st.integers(0, 8 * MIB)
-kept = st.tuples(sizes, sizes).map(sorted)
-uneven = st.builds(
-    lambda times, kept, weight, output, workspace: LayerCost(
-        *times,
-        weight_bytes=weight,
-        gradient_bytes=weight,
-        optimizer_bytes=2 * weight,
-        activation_bytes=kept[1],
-        stash_bytes=kept[0],
-        output_bytes=output,
-        workspace_bytes=workspace,
-    ),
-    st.tuples(*[st.floats(0.1, 3.0)] * 3),
-    kept,
-    *[sizes] * 3,
-)
+
+
+@st.composite
+def uneven(draw: st.DrawFn) -> LayerCost:
+    f, b, w = (draw(st.floats(0.1, 3.0)) for _ in range(3))
+    stash, activation = sorted((draw(sizes), draw(sizes)))
+    weight, output, workspace = draw(sizes), draw(sizes), draw(sizes)
+    held = (weight, weight, 2 * weight, activation, stash, output, workspace)
+    return LayerCost(f, b, w, 0, *held)
 
 
 @given(
-    st.lists(uneven, min_size=8, max_size=8),
+    st.lists(uneven(), min_size=8, max_size=8),
     st.integers(1, 12),
     st.sampled_from(["zb-auto", "zb-v"]),
     st.floats(0.0, 2.0),

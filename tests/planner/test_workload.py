@@ -237,13 +237,6 @@ def test_costs_are_medians_over_the_newest_steps() -> None:
     assert profiler.halves() == (seconds_of(1.5, 1.0), seconds_of(4.5, 1.0))
 
 
-def test_one_reading_has_no_halves_and_two_of_a_step_agree() -> None:
-    for readings, halves in ((1, ()), (2, (seconds_of(4.0), seconds_of(4.0)))):
-        profiler = SimulatedProfiler(1, readings)
-        profiler.observe(seconds_of(4.0))
-        assert profiler.halves() == halves
-
-
 def test_changed_layer_is_measured_from_scratch() -> None:
     profiler = SimulatedProfiler(2)
     for _ in range(5):

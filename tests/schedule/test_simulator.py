@@ -52,16 +52,6 @@ def test_timeline_matches_a_hand_computed_example() -> None:
     assert timeline.idle_ratio == 1 - 10 / 13
 
 
-def test_stages_on_one_rank_need_no_link() -> None:
-    schedule = from_text(
-        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n"
-        "1 | 1F0 2F0 2BW0 1BW0\n"
-    )
-    # F and BW take 1 and 2 on each of 4 stages, and the message crosses 0-1 and 2-3 twice, 1-2
-    # never.
-    assert simulate(schedule, uniform_costs(4, 1, 1, 1, comm=10)).makespan == 4 * 3 + 4 * 10
-
-
 def test_a_frozen_prefix_waits_for_its_credits() -> None:
     schedule = replace(make_by_hand("1f1b", 2, 4, first_trainable=1), credits=2)
     timeline = simulate(schedule, Costs((StageCost(1, 0, 0), StageCost(2, 2, 2)), (0,)))

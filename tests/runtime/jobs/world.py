@@ -82,13 +82,18 @@ def one_is_late(world: World, what: str) -> list[str]:
     return caught
 
 
-def agree(world: World, said: list[str | None]) -> str:
-    try:
-        agreement.agree(world, said[world.rank], "the plan")
-    except DynmoError as error:
-        return str(error)
-    return ""
+def agree(world: World, said: list[list[str | None]]) -> list[str]:
+    told: list[str] = []
+    for each in said:
+        try:
+            agreement.agree(world, each[world.rank], "the plan")
+            told.append("")
+        except DynmoError as error:
+            told.append(str(error))
+    return told
 
 
-def compare(world: World, lists: list[str]) -> tuple[int, list[int]] | None:
-    return agreement.first_difference(world, list(lists[world.rank]), "the lists")
+def compare(world: World, lists: list[list[str]]) -> list[tuple[int, list[int]] | None]:
+    return [
+        agreement.first_difference(world, list(each[world.rank]), "the lists") for each in lists
+    ]

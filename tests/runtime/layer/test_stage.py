@@ -55,21 +55,6 @@ def test_frozen_prefix_of_a_stage_runs_forward_only(first_trainable: int) -> Non
         assert gradients == ()
 
 
-def test_frozen_layer_in_the_middle_has_no_gradient() -> None:
-    whole, modules = stage(0)
-    modules[2].requires_grad_(False)
-    (y,) = whole.forward(0, (torch.randn(3, 6),), 0, None, training=True)
-    whole.backward_input(0, (torch.ones_like(y),), deferred=True)
-    whole.backward_weight(0)
-    assert [m.get_parameter("weight").grad is not None for m in modules] == [
-        True,
-        True,
-        False,
-        True,
-    ]
-    assert whole.layers[2].stash_bytes == whole.layers[2].activation_bytes == 0
-
-
 def test_loss_share_scales_the_gradients() -> None:
     whole, modules = stage(0, loss=True, share=0.25)
     x, aim = torch.randn(3, 6), torch.randn(3, 6)
