@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dynmo.kernels.sparse_linear import prune
 from dynmo.models.huggingface.model import from_pretrained
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.exact_state import exact_state, shapes_of_state
+from tests.combinations import mostly_matrix
 from tests.full_disk import full_at
 from tests.huggingface.jobs import MICROBATCHES, plain_of, trained
 from tests.models.huggingface.tiny import model_of
@@ -34,21 +36,10 @@ MESHES: dict[str, Any] = {
     "zb-v": {"ranks": 2, "schedule": "zb-v"},
     "zero": {"ranks": 4, "replicas": 2, "zero": 1, "schedule": "zb-h1"},
     "bfloat16": {"ranks": 2, "schedule": "1f1b", "precision": "bfloat16"},
-    "zero, bfloat16": {
-        "ranks": 4,
-        "replicas": 2,
-        "zero": 1,
-        "schedule": "1f1b",
-        "precision": "bfloat16",
-    },
 }
-EVERYDAY = [("llama", "1 rank"), ("mixtral", "zb-v")]
-REST = [
-    pytest.param(kind, mesh, marks=pytest.mark.matrix)
-    for kind in ("llama", "mixtral", "gemma", "gpt2", "qwen3_moe", "gpt_oss")
-    for mesh in MESHES
-    if (kind, mesh) not in EVERYDAY
-]
+MESHES["zero, bfloat16"] = MESHES["zero"] | MESHES["bfloat16"] | {"ranks": 4}
+KINDS = ("mixtral", "llama", "gemma", "gpt2", "qwen3_moe", "gpt_oss")
+EVERYDAY = [("gpt2", "1 rank"), ("mixtral", "zb-v")]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +63,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {k: t for path in folder.glob("*.safetensors") for k, t in load_file(path).items()}
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [*EVERYDAY, *REST])
+@pytest.mark.parametrize(("kind", "mesh"), mostly_matrix(product(KINDS, MESHES), EVERYDAY))
 def test_transformers_loads_the_weights_of_any_mesh(
     pool: Pool, tmp_path: Path, kind: str, mesh: str
 ) -> None:

@@ -24,16 +24,16 @@ from tests.pool import Pool
 JOBS = "tests.huggingface.jobs:"
 PAD, NEW = 0, 6
 RUNS: list[tuple[int, str, bool, dict[str, Any]]] = [
-    (1, "gpt2", True, {"schedule": "1f1b"}),
     (2, "llama", False, {"schedule": "zb-v"}),
     (2, "mixtral", True, {"schedule": "1f1b", "replicas": 2}),
+    (1, "gpt2", True, {"schedule": "1f1b"}),
     (4, "mixtral", True, {"schedule": "1f1b", "replicas": 2}),
     (2, "gemma", True, {"schedule": "1f1b"}),
     (1, "bloom", True, {"schedule": "1f1b"}),
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     with dynmo.init(device="cpu") as world:
         assert isinstance(world, World)
@@ -87,9 +87,9 @@ def test_a_text_is_continued_with_the_tokenizer_of_the_folder(pool: Pool, tmp_pa
     assert len(texts[0]) > len("1 2 3 4")
 
 
-@pytest.mark.parametrize("options", [{}, {"output_router_logits": True}])
-def test_ids_of_one_row_stay_one_row(world: World, options: dict[str, Any]) -> None:
-    model = model_of("mixtral", **options)
+def test_ids_of_one_row_stay_one_row(world: World) -> None:
+    """The loss of routers is left out."""
+    model = model_of("mixtral", output_router_logits=True)
     pipeline = dynmo.Pipeline(model, world, microbatches=2)
     longer = generate(pipeline, torch.tensor([5, 6, 7], dtype=torch.int32), max_new_tokens=2)
     assert (longer.shape, longer.dtype) == ((5,), torch.int64)

@@ -92,7 +92,7 @@ def test_microbatches_that_come_again_skip_the_frozen_layers() -> None:
 def test_adapters_stay_in_float32_if_asked(is_kept: bool) -> None:
     with dynmo.init(device="cpu") as world:
         pipeline = dynmo.Pipeline(
-            model_of(float32_adapters=is_kept),
+            model_of(float32_adapters=True) if is_kept else model_of(),
             world,
             microbatches=4,
             precision="bfloat16",
