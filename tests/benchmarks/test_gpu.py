@@ -10,9 +10,8 @@ import json
 import re
 import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.torch_orders import torch_order
 from benchmarks.torch_peer import PEERS
 from dynmo.schedule.catalogue import stage_ranks_of
+from tests.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -41,34 +41,30 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 # -- the command ------------------------------------------------------------------------------
 
 
-@WITHOUT_GPU
-def test_missing_gpu_gives_a_one_line_error() -> None:
-    done = subprocess.run(
-        ["make", "--silent", "gpu", f"PYTHON={sys.executable}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    first, *rest = done.stderr.splitlines()
-    assert first.startswith("benchmarks.gpu: ")
-    assert "CUDA" in first
-    assert all(line.startswith("make") for line in rest)
+def all_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu"])
+    return command.main()
 
 
-@WITHOUT_GPU
-def test_single_benchmark_also_needs_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def one_part(monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.setattr(sys, "argv", ["split", "--json"])
     with pytest.raises(SystemExit) as ended:
         device.main("", split.measure, split.assess, split.OPTIONS)
-    assert ended.value.code == 2
+    return ended.value.code
+
+
+@WITHOUT_GPU
+@pytest.mark.parametrize("run", [pytest.param(all_parts, marks=pytest.mark.matrix), one_part])
+def test_missing_gpu_gives_a_one_line_error(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    run: Callable[[pytest.MonkeyPatch], object],
+) -> None:
+    assert run(monkeypatch) == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("benchmarks.gpu: ")
-    assert err.count("\n") == 1
+    assert "CUDA" in err
 
 
 def test_missing_packages_are_named_in_one_line() -> None:
@@ -140,13 +136,25 @@ def part(name: str, code: str, limit: float = 30.0, needs: Sequence[str] = ()) -
 
 # It leaves a process in a session of its own, as a test that starts a run does.
 HANGS = (
-    "import subprocess, time; p = subprocess.Popen(['sleep', '1000'], start_new_session=True); "
-    "print(p.pid, flush=True); time.sleep(1000)"
+    "import subprocess, signal; p = subprocess.Popen(['sleep', '1000'], start_new_session=True); "
+    "print(p.pid, flush=True); signal.pause()"
 )
 PRINTS = "import atexit, json; atexit.register(print, json.dumps(dict({})))"
 
 
-def test_failing_and_hanging_parts_do_not_stop_the_others(tmp_path: Path) -> None:
+def test_failing_and_hanging_parts_do_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of the hanging part is over once it has printed."""
+    wait = subprocess.Popen[bytes].wait
+
+    def waits(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout != 4.0:
+            return wait(process, timeout)
+        wait_until(lambda: (tmp_path / "logs" / "hangs.out").stat().st_size > 0)
+        raise subprocess.TimeoutExpired("hangs", 4.0)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", waits)
     rows = command.run_all(
         [
             part("fails", "raise ValueError('a wrong figure')"),
@@ -183,10 +191,7 @@ def test_failing_and_hanging_parts_do_not_stop_the_others(tmp_path: Path) -> Non
         "passes",
     ]
     pid = int((tmp_path / "logs" / "hangs.log").read_text().split()[0])
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-        assert time.monotonic() < deadline, "a process of the part outlived it"
-        time.sleep(0.02)
+    wait_until(lambda: not Path(f"/proc/{pid}/cwd").exists())
 
 
 def test_parts_after_the_time_limit_are_left_out(tmp_path: Path) -> None:

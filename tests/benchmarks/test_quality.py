@@ -44,6 +44,7 @@ def test_distances_are_to_the_right_reference() -> None:
     assert not late["within"]
 
 
+@pytest.mark.matrix
 def test_picture_depends_on_the_figures_only(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw(compare(results(), 40), tmp_path / "a.svg")

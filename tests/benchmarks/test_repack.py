@@ -6,7 +6,7 @@ from itertools import combinations
 from math import comb
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import repack_cases
@@ -35,7 +35,6 @@ def placements(layers: int, ranks: int) -> list[Partition]:
     return [Partition.from_bounds((0, *cut, layers)) for cut in cuts]
 
 
-@settings(max_examples=20, deadline=None)
 @given(COSTS, st.integers(1, 4))
 def test_no_placement_is_under_the_bound(costs: Times, ranks: int) -> None:
     layers = layers_of(costs)
@@ -44,7 +43,6 @@ def test_no_placement_is_under_the_bound(costs: Times, ranks: int) -> None:
     assert timeline(layers, placement, MICROBATCHES).makespan >= least * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(SPARSE_COSTS, st.integers(1, 12), st.data())
 def test_no_step_is_under_the_bound_of_a_window(
     costs: Times,
@@ -66,7 +64,6 @@ def bound_of_all(layers: Layers, placement: Partition, microbatches: int) -> flo
     return window_seconds(layers, placement, microbatches, 0, placement.stages - 1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(SPARSE_COSTS, st.integers(1, 12), st.data())
 def test_search_agrees_with_all_placements(
     costs: Times,

@@ -32,11 +32,11 @@ RANKS: dict[str, dict[str, Any]] = {
 
 SHORT = (
     "stand_ins --hidden 64 --blocks 2 --sequence 8 --rounds 2",
-    "savings_freezing --rounds 1 --sequence 64",
-    "savings_tokens --rounds 1 --cases 1",
     "sweeps --stride 15",
 )
 LONG = (
+    "savings_freezing --rounds 1 --sequence 64",
+    "savings_tokens --rounds 1 --cases 1",
     "savings_attention --rounds 1 --cases 1",
     "savings_experts --rounds 1 --cases 1",
     "post_validation --ranks 2 --steps 2 --rounds 1 --scale 10",

@@ -97,6 +97,7 @@ def test_small_stepwise_row_is_consistent(case: str) -> None:
     assert 0 <= result["idle"]["balanced"] < result["idle"]["static"] < 1
 
 
+@pytest.mark.matrix
 def test_small_emulated_run_is_no_faster_than_simulated(pool: Pool) -> None:
     """Two ranks run a few long ops at a moment with a frozen prefix."""
     given = {
