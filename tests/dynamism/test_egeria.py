@@ -55,7 +55,7 @@ def config(
     )
     base["train"] |= LONG | {"steps": 24}
     base["dynamism"] = {"cases": ["freezing"], "freezing": OPTIONS | options}
-    return base | {"seed": 3}
+    return base | {"seed": 3, "checkpoint": {"every": 8}}
 
 
 # -- measuring -------------------------------------------------------------------------------------
