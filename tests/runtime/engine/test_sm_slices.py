@@ -14,6 +14,7 @@ from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.pipeline.actions import Actions
+from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.engine.sm_slices import cut, sizes
@@ -70,61 +71,39 @@ def test_pipeline_on_slices_is_one_process() -> None:
         check_world(config, rendezvous(3))
 
 
-def rendezvous(size: int) -> Any:
-    from dynmo.runtime.comm.rendezvous import Rendezvous
-
+def rendezvous(size: int) -> Rendezvous:
     return Rendezvous(0, size, 0, folder=".")
 
 
 def test_slices_cannot_be_reshaped_or_post_validated() -> None:
-    model = model_of(parse(CONFIG))
-    pipeline = Engine(
-        alone(),
-        model,
-        Partition((2, 2, 2)),
-        StepOptions("zb-h1", microbatches=MICROBATCHES, slices=3),
-    )
-    assert (
-        pipeline.store.layout.shape,
-        pipeline.store.layout.stage_ranks,
-        pipeline.store.own_stages,
-    ) == ((3, 1), (0, 1, 2), (0, 1, 2))
+    steps = StepOptions("zb-h1", microbatches=MICROBATCHES, slices=3)
+    given = (alone(), model_of(parse(CONFIG)), Partition((2, 2, 2)), steps)
+    pipeline = Engine(*given)
+    layout = pipeline.store.layout
+    assert (layout.shape, layout.stage_ranks) == ((3, 1), (0, 1, 2))
+    assert pipeline.store.own_stages == (0, 1, 2)
     with pytest.raises(ConfigError, match="cannot be reshaped"):
         Actions(pipeline).reshape(pipeline=1, data=3)
     with pytest.raises(ConfigError, match="without post_validation"):
-        Engine(
-            alone(),
-            model,
-            Partition((2, 2, 2)),
-            StepOptions("zb-h1", microbatches=MICROBATCHES, slices=3),
-            update=UpdateOptions(post_validation=True),
-        )
+        Engine(*given, update=UpdateOptions(post_validation=True))
 
 
-def test_moves_between_slices_send_no_bytes(pool: Pool, tmp_path: Path) -> None:
-    pool.run("train_in", 1, config=CONFIG, folder=str(tmp_path))
+def test_moves_between_slices_send_no_bytes_and_a_run_resumes_on_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (whole,) = pool.run("train_in", 1, config=CONFIG, folder=str(tmp_path))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     moves = [e for e in events if e["event"] == "rebalance"]
     assert moves
     assert {e["moved_bytes"] for e in moves} == {0}
     assert all(0 < e["idle_ratio"] < 1 for e in events if e["event"] == "step")
-    costs = json.loads((tmp_path / "costs.json").read_text())
-    assert costs["ranks"] == 3
+    assert json.loads((tmp_path / "costs.json").read_text())["ranks"] == 3
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {(e["tid"], e["args"]["stage"]) for e in trace if e["ph"] == "X"} == {
-        (0, 0),
-        (1, 1),
-        (2, 2),
-    }
-
-
-def test_run_on_slices_resumes_on_ranks(pool: Pool, tmp_path: Path) -> None:
-    whole = pool.run("train", 1, config=CONFIG | {"checkpoint": {}})[0]["digest"]
-    pool.run("train_in", 1, config=CONFIG, folder=str(tmp_path), stop_after=1)
+    ran = {(e["tid"], e["args"]["stage"]) for e in trace if e["ph"] == "X"}
+    assert ran == {(0, 0), (1, 1), (2, 2)}
+    (tmp_path / "resumed").mkdir()
+    folder = str(tmp_path / "resumed")
+    pool.run("train_in", 1, config=CONFIG, folder=folder, stop_after=1)
     other = CONFIG | {"parallel": {"pipeline": 2}}
-    assert (
-        pool.run("train_in", 2, config=other, folder=str(tmp_path), resume=True)[0][
-            "weights_digest"
-        ]
-        == whole
-    )
+    resumed = pool.run("train_in", 2, config=other, folder=folder, resume=True)[0]
+    assert resumed["weights_digest"] == whole["weights_digest"]
