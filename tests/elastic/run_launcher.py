@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 # Variables of a launcher that works in another folder.
 PATHS = {"PYTHONPATH": str(ROOT)}
 
-# A rank that ends half a second after it was asked to.
+# A rank that ends after it was asked to, once it may.
 STOPS_WHEN_ASKED = """
 say(f"up-{process}")
 until(lambda: signals, "a signal")
-time.sleep(0.5)
+heard("may-stop")
 say(f"stopped-{process}")
 sys.exit(130)
 """
@@ -85,6 +85,8 @@ def check_that_ranks_end_with(
     """
     wait_until(lambda: all((folder / f"up-{rank}").exists() for rank in range(2)))
     os.kill(process.pid, number)
+    if number == signal.SIGINT:
+        (folder / "may-stop").touch()
     _, err = process.communicate(timeout=50)
     stopped = [(folder / f"stopped-{rank}").exists() for rank in range(2)]
     assert stopped == [number == signal.SIGINT] * 2

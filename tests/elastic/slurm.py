@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -226,9 +225,8 @@ def _stop(cluster: SlurmCluster) -> None:
         with contextlib.suppress(OSError, ValueError):
             pid = int(file.read_text())
             os.kill(pid, signal.SIGTERM)
-            end = time.monotonic() + 5
-            while _lives(pid) and time.monotonic() < end:
-                time.sleep(0.02)
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda pid=pid: not _lives(pid), 5)
             if _lives(pid):
                 os.kill(pid, signal.SIGKILL)
 

@@ -93,28 +93,30 @@ def test_slurm_run_releases_and_regains_ranks(tmp_path: Path, pool: Pool) -> Non
         wait_until(lambda: not slurm.states())
 
 
-# A second job of the cluster. It asks for two GPUs once none is free, and prints when it ended.
+# A second job of the cluster. It asks for two GPUs once none is free, holds them until the run is
+# about to ask for others, and prints when it ended.
 OTHER = """
-import time, ray
+import pathlib, sys, time, ray
 ray.init(address="auto", log_to_driver=False)
 
 @ray.remote(num_cpus=0, num_gpus=2)
-def work():
-    time.sleep(1.5)
+def work(log):
+    while '"step": 15,' not in pathlib.Path(log).read_text():
+        time.sleep(0.05)
     return time.time()
 
 while ray.available_resources().get("GPU", 0) > 0:
     time.sleep(0.05)
-print(ray.get(work.remote()), flush=True)
+print(ray.get(work.remote(sys.argv[1])), flush=True)
 """
 
 
 @pytest.mark.skipif(NO_RAY is not None, reason=str(NO_RAY))
 def test_ray_run_releases_and_regains_ranks(tmp_path: Path, pool: Pool) -> None:
     with ray_cluster(gpus=4) as cluster:
-        other = cluster.start([sys.executable, "-c", OTHER], tmp_path)
-        run = cluster.start(command(tmp_path, "ray"), tmp_path, PATHS)
         log = tmp_path / "runs/run/events.jsonl"
+        other = cluster.start([sys.executable, "-c", OTHER, str(log)], tmp_path)
+        run = cluster.start(command(tmp_path, "ray"), tmp_path, PATHS)
         out, _ = other.communicate(timeout=80)
         ended = float(out.split()[-1])
         assert run.wait(50) == 0, run.communicate()

@@ -40,8 +40,9 @@ def work():
     while not pathlib.Path("end").exists():
         time.sleep(0.05)
 
+while ray.available_resources().get("GPU", 0) > 0:
+    time.sleep(0.05)
 waits = work.options(runtime_env={}).remote()
-time.sleep(1)
 assert not pathlib.Path("runs").exists()
 pathlib.Path("another-waits").touch()
 ray.get(waits)
@@ -104,7 +105,7 @@ heard("done")
 def test_joiner_without_a_gpu_waits_until_the_run_ends(ray: RayCluster, tmp_path: Path) -> None:
     """The cluster has one GPU too few."""
     wait = "until(lambda: signals, 'a signal')"
-    process = launch(ray, tmp_path, "manager.request(4)\nreports(3)\ntime.sleep(1)", join=wait)
+    process = launch(ray, tmp_path, "manager.request(4)\nreports(3)", join=wait)
     assert end(process) == (0, "", "")
     assert len(reports_of(tmp_path)) == 3
     wait_until(lambda: gone(tmp_path), 15)
