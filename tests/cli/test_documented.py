@@ -30,6 +30,7 @@ PAGES = (README, TUTORIAL, REFERENCE)
 # Commands that do not run here, and why.
 LEFT_OUT = {
     "make demo": "sets up .venv",
+    "pip install .": "sets up the environment of these tests",
     "make test": "is this suite",
     "make results QUICK=1": "takes minutes; tests/test_remake.py has the program behind it",
     "make gpu": "needs a GPU; tests/benchmarks/test_gpu.py has its dry run",
