@@ -79,7 +79,10 @@ def execute(
     late: int | None = None,
     groups: int = 1,
 ) -> dict[str, Any]:
-    """Two steps of a text or of a random schedule [placement, seed], with equal stages."""
+    """Two steps of a text or of a random schedule [placement, seed], with equal stages.
+
+    With the seed `late`, messages are late and pieces of W run ahead.
+    """
     order = (
         from_text(schedule)
         if isinstance(schedule, str)

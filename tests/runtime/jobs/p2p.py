@@ -45,7 +45,10 @@ def channel(
     transposed: bool = False,
     again: tuple[int, int] | None = None,
 ) -> int:
-    """Sends messages of steps[s][j] to rank 1, which compares and counts what arrives."""
+    """Sends messages of steps[s][j] to rank 1, which compares and counts what arrives.
+
+    `again` is what each rank has sent or taken before a step begins again.
+    """
     ends = transport(world, len(steps[0]), depth, varying)
     seen = 0
     for shapes in steps:
