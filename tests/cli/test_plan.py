@@ -126,10 +126,28 @@ def test_last_line_is_the_fastest_schedule(plan: Run, costs_file: Path, schedule
         (("--speeds", "1,1", "--fewest-ranks", "0.1"), ["--speeds", "--fewest-ranks"]),
         (("--recompute", "some"), ["--recompute some"]),
         (("--cost", "costs.json"), ["--cost costs.json", "--costs"]),
+        (("--gpus", "4"), ["--gpus", "--global-batch"]),
+        (("--zero", "1"), ["--zero", "--gpus"]),
+        (("--gpus", "4", "--global-batch", "8", "--ranks", "2"), ["--ranks", "--gpus"]),
+        (("--gpus", "4", "--global-batch", "8", "--cost", "parameters"), ["--cost", "--gpus"]),
+        (("--gpus", "0", "--global-batch", "8"), ["0 GPUs"]),
+        (("--gpus", "4", "--global-batch", "8", "--micro-batch", "one"), ["--micro-batch one"]),
+        (("--gpus", "4", "--global-batch", "8", "--bandwidth", "fast"), ["--bandwidth fast"]),
+        (("--gpus", "4", "--global-batch", "8", "--zero", "2"), ["zero = 2"]),
+        (("--gpus", "4", "--global-batch", "7", "--micro-batch", "2"), ["global batch of 7"]),
+        (("--gpus", "4", "--global-batch", "8", "--memory-limit", "20MiB"), ["20971520"]),
+        (("--fewest-ranks", -1), ["--fewest-ranks"]),
+        (("--fewest-ranks", "nan"), ["--fewest-ranks"]),
+        (("--fewest-ranks", "inf"), ["--fewest-ranks inf"]),
+        (("--fewest-ranks", 0, "--megatron"), ["--megatron", "--fewest-ranks"]),
+        (("--fewest-ranks", 0, "--cost", "parameters"), ["--cost parameters", "--fewest-ranks"]),
+        (("--fewest-ranks", 0, "--ranks", 40), ["40", "10"]),
+        (("--fewest-ranks", 0, "--zero", 1), ["--zero", "--gpus"]),
+        (("--fewest-ranks", 0, "--gpus", 4), ["--gpus", "--global-batch"]),
     ],
 )
 def test_wrong_options_are_refused(
-    plan: Run, costs_file: Path, options: tuple[str, ...], mentions: list[str]
+    plan: Run, costs_file: Path, options: tuple[object, ...], mentions: list[str]
 ) -> None:
     assert_refused(plan("--costs", costs_file, *options), *mentions)
 

@@ -91,22 +91,3 @@ def test_fewest_ranks_of_a_workload(plan: Run, tmp_path: Path) -> None:
     status, out, err = plan("--costs", path, "--fewest-ranks", 0)
     assert (status, err) == (0, "")
     assert f"needs {needed['mean']:.1f} of 4 ranks on average" in out
-
-
-@pytest.mark.parametrize(
-    ("share", "options", "mentions"),
-    [
-        (-1, (), ["--fewest-ranks"]),
-        ("nan", (), ["--fewest-ranks"]),
-        ("inf", (), ["--fewest-ranks inf"]),
-        (0, ("--megatron",), ["--megatron", "--fewest-ranks"]),
-        (0, ("--cost", "parameters"), ["--cost parameters", "--fewest-ranks"]),
-        (0, ("--ranks", 40), ["40", "10"]),
-        (0, ("--zero", 1), ["--zero", "--gpus"]),
-        (0, ("--gpus", 4), ["--gpus", "--global-batch"]),
-    ],
-)
-def test_wrong_options_are_refused(
-    plan: Run, costs_file: Path, share: object, options: tuple[object, ...], mentions: list[str]
-) -> None:
-    assert_refused(plan("--costs", costs_file, "--fewest-ranks", share, *options), *mentions)

