@@ -14,8 +14,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import transformers.masking_utils as masking_utils
 from torch import Tensor, nn
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -105,7 +106,9 @@ def initialise_own(model: PreTrainedModel, module: nn.Module, path: str) -> None
     for depth in range(len(parts), -1, -1):
         holder = model.get_submodule(".".join(parts[:depth]))
         if isinstance(holder, PreTrainedModel):
-            holder._init_weights(module)
+            cast(Any, holder)._init_weights(
+                module
+            )  # untyped: pyright would infer it from every model
             return
 
 
