@@ -30,46 +30,27 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(BATCH, 4, generator=generator), torch.randn(BATCH, 3, generator=generator)
 
 
-def train(
-    world: dynmo.World, replicas: int = 1, microbatches: int = 4, steps: int = 4
-) -> dict[str, Any]:
-    """Trains a small model with `dynmo.Pipeline`.
-
-    Each rank gives what it must and no more. Ranks between the first and the last stage give None.
-
-    Args:
-        world: World of all ranks.
-        replicas: Number of replicas.
-        microbatches: Number of microbatches of a step, over all replicas.
-        steps: Number of steps.
-
-    Returns:
-        Stages, own layers, losses, the loss of an evaluation, and the digest of the weights.
-    """
+def train(world: dynmo.World, replicas: int = 1) -> dict[str, Any]:
+    """Trains with `dynmo.Pipeline`. Ranks between the first and the last stage give no data."""
     model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
     pipeline = dynmo.Pipeline(
-        model, world, microbatches=microbatches // replicas, schedule="zb-h1", replicas=replicas
+        model, world, microbatches=4 // replicas, schedule="zb-h1", replicas=replicas
     )
     mine = pipeline.modules
-    pipelines = world.size // replicas
-    share = slice(
-        world.rank % replicas * BATCH // replicas, (world.rank % replicas + 1) * BATCH // replicas
-    )
-    losses: list[float] = []
-    for step in range(steps):
+
+    def own(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = batch(step)
-        losses.append(
-            pipeline.step(
-                inputs[share] if 0 in mine else None,
-                targets[share] if len(layers()) - 1 in mine else None,
-            ).loss
-        )
-    inputs, targets = batch(0)
+        return inputs.chunk(replicas)[pipeline.replica], targets.chunk(replicas)[pipeline.replica]
+
+    losses: list[float] = []
+    for step in range(4):
+        inputs, targets = own(step)
+        given = (inputs if 0 in mine else None, targets if 3 in mine else None)
+        losses.append(pipeline.step(*given).loss)
     return {
-        "stages": pipelines,
         "layers": sorted(mine),
         "losses": losses,
-        "evaluated": pipeline.evaluate(inputs[share], targets[share]),
+        "evaluated": pipeline.evaluate(*own(0)),
         "weights": pipeline.digest(),
     }
 
@@ -95,17 +76,17 @@ def lengths(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids.roll(1, 1)
 
 
-def train_odd_layers(world: dynmo.World, steps: int = 6) -> dict[str, Any]:
+def train_odd_layers(world: dynmo.World) -> dict[str, Any]:
     """Returns the losses and the digest of the weights."""
     optimizer = dynmo.SGD(lr=0.1, momentum=0.9)
     pipeline = dynmo.Pipeline(
         dynmo.Sequential(odd_layers()), world, microbatches=4, optimizer=optimizer
     )
-    losses = [pipeline.step(*lengths(step)).loss for step in range(steps)]
+    losses = [pipeline.step(*lengths(step)).loss for step in range(6)]
     if world.size > 1:
         pipeline.move([2, 3])
         pipeline.move([3, 2])
-    losses += [pipeline.step(*lengths(step)).loss for step in range(steps)]
+    losses += [pipeline.step(*lengths(step)).loss for step in range(6)]
     return {"losses": losses, "weights": pipeline.digest()}
 
 
@@ -141,17 +122,10 @@ def seeded_otherwise(world: dynmo.World) -> str:
 
 
 def sharded(world: dynmo.World, by: str, replicas: int = 1) -> dict[str, Any]:
-    """Trains one step on one batch, then gets batches that are drawn by `by`.
+    """Trains one step on one batch, then a step and an evaluation get batches drawn by `by`.
 
-    Args:
-        world: World of all ranks.
-        by: "rank", "replica", "targets" (those alone are drawn by rank), or "middle" (rank 1 alone
-            has another batch).
-        replicas: Number of replicas.
-
-    Returns:
-        Errors of a step and of an evaluation, the digests before and after, and the loss of a
-        further step on one batch.
+    This is "rank", "replica", "targets" (those alone are drawn by rank), or "middle" (rank 1 alone
+    has another batch). A last step has one batch again.
     """
     model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
     pipeline = dynmo.Pipeline(model, world, microbatches=2, schedule="zb-h1", replicas=replicas)
@@ -197,14 +171,7 @@ def held_groups(world: dynmo.World) -> str:
 
 
 def reshaped(world: dynmo.World) -> dict[str, Any]:
-    """Trains a loop whose mesh changes: one pipeline of all ranks, then as many replicas.
-
-    Args:
-        world: World of all ranks.
-
-    Returns:
-        The shapes, the losses and the digest, and the names of the events that were told.
-    """
+    """Trains a loop whose mesh changes: one pipeline of all ranks, then as many replicas."""
     told: list[Event] = []
     plan = [(2, 1, world.size)] if world.size > 1 else []
     pipeline = dynmo.Pipeline(
@@ -248,12 +215,8 @@ def changing_shape(
     """Trains nine layers. Each step runs another schedule and placement.
 
     Args:
-        world: World of all ranks.
         shapes: Schedule and layers of each stage, one pair a step.
-        folder: Where to save after the last step. The run then goes on from there for two steps, in
-            another pipeline.
-        replicas: Number of replicas.
-        post_validation: Whether steps have no barrier.
+        folder: Where to save at the end. Another pipeline then goes on from there for two steps.
         refuses: Whether the first change of the schedule is tried without room before.
     """
     options: dict[str, Any] = {

@@ -34,21 +34,7 @@ def train(
     streaming: bool = False,
     slots: int | None = None,
 ) -> dict[str, Any]:
-    """Trains up to a number of steps, evaluates and saves.
-
-    Args:
-        world: The ranks.
-        model: Folder of the model.
-        steps: Steps that are done at the end.
-        folder: Folder of checkpoints.
-        load: Whether to go on from the newest one.
-        replicas: Number of replicas.
-        streaming: Whether the records come in order.
-        slots: Groups in which gradients are summed.
-
-    Returns:
-        The weights, the evaluation, and the numbers of this rank's samples in each step.
-    """
+    """Trains up to a number of steps, evaluates and saves. `load` goes on from the last time."""
     told = list[Event]()
     table = None if folder is None or world.rank else dynmo.Csv(Path(folder) / "numbers.csv")
 

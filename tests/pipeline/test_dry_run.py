@@ -9,6 +9,7 @@ import torch
 
 from dynmo.config import parse
 from dynmo.errors import ConfigError, PartitionError
+from dynmo.pipeline.dry_run import RunPlan
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.train.setup import model_of, plan_run
@@ -25,7 +26,7 @@ EMBEDDING = 256 * 8
 ATTENTION = 8 + 3 * 64 + 64
 FEED_FORWARD = 8 + 2 * 32 * 8 + 32 * 8
 HEAD = 8 + 8 * 256
-
+OF_A_LAYER = ("weight", "gradient", "activation", "stash", "output")
 
 # Bytes of rotary tables: cosine and sine of a sequence of 4, for 2 heads of 4 numbers, 2 pairs
 # each.
@@ -102,22 +103,13 @@ def test_predicted_bytes_match_a_measured_run(sequence: int) -> None:
 
     This includes attention, which keeps no tensor that grows with the square of the sequence.
     """
-    model = model_of(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}))
-    costs = shape_costs(
-        parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}).options, model
-    )
-    pipe = pipeline(model)
+    config = parse(TINY | {"model": TINY["model"] | {"sequence": sequence}})
+    model = model_of(config)
+    costs, pipe = shape_costs(config.options, model), pipeline(model)
     text = torch.randint(256, (3, 2, sequence + 1))
     pipe.step(0, text[..., :-1], text[..., 1:], lr=0.1)
     measured = pipe.costs()
-    for field in (
-        "parameters",
-        "weight_bytes",
-        "gradient_bytes",
-        "activation_bytes",
-        "stash_bytes",
-        "output_bytes",
-    ):
+    for field in ("parameters", *(f"{of}_bytes" for of in OF_A_LAYER)):
         assert [getattr(c, field) for c in costs] == [getattr(c, field) for c in measured], field
 
 
@@ -139,17 +131,15 @@ def test_dry_run_allocates_no_memory_and_draws_no_numbers() -> None:
 
 
 def test_memory_limit_is_checked_to_the_byte() -> None:
-    plan = plan_run(parse(TINY))
-    wanted = max(plan.memory)
-    assert (
-        plan_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": wanted}})).limit
-        == wanted
-    )
-    with pytest.raises(
-        PartitionError,
-        match=f"rank 1 needs {wanted} bytes .* pipeline.memory_limit = {wanted - 1}",
-    ):
-        plan_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": wanted - 1}}))
+    wanted = max(plan_run(parse(TINY)).memory)
+
+    def limited(limit: int) -> RunPlan:
+        return plan_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": limit}}))
+
+    assert limited(wanted).limit == wanted
+    says = f"rank 1 needs {wanted} bytes .* pipeline.memory_limit = {wanted - 1}"
+    with pytest.raises(PartitionError, match=says):
+        limited(wanted - 1)
 
 
 def test_gpipe_keeps_every_microbatch() -> None:
@@ -192,69 +182,37 @@ def test_recompute_auto_is_used_if_memory_is_short() -> None:
     kept, recomputed = (plan_run(parse(_with(recompute=word))) for word in ("none", "all"))
     assert (kept.recompute, recomputed.recompute) == ((), (0, 1, 2, 3))
     assert max(recomputed.memory) < max(kept.memory)
-    for limit in (max(kept.memory), max(kept.memory) - 1, max(recomputed.memory)):
-        plan = plan_run(
-            parse(
-                _with(recompute="auto") | {"pipeline": {"schedule": "1f1b", "memory_limit": limit}}
-            )
-        )
+
+    def planned(limit: int) -> RunPlan:
+        pipeline = {"schedule": "1f1b", "memory_limit": limit}
+        return plan_run(parse(_with(recompute="auto") | {"pipeline": pipeline}))
+
+    for limit in (max(kept.memory) - 1, max(recomputed.memory)):
+        plan = planned(limit)
         assert max(plan.memory) <= limit
-        assert bool(plan.recompute) == (limit < max(kept.memory))
+        assert plan.recompute
+    assert not planned(max(kept.memory)).recompute
     with pytest.raises(PartitionError, match="rank 0 needs"):
-        plan_run(
-            parse(
-                _with(recompute="auto")
-                | {"pipeline": {"schedule": "1f1b", "memory_limit": min(recomputed.memory) // 2}}
-            )
-        )
+        planned(min(recomputed.memory) // 2)
 
 
 def test_emulated_layers_do_not_sleep() -> None:
-    plan = plan_run(
-        parse(
-            {
-                "model": {
-                    "kind": "emulated",
-                    "layers": 4,
-                    "f": 1e6,
-                    "b": 1e6,
-                    "w": 1e6,
-                    "bytes": 64,
-                },
-                "parallel": {"pipeline": 4},
-            }
-        )
-    )
+    slow = {"kind": "emulated", "layers": 4, "bytes": 64, **dict.fromkeys("fbw", 1e6)}
+    plan = plan_run(parse({"model": slow, "parallel": {"pipeline": 4}}))
     assert plan.parameters == (1, 1, 1, 1)
 
 
 def test_input_errors_are_those_of_a_run() -> None:
     with pytest.raises(ConfigError, match=r"model.vocab = 100"):
         plan_run(parse(TINY | {"model": TINY["model"] | {"vocab": 100}}))
+    own = {"model": {"kind": "python:tests.models.user_model:layers"}, "parallel": {"pipeline": 2}}
     with pytest.raises(ConfigError, match=r"balance.initial .*5 layers"):
-        plan_run(
-            parse(
-                {
-                    "model": {"kind": "python:tests.models.user_model:layers"},
-                    "parallel": {"pipeline": 2},
-                    "balance": {"initial": [1, 2]},
-                }
-            )
-        )
+        plan_run(parse(own | {"balance": {"initial": [1, 2]}}))
     meshes = {
         "parallel": {"replicas": 6},
         "elastic": {"reshape_at": [[3, 6, 1]]},
         "train": {"global_batch": 48, "micro_batch": 1, "reduction_slots": 24},
     }
     with pytest.raises(ConfigError, match=r"reshape_at: .*6 stages.*5 layers"):
-        plan_run(parse({"model": {"kind": "python:tests.models.user_model:layers"}} | meshes))
-    plan = plan_run(
-        parse(
-            {
-                "model": {"kind": "python:tests.models.user_model:layers"},
-                "parallel": {"pipeline": 2},
-                "train": {"micro_batch": 4},
-            }
-        )
-    )
-    assert plan.partition == (3, 2)
+        plan_run(parse(own | meshes))
+    assert plan_run(parse(own | {"train": {"micro_batch": 4}})).partition == (3, 2)

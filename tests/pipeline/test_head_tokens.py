@@ -12,6 +12,7 @@ import torch
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.saved_models import save
 from tests.pool import Pool
+from tests.train.hugging_face_jobs import prepare
 
 SLOTS = {"reduction_slots": 2}
 CLIPPED = {"max_grad_norm": 0.05}  # each step is, so post-validation takes each back
@@ -79,5 +80,6 @@ def test_tied_weights_have_the_bits_of_one_rank(pool: Pool) -> None:
 def test_models_of_transformers_have_the_bits_of_one_rank(
     pool: Pool, tmp_path: Path, tied: bool
 ) -> None:
+    prepare(pool)
     save("llama", tmp_path, torch.float32, vocab_size=256, tie_word_embeddings=tied)
     check_two_ranks(pool, kind="hf", path=str(tmp_path), sequence=16)

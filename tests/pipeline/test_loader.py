@@ -14,6 +14,7 @@ from dynmo.errors import ConfigError
 from tests.models.huggingface.saved_models import folder_of
 from tests.pipeline.loading import COUNT, HELD_OUT
 from tests.pool import Pool
+from tests.train.hugging_face_jobs import prepare
 
 JOB = "tests.pipeline.loading:train"
 
@@ -33,6 +34,7 @@ def model() -> str:
 def test_loop_goes_on_with_the_next_sample_on_other_replicas(
     pool: Pool, tmp_path: Path, streaming: bool, replicas: int, slots: int | None
 ) -> None:
+    prepare(pool)
     given: dict[str, Any] = {"model": model(), "streaming": streaming, "slots": slots}
     whole = pool.run(JOB, 1, steps=5, **given)[0]
     assert whole["events"] == list(range(5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,19 @@ from dynmo.config import parse
 from dynmo.runtime.comm.world import World
 from dynmo.train.loader import DataLoader
 from dynmo.train.setup import model_of
+from tests.pool import Pool
+
+
+@cache
+def prepare(pool: Pool) -> None:
+    """All ranks import transformers at once. None waits for the import of another one later."""
+    pool.run("tests.train.hugging_face_jobs:import_transformers", 4, timeout=300)
+
+
+def import_transformers(world: World) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    del world, AutoModelForCausalLM, AutoTokenizer
 
 
 def batches(world: World, config: dict[str, Any]) -> list[Any]:

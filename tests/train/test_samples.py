@@ -282,10 +282,7 @@ def test_broken_sample_is_left_out_and_counted(
     ("changes", "says"),
     [
         ({"data": {"answers_only": True}}, "data.answers_only = true, but the records have no"),
-        (
-            {"other": {"model": {"kind": "gpt", "sequence": 32}}},
-            "need a model of kind hf, not gpt",
-        ),
+        ({"other": {"model": {"kind": "gpt", "sequence": 32}}}, "need a model of kind hf, not gpt"),
         ({"data": {"source": "jsonl:missing"}}, "cannot be read .No such file"),
         ({"data": {"source": "stdlib", "batching": "grouped"}}, "data.batching has no effect"),
         ({"data": {"streaming": True}}, "jsonl.*is read by number.*leave out data.streaming"),
