@@ -121,7 +121,10 @@ def _complete(partial: Path, final: Path, manifest: CheckpointManifest) -> None:
     write_whole(partial / MANIFEST, sealed(manifest))
     _sync(partial)
     _put_in_place(partial, final)
-    write_whole(final.parent / "latest", final.name)
+    latest = final.parent / "latest"
+    if latest.is_dir() and not latest.is_symlink():
+        latest.rmdir()  # a file cannot replace it
+    write_whole(latest, final.name)
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
