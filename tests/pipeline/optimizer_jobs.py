@@ -62,9 +62,7 @@ class Counting(torch.optim.Optimizer):
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": ADAMW, "groups": decay_of_matrices},
-    "nesterov": {
-        "optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    },
+    "nesterov": {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)},
     "adafactor": {"optimizer": partial(torch.optim.Adafactor, lr=0.05)},
     "radam": {"optimizer": partial(torch.optim.RAdam, lr=1e-2)},
     "adagrad": {"optimizer": partial(torch.optim.Adagrad, lr=1e-2, lr_decay=0.1)},

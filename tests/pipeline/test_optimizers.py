@@ -16,14 +16,7 @@ from dynmo.errors import CheckpointError, ConfigError
 from dynmo.pipeline.options import TORCH_OPTIMIZERS
 from tests.combinations import mostly_matrix
 from tests.equality import BALANCERS
-from tests.pipeline.optimizer_jobs import (
-    ADAMW,
-    MICROBATCHES,
-    OPTIMIZERS,
-    batch,
-    layers,
-    make,
-)
+from tests.pipeline.optimizer_jobs import ADAMW, MICROBATCHES, OPTIMIZERS, batch, layers, make
 from tests.pool import Pool
 
 JOBS = "tests.pipeline.optimizer_jobs:"

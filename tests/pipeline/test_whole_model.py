@@ -131,12 +131,7 @@ def test_state_without_values_is_refused(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "options", "last"),
-    [
-        (1, {}, [0]),
-        (2, {}, [1]),
-        (2, {"schedule": "zb-v"}, [0]),
-        (4, {"replicas": 2}, [2, 3]),
-    ],
+    [(1, {}, [0]), (2, {}, [1]), (2, {"schedule": "zb-v"}, [0]), (4, {"replicas": 2}, [2, 3])],
 )
 def test_outputs_of_an_evaluation_are_those_of_the_modules(
     pool: Pool, ranks: int, options: dict[str, Any], last: list[int]
