@@ -5,6 +5,11 @@ Run it before and after a change of structure.
     python -m tests.digests > before.json       # at the old commit
     python -m tests.digests --compare before.json
 
+Or run many small drawn cases, which files have recorded with their digests:
+
+    python -m tests.fuzz --cases 200 --write runs/cases           # at the old commit
+    python -m tests.digests --folder runs/cases
+
 Digests depend on the processor and on the torch version, so both runs belong on one machine.
 """
 
@@ -62,7 +67,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--compare", type=Path, help="a file that an earlier call has printed")
-    earlier = parser.parse_args().compare
+    parser.add_argument("--folder", type=Path, help="files that `tests.fuzz --write` has written")
+    options = parser.parse_args()
+    if options.folder is not None:
+        return compare_folder(options.folder)
+    earlier = options.compare
     digests = {name: run(name, sections) for name, sections in CONFIGURATIONS.items()}
     print(json.dumps(digests, indent=1))
     if earlier is None:
@@ -71,6 +80,25 @@ def main() -> int:
     different = sorted(name for name in expected if digests.get(name) != expected[name])
     print(f"{len(expected)} compared, changed: {', '.join(different) or 'none'}", file=sys.stderr)
     return bool(different)
+
+
+def compare_folder(folder: Path) -> int:
+    """Runs every file of a folder. Returns 1 if one has other digests, or if there is none."""
+    from tests.fuzz.outcome import EQUAL, CaseResult
+    from tests.fuzz.recorded import read_case
+    from tests.fuzz.runner import run_all
+
+    files = sorted(folder.glob("*.toml"))
+    cases = [read_case(file, number) for number, file in enumerate(files)]
+
+    def tell(outcome: CaseResult) -> None:
+        if outcome.kind != EQUAL:
+            print(f"{files[outcome.case.number]}: {outcome.what}\n{outcome.detail}", flush=True)
+
+    outcomes = run_all(cases, os.cpu_count() or 1, tell)
+    changed = sum(outcome.kind != EQUAL for outcome in outcomes)
+    print(f"{len(cases)} compared, {changed} changed", file=sys.stderr)
+    return int(changed > 0 or not cases)
 
 
 def run(name: str, sections: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 python -m tests.fuzz --cases 1000 --seed 1            # from the repository's root
 python -m tests.fuzz --seed 1 --only 37               # one of them again
+python -m tests.fuzz --cases 200 --write runs/cases    # files for `tests.digests --folder`
 python -m tests.fuzz --cases 48 --out benchmarks/results/fuzz.json    # README's figure
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from dynmo.train.compile_ahead import prepare
 from tests.fuzz.draws import draw
 from tests.fuzz.outcome import EQUAL, FAILED, REFUSED, CaseResult
+from tests.fuzz.recorded import write_case
 from tests.fuzz.report import commit_of_files, passed, replay, summary, write_counts
 from tests.fuzz.runner import run_all
 
@@ -29,10 +31,11 @@ class Progress:
         total: Number of cases.
         folder: Folder for the TOML files of failures.
         repeat: Command that runs one case again, without its number.
+        write: Folder for the cases that are equal, with their digests. None writes none.
     """
 
-    def __init__(self, total: int, folder: Path, repeat: str) -> None:
-        self._total, self._folder, self._repeat = total, folder, repeat
+    def __init__(self, total: int, folder: Path, repeat: str, write: Path | None = None) -> None:
+        self._total, self._folder, self._repeat, self._write = total, folder, repeat, write
         self._start = self._last = time.monotonic()
         self._counts: Counter[str] = Counter()
 
@@ -43,8 +46,10 @@ class Progress:
     def tell(self, outcome: CaseResult) -> None:
         """Counts one outcome."""
         self._counts[outcome.kind] += 1
+        number = outcome.case.number
+        if outcome.kind == EQUAL and self._write is not None:
+            write_case(outcome, self._write, f"{self._repeat} {number}")
         if outcome.kind == FAILED:
-            number = outcome.case.number
             print(f"\ncase {number}: {outcome.what}\n{outcome.detail}")
             print(f"    {self._repeat} {number}\n{replay(outcome, self._folder)}", flush=True)
         now, done = time.monotonic(), sum(self._counts.values())
@@ -71,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--jobs", type=int, default=os.cpu_count() or 1, help="pools of ranks side by side")
     add("--folder", type=Path, default=Path("runs", "fuzz"), help="for TOML files of failures")
     add("--out", type=Path, help="write the counts to this file, as JSON")
+    add("--write", type=Path, help="write the equal cases to this folder, with their digests")
     add("--show", action="store_true", help="print the TOML files and run nothing")
     add(
         "--elastic",
@@ -99,7 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commit = commit_of_files()
     prepare()  # else every rank would compile at once, within a case's time limit
     repeat = f"python -m tests.fuzz --seed {options.seed} --elastic {options.elastic} --only"
-    progress = Progress(len(cases), folder, repeat)
+    if options.write is not None:
+        options.write.mkdir(parents=True, exist_ok=True)
+    progress = Progress(len(cases), folder, repeat, options.write)
     outcomes = run_all(cases, options.jobs, progress.tell)
     print(summary(outcomes, progress.seconds()))
     if options.out is not None:

@@ -14,12 +14,16 @@ EQUAL, REFUSED, FAILED = "equal", "refused", "failed"
 
 @dataclass(frozen=True)
 class CaseResult:
-    """How a case ended: EQUAL, REFUSED or FAILED, and in one line why."""
+    """How a case ended: EQUAL, REFUSED or FAILED, and in one line why.
+
+    `end` has the loss and the digests of a case that is equal, as text.
+    """
 
     case: Case
     kind: str
     what: str = ""
     detail: str = ""
+    end: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class Failure(Exception):

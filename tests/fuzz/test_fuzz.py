@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from dynmo.balance.options import BALANCERS
 from dynmo.config import load, parse
 from dynmo.dynamism.options import CASES
 from dynmo.schedule.catalogue import AUTO, SCHEDULES
+from tests import digests
 from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES
 from tests.fuzz import loops
@@ -29,6 +31,7 @@ from tests.fuzz.draws import STOP, Case, Tables, draw, reference_of
 from tests.fuzz.layers import LAYERS
 from tests.fuzz.models import model_of
 from tests.fuzz.outcome import EQUAL, FAILED, REFUSED, CaseResult
+from tests.fuzz.recorded import read_case, write_case
 from tests.fuzz.report import passed, replay, summary
 from tests.fuzz.runner import Runner
 from tests.pool import ROOT, Pool, PoolLost
@@ -54,7 +57,7 @@ def runner(pool: Pool) -> Iterator[Runner]:
     runner.close()
 
 
-@pytest.mark.parametrize("number", mostly_matrix(range(SHORT), everyday=[0]))
+@pytest.mark.parametrize("number", mostly_matrix(range(SHORT), everyday=[4]))
 def test_short_fuzz_run_finds_no_difference(runner: Runner, number: int) -> None:
     """The cases of `python -m tests.fuzz --seed 20 --cases 18`."""
     outcome = runner.run(draw(SEED, number))
@@ -62,8 +65,8 @@ def test_short_fuzz_run_finds_no_difference(runner: Runner, number: int) -> None
 
 
 def test_short_run_of_loops_finds_no_difference(pool: Pool) -> None:
-    """`python -m tests.fuzz.loops --seed 2 --cases 6`."""
-    assert [loops.run_case(pool, loops.draw(2, number)) for number in range(6)] == [None] * 6
+    """`python -m tests.fuzz.loops --seed 2 --cases 2`."""
+    assert [loops.run_case(pool, loops.draw(2, number)) for number in range(2)] == [None] * 2
 
 
 def test_drawn_loops_cover_every_choice() -> None:
@@ -156,6 +159,10 @@ def _model(do: Callable[[Tensor], Tensor]) -> list[nn.Module]:
     return [nn.Embedding(256, 8), nn.Linear(8, 8), Planted(do), nn.Linear(8, 256)]
 
 
+def a_model() -> list[nn.Module]:
+    return _model(torch.tanh)
+
+
 def a_wrong_bit() -> list[nn.Module]:
     """Differs in the last bits on any rank but the first."""
     return _model(lambda y: y * (1 + 1e-7 * (os.environ["RANK"] != "0")))
@@ -236,9 +243,9 @@ def test_hanging_pool_is_replaced(pool: Pool) -> None:
     hanging = Hanging()
     pools: list[Pool] = [Lent(pool), hanging]
     runner = Runner(lambda log: pools.pop())
-    assert runner.run(draw(SEED, 0)).what.startswith("hang or crash")
+    assert runner.run(planted("a_model")).what.startswith("hang or crash")
     assert hanging.closed
-    assert runner.run(draw(SEED, 0)).kind == EQUAL
+    assert runner.run(planted("a_model")).kind == EQUAL
     runner.close()
 
 
@@ -276,6 +283,56 @@ def test_printed_files_replay_a_case(
         repr(json.loads(done.stdout)["weights_digest"])
         == runner.reference(case).end["weights_digest"]
     )
+
+
+def test_written_case_has_the_digests_of_its_run(runner: Runner, tmp_path: Path) -> None:
+    """The second part of a run that stops is a whole run in a file of its own."""
+    first = planted("a_model", dynamism={"cases": [f"{STOP}0"]}, checkpoint={"every": 1})
+    case = replace(first, resumed=planted("a_model", pipeline={"schedule": "1f1b"}).config, stop=0)
+    outcome = runner.run(case)
+    assert outcome.kind == EQUAL, (outcome.what, outcome.detail)
+    write_case(outcome, tmp_path, "python -m tests.fuzz --seed 1 --only 7")
+    files = sorted(tmp_path.glob("*.toml"))
+    assert [file.name for file in files] == ["fuzz-7-resumed.toml", "fuzz-7.toml"]
+    cases = [read_case(file, 0) for file in files]
+    for file, again in zip(files, cases, strict=True):
+        assert again.resumed is None
+        assert parse(again.config) == load(file)
+        assert runner.run(again).kind == EQUAL
+    other = replace(cases[0], recorded=outcome.end | {"weights_digest": "'0'"})
+    assert "wrong bits: end at weights_digest" in runner.run(other).what
+    files[0].write_text("seed = 1\n")
+    with pytest.raises(ValueError, match="has no line that starts with"):
+        read_case(files[0], 0)
+
+
+def test_digests_of_a_folder_are_compared(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert digests.compare_folder(tmp_path) == 1, "nothing is compared"
+    end = {"loss": "1.0", "weights_digest": "'0'"}
+    for number in range(3):
+        case = replace(planted("a_model"), number=number)
+        write_case(CaseResult(case, EQUAL, end=end), tmp_path, "")
+
+    def outcomes(
+        cases: list[Case], jobs: int, tell: Callable[[CaseResult], None]
+    ) -> list[CaseResult]:
+        assert all(case.recorded == end for case in cases)
+        results = [
+            CaseResult(case, FAILED if changed and case.number == 1 else EQUAL, "wrong bits")
+            for case in cases
+        ]
+        for result in results:
+            tell(result)
+        return results
+
+    monkeypatch.setattr("tests.fuzz.runner.run_all", outcomes)
+    for changed in (False, True):
+        assert digests.compare_folder(tmp_path) == changed
+        out, err = capsys.readouterr()
+        assert (f"{tmp_path / 'fuzz-1.toml'}: wrong bits" in out) == changed
+        assert f"3 compared, {int(changed)} changed" in err
 
 
 def test_command_writes_its_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
