@@ -23,6 +23,9 @@ from tests.models.huggingface.tiny import sizes
 
 def config_of(kind: str, **changes: Any) -> PreTrainedConfig:
     wanted = {**sizes(kind), "vocab_size": 64, "num_hidden_layers": 2, **changes}
+    wanted.pop("sliding_window", None)
+    if "head_dim" in wanted:
+        wanted["head_dim"] = wanted["hidden_size"] // wanted["num_attention_heads"]
     return AutoConfig.for_model(kind, **wanted)
 
 
