@@ -21,7 +21,7 @@ from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.train.setup import model_of
 from tests.runtime.jobs.migrate import any_partition
 
-PV_STEPS = 7
+PV_STEPS, MICROBATCHES = 7, 6
 
 
 def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
@@ -52,7 +52,7 @@ def _made(world: World, schedule: str, kind: str, update: UpdateOptions) -> Engi
     model = model_of(parse({"model": gpt if kind == "gpt" else {"kind": f"python:{kind}"}}))
     stages = len(stage_ranks_of(schedule, world.size))
     pipeline = Engine(
-        world, model, uniform(model.layers, stages), StepOptions(schedule, 12), update
+        world, model, uniform(model.layers, stages), StepOptions(schedule, MICROBATCHES), update
     )
     pipeline.optimizer_step.scaler = LossScaler(2.0**16, window=1 << 30)
     return pipeline
@@ -82,12 +82,14 @@ def validated(
             Actions(pipeline).move(any_partition(layers, stages, random))
             seen.append(pipeline.digest())
         now[0] = step
-        tokens = torch.randint(256, (12, 1, 5), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(
+            256, (MICROBATCHES, 1, 5), generator=torch.Generator().manual_seed(step)
+        )
         results += pipeline.advance(
             step, tokens[..., :-1], tokens[..., 1:], lr=0.01, max_norm=limit
         )
         if changes and step % 3 == 1:
-            seen.append(pipeline.evaluate(tokens[..., :-1], tokens[..., 1:], 12))
+            seen.append(pipeline.evaluate(tokens[..., :-1], tokens[..., 1:], MICROBATCHES))
     results += pipeline.drain()
     failed = pipeline.optimizer_step.failed  # pyright: ignore[reportPrivateUsage]
     return {
