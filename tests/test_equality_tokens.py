@@ -112,15 +112,7 @@ SPREAD: dict[str, tuple[tuple[int, int, int], str, dict[str, dict[str, Any]]]] =
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "place"),
-    mostly_matrix(
-        product([case for case in CASES if "experts" in CASES[case]], SPREAD),
-        everyday=[("experts", "one stage")],
-    ),
-)
-def test_sharded_experts_have_the_numbers_of_one_process(pool: Pool, case: str, place: str) -> None:
-    """Experts are sharded over the replicas, and they move."""
+def sharded(case: str, place: str, least_gain: float) -> dict[str, Any]:
     (pipeline, data, expert), schedule, sections = SPREAD[place]
     mesh = {"pipeline": pipeline, "replicas": data, "expert": expert}
     parallel = mesh | sections.get("parallel", {})
@@ -128,13 +120,31 @@ def test_sharded_experts_have_the_numbers_of_one_process(pool: Pool, case: str, 
     spread = wanted(case, pipeline, schedule, **{**sections, "parallel": parallel, "train": train})
     spread["dynamism"]["experts"] = RECORD | {
         "place_every": 2,
-        "least_gain": 0.0,
+        "least_gain": least_gain,
         "redundant": data // 2,
     }
-    moved = told(pool, spread)
+    return spread
+
+
+def test_experts_stay_if_a_move_gains_too_little(pool: Pool) -> None:
+    spread = sharded("experts", "one stage", least_gain=0.99)
+    spread["train"]["steps"] = 3
+    assert not [change for change in told(pool, spread)["changes"] if change[1] == "experts"]
+
+
+@pytest.mark.parametrize(
+    ("case", "place"),
+    mostly_matrix(
+        product([case for case in CASES if "experts" in CASES[case]], SPREAD),
+        everyday=[("experts and exits", "one stage")],  # it has a loss of its own
+    ),
+)
+def test_sharded_experts_have_the_numbers_of_one_process(pool: Pool, case: str, place: str) -> None:
+    """Experts are sharded over the replicas, and they move."""
+    moved = told(pool, sharded(case, place, least_gain=0.0))
     assert any(name == "experts" for _, name, _ in moved["changes"]), "experts move"
     moved["changes"] = [change for change in moved["changes"] if change[1] != "experts"]
-    expected = reference(pool, case, groups=data)
+    expected = reference(pool, case, groups=SPREAD[place][0][1])
     assert {**moved, "shares": None} == {**expected, "shares": None}
 
 

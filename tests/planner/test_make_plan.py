@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.partition import Partition
 from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, stage_costs
@@ -84,6 +85,21 @@ def test_each_rank_keeps_within_its_own_limit(schedule: str, recompute: Any) -> 
     assert all(need <= limit for need, limit in zip(plan.memory, limits, strict=True))
     alike = make_plan(replace(request, memory_limit=(limits[0],) * 3))
     assert alike.partition == make_plan(replace(request, memory_limit=limits[0])).partition
+
+
+def test_balancers_are_told_the_limit_of_each_stages_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a V, rank 0 has the first and the last stage."""
+    told = list[Any]()
+    original = balancer("exact")
+
+    def exact(request: BalanceRequest) -> Partition:
+        told.append(request.memory_limit)
+        return original(request)
+
+    monkeypatch.setattr("dynmo.planner.make_plan.balancer", lambda name: exact)
+    limits = (1 << 40, 1 << 41)
+    make_plan(PlanRequest(profile(), 2, 4, "zb-v", memory_limit=limits))
+    assert told[0] == (limits[0], limits[1], limits[1], limits[0])
 
 
 def test_speeds_and_limits_are_one_per_rank() -> None:
