@@ -106,9 +106,8 @@ def initialise_own(model: PreTrainedModel, module: nn.Module, path: str) -> None
     for depth in range(len(parts), -1, -1):
         holder = model.get_submodule(".".join(parts[:depth]))
         if isinstance(holder, PreTrainedModel):
-            cast(Any, holder)._init_weights(
-                module
-            )  # untyped: pyright would infer it from every model
+            # It is untyped: pyright would infer its result from every model of transformers.
+            cast(Any, holder)._init_weights(module)
             return
 
 
