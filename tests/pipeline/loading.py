@@ -51,9 +51,17 @@ def train(
         reduction_slots=slots,
         listen=listen,
     )
+    taken = 0
+
+    def counted() -> Iterator[dict[str, list[int]]]:
+        nonlocal taken
+        for record in records():
+            taken += 1
+            yield record
+
     loader = dynmo.Loader(
         pipeline,
-        records if streaming else list(records()),
+        counted if streaming else list(records()),
         micro_batch=2,
         sequence=32,
         batching="grouped",
@@ -82,5 +90,6 @@ def train(
         "digest": pipeline.digest(),
         "loss": loss,
         "read": read,
+        "taken": taken,
         "events": [event.step for event in told if isinstance(event, DataEvent)],
     }

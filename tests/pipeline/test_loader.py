@@ -54,6 +54,7 @@ def test_loop_goes_on_with_the_next_sample_on_other_replicas(
     assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"]
     assert all(float(row["data/tokens"]) > 0 and float(row["step/loss"]) > 0 for row in rows)
     if streaming:  # six passes of 20
+        assert all(row["taken"] < whole["taken"] for row in rest), "it does not begin anew"
         assert Counter(n for step in whole["read"] for n in step) == dict.fromkeys(
             range(HELD_OUT, COUNT), 6
         )
