@@ -1,12 +1,14 @@
 """One rank of a loop that `test_killed.py` kills: `python -m tests.pipeline.killed_loop ...`.
 
-It writes the numbers of its samples before each step, and goes on from the newest checkpoint.
+It writes the numbers of its samples before each step, and goes on from the newest checkpoint. It
+kills itself if a number of steps to begin, and of events after them, is given.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +16,21 @@ import dynmo
 from tests.pipeline.loading import number_of
 
 
-def main(model: str, source: str, folder: Path, steps: int, journal: Path) -> None:
+def kill_after(events: int) -> None:
+    """Kills this process at a later event that Python audits, such as the opening of a file."""
+
+    def count(*_: object) -> None:
+        nonlocal events
+        events -= 1
+        if events == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def main(
+    model: str, source: str, folder: Path, steps: int, journal: Path, begun: int, events: int
+) -> None:
     with dynmo.init(device="cpu", threads=1) as world:
         pipeline = dynmo.Pipeline(
             dynmo.load_model(dynmo.ModelOptions(kind="hf", path=model, sequence=32)),
@@ -40,6 +56,9 @@ def main(model: str, source: str, folder: Path, steps: int, journal: Path) -> No
                 row = {"step": pipeline.steps, "numbers": [number_of(row) for row in rows]}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
+                begun -= 1
+                if begun == 0:
+                    kill_after(events)
                 pipeline.step(batch)
                 if pipeline.steps % 3 == 0:
                     pipeline.save(folder, extra={"data": loader.state_dict()})
@@ -50,5 +69,7 @@ def main(model: str, source: str, folder: Path, steps: int, journal: Path) -> No
 
 
 if __name__ == "__main__":
-    _, model, source, folder, steps, journal = sys.argv
-    main(model, source, Path(folder), int(steps), Path(f"{journal}-{os.environ['RANK']}"))
+    _, model, source, folder, steps, journal, *kill = sys.argv
+    begun, events = map(int, kill or (0, 0))
+    journal += f"-{os.environ['RANK']}"
+    main(model, source, Path(folder), int(steps), Path(journal), begun, events)

@@ -7,19 +7,21 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.cli.runs import free_port
+from tests.models.huggingface.saved_models import folder_of
 from tests.pipeline.loading import COUNT, HELD_OUT, records
 
-STEPS, KILLS = 40, 10
+STEPS, KILLS = 20, 4
 
 
-def start(folder: Path, model: Path, attempt: int, ranks: int) -> list[subprocess.Popen[bytes]]:
+def start(
+    folder: Path, attempt: int, ranks: int, kill: tuple[int, ...]
+) -> list[subprocess.Popen[bytes]]:
     port = str(free_port())
     return [
         subprocess.Popen(
@@ -27,11 +29,12 @@ def start(folder: Path, model: Path, attempt: int, ranks: int) -> list[subproces
                 sys.executable,
                 "-m",
                 "tests.pipeline.killed_loop",
-                str(model),
+                str(folder_of("llama", vocab_size=256)),
                 f"hf:{folder}/rows",
                 str(folder / "saved"),
                 str(STEPS),
                 str(folder / f"journal-{attempt}"),
+                *map(str, kill),
             ],
             env=os.environ
             | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
@@ -54,9 +57,7 @@ def journal(folder: Path, attempt: int) -> dict[int, list[int]]:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(1200)
-def test_each_sample_comes_once_in_the_steps_of_a_killed_run(
-    small_llama: Path, tmp_path: Path
-) -> None:
+def test_each_sample_comes_once_in_the_steps_of_a_killed_run(tmp_path: Path) -> None:
     """Two replicas and three take turns."""
     draws = random.Random(42)
     (tmp_path / "rows").mkdir()
@@ -65,15 +66,8 @@ def test_each_sample_comes_once_in_the_steps_of_a_killed_run(
     done: dict[int, list[int]] = {}
     begun = list[int]()
     for attempt in range(KILLS + 1):
-        ranks = start(tmp_path, small_llama, attempt, 2 + attempt % 2)
-        if attempt < KILLS:
-            wanted, pause = draws.randint(1, 7), draws.uniform(0, 0.3)
-            while len(journal(tmp_path, attempt)) < wanted:
-                assert all(rank.poll() is None for rank in ranks)
-                time.sleep(0.05)
-            time.sleep(pause)
-            for rank in ranks:
-                rank.kill()
+        kill = (draws.randint(3, 6), draws.randint(1, 300)) if attempt < KILLS else ()
+        ranks = start(tmp_path, attempt, 2 + attempt % 2, kill)
         for rank in ranks:
             assert (rank.wait(timeout=120) == 0) == (attempt == KILLS)
         steps = journal(tmp_path, attempt)
