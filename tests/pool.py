@@ -52,6 +52,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="dynmo-pool-")
         self._generation = 0
         self._ready = 0
+        self._imported = {"tests.jobs": size}
         self._ranks: list[subprocess.Popen[str]] = []
         for rank in range(size):
             env = process_environment(rank, size, Path(self._folder.name), threads=1)
@@ -89,22 +90,15 @@ class Pool:
         while self._ready < ranks:
             self._reply(self._ranks[self._ready], time.monotonic() + IMPORTS)
             self._ready += 1
+        module, _, name = function.rpartition(":")
+        job: dict[str, Any] = {"module": module or "tests.jobs", "name": name}
+        if self._imported.get(job["module"], 0) < ranks:
+            # A rank that still imports would keep the others waiting, within the job's limit.
+            self._imported[job["module"]] = ranks
+            self._ask({"module": job["module"]}, ranks, IMPORTS)
         self._generation += 1
-        job = json.dumps(
-            {
-                "function": function,
-                "size": ranks,
-                "generation": self._generation,
-                "arguments": arguments,
-            }
-        )
-        for process in self._ranks[:ranks]:
-            assert process.stdin is not None
-            process.stdin.write(job + "\n")
-            process.stdin.flush()
-        replies = [
-            self._reply(process, time.monotonic() + timeout) for process in self._ranks[:ranks]
-        ]
+        job |= {"size": ranks, "generation": self._generation, "arguments": arguments}
+        replies = self._ask(job, ranks, timeout)
         errors = [
             f"rank {rank}:\n{reply['error']}"
             for rank, reply in enumerate(replies)
@@ -113,6 +107,14 @@ class Pool:
         if errors:
             raise JobFailed("\n".join(errors))
         return [reply["result"] for reply in replies]
+
+    def _ask(self, job: dict[str, Any], ranks: int, seconds: float) -> list[dict[str, Any]]:
+        line = json.dumps(job) + "\n"
+        for process in self._ranks[:ranks]:
+            assert process.stdin is not None
+            process.stdin.write(line)
+            process.stdin.flush()
+        return [self._reply(process, time.monotonic() + seconds) for process in self._ranks[:ranks]]
 
     def _reply(self, process: subprocess.Popen[str], deadline: float) -> dict[str, Any]:
         assert process.stdout is not None
@@ -165,8 +167,12 @@ def _serve() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         try:
-            module, _, name = job["function"].rpartition(":")
-            function = getattr(importlib.import_module(module or "tests.jobs"), name)
+            module = importlib.import_module(job["module"])
+            if "name" not in job:
+                replies.write("{}\n")
+                replies.flush()
+                continue
+            function = getattr(module, job["name"])
             parallel = job["arguments"].get("config", {}).get("parallel", {})
             world = World.join(
                 store,
