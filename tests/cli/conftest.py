@@ -40,16 +40,16 @@ def work(tmp_path: Path) -> Iterator[Path]:
 
 ENDS = """
 import os, signal
+from pathlib import Path
 from dynmo.dynamism.case import Dynamism
 
 class Ends(Dynamism):
     name = "ends"
 
     def act(self, step, layers):
-        if os.environ.get("ENDS") == f"asked {step}, {os.environ['RANK']}":
-            os.killpg(0, signal.SIGINT)
-        if os.environ.get("ENDS") == f"killed {step}, {os.environ['RANK']}":
-            os.kill(os.getpid(), signal.SIGKILL)
+        name = Path(f"step {step} of rank {os.environ['RANK']}")
+        if name.exists():
+            os.kill(os.getpid(), getattr(signal, name.read_text()))
 """
 
 
@@ -57,8 +57,8 @@ class Ends(Dynamism):
 def base(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Base:
     """A run of two ranks with freezing, rebalancing and checkpoints, in three parts.
 
-    Ctrl-C ends the first part, and the death of a rank the second. Ranks that another launcher
-    started train the rest.
+    A signal ends the first part, and the death of a rank the second. The processes of the second
+    part are its own. Another launcher started the ranks of the others.
     """
     folder = tmp_path_factory.mktemp("base")
     fill(folder)
@@ -66,12 +66,19 @@ def base(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Base:
         CONFIG.replace('"freezing"]', '"freezing", "python:ends:Ends"]')
     )
     (folder / "ends.py").write_text(ENDS)
-    asked = end(train(folder, env={"ENDS": "asked 8, 0"}))
-    killed = end(train(folder, "--resume", env={"ENDS": "killed 23, 1"}))
+    (folder / "step 8 of rank 0").write_text("SIGTERM")
+    (folder / "step 23 of rank 1").write_text("SIGKILL")
+
+    def in_pool(*arguments: str) -> Done:
+        lines = [["train", "run.toml", *arguments]] * 2
+        given = {"lines": lines, "folder": str(folder), "port": free_port()}
+        return Done(*pool.run("command", 2, **given)[0])
+
+    asked = in_pool()
+    killed = end(train(folder, "--resume"))
     left = gone(folder)
-    line = ["train", "run.toml", "--resume", "--json"]
-    given = {"lines": [line] * 2, "folder": str(folder), "port": free_port()}
-    done = Done(*pool.run("command", 2, **given)[0])
+    (folder / "step 23 of rank 1").unlink()
+    done = in_pool("--resume", "--json")
     return Base(folder, asked, killed, left, done, events(folder, "main"))
 
 

@@ -65,7 +65,7 @@ def files(folder: Path) -> dict[str, bytes]:
     [
         ("llama", "auto", "float32"),
         ("mixtral", "blocks", "bfloat16"),
-        ("gemma", "auto", "bfloat16"),
+        pytest.param("gemma", "auto", "bfloat16", marks=pytest.mark.matrix),
         pytest.param("llama", "auto", "bfloat16", marks=pytest.mark.matrix),
         pytest.param("gemma", "blocks", "float32", marks=pytest.mark.matrix),
         pytest.param("gpt2", "auto", "bfloat16", marks=pytest.mark.matrix),

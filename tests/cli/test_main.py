@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -86,18 +85,6 @@ def test_internal_error_names_its_location(dynmo: Run, monkeypatch: pytest.Monke
     err = dynmo(*SCHEDULE, 8, *UNIT).err
     assert "Traceback (most recent call last)" in err
     assert err.splitlines()[-1].startswith("dynmo: ")
-
-
-def test_command_runs_as_a_process() -> None:
-    def process(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dynmo", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-    done = process(*SCHEDULE, "8", *UNIT, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["span"] == 27
-    done = process(*SCHEDULE, "many")
-    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_closed_output_pipe_is_no_error() -> None:

@@ -51,6 +51,7 @@ def test_run_writes_only_into_its_folder(base: Base) -> None:
         "text",
         "models.py",
         "ends.py",
+        "step 8 of rank 0",
         "runs/main/config.toml",
         "runs/main/events.jsonl",
         "runs/main/trace.json",

@@ -81,6 +81,17 @@ def test_stopped_and_killed_run_ends_with_equal_weights(base: Base, pool: Pool) 
     assert (result["weights_digest"], result["loss"]) == (expected["digest"], expected["loss"])
 
 
+@pytest.mark.matrix
+def test_ctrl_c_ends_a_run_after_a_step(work: Path) -> None:
+    process = train(work, sets=LONG)
+    wait_until(lambda: steps(work, "main") >= 1, 120)
+    os.killpg(process.pid, signal.SIGINT)
+    done = end(process)
+    assert done.status == 130
+    assert "interrupted: loss" in done.out
+    assert events(work, "main")[-1]["reason"] == "interrupted"
+
+
 # -- failures --------------------------------------------------------------------------------------
 
 
@@ -167,12 +178,8 @@ def test_world_size_other_than_the_config_is_refused(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(tmp_path)
-    for key, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "3",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }.items():
+    world = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in world.items():
         monkeypatch.setenv(key, value)
     done = run(tmp_path, "run.toml")
     assert_refused(done, "3 ranks", "parallel.pipeline x replicas = 2")
