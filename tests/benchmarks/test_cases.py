@@ -75,26 +75,12 @@ def test_ideal_is_computed_for_each_phase() -> None:
 def side(seconds: list[float], layers: list[list[int]], digest: str = "a") -> dict[str, Any]:
     costs = [[[x.f, x.b, x.w] for x in trained(frozen)] for frozen in (0, 3)]
     overhead = {"measure": 0.01, "decide": 0.02, "move": 0.03}
-    told = {
-        "changes": [2],
-        "what": ["froze"],
-        "costs": costs,
-        "layers": layers,
-        "idle": [0.3] * 6,
-        "moves": [],
-        "tokens": [],
-        "overhead": overhead,
-    }
+    told = {"changes": [2], "what": ["froze"], "costs": costs, "layers": layers}
+    told |= {"idle": [0.3] * 6, "moves": [], "tokens": [], "overhead": overhead}
     # 6 layers of 1 s forward, of which 3 take 2 s more: for each microbatch.
     ops = [1.1 * MICROBATCHES * 12.0] * 6
-    return {
-        "seconds": seconds,
-        "program": [0.9 * x for x in seconds],
-        "ops": ops,
-        **told,
-        "digest": digest,
-        "loss": 1.0,
-    }
+    measured = {"seconds": seconds, "program": [0.9 * x for x in seconds], "ops": ops}
+    return measured | told | {"digest": digest, "loss": 1.0}
 
 
 def test_a_row_compares_every_side_with_dynmo() -> None:
@@ -105,21 +91,13 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
         "freezing", [{"uniform": uniform, "dense": side([3.0] * 6, even, "b"), "dynmo": ours}]
     )
     assert row["phases"] == [[0, 2], [2, 6]]
-    assert row["speedup_over"]["uniform"] == {
-        "run": pytest.approx(1.2),
-        "last_phase": pytest.approx(2.0),
-    }
-    assert row["speedup_over"]["dense"] == {
-        "run": pytest.approx(1.8),
-        "last_phase": pytest.approx(3.0),
-    }
+    over = row["speedup_over"]
+    assert over["uniform"] == pytest.approx({"run": 1.2, "last_phase": 2.0})
+    assert over["dense"] == pytest.approx({"run": 1.8, "last_phase": 3.0})
     assert row["ideal"]["run"] > row["ideal_as_placed"] > 1
     assert row["share_of_ideal"]["run"] == pytest.approx(0.2 / (row["ideal"]["run"] - 1))
     assert [phase["steps"] for phase in row["by_phase"]] == row["phases"]
-    assert [phase["speedup"] for phase in row["by_phase"]] == [
-        pytest.approx(1.0),
-        pytest.approx(8 / 6),
-    ]
+    assert [phase["speedup"] for phase in row["by_phase"]] == pytest.approx([1.0, 8 / 6])
     assert row["by_phase"][-1]["ideal"] > row["by_phase"][-1]["ideal_as_placed"]
     assert row["overhead"]["share_of_run"] == pytest.approx(0.06 / 10)
     assert row["same_work_takes"] == 1.0

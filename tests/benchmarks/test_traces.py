@@ -100,17 +100,8 @@ def test_small_stepwise_row_is_consistent(case: str) -> None:
 @pytest.mark.matrix
 def test_small_emulated_run_is_no_faster_than_simulated(pool: Pool) -> None:
     """Two ranks run a few long ops at a moment with a frozen prefix."""
-    given = {
-        "case": "freezing",
-        "sequence": 2048,
-        "blocks": 24,
-        "moment": 18,
-        "shortest": 0.003,
-        "pairs": 1,
-        "steps": 1,
-        "size": 16,
-        "with_dense": True,
-    }
+    given = {"case": "freezing", "sequence": 2048, "blocks": 24, "moment": 18, "shortest": 0.003}
+    given |= {"pairs": 1, "steps": 1, "size": 16, "with_dense": True}
     result = pool.run("benchmarks.traces_emulated:emulated", 2, **given)[0]
     assert result["frozen_layers"] > 0
     assert result["layers"][0] == [24, 24]
