@@ -19,16 +19,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Starts a process group of its own, working in `folder`.
 
-    Temporary files are in `folder/tmp`. Warnings are errors there too.
-
-    Args:
-        command: The program and its arguments.
-        folder: Working folder.
-        env: Additional environment variables.
-
-    Returns:
-        The process, with pipes for stdout and stderr.
-    """
+    Temporary files are in `folder/tmp`. Warnings are errors there too."""
     (folder / "tmp").mkdir(exist_ok=True)
     given = {"PYTHONWARNINGS": "error", "TMPDIR": str(folder / "tmp"), **(env or {})}
     pipe = subprocess.PIPE
@@ -56,16 +47,7 @@ def end_all(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def run_script(script: Path, *arguments: str, ranks: int = 1) -> str:
-    """Runs a Python script that must end well.
-
-    Args:
-        script: Path of the script.
-        *arguments: Arguments of the script.
-        ranks: Number of ranks. Several ranks run under torchrun.
-
-    Returns:
-        The script's stdout.
-    """
+    """Runs a Python script that must end well."""
     root = Path(__file__).parents[1]
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -105,12 +87,7 @@ def living(folder: Path) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Waits until a condition holds.
-
-    Args:
-        condition: Called every 10 ms.
-        seconds: Time limit. The test fails after it.
-    """
+    """Waits until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -130,13 +130,7 @@ class Done(NamedTuple):
 
 
 def assert_refused(done: Done, *mentions: object, status: int = 2) -> None:
-    """Checks that a command printed nothing but one line on stderr.
-
-    Args:
-        done: The result of the command.
-        *mentions: Options, values and files that the line must name.
-        status: The exit status that the command must have.
-    """
+    """Checks that a command printed nothing but one line on stderr."""
     assert (done.status, done.out, done.err.count("\n")) == (status, "", 1), done
     for mention in mentions:
         assert str(mention) in done.line
@@ -155,18 +149,7 @@ def train(
     sets: tuple[str, ...] = (),
     env: Mapping[str, str] | None = None,
 ) -> Any:
-    """Starts `dynmo train run.toml` in `folder`.
-
-    Args:
-        folder: Working folder, as `fill` makes it.
-        *arguments: Further arguments of the command.
-        name: Name of the run.
-        sets: Values of `--set`, such as "train.steps=3".
-        env: Additional environment variables.
-
-    Returns:
-        The process.
-    """
+    """Starts `dynmo train run.toml` in `folder`."""
     changed = [word for text in (f"name={name}", *sets) for word in ("--set", text)]
     return start(
         [sys.executable, "-m", "dynmo", "train", "run.toml", *changed, *arguments], folder, env
@@ -174,15 +157,7 @@ def train(
 
 
 def end(process: subprocess.Popen[str], seconds: float = 60) -> Done:
-    """Waits for a process and returns its status, stdout and stderr.
-
-    Args:
-        process: A process that `train` has started.
-        seconds: Time limit of the wait.
-
-    Raises:
-        subprocess.TimeoutExpired: The process has not ended in time.
-    """
+    """Waits for a process and returns its status, stdout and stderr."""
     out, err = process.communicate(timeout=seconds)
     return Done(process.returncode, out, err)
 
@@ -193,34 +168,14 @@ def free_port() -> str:
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The events of a run so far, without a torn last line.
-
-    Args:
-        folder: Working folder of the run.
-        name: Name of the run.
-
-    Returns:
-        The events as JSON objects. Empty if the run has no log yet.
-    """
+    """The events of a run so far, without a torn last line."""
     path = folder / "runs" / name / "events.jsonl"
-    return (
-        [
-            json.loads(line)
-            for line in path.read_text().splitlines(keepends=True)
-            if line.endswith("\n")
-        ]
-        if path.exists()
-        else []
-    )
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def steps(folder: Path, name: str) -> int:
-    """The number of steps that a run has logged.
-
-    Args:
-        folder: Working folder of the run.
-        name: Name of the run.
-    """
+    """The number of steps that a run has logged."""
     return max((e["step"] + 1 for e in events(folder, name) if e["event"] == "step"), default=0)
 
 

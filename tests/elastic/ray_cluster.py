@@ -90,11 +90,7 @@ def without_warning(text: str) -> str:
 
 @contextlib.contextmanager
 def ray_cluster(gpus: int = 4) -> Iterator[RayCluster]:
-    """Starts a cluster of one machine, and stops it at the end.
-
-    Args:
-        gpus: How many GPUs Ray believes in. There need not be any.
-    """
+    """Starts a cluster of one machine, and stops it at the end."""
     # The path of a socket may have some 100 characters: a test's own folder is too deep.
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     options = {

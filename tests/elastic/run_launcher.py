@@ -55,14 +55,7 @@ say("done")
 
 
 def launcher_command(name: str, folder: Path, *scripts: str, join: str = "") -> list[str]:
-    """Writes the scripts of a run, and returns the command of its launcher.
-
-    Args:
-        name: "local", "slurm" or "ray".
-        folder: Folder of the scripts.
-        *scripts: Python text for each rank, rank 0 first.
-        join: Python text for a rank that joins.
-    """
+    """Writes the scripts of a run, and returns the command of its launcher."""
     for number, script in enumerate(scripts):
         (folder / f"script-{number}.py").write_text(script)
     (folder / "script-join.py").write_text(join)

@@ -102,19 +102,7 @@ class SlurmCluster(StartedProcesses):
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> int:
-        """Submits a batch job.
-
-        Args:
-            command: Runs on the first node.
-            nodes: How many nodes it takes.
-            name: Its name.
-            out: Takes what it writes.
-            env: More variables of its environment.
-            options: More options of `sbatch`.
-
-        Returns:
-            The number of the job.
-        """
+        """Submits a batch job."""
         given = [f"export {key}={shlex.quote(value)}\n" for key, value in (env or {}).items()]
         script = self.folder / f"{name}.sh"
         script.write_text(f"#!/bin/sh\n{''.join(given)}exec {shlex.join(command)}\n")
@@ -132,13 +120,7 @@ class SlurmCluster(StartedProcesses):
         return self.run("scontrol", "show", "hostnames", listed).split()
 
     def wait_for_state(self, name: str, state: str | None, seconds: float = 90.0) -> None:
-        """Waits until a job has a state.
-
-        Args:
-            name: Name of the job.
-            state: The state. None waits until the job has ended.
-            seconds: Time limit of the wait.
-        """
+        """Waits until a job has a state. None waits until it has ended."""
         wait_until(lambda: self.states().get(name) == state, seconds)
 
     def logs(self) -> str:
@@ -151,8 +133,7 @@ class SlurmCluster(StartedProcesses):
 def slurm_cluster(nodes: int = 4) -> Iterator[SlurmCluster]:
     """Starts a cluster, and stops it at the end with all of its jobs.
 
-    Args:
-        nodes: How many nodes, each with one core and one GPU that does not exist.
+    Each node has one core, and one GPU that does not exist.
     """
     # The path of a socket may have some 100 characters: a test's own folder is too deep.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))

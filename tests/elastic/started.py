@@ -29,13 +29,7 @@ class StartedProcesses:
     def start(
         self, command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Starts a process outside of any job. It is ended with the cluster at the latest.
-
-        Args:
-            command: The program and its arguments.
-            folder: Its working folder.
-            env: More variables of its environment.
-        """
+        """Starts a process outside of any job. It is ended with the cluster at the latest."""
         given = {**self.environment(), **(env or {})}
         self._started.append(start(self.inside(command), folder, given))
         return self._started[-1]

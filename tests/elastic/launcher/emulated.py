@@ -104,12 +104,7 @@ class EmulatedProcess:
 
 
 class EmulatedRun(LocalStarter):
-    """Starts emulated processes. It is the launcher's clock, too.
-
-    Args:
-        scripts: The scripts of the first ranks.
-        join: The script of a joiner.
-    """
+    """Starts emulated processes. It is the launcher's clock, too."""
 
     def __init__(self, scripts: Sequence[Script], join: Script | None) -> None:
         super().__init__()

@@ -61,12 +61,7 @@ def main() -> None:
 
 
 class Cluster:
-    """A control plane with one node of four GPUs, and a stub instead of its kubelet.
-
-    Args:
-        programs: Folder of kube-apiserver and its relatives.
-        folder: For data, keys and logs.
-    """
+    """A control plane with one node of four GPUs, and a stub instead of its kubelet."""
 
     def __init__(self, programs: Path, folder: Path) -> None:
         self._programs, self._folder = programs, folder
@@ -172,13 +167,7 @@ class Cluster:
         return self._run(*kubectl, "--namespace", NAMESPACE, *arguments, stdin=stdin)
 
     def write_kubeconfig(self, path: Path, token: str, trusts: bool = True) -> None:
-        """Writes a file to connect with.
-
-        Args:
-            path: The file.
-            token: Token of the user.
-            trusts: Whether the file names the authority of the server's certificate.
-        """
+        """Writes a file to connect with."""
         cluster = {"server": f"https://127.0.0.1:{self._ports['api']}"}
         if trusts:
             cluster["certificate-authority"] = str(self._folder / "keys" / "apiserver.crt")
@@ -314,12 +303,7 @@ def start_jobs(cluster: Cluster) -> list[str]:
 
 
 def check_sizes(cluster: Cluster, running: list[str]) -> None:
-    """Shrinks the job, grows it, and shrinks it while the API server is away.
-
-    Args:
-        cluster: The cluster, where another job waits for a GPU.
-        running: The pods of the run.
-    """
+    """Shrinks the job, grows it, and shrinks it while the API server is away."""
     is_elastic = cluster.version >= (1, 27)
     cluster.enter_pod()
     stay, left = running[2:], running[:2]

@@ -52,14 +52,7 @@ def outside(
     command: list[str],
     options: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """Starts a launcher outside of any allocation.
-
-    Args:
-        slurm: The cluster.
-        folder: Working folder.
-        command: The launcher's command.
-        options: Options of the jobs that the launcher submits.
-    """
+    """Starts a launcher outside of any allocation."""
     return slurm.start(command, folder, {**PATHS, "JOB_OPTIONS": json.dumps(options)})
 
 
