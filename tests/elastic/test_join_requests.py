@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dynmo.elastic import join_requests
 from dynmo.elastic.join_requests import JoinRequests, Newcomer, join_request_from
 from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.runtime.comm import store as store_module
 from dynmo.runtime.comm.store import read_all
 from tests.processes import wait_until
 
@@ -122,7 +123,8 @@ def test_newcomer_waits_while_rank_0_is_busy(home: dist.Store, clock: Clock) -> 
 
 def test_damaged_store_stops_neither_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads on and on in a file that ends within a value."""
-    monkeypatch.setattr(join_requests, "_SLACK", 0.05)
+    for module in (join_requests, store_module):
+        monkeypatch.setattr(module, "_SLACK", 0.05)
     file = tmp_path / "store"
     store = dist.FileStore(str(file), 1)
     requests, newcomer = JoinRequests(store, 0.1), Newcomer(store, "a", 0.1)
