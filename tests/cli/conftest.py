@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from dynmo.cli import main
 from dynmo.cost.layer_cost import LayerCost, LinkCost
@@ -21,6 +23,15 @@ from dynmo.cost.profile_file import Profile, write
 from tests.cli.runs import CONFIG, Base, Done, Run, end, events, fill, free_port, train
 from tests.pool import Pool
 from tests.processes import gone, ranks
+
+
+@pytest.fixture(autouse=True)
+def _process_unchanged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands in this process change its paths, its variables and its number of threads."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with mock.patch.dict(os.environ):
+        yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_damaged_store_stops_neither_side(tmp_path: Path, monkeypatch: pytest.Mo
     file = tmp_path / "store"
     store = dist.FileStore(str(file), 1)
     requests, newcomer = JoinRequests(store, 0.1), Newcomer(store, "a", 0.1)
-    with file.open("ab") as other:
+    with file.open("ab", buffering=0) as other:
         other.write(b"\x08\0\0\0half")
     with pytest.raises(WaitTimeout, match="rank 0"):
         newcomer.wait()
@@ -139,7 +139,8 @@ def test_damaged_store_stops_neither_side(tmp_path: Path, monkeypatch: pytest.Mo
         requests.close()
     with pytest.raises(WaitTimeout, match="the store of the run"):
         read_all(store, "member", 1, 0.01)
-    file.write_bytes(b"")
+    with file.open("ab") as other:  # or torch's threads would go on reading in this process
+        other.write(b"rest\0\0\0\0")
 
 
 def test_newcomer_with_an_unreadable_text_disturbs_no_other(home: dist.Store) -> None:
