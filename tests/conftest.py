@@ -26,6 +26,7 @@ from tests.pool import Pool
 
 LATER = ("matrix", "docs", "clusters")
 """Markers of tests that `make test` leaves out."""
+SECOND_POOL = Path(__file__).parent / "pipeline"
 
 # Imports make many objects and no garbage.
 gc.disable()
@@ -82,15 +83,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects tests marked gpu without their device, and tests that `make test` leaves out.
 
-    The latter stay if `-m` is given. All tests with ranks go to one of xdist's processes, so that
-    there is one pool. So do those that look at the one run of `tests/cli`.
+    The latter stay if `-m` is given. Tests with ranks go to one of xdist's processes, so that there
+    is one pool. The folder `SECOND_POOL` goes to the other, which would have too little to do.
     """
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "pool" in fixtures:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-        elif "base" in fixtures:
-            item.add_marker(pytest.mark.xdist_group("base"))
+            second = item.path.is_relative_to(SECOND_POOL)
+            item.add_marker(pytest.mark.xdist_group("more ranks" if second else "ranks"))
     unwanted: set[str] = set() if config.option.markexpr else {*LATER}
     if config.getoption("--gpu-device") == "cuda" and any(
         item.get_closest_marker("gpu") for item in items
