@@ -26,7 +26,7 @@ from tests.pool import Pool
 
 LATER = ("matrix", "docs", "clusters")
 """Markers of tests that `make test` leaves out."""
-SECOND_POOL = Path(__file__).parent / "pipeline"
+SECOND_POOL = {"pipeline", "train"}
 
 # Imports make many objects and no garbage.
 gc.disable()
@@ -84,12 +84,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselects tests marked gpu without their device, and tests that `make test` leaves out.
 
     The latter stay if `-m` is given. Tests with ranks go to one of xdist's processes, so that there
-    is one pool. The folder `SECOND_POOL` goes to the other, which would have too little to do.
+    is one pool. Some folders go to the other, which would have too little to do.
     """
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "pool" in fixtures:
-            second = item.path.is_relative_to(SECOND_POOL)
+            second = not SECOND_POOL.isdisjoint(item.path.parts)
             item.add_marker(pytest.mark.xdist_group("more ranks" if second else "ranks"))
     unwanted: set[str] = set() if config.option.markexpr else {*LATER}
     if config.getoption("--gpu-device") == "cuda" and any(
