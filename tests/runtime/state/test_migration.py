@@ -27,7 +27,7 @@ MOVE = Move(2, 0, 1)
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "seed"),
-    mostly_matrix(product(KINDS, (2, 4), (0, 1)), everyday=[("own", 4, 0)]),
+    mostly_matrix(product(KINDS, (2, 4), (0, 1)), everyday=[("gpt", 4, 0), ("own", 4, 0)]),
 )
 def test_random_moves_change_no_bits(pool: Pool, kind: str, ranks: int, seed: int) -> None:
     """Layers train between moves, as in a run without moves."""
