@@ -129,8 +129,7 @@ def test_command_without_ranks_runs(
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder outside of the repository, with an environment as of a new shell."""
-    # Two ranks print one line each: unbuffered, they would print their parts in turn.
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PYTHONUNBUFFERED"):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("COLUMNS", "120")
@@ -162,8 +161,14 @@ def test_loop_prints_the_same_alone_and_under_torchrun(page: Path, outside: Path
     (outside / "my_model.py").write_text(block(TUTORIAL, "python", "# my_model.py"))
     text = block(page, "python", "# loop.py" if page == TUTORIAL else "import torch")
     (outside / "loop.py").write_text(text.replace("range(30)", "range(10)"))
-    alone, two = (re.sub(r"layers \(.*?\)", "", run(line, outside)) for line in LOOPS)
-    assert set(two.splitlines()) == set(alone.splitlines())
+    alone_line, two_line = LOOPS
+    alone = run(alone_line, outside)
+    # Ranks of torchrun write without a buffer: on one pipe their lines would mix.
+    run(two_line.replace("torchrun", "torchrun --redirects=3 --log-dir=logs"), outside)
+    two = [path.read_text() for path in (outside / "logs").rglob("stdout.log")]
+    assert len(two) == 2
+    told, expected = (re.sub(r"layers \(.*?\)", "", text) for text in ("".join(two), alone))
+    assert set(told.splitlines()) == set(expected.splitlines())
     assert re.search(r"[0-9a-f]{16}\n$", alone)
 
 
