@@ -37,7 +37,7 @@ from dynmo.schedule.memory import rank_memory
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.jobs import SOURCE
-from tests.models.huggingface.saved_models import save
+from tests.models.huggingface.saved_models import folder_of, save
 from tests.pool import Pool
 
 MICROBATCHES = 8
@@ -62,12 +62,18 @@ def settings(
     precision: str = "float32",
     rollback: str | None = None,
     parallel: Mapping[str, int] | None = None,
+    groups: int = 1,
     **sizes: int,
 ) -> dict[str, Any]:
-    """The configuration of a run. `rollback` switches post-validation on."""
+    """The configuration of a run. `rollback` switches post-validation on.
+
+    `groups` is the number of accumulation groups of a replica.
+    """
+    replicas = (parallel or {}).get("replicas", 1)
+    train = {"global_batch": 2 * MICROBATCHES * replicas, "micro_batch": 2, "precision": precision}
     return {
         "model": MODEL | sizes,
-        "train": {"global_batch": 2 * MICROBATCHES, "micro_batch": 2, "precision": precision},
+        "train": train | {"reduction_slots": groups * replicas},
         "pipeline": {"schedule": schedule}
         | ({} if rollback is None else {"post_validation": True, "rollback": rollback}),
         "parallel": dict(parallel or {}),
@@ -78,7 +84,6 @@ def peak(
     world: World,
     config: dict[str, Any],
     recompute: Sequence[int] = (),
-    groups: int = 1,
     seconds: Seconds = EVEN,
 ) -> dict[str, Any]:
     """Bytes that this rank held at the peak of one step, and on rank 0 those of the account.
@@ -91,12 +96,11 @@ def peak(
         world: The ranks.
         config: See `settings`.
         recompute: Layers that recompute.
-        groups: Accumulation groups of a replica.
         seconds: Costs that the schedule is made for, if it is made from costs.
     """
     loaded = parse(config)
     world = arrange(world, loaded.parallel.replicas)
-    pipeline = _engine(loaded, world, recompute, groups)
+    pipeline = _engine(loaded, world, recompute)
     row, sequence = 2 * MICROBATCHES, loaded.model.sequence
     batch = Batches(open_corpus(SOURCE), sequence, row, 2, 0).train(0)
     for step in range(2):
@@ -120,13 +124,13 @@ def peak(
         pipeline.schedule_keeper.on(pipeline.store.layout.partition),
         post_validation=loaded.pipeline.post_validation,
         replicas=loaded.parallel.replicas,
-        accumulation_groups=groups,
+        accumulation_groups=loaded.options.accumulation_groups // loaded.options.replicas,
     )
     return told | {"predicted": predicted}
 
 
-def _engine(config: Config, world: World, recompute: Sequence[int], groups: int) -> Engine:
-    model, pipelined, replicas = model_of(config), config.pipeline, config.parallel.replicas
+def _engine(config: Config, world: World, recompute: Sequence[int]) -> Engine:
+    model, pipelined = model_of(config), config.pipeline
     return Engine(
         world,
         model,
@@ -136,7 +140,9 @@ def _engine(config: Config, world: World, recompute: Sequence[int], groups: int)
             post_validation=pipelined.post_validation, rollback=cast(Any, pipelined.rollback)
         ),
         layers=LayerOptions(dtype=PRECISIONS[config.train.precision]),
-        replicas=ReplicaOptions(accumulation_groups=groups * replicas, zero=config.parallel.zero),
+        replicas=ReplicaOptions(
+            accumulation_groups=config.options.accumulation_groups, zero=config.parallel.zero
+        ),
     )
 
 
@@ -290,6 +296,27 @@ def test_model_of_transformers_has_the_predicted_peak(
     check_peaks(pool, 2, config, recompute=list(range(6)) if recompute else [])
 
 
+def kept_bytes(world: World, config: dict[str, Any]) -> tuple[list[tuple[int, int]], ...]:
+    """What F and B of each layer keep, as a step has measured it and as shapes say."""
+    loaded = parse(config)
+    pipeline = _engine(loaded, world, ())
+    row, sequence = 2 * MICROBATCHES, loaded.model.sequence
+    pipeline.step(0, *Batches(open_corpus(SOURCE), sequence, row, 2, 0).train(0), lr=1e-3)
+    shapes = shape_costs(loaded.options, model_of(loaded))
+    measured, told = (
+        [(x.activation_bytes, x.stash_bytes) for x in costs] for costs in (pipeline.costs(), shapes)
+    )
+    return measured, told
+
+
+def test_experts_of_transformers_keep_what_shapes_say(pool: Pool) -> None:
+    path = folder_of("mixtral", hidden_size=64, intermediate_size=128, vocab_size=256)
+    config = settings("zb-h1") | {"model": {"kind": "hf", "path": str(path), "sequence": 32}}
+    [(measured, told)] = pool.run("tests.test_memory_measured:kept_bytes", 1, config=config)
+    assert measured == told
+    assert measured[2][1] > 100_000  # W of the experts waits
+
+
 LORA = {"r": 8, "alpha": 16, "targets": ["q_proj", "v_proj", "up_proj"]}
 
 
@@ -317,4 +344,4 @@ def test_model_that_trains_in_part_has_the_predicted_peak(
 def test_predicted_peak_includes_gradients_in_reduction_slots(
     pool: Pool, schedule: str, groups: int
 ) -> None:
-    check_peaks(pool, 2, settings(schedule, hidden=64, sequence=4), groups=groups)
+    check_peaks(pool, 2, settings(schedule, groups=groups, hidden=64, sequence=4))

@@ -14,7 +14,7 @@ again, but not the module, and both runs must save the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any, cast
@@ -34,7 +34,7 @@ from dynmo.kernels.split import (
     split_linear,
     zero_gradient,
 )
-from dynmo.kernels.torch_private import GROUPED_MM, saved_tensors_hooks_in_force
+from dynmo.kernels.torch_private import GROUPED_MM, FakeTensor, saved_tensors_hooks_in_force
 
 
 class Products(TorchFunctionMode):
@@ -170,7 +170,7 @@ class _GroupedFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.ends, ctx.turned, ctx.tape = weight, ends, turned, tape
-        return functional.grouped_mm(x, weight.mT if turned else weight, offs=ends)
+        return _grouped_product(x, weight.mT if turned else weight, ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,7 +178,7 @@ class _GroupedFunction(torch.autograd.Function):
         weight, ends, turned, tape = ctx.weight, ctx.ends, ctx.turned, ctx.tape
         gx = None
         if ctx.needs_input_grad[0]:
-            gx = functional.grouped_mm(gy, weight if turned else weight.mT, offs=ends)
+            gx = _grouped_product(gy, weight if turned else weight.mT, ends)
         if not tape.takes(weight):
             return gx, _grouped_gradient(x, gy, ends, turned), None, None, None
         x = x.detach()  # its graph would keep the layer's inputs until W has run
@@ -195,7 +195,15 @@ class _GroupedFunction(torch.autograd.Function):
 
 def _grouped_gradient(x: Tensor, gy: Tensor, ends: Tensor, turned: bool) -> Tensor:
     left, right = (gy, x) if turned else (x, gy)
-    return functional.grouped_mm(left.t(), right, offs=ends)
+    return _grouped_product(left.t(), right, ends)
+
+
+def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    if not isinstance(left, FakeTensor):
+        return functional.grouped_mm(left, right, offs=ends)
+    # On shapes torch's takes bfloat16 alone.
+    groups = () if right.dim() == 3 else (len(ends),)
+    return left.new_empty((*groups, left.shape[0], right.shape[-1]))
 
 
 def _grouped(tape: WeightTape, *given: Any, offs: Any = None, **named: Any) -> Tensor | None:
@@ -216,7 +224,16 @@ def _turned(base: nn.Parameter) -> View:
     return (groups, second, first), (strides[0], strides[2], strides[1]), 0
 
 
-_RULES: Mapping[Any, Callable[..., Tensor | None]] = {
+def stands_for_grouped_mm(func: Any) -> None:
+    """Say that `func`, called on shapes, stands for the `grouped_mm` that runs on values."""
+
+    def rule(tape: WeightTape, x: Tensor, *given: Any, **named: Any) -> Tensor | None:
+        return _grouped(tape, x, *given, **named) if isinstance(x, FakeTensor) else None
+
+    _RULES[func] = rule
+
+
+_RULES: dict[Any, Callable[..., Tensor | None]] = {
     functional.linear: _linear,
     functional.embedding: _embedding,
     functional.grouped_mm: _grouped,

@@ -223,24 +223,28 @@ def _shape_costs(
         lower(module, PRECISIONS[options.precision])
         layers.append(Layer(index, module, HostClock(), options.seed))
     # The first microbatch makes the gradients and measures the bytes that stay. The second shows
-    # the workspace of an op.
-    workspaces: list[_Workspace] = []
-    for microbatch in range(2):
-        workspaces = _shape_microbatch(
-            layers, microbatch, ids, lambda out: model.loss(out, targets), pieces
+    # the workspace of an op that adds to them.
+    makes, adds = (
+        _shape_microbatch(layers, i, ids, lambda out: model.loss(out, targets), pieces)
+        for i in range(2)
+    )
+    always_makes = options.all_microbatches == options.accumulation_groups
+    costs: list[LayerCost] = []
+    for layer, made, added in zip(layers, makes, adds, strict=True):
+        cost = _static_cost(options, model, groups, layer.index, layer.module)
+        weight = max(0, made.weight - cost.gradient_bytes) if always_makes else added.weight
+        costs.append(
+            replace(
+                cost,
+                activation_bytes=layer.activation_bytes,
+                stash_bytes=layer.stash_bytes,
+                output_bytes=layer.output_bytes,
+                workspace_bytes=max(added),
+                forward_workspace_bytes=added.forward,
+                weight_workspace_bytes=weight,
+            )
         )
-    return [
-        replace(
-            _static_cost(options, model, groups, layer.index, layer.module),
-            activation_bytes=layer.activation_bytes,
-            stash_bytes=layer.stash_bytes,
-            output_bytes=layer.output_bytes,
-            workspace_bytes=max(workspace),
-            forward_workspace_bytes=workspace.forward,
-            weight_workspace_bytes=workspace.weight,
-        )
-        for layer, workspace in zip(layers, workspaces, strict=True)
-    ]
+    return costs
 
 
 def _static_cost(

@@ -28,10 +28,13 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions
 from transformers.integrations import moe
 
+from dynmo.kernels.products import stands_for_grouped_mm
 from dynmo.kernels.torch_private import FakeTensor
 from dynmo.models.huggingface.skeleton import overlaid
 
 TESTED = ("5.23.0",)
+
+stands_for_grouped_mm(torch.ops.transformers.grouped_mm_fallback)
 
 
 @contextmanager
