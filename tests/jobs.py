@@ -24,6 +24,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.train.joining import come_back
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
+from tests.runtime.fake_time import emulated_time
 
 SOURCE = f"file:{Path(__file__).resolve().parents[1] / 'LICENSE'}"
 
@@ -200,3 +201,8 @@ def command(world: World, lines: list[list[str]], folder: str, port: str) -> tup
         sys.modules.pop("models", None)
         status = main(lines[world.rank])
     return status, out.getvalue(), err.getvalue()
+
+
+def command_in_emulated_time(world: World, **given: Any) -> tuple[int, str, str]:
+    with emulated_time():
+        return command(world, **given)

@@ -72,7 +72,9 @@ def test_event_log_of_a_run(base: Base) -> None:
         assert event.keys() >= {"event", "step", "time"}
         by_kind.setdefault(event["event"], []).append(event)
     steps = by_kind["step"]
-    assert {e["step"] for e in steps} == set(range(40))
+    # A rank died in step 23, and the run went on from the checkpoint after step 19.
+    told = [e["step"] for e in steps]
+    assert told in [[*range(stop), *range(20, 40)] for stop in (22, 23, 24)]
     assert all(e.keys() >= STEP and e["frozen"] == 3 * (e["step"] >= 10) for e in steps)
     for event in by_kind["rebalance"]:
         assert event.keys() >= REBALANCE
@@ -83,9 +85,9 @@ def test_event_log_of_a_run(base: Base) -> None:
     assert any(e["layers"][0] > 3 for e in steps), "half of the model was frozen, and nothing moved"
     assert all(e.keys() >= {"id", "measured_gain"} for e in by_kind["rebalance_result"])
     assert {e["id"] for e in by_kind["rebalance_result"]} <= {*ids}
-    assert {e["step"] for e in by_kind["eval"]} == {19, 39}
-    assert {e["step"] for e in by_kind["checkpoint"]} >= {*range(4, 40, 5)}
-    last = by_kind["end"][-1]
+    assert [e["step"] for e in by_kind["eval"]] == [19, 39]
+    assert [e["step"] for e in by_kind["checkpoint"]] == list(range(4, 40, 5))
+    _, last = by_kind["end"]
     assert last == base.events[-1]
     assert (last["reason"], last["loss"]) == ("done", steps[-1]["loss"])
     assert re.fullmatch("[0-9a-f]{64}", last["weights_digest"])
