@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.schedule.op import Kind, Op, Schedule
+from dynmo.schedule.simulator import peak_memory
 
 TABLE_5: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text()
@@ -20,19 +22,25 @@ TABLE_5: list[dict[str, Any]] = json.loads(
 """The published cases: times, ranks, microbatches and bubble ratios."""
 
 
-def _is_large(row: dict[str, Any]) -> bool:
-    return row["ranks"] * row["microbatches"] > 512
-
-
 PUBLISHED = [
     pytest.param(
         row,
         id=f"{row['model']}-{row['ranks']}x{row['microbatches']}",
-        marks=[pytest.mark.matrix] * _is_large(row),
+        marks=[pytest.mark.matrix] * (row["ranks"] * row["microbatches"] > 512),
     )
     for row in TABLE_5
 ]
 """The published cases as parameters of a test. The large ones are marked `matrix`."""
+
+
+def times_of(row: dict[str, Any]) -> list[float]:
+    """F, B, W and a message in milliseconds, and the share of the memory that W holds."""
+    return [row[key] for key in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms", "w_memory_share")]
+
+
+def stage(f: float, b: float, w: float, activation: float, stash: float) -> StageCost:
+    """The cost of a stage that holds an activation from F to B, and a stash from B to W."""
+    return StageCost(f, b, w, activation, stash - activation, -stash)
 
 
 def wander(
@@ -70,6 +78,29 @@ def wander(
     )
 
 
+def with_time(costs: Costs) -> Costs:
+    """No op of time 0, so that the clock tells ops apart."""
+    stages = tuple(replace(s, f=s.f + 1, b=s.b + 1, w=s.w + 1) for s in costs.stages)
+    return Costs(stages, costs.links)
+
+
+def apart(schedule: Schedule) -> Schedule:
+    """The schedule with B and W instead of BW."""
+
+    def parts(op: Op) -> list[Op]:
+        return [op._replace(kind=kind) for kind in (Kind.B, Kind.W)] if op.kind is Kind.BW else [op]
+
+    return replace(
+        schedule, ops=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.ops)
+    )
+
+
+def fits(schedule: Schedule, costs: Costs, caps: Sequence[float]) -> bool:
+    """True if no rank holds more than its cap, up to rounding."""
+    peaks = peak_memory(schedule, costs)
+    return all(peak <= cap * (1 + 1e-9) for peak, cap in zip(peaks, caps, strict=True))
+
+
 @st.composite
 def schedules(draw: st.DrawFn, several: bool = True) -> Schedule:
     """With `several`, a rank may have two chunks, looped or in a V."""
@@ -88,9 +119,7 @@ def whole_costs(draw: st.DrawFn, stages: int, most: int = 9) -> Costs:
     times = st.integers(0, most)
     drawn: list[StageCost] = []
     for _ in range(stages):
-        stash = draw(st.integers(0, most))
-        activation = stash + draw(st.integers(0, most))
-        drawn.append(
-            StageCost(draw(times), draw(times), draw(times), activation, stash - activation, -stash)
-        )
+        stash = draw(times)
+        activation = stash + draw(times)
+        drawn.append(stage(draw(times), draw(times), draw(times), activation, stash))
     return Costs(tuple(drawn), tuple(draw(times) for _ in range(stages - 1)))

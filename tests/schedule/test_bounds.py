@@ -18,7 +18,7 @@ from dynmo.schedule.generators import GENERATORS
 from dynmo.schedule.op import Kind, Op, Schedule
 from dynmo.schedule.simulator import simulate
 from tests.combinations import mostly_matrix
-from tests.schedule.samples import schedules, whole_costs
+from tests.schedule.samples import schedules, stage, whole_costs
 
 
 @given(schedules(several=False), st.sampled_from(Objective), st.data())
@@ -27,11 +27,10 @@ def test_no_schedule_is_below_the_bound(
 ) -> None:
     costs = data.draw(whole_costs(schedule.stages))
     timeline = simulate(schedule, costs)
+    m, first = schedule.microbatches, schedule.first_trainable
     # The same holds if the caps are what the schedule needs.
     for caps in (None, timeline.peak_memory):
-        assert lower_bound(
-            costs, schedule.microbatches, schedule.first_trainable, objective, caps
-        ) <= timeline.length(objective)
+        assert lower_bound(costs, m, first, objective, caps) <= timeline.length(objective)
 
 
 @given(
@@ -62,11 +61,8 @@ def test_bound_is_exact_for_one_microbatch(p: int, data: st.DataObject) -> None:
 def test_bound_is_exact_for_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
     m = data.draw(st.integers(1, p))
     costs = uniform_costs(p, 1, 1, 1)
-    assert (
-        lower_bound(costs, m)
-        == (m + p - 1) * 2 + 1
-        == simulate(make_by_hand("zb-h1", p, m), costs).span
-    )
+    span = simulate(make_by_hand("zb-h1", p, m), costs).span
+    assert lower_bound(costs, m) == (m + p - 1) * 2 + 1 == span
 
 
 def test_bound_matches_a_hand_computed_example() -> None:
@@ -105,11 +101,8 @@ def test_bound_under_memory_caps_matches_a_hand_computation() -> None:
     assert lower_bound(costs, 4, caps=[1, 9]) == 4 * (4 + 1)
     # ZB-1p: rank 0 waits (p - 1) B for its first B and (p - 1) (F - W) for its last one.
     costs = uniform_costs(4, 3, 4, 2)
-    assert (
-        lower_bound(costs, 12, caps=[4] * 4)
-        == 12 * 9 + 3 * (3 + 4 - 2)
-        == simulate(make_by_hand("zb-h1", 4, 12), costs).span
-    )
+    span = simulate(make_by_hand("zb-h1", 4, 12), costs).span
+    assert lower_bound(costs, 12, caps=[4] * 4) == 12 * 9 + 3 * (3 + 4 - 2) == span
     assert lower_bound(costs, 12, caps=[8] * 4) == 12 * 9
     # A second F leaves no room for the first B if B adds what W takes away.
     costs = Costs((StageCost(1, 1, 1, 1, 1, -2), StageCost(1, 1, 1)), (0,))
@@ -142,12 +135,12 @@ def best(costs: Costs, m: int, caps: Sequence[float] | None = None) -> dict[Obje
     """The least of all orders within the caps, by trying each."""
     shortest = dict.fromkeys(Objective, float("inf"))
     fitting = [
-        [order for order in rows(m) if caps is None or live(cost, order) <= caps[stage]]
-        for stage, cost in enumerate(costs.stages)
+        [order for order in rows(m) if caps is None or live(cost, order) <= caps[rank]]
+        for rank, cost in enumerate(costs.stages)
     ]
     for orders in product(*fitting):
         ops = tuple(
-            tuple(Op(kind, stage, j) for kind, j in order) for stage, order in enumerate(orders)
+            tuple(Op(kind, rank, j) for kind, j in order) for rank, order in enumerate(orders)
         )
         try:
             timeline = simulate(Schedule("tried", m, tuple(range(len(orders))), ops), costs)
@@ -181,18 +174,8 @@ def test_bound_and_search_meet_in_most_small_cases(draws: int) -> None:
     for _ in range(draws):
         stages: list[StageCost] = []
         for _ in range(2):
-            stash = rng.randint(0, 6)
-            held = stash + rng.randint(0, 6)
-            stages.append(
-                StageCost(
-                    rng.randint(1, 9),
-                    rng.randint(1, 9),
-                    rng.randint(1, 9),
-                    held,
-                    stash - held,
-                    -stash,
-                )
-            )
+            stash, more, f, b, w = (rng.randint(least, 6 + 3 * least) for least in (0, 0, 1, 1, 1))
+            stages.append(stage(f, b, w, stash + more, stash))
         costs = Costs(tuple(stages), (rng.randint(0, 4),))
         caps = [cost.mem_f * rng.randint(1, 3) + rng.randint(0, 3) for cost in stages]
         for objective, least in best(costs, 3, caps).items():
@@ -206,7 +189,5 @@ def test_bound_and_search_meet_in_most_small_cases(draws: int) -> None:
 
 def test_bound_equals_the_best_of_all_orders_for_equal_times() -> None:
     costs = uniform_costs(3, 2, 2, 2, 1)
-    least = best(costs, 2)
-    assert least == {
-        objective: lower_bound(costs, 2, objective=objective) for objective in Objective
-    }
+    bounds = {objective: lower_bound(costs, 2, objective=objective) for objective in Objective}
+    assert best(costs, 2) == bounds

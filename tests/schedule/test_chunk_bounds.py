@@ -59,13 +59,11 @@ def test_links_within_a_rank_cost_nothing() -> None:
 
 
 def test_bound_for_one_stage_per_rank_equals_the_plain_bound() -> None:
-    costs = uniform_costs(4, 1, 2, 1, 0.5)
-    assert lower_bound_on(range(4), costs, 6, caps=[4.0] * 4) == lower_bound(
-        costs, 6, caps=[4.0] * 4
-    )
-    caps = [9.0, 1.0, 9.0]
-    moved = lower_bound_on((2, 0, 1), uniform_costs(3, 1, 1, 1), 6, caps=caps)
-    assert moved == lower_bound(uniform_costs(3, 1, 1, 1), 6, caps=[9.0, 9.0, 1.0])
+    costs, caps = uniform_costs(4, 1, 2, 1, 0.5), [4.0] * 4
+    assert lower_bound_on(range(4), costs, 6, caps=caps) == lower_bound(costs, 6, caps=caps)
+    costs = uniform_costs(3, 1, 1, 1)
+    moved = lower_bound_on((2, 0, 1), costs, 6, caps=[9.0, 1.0, 9.0])
+    assert moved == lower_bound(costs, 6, caps=[9.0, 9.0, 1.0])
 
 
 def test_bound_of_an_even_v_is_close_to_the_work_of_a_rank() -> None:

@@ -14,14 +14,12 @@ from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured
 from dynmo.schedule.interleaved import interleaved
 from dynmo.schedule.op import Schedule, from_text
 from dynmo.schedule.simulator import simulate
-from tests.schedule.samples import schedules, whole_costs
+from tests.schedule.samples import schedules, whole_costs, with_time
 
 
 def picture(name: str, p: int, m: int, width: int = 120, **costs: float) -> str:
-    return draw(
-        simulate(make_by_hand(name, p, m), uniform_costs(p, **({"f": 1, "b": 1, "w": 1} | costs))),
-        width,
-    )
+    given = uniform_costs(p, **({"f": 1, "b": 1, "w": 1} | costs))
+    return draw(simulate(make_by_hand(name, p, m), given), width)
 
 
 def cells(text: str, ranks: int) -> list[str]:
@@ -61,12 +59,9 @@ def test_a_fused_backward_never_reads_as_two_ops() -> None:
     assert "X" not in "".join(wide)
 
 
-def test_microbatch_numbers_are_dropped_in_narrow_columns() -> None:
+def test_columns_that_are_too_narrow_drop_numbers_or_mark_several_ops() -> None:
     row = cells(picture("zb-h1", 1, 12, 76), 1)[0]
     assert row == "F0B0W0F1B1W1F2B2W2F3B3W3F4B4W4F5B5W5F6B6W6F7B7W7F8B8W8F9B9W9F B W F B W "
-
-
-def test_columns_with_several_ops_are_marked() -> None:
     text = picture("zb-h1", 4, 500, 80)
     top = cells(text, 4)[0]
     assert set(top) <= set("FBWX#.")
@@ -77,19 +72,7 @@ def test_columns_with_several_ops_are_marked() -> None:
     assert re.fullmatch(r"F+\.*X+", cells(picture("gpipe", 4, 1000, 100), 4)[0])
 
 
-def test_ops_name_their_stage_if_a_rank_has_several() -> None:
-    schedule = from_text(
-        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n"
-        "1 | 1F0 2F0 2BW0 1BW0\n"
-    )
-    rows = cells(draw(simulate(schedule, uniform_costs(4, 1, 1, 1)), 120), 2)
-    assert [re.findall(r"\w+", row) for row in rows] == [
-        ["0F0", "3F0", "3BW0", "0BW0"],
-        ["1F0", "2F0", "2BW0", "1BW0"],
-    ]
-
-
-def test_small_letters_mark_the_upper_stage_in_narrow_columns() -> None:
+def test_a_rank_of_several_stages_names_them_or_writes_the_upper_one_small() -> None:
     schedule = from_text(
         "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3B0 3W0 0BW0\n"
         "1 | 1F0 2F0 2BW0 1B0 1W0\n"
@@ -115,9 +98,8 @@ def test_small_letters_mark_every_other_stage() -> None:
         "FFffF.x Fx fX fX Fx Fx fX fX Fx Fx fX fX .x .x X X ",
         ".FFfx fx FX FX fx fx FX FX fx fx FX FX fx fx X X ..",
     ]
-    assert "X a narrow BW, small letters the upper of a rank's stages" in draw(
-        timeline, 56
-    ).replace("\n", " ")
+    legend = draw(timeline, 56).replace("\n", " ")
+    assert "X a narrow BW, small letters the upper of a rank's stages" in legend
     three = draw(simulate(interleaved(2, 4, 3), uniform_costs(6, 1, 1, 1)), 60)
     assert "small letters a rank's second, fourth, .. stage" in three.replace("\n", " ")
 
@@ -147,10 +129,7 @@ def test_grid_is_no_wider_than_requested(
 @given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 5), st.integers(1, 8), st.data())
 def test_every_op_is_drawn_at_its_time(name: str, p: int, m: int, data: st.DataObject) -> None:
     schedule = make_by_hand(name, p, m)
-    costs = data.draw(
-        whole_costs(p).filter(lambda costs: all(min(s.f, s.b, s.w) > 0 for s in costs.stages))
-    )
-    timeline = simulate(schedule, costs)
+    timeline = simulate(schedule, with_time(data.draw(whole_costs(p))))
     # 12 columns for each unit of time, and every time is whole: nothing is rounded.
     scale = 12
     text = draw(timeline, width=scale * int(timeline.makespan) + len("0 ||"))
@@ -159,7 +138,5 @@ def test_every_op_is_drawn_at_its_time(name: str, p: int, m: int, data: st.DataO
         assert ops == [
             (span.start * scale, f"{span.op.kind}{span.op.microbatch}") for span in spans
         ]
-        assert (
-            row.count(".")
-            == (timeline.makespan - sum(span.end - span.start for span in spans)) * scale
-        )
+        idle = timeline.makespan - sum(span.end - span.start for span in spans)
+        assert row.count(".") == idle * scale

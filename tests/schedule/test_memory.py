@@ -7,19 +7,13 @@ from dynmo.errors import PartitionError
 from dynmo.schedule.memory import MemoryLimits, stage_memory
 
 LAYERS = (
-    LayerCost(
-        1,
-        1,
-        1,
-        weight_bytes=10,
-        gradient_bytes=10,
-        optimizer_bytes=20,
-        activation_bytes=7,
-        stash_bytes=3,
-    ),
+    LayerCost(1, 1, 1, 0, 10, 10, 20, activation_bytes=7, stash_bytes=3),
     LayerCost(1, 1, 1, weight_bytes=1, activation_bytes=5, stash_bytes=5),
     LayerCost(1, 1, 1, optimizer_bytes=2, activation_bytes=11, stash_bytes=1),
 )
+
+
+NEGATIVE = LayerCost(1, 1, 1, activation_bytes=-1)
 
 
 def test_stage_memory_matches_a_hand_computed_example():
@@ -44,12 +38,15 @@ def test_limits_agree_with_stage_memory():
             assert limits.reach(stage, start) == max(fitting, default=start)
 
 
-def test_arguments_of_unequal_length_are_refused():
-    with pytest.raises(PartitionError, match="4 layers for 3 layer costs"):
-        stage_memory(LAYERS, (2, 2), ((), ()))
-    with pytest.raises(PartitionError, match="2 stages under a schedule of 1 stages"):
-        stage_memory(LAYERS, (2, 1), ((),))
-    with pytest.raises(PartitionError, match="1 memory limits for 2 stages"):
-        MemoryLimits(LAYERS, ((), ()), (1,))
-    with pytest.raises(PartitionError, match="layer 0 has a negative"):
-        MemoryLimits((LayerCost(1, 1, 1, activation_bytes=-1),), ((),), (1,))
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (stage_memory, (LAYERS, (2, 2), ((), ())), "4 layers for 3 layer costs"),
+        (stage_memory, (LAYERS, (2, 1), ((),)), "2 stages under a schedule of 1 stages"),
+        (MemoryLimits, (LAYERS, ((), ()), (1,)), "1 memory limits for 2 stages"),
+        (MemoryLimits, ((NEGATIVE,), ((),), (1,)), "layer 0 has a negative"),
+    ],
+)
+def test_arguments_of_unequal_length_are_refused(function, arguments, message):
+    with pytest.raises(PartitionError, match=message):
+        function(*arguments)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from dynmo.errors import ScheduleError
 from dynmo.schedule.catalogue import make_by_hand
 from dynmo.schedule.op import Kind, Op, Schedule, from_text
 from dynmo.schedule.simulator import Timeline, peak_memory, resident, simulate
-from tests.schedule.samples import schedules, whole_costs
+from tests.schedule.samples import schedules, whole_costs, with_time
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
 
@@ -27,22 +28,10 @@ def test_timeline_matches_a_hand_computed_example() -> None:
         "# x  ranks=2 microbatches=2 placement=0,1\n0 | F0 F1 B0 B1 W0 W1\n1 | F0 B0 F1 B1 W0 W1\n"
     )
     timeline = simulate(schedule, Costs((StageCost(1, 2, 1), StageCost(2, 1, 3)), (1,)))
-    assert [(span.start, span.end) for span in timeline.ranks[0]] == [
-        (0, 1),
-        (1, 2),
-        (6, 8),
-        (9, 11),
-        (11, 12),
-        (12, 13),
-    ]
-    assert [(span.start, span.end) for span in timeline.ranks[1]] == [
-        (2, 4),
-        (4, 5),
-        (5, 7),
-        (7, 8),
-        (8, 11),
-        (11, 14),
-    ]
+    starts = [[span.start for span in row] for row in timeline.ranks]
+    assert starts == [[0, 1, 6, 9, 11, 12], [2, 4, 5, 7, 8, 11]]
+    ends_of = [[span.end for span in row] for row in timeline.ranks]
+    assert ends_of == [[1, 2, 8, 11, 12, 13], [4, 5, 7, 8, 11, 14]]
     assert [span.op for span in timeline.ranks[1]] == list(schedule.ops[1])
     assert timeline.busy == (8, 12)
     assert timeline.span == 13
@@ -69,11 +58,8 @@ def test_every_op_starts_after_its_dependencies(schedule: Schedule, data: st.Dat
 
     # Written out again, not taken from dependencies(): the definition in Zero Bubble, section 3.
     def arrives(op: Op, boundary: int) -> float:
-        return end[op] + (
-            costs.links[boundary]
-            if schedule.stage_ranks[boundary] != schedule.stage_ranks[boundary + 1]
-            else 0
-        )
+        source, target = schedule.stage_ranks[boundary : boundary + 2]
+        return end[op] + (costs.links[boundary] if source != target else 0)
 
     for row in timeline.ranks:
         free = 0.0
@@ -139,12 +125,8 @@ def test_times_scale_with_the_costs(schedule: Schedule, factor: float, data: st.
 
 def test_zero_costs_give_zero_ratios() -> None:
     timeline = simulate(make_by_hand("zb-h1", 3, 4), uniform_costs(3, 0, 0, 0))
-    assert (
-        timeline.span,
-        timeline.bubble_ratio,
-        timeline.makespan_bubble_ratio,
-        timeline.idle_ratio,
-    ) == (0, 0, 0, 0)
+    assert timeline.span == timeline.bubble_ratio == 0
+    assert timeline.makespan_bubble_ratio == timeline.idle_ratio == 0
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:
@@ -166,8 +148,8 @@ def test_peak_memory_matches_a_hand_computation() -> None:
         "# x  ranks=1 microbatches=3 placement=0\n0 | F0 F1 B0 F2 W0 B1 W1 B2 W2\n"
     )
     # 10 20 | 14 24 | 20 14 10 4 0: an F adds 10, a B takes 6, a W takes 4.
-    assert peak_memory(schedule, Costs((StageCost(1, 1, 1, 10, -6, -4),), ())) == (24,)
-    assert simulate(schedule, Costs((StageCost(1, 1, 1, 10, -6, -4),), ())).peak_memory == (24,)
+    costs = Costs((StageCost(1, 1, 1, 10, -6, -4),), ())
+    assert peak_memory(schedule, costs) == simulate(schedule, costs).peak_memory == (24,)
     assert resident(schedule) == (((2, 1),),)
 
 
@@ -177,29 +159,21 @@ def test_peak_memory_matches_the_timeline(schedule: Schedule, data: st.DataObjec
     costs = data.draw(whole_costs(schedule.stages).map(with_time))
     timeline = simulate(schedule, costs)
     for row, peak in zip(timeline.ranks, timeline.peak_memory, strict=True):
-        at = {(span.op.kind, span.op.stage, span.op.microbatch): span for span in row}
-        moments = [span.start for span in row]
+        at = {span.op: span for span in row}
         most = 0.0
-        for now in moments:
+        for now in (span.start for span in row):
             live = 0.0
             for kind, s, j in at:
                 if kind is not F or s < schedule.first_trainable:
                     continue
-                split = (B, s, j) in at
-                backward, weights = at[(B if split else BW, s, j)], at[(W if split else BW, s, j)]
-                if at[(F, s, j)].start <= now < backward.end:
+                split = Op(B, s, j) in at
+                backward, weights = (at[Op(k if split else BW, s, j)] for k in (B, W))
+                if at[Op(F, s, j)].start <= now < backward.end:
                     live += costs.stages[s].mem_f
                 elif backward.end <= now < weights.end:
                     live += -costs.stages[s].mem_w
             most = max(most, live)
         assert peak == most
-
-
-def with_time(costs: Costs) -> Costs:
-    """No op of time 0, so that the clock tells ops apart."""
-    return Costs(
-        tuple(replace(s, f=s.f + 1, b=s.b + 1, w=s.w + 1) for s in costs.stages), costs.links
-    )
 
 
 @given(schedules(several=False), st.data())
@@ -217,9 +191,7 @@ def test_resident_pairs_give_the_peak_for_any_costs(
 @given(schedules())
 def test_resident_pairs_are_not_dominated(schedule: Schedule) -> None:
     for stage, pairs in enumerate(resident(schedule)):
-        assert not [
-            (a, b) for a in pairs for b in pairs if a != b and a[0] <= b[0] and a[1] <= b[1]
-        ]
+        assert not any(a[0] <= b[0] and a[1] <= b[1] for a, b in permutations(pairs, 2))
         if stage < schedule.first_trainable:
             assert pairs == ((0, 0),)
         else:
@@ -230,8 +202,5 @@ def test_resident_pairs_of_published_schedules() -> None:
     assert resident(make_by_hand("1f1b", 3, 5)) == (((3, 0),), ((2, 0),), ((1, 0),))
     assert resident(make_by_hand("gpipe", 2, 5)) == (((5, 0),), ((5, 0),))
     # H1 trades a microbatch in flight for one more W that waits, rank by rank.
-    assert resident(make_by_hand("zb-h1", 3, 5)) == (
-        ((3, 0), (2, 1)),
-        ((2, 1), (1, 2)),
-        ((1, 2), (0, 3)),
-    )
+    h1 = resident(make_by_hand("zb-h1", 3, 5))
+    assert h1 == (((3, 0), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (0, 3)))

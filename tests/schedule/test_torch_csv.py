@@ -29,11 +29,8 @@ def test_csv_of_small_schedules() -> None:
 def test_csv_round_trip(placement: list[int], microbatches: int, random: Random) -> None:
     schedule = wander(placement, microbatches, 0, random)
     text = to_torch_csv(schedule)
-    assert (
-        from_torch_csv(text, name="wandered")
-        == schedule
-        == from_torch_csv(text, placement, "wandered")
-    )
+    for known in (None, placement):
+        assert from_torch_csv(text, known, "wandered") == schedule
 
 
 @pytest.mark.parametrize(

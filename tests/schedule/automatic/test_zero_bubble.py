@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
@@ -22,28 +21,13 @@ from dynmo.schedule.automatic._zero_bubble_loops import Problem, polish, search
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.catalogue import make_by_hand
-from dynmo.schedule.op import Schedule, to_text, validate
+from dynmo.schedule.op import to_text, validate
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
-from tests.schedule.samples import PUBLISHED, TABLE_5
-
-
-def fits(schedule: Schedule, costs: Costs, caps: Sequence[float]) -> bool:
-    return all(
-        peak <= cap * (1 + 1e-9)
-        for peak, cap in zip(peak_memory(schedule, costs), caps, strict=True)
-    )
+from tests.schedule.samples import PUBLISHED, TABLE_5, fits, stage, times_of
 
 
 def table_5(row: dict) -> tuple[Costs, int, int]:
-    costs = uniform_costs(
-        row["ranks"],
-        row["t_f_ms"],
-        row["t_b_ms"],
-        row["t_w_ms"],
-        row["t_comm_ms"],
-        row["w_memory_share"],
-    )
-    return costs, row["ranks"], row["microbatches"]
+    return uniform_costs(row["ranks"], *times_of(row)), row["ranks"], row["microbatches"]
 
 
 def test_memory_of_1f1b_gives_zb_h1_and_twice_gives_no_bubble() -> None:
@@ -88,10 +72,8 @@ def test_bubble_beats_the_published_ratio_if_the_bound_allows() -> None:
             bound = 1 - m * costs.stages[0].seconds / lower_bound(costs, m, caps=[k * p] * p)
             if round(bound, 4) < row["bubble"][f"zb-{k}p"]:
                 room += 1
-                better += (
-                    round(simulate(automatic(costs, m, caps=[k * p] * p), costs).bubble_ratio, 4)
-                    < row["bubble"][f"zb-{k}p"]
-                )
+                found = simulate(automatic(costs, m, caps=[k * p] * p), costs).bubble_ratio
+                better += round(found, 4) < row["bubble"][f"zb-{k}p"]
     assert room == 10
     assert better >= 9
 
@@ -101,16 +83,12 @@ def test_schedule_is_optimal_for_few_microbatches_of_equal_times(
     p: int, data: st.DataObject
 ) -> None:
     # The best there is for m <= p, and ZB-H1 misses it where W < F.
-    m = data.draw(st.integers(1, p))
-    f = data.draw(st.integers(1, 9))
-    b = data.draw(st.integers(1, 9))
+    m, f, b = (data.draw(st.integers(1, most)) for most in (p, 9, 9))
     w = data.draw(st.integers(0, f))
     costs = uniform_costs(p, f, b, w)
     for objective in Objective if w <= b else (Objective.SPAN,):
-        assert (
-            simulate(automatic(costs, m, objective=objective), costs).length(objective)
-            == (m + p - 1) * (f + b) + w
-        )
+        timeline = simulate(automatic(costs, m, objective=objective), costs)
+        assert timeline.length(objective) == (m + p - 1) * (f + b) + w
 
 
 @st.composite
@@ -121,23 +99,13 @@ def cases(draw: st.DrawFn) -> tuple[Costs, int, list[float], int]:
     stages: list[StageCost] = []
     caps: list[float] = []
     first_trainable = draw(st.integers(0, p - 1))
-    for stage in range(p):
+    for rank in range(p):
         activation, stash = draw(st.integers(0, 6)), draw(st.integers(0, 6))
-        trains = stage >= first_trainable
-        stages.append(
-            StageCost(
-                draw(times),
-                draw(times) * trains,
-                draw(times) * trains,
-                activation,
-                stash - activation,
-                -stash,
-            )
-        )
-        caps.append(
-            draw(st.one_of(st.just(math.inf), st.integers(0, 12)))
-            + (max(activation, stash) if trains else 0)
-        )
+        trains = rank >= first_trainable
+        f, b, w = draw(times), draw(times) * trains, draw(times) * trains
+        stages.append(stage(f, b, w, activation, stash))
+        room = draw(st.one_of(st.just(math.inf), st.integers(0, 12)))
+        caps.append(room + max(activation, stash) * trains)
     return Costs(tuple(stages), tuple(draw(times) for _ in range(p - 1))), m, caps, first_trainable
 
 
@@ -145,32 +113,24 @@ def cases(draw: st.DrawFn) -> tuple[Costs, int, list[float], int]:
 def test_schedule_is_valid_and_within_caps(
     case: tuple[Costs, int, list[float], int], objective: Objective
 ) -> None:
-    costs, m, caps, first_trainable = case
-    schedule = automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective)
+    costs, m, caps, first = case
+    schedule = automatic(costs, m, caps=caps, first_trainable=first, objective=objective)
     validate(schedule)
-    assert (schedule.name, schedule.microbatches, schedule.first_trainable) == (
-        "zb-auto",
-        m,
-        first_trainable,
-    )
+    assert (schedule.name, schedule.microbatches) == ("zb-auto", m)
+    assert schedule.first_trainable == first
     assert schedule.stage_ranks == tuple(range(len(costs.stages)))
     assert fits(schedule, costs, caps)
     time = simulate(schedule, costs).length(objective)
-    assert lower_bound(costs, m, first_trainable, objective, caps) <= time * (1 + 1e-9)
+    assert lower_bound(costs, m, first, objective, caps) <= time * (1 + 1e-9)
     # A budget in ops, not in seconds: what is made is always the same, and no worse than what is
     # made by hand.
-    assert (
-        automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective)
-        == schedule
-    )
+    again = automatic(costs, m, caps=caps, first_trainable=first, objective=objective)
+    assert again == schedule
     # (1F1B's fused backward hides the memory that a B takes until its W, so it is left out where
     # one does.)
-    for name in (
-        ("1f1b", "zb-h1", "zb-h2")
-        if all(cost.mem_b <= 0 for cost in costs.stages)
-        else ("zb-h1", "zb-h2")
-    ):
-        by_hand = make_by_hand(name, len(costs.stages), m, first_trainable)
+    hides = any(cost.mem_b > 0 for cost in costs.stages)
+    for name in ("1f1b", "zb-h1", "zb-h2")[hides:]:
+        by_hand = make_by_hand(name, len(costs.stages), m, first)
         if fits(by_hand, costs, caps):
             assert time <= simulate(by_hand, costs).length(objective) * (1 + 1e-9)
 
@@ -188,9 +148,9 @@ def uneven(rng: random.Random) -> tuple[Costs, Costs, int, list[float], int]:
 
     def costs(rows: list[list[float]]) -> Costs:
         stages: list[StageCost] = []
-        for (f, b, w), (held, stash) in zip(rows, memory, strict=True):
+        for (f, b, w), held in zip(rows, memory, strict=True):
             trains = len(stages) >= first
-            stages.append(StageCost(f, b * trains, w * trains, held, stash - held, -stash))
+            stages.append(stage(f, b * trains, w * trains, *held))
         return Costs(tuple(stages), links)
 
     return costs(times), costs([middle] * p), m, caps, first
@@ -213,15 +173,11 @@ def test_uneven_costs_give_shorter_schedules_than_mean_costs() -> None:
 @pytest.mark.parametrize("m", [1, 7])
 @pytest.mark.parametrize("scale", [0.0, 1e-310, 1e300])
 def test_span_scales_with_the_unit_of_time(p: int, m: int, scale: float) -> None:
-    costs = uniform_costs(p, scale, scale, scale, scale / 4)
-    assert simulate(automatic(costs, m, caps=[2 * p] * p), costs).span == pytest.approx(
-        scale
-        * simulate(
-            automatic(uniform_costs(p, 1, 1, 1, 0.25), m, caps=[2 * p] * p),
-            uniform_costs(p, 1, 1, 1, 0.25),
-        ).span,
-        rel=1e-6,
-    )
+    def span(unit: float) -> float:
+        costs = uniform_costs(p, unit, unit, unit, unit / 4)
+        return simulate(automatic(costs, m, caps=[2 * p] * p), costs).span
+
+    assert span(scale) == pytest.approx(scale * span(1.0), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -254,28 +210,21 @@ def test_memory_that_b_adds_counts() -> None:
 
 
 def test_a_frozen_prefix_has_no_limit() -> None:
-    assert fits(
-        automatic(uniform_costs(4, 1, 1, 1), 9, caps=[0, 0, 2, 2], first_trainable=2),
-        uniform_costs(4, 1, 1, 1),
-        [0, 0, 2, 2],
-    )
+    costs, caps = uniform_costs(4, 1, 1, 1), [0, 0, 2, 2]
+    assert fits(automatic(costs, 9, caps=caps, first_trainable=2), costs, caps)
 
 
 def test_makespan_and_span_give_different_schedules() -> None:
     def both(costs: Costs, m: int, cap: float) -> list[Timeline]:
-        return [
-            simulate(
-                automatic(costs, m, caps=[cap] * len(costs.stages), objective=objective), costs
-            )
-            for objective in Objective
-        ]
+        caps = [cap] * len(costs.stages)
+        made = (automatic(costs, m, caps=caps, objective=objective) for objective in Objective)
+        return [simulate(schedule, costs) for schedule in made]
 
     costs, p, m = table_5(TABLE_5[3])
     by_span, by_makespan = both(costs, m, 2 * p)
     assert by_span.span < by_makespan.span
-    assert by_makespan.makespan == pytest.approx(
-        lower_bound(costs, m, 0, Objective.MAKESPAN, [2 * p] * p)
-    )
+    least = lower_bound(costs, m, 0, Objective.MAKESPAN, [2 * p] * p)
+    assert by_makespan.makespan == pytest.approx(least)
     by_span, by_makespan = both(uniform_costs(3, 1, 1, 2, 0.5), 6, 3)
     assert by_makespan.makespan == 28 < by_span.makespan
 
