@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from dynmo.cost.layer_cost import most_pending_gradients
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.accumulation import AccumulationGroups, Tree
 from dynmo.runtime.layer.split_backward import Layer
+from dynmo.schedule.op import Kind
+from tests.runtime.modules import assert_same, draw, gradients_of
 
 
-def total(tensors: Sequence[Tensor | None]) -> Tensor | None:
+def total(tensors: Sequence[Tensor | None]) -> Any:
     tree = Tree()
     for place, tensor in enumerate(tensors):
         tree.put(place, None if tensor is None else tensor.clone())
@@ -47,9 +50,7 @@ def rows(count: int, seed: int) -> list[Tensor]:
 
 @given(st.integers(1, 40), st.integers(0, 9))
 def test_sum_follows_the_tree_of_the_docstring(count: int, seed: int) -> None:
-    got = total(rows(count, seed))
-    assert got is not None
-    assert torch.equal(got, written_out(rows(count, seed)))
+    assert torch.equal(total(rows(count, seed)), written_out(rows(count, seed)))
 
 
 @given(st.integers(1, 40))
@@ -71,11 +72,8 @@ def test_any_valid_number_of_replicas_gives_the_same_bits(
     each = 2**exponent
     groups = rows(replicas * each, seed)
     assert accumulation_problem(len(groups), replicas, len(groups)) is None
-    alone = total(groups)
     apart = total([total(groups[r * each :][:each]) for r in range(replicas)])
-    assert alone is not None
-    assert apart is not None
-    assert torch.equal(alone, apart)
+    assert torch.equal(total(groups), apart)
 
 
 def test_a_missing_tensor_counts_as_zeros() -> None:
@@ -83,14 +81,11 @@ def test_a_missing_tensor_counts_as_zeros() -> None:
     for tensors in ([a, None], [None, a], [None, None, a], [a, None, None, None, None]):
         got = total(tensors)
         expected = total([zeros if t is None else t for t in tensors])
-        assert got is not None
-        assert expected is not None
         assert got.numpy().tobytes() == expected.numpy().tobytes(), tensors
     assert total([None, None, None]) is None
     late = Tree()
     late.put(2, a.clone())
-    got = late.total(4)
-    assert got is not None
+    got: Any = late.total(4)
     assert got.tolist() == [1.5, 0]
 
 
@@ -113,7 +108,7 @@ def test_invalid_numbers_of_groups_are_reported(
 
 
 class Mixed(nn.Module):
-    """A gradient of W's, one of B's, a late one and none. `by_itself` makes the first B's."""
+    """A gradient of W's, one of B's, a late one and none. In step 0 the first is B's, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,52 +117,63 @@ class Mixed(nn.Module):
         self.norm = nn.LayerNorm(6)
         self.late = nn.Linear(6, 6)
         self.never = nn.Linear(6, 6)
-        self.calls, self.by_itself = 0, False
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
+        step, microbatch = divmod(self.calls, MICROBATCHES)
         self.calls += 1
         line = self.line
-        x = functional.linear(x, line.weight, line.bias) if self.by_itself else line(x)
+        x = line(x) if step else functional.linear(x, line.weight, line.bias)
         x = self.norm(torch.tanh(x))
-        return self.late(x) if self.calls > 2 else x
+        return self.late(x) if microbatch > 1 else x
 
 
 MICROBATCHES = 8
 
 
-def gradients(order: str, count: int) -> dict[str, Tensor | None]:
-    """Gradients in step 2. `order` has b and w (the next of each) and x (both at once)."""
-    module = Mixed()
+def gradients(
+    module: nn.Module, order: str, count: int, steps: int = 1
+) -> dict[str, Tensor | None]:
+    """Gradients of the last step, of inputs [4, 6] and their like.
+
+    `order` has b and w (the next of each), x (both at once) and p (the next piece of W).
+    """
     done: list[int] = []
-    groups = AccumulationGroups(
-        list(module.parameters()), MICROBATCHES, count, lambda: done.append(1)
-    )
+    microbatches = order.count("b") + order.count("x")
+    parameters = list(module.parameters())
+    groups = AccumulationGroups(parameters, microbatches, count, lambda: done.append(1))
     layer = Layer(0, module, HostClock(), 1, groups=groups)
     random = torch.Generator().manual_seed(2)
-    for step in range(2):
+    for step in range(steps):
         module.zero_grad()
         layer.begin()
-        module.calls, module.by_itself = 0, not step
-        for j in range(MICROBATCHES):
+        for j in range(microbatches):
             layer.forward(j, (torch.randn(4, 6, generator=random),), step, True, True, None)
         b = w = 0
+        begun: Iterator[None] | None = None
         for kind in order:
-            if kind == "w":
+            if kind == "p":
+                begun = begun or layer.partial_weights(w)
+                next(begun, None)
+            elif kind in "bx":
+                layer.backward_input(b, (draw(b, 4, 6),), deferred=kind == "b")
+            elif begun is None:
                 layer.backward_weight(w)
             else:
-                layer.backward_input(
-                    b,
-                    (torch.randn(4, 6, generator=torch.Generator().manual_seed(b)),),
-                    deferred=kind == "b",
-                )
-            b, w = b + (kind != "w"), w + (kind != "b")
-            assert len(done) == step + (w == MICROBATCHES), "told once, at the last W"
-    return {name: p.grad for name, p in module.named_parameters()}
+                list(begun)
+                begun = None
+            b, w = b + (kind in "bx"), w + (kind in "wx")
+            assert kind == "p" or len(done) == step + (w == microbatches), "once, at the last W"
+        assert not layer._weight_work
+        assert not layer._ahead
+    assert [mark[0] for mark in layer.marks].count(Kind.W) == steps * order.count("w")
+    return gradients_of(module)
 
 
 def plain(count: int) -> dict[str, Tensor | None]:
     """A fresh sum for every slot, and the sums folded."""
     module = Mixed()
+    module.calls = MICROBATCHES
     layer = Layer(0, module, HostClock(), 1)
     random = torch.Generator().manual_seed(2)
     inputs = [torch.randn(4, 6, generator=random) for _ in range(2 * MICROBATCHES)][MICROBATCHES:]
@@ -176,35 +182,21 @@ def plain(count: int) -> dict[str, Tensor | None]:
         if j % (MICROBATCHES // count) == 0:
             module.zero_grad()
         layer.forward(j, (x,), 1, True, True, None)
-        layer.backward_input(
-            j, (torch.randn(4, 6, generator=torch.Generator().manual_seed(j)),), deferred=False
-        )
+        layer.backward_input(j, (draw(j, 4, 6),), deferred=False)
         if (j + 1) % (MICROBATCHES // count) == 0:
-            for name, p in module.named_parameters():
-                each[name].append(None if p.grad is None else p.grad.clone())
+            for name, gradient in gradients_of(module).items():
+                each[name].append(None if gradient is None else gradient.clone())
     return {name: total(parts) for name, parts in each.items()}
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     "order",
-    [
-        "x" * 8,
-        "bw" * 8,
-        "b" * 8 + "w" * 8,
-        "bbb" + "bw" * 5 + "www",
-        "bbw" + "x" * 0 + "bw" * 6 + "w",
-    ],
+    ["x" * 8, "bw" * 8, "b" * 8 + "w" * 8, "bbb" + "bw" * 5 + "www", "bbw" + "bw" * 6 + "w"],
 )
 def test_b_ahead_of_w_keeps_the_order_of_sums(order: str, count: int) -> None:
     """Norms end a slot at B, and linears end it at W."""
-    got, expected = gradients(order, count), plain(count)
-    for name, value in expected.items():
-        actual = got[name]
-        if value is None:
-            assert actual is None, name
-        else:
-            assert actual is not None, name
-            assert torch.equal(actual, value), name
+    got = gradients(Mixed(), order, count, steps=2)
+    assert_same(got, plain(count))
     assert got["never.weight"] is None
     assert got["late.weight"] is not None
