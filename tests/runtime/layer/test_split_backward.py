@@ -7,7 +7,8 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,10 @@ from transformers.pytorch_utils import Conv1D
 from dynmo.errors import RunError
 from dynmo.kernels.seeds import seed_forward
 from dynmo.kernels.split import SplitLinear, WeightTape
-from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 from dynmo.schedule.op import Kind
 from tests.kernels import own_products
-from tests.kernels.own_products import Own
+from tests.runtime.modules import Net, gradients_of, layer_of
 
 MICROBATCHES = 3
 
@@ -35,60 +35,17 @@ class OwnLinear(nn.Linear):
         return 2 * super().forward(input)
 
 
-class Twice(nn.Module):
-    """One module used twice: its weight has two W's a microbatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.line(torch.tanh(self.line(x)))
-
-
-class Shared(nn.Module):
+def shared() -> nn.Module:
     """Two modules with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(self.one(x)))
+    one, two = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+    two.weight = one.weight
+    return Net(lambda m, x: m.two(torch.tanh(m.one(x))), one=one, two=two)
 
 
-class Transposed(nn.Module):
-    """Hands its linear an input that is not contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(4, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.line(x.transpose(-1, -2))
-
-
-class TwoInputs(nn.Module):
+def two_inputs() -> nn.Module:
     """Two inputs, two outputs, and one output that is no number to differentiate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.left(x) * y, self.right(y), x.argmax(-1)
-
-
-class Deaf(nn.Module):
-    """A module whose output does not depend on its second input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.line(x)
+    parts = {"left": nn.Linear(6, 6), "right": nn.Linear(6, 6, bias=False)}
+    return Net(lambda m, x, y: (m.left(x) * y, m.right(y), x.argmax(-1)), **parts)
 
 
 class Scale(nn.Module):
@@ -125,84 +82,80 @@ class _ScaleFunction(torch.autograd.Function):
         return gy * factor, None, None
 
 
-class Checkpointed(nn.Module):
+def checkpointed(use_reentrant: bool) -> nn.Module:
     """A caught module and a linear within torch's checkpoint."""
 
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Conv1D(6, 6))
-        self.reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(module: Any, x: Tensor) -> Any:
         if not x.requires_grad:  # torch would warn
-            return self.inner(x)
-        return cast(Tensor, checkpoint(self.inner, x, use_reentrant=self.reentrant))
+            return module.inner(x)
+        return checkpoint(module.inner, x, use_reentrant=use_reentrant)
+
+    return Net(run, inner=nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Conv1D(6, 6)))
 
 
-class Frozen(nn.Module):
+def frozen_part() -> nn.Module:
     """A frozen linear between two that train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.fixed = nn.Linear(6, 6).requires_grad_(False)
-        self.last = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.fixed(self.first(x)))
+    fixed = nn.Linear(6, 6).requires_grad_(False)
+    return nn.Sequential(nn.Linear(6, 6), fixed, nn.Linear(6, 6))
 
 
-def numbers(*shape: int) -> Callable[[], Tensors]:
-    return lambda: (torch.randn(shape),)
+def numbers(*shapes: tuple[int, ...]) -> Callable[[], Tensors]:
+    return lambda: tuple(torch.randn(shape) for shape in shapes)
 
 
-def ids(*shape: int) -> Callable[[], Tensors]:
-    return lambda: (torch.randint(5, shape),)
+def own(run: own_products.Product, *shapes: tuple[int, ...]) -> Callable[[], nn.Module]:
+    return lambda: own_products.Own(run, *shapes)
 
 
-@dataclass
-class Case:
-    make: Callable[[], nn.Module]
-    inputs: Callable[[], Tensors]
-    works: int  # pieces of W a microbatch leaves
+Case = tuple[Callable[[], nn.Module], Callable[[], Tensors], int]
+"""Makes a module and its inputs. Pieces of W that a microbatch leaves."""
 
-
+ROWS, IDS = numbers((3, 6)), lambda: (torch.randint(5, (2, 7)),)
 CASES: dict[str, Case] = {
-    "linear": Case(lambda: nn.Linear(6, 4), numbers(3, 6), 1),
-    "linear without bias": Case(lambda: nn.Linear(6, 4, bias=False), numbers(3, 6), 1),
-    "linear 3-D": Case(lambda: nn.Linear(6, 4), numbers(2, 3, 6), 1),
-    "linear 4-D": Case(lambda: nn.Linear(6, 4), numbers(2, 2, 3, 6), 1),
-    "subclass of linear": Case(lambda: OwnLinear(6, 4), numbers(3, 6), 1),
-    "transposed": Case(Transposed, numbers(2, 4, 3), 1),
-    "embedding": Case(lambda: nn.Embedding(5, 4), ids(2, 7), 1),
-    "embedding with padding": Case(lambda: nn.Embedding(5, 4, padding_idx=2), ids(2, 7), 1),
-    "used twice": Case(Twice, numbers(3, 6), 2),
-    "shared weight": Case(Shared, numbers(3, 6), 2),
-    "two inputs": Case(TwoInputs, lambda: (torch.randn(3, 6), torch.randn(3, 6)), 2),
-    "without influence": Case(Deaf, lambda: (torch.randn(3, 6), torch.randn(3, 6)), 1),
-    "own tape": Case(Scale, numbers(2, 3, 6), 1),
-    "two products": Case(lambda: Own(own_products.twice, (6, 6)), numbers(3, 6), 2),
-    "product and more": Case(lambda: Own(own_products.by_itself, (6, 6)), numbers(3, 6), 0),
-    "product of a weight with itself": Case(
-        lambda: Own(own_products.squared, (6, 6)), numbers(3, 6), 0
+    "linear": (lambda: nn.Linear(6, 4), ROWS, 1),
+    "linear without bias": (lambda: nn.Linear(6, 4, bias=False), ROWS, 1),
+    "linear 3-D": (lambda: nn.Linear(6, 4), numbers((2, 3, 6)), 1),
+    "linear 4-D": (lambda: nn.Linear(6, 4), numbers((2, 2, 3, 6)), 1),
+    "subclass of linear": (lambda: OwnLinear(6, 4), ROWS, 1),
+    # The input is not contiguous.
+    "transposed": (
+        lambda: Net(lambda m, x: m.line(x.transpose(-1, -2)), line=nn.Linear(4, 6)),
+        numbers((2, 4, 3)),
+        1,
     ),
-    "expanded weight": Case(lambda: Own(own_products.expanded, (1, 6)), numbers(3, 6), 0),
-    "slope": Case(lambda: Own(own_products.slope, (3, 8, 8)), numbers(3, 8), 0),
-    "checkpoint": Case(lambda: Own(own_products.checkpointed, (6, 6), (6, 6)), numbers(3, 6), 1),
-    "reentrant checkpoint": Case(
-        lambda: Own(own_products.checkpointed_reentrant, (6, 6), (6, 6)), numbers(3, 6), 1
+    "embedding": (lambda: nn.Embedding(5, 4), IDS, 1),
+    "embedding with padding": (lambda: nn.Embedding(5, 4, padding_idx=2), IDS, 1),
+    "used twice": (
+        lambda: Net(lambda m, x: m.line(torch.tanh(m.line(x))), line=nn.Linear(6, 6)),
+        ROWS,
+        2,
     ),
-    "linears in a checkpoint": Case(lambda: Checkpointed(use_reentrant=False), numbers(3, 6), 2),
-    "linears in a reentrant checkpoint": Case(
-        lambda: Checkpointed(use_reentrant=True), numbers(3, 6), 2
+    "shared weight": (shared, ROWS, 2),
+    "two inputs": (two_inputs, numbers((3, 6), (3, 6)), 2),
+    "without influence": (
+        lambda: Net(lambda m, x, y: m.line(x), line=nn.Linear(6, 6)),
+        numbers((3, 6), (3, 6)),
+        1,
     ),
-    "frozen part": Case(Frozen, numbers(3, 6), 2),
-    "norm only": Case(lambda: nn.LayerNorm(6), numbers(3, 6), 0),
-    "batch norm": Case(
-        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), numbers(4, 6), 2
+    "own tape": (Scale, numbers((2, 3, 6)), 1),
+    "two products": (own(own_products.twice, (6, 6)), ROWS, 2),
+    "product and more": (own(own_products.by_itself, (6, 6)), ROWS, 0),
+    "product of a weight with itself": (own(own_products.squared, (6, 6)), ROWS, 0),
+    "expanded weight": (own(own_products.expanded, (1, 6)), ROWS, 0),
+    "slope": (own(own_products.slope, (3, 8, 8)), numbers((3, 8)), 0),
+    "checkpoint": (own(own_products.checkpointed, (6, 6), (6, 6)), ROWS, 1),
+    "reentrant checkpoint": (own(own_products.checkpointed_reentrant, (6, 6), (6, 6)), ROWS, 1),
+    "linears in a checkpoint": (lambda: checkpointed(use_reentrant=False), ROWS, 2),
+    "linears in a reentrant checkpoint": (lambda: checkpointed(use_reentrant=True), ROWS, 2),
+    "frozen part": (frozen_part, ROWS, 2),
+    "norm only": (lambda: nn.LayerNorm(6), ROWS, 0),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)),
+        numbers((4, 6)),
+        2,
     ),
-    "nothing to train": Case(nn.Tanh, numbers(3, 6), 0),
-    "dropout": Case(lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), numbers(3, 6), 1),
+    "nothing to train": (nn.Tanh, ROWS, 0),
+    "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), ROWS, 1),
 }
 
 
@@ -210,11 +163,7 @@ CASES: dict[str, Case] = {
 class Result:
     outputs: list[Tensors]
     inputs: list[Tensors]
-    weights: dict[str, Tensor]
-
-
-def layer_of(module: nn.Module) -> Layer:
-    return Layer(3, module, HostClock(), seed=0)
+    weights: dict[str, Tensor | None]
 
 
 def with_gradients(inputs: Tensors) -> Tensors:
@@ -224,23 +173,17 @@ def with_gradients(inputs: Tensors) -> Tensors:
 def split(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors], mode: str) -> Result:
     """Runs BW, or B with each W at the end, or each W one later."""
     layer = layer_of(module)
-    result = Result([], [], {})
-    for j, x in enumerate(inputs):
-        leaves = with_gradients(x)
-        result.outputs.append(run_f(layer, *leaves, j=j))
+    outputs = [run_f(layer, *with_gradients(x), j=j) for j, x in enumerate(inputs)]
+    result = Result(outputs, [], {})
+    pending: list[int] = []
     for j, g in enumerate(gradients):
         result.inputs.append(layer.backward_input(j, g, deferred=mode != "BW"))
-        if mode == "W one later" and j:
-            layer.backward_weight(j - 1)
-    for j in (
-        range(len(gradients))
-        if mode == "W last"
-        else [len(gradients) - 1]
-        if mode == "W one later"
-        else []
-    ):
+        if mode == "W one later" and pending:
+            layer.backward_weight(pending.pop())
+        pending += [j] if mode != "BW" else []
+    for j in pending:
         layer.backward_weight(j)
-    result.weights = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    result.weights = gradients_of(module)
     return result
 
 
@@ -258,58 +201,47 @@ def plain(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors]) ->
         there = [t.grad is not None for t in given]
         values = [torch.zeros_like(t) if t.grad is None else t.grad for t in given]
         result.inputs.append((*values, *([] if all(there) else [torch.tensor(there)])))
-    result.weights = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    result.weights = gradients_of(module)
     return result
 
 
-def same(one: Result, other: Result, exactly: bool) -> None:
-    compare = (
-        torch.equal
-        if exactly
-        else (lambda a, b: a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6))
-    )
-    for ours, theirs in ((one.outputs, other.outputs), (one.inputs, other.inputs)):
-        for a, b in zip(ours, theirs, strict=True):
-            assert all(compare(x, y) for x, y in zip(a, b, strict=True))
-    assert one.weights.keys() == other.weights.keys()
-    assert all(compare(g, other.weights[name]) for name, g in one.weights.items())
+def same(one: Result, other: Result, **tolerance: float) -> None:
+    close = partial(torch.testing.assert_close, **tolerance)
+    close([*one.outputs, *one.inputs], [*other.outputs, *other.inputs])
+    close(one.weights, other.weights)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_split_fused_and_plain_backward_have_equal_gradients(name: str) -> None:
-    case = CASES[name]
+    make, draw, _ = CASES[name]
     torch.manual_seed(5)
-    module = case.make()
-    inputs = [case.inputs() for _ in range(MICROBATCHES)]
+    module = make()
+    inputs = [draw() for _ in range(MICROBATCHES)]
     probe = copy.deepcopy(module)(*inputs[0])
-    shapes = [
-        y.shape for y in ((probe,) if isinstance(probe, Tensor) else probe) if y.is_floating_point()
-    ]
+    outputs = (probe,) if isinstance(probe, Tensor) else probe
+    shapes = [y.shape for y in outputs if y.is_floating_point()]
     gradients = [tuple(torch.randn(shape) for shape in shapes) for _ in range(MICROBATCHES)]
     expected = plain(copy.deepcopy(module), inputs, gradients)
     whole = split(copy.deepcopy(module), inputs, gradients, "BW")
-    same(whole, expected, exactly=False)
+    same(whole, expected, rtol=1e-5, atol=1e-6)
     for mode in ("W last", "W one later"):
-        same(split(copy.deepcopy(module), inputs, gradients, mode), whole, exactly=True)
+        same(split(copy.deepcopy(module), inputs, gradients, mode), whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_expected_parameters_are_deferred_to_w(name: str) -> None:
-    case = CASES[name]
-    layer = layer_of(case.make())
-    outputs = run_f(layer, *with_gradients(case.inputs()))
+    make, draw, works = CASES[name]
+    layer = layer_of(make())
+    outputs = run_f(layer, *with_gradients(draw()))
     layer.backward_input(0, tuple(torch.ones_like(y) for y in outputs if y.requires_grad), True)
-    assert len(layer._weight_work.get(0, ())) == case.works
-    done = {n for n, p in layer.module.named_parameters() if p.grad is not None}
-    split_weights = {
-        f"{n}.weight".lstrip(".")
-        for n, m in layer.module.named_modules()
-        if isinstance(m, SplitLinear)
-    }
-    assert not done & split_weights, "a linear's weight gradient is W, not B"
+    assert len(layer._weight_work.get(0, ())) == works
+    modules = layer.module.named_modules()
+    linears = {f"{n}.weight".lstrip(".") for n, m in modules if isinstance(m, SplitLinear)}
+    done = {name for name, g in gradients_of(layer.module).items() if g is not None}
+    assert not done & linears, "a linear's weight gradient is W, not B"
     layer.backward_weight(0)
-    trained = {n for n, p in layer.module.named_parameters() if p.requires_grad}
-    assert {n for n, p in layer.module.named_parameters() if p.grad is not None} == trained
+    for name, p in layer.module.named_parameters():
+        assert (p.grad is not None) == p.requires_grad, name
 
 
 @contextmanager
@@ -359,13 +291,12 @@ def test_inner_activations_are_released_after_b() -> None:
     """Memory that only B needs is not kept for W. An example is the input of a tanh."""
     seen: list[StorageWeakRef] = []
 
-    class Watched(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.tanh(x)
-            seen.append(StorageWeakRef(y.untyped_storage()))
-            return y * 1.5
+    def watched(_: nn.Module, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        seen.append(StorageWeakRef(y.untyped_storage()))
+        return y * 1.5
 
-    layer = layer_of(nn.Sequential(nn.Linear(6, 6), Watched(), nn.Linear(6, 6)))
+    layer = layer_of(nn.Sequential(nn.Linear(6, 6), Net(watched), nn.Linear(6, 6)))
     with no_collection():
         run_f(layer, torch.randn(3, 6))
         assert not seen[0].expired()
@@ -453,22 +384,20 @@ def test_forward_without_training_keeps_measured_sizes() -> None:
     assert (layer.activation_bytes, layer.stash_bytes) == (0, 0)
 
 
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+def test_error_names_its_layer() -> None:
+    def broken(_: Tensor) -> None:
         raise ArithmeticError("no gradient today")
 
+    def finish(y: Tensor) -> Tensor:
+        y = y.clone()
+        y.register_hook(broken)
+        return y
 
-def test_error_names_its_layer() -> None:
     layer = layer_of(nn.Linear(6, 4))
     with pytest.raises(RuntimeError) as wrong:
         run_f(layer, torch.randn(3, 5))
     assert wrong.value.__notes__ == ["in F of layer 3"]
-    (y,) = run_f(layer, torch.randn(3, 6), j=1, finish=cast(Any, Broken).apply)
+    (y,) = run_f(layer, torch.randn(3, 6), j=1, finish=finish)
     with pytest.raises(ArithmeticError) as wrong:
         layer.backward_input(1, (torch.ones_like(y),), deferred=True)
     assert wrong.value.__notes__ == ["in B of layer 3"]
@@ -495,12 +424,11 @@ def test_loss_may_have_no_gradient(recompute: bool) -> None:
 def test_constant_outputs_stay_constant(recompute: bool) -> None:
     """They have no gradient. A gradient that comes and goes is zeros while it is away."""
 
-    class Tables(nn.Module):
-        def forward(self, x: Tensor, table: Tensor, ids: Tensor, keep: bool = True) -> Any:
-            y = x * table
-            return (y if ids[0] else y.detach()), table, ids
+    def tables(_: nn.Module, x: Tensor, table: Tensor, ids: Tensor) -> Any:
+        y = x * table
+        return (y if ids[0] else y.detach()), table, ids
 
-    layer = layer_of(Tables())
+    layer = layer_of(Net(tables))
     layer.switch_recompute(recompute)
     table = torch.randn(3, 6)
     for j in range(2):
@@ -513,7 +441,7 @@ def test_constant_outputs_stay_constant(recompute: bool) -> None:
     layer.begin()
     given = (torch.randn(3, 6, requires_grad=True), table)
     assert not any(y.requires_grad for y in run_f(layer, *given, torch.tensor([0])))
-    with pytest.raises(RunError, match=r"layer 3 \(Tables\) returned an output that requires a"):
+    with pytest.raises(RunError, match=r"layer 3 \(Net\) returned an output that requires a"):
         run_f(layer, *given, torch.tensor([1]), j=1)
 
 
@@ -521,11 +449,7 @@ def test_constant_outputs_stay_constant(recompute: bool) -> None:
 def test_only_inputs_of_other_shapes_have_other_outputs(ragged: bool) -> None:
     """And only in a ragged step."""
 
-    class Rows(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            return x.unbind()
-
-    layer = layer_of(Rows())
+    layer = layer_of(Net(lambda _, x: x.unbind()))
     layer.begin()
     if ragged:
         layer.expect_ragged()
