@@ -32,12 +32,11 @@ def test_alternatives_of_a_plan() -> None:
     # 1.5.
     assert [x.choice for x in sorted(microbatches, key=lambda x: int(x.choice))] == [3, 12, 24]
     for alternatives in (balancers, schedules, ranks, microbatches):
-        steps = [x.plan.step for x in alternatives if x.plan is not None]
-        assert steps == sorted(steps)
         assert all((x.plan is None) == (x.problem is not None) for x in alternatives)
-        for x in alternatives:
-            if x.plan is not None:
-                replayed(x.plan)
+        plans = [x.plan for x in alternatives if x.plan is not None]
+        assert [plan.step for plan in plans] == sorted(plan.step for plan in plans)
+        for plan in plans:
+            replayed(plan)
 
 
 def test_smaller_microbatches_scale_time_and_activations() -> None:
@@ -56,11 +55,11 @@ def told(request: PlanRequest) -> str:
 
 
 def test_refused_plan_suggests_a_plan_that_fits() -> None:
-    known = profile(12)
-    heavy = replace(known.layers[0], f=4.0, b=4.0, w=4.0, weight_bytes=3000, activation_bytes=300)
-    request = PlanRequest(
-        replace(known, layers=(heavy, *known.layers[1:])), 3, 6, "1f1b", balancer="uniform"
-    )
+    usual = PlanRequest(profile(12), 3, 6, "1f1b")
+    first, *rest = usual.profile.layers
+    heavy = replace(first, f=4.0, b=4.0, w=4.0, weight_bytes=3000, activation_bytes=300)
+    known = replace(usual.profile, layers=(heavy, *rest))
+    request = replace(usual, profile=known, balancer="uniform")
     plan = plan_or_suggest(request)
     most = max(plan.memory)
     line = told(replace(request, memory_limit=most - 1))
@@ -69,13 +68,9 @@ def test_refused_plan_suggests_a_plan_that_fits() -> None:
         f"placement 4+4+4, over"
     )
     assert "; the balancer 'exact' would fit: " in line
-    least = max(plan_or_suggest(PlanRequest(profile(12), 3, 6, "1f1b")).memory)
-    assert "; the schedule zb-auto would fit: " in told(
-        PlanRequest(profile(12), 3, 6, "1f1b", memory_limit=round(least * 0.95))
-    )
-    assert " ranks with " in told(
-        PlanRequest(profile(12), 3, 6, "1f1b", memory_limit=round(least * 0.7))
-    )
+    least = max(plan_or_suggest(usual).memory)
+    for share, says in ((0.95, "; the schedule zb-auto would fit: "), (0.7, " ranks with ")):
+        assert says in told(replace(usual, memory_limit=round(least * share)))
     assert "; nothing that was tried fits" in told(replace(request, memory_limit=1000))
 
 
@@ -96,16 +91,10 @@ def test_suggested_plan_fits() -> None:
     [
         (PlanRequest(profile(), 3, 6, "zb-h3"), "unknown schedule 'zb-h3'"),
         (PlanRequest(profile(), 3, 6, balancer="best"), "unknown balancer 'best'"),
-        (
-            PlanRequest(profile(), 3, 7, "interleaved-1f1b"),
-            "7 microbatches are not a multiple of 3 ranks",
-        ),
+        (PlanRequest(profile(), 3, 7, "interleaved-1f1b"), "7 microbatches are not a multiple of"),
         (PlanRequest(profile(), 3, 6, "zb-h1", chunks=2), "zb-h1 has 1 stage a rank, not 2"),
         (PlanRequest(profile(), 13, 6), "13 ranks need at least 13 layers"),
-        (
-            PlanRequest(replace(profile(), links=(), comm=(1.0, 2.0, 3.0)), 3, 6),
-            "comm has 3 numbers",
-        ),
+        (PlanRequest(replace(profile(), links=(), comm=(1.0,) * 3), 3, 6), "comm has 3 numbers"),
     ],
 )
 def test_bad_input_is_refused_without_a_suggestion(wanted: PlanRequest, message: str) -> None:

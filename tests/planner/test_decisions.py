@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -58,6 +59,13 @@ def situation(**known: object) -> Situation:
     return replace(base, **known)
 
 
+def of_layers(layers: tuple[LayerCost, ...]) -> dict[str, Any]:
+    """What a situation knows of layers that all train, and whose costs do not change."""
+    names = tuple(map(str, range(len(layers))))
+    known = {"layers": layers, "scheduled": layers, "halves": (layers, layers)}
+    return known | {"names": names, "first_trainable": 0}
+
+
 def test_layers_move_to_the_rank_with_less_work() -> None:
     choice = decide_move(situation())
     assert choice is not None
@@ -69,14 +77,10 @@ def test_layers_move_to_the_rank_with_less_work() -> None:
 def test_layers_move_away_from_a_slow_link(balancer: str) -> None:
     layers, none = (ONE,) * 24, LinkCost(0.0, 1e9)
     known = situation(
-        layers=layers,
-        halves=(layers, layers),
-        names=tuple(map(str, range(24))),
-        first_trainable=0,
+        **of_layers(layers),
         links=(((0, 1), none), ((1, 2), LinkCost(0.08, 1e9)), ((2, 3), none)),
         mesh=Mesh(4, 1, 8, 1, "zb-h1"),
         partition=Partition((6, 6, 6, 6)),
-        scheduled=layers,
         shapes=((4, 1),),
         nodes=("a",) * 4,
         balance=Balance(balancer=balancer),
@@ -180,19 +184,11 @@ def test_a_replay_decides_as_a_run(now: Situation) -> None:
     """`dynmo simulate` on a workload asks with the same costs, and gets the same placement."""
     link = LinkCost(1e-4, 1e9)
     policy = Policy(now.balance.balancer, every=50, margin=0.0, hysteresis=0.0)
-    moments = ((0, now.layers),)
-    workload = Workload(
-        "w",
-        moments,
-        now.names,
-        100,
-        now.mesh.pipeline,
-        now.mesh.microbatches,
-        schedule=now.mesh.schedule,
-        initial=now.partition.counts,
-        link=link,
-        policy=policy,
-    )
+    mesh = now.mesh
+    size = (100, mesh.pipeline, mesh.microbatches)
+    given = {"schedule": mesh.schedule, "initial": now.partition.counts}
+    given |= {"link": link, "policy": policy}
+    workload = Workload("w", ((0, now.layers),), now.names, *size, **given)
     replayer = Replayer(workload)
     replayer.profiler.observe(now.layers)
     decided = replayer.consider(50, 0, now.partition)

@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given, settings
@@ -123,6 +123,7 @@ def test_search_equals_brute_force(request: MeshRequest):
         return
     result = search(request)
     seconds = [x.seconds for x in result.candidates]
+    found, refused = ({x.mesh for x in some} for some in (result.candidates, result.refused))
     assert seconds == sorted(seconds)
     for x in result.candidates:
         assert (x.mesh.gpus, x.mesh.global_batch) == (request.gpus, request.global_batch)
@@ -131,15 +132,12 @@ def test_search_equals_brute_force(request: MeshRequest):
         assert x.exposed == pytest.approx(x.seconds - x.plan.step, abs=1e-9)
         assert x.samples_per_second == request.global_batch / x.seconds
         assert request.memory_limit is None or max(x.memory) <= request.memory_limit
-    assert {x.mesh for x in result.candidates} | {x.mesh for x in result.refused} >= set(
-        best
-    ) or result.slower
-    left = sorted(best[mesh] for mesh in best if mesh not in {x.mesh for x in result.candidates})
-    if left:
+    assert found | refused >= set(best) or result.slower
+    if left := sorted(best[mesh] for mesh in best if mesh not in found):
         assert len(result.candidates) == request.keep
         assert left[0] >= seconds[-1] * (1 - 1e-6)
     assert seconds[0] <= min(best.values()) * (1 + 1e-6)
-    assert not {x.mesh for x in result.refused} & set(best)
+    assert not refused & set(best)
 
 
 def test_best_mesh_equals_a_search_of_all_placements():
@@ -155,28 +153,27 @@ def test_best_mesh_equals_a_search_of_all_placements():
                 mesh_profile(given, mesh, 0), pipeline, mesh.microbatches, any_links=True
             )
             for cuts in combinations(range(1, 6), pipeline - 1):
-                counts = tuple(b - a for a, b in pairwise((0, *cuts, 6)))
-                best = min(
-                    best,
-                    add_reductions(
-                        mesh, evaluate_partition(plan_request, Partition(counts)), 100.0
-                    ).seconds,
-                )
+                plan = evaluate_partition(plan_request, Partition.from_bounds((0, *cuts, 6)))
+                best = min(best, add_reductions(mesh, plan, 100.0).seconds)
     assert search(request).candidates[0].seconds == pytest.approx(best)
 
 
 def test_zero_and_bandwidth_decide_the_mesh():
     usual = MeshRequest(profile(8, 1), 4, 16, (1,), ("1f1b", "zb-h1"))
-    fast = search(usual)
-    assert fast.candidates[0].mesh.replicas == 4, "without a price, nobody waits for anybody"
-    assert fast.candidates[0].exposed == 0
-    slow = search(replace(usual, bandwidth=1.0))
-    assert slow.candidates[0].mesh.replicas == 1
-    short = search(replace(usual, memory_limit=1500))
-    zero = search(replace(usual, memory_limit=1500, zero=1))
-    assert zero.candidates[0].mesh.replicas > short.candidates[0].mesh.replicas
-    assert zero.candidates[0].seconds < short.candidates[0].seconds
-    assert max(zero.candidates[0].memory) <= 1500
+    fast, slow, short, zero = (
+        search(replace(usual, **change)).candidates[0]  # pyright: ignore[reportArgumentType]
+        for change in (
+            {},
+            {"bandwidth": 1.0},
+            {"memory_limit": 1500},
+            {"memory_limit": 1500, "zero": 1},
+        )
+    )
+    assert (fast.mesh.replicas, fast.exposed) == (4, 0), "without a price, nobody waits"
+    assert slow.mesh.replicas == 1
+    assert zero.mesh.replicas > short.mesh.replicas
+    assert zero.seconds < short.seconds
+    assert max(zero.memory) <= 1500
 
 
 def test_three_best_meshes_are_refined_at_any_size(monkeypatch: pytest.MonkeyPatch):
@@ -193,26 +190,19 @@ def test_three_best_meshes_are_refined_at_any_size(monkeypatch: pytest.MonkeyPat
 
 
 def test_recompute_makes_a_mesh_fit():
-    given = profile(8, 2)
-    limit = 1250
-    with pytest.raises(
-        PartitionError, match=r"over the limit of 1250; .*--recompute auto, --zero 1"
-    ):
-        search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit))
-    result = search(
-        MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="auto")
-    )
-    best = result.candidates[0]
+    request = MeshRequest(profile(8, 2), 2, 16, (2,), ("1f1b",), memory_limit=1250)
+    message = r"over the limit of 1250; .*--recompute auto, --zero 1"
+    with pytest.raises(PartitionError, match=message):
+        search(request)
+    best = search(replace(request, recompute="auto")).candidates[0]
     plan_request = best.plan.request
     assert plan_request.recomputed
     layers = with_recompute(plan_request.kept, plan_request.recomputed)
     assert best.memory == rank_memory(
         layers, best.plan.partition.counts, best.plan.schedule, replicas=plan_request.replicas
     )
-    assert max(best.memory) <= limit
-    every = search(
-        MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="all")
-    ).candidates[0]
+    assert max(best.memory) <= 1250
+    every = search(replace(request, recompute="all")).candidates[0]
     assert len(every.plan.request.recomputed) == 8
     assert best.seconds <= every.seconds
 

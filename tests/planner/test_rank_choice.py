@@ -43,6 +43,16 @@ def ask(weights: list[float], ranks: int, limit: float, **given: object) -> Rank
     return replace(question, **given)
 
 
+ONES = [1.0] * 8
+
+
+def seconds_on(ranks: int, weights: list[float] = ONES) -> float:
+    """The step time of the best choice for so many ranks."""
+    seconds = best(ask(weights, 1, 0.0), ranks)
+    assert seconds is not None
+    return seconds
+
+
 def best(question: RankQuestion, ranks: int) -> float | None:
     """The best choice, by a search of its own."""
     request = replace(question.request, gpus=ranks)
@@ -106,9 +116,7 @@ def test_choice_equals_a_search_of_all_rank_counts(question: RankQuestion):
 def test_fewest_fast_enough_ranks_are_chosen() -> None:
     """Nine equal layers: nine on one rank, or three on each of three ranks."""
     weights = [1.0] * 9
-    seconds = {n: best(ask(weights, 1, 0.0), n) for n in range(1, 9)}
-    three = seconds[3]
-    assert three is not None
+    three = seconds_on(3, weights)
     choice = choose_ranks(ask(weights, 8, three * 1.03))
     assert choice.decision.move
     assert (choice.mesh.gpus, choice.seconds) == (3, three)
@@ -119,12 +127,10 @@ def test_fewest_fast_enough_ranks_are_chosen() -> None:
 
 
 def test_hysteresis_prevents_oscillation() -> None:
-    weights = [1.0] * 8
-    four = best(ask(weights, 1, 0.0), 4)
-    assert four is not None
-    assert choose_ranks(ask(weights, 8, four * 1.1, hysteresis=0.2, least=4)).mesh.gpus > 4
-    assert choose_ranks(ask(weights, 8, four * 1.21, hysteresis=0.2, least=4)).mesh.gpus == 4
-    near, slow = (ask(weights, 4, four / x, hysteresis=0.2) for x in (1.1, 1.3))
+    four = seconds_on(4)
+    assert choose_ranks(ask(ONES, 8, four * 1.1, hysteresis=0.2, least=4)).mesh.gpus > 4
+    assert choose_ranks(ask(ONES, 8, four * 1.21, hysteresis=0.2, least=4)).mesh.gpus == 4
+    near, slow = (ask(ONES, 4, four / x, hysteresis=0.2) for x in (1.1, 1.3))
     assert not choose_ranks(near).decision.move
     assert choose_ranks(slow).mesh.gpus > 4
 
@@ -140,31 +146,25 @@ def test_noise_does_not_reverse_a_change(seed: int, ranks: int, limit: float, no
     was, now, later = ranks, first.mesh.gpus, then.mesh.gpus
     if now > was and later < was:
         # Fewer ranks are faster than `was` here, but too near to the limit for a first change.
-        slow, fast = (best(ask(weights, ranks, limit), n) for n in (was, later))
-        assert slow is not None
-        assert fast is not None
-        assert fast < slow
+        assert seconds_on(later, weights) < seconds_on(was, weights)
     else:
         assert (now - was) * (later - now) >= 0, "not back"
 
 
 def test_run_grows_to_the_fastest_ranks_if_all_are_too_slow() -> None:
     """The run does not shrink."""
-    weights = [1.0] * 8
-    grown = choose_ranks(ask(weights, 2, 0.1))
-    fastest = min((s, n) for n in range(1, 9) if (s := best(ask(weights, 1, 0.0), n)))
+    grown = choose_ranks(ask(ONES, 2, 0.1))
+    fastest = min((s, n) for n in range(1, 9) if (s := best(ask(ONES, 1, 0.0), n)))
     assert (grown.seconds, grown.mesh.gpus) == fastest
     assert "instead of 2 ranks" in grown.decision.reason
-    stay = choose_ranks(ask(weights, 2, 0.1, most=2))
+    stay = choose_ranks(ask(ONES, 2, 0.1, most=2))
     assert not stay.decision.move
     assert "no allowed number of ranks" in stay.decision.reason
 
 
 def test_growth_compares_with_the_best_current_placement() -> None:
-    weights = [1.0] * 8
-    four = best(ask(weights, 1, 0.0), 4)
-    assert four is not None
-    uneven = replace(ask(weights, 4, four * 1.01, most=8), partition=Partition((5, 1, 1, 1)))
+    four = seconds_on(4)
+    uneven = replace(ask(ONES, 4, four * 1.01, most=8), partition=Partition((5, 1, 1, 1)))
     choice = choose_ranks(uneven)
     assert not choice.decision.move
     assert choice.seconds_best_now == pytest.approx(four)
@@ -172,18 +172,17 @@ def test_growth_compares_with_the_best_current_placement() -> None:
 
 
 def test_a_change_must_repay_its_pauses() -> None:
-    weights = [1.0] * 8
-    free = choose_ranks(ask(weights, 8, 1000.0))
+    free = choose_ranks(ask(ONES, 8, 1000.0))
     assert free.mesh.gpus == 1
     freed = 7 * free.seconds * 100
     # All eight ranks wait, and the margin is 1.5.
-    cheap, dear = (ask(weights, 8, 1000.0, fixed_seconds=freed * x / 12) for x in (0.99, 1.01))
+    cheap, dear = (ask(ONES, 8, 1000.0, fixed_seconds=freed * x / 12) for x in (0.99, 1.01))
     assert choose_ranks(cheap).mesh.gpus == 1
     assert choose_ranks(dear).mesh.gpus == 8
     assert "GPU-seconds saved against" in choose_ranks(dear).decision.reason
     # The rank that stays must get seven layers of 30 bytes.
     assert free.moved_bytes == 210
-    over_links = ask(weights, 8, 1000.0, seconds_per_byte=freed / 12 / 210 * 1.01)
+    over_links = ask(ONES, 8, 1000.0, seconds_per_byte=freed / 12 / 210 * 1.01)
     assert choose_ranks(over_links).mesh.gpus != 1
 
 
@@ -199,18 +198,15 @@ def forecast(question: RankQuestion, *parts: tuple[int, float]) -> RankQuestion:
 
 
 def test_gain_of_a_shrink_ends_at_the_forecast_change() -> None:
-    weights = [1.0] * 8
-    two = best(ask(weights, 1, 0.0), 2)
-    assert two is not None
-    question = ask(weights, 8, two * 1.1, least=2, fixed_seconds=two)
+    two = seconds_on(2)
+    question = ask(ONES, 8, two * 1.1, least=2, fixed_seconds=two)
     assert choose_ranks(question).mesh.gpus == 2
     # Then the layers take twice as long again. Six ranks are free for so many steps, and all eight
     # wait twice, times the margin.
     short, soon, long = (forecast(question, (n, 1.0), (100, 2.0)) for n in (3, 6, 20))
     assert choose_ranks(long).mesh.gpus == 2
     assert "until the change" not in choose_ranks(question).decision.reason
-    longer = choose_ranks(short)
-    assert longer.mesh.gpus != 2
+    assert choose_ranks(short).mesh.gpus != 2
     assert choose_ranks(replace(soon, fixed_seconds=0.0)).mesh.gpus == 2
     free = replace(question, fixed_seconds=0.0)
     waits = choose_ranks(forecast(free, (3, 1.0), (100, 4.0)))
@@ -221,54 +217,47 @@ def test_gain_of_a_shrink_ends_at_the_forecast_change() -> None:
 
 
 def test_gain_of_a_growth_ends_at_the_forecast_change() -> None:
-    weights = [1.0] * 8
-    two, four = (best(ask(weights, 1, 0.0), n) for n in (2, 4))
-    assert two is not None
-    assert four is not None
-    question = ask(weights, 2, four * 1.01, most=4, fixed_seconds=(two - four) * 2)
+    two, four = seconds_on(2), seconds_on(4)
+    question = ask(ONES, 2, four * 1.01, most=4, fixed_seconds=(two - four) * 2)
     assert choose_ranks(question).mesh.gpus == 4
     assert choose_ranks(forecast(question, (5, 1.0), (100, 0.25))).mesh.gpus == 2
     assert choose_ranks(forecast(question, (20, 1.0), (100, 0.25))).mesh.gpus == 4
 
 
 def test_target_ranks_are_chosen_as_soon_as_they_fit() -> None:
-    weights = [1.0] * 8
-    choice = choose_ranks(ask(weights, 8, 0.1, target=2, fixed_seconds=1e9, memory=400))
+    choice = choose_ranks(ask(ONES, 8, 0.1, target=2, fixed_seconds=1e9, memory=400))
     assert choice.mesh.gpus == 2
     assert choice.decision.reason.startswith("the target is 2 ranks; 2 of 8 ranks take ")
     message = r"^1 rank cannot hold the model: .* over the limit of 100"
     with pytest.raises(NoRoomError, match=message) as raised:
-        choose_ranks(ask(weights, 8, 0.1, target=1, memory=100))
+        choose_ranks(ask(ONES, 8, 0.1, target=1, memory=100))
     assert "\n" not in str(raised.value)
-    assert not choose_ranks(ask(weights, 8, 0.1, target=8)).decision.move
-    outside = choose_ranks(ask(weights, 8, 9e9, target=2, least=4))
+    assert not choose_ranks(ask(ONES, 8, 0.1, target=8)).decision.move
+    outside = choose_ranks(ask(ONES, 8, 9e9, target=2, least=4))
     assert outside.decision.reason == "stay: the target is 2 ranks, and 4 to 8 ranks are allowed"
 
 
 def test_disallowed_number_of_ranks_is_left_at_once() -> None:
-    weights = [1.0] * 8
-    assert choose_ranks(ask(weights, 8, 0.1, most=6, fixed_seconds=1e9)).mesh.gpus in range(1, 7)
-    assert choose_ranks(ask(weights, 2, 1e9, least=3, fixed_seconds=1e9)).mesh.gpus == 3
+    assert choose_ranks(ask(ONES, 8, 0.1, most=6, fixed_seconds=1e9)).mesh.gpus in range(1, 7)
+    assert choose_ranks(ask(ONES, 2, 1e9, least=3, fixed_seconds=1e9)).mesh.gpus == 3
     with pytest.raises(NoRoomError, match=r"^2 ranks cannot hold the model"):
-        choose_ranks(ask(weights, 8, 0.1, most=2, memory=100))
+        choose_ranks(ask(ONES, 8, 0.1, most=2, memory=100))
     with pytest.raises(PartitionError, match="no number of ranks"):
-        choose_ranks(ask(weights, 8, 0.1, most=1, replicas=(2,)))
+        choose_ranks(ask(ONES, 8, 0.1, most=1, replicas=(2,)))
 
 
 def test_kept_ranks_with_their_layers_move_fewer_bytes() -> None:
     """Ranks 0 and 3 stay. Rank 3 already holds the last two layers."""
-    weights = [1.0] * 8
-    question = ask(weights, 4, 1000.0, least=2, target=2, replicas=(1,))
+    question = ask(ONES, 4, 1000.0, least=2, target=2, replicas=(1,))
     other = replace(question, nodes=("a", "b", "b", "a"))
     assert choose_ranks(question).moved_bytes == 120
     assert choose_ranks(other).moved_bytes == 60
 
 
 def test_uncertain_measurements_keep_the_ranks() -> None:
-    weights = [1.0] * 8
-    question = ask(weights, 8, 1000.0)
+    question = ask(ONES, 8, 1000.0)
     choice = choose_ranks(question)
-    stay = choose_ranks(ask(weights, 8, 0.1))
+    stay = choose_ranks(ask(ONES, 8, 0.1))
 
     def answer(*parts: RankChoice, preempted: float = 0.0, of: RankQuestion = question):
         return confirmed_ranks(of, choice, parts, preempted)
@@ -283,7 +272,7 @@ def test_uncertain_measurements_keep_the_ranks() -> None:
     assert "other processes" in answer(choice, choice, preempted=0.3, of=tight).decision.reason
     assert answer(of=replace(question, target=1)) == choice
     assert confirmed_ranks(question, stay, ()) == stay
-    slow = ask(weights, 2, 0.1)
+    slow = ask(ONES, 2, 0.1)
     grown = choose_ranks(slow)
     assert confirmed_ranks(slow, grown, (grown, grown)) == grown
     assert "a gain of" in confirmed_ranks(slow, grown, (grown, stay)).decision.reason

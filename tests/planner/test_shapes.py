@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -37,10 +36,9 @@ def request(layers: tuple[LayerCost, ...] = UNEVEN, ranks: int = 2, **known: obj
 
 
 def situation(schedule: str, partition: tuple[int, ...], **known: object) -> Situation:
-    base: dict[str, Any] = {"layers": UNEVEN, "halves": (UNEVEN, UNEVEN), "scheduled": UNEVEN}
-    base |= {"names": tuple(map(str, range(4))), "first_trainable": 0, "end": 1000}
+    base = decisions.of_layers(UNEVEN) | {"end": 1000, "schedules": SHAPES}
     base |= {"mesh": Mesh(2, 1, 8, 1, schedule), "partition": Partition(partition)}
-    return decisions.situation(**base | {"schedules": SHAPES} | known)
+    return decisions.situation(**base | known)
 
 
 def test_uneven_layers_get_a_v_and_even_ones_one_stage() -> None:
@@ -84,11 +82,8 @@ def test_impossible_requests_are_refused_in_one_line() -> None:
 def test_a_run_goes_to_a_v_and_back() -> None:
     there = decide_move(situation("zb-auto", (1, 3)))
     assert there is not None
-    assert (there.decision.move, there.schedule, there.target.counts) == (
-        True,
-        "v-auto",
-        (1, 1, 1, 1),
-    )
+    assert there.decision.move
+    assert (there.schedule, there.target.counts) == ("v-auto", (1, 1, 1, 1))
     assert move_answer(there)["schedule"] == "v-auto"
     slow = (((0, 1), LinkCost(0.2, 1e9)),)
     back = decide_move(situation("v-auto", (1, 1, 1, 1), links=slow))
@@ -135,9 +130,8 @@ def test_a_change_is_decided_again_from_its_record() -> None:
     record = DecisionRecord("move", now, move_answer(decide_move(now)))
     copy = DecisionRecord.from_text(record.to_text())
     assert ask_again(copy)[0] == record.answer
-    assert decide_schedule(now.under("v-auto"), Partition((1, 1, 1, 1))) is None, (
-        "costs are the same"
-    )
+    same = decide_schedule(now.under("v-auto"), Partition((1, 1, 1, 1)))
+    assert same is None, "costs are the same"
 
 
 def test_ranks_that_never_met_are_as_far_apart_as_others() -> None:
