@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,47 +9,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynmo.config import parse
 from dynmo.errors import WaitTimeout
-from dynmo.events import Event, StepEvent
 from dynmo.kernels.hash_attention import Hashed
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.optim.gradient_reduction import drop_missing, reduce_gradients, shares_of
-from dynmo.train.setup import model_of
-from dynmo.train.trainer import Trainer
-from tests.jobs import SOURCE
+from tests.gpu.one_rank import trained
 
 CONFIG = {
-    "data": {"source": SOURCE},
     "model": {"blocks": 2, "hidden": 64, "heads": 4, "sequence": 32},
     "train": {"steps": 6, "global_batch": 8, "micro_batch": 2, "lr": 1e-3},
     "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[3, 3]]}},
 }
 
 
-def losses(device: torch.device) -> list[float]:
-    config = parse(CONFIG)
-    events: list[Event] = []
-    with tempfile.TemporaryDirectory() as folder:
-        world = World.join(dist.FileStore(str(Path(folder) / "store"), 1), 0, 1, device=device)
-        try:
-            Trainer(config, world, model_of(config), None, listen=events.append).run()
-        finally:
-            world.close()
-    return [event.loss for event in events if isinstance(event, StepEvent)]
-
-
 @pytest.mark.gpu
-def test_a_cuda_run_agrees_with_the_cpu(device: torch.device) -> None:
-    assert losses(device) == pytest.approx(losses(torch.device("cpu")), rel=1e-3)
-
-
-@pytest.mark.gpu
-def test_repeated_cuda_runs_agree(device: torch.device) -> None:
-    assert losses(device) == pytest.approx(losses(device), rel=1e-5)
+def test_cuda_runs_agree_with_the_cpu_and_each_other(device: torch.device) -> None:
+    first, again, on_cpu = (
+        trained(each, CONFIG)["losses"] for each in (device, device, torch.device("cpu"))
+    )
+    assert first == pytest.approx(again, rel=1e-5)
+    assert first == pytest.approx(on_cpu, rel=1e-3)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,4 @@
-"""Ranks in several processes train the same as one rank, bit for bit.
-
-They use NCCL on several GPUs, and gloo on one GPU.
-"""
+"""Ranks over NCCL, or over gloo on one GPU, train the same as one rank, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,23 +18,14 @@ from tests.equality import RANDOM_MOVES
 from tests.jobs import SOURCE
 from tests.processes import gone, ranks, start, wait_until
 
+TRAIN = {"steps": 8, "global_batch": 16, "micro_batch": 2, "lr": 1e-3, "deterministic": True}
 CONFIG = {
     "data": {"source": SOURCE},
     "model": {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 64, "dropout": 0.1},
-    "train": {
-        "steps": 8,
-        "global_batch": 16,
-        "micro_batch": 2,
-        "lr": 1e-3,
-        "deterministic": True,
-        "reduction_slots": 2,
-    },
+    "train": TRAIN | {"reduction_slots": 2},
     "balance": {"balancer": RANDOM_MOVES, "every": 1},
     "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[3, 3]]}},
 }
-# Another machine's packages may warn. No kernel of ranks over gloo waits on the device, so modules
-# may be loaded late.
-ENVIRONMENT = {"PYTHONWARNINGS": "default", "CUDA_MODULE_LOADING": "LAZY"}
 
 
 class Ranks(NamedTuple):
@@ -51,17 +39,12 @@ class Ranks(NamedTuple):
 def begin(
     folder: Path, name: str, options: dict[str, Any], on: Ranks, pipeline: int, **parallel: Any
 ) -> subprocess.Popen[str]:
-    mesh = {
-        "device": on.device,
-        "backend": on.backend,
-        "timeout": 60.0,
-        "pipeline": pipeline,
-    } | parallel
-    config = parse(CONFIG | options | {"name": name, "parallel": mesh})
+    mesh = {"device": on.device, "backend": on.backend, "timeout": 60.0, "pipeline": pipeline}
+    config = parse(CONFIG | options | {"name": name, "parallel": mesh | parallel})
     (folder / f"{name}.toml").write_text(config.to_toml())
-    environment = (
-        ENVIRONMENT if on.backend == "gloo" or on.size == 1 else {"PYTHONWARNINGS": "default"}
-    )
+    environment = {"PYTHONWARNINGS": "default"}  # another machine's packages may warn
+    if on.backend == "gloo" or on.size == 1:  # no kernel of ranks waits on the device
+        environment["CUDA_MODULE_LOADING"] = "LAZY"
     return start([sys.executable, "-m", "dynmo", "train", f"{name}.toml"], folder, environment)
 
 
@@ -70,38 +53,16 @@ def digest(
     schedule: str,
     on: Ranks,
     pipeline: int,
-    data: int,
+    replicas: int,
     zero: int = 0,
     expert: int = 1,
     **options: Any,
 ) -> str:
-    """Trains, and returns the digest of the weights.
-
-    Layers move at every step and freeze.
-
-    Args:
-        folder: Working folder of the run.
-        schedule: Name of the schedule.
-        on: The device and the backend.
-        pipeline: Ranks of a pipeline.
-        data: Number of replicas.
-        zero: 1 shards the optimizer's state.
-        expert: Replicas that share one set of experts.
-        **options: Other sections of the configuration.
-
-    Returns:
-        The SHA-256 of all weights.
-    """
-    name = f"{schedule}-{pipeline}x{data}x{expert}"
+    """The digest of the weights. Layers move at every step and freeze."""
+    name = f"{schedule}-{pipeline}x{replicas}x{expert}"
+    options |= {"pipeline": {"schedule": schedule}}
     process = begin(
-        folder,
-        name,
-        {"pipeline": {"schedule": schedule}} | options,
-        on,
-        pipeline,
-        data=data,
-        zero=zero,
-        expert=expert,
+        folder, name, options, on, pipeline, replicas=replicas, zero=zero, expert=expert
     )
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
@@ -147,25 +108,19 @@ def test_replicas_train_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
 def test_compiled_ranks_train_the_same(on: Ranks, tmp_path: Path) -> None:
     """Ranks must not choose different splits of a sum."""
     train = CONFIG["train"] | {"compile": True}
-    assert digest(tmp_path, "zb-h1", on, on.size, 1, train=train) == digest(
-        tmp_path, "1f1b", on, 1, 1, train=train
-    )
+    wanted = digest(tmp_path, "1f1b", on, 1, 1, train=train)
+    assert digest(tmp_path, "zb-h1", on, on.size, 1, train=train) == wanted
 
 
 @pytest.mark.gpu
-def test_repeated_mesh_changes_train_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
-    """The run returns to its first shape and uses the old channels again."""
-    elastic = {"reshape_at": [[3, on.size // 2, 2], [5, on.size, 1]]}
-    assert digest(tmp_path, "zb-h1", on, on.size, 1, elastic=elastic) == alone
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("park", [True, False])
-def test_ranks_that_leave_and_come_back_train_the_same(
-    on: Ranks, alone: str, tmp_path: Path, park: bool
+@pytest.mark.parametrize(
+    ("step", "replicas", "options"), [(3, 2, {}), (2, 1, {"park": True}), (2, 1, {"park": False})]
+)
+def test_changing_meshes_train_the_same(
+    on: Ranks, alone: str, tmp_path: Path, step: int, replicas: int, options: dict[str, bool]
 ) -> None:
-    """The process groups are rebuilt with fewer ranks, and then with all ranks."""
-    elastic = {"reshape_at": [[2, on.size // 2, 1], [5, on.size, 1]], "park": park}
+    """A run returns to its first shape. It uses old channels again, or rebuilds its groups."""
+    elastic = {"reshape_at": [[step, on.size // 2, replicas], [5, on.size, 1]]} | options
     assert digest(tmp_path, "zb-h1", on, on.size, 1, elastic=elastic) == alone
 
 
