@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo.errors import RunError
-from dynmo.runtime.comm.clock import HostClock
-from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.layer.stage import Stage
 from dynmo.schedule.op import Kind
+from tests.runtime.modules import layer_of
 
 FIRST = 4  # global index of the stage's first layer
 
@@ -23,7 +24,7 @@ def stage(
     modules: list[nn.Module] = [
         nn.Linear(6, 6).requires_grad_(FIRST + i >= first_trainable) for i in range(4)
     ]
-    layers = [Layer(FIRST + i, module, HostClock(), 0) for i, module in enumerate(modules)]
+    layers = [layer_of(module, FIRST + i) for i, module in enumerate(modules)]
     return Stage(layers, first_trainable, functional.mse_loss if loss else None, share), modules
 
 
@@ -43,16 +44,10 @@ def test_frozen_prefix_of_a_stage_runs_forward_only(first_trainable: int) -> Non
     ]
     # A layer hands on a gradient if the layer below it trains. Nobody waits for a gradient where
     # the trainable part begins.
-    expected = x.detach().clone().requires_grad_()
-    out = expected
-    for module in modules:
-        out = module(out)
-    out.sum().backward()
-    assert expected.grad is not None
-    if first_trainable < FIRST:
-        torch.testing.assert_close(gradients[0], expected.grad)
-    else:
-        assert gradients == ()
+    expected: Any = x.detach().clone().requires_grad_()
+    nn.Sequential(*modules)(expected).sum().backward()
+    wanted = (expected.grad,) if first_trainable < FIRST else ()
+    torch.testing.assert_close(gradients, wanted)
 
 
 def test_loss_share_scales_the_gradients() -> None:
@@ -64,24 +59,19 @@ def test_loss_share_scales_the_gradients() -> None:
     plain: Tensor = x
     for module in modules:
         module.zero_grad()
-        plain = functional.linear(
-            plain, *module.parameters()
-        )  # not the module itself: it has a tape by now
+        # Not the module itself: it has a tape by now.
+        plain = functional.linear(plain, *module.parameters())
     expected = functional.mse_loss(plain, aim)
     assert loss.detach() == expected.detach()
     (expected / 4).backward()
     torch.testing.assert_close(ours, [p.grad for m in modules for p in m.parameters()])
 
 
-def test_forward_without_training_keeps_no_activations() -> None:
+def test_loss_without_training_keeps_no_activations_and_is_a_scalar() -> None:
     whole, _ = stage(0, loss=True)
     (loss,) = whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=False)
     assert not loss.requires_grad
     assert not any(layer._saved for layer in whole.layers)
-
-
-def test_a_loss_must_be_a_scalar() -> None:
-    whole, _ = stage(0)
-    whole = Stage(whole.layers, 0, lambda out, aim: out - aim)
+    whole = Stage(stage(0)[0].layers, 0, lambda out, aim: out - aim)
     with pytest.raises(RunError, match=r"loss function .*\(3, 6\)"):
         whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=True)
