@@ -48,20 +48,17 @@ def test_balancing_by_parameters_ignores_freezing():
 
 def test_exact_moves_the_fewest_bytes():
     # Layer 0 decides alone. (1, 3, 1) moves layer 1. The smoother (1, 2, 2) moves layer 3 too.
-    layers = tuple(
-        LayerCost(f, 0.0, 0.0, optimizer_bytes=size)
-        for f, size in ((6, 1), (1, 5), (1, 1), (1, 1), (1, 1))
-    )
-    request = BalanceRequest(layers, Partition((2, 2, 1)))
-    assert balancer("exact")(request).counts == (1, 3, 1)
-    free = tuple(
-        replace(layer, optimizer_bytes=size)
-        for layer, size in zip(layers, (1, 5, 0, 0, 0), strict=True)
-    )
-    assert balancer("exact")(replace(request, layers=free)).counts == (1, 2, 2)
     # Layers are counted if no bytes are given.
-    unknown = tuple(replace(layer, optimizer_bytes=0) for layer in layers)
-    assert balancer("exact")(replace(request, layers=unknown)).counts == (1, 3, 1)
+    for sizes, counts in (
+        ((1, 5, 1, 1, 1), (1, 3, 1)),
+        ((1, 5, 0, 0, 0), (1, 2, 2)),
+        ((0, 0, 0, 0, 0), (1, 3, 1)),
+    ):
+        layers = tuple(
+            LayerCost(f, 0.0, 0.0, optimizer_bytes=size)
+            for f, size in zip((6, 1, 1, 1, 1), sizes, strict=True)
+        )
+        assert balancer("exact")(BalanceRequest(layers, Partition((2, 2, 1)))).counts == counts
 
 
 def test_balancers_keep_memory_limits():
@@ -76,38 +73,32 @@ def test_balancers_keep_memory_limits():
     assert balancer("uniform")(replace(request, resident=None, memory_limit=None)).counts == (2, 2)
 
 
-def test_inconsistent_requests_are_refused():
-    with pytest.raises(PartitionError, match="5 layers for 6 layer costs"):
-        BalanceRequest(FROZEN, Partition((4, 1)))
-    with pytest.raises(PartitionError, match="resident"):
-        BalanceRequest(FROZEN, Partition((4, 2)), memory_limit=(1, 1))
-    with pytest.raises(PartitionError, match="3 memory limits for 2 ranks"):
-        BalanceRequest(FROZEN, Partition((4, 2)), resident=((), ()), memory_limit=(1, 1, 1))
-    with pytest.raises(PartitionError, match="1 resident stages for 2 ranks"):
-        BalanceRequest(FROZEN, Partition((4, 2)), resident=((),), memory_limit=(1, 1))
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        ({"current": Partition((4, 1))}, "5 layers for 6 layer costs"),
+        ({"memory_limit": (1, 1)}, "resident"),
+        ({"resident": ((), ()), "memory_limit": (1, 1, 1)}, "3 memory limits for 2 ranks"),
+        ({"resident": ((),), "memory_limit": (1, 1)}, "1 resident stages for 2 ranks"),
+    ],
+)
+def test_inconsistent_requests_are_refused(known, message):
+    with pytest.raises(PartitionError, match=message):
+        replace(REQUEST, **known)
 
 
 def test_faster_rank_gets_more_layers():
-    even = BalanceRequest(
-        tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(6)), Partition((3, 3)), speeds=(1.0, 2.0)
-    )
+    layers = (LayerCost(1.0, 1.0, 1.0),) * 6
+    even = BalanceRequest(layers, Partition((3, 3)), speeds=(1.0, 2.0))
     assert balancer("exact")(even).counts == (2, 4)
     assert balancer("exact")(replace(even, make=by_name("1f1b", 8))).counts == (2, 4)
 
 
 def test_exact_balances_several_stages_per_rank():
-    heavy = BalanceRequest(
-        tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1, 1, 1, 1, 1)),
-        Partition((3, 2, 2, 2)),
-        stage_ranks=(0, 1, 1, 0),
-    )
-    partition = balancer("exact")(heavy)
-    assert (
-        max(
-            partition.counts[0] + 4 + partition.counts[3], partition.counts[1] + partition.counts[2]
-        )
-        == 7
-    )
+    layers = tuple(LayerCost(f, 0.0, 0.0) for f in (5, *[1] * 8))
+    heavy = BalanceRequest(layers, Partition((3, 2, 2, 2)), stage_ranks=(0, 1, 1, 0))
+    first, second, third, last = balancer("exact")(heavy).counts
+    assert max(first + 4 + last, second + third) == 7
     with pytest.raises(PartitionError, match="placement of 2 stages on ranks for 4 stages"):
         replace(heavy, stage_ranks=(0, 1))
 
@@ -136,12 +127,8 @@ def test_balancers_know_slow_links():
     assert spans == {"none": 214.0, "exact": 205.0, "quick": 207.0, "diffusion": 205.0}
     # By parameters nothing is simulated.
     parameters = tuple(replace(layer, parameters=1) for layer in request.layers)
-    assert balancer("diffusion")(replace(request, layers=parameters, cost="parameters")).counts == (
-        6,
-        6,
-        6,
-        6,
-    )
+    blind = replace(request, layers=parameters, cost="parameters")
+    assert balancer("diffusion")(blind).counts == (6,) * 4
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 1.8])

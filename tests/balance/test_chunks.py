@@ -36,14 +36,10 @@ def largest(
 def fits(memory: MemoryLimits | None, bounds: tuple[int, ...], placement: tuple[int, ...]) -> bool:
     if memory is None:
         return True
-    needs = [
-        memory.need(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))
-    ]
-    return all(
-        sum(x for x, r in zip(needs, placement, strict=True) if r == rank)
-        <= min(x for x, r in zip(memory.limits, placement, strict=True) if r == rank)
-        for rank in set(placement)
-    )
+    room = dict(zip(placement, memory.limits, strict=True))
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        room[placement[stage]] -= memory.need(stage, start, stop)
+    return min(room.values()) >= 0
 
 
 @pytest.mark.parametrize("cases", [10, pytest.param(25, marks=pytest.mark.matrix)])
@@ -51,10 +47,8 @@ def fits(memory: MemoryLimits | None, bounds: tuple[int, ...], placement: tuple[
 @pytest.mark.parametrize(
     ("placement", "layers"),
     [
-        (v_shaped(2), 10),
-        (v_shaped(3), 10),
-        (looped(2, 2), 11),
-        (looped(3, 2), 11),
+        *((v_shaped(p), 10) for p in (2, 3)),
+        *((looped(p, 2), 11) for p in (2, 3)),
         (looped(2, 3), 10),
     ],
 )
@@ -70,18 +64,11 @@ def test_search_equals_brute_force(
         ]
         memory = None
         if limited:
-            costs = tuple(
-                LayerCost(
-                    0, 0, 0, weight_bytes=draw.randint(1, 5), activation_bytes=draw.randint(0, 3)
-                )
-                for _ in weights
-            )
+            sizes = [(draw.randint(1, 5), draw.randint(0, 3)) for _ in weights]
+            costs = tuple(LayerCost(0, 0, 0, weight_bytes=x, activation_bytes=y) for x, y in sizes)
             limit = [draw.randint(40, 75) for _ in speeds]
-            memory = MemoryLimits(
-                costs,
-                tuple(((draw.randint(1, 3), 0),) for _ in placement),
-                tuple(limit[r] for r in placement),
-            )
+            resident = tuple(((draw.randint(1, 3), 0),) for _ in placement)
+            memory = MemoryLimits(costs, resident, tuple(limit[r] for r in placement))
         every = ((0, *cuts, layers) for cuts in combinations(range(1, layers), len(placement) - 1))
         best = min(
             (largest(weights, x, placement, speeds) for x in every if fits(memory, x, placement)),
@@ -94,11 +81,10 @@ def test_search_equals_brute_force(
         feasible += 1
         result = chunked(weights, placement, memory=memory, speeds=speeds)
         assert result.proven
+        bounds = result.partition.bounds
         assert result.seconds == pytest.approx(best, rel=1e-12)
-        assert largest(weights, result.partition.bounds, placement, speeds) == pytest.approx(
-            best, rel=1e-12
-        )
-        assert fits(memory, result.partition.bounds, placement)
+        assert largest(weights, bounds, placement, speeds) == pytest.approx(best, rel=1e-12)
+        assert fits(memory, bounds, placement)
     assert feasible > (cases // 5 if limited else cases - 1)
 
 
@@ -151,13 +137,8 @@ def test_many_layers_are_within_3_percent_of_the_ideal():
 
 
 def test_placement_stays_without_a_gain():
-    weights = [1.0] * 8
-    assert chunked(weights, v_shaped(2), current=Partition((1, 3, 1, 3))).partition.counts == (
-        1,
-        3,
-        1,
-        3,
-    )
+    weights, current = [1.0] * 8, Partition((1, 3, 1, 3))
+    assert chunked(weights, v_shaped(2), current=current).partition == current
     assert max(stage_loads(weights, chunked(weights, v_shaped(2)).partition)) <= 3.0
 
 

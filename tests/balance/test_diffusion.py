@@ -94,16 +94,11 @@ def test_result_is_within_one_layer_of_the_optimum():
     for _ in range(total):
         layers = draw.randint(2, 40)
         ranks = draw.randint(1, min(layers, 12))
-        weights = [
-            draw.lognormvariate(0, 1) if draw.random() < 0.5 else draw.random()
-            for _ in range(layers)
-        ]
+        kind = [lambda: draw.lognormvariate(0, 1), draw.random]
+        weights = [draw.choice(kind)() for _ in range(layers)]
         cuts = sorted(draw.sample(range(1, layers), ranks - 1))
-        current = (
-            uniform(layers, ranks)
-            if draw.random() < 0.5
-            else Partition.from_bounds([0, *cuts, layers])
-        )
+        given = Partition.from_bounds([0, *cuts, layers])
+        current = draw.choice([uniform(layers, ranks), given])
         largest = max(stage_loads(weights, diffuse(weights, current).partition))
         near += largest <= max(stage_loads(weights, exact(weights, ranks))) + max(weights)
     assert near >= 0.99 * total

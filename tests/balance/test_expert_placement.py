@@ -77,11 +77,8 @@ def test_targets_and_loads_match_a_hand_computed_example():
 def test_tokens_stay_or_go_to_holders_in_turn(drawn: tuple[Case, ExpertPlacement]):
     placement = drawn[1]
     for expert, holders in enumerate(placement.holders):
-        strangers = [
-            placement.target(expert, source)
-            for source in range(placement.ranks)
-            if source not in holders
-        ]
+        others = {*range(placement.ranks)} - {*holders}
+        strangers = [placement.target(expert, source) for source in others]
         assert all(placement.target(expert, source) == source for source in holders)
         assert set(strangers) <= set(holders)
         shares = [strangers.count(rank) for rank in holders]

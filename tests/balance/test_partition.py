@@ -86,15 +86,8 @@ def best_of(
 def cases(draw: st.DrawFn) -> tuple[list[float], int]:
     # Few distinct values make ties. Any float makes sums that round. Zeros are layers that cost
     # nothing.
-    weight = draw(
-        st.sampled_from(
-            [
-                st.sampled_from([0.0, 1.0, 2.0, 3.0]),
-                st.floats(0, 1e6),
-                st.sampled_from([0.1, 0.2, 0.3, 1e-9]),
-            ]
-        )
-    )
+    few, rounded = st.sampled_from([0.0, 1.0, 2.0, 3.0]), st.sampled_from([0.1, 0.2, 0.3, 1e-9])
+    weight = draw(st.sampled_from([few, st.floats(0, 1e6), rounded]))
     weights = draw(st.lists(weight, min_size=1, max_size=9))
     return weights, draw(st.integers(1, len(weights)))
 
@@ -126,15 +119,10 @@ def test_exact_is_optimal_with_speeds_and_links(case: tuple[list[float], int], d
     speeds = data.draw(
         st.lists(st.sampled_from([1.0, 0.5, 2.0, 0.9, 1.3]), min_size=ranks, max_size=ranks)
     )
-    links = [
-        LinkCost(
-            data.draw(st.sampled_from([0.0, 0.1, 3.0])), data.draw(st.sampled_from([1.0, 7.0, 1e9]))
-        )
-        for _ in range(ranks - 1)
-    ]
-    sent = data.draw(
-        st.just([8] * layers) | st.lists(st.integers(0, 12), min_size=layers, max_size=layers)
-    )
+    latency, rate = st.sampled_from([0.0, 0.1, 3.0]), st.sampled_from([1.0, 7.0, 1e9])
+    links = [LinkCost(data.draw(latency), data.draw(rate)) for _ in range(ranks - 1)]
+    sizes = st.lists(st.integers(0, 12), min_size=layers, max_size=layers)
+    sent = data.draw(st.just([8] * layers) | sizes)
 
     def sends(stage: int, stop: int) -> float:
         return links[stage].seconds(sent[stop - 1]) if stage < ranks - 1 else 0.0
@@ -150,23 +138,13 @@ def test_exact_is_optimal_with_speeds_and_links(case: tuple[list[float], int], d
 def test_exact_is_optimal_under_memory_limits(case: tuple[list[float], int], data: st.DataObject):
     weights, ranks = case
     size = st.integers(0, 4)
-    layers = tuple(
-        LayerCost(
-            0,
-            0,
-            0,
-            weight_bytes=data.draw(size),
-            activation_bytes=data.draw(size),
-            stash_bytes=data.draw(size),
-        )
-        for _ in weights
-    )
-    resident = tuple(
-        tuple(data.draw(st.lists(st.tuples(size, size), max_size=2))) for _ in range(ranks)
-    )
-    memory = MemoryLimits(
-        layers, resident, tuple(data.draw(st.integers(0, 60)) for _ in range(ranks))
-    )
+    names = ("weight_bytes", "activation_bytes", "stash_bytes")
+    drawn = st.builds(LayerCost, *[st.just(0)] * 3, **dict.fromkeys(names, size))
+    layers = tuple(data.draw(drawn) for _ in weights)
+    pairs = st.lists(st.tuples(size, size), max_size=2).map(tuple)
+    resident = tuple(data.draw(pairs) for _ in range(ranks))
+    limits = tuple(data.draw(st.integers(0, 60)) for _ in range(ranks))
+    memory = MemoryLimits(layers, resident, limits)
     fitting = [
         bounds
         for bounds in every_placement(len(weights), ranks)
@@ -224,14 +202,8 @@ def test_exact_equals_bellmans_table_under_memory_limits(kind: str):
             assert best[-1] == math.inf
             continue
         feasible += 1
-        loads = stage_loads(weights, partition)
-        assert (
-            max(
-                x + (sent[end - 1] if end < layers else 0)
-                for x, end in zip(loads, partition.bounds[1:], strict=True)
-            )
-            == best[-1]
-        )
+        last = [sent[end - 1] for end in partition.bounds[1:-1]] + [0]
+        assert max(map(sum, zip(stage_loads(weights, partition), last, strict=True))) == best[-1]
         assert all(memory.fits(s, a, e) for s, (a, e) in enumerate(pairwise(partition.bounds)))
     assert feasible >= 3
 
@@ -250,15 +222,10 @@ def test_half_blocks_have_the_recorded_gains_on_fixed_traces():
         for row in zip(data["f"], data["b"], data["w"], strict=True):
             halves = [math.fsum(x) for x in zip(*row, strict=True)]
             blocks = [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)]
-            cases = (
-                (uniform(48, 24), blocks),
-                (exact(blocks, 24), blocks),
-                (exact(halves, 24), halves),
-            )
-            for i, value in enumerate(
-                (*(max(stage_loads(weights, x)) for x, weights in cases), math.fsum(halves) / 24)
-            ):
-                sums[i] += value
+            placed = [(uniform(48, 24), blocks)]
+            placed += [(exact(weights, 24), weights) for weights in (blocks, halves)]
+            found = [max(stage_loads(weights, x)) for x, weights in placed]
+            sums = list(map(sum, zip(sums, [*found, math.fsum(halves) / 24], strict=True)))
         assert tuple(round(sums[0] / x, 2) for x in sums[1:]) == gains
 
 
@@ -275,9 +242,8 @@ def test_bottleneck_is_exact_to_the_last_bit():
     assert exact(weights[::-1], 2).counts == (2, 2)
     assert exact([1.0, 1e-16, 1.0 + 2**-52, 0.0], 2).counts == (2, 2)
     # Loads of hours and of nanoseconds alike.
-    assert (
-        exact([3e9, 1e9, 1e9, 1e9], 2).counts == exact([3e-9, 1e-9, 1e-9, 1e-9], 2).counts == (1, 3)
-    )
+    for unit in (1e9, 1e-9):
+        assert exact([3 * unit, unit, unit, unit], 2).counts == (1, 3)
 
 
 @many
@@ -293,11 +259,8 @@ def test_moves_transform_the_old_placement_into_the_new(data: st.DataObject, lay
 
 
 def test_moves_are_in_layer_order():
-    assert moves(Partition((3, 1)), Partition((1, 2, 1))) == (
-        Move(1, 0, 1),
-        Move(2, 0, 1),
-        Move(3, 1, 2),
-    )
+    found = moves(Partition((3, 1)), Partition((1, 2, 1)))
+    assert found == (Move(1, 0, 1), Move(2, 0, 1), Move(3, 1, 2))
 
 
 def test_partition_of_a_small_example():
@@ -342,19 +305,17 @@ def test_more_ranks_than_layers_are_refused(make: Callable[[int, int], Partition
 
 
 def test_insufficient_memory_is_explained():
-    with pytest.raises(
-        PartitionError, match=r"layer 1 .* stage 1 .* 9 bytes, the limit there is 5"
+    for sizes, limits, message in (
+        ([1, 9, 1], (4, 5), r"layer 1 .* stage 1 .* 9 bytes, the limit there is 5"),
+        (
+            [3] * 6,
+            (7, 7, 5),
+            r"stage 2 cannot hold layers 4\.\.5 .*: 6 bytes needed, the limit is 5",
+        ),
+        ([3] * 3, (5, 2, 5), r"stage 1 cannot hold layer 1 .*: 3 bytes needed, the limit is 2"),
     ):
-        exact([1.0] * 3, 2, memory=bytes_of([1, 9, 1], (4, 5)))
-    with pytest.raises(
-        PartitionError,
-        match=r"stage 2 cannot hold layers 4\.\.5 .*: 6 bytes needed, the limit is 5",
-    ):
-        exact([1.0] * 6, 3, memory=bytes_of([3] * 6, (7, 7, 5)))
-    with pytest.raises(
-        PartitionError, match=r"stage 1 cannot hold layer 1 .*: 3 bytes needed, the limit is 2"
-    ):
-        exact([1.0] * 3, 3, memory=bytes_of([3] * 3, (5, 2, 5)))
+        with pytest.raises(PartitionError, match=message):
+            exact([1.0] * len(sizes), len(limits), memory=bytes_of(sizes, limits))
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
@@ -367,12 +328,13 @@ def test_bad_partitions_are_refused():
     for counts in ((), (2, 0, 1), (3, -1)):
         with pytest.raises(PartitionError):
             Partition(counts)
+    two = Partition((1, 1))
     with pytest.raises(PartitionError, match="stage 2"):
-        Partition((1, 1)).range_of(2)
+        two.range_of(2)
     with pytest.raises(PartitionError, match="layer -1"):
-        Partition((1, 1)).owner(-1)
+        two.owner(-1)
     with pytest.raises(PartitionError, match="same model"):
-        moves(Partition((1, 1)), Partition((3,)))
+        moves(two, Partition((3,)))
     with pytest.raises(PartitionError, match="same model"):
         exact([1.0, 1.0], 2, current=Partition((3,)))
     with pytest.raises(PartitionError, match="2 stages, but 1 ranks"):

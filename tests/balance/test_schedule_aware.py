@@ -31,15 +31,8 @@ def drawn(draw: random.Random, layers: int, frozen: int = 0) -> tuple[LayerCost,
     out: list[LayerCost] = []
     for _ in range(layers):
         f = draw.uniform(0.5, 1.5)
-        out.append(
-            LayerCost(
-                f,
-                f * draw.uniform(0.8, 1.2),
-                f * draw.uniform(0.5, 1.0),
-                weight_bytes=draw.randint(1, 9),
-                output_bytes=10,
-            )
-        )
+        b, w = f * draw.uniform(0.8, 1.2), f * draw.uniform(0.5, 1.0)
+        out.append(LayerCost(f, b, w, weight_bytes=draw.randint(1, 9), output_bytes=10))
     return freeze(out, frozen)
 
 
@@ -89,8 +82,8 @@ def test_replay_equals_the_simulator(
 )
 def test_search_is_close_to_the_best_placement(name: str, objective: Objective):
     draw = random.Random(f"{name} {objective}")
-    found_sum = best_sum = 0.0
-    exactly = 0
+    found: list[float] = []
+    least: list[float] = []
     for case in range(12):
         layers = drawn(draw, 10, frozen=case % 3)
         make = by_name(name, 6)
@@ -101,11 +94,10 @@ def test_search_is_close_to_the_best_placement(name: str, objective: Objective):
         result = search(PlacementProblem(layers, 4, make=make, objective=objective))
         assert result.seconds == pytest.approx(time_of(layers, result.partition, make, objective))
         assert result.seconds <= result.started
-        found_sum = found_sum + result.seconds
-        best_sum = best_sum + best
-        exactly = exactly + (result.seconds <= best * (1 + 1e-9))
-    assert exactly >= 9
-    assert found_sum <= best_sum * 1.003
+        found.append(result.seconds)
+        least.append(best)
+    assert sum(x <= best * (1 + 1e-9) for x, best in zip(found, least, strict=True)) >= 9
+    assert sum(found) <= sum(least) * 1.003
 
 
 def test_search_beats_the_least_bottleneck():
@@ -134,21 +126,14 @@ def test_search_beats_the_least_bottleneck():
 
 def test_ties_are_decided_by_time_and_then_by_bytes():
     # Layer 0 decides the bottleneck and stays alone.
-    layers = (
-        LayerCost(5.0, 5.0, 5.0),
-        *(LayerCost(1.0, 1.0, 1.0, weight_bytes=1) for _ in range(7)),
-    )
-    result = search(
-        PlacementProblem(layers, 3, make=by_name("1f1b", 4), current=Partition((1, 2, 5)))
-    )
+    layers = (LayerCost(5.0, 5.0, 5.0), *[LayerCost(1.0, 1.0, 1.0, weight_bytes=1)] * 7)
+    problem = PlacementProblem(layers, 3, by_name("1f1b", 4), current=Partition((1, 2, 5)))
+    result = search(problem)
     assert (result.partition.counts, result.seconds, result.started) == ((1, 3, 4), 72.0, 81.0)
     # With one microbatch every placement takes the same time: nothing moves.
-    single = search(
-        PlacementProblem(
-            layers, 3, make=by_name("gpipe", 1), current=Partition((2, 4, 2)), objective=MAKESPAN
-        )
-    )
-    assert single.partition.counts == (2, 4, 2)
+    current, make = Partition((2, 4, 2)), by_name("gpipe", 1)
+    single = search(replace(problem, make=make, current=current, objective=MAKESPAN))
+    assert single.partition == current
 
 
 def test_search_is_deterministic_and_no_worse_than_staying():
@@ -157,12 +142,9 @@ def test_search_is_deterministic_and_no_worse_than_staying():
         layers = drawn(draw, 20, frozen=5)
         current = Partition.from_bounds([0, *sorted(draw.sample(range(1, 20), 4)), 20])
         make = by_name("zb-h1", 7)
-        result = search(
-            PlacementProblem(layers, 5, make=make, current=current, first_trainable_layer=5)
-        )
-        assert result == search(
-            PlacementProblem(layers, 5, make=make, current=current, first_trainable_layer=5)
-        )
+        problem = PlacementProblem(layers, 5, make, current=current, first_trainable_layer=5)
+        result = search(problem)
+        assert result == search(problem)
         assert result.seconds <= time_of(layers, current, make, SPAN) * (1 + 1e-9)
 
 
@@ -199,21 +181,15 @@ def test_search_keeps_memory_limits():
 def test_search_considers_slow_links_and_ranks():
     layers = tuple(LayerCost(1.0, 1.0, 1.0, output_bytes=0 if i == 4 else 10) for i in range(10))
     make = by_name("1f1b", 4)
+    problem, slow = PlacementProblem(layers, 2, make), LinkCost(0.0, 1.0)
     # Only layer 4 has nothing to send: a slow link behind stage 0 wants to stand there.
-    assert (
-        search(
-            PlacementProblem(layers, 2, make=make, links=[LinkCost(0.0, 1.0)], objective=MAKESPAN)
-        ).partition.bounds[1]
-        == 5
-    )
-    assert search(PlacementProblem(layers, 2, make=make, speeds=[1.0, 1.5])).partition.counts == (
-        4,
-        6,
-    )
+    linked = search(replace(problem, links=[slow], objective=MAKESPAN))
+    assert linked.partition.bounds[1] == 5
+    assert search(replace(problem, speeds=[1.0, 1.5])).partition.counts == (4, 6)
     with pytest.raises(PartitionError, match="2 links for 2 stages; give 1"):
-        search(PlacementProblem(layers, 2, make=make, links=[LinkCost(0.0, 1.0)] * 2))
+        search(replace(problem, links=[slow] * 2))
     with pytest.raises(PartitionError, match="3 speeds for 2"):
-        search(PlacementProblem(layers, 2, make=make, speeds=[1.0] * 3))
+        search(replace(problem, speeds=[1.0] * 3))
 
 
 def test_cost_dependent_schedule_decides_the_placement():
@@ -221,20 +197,18 @@ def test_cost_dependent_schedule_decides_the_placement():
     layers = drawn(random.Random(8), 14)
     asked: list[Costs] = []
 
+    def suited(costs: Costs) -> Schedule:
+        is_light = costs.stages[0].seconds < costs.stages[-1].seconds
+        return by_name("zb-h1" if is_light else "1f1b", 6)(costs)
+
     def make(costs: Costs) -> Schedule:
         asked.append(costs)
         if len(asked) > 1 and costs.stages[0].seconds > 11:
             raise ScheduleError("not for these costs")
-        return by_name(
-            "zb-h1" if costs.stages[0].seconds < costs.stages[-1].seconds else "1f1b", 6
-        )(costs)
+        return suited(costs)
 
     result = search(PlacementProblem(layers, 3, make=make))
-    costs = pipeline_costs(layers, result.partition)
-    schedule = by_name(
-        "zb-h1" if costs.stages[0].seconds < costs.stages[-1].seconds else "1f1b", 6
-    )(costs)
-    assert result.seconds == simulate(schedule, costs).span
+    assert result.seconds == time_of(layers, result.partition, suited, SPAN)
     assert len(asked) < 30
 
 
@@ -255,24 +229,13 @@ def test_search_is_close_to_optimal_with_several_stages_per_rank():
         every = (Partition.from_bounds([0, *cuts, 11]) for cuts in combinations(range(1, 11), 3))
         best = min(time_of(layers, x, by_hand, MAKESPAN, links=links) for x in every)
         memory = MemoryLimits(layers, (((1, 0),),) * 4, (1000, 1000, 1000, 1000))
-        result = search(
-            PlacementProblem(
-                layers,
-                2,
-                make=by_hand,
-                objective=MAKESPAN,
-                links=links,
-                stage_ranks=(0, 1, 0, 1),
-                memory=memory,
-            )
-        )
+        problem = PlacementProblem(layers, 2, by_hand, stage_ranks=(0, 1, 0, 1), memory=memory)
+        result = search(replace(problem, objective=MAKESPAN, links=links))
         assert result.seconds <= min(best * 1.02, result.started * (1 + 1e-9))
         # The memory of all stages of a rank counts together.
         limit = sum(x.weight_bytes for x in layers) * 6 // 10
         tight = MemoryLimits(layers, (((0, 0),),) * 4, (limit,) * 4)
-        bounds = search(
-            PlacementProblem(layers, 2, make=by_hand, stage_ranks=(0, 1, 0, 1), memory=tight)
-        ).partition.bounds
+        bounds = search(replace(problem, memory=tight)).partition.bounds
         assert all(
             sum(tight.need(s, bounds[s], bounds[s + 1]) for s in (rank, rank + 2)) <= limit
             for rank in (0, 1)
@@ -287,11 +250,9 @@ def test_link_aware_start_is_never_beaten(seed: int):
     draw = random.Random(seed)
     layers = tuple(replace(x, output_bytes=draw.choice([1, 40])) for x in drawn(draw, 12))
     links = [LinkCost(0.0, draw.choice([10.0, 100.0])) for _ in range(3)]
-    make = by_name("1f1b", 8)
-    aware = exact(
-        [x.seconds for x in layers], 4, links=links, output_bytes=[x.output_bytes for x in layers]
-    )
-    result = search(PlacementProblem(layers, 4, make=make, links=links))
-    assert result.seconds <= time_of(layers, aware, make, SPAN, links=links) * (1 + 1e-9)
-    searched = _Search(PlacementProblem(layers, 4, make, links=links))
-    assert aware.bounds in searched.starts()
+    sent = [x.output_bytes for x in layers]
+    aware = exact([x.seconds for x in layers], 4, links=links, output_bytes=sent)
+    problem = PlacementProblem(layers, 4, by_name("1f1b", 8), links=links)
+    least = time_of(layers, aware, problem.make, SPAN, links=links)
+    assert search(problem).seconds <= least * (1 + 1e-9)
+    assert aware.bounds in _Search(problem).starts()

@@ -1,6 +1,7 @@
 """The decision whether a move repays its price."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -27,9 +28,6 @@ def test_layers_move_if_the_saving_exceeds_the_price():
         "move: a step takes 1.25 s and would take 1 s, 25 s saved over 100 steps against 10 "
         "s for the move x 2"
     )
-
-
-def test_saving_equal_to_the_price_is_not_enough():
     # 0.25 s over 80 steps is exactly 10 s x 2.
     assert not worth_moving(1.25, 1.0, 80, 10.0, margin=2.0).move
     assert worth_moving(1.25, 1.0, 81, 10.0, margin=2.0).move
@@ -83,11 +81,8 @@ def test_forecasts_split_the_remaining_steps():
         [(0.5, 1, 2), (0.5, 1, 2), (1, 2, 0)],
         [(0.25, 0, 0), (0.25, 0.5, 1), (1, 2, 0)],
     ], "of one case the latest holds, of several the product"
-    assert [(x.activation_bytes, x.stash_bytes) for x in intervals[2].layers] == [
-        (0, 0),
-        (10, 4),
-        (10, 0),
-    ]
+    held = [(x.activation_bytes, x.stash_bytes) for x in intervals[2].layers]
+    assert held == [(0, 0), (10, 4), (10, 0)]
     assert forecast_intervals(layers, [], 3, 20) == forecast_intervals(layers, [[]], 3, 20)
     assert forecast_intervals(layers, [], 3, 20)[0].layers == layers
     assert forecast_intervals(layers, [], 20, 20) == ()
@@ -109,9 +104,8 @@ def test_gain_counts_only_until_the_forecast_reverses_it():
     assert both.move, "10 and 5 s"
     assert "15 s saved over 100 steps against 9 s" in both.reason
     assert both.predicted_gain == pytest.approx(1 - 1 / 1.2), "of the steps that come first"
-    assert not worth_moving_through(
-        [Outlook(0, 50, *worse), Outlook(50, 100, *better)], 0.0
-    ).move, "later is another decision"
+    later = worth_moving_through([Outlook(0, 50, *worse), Outlook(50, 100, *better)], 0.0)
+    assert not later.move, "later is another decision"
 
 
 def test_short_lived_gain_waits():
@@ -147,23 +141,16 @@ def test_a_move_is_never_made_at_a_loss(
     # Cutting a phase in two changes nothing.
     first = outlook[0]
     if first.stop - first.start > 1:
-        halves = [
-            Outlook(first.start, first.start + 1, first.now, first.then),
-            Outlook(first.start + 1, first.stop, first.now, first.then),
-        ]
-        scaled_decision = worth_moving_through([*halves, *outlook[1:]], price, 1.0, hysteresis)
-        close = math.isclose(saved, price, rel_tol=1e-9) or math.isclose(
-            saved, 2 * price, rel_tol=1e-9
-        )
+        middle = first.start + 1
+        halves = [replace(first, stop=middle), replace(first, start=middle)]
+        cut = worth_moving_through([*halves, *outlook[1:]], price, 1.0, hysteresis)
+        close = any(math.isclose(saved, times * price, rel_tol=1e-9) for times in (1, 2))
         believed = outlook[:good] or outlook[:1]
-        gain = 1 - sum(x.then * (x.stop - x.start) for x in believed) / sum(
-            x.now * (x.stop - x.start) for x in believed
+        now, then = (
+            sum(getattr(x, name) * (x.stop - x.start) for x in believed) for name in ("now", "then")
         )
-        assert (
-            scaled_decision.move == decision.move
-            or close
-            or math.isclose(gain, hysteresis, rel_tol=1e-9, abs_tol=1e-12)
-        )
+        close |= math.isclose(1 - then / now, hysteresis, rel_tol=1e-9, abs_tol=1e-12)
+        assert close or cut.move == decision.move
 
 
 # -- what is certain -------------------------------------------------------------------------------
@@ -193,6 +180,9 @@ def test_move_must_exceed_the_noise_of_other_processes():
 # -- every = "auto" --------------------------------------------------------------------------------
 
 
+EVEN, UNEVEN = (1.0, 1.0), (1.0, 1.5)
+
+
 def seen(watch: RebalanceWatch, *steps: tuple[float, ...]) -> list[bool]:
     out: list[bool] = []
     for busy in steps:
@@ -201,58 +191,52 @@ def seen(watch: RebalanceWatch, *steps: tuple[float, ...]) -> list[bool]:
     return out
 
 
-def test_rebalance_watch_ignores_noise_and_even_growth():
+@pytest.fixture
+def watch() -> RebalanceWatch:
+    """A watch whose first look is over. It comes after some even steps."""
     watch = RebalanceWatch(0.02)
-    assert seen(watch, *[(1.0, 1.0)] * 5) == [False] * 4 + [True], (
-        "the first look is after some steps"
-    )
+    assert seen(watch, *[EVEN] * 5) == [False] * 4 + [True]
     watch.decided()
+    return watch
+
+
+def test_rebalance_watch_ignores_noise_and_even_growth(watch: RebalanceWatch):
     assert not any(seen(watch, *[(2.0, 2.02)] * 20)), "all ranks alike may work more"
     assert not any(seen(watch, (1.0, 9.0), (2.0, 2.0), (9.0, 1.0))), "single steps are noise"
-    assert any(seen(watch, *[(1.0, 1.5)] * 3)), "drift"
+    assert any(seen(watch, *[UNEVEN] * 3)), "drift"
     watch.decided()
-    assert not any(seen(watch, *[(1.0, 1.5)] * 20)), "it was looked at"
+    assert not any(seen(watch, *[UNEVEN] * 20)), "it was looked at"
     watch.on_workload_change()
     assert not watch.is_due, "nothing of the new work is measured"
-    assert seen(watch, (1.0, 1.5)) == [True]
+    assert seen(watch, UNEVEN) == [True]
     watch.decided()
-    assert seen(watch, *[(1.0, 1.5)] * 3) == [False, True, True], (
-        "and once more, should that step have been one by chance"
-    )
+    # Once more, should that step have been one by chance.
+    assert seen(watch, *[UNEVEN] * 3) == [False, True, True]
     watch.decided()
+    # Work that changes before every step is looked at too.
     for expected in (True, False, True):
         watch.on_workload_change()
-        assert seen(watch, (1.0, 1.5)) == [expected], (
-            "work that changes before every step is looked at too"
-        )
+        assert seen(watch, UNEVEN) == [expected]
         if expected:
             watch.decided()
     assert not watch.is_due
     assert not any(seen(watch, *[(0.0, 0.0)] * 9)), "nothing to do is even"
 
 
-def test_uncertain_decision_is_checked_later():
-    watch = RebalanceWatch(0.02)
-    assert seen(watch, *[(1.0, 1.0)] * 5)[-1]
-    watch.decided()
+def test_uncertain_decision_is_checked_later(watch: RebalanceWatch):
     watch.check_later()
-    assert seen(watch, *[(1.0, 1.0)] * 5) == [False] * 4 + [True]
+    assert seen(watch, *[EVEN] * 5) == [False] * 4 + [True]
     watch.decided()
-    assert not any(seen(watch, *[(1.0, 1.0)] * 9))
+    assert not any(seen(watch, *[EVEN] * 9))
     watch.on_workload_change()
-    assert seen(watch, (1.0, 1.0)) == [True]
+    assert seen(watch, EVEN) == [True]
     watch.decided()
     watch.check_later()
-    assert seen(watch, *[(1.0, 1.0)] * 2) == [False, True], (
-        "the second look after a change comes sooner"
-    )
+    assert seen(watch, *[EVEN] * 2) == [False, True], "the second look comes sooner"
 
 
-def test_a_change_right_after_a_decision_is_looked_at():
+def test_a_change_right_after_a_decision_is_looked_at(watch: RebalanceWatch):
     """The reference of the next decisions already has the change in it."""
-    watch = RebalanceWatch(0.02)
-    assert seen(watch, *[(1.0, 1.0)] * 5)[-1]
-    watch.decided()
     assert not any(seen(watch, *[(1.0, 2.0)] * 9))
     assert watch.is_due or seen(watch, (1.0, 2.0)) == [True]
     watch.decided()

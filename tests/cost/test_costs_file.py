@@ -15,9 +15,10 @@ MEMORY: dict[str, Any] = {"mem_f": [100, 200], "mem_b": [-60, -200], "mem_w": [-
 
 
 def test_minimal_costs_file() -> None:
-    assert parse_costs(TWO, 2) == CostsFile(
-        Costs((StageCost(1, 3, 5), StageCost(2, 4, 6)), (0.0,)), None, False
-    )
+    stages = (StageCost(1, 3, 5), StageCost(2, 4, 6))
+    assert parse_costs(TWO, 2) == CostsFile(Costs(stages, (0.0,)), None, False)
+    (first, _) = parse_costs(TWO, 2, w_memory=0.25).costs.stages
+    assert first == StageCost(1, 3, 5, 1.0, -0.75, -0.25)
 
 
 def test_complete_costs_file(tmp_path: Path) -> None:
@@ -32,12 +33,6 @@ def test_one_link_time_serves_all_boundaries() -> None:
     assert parse_costs(three | {"comm": 0.25}, 3).costs.links == (0.25, 0.25)
     assert parse_costs(three | {"comm": [0.25, 1]}, 3).costs.links == (0.25, 1)
     assert parse_costs({"f": [1], "b": [1], "w": [1], "comm": 0.25}, 1).costs.links == ()
-
-
-def test_w_memory_share_waits_for_w() -> None:
-    assert parse_costs(TWO, 2, w_memory=0.25).costs.stages[0] == StageCost(
-        1, 3, 5, 1.0, -0.75, -0.25
-    )
 
 
 @pytest.mark.parametrize(
@@ -107,9 +102,8 @@ def test_a_wrong_file_of_one_stage_is_refused(data: object, message: str) -> Non
 
 
 def test_memory_sums_to_zero_up_to_rounding() -> None:
-    assert parse_costs(
-        {"f": [1], "b": [1], "w": [1], "mem_f": [0.3], "mem_b": [-0.1], "mem_w": [-0.2]}, 1
-    )
+    memory = {"mem_f": [0.3], "mem_b": [-0.1], "mem_w": [-0.2]}
+    assert parse_costs({"f": [1], "b": [1], "w": [1]} | memory, 1)
 
 
 @pytest.mark.parametrize(
@@ -132,15 +126,11 @@ def test_every_message_names_the_file(content: bytes, message: str, tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
-def test_layer_costs_file_points_to_dynmo_plan(tmp_path: Path) -> None:
-    (tmp_path / "costs.json").write_text(
-        '{"version": 1, "kind": "dynmo-costs", "f": [1], "b": [1], "w": [1]}'
-    )
+def test_file_that_is_missing_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+    other = {"version": 1, "kind": "dynmo-costs", "f": [1], "b": [1], "w": [1]}
+    (tmp_path / "costs.json").write_text(json.dumps(other))
     with pytest.raises(InputError, match=r"costs\.json: .*dynmo plan --costs"):
         read_costs(tmp_path / "costs.json", 1)
-
-
-def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none\.json: .*No such file"):
         read_costs(tmp_path / "none.json", 2)
     with pytest.raises(InputError, match=r"a folder; .*dynmo plan --costs"):

@@ -58,31 +58,15 @@ def test_stage_counts_must_cover_all_layers() -> None:
 
 
 def test_layer_cost_adds_up_seconds_and_bytes() -> None:
-    layer = LayerCost(
-        1,
-        2,
-        3,
-        weight_bytes=10,
-        gradient_bytes=20,
-        optimizer_bytes=30,
-        activation_bytes=5,
-        rollback_bytes=40,
-    )
+    layer = LayerCost(1, 2, 3, 0, 10, 20, 30, activation_bytes=5, rollback_bytes=40)
     assert layer.seconds == 6
     assert layer.static_bytes == 100
-    assert (
-        layer.with_accumulation(1).pending_gradient_bytes,
-        layer.with_accumulation(4).pending_gradient_bytes,
-        layer.with_accumulation(4).static_bytes,
-    ) == (0, 40, 140)
-    assert (
-        layer.shared(4).optimizer_bytes,
-        layer.shared(4).rollback_bytes,
-        layer.shared(4).weight_bytes,
-    ) == (8, 10, 10)
-    assert layer.moved_bytes == 40, (
-        "weights and the optimizer's state: between steps there is nothing else"
-    )
+    assert layer.with_accumulation(1).pending_gradient_bytes == 0
+    several = layer.with_accumulation(4)
+    assert (several.pending_gradient_bytes, several.static_bytes) == (40, 140)
+    share = layer.shared(4)
+    assert (share.weight_bytes, share.optimizer_bytes, share.rollback_bytes) == (10, 8, 10)
+    assert layer.moved_bytes == 40, "weights and the optimizer's state"
 
 
 def test_link_time_is_linear_in_bytes() -> None:

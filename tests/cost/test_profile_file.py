@@ -28,11 +28,8 @@ def test_minimal_profile_file() -> None:
 
 def test_general_workspace_is_the_default_of_each_op() -> None:
     (layer, _) = parse(TWO | {"workspace_bytes": [7, 8], "weight_workspace_bytes": [0, 0]}).layers
-    assert (layer.workspace_bytes, layer.forward_workspace_bytes, layer.weight_workspace_bytes) == (
-        7,
-        7,
-        0,
-    )
+    assert layer.workspace_bytes == layer.forward_workspace_bytes == 7
+    assert layer.weight_workspace_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -109,11 +106,7 @@ def test_message_time_may_be_given_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("b", "w", "said", "first"),
-    [
-        ([0, 0, 1], [0, 0, 1], None, 2),
-        ([0, 1, 1], [1, 1, 1], None, 0),
-        ([0, 0, 1], [0, 0, 0], 1, 1),
-    ],
+    [([0, 0, 1], [0, 0, 1], None, 2), ([0, 1, 1], [1, 1, 1], None, 0), ([0, 0, 1], [0] * 3, 1, 1)],
 )
 def test_a_prefix_without_backward_is_frozen(
     b: list[float], w: list[float], said: int | None, first: int

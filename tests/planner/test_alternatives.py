@@ -91,7 +91,10 @@ def test_suggested_plan_fits() -> None:
     [
         (PlanRequest(profile(), 3, 6, "zb-h3"), "unknown schedule 'zb-h3'"),
         (PlanRequest(profile(), 3, 6, balancer="best"), "unknown balancer 'best'"),
-        (PlanRequest(profile(), 3, 7, "interleaved-1f1b"), "7 microbatches are not a multiple of"),
+        (
+            PlanRequest(profile(), 3, 7, "interleaved-1f1b"),
+            "7 microbatches are not a multiple of 3 ranks",
+        ),
         (PlanRequest(profile(), 3, 6, "zb-h1", chunks=2), "zb-h1 has 1 stage a rank, not 2"),
         (PlanRequest(profile(), 13, 6), "13 ranks need at least 13 layers"),
         (PlanRequest(replace(profile(), links=(), comm=(1.0,) * 3), 3, 6), "comm has 3 numbers"),

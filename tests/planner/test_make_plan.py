@@ -215,14 +215,8 @@ def test_automatic_schedule_fits_if_one_microbatch_fits(seed: int) -> None:
     def need(counts: tuple[int, ...]) -> int:
         stages = pipeline_costs(request.layers, Partition(counts))
         caps, first = [stage.held for stage in stages.stages], frozen_stages(stages)
-        schedule = make(
-            "zb-auto",
-            request.ranks,
-            request.microbatches,
-            costs=stages,
-            caps=caps,
-            first_trainable=first,
-        )
+        size = (request.ranks, request.microbatches)
+        schedule = make("zb-auto", *size, costs=stages, caps=caps, first_trainable=first)
         return bound(request.layers, counts, schedule)
 
     replayed(make_plan(replace(request, memory_limit=min(map(need, every(8, request.ranks))))))
@@ -260,16 +254,8 @@ def test_costs_without_sizes_bound_the_microbatches_in_flight() -> None:
 def test_a_plan_counts_the_memory_of_a_run(schedule: str, percents: Sequence[int]) -> None:
     """Workspaces and pending messages are half as large as the activations here."""
     known = profile(12)
-    layers = tuple(
-        replace(
-            x,
-            output_bytes=40,
-            workspace_bytes=60,
-            forward_workspace_bytes=60,
-            weight_workspace_bytes=30,
-        )
-        for x in known.layers
-    )
+    sizes = {"workspace_bytes": 60, "forward_workspace_bytes": 60, "weight_workspace_bytes": 30}
+    layers = tuple(replace(x, output_bytes=40, **sizes) for x in known.layers)
     request = PlanRequest(replace(known, layers=layers), 3, 6, schedule)
     roomy = max(make_plan(request).memory)
     fitting = 0
@@ -281,11 +267,8 @@ def test_a_plan_counts_the_memory_of_a_run(schedule: str, percents: Sequence[int
             except InputError:
                 continue
             counted = with_recompute(plan.request.kept, plan.request.recomputed)
-            assert (
-                max(rank_memory(counted, plan.partition.counts, plan.schedule))
-                == max(plan.memory)
-                <= limit
-            )
+            most = max(rank_memory(counted, plan.partition.counts, plan.schedule))
+            assert most == max(plan.memory) <= limit
             fitting += 1
     assert fitting >= min(4, len(percents)), "the limits are too tight to show anything"
 

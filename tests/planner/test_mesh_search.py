@@ -160,15 +160,9 @@ def test_best_mesh_equals_a_search_of_all_placements():
 
 def test_zero_and_bandwidth_decide_the_mesh():
     usual = MeshRequest(profile(8, 1), 4, 16, (1,), ("1f1b", "zb-h1"))
-    fast, slow, short, zero = (
-        search(replace(usual, **change)).candidates[0]  # pyright: ignore[reportArgumentType]
-        for change in (
-            {},
-            {"bandwidth": 1.0},
-            {"memory_limit": 1500},
-            {"memory_limit": 1500, "zero": 1},
-        )
-    )
+    tight = replace(usual, memory_limit=1500)
+    requests = (usual, replace(usual, bandwidth=1.0), tight, replace(tight, zero=1))
+    fast, slow, short, zero = (search(request).candidates[0] for request in requests)
     assert (fast.mesh.replicas, fast.exposed) == (4, 0), "without a price, nobody waits"
     assert slow.mesh.replicas == 1
     assert zero.mesh.replicas > short.mesh.replicas

@@ -48,10 +48,7 @@ def replayed(
     for rank, row in enumerate(schedule.ops):
         own = [i for s in schedule.stages_of(rank) for i in range(bounds[s], bounds[s + 1])]
         live = peak = sum(layers[i].static_bytes for i in own)
-        last = {
-            s: max(at for at, op in enumerate(row) if op.stage == s)
-            for s in schedule.stages_of(rank)
-        }
+        last = {op.stage: at for at, op in enumerate(row)}
         summed = 0
         for at, op in enumerate(row):
             stage = range(bounds[op.stage], bounds[op.stage + 1])
@@ -63,9 +60,8 @@ def replayed(
                 for i in reversed(stage):
                     live += layers[i].activation_bytes - kept[i].activation_bytes  # its own F again
                     peak = max(peak, live + summed)
-                    live -= layers[i].activation_bytes - (
-                        kept[i].stash_bytes if op.kind is Kind.B else 0
-                    )
+                    live -= layers[i].activation_bytes
+                    live += kept[i].stash_bytes if op.kind is Kind.B else 0
             if replicas > 1 and at == last[op.stage]:
                 summed = max(summed, *(3 * layers[i].gradient_bytes for i in stage))
             peak = max(peak, live + summed)
@@ -84,20 +80,13 @@ def test_memory_matches_a_replay_by_layer(
     assert list(needs) == replayed(layers, chosen, counts, schedule, replicas)
     # Without messages, as it runs (an adjacent B and W are one), no more is needed.
     silent = [replace(layer, output_bytes=0) for layer in layers]
-    assert all(
-        a <= b
-        for a, b in zip(
-            rank_memory(silent, counts, schedule),
-            recompute_memory(layers, (), counts, schedule),
-            strict=True,
-        )
-    )
-    more = recompute_memory(
-        layers, {*chosen, data.draw(st.integers(0, len(layers) - 1))}, counts, schedule, replicas
-    )
-    assert all(a <= b for a, b in zip(more, needs, strict=True)), (
-        "recomputing one more layer needs more memory"
-    )
+    least = rank_memory(silent, counts, schedule)
+    whole = recompute_memory(layers, (), counts, schedule)
+    assert all(a <= b for a, b in zip(least, whole, strict=True))
+    # Recomputing one more layer needs no more memory.
+    one_more = {*chosen, data.draw(st.integers(0, len(layers) - 1))}
+    more = recompute_memory(layers, one_more, counts, schedule, replicas)
+    assert all(a <= b for a, b in zip(more, needs, strict=True))
 
 
 @given(cases(), st.data())
@@ -109,18 +98,14 @@ def test_chosen_layers_fit_and_are_all_needed(
     most = recompute_memory(layers, (), counts, schedule)
     limits = [data.draw(st.integers(low, high)) for low, high in zip(least, most, strict=True)]
     chosen = choose_recomputed(layers, counts, schedule, limits)
-    fits = [
-        need <= limit
-        for need, limit in zip(
-            recompute_memory(layers, chosen, counts, schedule), limits, strict=True
-        )
-    ]
-    assert all(fits)
+
+    def fits(some: frozenset[int]) -> bool:
+        needs = recompute_memory(layers, some, counts, schedule)
+        return all(need <= limit for need, limit in zip(needs, limits, strict=True))
+
+    assert fits(chosen)
     for index in chosen:
-        without = recompute_memory(layers, chosen - {index}, counts, schedule)
-        assert any(need > limit for need, limit in zip(without, limits, strict=True)), (
-            f"layer {index} for nothing"
-        )
+        assert not fits(chosen - {index}), f"layer {index} for nothing"
     if limits == list(most):
         assert not chosen
     rank = data.draw(st.integers(0, schedule.ranks - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -43,15 +44,10 @@ def test_inherent_idle_of_equal_stages() -> None:
         request = StageRequest(name, ranks, microbatches, memory_limit=MIB)
         assert inherent_idle(request, (), f, b, w) == pytest.approx(waits / (work + waits))
     # In the least memory, a schedule made from costs waits longer.
-    limit = min(
-        plan_stages(
-            StageRequest("1f1b", ranks, microbatches), (LAYER,) * 8, uniform(8, 4), None, 0
-        ).memory
-    )
+    request, layers = StageRequest("1f1b", ranks, microbatches), (LAYER,) * 8
+    limit = min(plan_stages(request, layers, uniform(8, 4), None, 0).memory)
     least, roomy = (
-        inherent_idle(
-            StageRequest("zb-auto", ranks, microbatches, memory_limit=bound), (LAYER,) * 8, f, b, w
-        )
+        inherent_idle(replace(request, schedule="zb-auto", memory_limit=bound), layers, f, b, w)
         for bound in (limit, None)
     )
     assert roomy < least < 1
@@ -100,10 +96,9 @@ def test_schedule_within_any_feasible_limit_exists(
     """From the need of the tightest schedule to twice that of 1F1B."""
     partition, ranks = uniform(8, 4), 2 if name == "zb-v" else 4
     costs, placement = pipeline_costs(layers, partition), stage_ranks_of(name, ranks)
-    one = [
-        sum(stage.held for stage, rank in zip(costs.stages, placement, strict=True) if rank == r)
-        for r in range(ranks)
-    ]
+    one = [0.0] * ranks
+    for stage, rank in zip(costs.stages, placement, strict=True):
+        one[rank] += stage.held
     need = partial(rank_memory, layers, partition.counts)
     least = max(need(make(name, ranks, microbatches, costs=costs, caps=one)))
     usual = least if name == "zb-v" else max(need(make("1f1b", ranks, microbatches)))

@@ -22,23 +22,14 @@ from tests.equality import RANDOM_MOVES
 ONE = LayerCost(1.0, 1.0, 1.0, 10, 100, 100, 200, 5, 2, 10)
 FROZEN = replace(ONE, b=0.0, w=0.0)
 LINK = LinkCost(0.5, 1000.0)
+NAMES = tuple(map(str, range(12)))
 
 
 def workload(**changes: Any) -> Workload:
     """Twelve layers on three ranks, of which the first six freeze at step 10."""
     moments = ((0, (ONE,) * 12), (10, (FROZEN,) * 6 + (ONE,) * 6))
-    base = Workload(
-        "w",
-        moments,
-        tuple(map(str, range(12))),
-        40,
-        3,
-        8,
-        schedule="1f1b",
-        link=LINK,
-        policy=Policy(every=5),
-    )
-    return replace(base, **changes)
+    given = {"schedule": "1f1b", "link": LINK, "policy": Policy(every=5)} | changes
+    return Workload("w", *(given.pop("moments", moments), NAMES, 40, 3, 8), **given)
 
 
 def seconds(
@@ -52,16 +43,14 @@ def seconds(
 
 def test_each_policy_has_the_expected_step_times() -> None:
     outcome = replay(workload())
-    assert [x.seconds for x in outcome.static] == [seconds(0, (4, 4, 4))] * 10 + [
-        seconds(1, (4, 4, 4))
-    ] * 30
+    before, after = seconds(0, (4, 4, 4)), seconds(1, (4, 4, 4))
+    assert [x.seconds for x in outcome.static] == [before] * 10 + [after] * 30
     (move,) = outcome.moves
+    moved = seconds(1, move.target)
     # The costs change at step 10, and are known once that step was measured.
     assert (move.step, move.source) == (15, (4, 4, 4))
-    assert [x.seconds for x in outcome.policy] == [x.seconds for x in outcome.static[:15]] + [
-        seconds(1, move.target)
-    ] * 25
-    assert seconds(1, move.target) < seconds(1, (4, 4, 4))
+    assert [x.seconds for x in outcome.policy] == [before] * 10 + [after] * 5 + [moved] * 25
+    assert moved < after
     assert outcome.partitions == ((4, 4, 4),) * 15 + (move.target,) * 25
     # 300 bytes a layer (weights and moments) over a link, one after another.
     assert move.moved_bytes == 300 * move.layers
@@ -69,14 +58,9 @@ def test_each_policy_has_the_expected_step_times() -> None:
     assert outcome.seconds == pytest.approx(sum(x.seconds for x in outcome.policy) + move.seconds)
     first, second = outcome.phases
     assert (first.first, first.last, second.first, second.last) == (0, 9, 10, 39)
-    assert (first.moved_layers, second.moved_layers, second.partition) == (
-        0,
-        move.layers,
-        move.target,
-    )
-    assert second.seconds == pytest.approx(
-        (5 * seconds(1, (4, 4, 4)) + 25 * seconds(1, move.target)) / 30
-    )
+    assert (first.moved_layers, second.moved_layers) == (0, move.layers)
+    assert second.partition == move.target
+    assert second.seconds == pytest.approx((5 * after + 25 * moved) / 30)
     assert outcome.bound == 4
 
 
@@ -103,14 +87,9 @@ def test_forced_balancer_ignores_the_price() -> None:
     (move,) = outcome.moves
     assert (move.step, move.target, move.reason) == (5, (4, 4, 4), "uniform: forced")
 
-
-def test_no_balancer_moves_no_layer() -> None:
     outcome = replay(workload(policy=Policy("none")))
     assert outcome.policy == outcome.static
     assert outcome.rebalances == ()
-
-
-def test_random_balancer_moves_at_every_decision() -> None:
     assert len(replay(workload(policy=Policy(RANDOM_MOVES, every=5))).moves) == 7
 
 
@@ -128,52 +107,36 @@ def test_move_price_is_proportional_to_bytes() -> None:
 
 def test_move_must_repay_its_own_price() -> None:
     """The first move sends one byte. The second move would take longer than it saves."""
-    ends = tuple(
-        LayerCost(t, t, t, weight_bytes=size)
-        for t, size in ((1.0, 1), (1.0, 10**9), (1.0, 1), (3.0, 1))
-    )
-    turned = tuple(
-        LayerCost(t, t, t, weight_bytes=layer.weight_bytes)
-        for t, layer in zip((3.0, 1.0, 1.0, 1.0), ends, strict=True)
-    )
-    outcome = replay(
-        Workload(
-            "w",
-            ((0, ends), (20, turned)),
-            ("a", "b", "c", "d"),
-            40,
-            2,
-            4,
-            schedule="1f1b",
-            policy=Policy(seconds_per_byte=1e-6),
-        )
-    )
-    assert [(x.step, x.moved, x.moved_bytes) for x in outcome.rebalances] == [
-        (10, True, 1),
-        (30, False, 10**9 + 1),
-    ]
+
+    def layers(*times: float) -> tuple[LayerCost, ...]:
+        sizes = (1, 10**9, 1, 1)
+        return tuple(LayerCost(t, t, t, weight_bytes=x) for t, x in zip(times, sizes, strict=True))
+
+    moments = ((0, layers(1, 1, 1, 3)), (20, layers(3, 1, 1, 1)))
+    policy = Policy(seconds_per_byte=1e-6)
+    outcome = replay(Workload("w", moments, NAMES[:4], 40, 2, 4, schedule="1f1b", policy=policy))
+    decided = [(x.step, x.moved, x.moved_bytes) for x in outcome.rebalances]
+    assert decided == [(10, True, 1), (30, False, 10**9 + 1)]
 
 
 def test_perfect_balance_is_never_slower_than_a_placement() -> None:
     """With a frozen prefix, whole layers may be faster than perfectly even stages."""
-    outcome = replay(workload(moments=((0, (FROZEN,) * 2 + (ONE,) * 10),), microbatches=2))
-    pairs = zip(outcome.perfect, outcome.policy, outcome.static, strict=True)
-    assert all(
-        perfect.seconds <= min(policy.seconds, static.seconds) for perfect, policy, static in pairs
-    )
+    given = workload(moments=((0, (FROZEN,) * 2 + (ONE,) * 10),))
+    outcome = replay(replace(given, microbatches=2))
+    for perfect, *others in zip(outcome.perfect, outcome.policy, outcome.static, strict=True):
+        assert perfect.seconds <= min(other.seconds for other in others)
 
 
 def test_reduction_time_of_replicas_is_added() -> None:
     """A ring takes 2 (r - 1) latencies and sends 2 (r - 1) / r of the bytes."""
-    alone = replay(workload(moments=((0, (ONE,) * 12),)))
-    four = replay(
-        workload(moments=((0, (ONE,) * 12),), replicas=4, replica_link=LinkCost(0.25, 100.0))
+    ring = {"replicas": 4, "replica_link": LinkCost(0.25, 100.0)}
+    alone, four = (
+        replay(workload(moments=((0, (ONE,) * 12),), **given)).policy[0].seconds
+        for given in ({}, ring)
     )
-    assert four.policy[0].seconds - alone.policy[0].seconds == pytest.approx(
-        6 * 0.25 + 1.5 * 400 / 100
-    )
+    assert four - alone == pytest.approx(6 * 0.25 + 1.5 * 400 / 100)
     # Frozen layers have no gradients: of a rank with nothing else, nothing is reduced.
-    half = replay(workload(replicas=4, replica_link=LinkCost(0.25, 100.0), policy=Policy("none")))
+    half = replay(workload(**ring, policy=Policy("none")))
     assert half.static[-1].seconds >= seconds(1, (4, 4, 4))
 
 
@@ -194,10 +157,9 @@ def test_every_schedule_replays_a_workload(schedule: str, objective: Objective) 
 def test_automatic_schedule_uses_the_latest_measured_costs() -> None:
     """zb-auto keeps the order of the old costs until the next decision."""
     slow = tuple(replace(ONE, f=1 + i / 3) for i in range(12))
-    outcome = replay(
-        workload(moments=((0, (ONE,) * 12), (10, slow)), schedule="zb-auto", policy=Policy("none"))
-    )
-    fresh = replay(workload(moments=((0, slow),), schedule="zb-auto", policy=Policy("none")))
+    given = {"schedule": "zb-auto", "policy": Policy("none")}
+    outcome = replay(workload(moments=((0, (ONE,) * 12), (10, slow)), **given))
+    fresh = replay(workload(moments=((0, slow),), **given))
     assert outcome.policy[10].seconds >= fresh.policy[0].seconds
 
 

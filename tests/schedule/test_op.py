@@ -159,7 +159,11 @@ def test_cyclic_wait_is_named() -> None:
             "0 | 0F0 1F0 1BW0 0BW0\n1 |",
             "ranks without a stage",
         ),
-        ("ranks=1 microbatches=1 placement=0 first_trainable=1", "0 | F0", "stage 1 of 1"),
+        (
+            "ranks=1 microbatches=1 placement=0 first_trainable=1",
+            "0 | F0",
+            "first trainable stage 1 of 1",
+        ),
         (
             "ranks=2 microbatches=1 placement=0,1 first_trainable=1",
             "0 | F0 BW0\n1 | F0 BW0",
