@@ -16,26 +16,28 @@ there is no Indexed Job. The script prints what it left out.
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import os
-import shutil
-import socket
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import yaml
 
-from dynmo.elastic.manager import Report
 from dynmo.elastic.managers.kubernetes import KubernetesManager, _JobApi
 from dynmo.elastic.member import Member
 from dynmo.errors import RunError
+from tests.cli.runs import free_port
+from tests.elastic.managers.test_command import wait_for
+from tests.processes import end_all, wait_until
 
 MANIFESTS = Path(__file__).parents[3] / "examples" / "kubernetes"
 NAMESPACE, JOB, NODE, GPUS = "training", "dynmo", "stub-node", 4
@@ -51,7 +53,8 @@ def main() -> None:
         cluster = Cluster(programs, Path(folder))
         try:
             cluster.start()
-            check(cluster)
+            check_sizes(cluster, start_jobs(cluster))
+            check_errors(cluster)
         except BaseException:
             cluster.print_logs()
             raise
@@ -65,7 +68,7 @@ class Cluster:
 
     def __init__(self, programs: Path, folder: Path) -> None:
         self._programs, self._folder = programs, folder
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[str]] = {}
         self._ports = {name: free_port() for name in ("etcd", "peer", "api")}
         self._stop = threading.Event()
         self._kubelet = threading.Thread(target=self._run_kubelet)
@@ -77,29 +80,22 @@ class Cluster:
         """Starts etcd, the API server, the Job controller, the scheduler and the stub."""
         keys = self._folder / "keys"
         keys.mkdir()
-        self._run("openssl", "genrsa", "-out", str(keys / "accounts.key"), "2048")
-        with (keys / "tokens.csv").open("w", newline="") as file:
-            csv.writer(file).writerow(["admin-token", "admin", "1", "system:masters"])
-        urls = {name: f"http://127.0.0.1:{self._ports[name]}" for name in ("etcd", "peer")}
-        self._launch(
-            "etcd",
-            shutil.which("etcd") or "etcd",
-            f"--data-dir={self._folder / 'etcd'}",
-            f"--listen-client-urls={urls['etcd']}",
-            f"--advertise-client-urls={urls['etcd']}",
-            f"--listen-peer-urls={urls['peer']}",
-            f"--initial-advertise-peer-urls={urls['peer']}",
-            f"--initial-cluster=default={urls['peer']}",
-        )
+        _run("openssl", "genrsa", "-out", str(keys / "accounts.key"), "2048")
+        (keys / "tokens.csv").write_text("admin-token,admin,1,system:masters\n")
+        url, peer = (f"http://127.0.0.1:{self._ports[name]}" for name in ("etcd", "peer"))
+        own = [f"--listen-client-urls={url}", f"--advertise-client-urls={url}"]
+        own += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
+        own += [f"--data-dir={self._folder / 'etcd'}", f"--initial-cluster=default={peer}"]
+        self._launch("etcd", "etcd", *own)
         self.start_api()
-        self.write_kubeconfig(self.admin, "admin-token")
         config = importlib.import_module("kubernetes.config")
         api = config.new_client_from_config(str(self.admin))
         self.core: Any = self.client.CoreV1Api(api)
         self.batch: Any = self.client.BatchV1Api(api)
         version = self.client.VersionApi(api).get_code()
         self.version = (int(version.major), int(version.minor.rstrip("+")))
-        print(f"API server {version.git_version}, client {self._client_version()}")
+        client = importlib.import_module("kubernetes").__version__
+        print(f"API server {version.git_version}, client {client}")
         insecure_off = ["--port=0"] if self.version < (1, 24) else []
         common = [f"--kubeconfig={self.admin}", "--leader-elect=false", "--secure-port=0"]
         self._launch(
@@ -134,27 +130,22 @@ class Cluster:
             f"--service-account-key-file={keys / 'accounts.key'}",
             f"--service-account-signing-key-file={keys / 'accounts.key'}",
         )
-        kubectl = [str(self._programs / "kubectl"), f"--kubeconfig={self.admin}", "get", "--raw"]
-
-        def is_ready() -> bool:
-            if not (keys / "apiserver.crt").exists():
-                return False
-            self.write_kubeconfig(self.admin, "admin-token")
-            return subprocess.run([*kubectl, "/readyz"], capture_output=True).stdout == b"ok"
-
-        wait_until(is_ready, "the API server is ready", 60)
+        command = [str(self._programs / "kubectl"), f"--kubeconfig={self.admin}"]
+        command += ["get", "--raw", "/readyz"]
+        wait_until((keys / "apiserver.crt").exists, 60)
+        self.write_kubeconfig(self.admin, "admin-token")
+        wait_until(lambda: subprocess.run(command, capture_output=True).stdout == b"ok", 60)
 
     def stop_api(self) -> None:
         """Stops the API server."""
-        self._end(self._processes.pop("apiserver"))
+        end_all([self._processes.pop("apiserver")])
 
     def stop(self) -> None:
         """Stops everything, last started first."""
         self._stop.set()
         if self._kubelet.ident is not None:
             self._kubelet.join()
-        for process in reversed(list(self._processes.values())):
-            self._end(process)
+        end_all([*reversed(self._processes.values())])
 
     def print_logs(self) -> None:
         """Prints the end of each program's log."""
@@ -164,7 +155,7 @@ class Cluster:
     def kubectl(self, *arguments: str, stdin: str = "") -> str:
         """Runs kubectl as administrator, in the namespace of the run."""
         kubectl = [str(self._programs / "kubectl"), f"--kubeconfig={self.admin}"]
-        return self._run(*kubectl, "--namespace", NAMESPACE, *arguments, stdin=stdin)
+        return _run(*kubectl, "--namespace", NAMESPACE, *arguments, stdin=stdin)
 
     def write_kubeconfig(self, path: Path, token: str, trusts: bool = True) -> None:
         """Writes a file to connect with."""
@@ -183,11 +174,9 @@ class Cluster:
 
     def account_token(self) -> str:
         """Returns a token of the service account of rbac.yaml."""
-        spec = self.client.V1TokenRequestSpec(
-            audiences=["https://kubernetes.default.svc"], expiration_seconds=3600
-        )
+        spec = {"audiences": ["https://kubernetes.default.svc"], "expirationSeconds": 3600}
         request = self.core.create_namespaced_service_account_token(
-            "dynmo", NAMESPACE, self.client.AuthenticationV1TokenRequest(spec=spec)
+            "dynmo", NAMESPACE, {"spec": spec}
         )
         return str(request.status.token)
 
@@ -221,15 +210,9 @@ class Cluster:
         status = {"capacity": resources, "allocatable": resources, "conditions": [ready]}
         self.core.patch_node_status(NODE, {"status": status})
         self.core.patch_node(NODE, {"spec": {"taints": []}})  # "not ready" is set on creation
-        volume = {
-            "metadata": {"name": "runs"},
-            "spec": {
-                "capacity": {"storage": "100Gi"},
-                "accessModes": ["ReadWriteMany"],
-                "hostPath": {"path": str(self._folder)},
-            },
-        }
-        self.core.create_persistent_volume(volume)
+        volume = {"capacity": {"storage": "100Gi"}, "accessModes": ["ReadWriteMany"]}
+        volume["hostPath"] = {"path": str(self._folder)}
+        self.core.create_persistent_volume({"metadata": {"name": "runs"}, "spec": volume})
 
     def _run_kubelet(self) -> None:
         """The stub of the kubelet.
@@ -257,53 +240,47 @@ class Cluster:
     def _launch(self, name: str, *command: str) -> None:
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                text=True,
+                start_new_session=True,
             )
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
-    def _run(self, *command: str, stdin: str = "") -> str:
-        done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, env={**os.environ}
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-        return done.stdout
-
-    def _client_version(self) -> str:
-        return str(importlib.import_module("kubernetes").__version__)
-
-
-def check(cluster: Cluster) -> None:
-    """Applies the manifests, shrinks and grows the job, and provokes each error."""
-    running = start_jobs(cluster)
-    check_sizes(cluster, running)
-    check_errors(cluster)
+def _run(*command: str, stdin: str = "") -> str:
+    """Runs a command that must end well. Its errors go to the terminal."""
+    return subprocess.run(
+        command, input=stdin, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 def start_jobs(cluster: Cluster) -> list[str]:
     """Starts the run and another job that waits for a GPU. Returns the pods of the run."""
     cluster.core.create_namespace({"metadata": {"name": NAMESPACE}})
-    wait_until(
-        lambda: bool(cluster.core.list_namespaced_service_account(NAMESPACE).items),
-        "the namespace has a service account",
-    )
-    apply_manifests(cluster)
+    wait_until(lambda: bool(cluster.core.list_namespaced_service_account(NAMESPACE).items))
+    # kubectl checks each key of examples/kubernetes against the server's schema.
+    job = documents("job.yaml")
+    if cluster.version < (1, 21):
+        for document in job:
+            document["spec"].pop("completionMode", None)
+        print("left out: completionMode (needs 1.21)")
+    apply(cluster, [*documents("rbac.yaml"), *documents("volume.yaml"), *job])
     running = wait_for_pods(cluster, JOB, "Running", 4)
-    apply(cluster, [other_job(cluster)])
+    # A job of one pod that needs a GPU.
+    container = {"name": "c", "image": "none", "resources": {"limits": {GPU: "1"}}}
+    pod = {"restartPolicy": "Never", "containers": [container]}
+    other = {"metadata": {"name": "other"}, "spec": {"template": {"spec": pod}}}
+    apply(cluster, [{"apiVersion": "batch/v1", "kind": "Job", **other}])
     wait_for_pods(cluster, "other", "Pending", 1)
     print("4 pods run, and a pod of another job waits for a GPU")
     return running
 
 
 def check_sizes(cluster: Cluster, running: list[str]) -> None:
-    """Shrinks the job, grows it, and shrinks it while the API server is away."""
+    """Shrinks the job, grows it, and shrinks it again."""
     is_elastic = cluster.version >= (1, 27)
     cluster.enter_pod()
     stay, left = running[2:], running[:2]
@@ -316,7 +293,9 @@ def check_sizes(cluster: Cluster, running: list[str]) -> None:
         print("left out: completions change together with parallelism (needs 1.27)")
         manager.release(gone, staying)
         expect(manager, "failed", "forbids it")
-        apply(cluster, rbac_documents(with_pods=True))
+        # With the rule that is commented out.
+        text = re.sub(r"(?m)^  # (?=- apiGroups|  )", "  ", (MANIFESTS / "rbac.yaml").read_text())
+        apply(cluster, [*yaml.safe_load_all(text)])
         expect_immutable(cluster)
 
     began = time.monotonic()
@@ -339,15 +318,29 @@ def check_sizes(cluster: Cluster, running: list[str]) -> None:
     now = wait_for_pods(cluster, JOB, "Running", 4)
     assert set(stay) <= set(now)
 
+    check_absence(cluster, manager, members(sorted(set(now) - set(stay)), 2), staying)
+    manager.close()
+
+
+def check_absence(
+    cluster: Cluster, manager: KubernetesManager, gone: list[Member], staying: list[Member]
+) -> None:
+    """Shrinks the job while the API server is away."""
     cluster.stop_api()
-    manager.release(members(sorted(set(now) - set(stay)), 2), staying)
-    time.sleep(2)
-    assert not manager.reports()
+    paused, pause = threading.Event(), KubernetesManager._pause
+
+    def pause_and_tell(self: KubernetesManager) -> None:
+        paused.set()
+        pause(self)
+
+    with mock.patch.object(KubernetesManager, "_pause", pause_and_tell):
+        manager.release(gone, staying)
+        assert paused.wait(40), "the manager finds no server, and tries again"
+        assert not manager.reports()
     cluster.start_api()
     print("the API server was away for a while during the release")
     expect(manager, "released", "gave 2 of 4 pods back")
-    assert wait_for_pods(cluster, JOB, "Running", 2) == stay
-    manager.close()
+    assert wait_for_pods(cluster, JOB, "Running", 2) == [each.node for each in staying]
 
 
 def check_errors(cluster: Cluster) -> None:
@@ -363,21 +356,6 @@ def check_errors(cluster: Cluster) -> None:
     expect_failure(JOB, None, "does not answer")
 
 
-def apply_manifests(cluster: Cluster) -> None:
-    """Applies examples/kubernetes.
-
-    kubectl checks each key against the server's schema.
-    """
-    apply(cluster, rbac_documents())
-    apply(cluster, documents("volume.yaml"))
-    job = documents("job.yaml")
-    if cluster.version < (1, 21):
-        for document in job:
-            document["spec"].pop("completionMode", None)
-        print("left out: completionMode (needs 1.21)")
-    apply(cluster, job)
-
-
 def apply(cluster: Cluster, content: Sequence[Any]) -> None:
     text = yaml.safe_dump_all(content)
     print(cluster.kubectl("apply", "--validate=true", "-f", "-", stdin=text), end="")
@@ -387,43 +365,13 @@ def documents(name: str) -> list[Any]:
     return list(yaml.safe_load_all((MANIFESTS / name).read_text()))
 
 
-def rbac_documents(with_pods: bool = False) -> list[Any]:
-    """The documents of rbac.yaml.
-
-    With the rule that is commented out, if `with_pods`.
-    """
-    text = (MANIFESTS / "rbac.yaml").read_text()
-    if with_pods:
-        rule, nested = "  # - apiGroups", "  #   "
-        lines = [
-            line.replace("  # ", "  ", 1) if line.startswith((rule, nested)) else line
-            for line in text.splitlines()
-        ]
-        text = "\n".join(lines)
-    return list(yaml.safe_load_all(text))
-
-
-def other_job(cluster: Cluster) -> dict[str, Any]:
-    """A job of one pod that needs a GPU."""
-    container = {"name": "c", "image": "none", "resources": {"limits": {GPU: "1"}}}
-    pod = {"restartPolicy": "Never", "containers": [container]}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": "other"},
-        "spec": {"template": {"spec": pod}},
-    }
-
-
 def members(pods: Sequence[str], first: int) -> list[Member]:
     return [Member(first + i, f"host-{pod}", 1, pod) for i, pod in enumerate(pods)]
 
 
 def expect(manager: KubernetesManager, kind: str, says: str) -> None:
     """Waits for one report, prints it and compares it."""
-    reports: list[Report] = []
-    wait_until(lambda: bool(reports.extend(manager.reports()) or reports), f"a {kind} report")
-    (report,) = reports
+    (report,) = wait_for(manager)
     print(f"{report.kind} after {report.seconds:.2f} s: {report.what}")
     assert report.kind == kind
     assert says in report.what
@@ -443,33 +391,14 @@ def expect_failure(job: str, kubeconfig: Path | None, says: str) -> None:
 def expect_immutable(cluster: Cluster) -> None:
     """A server before 1.27 refuses to change completions, as the manager expects."""
     api = _JobApi(cluster.batch.api_client, NAMESPACE, JOB, "nothing")
-    try:
+    with pytest.raises(RunError, match="cannot change so") as refusal:
         api.patch_job({"parallelism": 3, "completions": 3})
-    except RunError as error:
-        if "cannot change so" not in str(error):
-            raise
-        print(f"as expected, this server refuses the patch of newer ones: {error}")
-        return
-    raise AssertionError("completions changed")
+    print(f"as expected, this server refuses the patch of newer ones: {refusal.value}")
 
 
 def wait_for_pods(cluster: Cluster, job: str, phase: str, count: int) -> list[str]:
-    wait_until(lambda: len(cluster.pods(job, phase)) == count, f"{count} pods of {job} are {phase}")
+    wait_until(lambda: len(cluster.pods(job, phase)) == count, 40)
     return cluster.pods(job, phase)
-
-
-def wait_until(is_done: Callable[[], bool], what: str, limit: float = 40.0) -> None:
-    end = time.monotonic() + limit
-    while not is_done():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {limit:g} s until {what}")
-        time.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 if __name__ == "__main__":
