@@ -27,51 +27,34 @@ def reference(x: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 def before(batch: int, sequence: int, heads: int) -> Tensor:
     """A mask [batch, heads, query, key] that is True for each key before its query."""
-    return (
-        torch.ones(sequence, sequence, dtype=torch.bool)
-        .tril(-1)
-        .expand(batch, heads, sequence, sequence)
-    )
+    one = torch.ones(sequence, sequence, dtype=torch.bool).tril(-1)
+    return one.expand(batch, heads, sequence, sequence)
 
 
 def inputs(
-    batch: int,
-    sequence: int,
-    heads: int,
-    size: int,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
+    *shape: int, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws x, v and the gradient of the output, [batch, sequence, heads, size]."""
-    generator = torch.Generator().manual_seed(seed)
-    x, v, g = (
-        torch.randn(batch, sequence, heads, size, generator=generator, dtype=dtype)
-        for _ in range(3)
-    )
+    draws = torch.Generator().manual_seed(seed)
+    x, v, g = (torch.randn(*shape, generator=draws, dtype=dtype) for _ in range(3))
     return x, v, g
 
 
+def run(
+    attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor
+) -> dict[str, Tensor]:
+    """Values and gradients, on the CPU."""
+    x, v = (t.detach().clone().requires_grad_() for t in (x, v))
+    out = attend(x, v)
+    gradients = torch.autograd.grad(out, (x, v), g)
+    names = ("values", "gradient of x", "gradient of v")
+    return {k: t.detach().cpu() for k, t in zip(names, (out, *gradients), strict=True)}
+
+
 def check(
-    ours: Callable[[Tensor, Tensor], Tensor],
-    seen: Tensor,
-    shape: tuple[int, int, int, int],
-    tolerance: float = 1e-11,
+    ours: Callable[[Tensor, Tensor], Tensor], seen: Tensor, shape: tuple[int, int, int, int]
 ) -> None:
     """Compares values and gradients of `ours` with those of `reference`."""
-    x, v, g = inputs(*shape)
-    results: list[tuple[Tensor, ...]] = []
-    for attend in (ours, lambda x, v: reference(x, v, seen)):
-        leaves = [t.clone().requires_grad_() for t in (x, v)]
-        out = attend(*leaves)
-        out.backward(g)
-        results.append((out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)))
-    for name, actual, expected in zip(
-        ("values", "gradient of x", "gradient of v"), *results, strict=True
-    ):
-        torch.testing.assert_close(
-            actual,
-            expected,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda m, name=name: f"{name}: {m}",
-        )
+    drawn = inputs(*shape)
+    expected = run(lambda x, v: reference(x, v, seen), *drawn)
+    torch.testing.assert_close(run(ours, *drawn), expected, rtol=1e-11, atol=1e-11)

@@ -40,17 +40,10 @@ def test_crossover_is_measured_once_per_shape(
     assert known_crossover(linear, 16) == 0.5, "as on another machine"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"measured_on": "elsewhere", "sparsity": 0.7}',
-        '{"sparsity": "much"}',
-        "other",
-    ],
-)
+ELSEWHERE = '{"measured_on": "elsewhere", "sparsity": 0.7}'
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", ELSEWHERE, '{"sparsity": "much"}', "other"])
 def test_unreadable_cache_files_are_replaced(
     measured: list[tuple[int, int, int]], tmp_path: Path, damage: str
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -51,14 +51,15 @@ def test_packed_tokens_unpack(count: int, features: int, contiguous: bool) -> No
     assert packed.is_contiguous()
     assert packed.shape[1] == features
     assert packed.shape[2] <= TOKENS
-    assert not packed.transpose(1, 2).reshape(-1, features)[count:].any(), (
-        "what fills up the last panel"
-    )
+    filling = packed.transpose(1, 2).reshape(-1, features)[count:]
+    assert not filling.any()
     assert torch.equal(unpack(packed, x.shape), x)
     torch.testing.assert_close(sum_tokens(packed), x.sum(0), rtol=1e-4, atol=1e-4)
 
 
 @given(sizes, sizes, tokens, shares, st.integers(0, 100))
+@example(9, 250, 20, 0.9, 0)  # rows with more kept weights than one batch of dot products
+@example(9, 250, 70, 0.9, 0)
 def test_products_equal_those_of_the_dense_matrix(
     rows: int, columns: int, count: int, share: float, seed: int
 ) -> None:
@@ -68,20 +69,10 @@ def test_products_equal_those_of_the_dense_matrix(
         torch.randn(count, n, generator=generator, dtype=torch.float64) for n in (columns, rows)
     )
     torch.testing.assert_close(unpack(spmm(csr, values, pack(x)), (count, rows)), x @ dense.t())
-    out = values.clone()
-    sddmm_(csr, pack(g), pack(x), out)
-    torch.testing.assert_close(out, values + (g.t() @ x).flatten()[csr.positions()])
-
-
-@pytest.mark.parametrize("count", [20, 70])
-def test_rows_of_many_weights_equal_those_of_the_dense_matrix(count: int) -> None:
-    """A row has more kept weights than one batch of dot products."""
-    csr, values, dense = drawn(9, 250, 0.9, 0)
-    x, g = (torch.randn(count, n, dtype=torch.float64) for n in (250, 9))
-    torch.testing.assert_close(unpack(spmm(csr, values, pack(x)), (count, 9)), x @ dense.t())
-    out = torch.zeros_like(values)
-    sddmm_(csr, pack(g), pack(x), out)
-    torch.testing.assert_close(out, (g.t() @ x).flatten()[csr.positions()])
+    for out in (values.clone(), torch.zeros_like(values)):
+        expected = out + (g.t() @ x).flatten()[csr.positions()]
+        sddmm_(csr, pack(g), pack(x), out)
+        torch.testing.assert_close(out, expected)
 
 
 @given(st.integers(1, 150), st.integers(1, 150), st.integers(0, 100))

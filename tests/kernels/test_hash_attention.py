@@ -11,7 +11,7 @@ from torch import Tensor
 from dynmo.errors import RunError
 from dynmo.kernels import hash_attention_triton
 from dynmo.kernels.hash_attention import draw_directions, hash_attention, hash_buckets, plan_buckets
-from tests.kernels.attention import before, check, inputs, reference, shapes
+from tests.kernels.attention import before, check, inputs, reference, run, shapes
 
 
 def seen_in_buckets(buckets: Tensor) -> Tensor:
@@ -46,28 +46,21 @@ def test_a_position_does_not_attend_to_itself() -> None:
     x, v, _ = inputs(1, 6, 1, 4)
     buckets = torch.tensor([0, 1, 0, 2, 2, 1]).view(1, 6, 1)
     out = hash_attention(x, v, buckets, 4)[0, :, 0]
-    assert out[[0, 1, 3]].tolist() == [[0.0] * 4] * 3, (
-        "the first of a bucket has nothing to attend to"
-    )
-    torch.testing.assert_close(
-        out[[2, 4, 5]], v[0, [0, 3, 1], 0], msg="the second has only the first"
-    )
+    assert not out[[0, 1, 3]].any(), "the first of a bucket has nothing to attend to"
+    second = v[0, [0, 3, 1], 0]
+    torch.testing.assert_close(out[[2, 4, 5]], second, msg="the second has only the first")
 
 
 def test_strided_float32_inputs_are_accepted() -> None:
     """The inputs are views of one projection's output, as in the model."""
-    packed = torch.randn(
-        2, 200, 2, 3, 16, generator=torch.Generator().manual_seed(1), requires_grad=True
-    )
+    draws = torch.Generator().manual_seed(1)
+    packed = torch.randn(2, 200, 2, 3, 16, generator=draws, requires_grad=True)
     x, v = packed.unbind(2)
     buckets = hash_buckets(x, draw_directions(3, 16, 8, 5))
-    out = hash_attention(x, v, buckets, 8)
-    out.square().sum().backward()
-    ours, packed.grad = packed.grad, None
-    expected = reference(packed[:, :, 0], packed[:, :, 1], seen_in_buckets(buckets))
-    expected.square().sum().backward()
+    out, expected = hash_attention(x, v, buckets, 8), reference(x, v, seen_in_buckets(buckets))
+    ours, theirs = (torch.autograd.grad(y.square().sum(), packed)[0] for y in (out, expected))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours, packed.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @given(shapes, st.integers(1, 8), st.integers(0, 100))
@@ -80,12 +73,10 @@ def test_bucket_is_the_argmax_of_the_projections(
     z = torch.einsum("bnhd,hdm->bnhm", x, directions.double())
     buckets = hash_buckets(x, directions)
     # Two may be equal but for the order of a sum.
-    torch.testing.assert_close(
-        torch.cat((z, -z), -1).gather(-1, buckets[..., None])[..., 0], z.abs().amax(-1)
-    )
-    assert torch.equal(hash_buckets(4 * x, directions), buckets), (
-        "a key is in the bucket of its query"
-    )
+    chosen = torch.cat((z, -z), -1).gather(-1, buckets[..., None])[..., 0]
+    torch.testing.assert_close(chosen, z.abs().amax(-1))
+    # A key is in the bucket of its query.
+    assert torch.equal(hash_buckets(4 * x, directions), buckets)
 
 
 def test_bucket_ties_take_the_first() -> None:
@@ -101,16 +92,10 @@ def test_draws_follow_from_the_seed(seed: int) -> None:
 
 
 def test_repeated_run_has_the_same_bits() -> None:
-    x, v, g = inputs(2, 300, 2, 16, torch.float32)
-    buckets = hash_buckets(x, draw_directions(2, 16, 16, 0))
-    results: list[list[Tensor]] = []
-    for _ in range(3):
-        leaves = (x.clone().requires_grad_(), v.clone().requires_grad_())
-        hash_attention(leaves[0], leaves[1], buckets, 16).backward(g)
-        results.append([leaf.grad for leaf in leaves if leaf.grad is not None])
-    assert all(
-        torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)
-    )
+    drawn = inputs(2, 300, 2, 16, dtype=torch.float32)
+    buckets = hash_buckets(drawn[0], draw_directions(2, 16, 16, 0))
+    first, *others = (run(lambda x, v: hash_attention(x, v, buckets, 16), *drawn) for _ in range(3))
+    assert all(torch.equal(first[key], other[key]) for other in others for key in first)
 
 
 @pytest.mark.parametrize("tile", [8, 32])
@@ -127,7 +112,7 @@ def test_tiles_of_other_buckets_are_not_computed(
         return bmm(a, b)
 
     sequence, size = 512, 16
-    x, v, g = inputs(1, sequence, 2, size, torch.float32)
+    x, v, g = inputs(1, sequence, 2, size, dtype=torch.float32)
     buckets = hash_buckets(x, draw_directions(2, size, 16, 0))
     plan = plan_buckets(buckets, 16, tile)
     x, v = x.requires_grad_(), v.requires_grad_()
@@ -143,19 +128,13 @@ def test_tiles_of_other_buckets_are_not_computed(
 
 @pytest.mark.gpu
 def test_cuda_agrees_with_the_cpu() -> None:
-    """The test needs a CUDA device."""
-    x, v, g = inputs(2, 300, 3, 24, torch.float32)
-    buckets = hash_buckets(x, draw_directions(3, 24, 16, 0))
-    results: list[list[Tensor]] = []
-    for device in ("cpu", "cuda"):
-        leaves = [t.to(device).requires_grad_() for t in (x, v)]
-        out = hash_attention(leaves[0], leaves[1], buckets.to(device), 16)
-        out.backward(g.to(device))
-        results.append(
-            [t.detach().cpu() for t in (out, leaves[0].grad, leaves[1].grad) if t is not None]
-        )
-    for actual, expected in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+    drawn = inputs(2, 300, 3, 24, dtype=torch.float32)
+    buckets = hash_buckets(drawn[0], draw_directions(3, 24, 16, 0))
+    expected, actual = (
+        run(lambda x, v: hash_attention(x, v, buckets.to(x.device), 16), *(t.to(on) for t in drawn))
+        for on in ("cpu", "cuda")
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,11 +40,8 @@ def expected(layers: int, x: Tensor, targets: Tensor, weight: float) -> list[Ten
     for module in modules:
         x = module.linear(x)
         own = own + FACTOR * (x * x).mean()
-    return list(
-        torch.autograd.grad(
-            weight * (mean(x, targets) + own), [p for m in modules for p in m.parameters()]
-        )
-    )
+    parameters = [p for m in modules for p in m.parameters()]
+    return list(torch.autograd.grad(weight * (mean(x, targets) + own), parameters))
 
 
 def build(layers: int) -> list[Penalised]:
@@ -61,41 +58,29 @@ def close(modules: list[Penalised], gradients: list[Tensor]) -> None:
     torch.testing.assert_close([p.grad for m in modules for p in m.parameters()], gradients)
 
 
-def test_loss_weight_is_one_without_a_tape() -> None:
-    modules, (x, targets) = build(2), data()
-    mean(modules[1](modules[0](x)), targets).backward()
-    close(modules, expected(2, *data(), weight=1.0))
+@pytest.mark.parametrize(("layers", "weight"), [(2, 1.0), (1, 0.25)])
+def test_tape_sets_the_loss_weight(layers: int, weight: float) -> None:
+    """The weight is one without a tape."""
+    modules, (x, targets) = build(layers), data()
+    if weight != 1:
+        modules[0].tape = WeightTape()
+        modules[0].tape.loss_share = torch.tensor(weight)
+    for module in modules:
+        x = module(x)
+    (weight * mean(x, targets)).backward()
+    close(modules, expected(layers, *data(), weight=weight))
 
 
-def test_tape_sets_the_loss_weight() -> None:
-    modules, (x, targets) = build(1), data()
-    modules[0].tape = WeightTape()
-    modules[0].tape.loss_share = torch.tensor(0.25)
-    (0.25 * mean(modules[0](x), targets)).backward()
-    close(modules, expected(1, *data(), weight=0.25))
-
-
-def test_loss_share_is_read_in_the_backward() -> None:
-    """F may run before the loss scale of the step is known."""
-    tape, a = WeightTape(), torch.ones((), requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_share_is_read_in_the_backward(dtype: torch.dtype) -> None:
+    """F may run before the loss scale of the step is known. The gradient keeps its dtype."""
+    tape, a = WeightTape(), torch.ones((), dtype=dtype, requires_grad=True)
     out = add_loss(torch.zeros(2, requires_grad=True), 3 * a, tape)
-    tape.loss_share = torch.tensor(4.0)
+    assert torch.equal(out, torch.zeros(2))
+    tape.loss_share = torch.tensor(0.5)
     out.sum().backward()
     assert a.grad is not None
-    assert float(a.grad) == 12.0
-
-
-def test_add_loss_returns_its_input() -> None:
-    x = torch.randn(2, 3)
-    assert torch.equal(add_loss(x, torch.ones(()), None), x)
-
-
-def test_loss_in_low_precision_keeps_its_dtype() -> None:
-    tape, a = WeightTape(), torch.ones((), dtype=torch.bfloat16, requires_grad=True)
-    tape.loss_share = torch.tensor(0.5)
-    add_loss(torch.zeros(2, requires_grad=True), 3 * a, tape).sum().backward()
-    assert a.grad is not None
-    assert (a.grad.dtype, float(a.grad)) == (torch.bfloat16, 1.5)
+    assert (a.grad.dtype, float(a.grad)) == (dtype, 1.5)
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -43,10 +43,7 @@ def check(module: nn.Module, inputs: list[Tensor], expected: int) -> None:
     install(module, tape)
     tape.deferred = True
     for x in inputs:
-        ours, theirs = (x.detach().clone() for _ in range(2))
-        if x.is_floating_point():
-            ours.requires_grad_()
-            theirs.requires_grad_()
+        ours, theirs = (x.detach().clone().requires_grad_(x.is_floating_point()) for _ in range(2))
         y, wanted = module(ours), plain(theirs)
         assert torch.equal(y, wanted)
         wanted.square().sum().backward()
@@ -70,13 +67,9 @@ def gradient(tensor: Tensor) -> Tensor:
 @given(st.integers(1, 4).map(lambda n: 4 * n), st.integers(1, 40), st.integers(1, 3))
 def test_products_have_the_bits_of_torch(width: int, rows: int, microbatches: int) -> None:
     torch.manual_seed(rows)
-    modules = [
-        (Own(experts, (3, 8, width)), 1),
-        (Own(grouped, (3, 8, width)), 1),
-        (Own(matmul, (width, 12), (8, 12)), 2),
-        (Conv1D(12, width), 2),
-    ]
-    for module, parameters in modules:
+    one, two = (Own(each, (3, 8, width)) for each in (experts, grouped))
+    others = (Own(matmul, (width, 12), (8, 12)), Conv1D(12, width))
+    for module, parameters in ((one, 1), (two, 1), (others[0], 2), (others[1], 2)):
         check(module, [torch.randn(rows, width) for _ in range(microbatches)], parameters)
     inputs = [torch.randn(rows, 2, width) for _ in range(microbatches)]
     check(Attention(width, 2), inputs, 4)

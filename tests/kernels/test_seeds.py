@@ -12,13 +12,9 @@ from dynmo.kernels.seeds import Purpose, mix, seed_forward
 
 def test_mix_has_recorded_values() -> None:
     """Initial weights depend on these numbers, and therefore every digest."""
-    assert mix() == 0x4F1BBCDCF0BE82D6
-    assert [mix(0), mix(1), mix(0, 0), mix(7, Purpose.FORWARD, 3, 5, 1)] == [
-        0x685EBFF9C3568394,
-        0x7AEFA8AE07BBE509,
-        0x48AD469F86F95272,
-        0x726E95FE2C5DC5C1,
-    ]
+    assert (mix(), mix(0)) == (0x4F1BBCDCF0BE82D6, 0x685EBFF9C3568394)
+    assert (mix(1), mix(0, 0)) == (0x7AEFA8AE07BBE509, 0x48AD469F86F95272)
+    assert mix(7, Purpose.FORWARD, 3, 5, 1) == 0x726E95FE2C5DC5C1
 
 
 def test_mix_separates_keys() -> None:

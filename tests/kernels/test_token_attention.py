@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import pytest
 import torch
@@ -30,33 +31,20 @@ def drawn(batch: int, sequence: int, of_row: Sequence[float], seed: int) -> Tens
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(
-        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=draws, dtype=torch.float64).to(dtype)
 
 
-def kept_slowly(index: Sequence[int]) -> Attention:
+def slowly(seen: Sequence[range]) -> Attention:
+    """Each query attends to its own range of the keys, whose rows are one after the other."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = 0 * q
-        for place, token in enumerate(index):
-            row, position = divmod(token, k.shape[1])
-            for head in range(k.shape[2]):
-                earlier = [(k[row, j, head], v[row, j, head]) for j in range(position + 1)]
+        k, v = k.flatten(0, -3), v.flatten(0, -3)
+        for place, keys in enumerate(seen):
+            for head in range(k.shape[1]):
+                earlier = [(k[j, head], v[j, head]) for j in keys]
                 out[place, head] = attended(q[place, head], *zip(*earlier, strict=True))
-        return out
-
-    return attend
-
-
-def packed_slowly(lengths: Sequence[int]) -> Attention:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, first = 0 * q, 0
-        for length in lengths:
-            for place in range(first, first + length):
-                for head in range(k.shape[1]):
-                    earlier = [(k[j, head], v[j, head]) for j in range(first, place + 1)]
-                    out[place, head] = attended(q[place, head], *zip(*earlier, strict=True))
-            first += length
         return out
 
     return attend
@@ -72,15 +60,11 @@ def compare(
         out = attend(*leaves)
         out.backward(g.to(dtype))
         # A leaf that no output depends on may be left without a gradient.
-        results.append(
-            [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
-        )
-        assert all(x.dtype == dtype for x in results[-1])
-    for name, actual, expected in zip(("values", "q", "k", "v"), *results, strict=True):
-        said = lambda message, name=name: f"{name}: {message}"  # noqa: E731
-        torch.testing.assert_close(
-            actual.double(), expected, rtol=tolerance, atol=tolerance, msg=said
-        )
+        given = (torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
+        results.append(dict(zip(("values", "q", "k", "v"), (out.detach(), *given), strict=True)))
+        assert all(x.dtype == dtype for x in results[-1].values())
+    ours_, theirs = ({name: x.double() for name, x in each.items()} for each in results)
+    torch.testing.assert_close(ours_, theirs, rtol=tolerance, atol=tolerance)
 
 
 def compare_kept(
@@ -92,9 +76,8 @@ def compare_kept(
     batch, sequence, heads, size = shape
     q = random(len(index), heads, size, seed=1, dtype=dtype)
     k, v = (random(batch, sequence, heads, size, seed=seed, dtype=dtype) for seed in (2, 3))
-    compare(
-        lambda q, k, v: attend_kept(q, k, v, index), kept_slowly(index.tolist()), q, k, v, tolerance
-    )
+    seen = [range(i - i % sequence, i + 1) for i in index.tolist()]
+    compare(lambda q, k, v: attend_kept(q, k, v, index), slowly(seen), q, k, v, tolerance)
 
 
 def compare_packed(
@@ -105,9 +88,9 @@ def compare_packed(
     tolerance: float = 1e-11,
 ) -> None:
     q, k, v = (random(sum(lengths), heads, size, seed=seed, dtype=dtype) for seed in (1, 2, 3))
-    compare(
-        lambda q, k, v: attend_packed(q, k, v, lengths), packed_slowly(lengths), q, k, v, tolerance
-    )
+    starts = [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
+    seen = [range(s, s + i + 1) for s, n in zip(starts, lengths, strict=True) for i in range(n)]
+    compare(lambda q, k, v: attend_packed(q, k, v, lengths), slowly(seen), q, k, v, tolerance)
 
 
 @given(shapes, shares, st.integers(0, 99))
@@ -160,9 +143,8 @@ def test_row_lengths_count_the_kept_tokens(
 ) -> None:
     batch, sequence, *_ = shape
     index = drawn(batch, sequence, of_row, seed)
-    assert row_lengths(index, batch, sequence) == [
-        sum(token // sequence == row for token in index.tolist()) for row in range(batch)
-    ]
+    rows = [token // sequence for token in index.tolist()]
+    assert row_lengths(index, batch, sequence) == [rows.count(row) for row in range(batch)]
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(1, 9))
@@ -170,24 +152,18 @@ def test_every_query_is_in_one_tile(chosen: set[int], size: int) -> None:
     """Each query sees its own position and all earlier ones."""
     positions = sorted(chosen)
     tiles = plan_tiles(torch.tensor(positions, dtype=torch.int64), torch.float64, size)
-    assert [query for tile in tiles for query in range(tile.start, tile.stop)] == list(
-        range(len(positions))
-    )
+    queries = [query for tile in tiles for query in range(tile.start, tile.stop)]
+    assert queries == list(range(len(positions)))
     for tile in tiles:
         assert 0 < tile.stop - tile.start <= size
-        assert tile.end == positions[tile.stop - 1] + 1, (
-            "no key is computed that no query of the tile sees"
-        )
+        assert tile.end == positions[tile.stop - 1] + 1, "a query of the tile sees each key"
         assert tile.rows is None
         assert tile.mask.dtype == torch.float64
         for query in range(tile.start, tile.stop):
             mask = tile.mask[query - tile.start].tolist()
             assert len(mask) == tile.end - tile.masked_from
             assert set(mask) <= {0.0, -float("inf")}
-            seen = [
-                *range(tile.masked_from),
-                *(tile.masked_from + j for j, added in enumerate(mask) if added == 0),
-            ]
-            assert seen == list(range(positions[query] + 1))
+            unmasked = [tile.masked_from + j for j, added in enumerate(mask) if added == 0]
+            assert [*range(tile.masked_from), *unmasked] == list(range(positions[query] + 1))
     if tiles:
         assert tiles[-1].end == max(tile.end for tile in tiles)

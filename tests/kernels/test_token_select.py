@@ -20,9 +20,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def places(taken: list[bool], value: bool = True) -> Tensor:
-    return torch.tensor(
-        [place for place, is_taken in enumerate(taken) if is_taken is value], dtype=torch.int64
-    )
+    found = [place for place, is_taken in enumerate(taken) if is_taken is value]
+    return torch.tensor(found, dtype=torch.int64)
 
 
 @given(chosen, st.integers(1, 3))
@@ -30,15 +29,13 @@ def test_selected_rows_and_their_gradients(taken: list[bool], features: int) -> 
     x, index = random(len(taken), features).requires_grad_(), places(taken)
     stream, selected = select(x, index)
     assert torch.equal(stream, x)
-    assert [row.tolist() for row in selected] == [
-        x[place].tolist() for place, is_taken in enumerate(taken) if is_taken
-    ]
+    wanted = [x[place].tolist() for place, is_taken in enumerate(taken) if is_taken]
+    assert selected.tolist() == wanted
     to_stream, to_selected = random(*stream.shape, seed=1), random(*selected.shape, seed=2)
     torch.autograd.backward((stream, selected), (to_stream, to_selected))
     rows = iter(to_selected)
     expected = [
-        to_stream[place] + next(rows) if is_taken else to_stream[place]
-        for place, is_taken in enumerate(taken)
+        x + next(rows) if is_taken else x for x, is_taken in zip(to_stream, taken, strict=True)
     ]
     assert x.grad is not None
     assert torch.equal(x.grad, torch.stack(expected))

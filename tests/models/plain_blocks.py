@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynmo.config import Config, parse
+from dynmo.train.setup import model_of
+
 Token = tuple[int, int]
 """Row, position."""
 Heads = dict[Token, list[Tensor]]
@@ -20,17 +23,12 @@ class TooCloseError(Exception):
 
 
 def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + 1e-6), times the weight. [hidden]."""
     return x / torch.sqrt((x * x).mean() + 1e-6) * scale
 
 
 def rotated(x: Tensor, position: int) -> Tensor:
-    """One head's query or key, [size].
-
-    The pair (i, i + size / 2) turns by position / 10000^(2i / size).
-    """
-    half = len(x) // 2
-    first, second = [], []
+    """One head's query or key. The pair (i, i + size / 2) turns by position / 10000^(2i / size)."""
+    half, first, second = len(x) // 2, [], []
     for i in range(half):
         angle = position * 10000.0 ** (-2 * i / len(x))
         first.append(x[i] * math.cos(angle) - x[i + half] * math.sin(angle))
@@ -44,14 +42,9 @@ def attended(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) ->
     return weights @ torch.stack(list(values))
 
 
-def heads_of(x: Tensor, heads: int) -> list[Tensor]:
-    """[hidden] -> one [size] a head."""
-    return list(x.view(heads, -1))
-
-
 def rotated_heads(x: Tensor, heads: int, token: Token) -> list[Tensor]:
     """[hidden] -> one rotated [size] a head."""
-    return [rotated(head, token[1]) for head in heads_of(x, heads)]
+    return [rotated(head, token[1]) for head in x.view(heads, -1)]
 
 
 def attended_heads(token: Token, query: Sequence[Tensor], keys: Heads, values: Heads) -> Tensor:
@@ -68,7 +61,7 @@ def attended_heads(token: Token, query: Sequence[Tensor], keys: Heads, values: H
 def token_loss(head: Any, state: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The logits of a token under a head, and their cross entropy."""
     logits = head.logits.weight @ rms_norm(state, head.norm.weight)
-    return logits, cross_entropy(logits, int(target))
+    return logits, torch.logsumexp(logits, 0) - logits[int(target)]
 
 
 def fed_forward(half: Any, x: Tensor) -> Tensor:
@@ -76,11 +69,6 @@ def fed_forward(half: Any, x: Tensor) -> Tensor:
     inner = half.gate_up.weight @ rms_norm(x, half.norm.weight)
     gate, up = inner[: len(inner) // 2], inner[len(inner) // 2 :]
     return half.down.weight @ (gate / (1 + torch.exp(-gate)) * up)
-
-
-def cross_entropy(logits: Tensor, target: int) -> Tensor:
-    """-log softmax(logits)[target] of one token."""
-    return torch.logsumexp(logits, 0) - logits[target]
 
 
 def binary_cross_entropy(guess: Tensor, right: bool) -> Tensor:
@@ -102,12 +90,22 @@ def gradients(modules: Sequence[nn.Module], loss: Tensor) -> dict[str, Tensor]:
     }
 
 
-def spread(modules: Sequence[nn.Module], seed: int) -> None:
-    """Gives all parameters values of about 1 / sqrt(fan-in), in float64."""
-    generator = torch.Generator().manual_seed(seed)
+def config_of(
+    case: str, options: dict[str, Any], sequence: int, blocks: int, heads: int, vocab: int
+) -> Config:
+    sizes = {"blocks": blocks, "hidden": 4 * heads, "vocab": vocab, "sequence": sequence}
+    dynamism = {"cases": [case], case: options}
+    return parse({"model": sizes | {"heads": heads}, "dynamism": dynamism})
+
+
+def build(config: Config, seed: int, training: bool) -> list[nn.Module]:
+    """All parameters have values of about 1 / sqrt(fan-in), in float64."""
+    generator, model = torch.Generator().manual_seed(seed), model_of(config)
+    modules = model.build(range(model.layers))
     for module in modules:
-        module.double()
+        module.double().train(training)
         for parameter in module.parameters():
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             fan_in = parameter.shape[-1]
             parameter.data.copy_(values / fan_in**0.5 if parameter.dim() == 2 else 1 + 0.3 * values)
+    return modules

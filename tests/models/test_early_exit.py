@@ -13,36 +13,27 @@ from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dynmo.config import Config, parse
+from dynmo.config import Config
 from dynmo.models.early_exit import ExitHead, ExitRule
 from dynmo.train.setup import model_of
-from tests.models.plain_blocks import (
-    Heads,
-    Token,
-    TooCloseError,
-    attended_heads,
-    binary_cross_entropy,
-    fed_forward,
-    gradients,
-    heads_of,
-    rms_norm,
-    rotated_heads,
-    spread,
-    token_loss,
-)
+from tests.models import plain_blocks as plain
 
 KINDS = ("softmax", "state", "classifier", "adp-c")
+
+
+def zero() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)
 
 
 @dataclass
 class Routing:
     """The results of a pass. `closest`: least distance of a confidence from its threshold."""
 
-    loss: Tensor
-    own_losses: Tensor  # of the classifiers
-    left: dict[Token, int]  # behind which block
-    states: dict[Token, Tensor]
-    closest: float = field(default=math.inf)
+    loss: Tensor = field(default_factory=zero)
+    own_losses: Tensor = field(default_factory=zero)  # of the classifiers
+    left: dict[plain.Token, int] = field(default_factory=dict)  # behind which block
+    states: dict[plain.Token, Tensor] = field(default_factory=dict)
+    closest: float = math.inf
 
 
 def one_by_one(
@@ -64,12 +55,13 @@ def one_by_one(
         if block in config.dynamism.early_exit.exits_of(config.model.blocks):
             slow.exit(block, before)
     slow.head()
-    routing, last = slow.routing, slow.mean_loss()
-    if not training:  # no classifier learns
-        routing.own_losses = torch.zeros((), dtype=torch.float64)
-    average = sum((w * x for w, x in slow.weighted), torch.zeros(()))
-    average = average / sum(w for w, _ in slow.weighted)
-    routing.loss, routing.states = average if training else last, slow.states
+    routing = slow.routing
+    routing.loss, routing.states = slow.mean_loss(), slow.states
+    if training:
+        average = sum((w * x for w, x in slow.weighted), torch.zeros(()))
+        routing.loss = average / sum(w for w, _ in slow.weighted)
+    else:  # no classifier learns
+        routing.own_losses = zero()
     return routing
 
 
@@ -81,17 +73,13 @@ class SlowPass:
     layers: dict[str, Any]
     targets: Tensor
     exits_on: bool
-    states: dict[Token, Tensor]
-    routing: Routing = field(
-        default_factory=lambda: Routing(
-            torch.zeros(()), torch.zeros((), dtype=torch.float64), {}, {}
-        )
-    )
-    output_loss: dict[Token, Tensor] = field(default_factory=dict)
+    states: dict[plain.Token, Tensor]
+    routing: Routing = field(default_factory=Routing)
+    output_loss: dict[plain.Token, Tensor] = field(default_factory=dict)
     weighted: list[tuple[float, Tensor]] = field(default_factory=list)  # of exits and head
 
     @property
-    def remaining(self) -> list[Token]:
+    def remaining(self) -> list[plain.Token]:
         return [token for token in self.states if token not in self.routing.left]
 
     def mean_loss(self) -> Tensor:
@@ -100,29 +88,32 @@ class SlowPass:
     def block(self, block: int) -> None:
         heads, attention = self.config.model.heads, self.layers[f"blocks.{block}.attention"]
         feed_forward = self.layers[f"blocks.{block}.feed_forward"]
-        after, keys, values = dict(self.states), Heads(), Heads()
+        after, keys, values = dict(self.states), plain.Heads(), plain.Heads()
         for token, state in self.states.items():  # the last state of those that have left counts
-            k, v = (attention.kv.weight @ rms_norm(state, attention.norm.weight)).chunk(2)
-            keys[token], values[token] = rotated_heads(k, heads, token), heads_of(v, heads)
+            k, v = (attention.kv.weight @ plain.rms_norm(state, attention.norm.weight)).chunk(2)
+            keys[token], values[token] = (
+                plain.rotated_heads(k, heads, token),
+                list(v.view(heads, -1)),
+            )
         for token in self.remaining:
-            normed = rms_norm(self.states[token], attention.norm.weight)
-            query = rotated_heads(attention.q.weight @ normed, heads, token)
-            out = attended_heads(token, query, keys, values)
+            normed = plain.rms_norm(self.states[token], attention.norm.weight)
+            query = plain.rotated_heads(attention.q.weight @ normed, heads, token)
+            out = plain.attended_heads(token, query, keys, values)
             state = self.states[token] + attention.proj.weight @ out
-            after[token] = state + fed_forward(feed_forward, state)
+            after[token] = state + plain.fed_forward(feed_forward, state)
         self.states = after
 
-    def exit(self, block: int, before: dict[Token, Tensor]) -> None:
+    def exit(self, block: int, before: dict[plain.Token, Tensor]) -> None:
         """Lets tokens leave behind a block. `before` has the states before the block."""
         head, options = self.layers[f"blocks.{block}.exit"], self.config.dynamism.early_exit
         calm, own_losses = options.policy == "calm", list[Tensor]()
         for token in self.remaining:
             state = self.states[token]
-            logits, self.output_loss[token] = token_loss(head, state, self.targets[token])
+            logits, self.output_loss[token] = plain.token_loss(head, state, self.targets[token])
             if calm and options.confidence == "classifier":
                 guess = head.classifier.weight @ state.detach() + head.classifier.bias
                 right = int(logits.argmax()) == int(self.targets[token])
-                own_losses.append(binary_cross_entropy(guess.squeeze(0), right))
+                own_losses.append(plain.binary_cross_entropy(guess.squeeze(0), right))
             if self.exits_on:
                 above = confidence(self.config, head, logits, state, before[token])
                 above -= threshold(self.config, token[1])
@@ -136,9 +127,8 @@ class SlowPass:
     def head(self) -> None:
         calm = self.config.dynamism.early_exit.policy == "calm"
         for token in self.remaining:
-            _, self.output_loss[token] = token_loss(
-                self.layers["head"], self.states[token], self.targets[token]
-            )
+            given = self.layers["head"], self.states[token], self.targets[token]
+            self.output_loss[token] = plain.token_loss(*given)[1]
         weight = float(self.config.model.blocks) if calm else 1.0
         self.weighted.append((weight, self.mean_loss()))
 
@@ -147,11 +137,8 @@ def threshold(config: Config, t: int) -> float:
     options = config.dynamism.early_exit
     top = options.threshold
     assert top is not None
-    return (
-        top
-        if options.policy == "adp-c"
-        else 0.9 * top + 0.1 * top * math.exp(-4 * t / config.model.sequence)
-    )
+    decay = 1.0 if options.policy == "adp-c" else math.exp(-4 * t / config.model.sequence)
+    return top * (0.9 + 0.1 * decay)
 
 
 @torch.no_grad()
@@ -179,38 +166,22 @@ def config_of(
     **options: Any,
 ) -> Config:
     policy = {"policy": "adp-c"} if kind == "adp-c" else {"confidence": kind}
-    return parse(
-        {
-            "model": {
-                "blocks": blocks,
-                "hidden": 4 * heads,
-                "heads": heads,
-                "vocab": 5,
-                "sequence": sequence,
-            },
-            "dynamism": {
-                "cases": ["early_exit"],
-                "early_exit": policy | {"threshold": threshold} | options,
-            },
-        }
-    )
+    options |= policy | {"threshold": threshold}
+    return plain.config_of("early_exit", options, sequence, blocks, heads, vocab=5)
 
 
 def build(
     config: Config, seed: int = 0, exits_on: bool = True, training: bool = True
 ) -> list[nn.Module]:
-    model = model_of(config)
-    modules = model.build(range(model.layers))
-    spread(modules, seed)
+    modules = plain.build(config, seed, training)
     for module in modules:
-        module.train(training)
         if isinstance(module, ExitHead):
             module.exits = exits_on
     return modules
 
 
 def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids and targets."""
+    """plain.Token ids and targets."""
     generator = torch.Generator().manual_seed(seed)
     shape = batch, config.model.sequence
     ids, targets = (torch.randint(config.model.vocab, shape, generator=generator) for _ in range(2))
@@ -219,7 +190,7 @@ def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def run(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor) -> Routing:
     """The modules one after the other. `left` and `states` are read off what they hand on."""
-    routing, there = Routing(torch.zeros(()), torch.zeros(()), {}, {}), set[Token]()
+    routing, there = Routing(), set[plain.Token]()
     out: tuple[Any, ...] = (model_of(config).first_inputs(ids, targets),)
     sequence = config.model.sequence
     for name, module in zip(model_of(config).names, modules[:-1], strict=False):
@@ -245,19 +216,15 @@ def compare(
     ids, targets = drawn(config, batch, seed)
     slow = one_by_one(config, modules, ids, targets, exits_on, training)
     if slow.closest < 1e-5:
-        raise TooCloseError
+        raise plain.TooCloseError
     ours = run(config, modules, ids, targets)
     assert ours.left == slow.left
     # Logits, loss and the rotary tables are of float32.
     torch.testing.assert_close(ours.loss.double(), slow.loss.double(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        ours.states,
-        {token: slow.states[token].detach() for token in ours.states},
-        rtol=1e-5,
-        atol=1e-5,
-    )
-    expected = gradients(modules, slow.loss + slow.own_losses)
-    torch.testing.assert_close(gradients(modules, ours.loss), expected, rtol=1e-4, atol=1e-5)
+    states = {token: slow.states[token].detach() for token in ours.states}
+    torch.testing.assert_close(ours.states, states, rtol=1e-5, atol=1e-5)
+    expected = plain.gradients(modules, slow.loss + slow.own_losses)
+    torch.testing.assert_close(plain.gradients(modules, ours.loss), expected, rtol=1e-4, atol=1e-5)
     counts = [module.seen for module in modules if isinstance(module, ExitHead)]
     exits = config.dynamism.early_exit.exits_of(config.model.blocks)
     of_block = [sum(block == at for block in slow.left.values()) for at in exits]
@@ -288,7 +255,7 @@ def test_any_shape_equals_a_token_by_token_reference(
 ) -> None:
     try:
         compare(config, batch, seed, training=training)
-    except TooCloseError:
+    except plain.TooCloseError:
         reject()
 
 
@@ -311,10 +278,8 @@ def test_some_tokens_leave_at_each_exit(
 
 @pytest.mark.parametrize(("kind", "training"), [("softmax", False), ("classifier", True)])
 def test_all_tokens_leave_at_threshold_zero(kind: str, training: bool) -> None:
-    """The later blocks compute no token."""
     routing = compare(config_of(kind, threshold=0.0, exits=[0, 1]), 2, training=training)
-    assert set(routing.left.values()) == {0}
-    assert len(routing.left) == 10
+    assert list(routing.left.values()) == [0] * 10, "the later blocks compute no token"
 
 
 @pytest.mark.parametrize(("sequence", "training"), [(1, True), (4, True), (4, False)])
@@ -326,7 +291,7 @@ def test_no_token_leaves_at_threshold_one(sequence: int, training: bool) -> None
     for exits_on in (True, False):
         modules = build(config, exits_on=exits_on, training=training)
         loss = run(config, modules, *drawn(config, 2)).loss
-        results.append([loss, *gradients(modules, loss).values()])
+        results.append([loss, *plain.gradients(modules, loss).values()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -339,14 +304,9 @@ def test_disabled_exits_only_add_their_losses(kind: str, training: bool) -> None
     assert not compare(config, 2, exits_on=False, training=training).left
     if not training:
         modules, (ids, targets) = build(config, exits_on=False, training=False), drawn(config, 2)
-        other = [
-            m
-            for m, name in zip(modules, model_of(config).names, strict=True)
-            if not name.endswith(".exit")
-        ]
         out: Any = (model_of(config).first_inputs(ids, targets),)
-        for module in other:
-            out = module(*out[:6])
+        for module, name in zip(modules, model_of(config).names, strict=True):
+            out = out if name.endswith(".exit") else module(*out[:6])
         assert torch.equal(out, run(config, modules, ids, targets).loss), "as a model without exits"
 
 
@@ -382,18 +342,11 @@ def test_exit_losses_have_the_published_weights() -> None:
 def test_threshold_decays_along_a_row(top: float, sequence: int, rows: int) -> None:
     places = torch.arange(rows * sequence)
     falling = ExitRule("softmax", top, decays=True).thresholds(places, sequence)
-    expected = [
-        0.9 * top + 0.1 * top * math.exp(-4 * t / sequence)
-        for _ in range(rows)
-        for t in range(sequence)
-    ]
-    torch.testing.assert_close(
-        falling.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-7
-    )
-    assert torch.equal(
-        ExitRule("top-1", top, decays=False).thresholds(places, sequence),
-        torch.full((rows * sequence,), top),
-    )
+    row = [0.9 * top + 0.1 * top * math.exp(-4 * t / sequence) for t in range(sequence)]
+    expected = torch.tensor(row * rows, dtype=torch.float64)
+    torch.testing.assert_close(falling.double(), expected, rtol=1e-5, atol=1e-7)
+    same = ExitRule("top-1", top, decays=False).thresholds(places, sequence)
+    assert torch.equal(same, torch.full((rows * sequence,), top))
 
 
 def test_exited_token_is_still_attended_to() -> None:
@@ -419,8 +372,6 @@ def test_bfloat16_stays_close() -> None:
     config = config_of("classifier", sequence=6, threshold=1.0)
     exact, (ids, targets) = build(config, exits_on=False), drawn(config, 2)
     low = [module.to(torch.bfloat16) for module in build(config, exits_on=False)]
-    loss = run(config, low, ids, targets).loss
+    loss, wanted = (run(config, modules, ids, targets).loss for modules in (low, exact))
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(
-        loss.double(), run(config, exact, ids, targets).loss.double(), rtol=0.02, atol=0.02
-    )
+    torch.testing.assert_close(loss.double(), wanted.double(), rtol=0.02, atol=0.02)

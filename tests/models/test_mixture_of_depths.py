@@ -16,20 +16,7 @@ from torch import Tensor, nn
 from dynmo.config import Config, parse
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router, selected_tokens
 from dynmo.train.setup import model_of
-from tests.models.plain_blocks import (
-    Heads,
-    Token,
-    TooCloseError,
-    attended_heads,
-    binary_cross_entropy,
-    fed_forward,
-    gradients,
-    heads_of,
-    rms_norm,
-    rotated_heads,
-    spread,
-    token_loss,
-)
+from tests.models import plain_blocks as plain
 
 
 @dataclass
@@ -38,7 +25,7 @@ class Routing:
 
     loss: Tensor
     own_losses: Tensor  # of the predictors, with their weight
-    selected: list[set[Token]] = field(default_factory=list)
+    selected: list[set[plain.Token]] = field(default_factory=list)
     right: list[int] = field(default_factory=list)  # tokens for which each predictor is right
     closest: float = math.inf
 
@@ -69,11 +56,10 @@ def one_by_one(
             }
         else:
             added = block_output(config, attention, feed_forward, states, set(tokens))
-        states = {
-            token: state + added[token] if token in added else state
-            for token, state in states.items()
-        }
-    losses = [token_loss(layers["head"], states[token], targets[token])[1] for token in tokens]
+        states = {token: x + added[token] if token in added else x for token, x in states.items()}
+    losses = [
+        plain.token_loss(layers["head"], states[token], targets[token])[1] for token in tokens
+    ]
     routing.loss = torch.stack(losses).mean()
     return routing
 
@@ -82,21 +68,21 @@ def block_output(
     config: Config,
     attention: Any,
     feed_forward: Any,
-    states: dict[Token, Tensor],
-    selected: set[Token],
-) -> dict[Token, Tensor]:
+    states: dict[plain.Token, Tensor],
+    selected: set[plain.Token],
+) -> dict[plain.Token, Tensor]:
     """The value that a block adds to each selected token."""
-    heads, queries, keys, values = config.model.heads, Heads(), Heads(), Heads()
+    heads, queries, keys, values = config.model.heads, plain.Heads(), plain.Heads(), plain.Heads()
     for token in selected:
-        normed = rms_norm(states[token], attention.norm.weight)
+        normed = plain.rms_norm(states[token], attention.norm.weight)
         q, k, v = (attention.qkv.weight @ normed).chunk(3)
-        queries[token] = rotated_heads(q, heads, token)
-        keys[token], values[token] = rotated_heads(k, heads, token), heads_of(v, heads)
-    added: dict[Token, Tensor] = {}
+        queries[token] = plain.rotated_heads(q, heads, token)
+        keys[token], values[token] = plain.rotated_heads(k, heads, token), list(v.view(heads, -1))
+    added: dict[plain.Token, Tensor] = {}
     for token in selected:
-        out = attended_heads(token, queries[token], keys, values)
+        out = plain.attended_heads(token, queries[token], keys, values)
         by_attention = attention.proj.weight @ out
-        added[token] = by_attention + fed_forward(feed_forward, states[token] + by_attention)
+        added[token] = by_attention + plain.fed_forward(feed_forward, states[token] + by_attention)
     return added
 
 
@@ -104,10 +90,10 @@ def route(
     config: Config,
     routing: Routing,
     router: Any,
-    states: dict[Token, Tensor],
+    states: dict[plain.Token, Tensor],
     training: bool,
     by_threshold: bool,
-) -> set[Token]:
+) -> set[plain.Token]:
     """The tokens that a routed block selects."""
     options, tokens = config.dynamism.mixture_of_depths, list(states)
     scores = {token: router.weight.weight[0] @ states[token] for token in tokens}
@@ -120,27 +106,22 @@ def route(
             token: (second.weight @ (x / (1 + torch.exp(-x))) + second.bias).squeeze(0)
             for token, x in inner.items()
         }
-    best = set[Token]()
+    best = set[plain.Token]()
     count = min(config.model.sequence, max(1, round(options.capacity * config.model.sequence)))
     for row in {row for row, _ in tokens}:
-        ranked = sorted(
-            (token for token in tokens if token[0] == row),
-            key=lambda token: -float(scores[token].detach()),
-        )
+        own = [token for token in tokens if token[0] == row]
+        ranked = sorted(own, key=lambda token: -float(scores[token].detach()))
         best |= set(ranked[:count])
         if training and count < len(ranked):
-            routing.closest = min(
-                routing.closest, float((scores[ranked[count - 1]] - scores[ranked[count]]).detach())
-            )
+            last, next_ = scores[ranked[count - 1]], scores[ranked[count]]
+            routing.closest = min(routing.closest, float((last - next_).detach()))
     predicted = {token for token in tokens if guesses[token] > 0}
-    routing.closest = min(
-        routing.closest, *(abs(float(guess.detach())) for guess in guesses.values())
-    )
+    closest = min(abs(float(guess.detach())) for guess in guesses.values())
+    routing.closest = min(routing.closest, closest)
     if training:
-        mistaken = torch.stack(
-            [binary_cross_entropy(guesses[token], token in best) for token in tokens]
-        ).mean()
-        routing.own_losses = routing.own_losses + options.predictor_weight * mistaken
+        mistaken = [plain.binary_cross_entropy(guesses[token], token in best) for token in tokens]
+        mean = torch.stack(mistaken).mean()
+        routing.own_losses = routing.own_losses + options.predictor_weight * mean
         routing.right.append(sum((token in best) == (token in predicted) for token in tokens))
     routing.selected.append(best if training and not by_threshold else predicted)
     return routing.selected[-1]
@@ -157,19 +138,8 @@ def config_of(
     heads: int = 2,
     **options: Any,
 ) -> Config:
-    wanted = {"predictor": predictor, "capacity": capacity, "predictor_weight": 0.5}
-    return parse(
-        {
-            "model": {
-                "blocks": blocks,
-                "hidden": 4 * heads,
-                "heads": heads,
-                "vocab": 40,
-                "sequence": sequence,
-            },
-            "dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": wanted | options},
-        }
-    )
+    wanted = {"predictor": predictor, "capacity": capacity, "predictor_weight": 0.5} | options
+    return plain.config_of("mixture_of_depths", wanted, sequence, blocks, heads, vocab=40)
 
 
 def routers(modules: Sequence[nn.Module]) -> list[Router]:
@@ -179,38 +149,29 @@ def routers(modules: Sequence[nn.Module]) -> list[Router]:
 def build(
     config: Config, seed: int = 0, training: bool = True, by_threshold: bool = False
 ) -> list[nn.Module]:
-    model = model_of(config)
-    modules = model.build(range(model.layers))
-    spread(modules, seed)
-    for module in modules:
-        module.train(training)
+    modules = plain.build(config, seed, training)
     for router in routers(modules):
         router.by_threshold = by_threshold
-        if router.predictor is not None:
-            for (
-                name,
-                parameter,
-            ) in router.predictor.named_parameters():  # some guesses are over 0, some under it
+        if router.predictor is not None:  # some guesses are over 0, some under it
+            for name, parameter in router.predictor.named_parameters():
                 parameter.data *= 0.1 if name.endswith("bias") else 8.0
     return modules
 
 
 def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids, each once, and targets. Equal tokens would have equal scores."""
+    """plain.Token ids, each once, and targets. Equal tokens would have equal scores."""
     generator, shape = torch.Generator().manual_seed(seed), (batch, config.model.sequence)
-    ids, targets = (
-        torch.randperm(config.model.vocab, generator=generator)[: math.prod(shape)].view(shape)
-        for _ in range(2)
-    )
+    drawn = (torch.randperm(config.model.vocab, generator=generator) for _ in range(2))
+    ids, targets = (each[: math.prod(shape)].view(shape) for each in drawn)
     return ids, targets
 
 
 def run(
     config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor
-) -> tuple[Tensor, list[set[Token]]]:
+) -> tuple[Tensor, list[set[plain.Token]]]:
     """The loss of the modules one after the other."""
     out: tuple[Any, ...] = (ids,)
-    selected: list[set[Token]] = []
+    selected: list[set[plain.Token]] = []
     for module in modules:
         before, result = out, module(*out)
         out = result if isinstance(result, tuple) else (result,)
@@ -219,9 +180,8 @@ def run(
             selected.append({divmod(i, config.model.sequence) for i in out[3].tolist()})
         if len(before) == 4:
             others = torch.ones(ids.numel(), dtype=torch.bool).index_fill(0, before[3], False)
-            assert torch.equal(out[0].flatten(0, 1)[others], before[0].flatten(0, 1)[others]), (
-                "the others stay as they are"
-            )
+            now, then = (x.flatten(0, 1)[others] for x in (out[0], before[0]))
+            assert torch.equal(now, then), "the others stay as they are"
     return model_of(config).loss(out[0], targets), selected
 
 
@@ -235,22 +195,16 @@ def compare(
     """Compares the modules with the slow pass, and returns what that gives."""
     slow = one_by_one(config, modules, ids, targets, modules[0].training, by_threshold)
     if slow.closest < 1e-5:
-        raise TooCloseError
+        raise plain.TooCloseError
     loss, selected = run(config, modules, ids, targets)
     assert selected == slow.selected
     # The loss and the rotary tables are of float32.
     torch.testing.assert_close(loss.double(), slow.loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        gradients(modules, loss),
-        gradients(modules, slow.loss + slow.own_losses),
-        rtol=1e-4,
-        atol=1e-5,
-    )
+    expected = plain.gradients(modules, slow.loss + slow.own_losses)
+    torch.testing.assert_close(plain.gradients(modules, loss), expected, rtol=1e-4, atol=1e-5)
     seen = [tuple(int(count) for count in router.seen) for router in routers(modules)]
-    counts = [
-        (ids.numel(), len(taken), right)
-        for taken, right in zip(slow.selected, slow.right, strict=False)
-    ]
+    pairs = zip(slow.selected, slow.right, strict=False)
+    counts = [(ids.numel(), len(taken), right) for taken, right in pairs]
     assert seen == (counts if modules[0].training else [(0, 0, 0)] * len(seen))
     return slow
 
@@ -281,7 +235,7 @@ def test_any_shape_equals_a_token_by_token_reference(
 ) -> None:
     try:
         compare(config, build(config, seed, *WAYS[way]), *drawn(config, batch, seed), WAYS[way][1])
-    except TooCloseError:
+    except plain.TooCloseError:
         reject()
 
 
@@ -292,12 +246,9 @@ def test_configured_share_of_tokens_is_selected(predictor: str, way: str) -> Non
     config = config_of(predictor, every=1)
     routing = compare(config, build(config, 1, *WAYS[way]), *drawn(config, 3), WAYS[way][1])
     assert len(routing.selected) == 2
-    if way == "training":
-        assert [
-            [sum(row == r for row, _ in taken) for r in range(3)] for taken in routing.selected
-        ] == [[3] * 3] * 2
-    else:
-        assert all(0 < len(taken) < 18 for taken in routing.selected)
+    for taken in routing.selected:
+        counts = [sum(row == r for row, _ in taken) for r in range(3)]
+        assert counts == [3] * 3 if way == "training" else 0 < sum(counts) < 18
 
 
 @pytest.mark.parametrize(
@@ -321,28 +272,18 @@ def test_predictor_may_select_zero_one_or_all_tokens(count: int, way: str) -> No
 def test_full_capacity_with_unit_weights_is_a_plain_gpt() -> None:
     config = config_of("mlp", capacity=1.0, every=1)
     modules, (ids, targets) = build(config), drawn(config, 2)
-    assert (
-        compare(config, modules, ids, targets).selected
-        == [{(row, t) for row in range(2) for t in range(6)}] * 2
-    )
+    tokens = {(row, t) for row in range(2) for t in range(6)}
+    assert compare(config, modules, ids, targets).selected == [tokens] * 2
     for router in routers(modules):
         ones: Any = lambda x: x.new_ones(len(x), 1)  # noqa: E731
         router.weight.forward = ones
-    plain_model = model_of(parse({"model": config.model.model_dump()}))
-    plain = plain_model.build(range(plain_model.layers))
+    gpt = model_of(parse({"model": config.model.model_dump()}))
     out: Any = ids
-    for module, other in zip(plain, modules, strict=True):
-        module.double().load_state_dict(
-            {
-                name: value
-                for name, value in other.state_dict().items()
-                if not name.startswith("router")
-            }
-        )
+    for module, other in zip(gpt.build(range(gpt.layers)), modules, strict=True):
+        state = {k: t for k, t in other.state_dict().items() if not k.startswith("router")}
+        module.double().load_state_dict(state)
         out = module(out)
-    torch.testing.assert_close(
-        run(config, modules, ids, targets)[0], plain_model.loss(out, targets)
-    )
+    torch.testing.assert_close(run(config, modules, ids, targets)[0], gpt.loss(out, targets))
 
 
 # -- the parts -------------------------------------------------------------------------------------
@@ -351,7 +292,7 @@ def test_full_capacity_with_unit_weights_is_a_plain_gpt() -> None:
 def loss_gradients(predictor: str, weight: float, by_threshold: bool) -> dict[str, Tensor]:
     config = config_of(predictor, every=1, predictor_weight=weight)
     modules = build(config, by_threshold=by_threshold)
-    return gradients(modules, run(config, modules, *drawn(config, 2))[0])
+    return plain.gradients(modules, run(config, modules, *drawn(config, 2))[0])
 
 
 @pytest.mark.parametrize("by_threshold", [False, True])
@@ -369,9 +310,8 @@ def test_router_loss_trains_the_layers_before_it() -> None:
     without, with_loss = (loss_gradients("bce", weight, False) for weight in (0.0, 0.5))
     different = {name for name in without if not torch.equal(without[name], with_loss[name])}
     assert {"0.tokens.weight", "1.router.weight.weight", "3.router.weight.weight"} <= different
-    assert not {name for name in different if name.startswith(("4.", "5."))}, (
-        "behind the last router"
-    )
+    last = ("4.", "5.")  # behind the last router
+    assert not {name for name in different if name.startswith(last)}
 
 
 def test_selected_tokens_keep_their_positions() -> None:
