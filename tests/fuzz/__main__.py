@@ -57,11 +57,8 @@ class Progress:
             self._last = now
             left = self.seconds() / done * (self._total - done)
             told = f"{self._counts[FAILED]} failed, {self._counts[REFUSED]} refused"
-            print(
-                f"{done} of {self._total} cases, {told}, {left:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"{done} of {self._total} cases, {told}, {left:.0f} s left"
+            print(text, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,12 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help="write the counts to this file, as JSON")
     add("--write", type=Path, help="write the equal cases to this folder, with their digests")
     add("--show", action="store_true", help="print the TOML files and run nothing")
-    add(
-        "--elastic",
-        type=float,
-        default=0.35,
-        help="share of the cases whose mesh or number of ranks changes",
-    )
+    share = "share of the cases whose mesh or number of ranks changes"
+    add("--elastic", type=float, default=0.35, help=share)
     return parser
 
 

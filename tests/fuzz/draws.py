@@ -79,9 +79,7 @@ def reference_of(config: Tables) -> Tables:
 
     Removes all that may not show in losses, weights and buffers. The reduction slots stay.
     """
-    dynamism = {**config["dynamism"]}
-    if "cases" in dynamism:
-        dynamism["cases"] = [case for case in dynamism["cases"] if not case.startswith(STOP)]
+    dynamism = without_stop(config)
     if "freezing" in dynamism:
         dynamism["freezing"] = {**dynamism["freezing"], "cache_bytes": 0}
     return {
@@ -95,6 +93,14 @@ def reference_of(config: Tables) -> Tables:
         "dynamism": dynamism,
         "trace": {"steps": 0},
     }
+
+
+def without_stop(config: Tables) -> Tables:
+    """The section [dynamism] of the run in one go."""
+    dynamism = {**config["dynamism"]}
+    if "cases" in dynamism:
+        dynamism["cases"] = [case for case in dynamism["cases"] if not case.startswith(STOP)]
+    return dynamism
 
 
 def draw(seed: int, number: int, elastic: float = 0.35) -> Case:
@@ -144,9 +150,8 @@ def _draw_optimizer(random: Random, case: Case) -> None:
         config["parallel"].get("zero") or "pruning" in config["dynamism"].get("cases", [])
         for config in case.configs
     )
-    name = random.choice(
-        ["adam", "radam", "adagrad", "rmsprop", *([] if is_cut else ["adafactor"])]
-    )
+    names = ["adam", "radam", "adagrad", "rmsprop"]
+    name = random.choice(names if is_cut else [*names, "adafactor"])
     for config in case.configs:
         train = {**config["train"], "optimizer": name}
         config["train"] = {k: v for k, v in train.items() if k not in ("weight_decay", "momentum")}
@@ -180,8 +185,8 @@ class _Draw:
         total, groups = self._microbatches(*mesh[:3])
         micro = random.choice([1, 1, 2, 3])
         train = self._train(model["kind"] in GPTS, steps, total * micro, micro, groups, layers)
-        cached = not self._spreads and self._can_cache(dynamism, draws)
-        if freezing and cached and self._chance(0.5):
+        changes = self._spreads or draws or self._writes or "sparse_attention" in dynamism
+        if freezing and not changes and self._chance(0.5):
             freezing["cache_bytes"] = random.choice([3000, 1 << 20])
             train["eval_every"] = random.choice([1, 2])
         config: Tables = {
@@ -200,11 +205,8 @@ class _Draw:
         if not self._chance(0.3):
             return Case(self._number, config)
         # The second part is another run of the same training.
-        data = (
-            1
-            if self._writes
-            else random.choice([d for d in (1, 2, 3, 4) if fits(groups, d, total)])
-        )
+        possible = [d for d in (1, 2, 3, 4) if fits(groups, d, total)]
+        data = 1 if self._writes else random.choice(possible)
         mesh = self._mesh(layers, data, total // data)
         stop = random.randrange(steps - 2)
         resumed = {**config, **self._runs_on(mesh, layers, total, groups, train)}
@@ -224,21 +226,14 @@ class _Draw:
         if kind < 0.03 and not self._spreads:
             layers = random.randrange(2, 9)
             times = {key: random.choice([0.0, 0.0005]) for key in ("f", "b", "w")}
-            return {
-                "kind": "emulated",
-                "layers": layers,
-                "bytes": random.choice([4, 512]),
-                **times,
-            }, layers
+            size = {"layers": layers, "bytes": random.choice([4, 512])}
+            return {"kind": "emulated", **size, **times}, layers
         sequence = random.choice([4, 8, 8, 16])
         if kind < 0.45 or self._spreads:
             heads = random.choice([1, 2])
             blocks = random.choice([1, 1, 2, 2, 3, 4])
-            sizes = {
-                "blocks": blocks,
-                "hidden": heads * random.choice([4, 6, 8, 16, 48]),
-                "heads": heads,
-            }
+            hidden = heads * random.choice([4, 6, 8, 16, 48])
+            sizes = {"blocks": blocks, "hidden": hidden, "heads": heads}
             chances = {"dropout": random.choice([0.0, 0.0, 0.1]), "tied": self._chance(0.25)}
             moe = self._spreads or self._chance(0.25)
             keys = experts(random, blocks, self._spreads) if moe else {"kind": "gpt"}
@@ -294,10 +289,8 @@ class _Draw:
     def _train(
         self, gpt: bool, steps: int, batch: int, micro: int, groups: int, layers: int
     ) -> Tables:
-        random = self._random
-        precision = (
-            random.choice(["float32"] * 6 + ["bfloat16", "float16"]) if self._low else "float32"
-        )
+        random, low = self._random, ["bfloat16", "float16"] if self._low else []
+        precision = random.choice(["float32"] * 6 + low) if low else "float32"
         train: Tables = {
             "steps": steps,
             "global_batch": batch,
@@ -340,21 +333,15 @@ class _Draw:
         """The sections that may not show in the bits."""
         random, (pipeline, data, schedule, chunks) = self._random, mesh
         stages = pipeline * chunks_of(schedule, chunks)
-        parallel: Tables = {
-            "pipeline": pipeline,
-            "replicas": data,
-            "device": "cpu",
-            "timeout": 60.0,
-        }
+        parallel: Tables = {"pipeline": pipeline, "replicas": data}
+        parallel |= {"device": "cpu", "timeout": 60.0}
         if data > 1:
             parallel["zero"] = random.choice([0, 1])
         sliced = pipeline > 1 and not self._spreads and self._chance(0.05)
         if sliced:
             parallel["slices"] = True
-        pipe: Tables = {
-            "schedule": schedule,
-            "w_granularity": random.choice(["whole", "whole", "linear"]),
-        }
+        granularity = random.choice(["whole", "whole", "linear"])
+        pipe: Tables = {"schedule": schedule, "w_granularity": granularity}
         if chunks is not None:
             pipe["chunks"] = chunks
         if not sliced and self._chance(0.35):
@@ -379,10 +366,9 @@ class _Draw:
 
         For several ranks it is a share of that.
         """
-        hidden, blocks = model["hidden"], model["blocks"]
-        parameters = 2 * VOCAB * hidden + blocks * (
-            4 * hidden**2 + 3 * hidden * feed_forward_size(hidden)
-        )
+        hidden = model["hidden"]
+        block = 4 * hidden**2 + 3 * hidden * feed_forward_size(hidden)
+        parameters = 2 * VOCAB * hidden + model["blocks"] * block
         shares = [1.0, 3.0] if pipeline == 1 else [0.7, 1.0, 3.0]
         return int((1 << 19) + 24 * parameters * self._random.choice(shares))
 
@@ -398,29 +384,22 @@ class _Draw:
         ranks = pipeline * data
 
         def meshes(ranks: int) -> list[tuple[int, int]]:
-            lengths = [
+            return [
                 (ranks // replicas, replicas)
                 for replicas in range(1, ranks + 1)
                 if ranks % replicas == 0
-            ]
-            return [
-                (length, replicas)
-                for length, replicas in lengths
-                if length * chunks_of(schedule, chunks) <= layers
+                and ranks // replicas * chunks_of(schedule, chunks) <= layers
                 and fits(groups, replicas, total)
                 and (replicas == data or not self._spreads)
-                and (schedule != "interleaved-1f1b" or total // replicas % length == 0)
+                and (schedule != "interleaved-1f1b" or total // replicas % (ranks // replicas) == 0)
             ]
 
-        same = meshes(ranks)
+        others = same = meshes(ranks)
         if len(same) > 1 and self._chance(0.25):
             return {"reshape": True}
         # With fewer ranks the others leave and wait, and may be called back.
-        others = (
-            same
-            if len(same) > 1 and self._chance(0.3)
-            else [each for some in range(1, ranks + 1) for each in meshes(some)]
-        )
+        if len(same) <= 1 or not self._chance(0.3):
+            others = [each for some in range(1, ranks + 1) for each in meshes(some)]
         if len(others) < 2:
             return {}
         at = sorted(random.sample(range(1, steps), min(steps - 1, random.randrange(1, 4))))
@@ -462,10 +441,7 @@ class _Draw:
         if policy == "schedule":
             at = sorted(random.sample(range(steps), random.randrange(1, 4)))
             frozen = sorted(random.randrange(layers) for _ in at)
-            return {
-                "policy": policy,
-                "schedule": [list(pair) for pair in zip(at, frozen, strict=True)],
-            }
+            return {"policy": policy, "schedule": [*map(list, zip(at, frozen, strict=True))]}
         options: Tables = {"policy": policy, "every": 1, "unit": random.choice(["half", "block"])}
         if self._chance(0.5) and layers > 2:
             options["max_layers"] = random.randrange(1, layers)
@@ -494,23 +470,18 @@ class _Draw:
         random, blocks = self._random, range(model["blocks"])
         kind = random.choice(["hash", "drop"])
         options: Tables = {"kind": kind, "tile": random.choice([2, 32])}
-        options |= (
-            {"buckets": random.choice([2, 4])}
-            if kind == "hash"
-            else {"drop": random.choice([0.3, 0.5])}
-        )
-        some = [
-            sorted(random.sample(blocks, random.randrange(1, len(blocks) + 1))) for _ in range(2)
-        ]
+        if kind == "hash":
+            options["buckets"] = random.choice([2, 4])
+        else:
+            options["drop"] = random.choice([0.3, 0.5])
+        sizes = range(1, len(blocks) + 1)
+        some = [sorted(random.sample(blocks, random.choice(sizes))) for _ in range(2)]
         if self._chance(0.5):
             at = sorted(random.sample(range(steps), 2))
-            return {**options, "schedule": [list(pair) for pair in zip(at, some, strict=True)]}
+            return {**options, "schedule": [*map(list, zip(at, some, strict=True))]}
         return {**options, "start": random.randrange(steps), "blocks": some[0]}
 
     # -- conditions ------------------------------------------------------------------------------
-
-    def _can_cache(self, dynamism: Tables, draws: bool) -> bool:
-        return not draws and not self._writes and "sparse_attention" not in dynamism
 
     def _chance(self, share: float) -> bool:
         return self._random.random() < share

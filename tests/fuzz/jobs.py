@@ -74,25 +74,22 @@ def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
         loaded.seed,
         loaded.data.shuffle,
     )
+    trained = [p for p in layers.parameters() if p.requires_grad]
     groups = [
         {
-            "params": [
-                p for p in layers.parameters() if p.requires_grad and (p.dim() > 1) == decays
-            ],
+            "params": [p for p in trained if (p.dim() > 1) == decays],
             "weight_decay": train.weight_decay * decays,
         }
         for decays in (True, False)
     ]
+    options: dict[str, Any] = {}
     if train.optimizer == "adamw":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            groups, lr=0.0, betas=train.betas, eps=train.eps
-        )
+        options = {"lr": 0.0, "betas": train.betas, "eps": train.eps}
     elif train.optimizer == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=train.momentum)
-    else:
-        classes = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim)}
-        parameters = [p for group in groups for p in group["params"]]
-        optimizer = classes[train.optimizer](parameters)
+        options = {"lr": 0.0, "momentum": train.momentum}
+    classes = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim)}
+    parameters = groups if options else [p for group in groups for p in group["params"]]
+    optimizer: torch.optim.Optimizer = classes[train.optimizer](parameters, **options)
     losses: list[float] = []
     for step in range(train.steps):
         for group in optimizer.param_groups:

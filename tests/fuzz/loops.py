@@ -148,24 +148,17 @@ def _make_batch(case: dict[str, Any], step: int) -> list[dict[str, Tensor]]:
         if case["masked"]:
             counted = torch.rand(shape, generator=generator) < number(0, 3) / 2
             labels = labels.where(counted, torch.tensor(-100))
-        batch.append(
-            {
-                "input_ids": ids,
-                "mask": torch.randint(2, shape, generator=generator),
-                "labels": labels,
-            }
-        )
+        mask = torch.randint(2, shape, generator=generator)
+        batch.append({"input_ids": ids, "mask": mask, "labels": labels})
     batch[-1]["labels"][0, 0] = 1  # at least one counts
     return batch
 
 
 def _optimizer(name: str) -> Any:
-    if name == "AdamW":
-        return dynmo.AdamW(lr=1e-2)
-    if name == "SGD":
-        return dynmo.SGD(lr=1e-2)
     adamw = partial(torch.optim.AdamW, lr=1e-2)
     return {
+        "AdamW": dynmo.AdamW(lr=1e-2),
+        "SGD": dynmo.SGD(lr=1e-2),
         "adamw": adamw,
         "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
         "radam": partial(torch.optim.RAdam, lr=1e-2),
@@ -250,10 +243,8 @@ def train(world: dynmo.World, case: dict[str, Any], reference: bool = False) -> 
 
 def run_case(pool: Pool, case: dict[str, Any]) -> str | None:
     """Returns what differs from one rank, or None."""
-    function, given = (
-        "tests.fuzz.loops:train",
-        {name: case[name] for name in case if name != "ranks"},
-    )
+    function = "tests.fuzz.loops:train"
+    given = {name: case[name] for name in case if name != "ranks"}
     (expected,) = pool.run(function, 1, case=given, reference=True)
     for rank, told in enumerate(pool.run(function, case["ranks"], case=given)):
         for name, value in expected.items():
@@ -288,10 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 done = number + 1 - options.first
                 print(f"{done} of {options.cases}, {failed} failed", file=sys.stderr, flush=True)
         pool.close()
-    seconds = time.monotonic() - start
-    print(
-        f"{options.cases} loops, {options.cases - failed} equal, {failed} failed, {seconds:.0f} s"
-    )
+    seconds, equal = time.monotonic() - start, options.cases - failed
+    print(f"{options.cases} loops, {equal} equal, {failed} failed, {seconds:.0f} s")
     return 1 if failed else 0
 
 

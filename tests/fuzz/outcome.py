@@ -56,15 +56,11 @@ class Observed:
         for event in events:
             step = event["step"]
             if event["event"] == "step":
-                values = {
-                    key: event[key] for key in ("loss", "gradient_norm", "learning_rate", "frozen")
-                }
-                _add(self.steps, step, values)
+                keys = ("loss", "gradient_norm", "learning_rate", "frozen")
+                _add(self.steps, step, {key: event[key] for key in keys})
             elif event["event"] == "eval":
                 _add(self.evaluations, step, [event["loss"], event.get("dense_loss")])
-            elif (
-                event["event"] == "change" and event["case"] in CASES and event["case"] != "experts"
-            ):
+            elif event["event"] == "change" and event["case"] in CASES.keys() - {"experts"}:
                 _add(self.changes, (step, event["case"]), [event["layers"], event["what"]])
             elif event["event"] == "skipped":
                 _add(self.skipped, step, [event["loss_scale"], event["next_scale"]])

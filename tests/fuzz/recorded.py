@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tomli_w
 
-from tests.fuzz.draws import STOP, Case, Tables
+from tests.fuzz.draws import Case, without_stop
 from tests.fuzz.outcome import CaseResult
 
 _MARK = "# digests: "
@@ -29,18 +29,9 @@ def write_case(outcome: CaseResult, folder: Path, repeat: str) -> None:
     case = outcome.case
     names = [f"fuzz-{case.number}", f"fuzz-{case.number}-resumed"]
     for name, config in zip(names, case.configs, strict=False):
-        text = tomli_w.dumps(_whole(config) | {"name": name})
-        (folder / f"{name}.toml").write_text(
-            f"# {repeat}\n{_MARK}{json.dumps(outcome.end)}\n{text}"
-        )
-
-
-def _whole(config: Tables) -> Tables:
-    """The run in one go."""
-    dynamism = {**config["dynamism"]}
-    if "cases" in dynamism:
-        dynamism["cases"] = [case for case in dynamism["cases"] if not case.startswith(STOP)]
-    return {**config, "dynamism": dynamism, "checkpoint": {}}
+        whole = {**config, "dynamism": without_stop(config), "checkpoint": {}, "name": name}
+        head = f"# {repeat}\n{_MARK}{json.dumps(outcome.end)}\n"
+        (folder / f"{name}.toml").write_text(head + tomli_w.dumps(whole))
 
 
 def read_case(file: Path, number: int) -> Case:

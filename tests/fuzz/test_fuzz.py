@@ -8,11 +8,10 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -91,35 +90,21 @@ def test_seed_and_number_determine_the_case() -> None:
 def test_drawn_cases_are_valid_and_cover_every_choice() -> None:
     """dynmo accepts every drawn configuration, and every choice occurs."""
     cases = [draw(1, number) for number in range(400)]
-    configs = [
-        config for case in cases for config in (case.config, case.reference, case.resumed) if config
-    ]
+    configs = [config for case in cases for config in (*case.configs, case.reference)]
     for config in configs:
         parse(config)
-    models = Counter(
-        word for c in configs for word in c["model"]["kind"].rpartition(":")[2].split("__")
-    )
-    assert set(LAYERS) | {"gpt", "emulated", "mix"} <= set(models)
+    words = {w for c in configs for w in c["model"]["kind"].rpartition(":")[2].split("__")}
+    assert set(LAYERS) | {"gpt", "emulated", "mix"} <= words
     assert {c["pipeline"]["schedule"] for c in configs} == {AUTO, *SCHEDULES}
     assert {c["balance"]["balancer"] for c in configs} == {RANDOM_MOVES, *BALANCERS}
     assert {c["train"]["precision"] for c in configs} == {"float32", "bfloat16", "float16"}
-    assert {
-        c["parallel"].get("pipeline", 1) * c["parallel"].get("replicas", 1) for c in configs
-    } == {
-        1,
-        2,
-        3,
-        4,
-    }
+    meshes = [c["parallel"] for c in configs]
+    ranks = {mesh.get("pipeline", 1) * mesh.get("replicas", 1) for mesh in meshes}
+    assert ranks == {1, 2, 3, 4}
     assert {c["train"].get("head_tokens") for c in configs} == {None, 1, 3, 8, 64}
     assert {case for c in configs for case in c["dynamism"].get("cases", ())} > set(CASES)
-    assert {
-        (c["pipeline"].get("post_validation"), c["pipeline"].get("rollback")) for c in configs
-    } == {
-        (None, None),
-        (True, None),
-        (True, "in-place"),
-    }
+    late = {tuple(map(c["pipeline"].get, ("post_validation", "rollback"))) for c in configs}
+    assert late == {(None, None), (True, None), (True, "in-place")}
     assert sum(case.resumed is not None for case in cases) > 80
     assert sum(case.plain for case in cases) > 20
     spread = [case.config["parallel"].get("expert", 1) for case in cases]
@@ -128,14 +113,8 @@ def test_drawn_cases_are_valid_and_cover_every_choice() -> None:
 
 
 def test_model_name_lists_its_layers() -> None:
-    layers = model_of("modules__lstm__fan_2__mix")()
-    assert [type(layer).__name__ for layer in layers] == [
-        "Embedding",
-        "Recurrent",
-        "Fan",
-        "Mix",
-        "Head",
-    ]
+    layers = [type(layer).__name__ for layer in model_of("modules__lstm__fan_2__mix")()]
+    assert layers == ["Embedding", "Recurrent", "Fan", "Mix", "Head"]
     for wrong in ("modules__lstn", "factory__lstm", "modules_sum__lstm"):
         with pytest.raises(AttributeError):
             model_of(wrong)
@@ -226,25 +205,13 @@ def test_many_refused_configurations_fail_the_run(runner: Runner) -> None:
     assert "refused 1 times: config: train.micro_batch" in summary([outcome], 1.0)
 
 
-class Hanging(Pool):
-    """A pool one of whose ranks never answers."""
-
-    def __init__(self) -> None:
-        self.closed = False
-
-    def run(self, function: str, ranks: int, timeout: float = 60.0, **arguments: Any) -> list[Any]:
-        raise PoolLost("a rank did not answer in time; the pool was ended")
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_hanging_pool_is_replaced(pool: Pool) -> None:
-    hanging = Hanging()
+    hanging = mock.create_autospec(Pool, instance=True)
+    hanging.run.side_effect = PoolLost("a rank did not answer in time; the pool was ended")
     pools: list[Pool] = [Lent(pool), hanging]
     runner = Runner(lambda log: pools.pop())
     assert runner.run(planted("a_model")).what.startswith("hang or crash")
-    assert hanging.closed
+    hanging.close.assert_called_once()
     assert runner.run(planted("a_model")).kind == EQUAL
     runner.close()
 
@@ -279,10 +246,8 @@ def test_printed_files_replay_a_case(
     )
     assert done.returncode == 0, done.stderr
     assert runner.run(case).kind == EQUAL
-    assert (
-        repr(json.loads(done.stdout)["weights_digest"])
-        == runner.reference(case).end["weights_digest"]
-    )
+    digest = repr(json.loads(done.stdout)["weights_digest"])
+    assert digest == runner.reference(case).end["weights_digest"]
 
 
 def test_written_case_has_the_digests_of_its_run(runner: Runner, tmp_path: Path) -> None:
@@ -319,10 +284,8 @@ def test_digests_of_a_folder_are_compared(
         cases: list[Case], jobs: int, tell: Callable[[CaseResult], None]
     ) -> list[CaseResult]:
         assert all(case.recorded == end for case in cases)
-        results = [
-            CaseResult(case, FAILED if changed and case.number == 1 else EQUAL, "wrong bits")
-            for case in cases
-        ]
+        kinds = [EQUAL, FAILED if changed else EQUAL, EQUAL]
+        results = [CaseResult(case, kinds[case.number], "wrong bits") for case in cases]
         for result in results:
             tell(result)
         return results
@@ -344,13 +307,7 @@ def test_command_writes_its_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file = tmp_path / "fuzz.json"
     assert main(["--cases", "3", "--seed", "5", "--out", str(file)]) == 1
     counts = json.loads(file.read_text())
-    assert [counts[key] for key in ("cases", "seed", "equal", "refused", "failed")] == [
-        3,
-        5,
-        2,
-        0,
-        1,
-    ]
+    assert counts.items() >= {"cases": 3, "seed": 5, "equal": 2, "refused": 0, "failed": 1}.items()
     assert counts["commit"] is None or len(counts["commit"].removesuffix("-dirty")) == 40
 
 

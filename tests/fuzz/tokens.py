@@ -29,30 +29,20 @@ def token_case(random: Random, blocks: int, steps: int) -> Tables:
         policy = random.choice(["calm", "calm", "adp-c"])
         confidence = random.choice(list(THRESHOLDS))
         kind = confidence if policy == "calm" else "softmax"
-        options: Tables = {
-            "policy": policy,
-            "confidence": kind,
-            "exits": some,
-            "start": random.randrange(steps),
-        }
-        threshold = random.choice([*THRESHOLDS[kind], 0.0, 1.0])
-        return {
-            "early_exit": {
-                **options,
-                "threshold": threshold,
-                "record_every": random.choice([1, 2, 10]),
-            }
-        }
+        options: Tables = {"policy": policy, "confidence": kind, "exits": some}
+        options["start"] = random.randrange(steps)
+        options["threshold"] = random.choice([*THRESHOLDS[kind], 0.0, 1.0])
+        options["record_every"] = random.choice([1, 2, 10])
+        return {"early_exit": options}
     options = {
         "capacity": random.choice([0.125, 0.3, 0.5, 1.0]),
         "every": random.randrange(1, blocks + 1),
-    }
-    options |= {
         "predictor": random.choice(["mlp", "bce"]),
         "predictor_weight": random.choice([0.01, 1.0]),
+        "record_every": random.choice([1, 2, 10]),
     }
-    options |= {"record_every": random.choice([1, 2, 10])}
-    options |= {"threshold_from": random.randrange(steps)} if random.random() < 0.5 else {}
+    if random.random() < 0.5:
+        options["threshold_from"] = random.randrange(steps)
     return {"mixture_of_depths": options}
 
 
@@ -63,30 +53,21 @@ def experts(random: Random, blocks: int, several: bool) -> Tables:
         "kind": "moe",
         "experts": count,
         "top_k": random.randrange(1, min(3, count) + 1),
-    }
-    keys |= {
         "shared_experts": random.choice([0, 0, 1, 2]),
         "moe_every": random.randrange(1, min(2, blocks) + 1),
-    }
-    keys |= {
         "routing": random.choice(["aux-loss", "sinkhorn", "auction", "bias"]),
         "router_loss": random.choice([0.01, 1.0]),
     }
-    keys |= (
-        {"capacity_factor": random.choice([1.0, 2.0])}
-        if count <= 4 and random.random() < 0.3
-        else {}
-    )
+    if count <= 4 and random.random() < 0.3:
+        keys["capacity_factor"] = random.choice([1.0, 2.0])
     return keys | {"bias_rate": random.choice([0.001, 0.1])}
 
 
 def placing(random: Random) -> Tables:
     """The section of the case "experts"."""
-    keys: Tables = {
+    return {
         "record_every": random.choice([1, 2, 10]),
         "place_every": random.choice([0, 1, 2, 3]),
-    }
-    return keys | {
         "redundant": random.choice([0, 0, 1, 2]),
         "least_gain": random.choice([0.0, 0.05]),
     }
@@ -98,15 +79,10 @@ def spread_experts(random: Random, config: Tables, share: float) -> None:
     freezing = dynamism.get("freezing", {})
     shared = gcd(parallel["replicas"], model.get("experts", 1)) if model["kind"] == "moe" else 1
     elastic = config["elastic"]
-    others = elastic.get("reshape") or any(
-        data != parallel["replicas"] for _, _, data in elastic.get("reshape_at", ())
-    )
-    refused = (
-        parallel.get("slices")
-        or others
-        or freezing.get("cache_bytes")
-        or freezing.get("policy") == "egeria"
-    )
+    meshes = elastic.get("reshape_at", ())
+    others = any(data != parallel["replicas"] for _, _, data in meshes) or elastic.get("reshape")
+    cached = freezing.get("cache_bytes") or freezing.get("policy") == "egeria"
+    refused = parallel.get("slices") or others or cached
     sizes = [size for size in range(2, shared + 1) if shared % size == 0]
     if sizes and not refused and random.random() < share:
         parallel["expert"] = random.choice(sizes)
